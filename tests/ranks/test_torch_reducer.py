@@ -9,9 +9,9 @@ PROGRAM = PROGRAMS / "torch" / "reducer.py"
 CASES = (
     "sums_over_ranks", "accumulates_before_it_sums", "gradients_on_some_ranks_only",
     "used_in_an_earlier_micro_batch_only", "freezing_and_unfreezing_is_noticed", "stages_send_in_their_last_pass",
-    "shared_weights_and_other_layouts", "gradients_that_share_memory", "a_gradient_that_lies_otherwise",
-    "what_the_user_keeps_stays", "mixed_types_and_half_precision_on_the_way", "refusals", "buckets",
-    "bytes_and_floats",
+    "shared_weights_and_other_layouts", "gradients_that_share_memory", "gradients_in_memory_of_others",
+    "a_layout_that_one_rank_changes", "a_gradient_that_lies_otherwise", "what_the_user_keeps_stays",
+    "mixed_types_and_half_precision_on_the_way", "refusals", "buckets", "bytes_and_floats",
 )  # fmt: skip
 
 

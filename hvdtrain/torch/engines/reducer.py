@@ -32,20 +32,26 @@ SumAsync = Callable[[Tensor, str], Wait]
 
 _SMALL_BUCKET_BYTES, _DUST_BYTES = 1 << 20, 1 << 16
 OWN_REFERENCES = 3  # to a view while they are counted: the list's, the loop's, the call's
-# to the storage of a gradient that nobody else has: `p.grad`'s, and that of whoever counts
-_OWN_USES = 2
+# of the memory of a gradient that nobody else has: by `p.grad`, and by the Python object of whoever counts, to which
+# the count itself is the second reference
+_OWN_USES, _OWN_STORAGE_REFERENCES = 2, 2
+
+Layout = tuple[int, ...]  # strides
 
 
 class Bucket:
     """Gradients that travel together: one flat tensor, and a view of it for each parameter.
 
     Args:
+        layouts: of the gradients, the same on every rank.
         where_they_lie: large gradients do not go into the flat tensor.
     """
 
-    def __init__(self, name: str, parameters: Sequence[nn.Parameter], where_they_lie: bool = False) -> None:
+    def __init__(
+        self, name: str, parameters: Sequence[nn.Parameter], layouts: Sequence[Layout], where_they_lie: bool = False
+    ) -> None:
         self.name = name
-        self.parameters = list(parameters)
+        self.parameters, self._layouts = list(parameters), layouts
         self._lies = [where_they_lie and _is_large(parameter) for parameter in parameters]
         self._allocate()
         self.missing = len(self.parameters)
@@ -57,8 +63,10 @@ class Bucket:
         sizes = [0 if lies else p.numel() for p, lies in zip(self.parameters, self._lies, strict=True)]
         self.flat = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
         self.gradients: list[Tensor | None] = [
-            None if lies else _view_like(piece, p)
-            for piece, p, lies in zip(self.flat.split(sizes), self.parameters, self._lies, strict=True)
+            None if lies else piece.as_strided(p.shape, layout)
+            for piece, p, layout, lies in zip(
+                self.flat.split(sizes), self.parameters, self._layouts, self._lies, strict=True
+            )
         ]
         self.wire = self.flat
 
@@ -77,11 +85,13 @@ class Bucket:
             self.missing -= 1
         parameter, view = self.parameters[index], self.gradients[index]
         if self._lies[index]:
+            layout = self._layouts[index]
             if parameter.grad is None:
-                self.gradients[index] = torch.zeros_like(parameter, requires_grad=False)
+                self.gradients[index] = torch.empty_strided(parameter.shape, layout, dtype=parameter.dtype).zero_()
             else:
-                if not _is_its_own(parameter.grad, parameter):
-                    parameter.grad = torch.empty_like(parameter, requires_grad=False).copy_(parameter.grad)
+                if not _is_its_own(parameter.grad, parameter, layout):
+                    copied = torch.empty_strided(parameter.shape, layout, dtype=parameter.dtype)
+                    parameter.grad = copied.copy_(parameter.grad)
                 self.gradients[index] = parameter.grad
         elif parameter.grad is None:
             assert view is not None
@@ -144,6 +154,7 @@ class Reducer:
         self._bucket_bytes = bucket_bytes
         self._wire_type = HALVES[compression] if compression else None
         self._where_they_lie = where_they_lie
+        self._layouts: dict[int, Layout] = {id(parameter): layout_of(parameter) for parameter in module.parameters()}
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._state = "outside"  # of a backward pass of ours; "adding up"; "reducing"; "reducing stages"
         self._generation = 0
@@ -158,7 +169,9 @@ class Reducer:
         lying = self._wire_type is None and self._where_they_lie()
         for parameters, is_last_pass in by_stage(self._parameters, self._staged):
             for group in bucketize(parameters, self._bucket_bytes):
-                bucket = Bucket(f"hvdtrain.gradients.{self._generation}.{len(self.buckets)}", group, lying)
+                # as they were at first: what one rank alone does to its parameters later must not part the ranks
+                layouts = [self._layouts.setdefault(id(parameter), layout_of(parameter)) for parameter in group]
+                bucket = Bucket(f"hvdtrain.gradients.{self._generation}.{len(self.buckets)}", group, layouts, lying)
                 self.buckets.append(bucket)
                 for index, parameter in enumerate(group):
                     hook = self._on_gradient(bucket, index, is_last_pass)
@@ -314,33 +327,34 @@ def bucketize(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[lis
     return groups
 
 
-def _view_like(piece: Tensor, parameter: Tensor) -> Tensor:
-    """A view of `piece` (flat) with the parameter's shape and, where it is dense, its memory layout: optimizers are
-    faster when a gradient lies in memory as its parameter does."""
-    if parameter.is_contiguous() or not torch.ops.aten.is_non_overlapping_and_dense(parameter):
-        return piece.view(parameter.shape)
-    return piece.as_strided(parameter.shape, parameter.stride())
+def layout_of(parameter: Tensor) -> Layout:
+    """How its gradient lies: as the parameter, where that is dense, for optimizers are faster then."""
+    if torch.ops.aten.is_non_overlapping_and_dense(parameter):
+        return tuple(parameter.stride())
+    return tuple(torch.empty(parameter.shape, device="meta").stride())
 
 
 def _is_large(parameter: nn.Parameter) -> bool:
-    """Whether its gradient may be summed where it lies, if it lies there as the parameter does."""
-    dense = torch.ops.aten.is_non_overlapping_and_dense(parameter)
+    """Whether its gradient may be summed where it lies, if it lies there as it should."""
     size = parameter.numel() * parameter.element_size()
-    return bool(dense) and size >= _DUST_BYTES and parameter.dtype in (torch.float32, torch.float64)
+    return size >= _DUST_BYTES and parameter.dtype in (torch.float32, torch.float64)
 
 
-def _is_its_own(gradient: Tensor, parameter: nn.Parameter) -> bool:
-    """Whether a gradient lies as its parameter does, which is so on every rank, and in memory of its own.
+def _is_its_own(gradient: Tensor, parameter: nn.Parameter, layout: Layout) -> bool:
+    """Whether a gradient lies as it does on every rank, in memory that is PyTorch's and that nobody else has.
 
     Autograd may hand out a view (of `weight.unsqueeze(0) + other`, for one) of what another layer still needs
     (`torch/csrc/autograd/functions/accumulate_grad.h` looks at the tensor's references, not at its memory's).
     """
-    lies = zip(gradient.shape, gradient.stride(), parameter.stride(), strict=True)
+    lies = zip(gradient.shape, gradient.stride(), layout, strict=True)
+    memory = gradient.untyped_storage()
     return (
         gradient.dtype == parameter.dtype
         and not gradient.requires_grad
         and all(its == wanted for size, its, wanted in lies if size > 1)
-        and torch._C._storage_Use_Count(gradient.untyped_storage()._cdata) <= _OWN_USES
+        and memory.resizable()  # numpy's, for one, is not
+        and sys.getrefcount(memory) <= _OWN_STORAGE_REFERENCES
+        and torch._C._storage_Use_Count(memory._cdata) <= _OWN_USES
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -247,6 +248,71 @@ def gradients_that_share_memory() -> None:
     assert len({p.grad.untyped_storage().data_ptr() for p in module.parameters()}) >= (len(wanted) if LYING else 1)
 
 
+def gradients_in_memory_of_others() -> None:
+    """numpy's, a buffer's; or memory that Python code has kept without the tensor: later nodes of the pass read it."""
+    buffer = np.zeros((4, 6))
+    kept: list[Any] = []
+
+    def at_once(tensor: Tensor, name: str) -> Wait:
+        ENGINE.sum_async(tensor, name)()
+        return lambda: None
+
+    class Handed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, way: str, earlier: Tensor, weight: Tensor) -> Tensor:
+            ctx.way = way
+            return earlier + weight
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, Tensor]:
+            mine = gradient.clone()
+            if ctx.way == "numpy":
+                buffer[:] = gradient
+                mine = torch.from_numpy(buffer)
+            elif ctx.way == "storage":
+                kept[:] = [mine.untyped_storage()]
+            return None, gradient, mine
+
+    class Reads(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, way: str, x: Tensor) -> Tensor:
+            ctx.way = way
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+            there = torch.from_numpy(buffer).clone()
+            if ctx.way == "storage":
+                there = torch.empty(0, dtype=torch.float64).set_(kept[0], 0, (4, 6)).clone()
+            return None, there
+
+    for way in ("numpy", "storage"):
+        torch.manual_seed(4)
+        module = nn.ParameterList([torch.randn(4, 6, dtype=torch.float64) for _ in range(2)])
+        first, second = module
+        wanted = expected(module, [((first * data(r)) + second).pow(2).sum() for r in range(SIZE)])
+        reduce = reducer(module, sum_async=at_once)
+        out = Handed.apply(way, Reads.apply(way, first * data(RANK)), second)
+        reduce.backward(out.pow(2).sum(), Pass(reduce=True))
+        reduce.finish()
+        check(module, wanted, bound=1e-13)
+
+
+def a_layout_that_one_rank_changes() -> None:
+    module = net()
+    reduce = reducer(module)
+    if RANK == 1:
+        for parameter in module.parameters():
+            parameter.data = parameter.data.t().contiguous().t()
+    for frozen in (True, False, False):  # buckets are made again
+        wanted = expected(module, [module(data(rank)).pow(2).sum() for rank in range(SIZE)])
+        module.zero_grad()
+        reduce.backward(module(data(RANK)).pow(2).sum(), Pass(reduce=True))
+        reduce.finish()
+        check(module, wanted)
+        module[0].weight.requires_grad_(not frozen)
+
+
 def a_gradient_that_lies_otherwise() -> None:
     module = net()
     reduce = reducer(module)
@@ -338,8 +404,9 @@ def bytes_and_floats() -> None:
 CASES = (
     sums_over_ranks, accumulates_before_it_sums, gradients_on_some_ranks_only, used_in_an_earlier_micro_batch_only,
     freezing_and_unfreezing_is_noticed, stages_send_in_their_last_pass, shared_weights_and_other_layouts,
-    gradients_that_share_memory, a_gradient_that_lies_otherwise, what_the_user_keeps_stays,
-    mixed_types_and_half_precision_on_the_way, refusals, buckets, bytes_and_floats,
+    gradients_that_share_memory, gradients_in_memory_of_others, a_layout_that_one_rank_changes,
+    a_gradient_that_lies_otherwise, what_the_user_keeps_stays, mixed_types_and_half_precision_on_the_way, refusals,
+    buckets, bytes_and_floats,
 )  # fmt: skip
 
 if __name__ == "__main__":
