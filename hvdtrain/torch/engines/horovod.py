@@ -35,10 +35,7 @@ def attach(detected: Detected, *, device: str, gpus_per_rank: int) -> HorovodEng
 
 
 def _tune() -> None:
-    """Horovod reads these once, when it starts; what the user has set stays."""
-    # The ranks ask each other for work every millisecond, 8 % of a core on CPU. This Horovod (`hvdtrain build-horovod`)
-    # can wait for its own rank's next tensor instead, and looks up at least this often (ms); others ignore it.
-    os.environ.setdefault("HOROVOD_IDLE_CYCLE_TIME", "20")
+    """Horovod reads this once, when it starts; what the user has set stays."""
     # buckets are fused already: to fuse them again would copy every gradient twice more
     os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", "0")
 

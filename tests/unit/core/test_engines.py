@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -74,3 +75,15 @@ def test_a_horovod_built_without_what_the_launcher_needs(
     with pytest.raises(LauncherError, match=f"this Horovod has no {lacks}") as caught:
         HorovodCollectives.join(hvd, detect(environ), ())
     assert remedy in caught.value.remedy and "build-horovod" in caught.value.remedy
+
+
+@pytest.mark.parametrize("users", [{}, {"HOROVOD_IDLE_CYCLE_TIME": "5", "OMPI_MCA_mpi_yield_when_idle": "0"}])
+def test_ranks_that_wait_leave_the_cores_alone(users: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the framework; what the user has set stays."""
+    quiet = {"HOROVOD_IDLE_CYCLE_TIME": "20", "OMPI_MCA_mpi_yield_when_idle": "1"}
+    monkeypatch.setattr(os, "environ", dict(users))
+    found: list[dict[str, str]] = []
+    monkeypatch.setattr("hvdtrain.core.engines.start_horovod", lambda *_: found.append(dict(os.environ)))
+    place = {name: lambda: 0 for name in ("rank", "size", "cross_rank", "local_rank", "local_size")}
+    HorovodCollectives.join(SimpleNamespace(mpi_built=lambda: True, init=None, **place), detect(OPEN_MPI), ())
+    assert {name: found[0][name] for name in quiet} == {**quiet, **users}
