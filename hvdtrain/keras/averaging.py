@@ -17,6 +17,7 @@ from typing import Any
 
 import keras
 from keras.src.optimizers.base_optimizer import BaseOptimizer
+from keras.src.trainers.compile_utils import CompileLoss, CompileMetrics
 
 from hvdtrain.core.errors import ConfigError, ReplicaError
 from hvdtrain.keras import reduce, rng, steps, sync_batchnorm, units
@@ -227,6 +228,7 @@ def _train_step(model: keras.Model, inner: Callable[[Any], Any], data: Any) -> A
         units.weighed(session, data),
         _all_averaged(model, session),
         rng.of_step(session),
+        _built_outside(),
     ):
         before = BACKEND.copies([model._loss_tracker.total]) if session.records else []
         with BACKEND.unmoved_if_dead(samples, local) if may_be_dead else nullcontext():
@@ -246,6 +248,20 @@ def _all_averaged(model: keras.Model, session: Session) -> AbstractContextManage
         return original(optimizer, *args, **kwargs)
 
     return replaced(BaseOptimizer, "apply", apply)
+
+
+@contextmanager
+def _built_outside() -> Iterator[None]:
+    """Metrics, and what is told of several losses, get their variables in the first step: in one that TensorFlow
+    traces it would trace all of it again, for a function that makes none. Only shapes and names count here.
+    """
+
+    def build(original: Any, *args: Any, **kwargs: Any) -> Any:
+        with BACKEND.eager():
+            return original(*args, **kwargs)
+
+    with replaced(CompileMetrics, "build", build), replaced(CompileLoss, "build", build):
+        yield
 
 
 def hook_test_step(model: keras.Model) -> None:

@@ -68,6 +68,7 @@ RIGHT = {
     "stop_on_one_rank_only_there": ("K12c", "a callback that only one rank has stops it at step 2", "2 updates, equal",
                                     "all stop after step 2"),
     "stop_on_all_ranks": ("", "", "3 updates, equal", ""),
+    "traced_once": ("", "", "traced once, equal", ""),
     "stop_at_an_epochs_end_of_one_rank": ("K12d", "one rank stops at an epoch's end; then evaluate",
                                           "2 updates, equal", "all stop after that epoch"),
     "early_stopping_before_ours": ("K12e", "EarlyStopping before our callbacks", "8 updates, equal",

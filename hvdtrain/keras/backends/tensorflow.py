@@ -55,9 +55,17 @@ class TensorFlowBackend:
         """Concatenates the ranks' arrays along axis 0 (lengths may differ)."""
         return _on_host(self.hvd.allgather, array, "allgather")
 
-    def eager(self) -> AbstractContextManager[Any]:
-        """Leaves a function that is being traced: variables made inside are real ones."""
-        return tf.init_scope()
+    @contextmanager
+    def eager(self) -> Iterator[None]:
+        """Leaves a function that is being traced: variables made inside are real ones, for which TensorFlow does not
+        trace it a second time.
+        """
+
+        def real(make: Callable[..., Any], **options: Any) -> Any:
+            return make(**{**options, "experimental_enable_variable_lifting": False})
+
+        with tf.init_scope(), tf.variable_creator_scope(real):
+            yield
 
     def to_numpy(self, variable: Any) -> np.ndarray:
         """A variable's values, to be read at once: they may be its own memory."""
@@ -223,7 +231,7 @@ class TensorFlowBackend:
 
     @functools.cached_property
     def _no_constant(self) -> Any:
-        with tf.init_scope(), tf.device("CPU:0"):
+        with self.eager(), tf.device("CPU:0"):
             return tf.Variable(0.0, trainable=False, dtype=tf.float64)
 
     def start_sum(self, value: Any, name: str, session: Any = None) -> Any:

@@ -533,6 +533,21 @@ def stop_on_all_ranks() -> str:
 
 
 @case
+def traced_once() -> str:
+    """Metrics get their variables in the first step, for which TensorFlow would trace it a second time."""
+    traces = [] if BACKEND == "tensorflow" else ["once"]
+
+    def squared(y: Any, predicted: Any) -> Any:
+        if keras.ops.is_tensor(predicted) and not hasattr(predicted, "numpy"):  # what a graph holds has no numbers
+            traces.append("once")
+        return keras.ops.mean(keras.ops.square(predicted), -1) + 0.0 * keras.ops.cast(y, predicted.dtype)
+
+    model = hvk.prepare(compiled(loss=squared, metrics=["accuracy"]))
+    fit(model, hvk.callbacks(model))
+    return f"traced {' and '.join(traces)}, {equal(model)}"
+
+
+@case
 def stop_at_an_epochs_end_of_one_rank() -> str:
     def stop(epoch: int, logs: Any) -> None:
         if RANK == 1:
