@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
 from harness import clean_environment
 
 # numpy, frameworks, and what is slow for its size
@@ -41,6 +42,19 @@ def test_import_pulls_in_nothing_heavy() -> None:
 def test_every_name_of_the_core_comes_without_a_framework() -> None:
     code = "import sys, hvdtrain; [getattr(hvdtrain, name) for name in hvdtrain.__all__]; print(*sys.modules)"
     assert not set(HEAVY) & set(python(code).split())
+
+
+@pytest.mark.parametrize("program", ["keras_mnist", "torch_cifar10", "torch_resnet", "pipeline_resnet"])
+def test_a_program_reads_its_flags_without_a_framework(program: str) -> None:
+    code = f"import sys, hvdtrain.{program} as it; it.parser().parse_args([]); print(*sys.modules)"
+    assert not set(HEAVY) & set(python(code).split())
+
+
+def test_beside_keras_the_adapter_imports_nothing_but_itself() -> None:
+    """What Keras has not imported by itself (Horovod, PyTorch, tqdm, TensorBoard) waits until it is needed."""
+    code = "import sys, keras, tensorflow; before = set(sys.modules); import hvdtrain.keras; print('new', *set("
+    loaded = python(code + "sys.modules) - before)").split("new ")[-1].split()
+    assert {name.partition(".")[0] for name in loaded} - set(sys.stdlib_module_names) == {"hvdtrain"}
 
 
 def test_import_takes_less_than_50_ms() -> None:
