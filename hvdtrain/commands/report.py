@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,8 @@ def run(args: argparse.Namespace) -> int:
     """Writes the page, and says where."""
     folders = report_data.find_runs(args.runs)
     if args.trace:
+        if args.out is not None:
+            raise ConfigError("a trace is RUN/trace.json", f"--out {args.out}", "leave --out out: it is for the page")
         for folder in folders:
             _write(folder / "trace.json", json.dumps(report_trace.trace(folder)))
         return 0
@@ -49,11 +52,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _write(out: Path, text: str) -> None:
+    """Whole, or not at all: an earlier one stays until then."""
+    begun = out.with_name(f".{out.name}.{os.getpid()}")
     try:
-        out.write_text(text, encoding="utf-8")
+        begun.write_text(text, encoding="utf-8", errors="backslashreplace")
+        begun.replace(out)
     except OSError as error:
         raise ConfigError("a report needs a file to write to", f"{out}: {error.strerror}", "--out FILE") from error
-    print(out)
+    finally:
+        begun.unlink(missing_ok=True)
+    print(os.fsencode(out).decode("utf-8", "backslashreplace"))
 
 
 def _names(folders: Sequence[Path]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -67,11 +68,17 @@ def find_runs(given: Sequence[Path]) -> list[Path]:
     """
     found: list[Path] = []
     for path in given:
-        its = [path] if read_run(path) is not None else sorted(p.parent for p in path.glob("*/run.json"))
+        below = sorted((p.parent for p in path.glob("*/run.json")), key=_as_counted)
+        its = [path] if read_run(path) is not None else below
         if not its:
             raise ConfigError("hvdtrain report reads directories of runs", f"no run.json in {path}, nor one below")
         found += [one for one in its if one not in found]
     return found
+
+
+def _as_counted(path: Path) -> list[tuple[int, str]]:
+    """run2 before run10."""
+    return [(int(part) if part.isdecimal() else -1, part) for part in re.split(r"(\d+)", path.name)]
 
 
 def read(path: Path, name: str) -> Run:

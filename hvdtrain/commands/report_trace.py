@@ -29,9 +29,9 @@ def trace(path: Path) -> dict[str, Any]:
     """
     events = read_events(path)
     found = [*_from_log(events), *_from_timeline(path / TIMELINE)]
-    begin = min((event["ts"] for event in found), default=0.0)
+    begin = min((event["ts"] for event in found), default=0)
     for event in found:
-        event["ts"] = round(event["ts"] - begin, 1)
+        event["ts"] -= begin
     ranks = {event["pid"] for event in found if event["pid"] < HOROVOD}
     names = [_name("process_name", f"rank {rank}", rank) for rank in sorted(ranks)]
     names += [_name("thread_name", name, rank, row) for rank in sorted(ranks) for row, name in _ROWS.items()]
@@ -43,28 +43,42 @@ def _name(kind: str, name: str, process: int, row: int = 0) -> Event:
 
 
 def _slice(name: str, begin_s: float, end_s: float, rank: int, row: int, **more: Any) -> Event:
-    whole = {"ph": "X", "name": name, "ts": 1e6 * begin_s, "dur": round(1e6 * max(end_s - begin_s, 0.0), 1)}
+    # whole microseconds: slices that overlap by the rounding of a length are left out by Perfetto
+    begin, end = _microseconds(begin_s), _microseconds(end_s)
+    whole = {"ph": "X", "name": name, "ts": begin, "dur": max(end - begin, 0)}
     return {**whole, "pid": rank, "tid": row, "args": more}
 
 
+def _microseconds(at_s: float) -> int:
+    return round(1e6 * at_s)
+
+
 def _from_log(events: Sequence[Mapping[str, Any]]) -> Iterator[Event]:
+    told_until = 0.0
     for event in events:
         at, kind = float(event.get("time", 0.0)), event.get("kind")
         more = {name: value for name, value in event.items() if name not in ("time", "kind", "config", "ranks")}
         if kind == "marks":
             for rank, marks in enumerate(event["ranks"]):
-                yield from _of_marks(marks, rank)
+                if marks and all(map(_is_mark, marks)):
+                    yield from _of_marks(marks, rank)
         elif kind == "step":  # rank 0's phases of some updates, one after the other
             seconds = {phase: float(event["seconds"].get(phase, 0.0)) for phase in PHASES}
-            begin = at - sum(seconds.values())
+            begin = max(at - sum(seconds.values()), told_until)
             for phase, taken in seconds.items():
                 if taken > 0:
-                    yield _slice(phase, begin, begin + taken, 0, _LOG, **more)
-                    begin += taken
+                    end = min(begin + taken, at)
+                    yield _slice(phase, begin, end, 0, _LOG, **more)
+                    begin = max(begin, end)
+            told_until = max(told_until, at)
         elif kind == "checkpoint":
             yield _slice("checkpoint", at - float(event.get("sealed_s") or 0.0), at, 0, _SAVES, **more)
         else:
-            yield {"ph": "i", "s": "g", "name": str(kind), "ts": 1e6 * at, "pid": 0, "tid": _LOG, "args": more}
+            yield {"ph": "i", "s": "g", "name": str(kind), "ts": _microseconds(at), "pid": 0, "tid": _LOG, "args": more}
+
+
+def _is_mark(mark: Any) -> bool:
+    return isinstance(mark, list) and len(mark) == 2 and isinstance(mark[0], float) and isinstance(mark[1], str)
 
 
 def _of_marks(marks: Sequence[Mark], rank: int) -> Iterator[Event]:
@@ -84,10 +98,15 @@ def _read_timeline(path: Path) -> list[Event]:
     text = path.read_text(encoding="utf-8", errors="replace").rstrip().rstrip("]").rstrip().rstrip(",")
     while text:
         try:
-            return [event for event in json.loads(text + "]") if {"ph", "pid"} <= event.keys()]
+            return [event for event in json.loads(text + "]") if isinstance(event, dict) and _is_horovods(event)]
         except ValueError:
             text = text.rpartition("\n")[0].rstrip().rstrip(",")
     return []
+
+
+def _is_horovods(event: Event) -> bool:
+    numbers = [event.get(name, 0) for name in ("pid", "ts", "dur")]
+    return event.get("ph") in ("B", "E", "X", "M", "i") and all(type(its) is int for its in numbers)
 
 
 def _from_timeline(path: Path) -> Iterator[Event]:

@@ -40,6 +40,7 @@ from hvdtrain.runs.log import read_events, read_run
 EFFICIENCIES = (0.90, 0.75, 0.50)
 UNITS = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
 GIGABYTE = 8 * GIGABIT
+MOST_BUCKETS = 10_000
 
 
 def size_bytes(text: str) -> float:
@@ -48,6 +49,13 @@ def size_bytes(text: str) -> float:
     if not match:
         raise argparse.ArgumentTypeError(f"must be a size, as 97.5MB or 64MiB, not {text!r}")
     return float(match[1]) * UNITS[match[2]]
+
+
+def some_bytes(text: str) -> float:
+    """The same, and not 0."""
+    if not (size := size_bytes(text)):
+        raise argparse.ArgumentTypeError(f"must be a size > 0, not {text!r}")
+    return size
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("run_dir", nargs="?", type=Path, metavar="RUN", help="a run's directory: seconds by phase, rank and step")
     add("--step", type=seconds, metavar="S", help="of one rank alone, where there is no run")
     add("--backward", type=seconds, metavar="S", help="of it (default: as logged, or two thirds)")
-    add("--gradients", type=size_bytes, metavar="SIZE", help="97.5MB; they come evenly")
+    add("--gradients", type=some_bytes, metavar="SIZE", help="97.5MB; they come evenly")
     add("--model", metavar="NAME", help="torchvision's: its gradients come as its layers' operations do")
     add("--samples", type=seconds, metavar="N", help="of a rank's step (default: as logged)")
     add("--link", nargs=2, type=seconds, metavar=("GB/S", "US"), help="between hosts, and a message's latency"
@@ -72,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--ranks", type=flags.whole(1), nargs="+", default=[8, 64, 512, 4096], metavar="N",
         help="(default: 8 64 512 4096)")
     add("--way", choices=get_args(Way), default="ring", help="to sum (default: ring)")
-    add("--bucket", type=size_bytes, default=25 * 2.0**20, metavar="SIZE", help="of gradients (default: 25MiB)")
+    add("--bucket", type=some_bytes, default=25 * 2.0**20, metavar="SIZE", help="of gradients (default: 25MiB)")
     add("--fusion", type=size_bytes, default=0.0, metavar="SIZE", help="of buckets by Horovod (default: 0, as hvdtrain"
         " sets it)")
     add("--cycle-ms", type=flags.at_least_0, default=1.0, metavar="X", help="HOROVOD_CYCLE_TIME (default: 1)")
@@ -176,6 +184,8 @@ def _computed(seconds: dict[str, float]) -> float:
 def _buckets(args: argparse.Namespace, known: list[str], sources: dict[str, list[str]]) -> tuple[Bucket, ...]:
     if args.gradients:
         count = math.ceil(args.gradients / args.bucket)
+        if count > MOST_BUCKETS:
+            raise ConfigError(f"gradients travel in {MOST_BUCKETS:,} buckets at most", f"{count:,}", "--bucket 25MiB")
         known.append(f"{args.gradients / 1e6:.1f} MB of gradients")
         sources["assumed"].append("they become ready evenly over the backward pass")
         return tuple(Bucket(args.gradients / count, (n + 1) / count) for n in range(count))

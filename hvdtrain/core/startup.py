@@ -13,6 +13,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import re
 import socket
 import sys
 import tempfile
@@ -97,8 +98,8 @@ def tuned(path: str | os.PathLike[str], environ: Mapping[str, str], local_size: 
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
         wanted, fits = dict(content["tuned"]), dict(content["fits"])
-        if not all(name in TUNABLE and isinstance(value, str) for name, value in wanted.items()):
-            raise ValueError(f"it sets {', '.join(sorted(wanted))}; it may {', '.join(TUNABLE)}")
+        if strange := [f"{name}={value!r}" for name, value in wanted.items() if not _may_be_set(name, value)]:
+            raise ValueError(f"it sets {', '.join(strange)}; it may set {', '.join(TUNABLE)}, to numbers")
     except (OSError, ValueError, KeyError, TypeError) as error:
         rule, received = "tuned settings are a file that hvdtrain bench train --tune wrote", f"{path}: {error!r}"
         raise ConfigError(rule, received, f"hvdtrain bench train --tune --out {path}", shared=True) from error
@@ -112,6 +113,11 @@ def tuned(path: str | os.PathLike[str], environ: Mapping[str, str], local_size: 
         if environ[name] != wanted[name]:
             told.append(f"{name}={environ[name]} stays as it is set (tuned: {wanted[name]})")
     return found, f"tuned by {path} under {content.get('launcher')}: {'; '.join(told)}"
+
+
+def _may_be_set(name: str, value: object) -> bool:
+    number = isinstance(value, str) and re.fullmatch(r"[0-9]{1,12}(\.[0-9]{1,6})?", value)
+    return bool(number and name in TUNABLE) or (name == COMPRESSION and value in ("fp16", "none"))
 
 
 def use_tuned(detected: Detected) -> None:

@@ -105,7 +105,7 @@ def phases_per_rank(events: Iterable[Mapping[str, Any]]) -> list[dict[str, float
             total += [{} for _ in ranks[len(total) :]]
             for mine, phases in zip(total, ranks, strict=False):
                 for name, value in phases.items():
-                    mine[name] = mine.get(name, 0.0) + float(value)
+                    mine[name] = mine.get(name, 0.0) + value
     return total
 
 

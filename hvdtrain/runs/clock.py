@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import ClassVar
 
 from hvdtrain.core.engines import TRACE_VARIABLE, HorovodCollectives
 from hvdtrain.core.errors import ConfigError
@@ -64,6 +64,18 @@ class Clock:
         return taken
 
 
+def traced_updates(environ: Mapping[str, str]) -> int:
+    """Returns how many updates `HVDTRAIN_TRACE` asks to trace.
+
+    Raises:
+        ConfigError: it is no number of updates.
+    """
+    text = environ.get(TRACE_VARIABLE) or "0"
+    if not (text.isascii() and text.isdecimal()):
+        raise ConfigError(f"{TRACE_VARIABLE} is a number of updates", repr(text), f"{TRACE_VARIABLE}=200")
+    return int(text)
+
+
 class Tracing:
     """Notes the marks of a run's first updates.
 
@@ -78,20 +90,6 @@ class Tracing:
         self._timeline(folder / TIMELINE)
         self._marks: list[Mark] = []
         Clock.marks = self._marks
-
-    @classmethod
-    def asked_for(cls, environ: Mapping[str, str], world: World, folder: Path) -> Self | None:
-        """Returns one if `HVDTRAIN_TRACE` asks for it.
-
-        Raises:
-            ConfigError: it is no number of updates.
-        """
-        text = environ.get(TRACE_VARIABLE, "")
-        if not text:
-            return None
-        if not text.isdecimal() or not int(text):
-            raise ConfigError(f"{TRACE_VARIABLE} is a number of updates", repr(text), f"{TRACE_VARIABLE}=200")
-        return cls(int(text), world, folder)
 
     def _timeline(self, path: Path | None) -> None:
         if isinstance(self._engine, HorovodCollectives):

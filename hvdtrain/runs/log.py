@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import importlib.util
+import math
 import os
 import platform
 import socket
@@ -28,7 +29,7 @@ from hvdtrain.core.launchers import job_of
 from hvdtrain.core.world import World
 from hvdtrain.runs import gpu, log_files, stats
 from hvdtrain.runs.bottleneck import Facts, phases_per_rank, verdict
-from hvdtrain.runs.clock import Tracing
+from hvdtrain.runs.clock import Tracing, traced_updates
 from hvdtrain.runs.folder import place_of
 from hvdtrain.runs.log_files import read_events, read_run
 
@@ -95,8 +96,9 @@ class RunLog:
         self._saves: list[Mapping[str, Any]] = []
         self._before_end: Callable[[], object] | None = None
         self.facts = Facts(local_size=world.local_size)
+        updates = traced_updates(os.environ)
         world.on_main(self._open, resume)
-        self._tracing = Tracing.asked_for(os.environ, world, self.run_dir)
+        self._tracing = Tracing(updates, world, self.run_dir) if updates else None
         if world.size > 1:
             world.tracker.use_run_dir(self.run_dir)
 
@@ -285,7 +287,8 @@ class RunLog:
 
     def _add_phases(self, seconds: Mapping[str, float]) -> None:
         for phase, value in seconds.items():
-            self._phase_totals[phase] = self._phase_totals.get(phase, 0.0) + value
+            if math.isfinite(value):
+                self._phase_totals[phase] = self._phase_totals.get(phase, 0.0) + value
 
     def _end_window(self) -> None:
         """Writes the steps that are in no event yet."""

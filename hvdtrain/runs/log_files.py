@@ -31,8 +31,10 @@ def read_run(run_dir: str | os.PathLike[str]) -> dict[str, Any] | None:
     path = Path(run_dir) / "run.json"
     try:
         run = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
+    except OSError as error:
+        raise ConfigError("run.json must be a file that can be read", f"{path}: {error.strerror}") from None
     except ValueError as error:
         raise ConfigError(
             "run.json must be JSON", f"{path}: {error}", "move the file away, or give another run directory"
@@ -43,17 +45,44 @@ def read_run(run_dir: str | os.PathLike[str]) -> dict[str, Any] | None:
 
 
 def read_events(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Returns the events in order; a line that a killed process left half-written is not one."""
+    """Returns the events in order; a line that a killed process left half-written is not one, nor is what others wrote
+    under the name of one of ours.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
     path = Path(run_dir) / "events.jsonl"
     if not path.exists():
         return []
+    try:
+        lines = path.read_bytes().split(b"\n")  # text may hold other characters that end a line for str.splitlines
+    except OSError as error:
+        raise ConfigError("events.jsonl must be a file that can be read", f"{path}: {error.strerror}") from None
     events = []
-    for line in path.read_bytes().split(b"\n"):  # text may hold other characters that end a line for str.splitlines
+    for line in lines:
         try:
-            events.append(json.loads(line))
+            event = json.loads(line)
         except ValueError:  # half a line; UnicodeDecodeError, where it ends within a character
             continue
+        if _is_event(event):
+            events.append(event)
     return events
+
+
+def _is_event(event: Any) -> bool:
+    """Whether it has what those who read a log rely on."""
+    if not isinstance(event, dict) or not _is_finite(event.get("time", 0.0)):
+        return False
+    wanted = _FIELDS.get(event.get("kind", ""), {}) if isinstance(event.get("kind", ""), str) else None
+    if wanted is None or not all(isinstance(event.get(name), its) for name, its in wanted.items()):
+        return False
+    ranks = event["ranks"] if event.get("kind") == "epoch" else []
+    spent = [event.get("seconds", {}) if event.get("kind") == "step" else {}, *ranks]
+    return all(isinstance(its, dict) and all(map(_is_finite, its.values())) for its in spent)
+
+
+def _is_finite(value: Any) -> bool:
+    return type(value) in (int, float) and -1e15 < value < 1e15
 
 
 def end_last_line(path: Path) -> None:
@@ -110,6 +139,10 @@ LINE_EVERY_S = 5.0
 _WAITS = {"input": "data", "communication": "other ranks"}
 # steps that end within this time share one event and one refresh of the progress line
 EVENT_EVERY_S = 0.1
+# of events that are drawn and added up: what they hold at least
+_FIELDS: dict[str, dict[str, type]] = {
+    "step": {"step": int, "seconds": dict}, "epoch": {"epoch": int, "ranks": list}, "marks": {"ranks": list},
+}  # fmt: skip
 _NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 
 
@@ -141,7 +174,8 @@ class Window:
     def spend(self, seconds: Mapping[str, float]) -> None:
         """Adds seconds by phase."""
         for phase, value in seconds.items():
-            self._seconds[phase] = self._seconds.get(phase, 0.0) + float(value)
+            if math.isfinite(value):
+                self._seconds[phase] = self._seconds.get(phase, 0.0) + float(value)
 
     def take(self) -> dict[str, Any]:
         """Returns the fields of one event over the steps since the last, and begins anew."""

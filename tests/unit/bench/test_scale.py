@@ -29,8 +29,10 @@ def write_run(folder: Path, windows: list[tuple[int, dict[str, float]]], ranks: 
     folder.mkdir()
     record = {"world": {"size": len(ranks)}, "config": {"model": "resnet18"}}
     events: list[dict[str, Any]] = [{"kind": "start"}]
-    events += [{"kind": "step", "steps": n, "samples": 32 * n * len(ranks), "seconds": its} for n, its in windows]
-    events += [{"kind": "epoch", "ranks": ranks}]
+    events += [
+        {"kind": "step", "step": n, "steps": n, "samples": 32 * n * len(ranks), "seconds": its} for n, its in windows
+    ]
+    events += [{"kind": "epoch", "epoch": 0, "ranks": ranks}]
     (folder / "run.json").write_text(json.dumps(record))
     (folder / "events.jsonl").write_text("".join(json.dumps(its) + "\n" for its in events))
     return folder

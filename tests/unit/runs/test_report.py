@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +152,49 @@ def test_a_timeline_that_cannot_be_read_is_left_out(text: str, tmp_path: Path) -
     assert {its["pid"] for its in report_trace.trace(run)["traceEvents"]} <= {0}
 
 
+def test_slices_of_a_row_do_not_overlap(tmp_path: Path) -> None:
+    """Perfetto leaves those out that do, if only by the rounding of a length."""
+    marks = [(1795708868.0000004 + 0.0137 * number, ("input", "forward")[number % 2]) for number in range(999)]
+    log = [its | {"seconds": {"input": 0.71, "forward": 0.7}} for its in steps(*range(1795708860, 1795708870))]
+    run = write(tmp_path / "a", [*log, {"time": 1795708890.0, "kind": "marks", "ranks": [marks]}])
+    found = report_trace.trace(run)["traceEvents"]
+    for row in (0, 2):
+        slices = sorted((begin, begin + length) for _, begin, length in of_rank(found, 0, row))
+        assert len(slices) > 15 and all(type(its) is int for pair in slices for its in pair)
+        assert all(end <= begin for (_, end), (begin, _) in pairwise(slices))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "null", "[]", '"x"', '{"kind": []}', '{"kind": "step", "step": "x"}', '{"kind": "step", "time": NaN}',
+        '{"kind": "epoch", "epoch": 1, "ranks": [null]}', '{"kind": "marks", "ranks": [null, "x"]}',
+        '{"time": null, "kind": "start"}', '{"time": 1e400, "kind": "start"}', '{"kind": "epoch", "ranks": 7}',
+        '{"kind": "x", "text": "\\ud800"}',
+    ],
+)  # fmt: skip
+def test_foreign_lines_harm_no_report(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = write(tmp_path / "a", steps(1, 2), world={"size": 1}, config={})
+    with open(run / "events.jsonl", "a", encoding="utf-8") as file:
+        file.write(line + "\n")
+    assert main(["report", str(run)]) == 0 and main(["report", str(run), "--trace"]) == 0
+    json.loads((run / "trace.json").read_text(), parse_constant=pytest.fail)
+    assert main(["scale", str(run), "--gradients", "1MB"]) == 0
+
+
+def test_a_report_that_fails_leaves_the_earlier_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = write(tmp_path / "a", steps(1))
+    assert main(["report", str(run)]) == 0
+    before = (run / "report.html").read_bytes()
+
+    def full(path: Path, target: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    assert main(["report", str(run)]) == 2
+    assert (run / "report.html").read_bytes() == before and sorted(p.name for p in run.iterdir())[-1] == "run.json"
+
+
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "runs" / "a", steps(1))
@@ -160,5 +205,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     assert main(["report", "runs", "--trace"]) == 0
     for folder in capsys.readouterr().out.split():
         assert json.loads(Path(folder).read_text())["traceEvents"]
+    assert main(["report", "runs/a", "--trace", "--out", "x"]) == 2 and "RUN/trace.json" in capsys.readouterr().err
+    assert main(["report", "runs/a/run.json"]) == 2 and "no run.json in runs/a/run.json" in capsys.readouterr().err
     assert main(["report", "nowhere"]) == 2 and "no run.json in nowhere" in capsys.readouterr().err
     assert main(["report", "runs/a", "--out", "no/such/file"]) == 2 and "--out FILE" in capsys.readouterr().err

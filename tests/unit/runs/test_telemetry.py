@@ -190,6 +190,27 @@ def test_the_progress_line_says_what_is_waited_for(
     assert capsys.readouterr().out == f"epoch 1 step 7  loss 0.5{said}  1,200 samples/s\n"
 
 
+def test_seconds_that_are_no_number_do_not_count(tmp_path: Path) -> None:
+    with open_log(tmp_path) as log:
+        for step in (1, 2):
+            seconds = {"input": math.nan, "forward": 1.0}
+            log.step(step=step, epoch=0, samples_seen=8 * step, loss=1.0, lr=0.1, samples=8, seconds=seconds)
+    assert read_run(tmp_path)["status"] == "finished"  # type: ignore[index]
+    assert [its["seconds"] for its in strict(tmp_path / "events.jsonl") if its["kind"] == "step"] == [
+        {"forward": 1.0}
+    ] * 2
+
+
+@pytest.mark.parametrize("text", ["x", "-1", "1e9", " 5 "])
+def test_a_wrong_number_of_updates_to_trace_spoils_no_directory(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HVDTRAIN_TRACE", text)
+    with pytest.raises(ConfigError, match="HVDTRAIN_TRACE is a number of updates"):
+        open_log(tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_throughput_counts_the_steps_and_not_what_lies_between_them():
     window = Window()
     window._since -= 1000.0  # a long validation before this step

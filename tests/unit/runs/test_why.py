@@ -41,7 +41,7 @@ def test_the_newest_hang_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_a_hang_of_an_earlier_attempt_is_past(tmp_path: Path) -> None:
     hang(tmp_path / FOLDER, "a.json", "rank 2", age_s=600)
     begun(tmp_path, age_s=60, error="ValueError: no")
-    (tmp_path / "events.jsonl").write_text('{"time": 1000, "kind": "step", "step": 7}\n')
+    (tmp_path / "events.jsonl").write_text('{"time": 1000, "kind": "step", "step": 7, "seconds": {}}\n')
     said = why(tmp_path)
     assert said.startswith(f"{tmp_path}: failed; its last event: step 7") and said.endswith("received: ValueError: no")
     begun(tmp_path, age_s=900)
