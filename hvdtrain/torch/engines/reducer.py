@@ -32,9 +32,8 @@ SumAsync = Callable[[Tensor, str], Wait]
 
 _SMALL_BUCKET_BYTES, _DUST_BYTES = 1 << 20, 1 << 16
 OWN_REFERENCES = 3  # to a view while they are counted: the list's, the loop's, the call's
-# of the memory of a gradient that nobody else has: by `p.grad`, and by the Python object of whoever counts, to which
-# the count itself is the second reference
-_OWN_USES, _OWN_STORAGE_REFERENCES = 2, 2
+# of the memory of a gradient that nobody else has: by `p.grad`, and by the Python object of whoever counts
+_OWN_USES = 2
 
 Layout = tuple[int, ...]  # strides
 
@@ -347,15 +346,24 @@ def _is_its_own(gradient: Tensor, parameter: nn.Parameter, layout: Layout) -> bo
     (`torch/csrc/autograd/functions/accumulate_grad.h` looks at the tensor's references, not at its memory's).
     """
     lies = zip(gradient.shape, gradient.stride(), layout, strict=True)
+    references = _references(gradient)  # before there is another one here
     memory = gradient.untyped_storage()
     return (
         gradient.dtype == parameter.dtype
         and not gradient.requires_grad
         and all(its == wanted for size, its, wanted in lies if size > 1)
         and memory.resizable()  # numpy's, for one, is not
-        and sys.getrefcount(memory) <= _OWN_STORAGE_REFERENCES
+        and references <= _OWN_REFERENCES
         and torch._C._storage_Use_Count(memory._cdata) <= _OWN_USES
     )
+
+
+def _references(tensor: Tensor) -> int:
+    """To the Python object of a tensor's memory."""
+    return sys.getrefcount(tensor.untyped_storage())
+
+
+_OWN_REFERENCES = _references(torch.empty(1))  # PyTorch's own, which differ with its version
 
 
 def _check_dense(gradient: Tensor | None) -> None:

@@ -56,6 +56,9 @@ def reducer(module: nn.Module, **kw: object) -> Reducer:
 
 def sums_over_ranks() -> None:
     module = net()
+    places: dict[int, int] = {}
+    for parameter in module.parameters():  # before the reducer's own hooks
+        parameter.register_post_accumulate_grad_hook(lambda p: places.update({id(p): p.grad.data_ptr()}))
     reduce = reducer(module)
     assert len(reduce.buckets) > 2
     for _ in range(3):
@@ -65,6 +68,7 @@ def sums_over_ranks() -> None:
         reduce.backward(module(data(RANK)).pow(2).sum(), Pass(reduce=True, extras=extras))
         reduce.finish()
         check(module, wanted)
+        assert {places[id(p)] == p.grad.data_ptr() for p in module.parameters()} == {LYING}
         assert extras.tolist() == [sum(range(SIZE)), SIZE]
     # the twin: without the sum every rank has its own, and the check notices
     module.zero_grad()
