@@ -69,6 +69,7 @@ def test_a_tiny_bench_of_checkpoints(arm: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_the_model_of_many_ranks_beside_two(tmp_path: Path) -> None:
     out = tmp_path / "scale.json"
     flags = ["--model=squeezenet1_1", "--pixels=32", "--per-rank-batch=2", "--steps=1", "--rounds=2", f"--out={out}"]
