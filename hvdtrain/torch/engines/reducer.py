@@ -21,6 +21,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.torch.engines.base import HALVES, Pass, Staged
@@ -153,7 +154,9 @@ class Reducer:
         self._bucket_bytes = bucket_bytes
         self._wire_type = HALVES[compression] if compression else None
         self._where_they_lie = where_they_lie
-        self._layouts: dict[int, Layout] = {id(parameter): layout_of(parameter) for parameter in module.parameters()}
+        self._layouts = WeakTensorKeyDictionary()  # by parameter, not by its id, which another may have once it is gone
+        for parameter in module.parameters():
+            self._layouts[parameter] = layout_of(parameter)
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._state = "outside"  # of a backward pass of ours; "adding up"; "reducing"; "reducing stages"
         self._generation = 0
@@ -169,7 +172,7 @@ class Reducer:
         for parameters, is_last_pass in by_stage(self._parameters, self._staged):
             for group in bucketize(parameters, self._bucket_bytes):
                 # as they were at first: what one rank alone does to its parameters later must not part the ranks
-                layouts = [self._layouts.setdefault(id(parameter), layout_of(parameter)) for parameter in group]
+                layouts = [self._layouts.setdefault(parameter, layout_of(parameter)) for parameter in group]
                 bucket = Bucket(f"hvdtrain.gradients.{self._generation}.{len(self.buckets)}", group, layouts, lying)
                 self.buckets.append(bucket)
                 for index, parameter in enumerate(group):

@@ -315,6 +315,14 @@ def a_layout_that_one_rank_changes() -> None:
         reduce.finish()
         check(module, wanted)
         module[0].weight.requires_grad_(not frozen)
+    module[0] = nn.Linear(6, 5).double()  # another one, which every rank lays out as it is
+    ENGINE.broadcast_(module[0].weight.data), ENGINE.broadcast_(module[0].bias.data)
+    wanted = expected(module, [module(data(rank)).pow(2).sum() for rank in range(SIZE)])
+    module.zero_grad()
+    reduce.backward(module(data(RANK)).pow(2).sum(), Pass(reduce=True))
+    reduce.finish()
+    check(module, wanted)
+    assert len(reduce._layouts) == len([*module.parameters()]), "nothing is known of those that are gone"
 
 
 def a_gradient_that_lies_otherwise() -> None:
