@@ -27,7 +27,6 @@ from hvdtrain.pipeline.plan.costs import Link
 from hvdtrain.pipeline.plan.scaling import Bucket, Network, Training, predict
 from hvdtrain.runs import stats
 
-BUCKET_BYTES = {"cpu": 5 << 20, "cuda": 25 << 20}  # hvdtrain's on Horovod
 SUMS = (1 << 18, 1 << 20, 5 << 20)  # bytes: what a link is told from
 
 
@@ -47,9 +46,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Runs the benchmark; returns 0, whatever the figures are."""
     find_modules(dict.fromkeys(("torch", "torchvision"), install_command("torch")))
+    from hvdtrain.torch.engines.horovod import USUAL_BUCKET_BYTES
     from hvdtrain.vision.classifiers import buckets_of
 
-    buckets = buckets_of(args.model, BUCKET_BYTES[args.device], image_size=args.pixels)
+    buckets = buckets_of(args.model, USUAL_BUCKET_BYTES[args.device], image_size=args.pixels)
     result = begin("scale", args, "a benchmark starts its own ranks")
     result["ranks"] = {str(ranks): _one(args, ranks, buckets) for ranks in dict.fromkeys(args.ranks)}
     return finish(args, result, report)

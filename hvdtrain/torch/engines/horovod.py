@@ -22,7 +22,7 @@ from hvdtrain.core.startup import BUCKET_BYTES
 from hvdtrain.torch.engines.base import Settings, TensorCollectives, pick_devices, step_of
 from hvdtrain.torch.engines.reducer import Reducer, Wait
 
-_BUCKET_BYTES = {"cpu": 5 << 20, "cuda": 25 << 20}  # on a CPU: sent while it is still in a cache
+USUAL_BUCKET_BYTES = {"cpu": 5 << 20, "cuda": 25 << 20}  # on a CPU: sent while it is still in a cache
 
 
 def attach(detected: Detected, *, device: str, gpus_per_rank: int) -> HorovodEngine:
@@ -127,7 +127,7 @@ class HorovodModel(Reducer):
         super().__init__(
             module,
             engine.sum_async,
-            bucket_bytes=settings.bucket_bytes or _wanted_bytes() or _BUCKET_BYTES[engine.device.type],
+            bucket_bytes=settings.bucket_bytes or _wanted_bytes() or USUAL_BUCKET_BYTES[engine.device.type],
             compression=settings.compression,
             staged=settings.staged,
             where_they_lie=engine.shares_memory,

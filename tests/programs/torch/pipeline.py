@@ -119,7 +119,7 @@ def case_stages_on_ranks_equal_one_process(world: hvdtrain.World) -> None:
 def case_three_stages_and_small_buckets(world: hvdtrain.World) -> None:
     whole, model = plain(), plain()
     wanted = by_hand(whole, clip=0.3)
-    with mock.patch.dict("hvdtrain.torch.engines.horovod._BUCKET_BYTES", cpu=300):
+    with mock.patch.dict("hvdtrain.torch.engines.horovod.USUAL_BUCKET_BYTES", cpu=300):
         same(model, whole, on_ranks(cut(model, 3, stages=3), world, clip=0.3), wanted)
 
 
