@@ -26,6 +26,7 @@ from hvdtrain.cluster.launch.rendezvous import serve
 
 Train = Callable[["Job"], None]
 LONGEST_S = 100
+KILLED = "killed"  # a file of a life of which a rank was about to kill itself
 
 
 class Job:
@@ -67,6 +68,7 @@ class Job:
         if end == "left":
             return True
         if life.first in (-1, self.rank):
+            (self.own / KILLED).touch()
             os.kill(os.getpid(), signal.SIGKILL)
         return False  # it is killed when the other has died, wherever it is then
 
@@ -119,7 +121,7 @@ def live(of: History, number: int, folder: Path, train: Train, *, twin: bool) ->
     if server is not None:
         server.server_close()
     try:
-        return _waited(life, ranks, output)
+        return _waited(life, ranks, folder / f"life{number}")
     finally:
         if helper is not None:
             os.kill(helper, signal.SIGKILL)
@@ -147,7 +149,7 @@ def _variables(engine: str, rank: int, size: int, port: int) -> dict[str, str]:
     }  # fmt: skip
 
 
-def _waited(life: Life, ranks: dict[int, int], output: Path) -> str:
+def _waited(life: Life, ranks: dict[int, int], own: Path) -> str:
     """Waits for all ranks, of which one that ends otherwise than well takes the others along, as under a launcher."""
     left, codes = dict(ranks), {}
     while left:
@@ -162,9 +164,9 @@ def _waited(life: Life, ranks: dict[int, int], output: Path) -> str:
             _kill_group(pid)
         for other in left:
             (_kill_group if life.with_writer else _kill)(other)
-    first = next((code for code in codes.values() if code), 0)
-    if first not in (0, -signal.SIGKILL):
-        return f"ended with {codes}:\n{output.read_text(errors='replace')}"
+    # the others may have failed of it, and be waited for, before the rank that killed itself is
+    if any(codes.values()) and not (own / KILLED).exists():
+        return f"ended with {codes}:\n{(own / 'output.txt').read_text(errors='replace')}"
     return ""
 
 
