@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import statistics
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,19 +62,29 @@ class Run:
 
 
 def find_runs(given: Sequence[Path]) -> list[Path]:
-    """The runs that are meant: each directory is one, or holds some.
+    """The runs that are meant: each directory is one, or holds some (without those that cannot be read).
 
     Raises:
         ConfigError: no run is there.
     """
     found: list[Path] = []
     for path in given:
-        below = sorted((p.parent for p in path.glob("*/run.json")), key=_as_counted)
-        its = [path] if read_run(path) is not None else below
+        its = [path] if read_run(path) is not None else list(_readable(path))
         if not its:
             raise ConfigError("hvdtrain report reads directories of runs", f"no run.json in {path}, nor one below")
         found += [one for one in its if one not in found]
     return found
+
+
+def _readable(path: Path) -> Iterable[Path]:
+    """Those below; one that is damaged keeps nobody from the others."""
+    for folder in sorted((p.parent for p in path.glob("*/run.json")), key=_as_counted):
+        try:
+            read_run(folder)
+        except ConfigError as error:
+            print(f"hvdtrain report: left out: {error.received}", file=sys.stderr)
+        else:
+            yield folder
 
 
 def _as_counted(path: Path) -> list[tuple[int, str]]:

@@ -92,16 +92,18 @@ def _of_marks(marks: Sequence[Mark], rank: int) -> Iterator[Event]:
 
 
 def _read_timeline(path: Path) -> list[Event]:
-    """Horovod's timeline; of a job that was ended it lacks its end."""
+    """Horovod's timeline, an event a line, without what is damaged: in a job that was ended, the last line."""
     if not path.is_file():
         return []
-    text = path.read_text(encoding="utf-8", errors="replace").rstrip().rstrip("]").rstrip().rstrip(",")
-    while text:
-        try:
-            return [event for event in json.loads(text + "]") if isinstance(event, dict) and _is_horovods(event)]
-        except ValueError:
-            text = text.rpartition("\n")[0].rstrip().rstrip(",")
-    return []
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    return [event for line in lines for event in _read_line(line) if isinstance(event, dict) and _is_horovods(event)]
+
+
+def _read_line(line: str) -> list[Any]:
+    try:
+        return json.loads(f"[{line.strip().lstrip('[').rstrip('],')}]")
+    except ValueError:
+        return []
 
 
 def _is_horovods(event: Event) -> bool:

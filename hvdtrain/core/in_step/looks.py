@@ -182,12 +182,18 @@ def debugger() -> str:
             module = _module(each).partition(".")[0]
             if module in _DEBUGGERS:
                 return f"a debugger ({module}) is on the stack"
-            if each.f_trace is not None:
+            if _stops(each.f_trace):
                 return "a debugger traces its functions"
-    if sys.gettrace() is not None or threading.gettrace() is not None:
+    if _stops(sys.gettrace()) or _stops(threading.gettrace()):
         return "a debugger traces its threads"
     tracer = proc_status(os.getpid()).get("TracerPid", "0")
     return f"process {tracer} traces it" if tracer != "0" else ""
+
+
+def _stops(trace: object) -> bool:
+    """Whether a trace function is one that may stop the program: coverage's only counts lines."""
+    its = type(getattr(trace, "__self__", trace)).__module__
+    return trace is not None and its.partition(".")[0] != "coverage"
 
 
 def long_task() -> str:

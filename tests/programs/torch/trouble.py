@@ -174,7 +174,7 @@ class Slow(nn.Module):
     """A model that takes its time; so do the pictures below."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        time.sleep(0.05)  # the slow data that the verdict is to name; no wait for anything
+        time.sleep(0.1)  # the slow model that the verdict is to name; no wait for anything
         return x
 
 

@@ -174,6 +174,9 @@ def test_a_debugger_is_seen() -> None:
     def trace(frame: FrameType, event: str, arg: object) -> Any:
         return trace
 
+    def trace_nothing(tracer: object, frame: FrameType, event: str, arg: object) -> None:
+        return None
+
     def at_a_breakpoint() -> str:
         return looks.debugger()
 
@@ -184,6 +187,8 @@ def test_a_debugger_is_seen() -> None:
     sys.settrace(trace)
     try:
         assert at_a_breakpoint()
+        sys.settrace(type("Tracer", (), {"__module__": "coverage.pytracer", "trace": trace_nothing})().trace)
+        assert not at_a_breakpoint(), "coverage only counts lines"
     finally:
         sys.settrace(before)
 

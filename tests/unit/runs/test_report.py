@@ -131,7 +131,8 @@ def test_a_trace_has_phases_where_they_were(tmp_path: Path) -> None:
         {"ph": "E", "ts": 1_800_000, "pid": 1},
     ]
     text = "[\n" + ",\n".join(map(json.dumps, timeline))
-    (run / "horovod-timeline.json").write_text(text + ',\n{"ph": "B", "na')  # as a job that was killed leaves it
+    damaged = '{"ph": "B", "na'  # as a job that was killed leaves its last line
+    (run / "horovod-timeline.json").write_text(text.replace("\n", f"\n{damaged}\n", 1) + f",\n{damaged}")
     found = report_trace.trace(run)["traceEvents"]
     assert of_rank(found, 0, 0) == [("input", 0.0, 5e5), ("forward", 5e5, 5e5), ("other", 1e6, 1e6)]
     assert of_rank(found, 0, 1) == [("update 1", 0.0, 1.25e6), ("update 2", 1.25e6, 7.5e5)]
@@ -202,8 +203,13 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     assert main(["report", "runs/a"]) == 0 and (tmp_path / "runs/a/report.html").is_file()
     assert main(["report", "runs"]) == 0 and "x a" in (tmp_path / "report.html").read_text()
     capsys.readouterr()
+    (tmp_path / "runs" / "c").mkdir()
+    (tmp_path / "runs" / "c" / "run.json").write_text("{")
+    assert main(["report", "runs/c"]) == 2 and "must be JSON" in capsys.readouterr().err
     assert main(["report", "runs", "--trace"]) == 0
-    for folder in capsys.readouterr().out.split():
+    said = capsys.readouterr()
+    assert "left out: runs/c/run.json" in said.err and len(said.out.split()) == 2
+    for folder in said.out.split():
         assert json.loads(Path(folder).read_text())["traceEvents"]
     assert main(["report", "runs/a", "--trace", "--out", "x"]) == 2 and "RUN/trace.json" in capsys.readouterr().err
     assert main(["report", "runs/a/run.json"]) == 2 and "no run.json in runs/a/run.json" in capsys.readouterr().err
