@@ -12,9 +12,11 @@ if [ "${1:-}" = --quick ]; then
 elif [ "${1:-}" = --coverage ]; then
   coverage erase
   export COVERAGE_PROCESS_START=$PWD/setup.cfg COVERAGE_FILE=$PWD/.coverage
-  coverage run -m pytest -n 2 --dist loadfile "${@:2}"
+  failed=0
+  coverage run -m pytest -n 2 --dist loadfile "${@:2}" || failed=$?
   coverage combine -q
-  exec coverage report --skip-covered --fail-under=90
+  coverage report --skip-covered --fail-under=90
+  exit $failed
 elif [ $# = 0 ]; then
   scripts/check.sh --lint
 fi
