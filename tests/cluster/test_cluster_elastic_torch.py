@@ -18,7 +18,7 @@ import torch
 import torch._dynamo  # which an optimizer loads: it sets a variable of the environment
 from elastic_ledgers import trained_in
 from harness import PROGRAMS
-from test_cluster_elastic import GOES_ON_WITHIN_S, attempt, reader
+from test_cluster_elastic import GOES_ON_WITHIN_S, attempt, reader, wait_for
 from test_cluster_launch import Ended, launched
 
 PROGRAM = PROGRAMS / "torch/elastic.py"
@@ -166,6 +166,43 @@ def test_one_rank_becomes_three(tmp_path):
     done = train(tmp_path, np=1, epochs=8, rate=10, flags=("--min-np=1", "--max-np=3"))
     check(done, epochs=8, batch=4)
     assert done.sizes[-1] == 3
+
+
+def test_a_slot_that_is_taken_away_is_soon_free(tmp_path):
+    """A rank that leaves ends at once, and so does one that is still on its way: both would wait for an update."""
+    hosts = tmp_path / "hosts"
+    arguments = [str(tmp_path), "arrays", "1", "30", "40"]
+    flags = ("--min-np=1", "--max-np=2", f"--host-discovery=cat {hosts}")
+    hosts.write_text("localhost:2\n")
+    with launched(tmp_path, *flags, *arguments, np=2, program=PROGRAM, env={"OMP_NUM_THREADS": "1"}) as started:
+        told = reader(started)
+
+        def until(words: str) -> None:
+            wait_for(lambda: words in told(), 60)
+
+        def ranks() -> int:
+            joined = {file.suffix[1:] for file in tmp_path.glob("ledger.*")}
+            return sum(str(its.pid) in joined for its in started.belonging(str(PROGRAM)))
+
+        wait_for(lambda: any(file.stat().st_size for file in tmp_path.glob("ledger.*")), 60)
+        hosts.write_text("localhost:1\n")
+        until("going on with 1 rank (formation 2")
+        wait_for(lambda: ranks() == 1, 10)
+        hosts.write_text("localhost:2\n")
+        until("worker 2 starts")
+        until("going on with 2 ranks (formation 3")
+        hosts.write_text("localhost:1\n")
+        until("going on with 1 rank (formation 4")
+        hosts.write_text("localhost:2\n")
+        wait_for(lambda: len(list(tmp_path.glob("ledger.*"))) == 4, 60)  # about to join, or it has joined by now
+        hosts.write_text("localhost:1\n")
+        wait_for(lambda: ranks() == 1, 10)
+        hosts.write_text("localhost:2\n")
+        until("worker 4 starts")
+        ended = started.end(240)
+    done = read(tmp_path, ended)
+    check(done, epochs=30, batch=8)
+    assert done.sizes[:3] == [1, 2, 1] and not attempt(tmp_path)["lost"]
 
 
 @pytest.mark.thorough

@@ -228,6 +228,8 @@ class ElasticRunning(Running):
                 case actions.Start(number, host, slot):
                     self._start_one(number, host, slot)
                 case actions.Signal(number, sent):
+                    if sent == signal.SIGTERM:  # else it waits for an update with the others
+                        self._host_of[number].send("tell", rank=number, say={"do": "dismiss"})
                     self._host_of[number].send("signal", number=sent, rank=number)
                 case actions.Say(number, message):
                     self._host_of[number].send("tell", rank=number, say=message)

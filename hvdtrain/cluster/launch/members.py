@@ -29,6 +29,7 @@ from hvdtrain.cluster.launch.actions import (
 )
 
 SECONDS_TO_LEAVE = 60.0  # that members of a formation have, once one of it is lost or has left it
+SECONDS_TO_END = 30.0  # that a worker has whose place is gone, before it is killed
 SECONDS_TO_BREAK = 1.0  # and that what they are blocked in has to fail by itself; ten times that where all agreed
 SECONDS_TO_SETTLE = 0.25  # after a loss: others of its host may follow, and one that is lost while others meet is worse
 SECONDS_TO_GATHER = 10.0  # that a new worker waits for others that are on their way, so that all join at once
@@ -70,6 +71,7 @@ class Worker:
         leaving: whether its slot is taken away.
         trained: whether it has been in a formation that did an update.
         started_s: when a new one was started.
+        ending_s: when it was seen first that it was told to end, and has not.
     """
 
     number: int
@@ -82,6 +84,7 @@ class Worker:
     leaving: bool = False
     trained: bool = False
     started_s: float = 0.0
+    ending_s: float = float("inf")
 
     @property
     def member(self) -> bool:
@@ -310,7 +313,13 @@ class Members:
             self._actions.append(Fail(why))
 
     def _look_at_late(self, now: float) -> None:
-        """Ends the wait for members that are blocked where no connection breaks, or stopped; and for new workers."""
+        """Ends the wait for members that are blocked where no connection breaks, or stopped; for new workers; and for
+        those that were told to end."""
+        for number, its in self._dying.items():
+            its.ending_s = min(its.ending_s, now)
+            if now - its.ending_s >= SECONDS_TO_END:
+                self._actions.append(Signal(number, signal.SIGKILL))
+                its.ending_s = now
         limit_s = self._limits.start_s
         slow = [its for its in self.workers.values() if its.state == "starting" and now - its.started_s >= limit_s]
         why = f"it has not come to hvdtrain.init within {limit_s:g} s"

@@ -32,6 +32,7 @@ class AgentLine:
     Attributes:
         formation: that this rank is in, counted from 1; 0: in none so far.
         asked_to_leave: the newest formation that the launcher wants to be left at an update.
+        dismissed: there is no place for this process any more.
         cut: breaks what the ranks of this formation are connected by.
     """
 
@@ -42,6 +43,7 @@ class AgentLine:
         self._forms: queue.SimpleQueue[Form | None] = queue.SimpleQueue()
         self._pid = os.getpid()
         self.formation = self.asked_to_leave = 0
+        self.dismissed = False
         self.cut: Callable[[], None] = lambda: None
         self._noted = self._told = (0, 0)  # formation, updates
         threading.Thread(target=self._listen, name="hvdtrain agent", daemon=True).start()
@@ -91,6 +93,8 @@ class AgentLine:
             self._forms.put(said)
         elif said["do"] == "regroup":
             self.asked_to_leave = max(self.asked_to_leave, int(said["formation"]))
+        elif said["do"] == "dismiss":
+            self.dismissed = True
         elif said["do"] == "abort" and int(said["formation"]) == self.formation:
             self.cut()
 

@@ -4,7 +4,8 @@ The first signal is noted, and said; with the numbers of the next update it trav
 and end (`hvdtrain.runs.preemption`). A rank ends at once, as SIGTERM has it by default, where no update will come:
 
 - at another SIGTERM, unless it comes within a second: launchers and schedulers send the first one twice;
-- where `hvdtrain launch` ends the job itself, because a rank or a host has failed (`ENDING`);
+- where `hvdtrain launch` ends the job itself, because a rank or a host has failed (`ENDING`), or has no place for this
+  rank any more;
 - when it has waited for the others in one place for 10 s, and twice as long as any update has made it wait so far.
 
 A signal handler of Python's runs only when the main thread comes back from what it is in, which may be a collective
@@ -27,6 +28,7 @@ from pathlib import Path
 from types import FrameType
 
 from hvdtrain.core.errors import PREEMPTED_CODE, ConfigError
+from hvdtrain.core.in_step import elastic
 from hvdtrain.core.in_step.meeting import Tracker
 
 VARIABLE = "HVDTRAIN_PREEMPTION"
@@ -76,7 +78,7 @@ class Notice:
         if number not in SIGNALS:
             return False
         if number == signal.SIGTERM:
-            if self._launcher_ends() or now_s - self._term_s > _TWICE_S:
+            if self._launcher_ends() or _dismissed() or now_s - self._term_s > _TWICE_S:
                 return True
             self._term_s = min(self._term_s, now_s)
         if not self.told:
@@ -90,15 +92,21 @@ class Notice:
         return False
 
     def blocked(self, now_s: float) -> bool:
-        """Whether this rank waits for others that do not seem to come."""
+        """Whether this rank waits for others that do not seem to come, or has left them for good."""
         limit_s = max(_BLOCKED_S, 2 * self._tracker.longest_s)
-        return now_s - self._told_s >= limit_s and self._tracker.stuck(limit_s) is not None
+        waits = now_s - self._told_s >= limit_s and self._tracker.stuck(limit_s) is not None
+        return waits or (self.told and _dismissed())
 
     def _launcher_ends(self) -> bool:
         try:
             return self._ending is not None and Path(self._ending).read_bytes() == ENDS
         except OSError:  # another user's, or in another container: it has not said so
             return False
+
+
+def _dismissed() -> bool:
+    line = elastic.line()
+    return line is not None and line.dismissed
 
 
 class _Watch:

@@ -13,6 +13,7 @@ from hvdtrain.cluster.launch import actions
 from hvdtrain.cluster.launch.members import (
     MOST_FORMATIONS,
     SECONDS_TO_BREAK,
+    SECONDS_TO_END,
     SECONDS_TO_LEAVE,
     SECONDS_TO_SETTLE,
     Limits,
@@ -51,8 +52,8 @@ class World:
                 case actions.Start(number, host, slot):
                     self.start(number, host, slot)
                 case actions.Signal(number, sent):
-                    assert sent in (signal.SIGKILL, signal.SIGTERM)
-                    self.dying[number] = self.alive.pop(number)
+                    assert sent in ((signal.SIGKILL,) if number in self.dying else (signal.SIGKILL, signal.SIGTERM))
+                    self.dying[number] = self.dying.get(number) or self.alive.pop(number)
                     self.forget(number)
                 case actions.Reach(host):
                     self.reaching.append(host.name)
@@ -338,6 +339,21 @@ def test_a_new_worker_that_never_comes_makes_room_for_another():
     world.do(world.members.gone(slow, world.now))
     world.later(1)
     assert len(world.alive) == 3, "another one"
+
+
+def test_a_worker_that_does_not_end_when_it_is_told_to_is_killed():
+    world = World(1, Limits(1, 3), [Host("a", 3)])
+    world.do(world.members.answered(0))
+    its = max(world.alive)
+    world.do(world.members.offered([Host("a", 2)], world.now))
+    world.later(0)
+    world.later(SECONDS_TO_END - 1)
+    assert world.said[-1] == actions.Signal(its, signal.SIGTERM)
+    world.later(1)
+    assert world.said[-1] == actions.Signal(its, signal.SIGKILL)
+    count = len(world.said)
+    world.later(1)
+    assert len(world.said) == count, "once"
 
 
 def test_new_workers_cannot_go_on_where_nobody_has_given_them_what_was_trained():

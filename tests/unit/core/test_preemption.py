@@ -10,11 +10,12 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from hvdtrain.core.errors import PREEMPTED_CODE, ConfigError, Preempted
-from hvdtrain.core.in_step import preemption
+from hvdtrain.core.in_step import elastic, preemption
 from hvdtrain.core.in_step.meeting import Tracker
 from hvdtrain.core.in_step.preemption import ENDING, ENDS, Notice, told, wanted
 
@@ -58,6 +59,16 @@ def test_a_launcher_that_ends_the_job_is_believed(says: bytes | None, ends: bool
         file.write_bytes(says)
     its = notice({ENDING: str(file)})
     assert its.note(TERM, 5.0) is ends and its.told is not ends
+
+
+def test_a_rank_that_has_no_place_any_more_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = SimpleNamespace(dismissed=False)
+    monkeypatch.setattr(elastic, "_line", line)
+    its, late = notice(), notice()
+    assert not late.note(TERM, 5.0) and not late.blocked(5.2)
+    line.dismissed = True  # the word came after the signal
+    assert late.blocked(5.4) and not its.blocked(5.4), "this one was not told"
+    assert its.note(TERM, 5.0)
 
 
 def test_a_rank_that_waits_for_the_others_in_vain_ends(monkeypatch: pytest.MonkeyPatch) -> None:
