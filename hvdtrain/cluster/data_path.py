@@ -20,26 +20,33 @@ _ARRIVED = (0, errno.ECONNREFUSED)  # refused is an answer as well
 class DataPath:
     """Connects again and again, without ever waiting."""
 
-    def __init__(self, own: str, peer: Sequence[object], now_s: float) -> None:
+    def __init__(self, own: str, peer: Sequence[object]) -> None:
         """Begins.
 
         Args:
             own: this host's address there.
             peer: address and port of the first host's rendezvous.
-            now_s: by the monotonic clock.
         """
         self._own, self._peer = own, (str(peer[0]), int(str(peer[1])))
-        self._reached_s, self._began_s = now_s, float("-inf")
+        self._began_s = float("-inf")
+        self._failing_s = float("inf")  # since when: the first that has had no answer began
         self._socket: socket.socket | None = None
 
     def unreached_s(self, now_s: float) -> float:
-        """Returns for how long no connection could be made; call it a few times a second."""
+        """Returns for how long no connection could be made; call it a few times a second.
+
+        The time before it was tried does not count: where the first host loses power the others would be found cut
+        off before it is missed.
+
+        Args:
+            now_s: by the monotonic clock.
+        """
         if self._socket is not None:
             self._look(self._socket, now_s)
         if self._socket is None and now_s - self._began_s >= EVERY_S:
             self._began_s = now_s
             self._connect(now_s)
-        return now_s - self._reached_s
+        return max(0.0, now_s - self._failing_s)
 
     def close(self) -> None:
         """Lets the connection go."""
@@ -53,15 +60,16 @@ class DataPath:
         with contextlib.suppress(OSError):  # the address may be gone with the link; then the connection fails, too
             self._socket.bind((self._own, 0))
         code = self._socket.connect_ex(self._peer)
+        self._failing_s = min(self._failing_s, now_s)
         if code in _ARRIVED:
-            self._reached_s = now_s
+            self._failing_s = float("inf")
         if code != errno.EINPROGRESS:
             self.close()
 
     def _look(self, made: socket.socket, now_s: float) -> None:
         if select.select([], [made], [], 0)[1]:
             if made.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) in _ARRIVED:
-                self._reached_s = now_s
+                self._failing_s = float("inf")
             self.close()
         elif now_s - self._began_s >= GIVEN_UP_S:
             self.close()

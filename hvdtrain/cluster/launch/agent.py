@@ -205,7 +205,7 @@ class Agent:
         if self._data_path is not None:
             self._data_path.close()
         own, peer = message["own"], message["peer"]
-        self._data_path = DataPath(own, peer, time.monotonic()) if peer is not None else None
+        self._data_path = DataPath(own, peer) if peer is not None else None
 
     def _listen_to_ranks(self) -> None:
         """Reads what ranks write, unless there is too much on its way: then they wait, but nothing else does."""
