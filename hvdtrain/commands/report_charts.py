@@ -86,7 +86,9 @@ def _line(runs: Sequence[Run], name: str, title: str, unit: str, note: str) -> C
             traces.append(go.Scatter(x=x, y=y, mode="lines", name=run.name, line=_style(number)))
             rows.append((run.name, _number(y[0]), _number(min(y)), _number(statistics.median(y)), _number(y[-1])))
     head = ("run", "first", "least", "median", "last")
-    return Chart(name, title, note, _figure(traces, "samples", unit), head, rows)
+    # from 0: else a rate that does not change stands where 0 is, between 1 and -1
+    layout = {} if name == "loss" else {"yaxis": {"rangemode": "tozero"}}
+    return Chart(name, title, note, _figure(traces, "samples", unit, **layout), head, rows)
 
 
 def _metrics(runs: Sequence[Run]) -> list[Chart]:

@@ -52,6 +52,7 @@ def test_curves_are_the_runs(tmp_path: Path) -> None:
     charts = figures(page)
     assert charts["loss"]["data"][0]["x"] == [8, 16, 32] and charts["loss"]["data"][0]["y"] == [1, 0.5, 0.25]
     assert {"lr", "samples_per_s", "metric-0", "ranks-0", "time-0"} <= set(charts) and "saves" not in charts
+    assert charts["lr"]["layout"]["yaxis"]["rangemode"] == "tozero", "a constant one would seem to be 0"
     by_rank = {trace["name"]: trace["x"] for trace in charts["ranks-0"]["data"]}
     assert by_rank["backward"] == [2.0, 2.0]
     assert sum(trace["y"][0] for trace in charts["time-0"]["data"]) == pytest.approx(3500.0)
