@@ -18,7 +18,11 @@ _ARRIVED = (0, errno.ECONNREFUSED)  # refused is an answer as well
 
 
 class DataPath:
-    """Connects again and again, without ever waiting."""
+    """Connects again and again, without ever waiting.
+
+    Attributes:
+        peer: address and port of the first host's rendezvous.
+    """
 
     def __init__(self, own: str, peer: Sequence[object]) -> None:
         """Begins.
@@ -27,7 +31,7 @@ class DataPath:
             own: this host's address there.
             peer: address and port of the first host's rendezvous.
         """
-        self._own, self._peer = own, (str(peer[0]), int(str(peer[1])))
+        self._own, self.peer = own, (str(peer[0]), int(str(peer[1])))
         self._began_s = float("-inf")
         self._failing_s = float("inf")  # since when: the first that has had no answer began
         self._socket: socket.socket | None = None
@@ -59,7 +63,7 @@ class DataPath:
         self._socket.setblocking(False)
         with contextlib.suppress(OSError):  # the address may be gone with the link; then the connection fails, too
             self._socket.bind((self._own, 0))
-        code = self._socket.connect_ex(self._peer)
+        code = self._socket.connect_ex(self.peer)
         self._failing_s = min(self._failing_s, now_s)
         if code in _ARRIVED:
             self._failing_s = float("inf")

@@ -29,7 +29,7 @@ From the agent:
   worker      rank said                               an object that came over the rank's line
   exit        rank code ago_s                         code as `subprocess` has it: negative for a signal
   stopped     rank for_s                              by SIGSTOP; told once
-  cut         for_s                                   `peer` is not reached any more; told once
+  cut         for_s peer                              `peer` is not reached any more; told once
   left        what                                    processes that it may not end
   leaving     why                                     it ends the job here without having been told to
   ended                                               nothing of the job is left on this host

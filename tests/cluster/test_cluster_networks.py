@@ -216,7 +216,7 @@ def test_the_data_path_without_hosts() -> None:
     assert min(path.unreached_s(106.0) for _ in range(2)) == 0.0, "refused is an answer as well"
     nowhere = DataPath("127.0.0.1", ("192.0.2.1", 9))  # from loopback nothing leaves
     assert [nowhere.unreached_s(100.0 + at) for at in (0, 1, GIVEN_UP_S + 1)] == [0, 1, GIVEN_UP_S + 1]
-    path._peer = nowhere._peer
+    path.peer = nowhere.peer
     assert [path.unreached_s(106.0 + at) for at in (1.9, 2, 4)] == [0, 0, 2], "not since it was reached last"
     nowhere.close()
     path.close()

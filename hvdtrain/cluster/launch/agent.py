@@ -268,7 +268,7 @@ class Agent:
 
     def _look_at_the_data_path(self, path: DataPath, now: float) -> None:
         if (for_s := path.unreached_s(now)) > self._settings["lost_s"]:
-            self._send("cut", for_s=for_s)
+            self._send("cut", for_s=for_s, peer=path.peer)
             path.close()
             self._data_path = None
 

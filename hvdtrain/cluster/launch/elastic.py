@@ -44,6 +44,7 @@ class ElasticRunning(Running):
         self._lost: dict[int, RankEnd] = {}  # how workers ended that were lost
         self._last_lost: actions.Lost | None = None
         self._port = 0  # of the present rendezvous
+        self._peer: list[object] = []  # its address, too, as long as its host is there
         self._served_by: Connection | None = None
         self._discovery: Discovery | None = None
         self._listed: queue.SimpleQueue[list[Host]] = queue.SimpleQueue()
@@ -65,6 +66,7 @@ class ElasticRunning(Running):
         self._agent_of = {connection.host.name: connection for connection in self._agents.connections}
         self._members = Members(job.slots, job.hosts, limits)
         self._served_by = self._agents.connections[0]
+        self._peer = [plan.first.address, port]
         super()._start(plan, port)
         if its.discovery is not None:
             self._discovery = Discovery(its.discovery, self._listed.put, self._heard.say)
@@ -79,6 +81,8 @@ class ElasticRunning(Running):
         if connection is None and message is not None:
             self._reach(message)
             return
+        if message is not None and message["type"] == "cut" and message["peer"] != self._peer:
+            return  # it is the host of a rendezvous that is gone, and no network
         super()._take(connection, message)
         if connection is None or message is None or self._deadline_s is not None:
             return
@@ -178,6 +182,8 @@ class ElasticRunning(Running):
     def _host_gone(self, name: str, why: str) -> None:
         self._agent_of.pop(name, None)
         self._forget_cuts()
+        if self._served_by is not None and self._served_by.host.name == name:
+            self._peer = []
         used = any(its.host == name for its in self._members.workers.values())
         if self._deadline_s is None and (used or self._unreached.get(name) != why):
             self._unreached[name] = why
@@ -284,9 +290,10 @@ class ElasticRunning(Running):
         self.outcome.formations.append({**record, "after_s": self._after_s(), "took_s": round(formed.after_s, 3)})
         self._forget_cuts()
         first = self._plan.chosen[formed.slots[0].host.name].address
+        self._peer = [first, self._port]
         for name in hosts:
             own = self._plan.chosen[name].address
-            self._agent_of[name].send("peer", own=own, peer=[first, self._port] if own != first else None)
+            self._agent_of[name].send("peer", own=own, peer=self._peer if own != first else None)
 
     def _forget_cuts(self) -> None:
         self._cut.clear()
