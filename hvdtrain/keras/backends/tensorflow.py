@@ -1,8 +1,8 @@
 """The TensorFlow backend of Keras: what the adapter does with tf tensors and Horovod's tf operations inside of steps.
 
 The rest of it is in `tensorflow_host.py`. Twin of `torch.py`; both implement the protocol in `chosen.py`. Two rules
-hold for every Horovod call: it has an explicit name and `ignore_name_scope=True`, because names derived from the graph differ as soon as
-one rank has built one model more, and ranks that wait for different names wait for ever.
+hold for every Horovod call: it has an explicit name and `ignore_name_scope=True`, because names derived from the graph
+differ as soon as one rank has built one model more, and ranks that wait for different names wait for ever.
 """
 
 from __future__ import annotations
