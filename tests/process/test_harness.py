@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import time
 import uuid
+from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 from harness import TOKEN, HarnessError, clean_environment, kill_all, processes_of, run_ranks
@@ -75,6 +78,26 @@ def test_ranks_that_hang_are_all_ended() -> None:
         run_ranks(["-c", HANG], 2, launcher="mpirun", timeout_s=4)
     assert str(caught.value).count("where_it_hangs") >= 2
     assert time.monotonic() - start < 40
+
+
+@pytest.mark.parametrize("hangs", [1, 2])
+def test_mpirun_that_hangs_after_its_ranks_is_started_once_more(
+    hangs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The real mpirun, but for its end: it hangs `hangs` times."""
+    mpirun = tmp_path / "mpirun"
+    mpirun.write_text(
+        f'#!/bin/sh\n{shutil.which("mpirun")} "$@"\ncode=$?\necho x >> {tmp_path}/starts\n'
+        f"[ $(wc -l < {tmp_path}/starts) -gt {hangs} ] || while :; do read -r line < {tmp_path}/nobody; done\n"
+        "exit $code\n"
+    )
+    mpirun.chmod(0o755)
+    os.mkfifo(tmp_path / "nobody")
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    again = pytest.warns(UserWarning, match="mpirun does not end")
+    with again, pytest.raises(HarnessError, match="not done after 6 s") if hangs == 2 else nullcontext():
+        done = run_ranks(["-c", "raise SystemExit(3)"], 2, launcher="mpirun", timeout_s=6)
+        assert done.returncode == 3, done.text
 
 
 def test_kill_all_ends_only_its_own() -> None:

@@ -15,9 +15,10 @@ import sys
 import tempfile
 import time
 import uuid
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -100,6 +101,10 @@ class HarnessError(AssertionError):
     """The run went over its time, or left processes behind."""
 
 
+class MpirunHangs(HarnessError):
+    """Every rank has ended, mpirun has not."""
+
+
 def run_ranks(
     what: str | Sequence[str | Path],
     np: int,
@@ -112,6 +117,10 @@ def run_ranks(
     grace_s: float = 10,
 ) -> Result:
     """Run a Python program on `np` ranks and return what it printed.
+
+    Where every rank has ended and mpirun alone has not, it is said as a warning and run once more: Open MPI 4.1 with
+    PMIx 4.2 may wait for ever in PMIx_server_finalize at the end of a job that failed (seen once in some hundred runs
+    of the suite).
 
     Args:
         what: a module name, or the interpreter's arguments (["script.py", "--flag"] or ["-m", "module",
@@ -132,8 +141,27 @@ def run_ranks(
     """
     interpreter = str(python or sys.executable)
     arguments = ["-m", what] if isinstance(what, str) else [str(part) for part in what]
+    limits = timeout_s, grace_s
+    try:
+        return _run_once(launcher, np, interpreter, arguments, env, cwd, *limits)
+    except MpirunHangs as error:
+        warnings.warn(f"run once more, mpirun does not end though its ranks have: {error}", stacklevel=2)
+    return _run_once(launcher, np, interpreter, arguments, env, cwd, *limits)
+
+
+def _run_once(
+    launcher: str,
+    np: int,
+    interpreter: str,
+    arguments: list[str],
+    env: Mapping[str, str] | None,
+    cwd: str | Path | None,
+    timeout_s: float,
+    grace_s: float,
+) -> Result:
     token = uuid.uuid4().hex
     environment = clean_environment({**(env or {}), TOKEN: token})
+    failure = HarnessError
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err, tempfile.TemporaryDirectory() as logs:
         command = [*_launch(launcher, np, interpreter, logs), *arguments]
         # files, not pipes: a process left behind that holds a pipe open would hang us
@@ -148,14 +176,16 @@ def run_ranks(
             left = outlive(token, grace_s)
             stacks = _stacks(left) if left else ""
         except subprocess.TimeoutExpired:
-            stacks, seconds, left = _stacks(processes_of(token)), -1.0, []
+            alive = processes_of(token)
+            failure = MpirunHangs if _only_mpirun(alive) else HarnessError
+            stacks, seconds, left = _stacks(alive), -1.0, []
         finally:
             kill_all(token)
             process.wait()
         result = _result(launcher, process.returncode, _read(out), _read(err), seconds, logs)
     shown = f"{' '.join(command)}\n{stacks}\n{result.text}"
     if seconds < 0:
-        raise HarnessError(f"not done after {timeout_s} s (killed): {shown}")
+        raise failure(f"not done after {timeout_s} s (killed): {shown}")
     if left:
         raise HarnessError(f"{len(left)} process(es) left behind {grace_s} s after the launcher's end: {shown}")
     return result
@@ -237,6 +267,14 @@ def _belongs(process: psutil.Process, token: str) -> bool:
         return process.environ().get(TOKEN) == token and process.status() != psutil.STATUS_ZOMBIE
     except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess, OSError):
         return False  # gone meanwhile, or another user's: not ours
+
+
+def _only_mpirun(processes: Sequence[psutil.Process]) -> bool:
+    names = set()
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            names.add(process.name())
+    return "mpirun" in names and names <= {"mpirun", "horovodrun"}
 
 
 def outlive(token: str, grace_s: float) -> list[psutil.Process]:
