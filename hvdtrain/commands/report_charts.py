@@ -62,7 +62,8 @@ def _figure(traces: Sequence[Any], x: str, y: str, **layout: Any) -> dict[str, A
 
     figure = go.Figure(list(traces))
     figure.update_layout(
-        xaxis_title=x, yaxis_title=y, margin={"l": 64, "r": 16, "t": 16, "b": 48}, height=320,
+        xaxis_title=x, yaxis_title=y, margin={"l": 64, "r": 16, "t": 16, "b": 48},
+        height=320 + 12 * max(0, len(traces) - 6),  # of which the legend, of runs or ranks, takes half at most
         legend={"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0}, hovermode="x unified",
         paper_bgcolor="rgba(0,0,0,0)", plot_bgcolor="rgba(0,0,0,0)", **layout,
     )  # fmt: skip

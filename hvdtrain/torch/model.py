@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import operator
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -24,8 +25,7 @@ _DELEGATED = (
     "named_children", "modules", "named_modules", "get_parameter", "get_buffer", "get_submodule", "extra_repr",
     "register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook",
     "register_full_backward_pre_hook", "register_state_dict_pre_hook", "register_state_dict_post_hook",
-    "register_load_state_dict_pre_hook", "register_load_state_dict_post_hook", "__repr__", "__getitem__", "__len__",
-    "__iter__",
+    "register_load_state_dict_pre_hook", "register_load_state_dict_post_hook",
 )  # fmt: skip
 _DELEGATED_CHAINED = ("train", "requires_grad_", "apply")  # these return the model
 _OWN = ("module", "session", "training")
@@ -160,9 +160,19 @@ class Model(nn.Module):
         )
 
 
+_OPERATORS: dict[str, Callable[..., Any]] = {
+    "__repr__": repr,
+    "__getitem__": operator.getitem,
+    "__len__": len,
+    "__iter__": iter,
+}
+
+
 def _delegate(name: str) -> Callable[..., Any]:
+    operation = _OPERATORS.get(name)  # which says what Python says where the module has none
+
     def method(self: Model, *args: Any, **kwargs: Any) -> Any:
-        found = getattr(self.module, name)(*args, **kwargs)
+        found = operation(self.module, *args) if operation else getattr(self.module, name)(*args, **kwargs)
         return self if name in _DELEGATED_CHAINED else found
 
     method.__name__ = name
@@ -170,5 +180,5 @@ def _delegate(name: str) -> Callable[..., Any]:
     return method
 
 
-for _name in _DELEGATED + _DELEGATED_CHAINED:
+for _name in (*_DELEGATED, *_DELEGATED_CHAINED, *_OPERATORS):
     setattr(Model, _name, _delegate(_name))

@@ -119,8 +119,10 @@ def prepare(
     rates = None if lr is None or data is None else Rates(optimizer, lr, data.global_batch * accumulate)
     _place(model, optimizer, options, world, staged)
     start.broadcast_state(model, optimizer, world)
-    call = staged or compiled or (torch.compile(model) if compile else None)
-    session = _bind(model, optimizer, options, data, world, staged, call)  # type: ignore[arg-type]
+    call: Any = staged if staged is not None else compiled  # whose truth would be its length
+    if compile and call is None:
+        call = torch.compile(model)
+    session = _bind(model, optimizer, options, data, world, staged, call)
     session.rates = rates
     check_elastic(session)
     if data is not None:

@@ -118,9 +118,8 @@ def run_ranks(
 ) -> Result:
     """Run a Python program on `np` ranks and return what it printed.
 
-    Where every rank has ended and mpirun alone has not, it is said as a warning and run once more: Open MPI 4.1 with
-    PMIx 4.2 may wait for ever in PMIx_server_finalize at the end of a job that failed (seen once in some hundred runs
-    of the suite).
+    Where every rank has ended and mpirun alone has not, it is said as a warning and run once more: PMIx 4.2.2 may wait
+    for ever in PMIx_server_finalize at the end of a job that failed (docs/cluster.md, "When something fails").
 
     Args:
         what: a module name, or the interpreter's arguments (["script.py", "--flag"] or ["-m", "module",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ class Passes(Facade):
         self._model = Model(session)
         self._layer = ""
         self._mean: Tensor | None = None  # loss of the update
+        self._failed: BaseException | None = None  # of a pass whose gradients other ranks wait for
         self._void = False  # the batch at hand is dealt once more, to other ranks
         self._recomputes: bool | None = None  # parts of the model within the backward pass
 
@@ -124,7 +126,11 @@ class Passes(Facade):
             if sums is not None:
                 sums.copy_(gradients.sums())
 
-        with explained("passes of the pipeline", session.sizes, SMALLER_STAGES), gradients.differentiating():
+        with (
+            explained("passes of the pipeline", session.sizes, SMALLER_STAGES),
+            gradients.differentiating(),
+            self._others_wait(sums is not None),
+        ):
             session.engine_model.run(passes, Pass(reduce=sums is not None, extras=sums))
         self._conclude(batch, mean, sums)
         return mean
@@ -159,7 +165,8 @@ class Passes(Facade):
                 the loader handed out.
 
         Raises:
-            ConfigError: no batch, a second backward for one batch, backward instead of step, no scalar, or a pipeline.
+            ConfigError: no batch, a second backward for one batch, backward instead of step, no scalar, a pipeline, or
+                a backward pass that failed is tried again though there are other ranks.
                 On every rank: what the loss divides by is not its weight, or no weight makes it right.
             NonFiniteError: on every rank, when the loss of one is NaN or infinite.
             HvdtrainError: out of memory.
@@ -200,11 +207,31 @@ class Passes(Facade):
         """Returns the batch that is to be differentiated, if its turn has come."""
         session, gradients = self.session, self.session.gradients
         batch = require_batch(session.batches.now())
+        if self._failed is not None:
+            raise ConfigError(
+                "of several ranks, one alone cannot try a backward pass again: others may have a part of its gradients",
+                f"backward() after one that ended with {type(self._failed).__name__}: {str(self._failed)[:300]}",
+                "let the error end the job: it goes on from its last checkpoint, as you start it again;"
+                " out of memory: a smaller per_rank_batch from the start",
+            ) from self._failed
         own = session.batches.check_calls()
         if again or (own and gradients.state == "idle" and batch is gradients.batch):
             self._reopen(batch)
         gradients.check_turn(batch)
         return batch
+
+    @contextmanager
+    def _others_wait(self, reduces: bool) -> Iterator[None]:
+        """Notes that a pass failed where its gradients are other ranks' as well: sums under way have them, or lack
+        them, and would be taken for those of a later pass."""
+        try:
+            yield
+        except RanksLost:
+            raise
+        except BaseException as error:
+            if reduces and self.session.world.size > 1:
+                self._failed = error
+            raise
 
     def _reopen(self, batch: Batch) -> None:
         check_once(self.session)
@@ -250,6 +277,7 @@ class Passes(Facade):
             explained("backward pass", session.sizes),
             gradients.differentiating(),
             zero_gradients(gradients.parameters(), weight),
+            self._others_wait(reduce),
         ):
             without = [p for p in gradients.parameters() if p.grad is None] if not (counts or reduce) else []
             session.engine_model.backward(scaled, Pass(reduce, sums, retain_graph, self._recomputes, counts))

@@ -310,6 +310,34 @@ def case_zero_grad_between_backward_and_step_is_refused(world: hvdtrain.World) -
         optimizer.zero_grad()
 
 
+def case_a_backward_pass_that_failed_is_not_tried_again_by_one_of_several(world: hvdtrain.World) -> None:
+    """Gradients of its last layer are on their way when it fails; in one process it is as in plain PyTorch."""
+    fails = iter([True])
+
+    def hook(gradient: Tensor) -> Tensor:
+        if next(fails, False):
+            raise RuntimeError("out of luck")
+        return gradient
+
+    model, optimizer, train = prepared(world, plain())
+    model[0].bias.register_hook(hook)
+    for x, y in train:
+        try:
+            optimizer.backward(ce(model, x, y))
+        except RuntimeError as error:
+            assert "out of luck" in str(error)
+            optimizer.zero_grad()
+            if world.size > 1:
+                with refused("one alone cannot try a backward pass again", "RuntimeError: out of luck", "checkpoint"):
+                    optimizer.backward(ce(model, x, y))
+                return
+            optimizer.backward(ce(model, x, y))
+        optimizer.step()
+    other = plain()
+    updates(other, ce)
+    same(model, other)
+
+
 def case_a_layer_frozen_within_an_update_is_refused(world: hvdtrain.World) -> None:
     model, optimizer, train = prepared(world, plain(), accumulate=2)
     batches = iter(train)

@@ -461,14 +461,33 @@ def case_two_losses_of_one_forward_pass(world: hvdtrain.World) -> None:
     same(model, whole)
 
 
+def of_ones_own() -> nn.Module:
+    """Not a container: it has no length, which torch.compile's wrapper asks it for."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = plain()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.body(x)
+
+    return Net()
+
+
 def case_a_model_that_was_compiled_before(world: hvdtrain.World) -> None:
-    whole = plain()
+    for build in (plain, of_ones_own):
+        compiled_before(world, build)
+
+
+def compiled_before(world: hvdtrain.World, build: Callable[[], nn.Module]) -> None:
+    whole = build()
     theirs = sgd(whole)
     for x, y in batches():
         theirs.zero_grad()
         ce(whole, x, y).backward()
         theirs.step()
-    model = plain()
+    model = build()
     names = list(model.state_dict())
     compiled = torch.compile(model, backend="eager")
     if world.engine == "dataparallel":
