@@ -66,7 +66,8 @@ def predict(
 
     Args:
         model: equal on all ranks (they are, after `fit` with our callbacks).
-        data: the same on every rank: what `loader` takes (`x` alone is enough), or a `Loader`.
+        data: the same on every rank: what `loader` takes (`x` alone is enough; an array for each of the model's inputs,
+            as `model.predict` takes them), or a `Loader`.
         per_rank_batch: samples a rank takes at a time; not needed with a `Loader`, and data that comes in batches.
         world: the ranks; by default those of `hvdtrain.init`.
         on_main: rank 0 alone gets them; None elsewhere.
@@ -80,6 +81,8 @@ def predict(
         ReplicaError: replicas or data that differ.
     """
     world = given_or_current(world, "keras")
+    if _is_all_inputs(model, data):
+        data = (tuple(data),)
     data = _loader_of(data, per_rank_batch, world)
     if world.size > 1:
         replicas.check_equal(model.trainable_weights, world, when="before they predict")
@@ -107,6 +110,13 @@ def _predicted(model: keras.Model, data: Loader, world: World) -> tuple[Any, lis
         )
     parts = world.gather((order, [leaf[: len(order)] for leaf in leaves]))  # without the row that stands for none
     return keras.tree.map_structure(lambda _: 0, outputs), parts
+
+
+def _is_all_inputs(model: keras.Model, data: Any) -> bool:
+    """Whether data is one array for each of a model's several inputs, as `model.predict` takes them; not (x, y)."""
+    inputs = getattr(model, "inputs", None) or []
+    several = isinstance(data, (tuple, list)) and len(data) == len(inputs) > 1
+    return several and all(hasattr(array, "shape") for array in data)
 
 
 def _loader_of(data: Any, per_rank_batch: int | None, world: World) -> Loader:

@@ -96,6 +96,12 @@ def _fit(model: keras.Model, inner: Callable[..., Any], *args: Any, **kwargs: An
     if session.restored_random is not None and not any(isinstance(c, fit_callbacks.Start) for c in _listed(callbacks)):
         start.start(model, session)
     if not session.alone:
+        if not any(isinstance(callback, fit_callbacks.Epoch) for callback in _listed(callbacks)):
+            session.say(
+                "fit() without hvdtrain.keras.callbacks(model): its logs and history, and what EarlyStopping and others"
+                " make of them, are each rank's own; moving statistics are not made equal",
+                once="callbacks",
+            )
         session.compared.clear()
         callbacks = _together(session, callbacks, given)
     timing: AbstractContextManager[None] = nullcontext()

@@ -17,6 +17,7 @@ from keras.src.backend.common.stateless_scope import in_stateless_scope
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.keras.backends.chosen import BACKEND
+from hvdtrain.keras.checks.replicas import torch_modules
 from hvdtrain.keras.session import Session
 from hvdtrain.keras.units import refuse_where_ranks_part
 
@@ -31,6 +32,13 @@ def synchronize(model: keras.Model, session: Session) -> None:
     Raises:
         ConfigError: a layer whose class computes its statistics in its own way.
     """
+    for path, module in torch_modules(model) if session.sync_batchnorm and not session.alone else ():
+        if any(normalises(part) for part in module.modules()):
+            raise ConfigError(
+                "synchronised batch normalisation knows keras.layers.BatchNormalization",
+                f"{path} holds a PyTorch module with batch normalisation of its own",
+                "use that layer, or leave sync_batchnorm=True out",
+            )
     session.moments = [(layer, _hook_of(layer, session, index)) for index, layer in enumerate(_layers(model))]
     of_step(session)
 
@@ -59,6 +67,11 @@ def _hook_of(layer: Any, session: Session, index: int) -> Any:
 def is_synchronized(layer: Any) -> bool:
     """Whether the layer's moving statistics are those of all ranks' samples, on every rank."""
     return isinstance(layer, _PLAIN) and _HOOK in vars(layer)
+
+
+def normalises(module: Any) -> bool:
+    """Whether a PyTorch module is a batch normalisation."""
+    return any(kind.__name__ == "_BatchNorm" for kind in type(module).__mro__)
 
 
 def own_statistics(model: keras.Model) -> list[Any]:

@@ -121,14 +121,36 @@ class Model(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _OWN:
             object.__setattr__(self, name, value)
-        elif isinstance(value, (nn.Module, nn.Parameter)):
-            raise ConfigError(
-                "a model is complete before it is prepared: a new part would never be trained",
-                f"{name} = {type(value).__name__}(...) after prepare()",
-                "build the whole model, make its optimizer, then call prepare()",
-            )
+        elif isinstance(value, (nn.Module, nn.Parameter)) or name == "forward":
+            raise _complete(f"{name} = {type(value).__name__}(...)")
         else:
             setattr(self.module, name, value)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if isinstance(value, nn.Module):
+            raise _complete(f"model[{key!r}] = {type(value).__name__}(...)")
+        self.module[key] = value  # type: ignore[operator]  # of a user's class that has one
+
+    def __delitem__(self, key: Any) -> None:
+        raise _complete(f"del model[{key!r}]")
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """As for any change of the model: before `prepare`."""
+        raise _complete("model.compile()")
+
+    def register_buffer(self, name: str, *args: Any, **kwargs: Any) -> None:
+        """As for any change of the model: before `prepare`."""
+        raise _complete(f"register_buffer({name!r}, ...)")
+
+    def register_parameter(self, name: str, *args: Any, **kwargs: Any) -> None:
+        """As for any change of the model: before `prepare`."""
+        raise _complete(f"register_parameter({name!r}, ...)")
+
+    def add_module(self, name: str, *args: Any, **kwargs: Any) -> None:
+        """As for any change of the model: before `prepare`."""
+        raise _complete(f"add_module({name!r}, ...)")
+
+    register_module = add_module
 
     def __bool__(self) -> bool:
         return True  # not the length of a container
@@ -165,7 +187,18 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
     "__getitem__": operator.getitem,
     "__len__": len,
     "__iter__": iter,
+    "__contains__": operator.contains,
+    "__reversed__": reversed,
+    "__str__": str,
 }
+
+
+def _complete(received: str) -> ConfigError:
+    return ConfigError(
+        "a model is complete before it is prepared: ranks and engine do not know of what is changed later",
+        f"{received} after prepare()",
+        "build the whole model (compile it, too), make its optimizer, then call prepare()",
+    )
 
 
 def _delegate(name: str) -> Callable[..., Any]:

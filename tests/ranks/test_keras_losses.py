@@ -22,11 +22,15 @@ EXACT = [
 ]  # fmt: skip
 QUICK = [
     "ignore_class", "one_rank_ignored", "mask_zero", "masking_lstm", "mean_of_weights", "weights_zero_on_a_rank",
-    "class_weight", "sum", "two_outputs", "none", "dice_of_the_batch",
+    "class_weight", "sum", "two_outputs", "none", "dice_of_the_batch", "balance_in_training", "batchnorm_of_ones_own",
+    "contrast_of_single_samples",
 ]  # fmt: skip
 REFUSED = {
     "none": ("ConfigError", "must be one number", "reduction=None in SparseCategoricalCrossentropy"),
     "dice_of_the_batch": ("ReplicaError", "its pieces", "6 samples", "Dice(axis=(1, 2, 3))", "verify=False"),
+    "balance_in_training": ("ReplicaError", "its pieces", "6 samples"),
+    "batchnorm_of_ones_own": ("ReplicaError", "its pieces", "keras.layers.BatchNormalization"),
+    "contrast_of_single_samples": ("ReplicaError", "its pieces", "2 samples"),
 }
 # what ranks that weigh by samples only get wrong
 BY_SAMPLES_WRONG = ["ignore_class", "mask_zero", "two_outputs", "sum"]

@@ -14,6 +14,7 @@ THOROUGH = ("eager_steps", "mixed_precision", "layers_that_are_made_late")
 PASSED = [
     "a_rank_without_samples", "masks", "accumulated_called_twice_and_renormalised",
     "a_loop_of_ones_own", "plain_files_and_plain_again", "models_that_share_a_layer",
+    "of_a_pytorch_module",
     *(pytest.param(case, marks=pytest.mark.thorough) for case in THOROUGH),
 ]  # fmt: skip
 REFUSED = {

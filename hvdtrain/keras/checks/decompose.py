@@ -3,7 +3,8 @@
 N ranks compute the loss of their pieces; one process would compute that of the whole. The two agree for a mean over
 samples, labels, steps or weights, for a sum, and for terms without data; not for a loss that looks at a batch as a
 whole (dice over the batch, contrastive pairs within it) or a function that returns a sum. So the batch is evaluated
-whole and in two pieces, weighed as ranks weigh them, in inference mode; nothing of the training state is touched.
+whole and in two pieces, weighed as ranks weigh them, in inference mode, and once more in training mode where nothing is
+drawn there and no batch is normalised; nothing of the training state is touched.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from hvdtrain.keras import metric_states, rng, units
 from hvdtrain.keras.backends.chosen import BACKEND
 from hvdtrain.keras.checks import replicas
 from hvdtrain.keras.session import Session, map_leaves
-from hvdtrain.keras.sync_batchnorm import is_synchronized
+from hvdtrain.keras.sync_batchnorm import is_synchronized, normalises
 
 ROWS = 16  # of the first batch: enough to tell, cheap for large models
 # of the loss: what rounding may do in float32, and in half precision
@@ -36,8 +37,14 @@ def check(model: keras.Model, session: Session) -> None:
         ReplicaError: on every rank; the loss does not decompose.
     """
     data, session.kept_batch, session.loss_proven = session.kept_batch, None, True
+    normalising = [layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.BatchNormalization)]
+    synchronized = [layer for layer in normalising if is_synchronized(layer)]
+    of_torch = any(normalises(part) for _, module in replicas.torch_modules(model) for part in module.modules())
+    data = _of_several(data, session)
     if not session.own_step:
-        mine = _judge(model, data)
+        # a synchronised one would wait for the other ranks, one of PyTorch refuses a single sample
+        trains = not synchronized and not of_torch
+        mine = _judge(model, data, trains=trains, normalises=bool(normalising))
     else:
         mine = (
             "note",
@@ -54,8 +61,7 @@ def check(model: keras.Model, session: Session) -> None:
         session.say(
             f"not the metric of one process: {text}; keep sums over samples in its states, or one value a sample"
         )
-    normalising = [layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.BatchNormalization)]
-    if not all(is_synchronized(layer) for layer in normalising):
+    if of_torch or len(synchronized) < len(normalising):
         session.say(
             "batch normalisation: each rank normalises by its own part of the global batch"
             " (prepare(model, sync_batchnorm=True): by all of it)"
@@ -70,23 +76,33 @@ def check(model: keras.Model, session: Session) -> None:
             "the loss of a batch must be the mean (or the sum) of those of its pieces: ranks compute pieces",
             "\n".join(f"rank {rank}: {text}" for rank, (kind, text) in enumerate(reports) if kind == "differs"),
             "a loss returns one value per sample (Dice(axis=(1, 2, 3)), a function without ops.sum or ops.mean over the"
-            " batch) and Keras averages; if each rank's own is meant, or this is a false alarm,"
+            " batch) and Keras averages, and layers look at each sample by itself (batch normalisation:"
+            " keras.layers.BatchNormalization); if each rank's own is meant, or this is a false alarm,"
             " prepare(model, verify=False)",
             shared=True,
         )
 
 
-def _judge(model: keras.Model, data: Any) -> tuple[str, str]:
+def _of_several(data: Any, session: Session) -> Any:
+    """The batch, or those of all ranks where each has a single sample, which has no pieces; collective."""
+    rows = None if data is None else _first_rows(data)[1]
+    if any(its is None or its > 1 for its in session.world.gather(rows)):
+        return data
+    batches = session.world.gather(map_leaves(keras.ops.convert_to_numpy, data))
+    return tree.map_structure(lambda *own: None if own[0] is None else np.concatenate(own), *batches)
+
+
+def _judge(model: keras.Model, data: Any, *, trains: bool, normalises: bool) -> tuple[str, str]:
     """Returns ("fine" | "differs" | "note", what was seen); local."""
     if data is None:
         return "fine", ""
     batch, rows = _first_rows(data)
     if rows < 2:
-        return "fine", ""
-    first = max(1, rows // 4)
+        return "note", "a batch of one sample has no pieces: that the loss is a mean over samples was not checked"
+    text = ""
     try:
         with _scratch(model):
-            (whole, _, functions), (again, _, _) = (_loss(model, batch) for _ in range(2))
+            whole, again, together, scale, functions, losses = _compared(model, batch, rows, training=False)
             if not np.isfinite(whole):
                 return "note", f"the loss of the first batch is {whole}: it was not checked on pieces of a batch"
             if whole != again:
@@ -94,25 +110,23 @@ def _judge(model: keras.Model, data: Any) -> tuple[str, str]:
                     "note",
                     "the model draws random numbers in inference: its loss was not checked on pieces of a batch",
                 )
-            together, scale = 0.0, abs(whole)
-            pieces = (slice(0, first), slice(first, rows))
-            parts = [_cut(batch, piece) for piece in pieces]
-            known = [_loss(model, part)[1] for part in parts]
-            for part, own, piece in zip(parts, known, pieces, strict=True):
-                share = (piece.stop - piece.start) / rows
-                weights = [_share(mine, all_, share) for mine, all_ in zip(own, _add(known), strict=True)]
-                of_piece = share * _loss(model, part, weights)[0]
-                together, scale = together + of_piece, max(scale, abs(of_piece))
+            tolerance = _tolerance(model)
+            if trains and abs(whole - together) <= tolerance * scale and model._call_has_training_arg:
+                whole, again, together, scale, _, added = _compared(model, batch, rows, training=True)
+                if normalises or whole != again or not np.isfinite(whole):
+                    together = whole  # nothing to tell by: what is drawn, or normalised, is so for each piece
+                    if added != losses:
+                        text = "losses that layers add in training only were not checked on pieces of a batch"
     except Exception as error:  # whatever a user's model does with a batch of another size
         return "note", f"the loss was not checked on pieces of a batch: {type(error).__name__}: {str(error)[:200]}"
-    tolerance = TOLERANCE.get(model.compute_dtype, ROUGH)
-    if "float64" in (keras.config.floatx(), model.compute_dtype) and BACKEND.name == "torch":
-        tolerance = TOLERANCE["float32"]  # stock losses round
     if abs(whole - together) > tolerance * scale:
+        first = max(1, rows // 4)
         return (
             "differs",
             f"loss {whole:.9g} of {rows} samples, {together:.9g} from pieces of {first} and {rows - first}",
         )
+    if text:
+        return "note", text
     if functions:
         return (
             "note",
@@ -120,6 +134,32 @@ def _judge(model: keras.Model, data: Any) -> tuple[str, str]:
             " where a later one holds masked labels); one value a sample is right on any",
         )
     return "fine", ""
+
+
+def _compared(
+    model: keras.Model, batch: Any, rows: int, *, training: bool
+) -> tuple[float, float, float, float, int, int]:
+    """Returns the loss of the batch, the same once more, that of its pieces, the largest of the two, how many losses
+    return one number for a batch, and how many layers add."""
+    first = max(1, rows // 4)
+    (whole, _, functions), (again, _, _) = (_loss(model, batch, training=training) for _ in range(2))
+    losses = len(model.losses)
+    together, scale = 0.0, abs(whole)
+    pieces = (slice(0, first), slice(first, rows))
+    parts = [_cut(batch, piece) for piece in pieces]
+    known = [_loss(model, part, training=training)[1] for part in parts]
+    for part, own, piece in zip(parts, known, pieces, strict=True):
+        share = (piece.stop - piece.start) / rows
+        weights = [_share(mine, all_, share) for mine, all_ in zip(own, _add(known), strict=True)]
+        of_piece = share * _loss(model, part, weights, training=training)[0]
+        together, scale = together + of_piece, max(scale, abs(of_piece))
+    return whole, again, together, scale, functions, losses
+
+
+def _tolerance(model: keras.Model) -> float:
+    if "float64" in (keras.config.floatx(), model.compute_dtype) and BACKEND.name == "torch":
+        return TOLERANCE["float32"]  # stock losses round
+    return TOLERANCE.get(model.compute_dtype, ROUGH)
 
 
 def _other_metrics(model: keras.Model, data: Any) -> list[str]:
@@ -169,8 +209,8 @@ def _cut(batch: Any, piece: slice) -> Any:
     return map_leaves(lambda a: a[piece], batch)
 
 
-def _predicted(model: keras.Model, x: Any) -> Any:
-    return model(x, training=False) if model._call_has_training_arg else model(x)
+def _predicted(model: keras.Model, x: Any, *, training: bool = False) -> Any:
+    return model(x, training=training) if model._call_has_training_arg else model(x)
 
 
 def _share(mine: float | None, together: float, share: float) -> float:
@@ -184,9 +224,11 @@ def _add(known: list[list[Any]]) -> list[float]:
     return [0.0 if pieces[0] is None else sum(pieces) for pieces in zip(*known, strict=True)]
 
 
-def _loss(model: keras.Model, batch: Any, weights: list[float] | None = None) -> tuple[float, list[Any], int]:
-    """The loss in inference mode, what each Keras loss in it divided by (`weights` multiply those), and how many
-    others return one number for a batch.
+def _loss(
+    model: keras.Model, batch: Any, weights: list[float] | None = None, *, training: bool = False
+) -> tuple[float, list[Any], int]:
+    """The loss of the outputs in inference or training mode, what each Keras loss in it divided by (`weights` multiply
+    those), and how many others return one number for a batch.
     """
     divisors: list[Any] = []
     own = 0
@@ -202,15 +244,16 @@ def _loss(model: keras.Model, batch: Any, weights: list[float] | None = None) ->
     x, y, weight = batch
     weight = map_leaves(lambda w: w + 0, weight)  # Keras on torch multiplies it in place
     with BACKEND.no_gradient(), units.observed(weigh, (x, y), whole):
-        loss = model._compute_loss(x=x, y=y, y_pred=_predicted(model, x), sample_weight=weight, training=True)
+        outputs = _predicted(model, x, training=training)
+        loss = model._compute_loss(x=x, y=y, y_pred=outputs, sample_weight=weight, training=True)
     return float(keras.ops.convert_to_numpy(loss)), divisors, own
 
 
 @contextmanager
 def _scratch(model: keras.Model) -> Iterator[None]:
-    """Puts back what a forward pass in inference mode and a loss may move."""
-    trained = {id(v) for v in [*model.trainable_weights, *replicas.optimizer_variables(model)]}
-    variables = [v for v in replicas.everything(model) if id(v) not in trained]
+    """Puts back what a forward pass and a loss may move: weights, too (`SpectralNormalization`)."""
+    own = {id(v) for v in replicas.optimizer_variables(model)}
+    variables = [v for v in replicas.everything(model) if id(v) not in own]
     random = rng.capture(model)
     before = BACKEND.copies(variables)
     try:

@@ -58,7 +58,34 @@ def replicated(model: keras.Model) -> list[Any]:
 def everything(model: keras.Model) -> list[Any]:
     """All variables: weights, metric states, seed generators, optimizer state."""
     metrics = [variable for metric in model.metrics for variable in metric.variables]
-    return _unique([*model.variables, *metrics, *optimizer_variables(model)])
+    return _unique([*model.variables, *untrained(model), *metrics, *optimizer_variables(model)])
+
+
+class Buffer:
+    """A buffer of a PyTorch module in a Keras layer, as what is asked of a `keras.Variable`; to Keras it is none."""
+
+    def __init__(self, path: str, value: Any) -> None:
+        self.path, self.value = path, value
+        self.dtype, self.shape = str(value.dtype).removeprefix("torch."), tuple(value.shape)
+
+    def assign(self, value: Any) -> None:
+        self.value.copy_(keras.ops.convert_to_tensor(value))
+
+
+def torch_modules(model: keras.Model) -> list[tuple[str, Any]]:
+    """The PyTorch modules that Keras layers hold, each with its layer's path."""
+    wrapped = [layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.TorchModuleWrapper)]
+    return [(layer.path or layer.name, layer.module) for layer in wrapped]
+
+
+def untrained(model: keras.Model) -> list[Any]:
+    """What is not trained, and may follow each rank's own samples."""
+    buffers = [
+        Buffer(f"{path}/{name.replace('.', '/')}", buffer)
+        for path, module in torch_modules(model)
+        for name, buffer in module.named_buffers()
+    ]
+    return [*model.non_trainable_weights, *buffers]
 
 
 def path_of(variable: Any) -> str:
@@ -242,7 +269,7 @@ def average_statistics(model: keras.Model, world: World) -> None:
     Statistics follow each rank's own samples. Averaged, the replicas are equal as a whole, and a checkpoint that
     rank 0 writes is the state of every rank. What is equal already (frozen layers) does not travel.
     """
-    variables = model.non_trainable_weights
+    variables = untrained(model)
     if world.size == 1 or not variables:
         return
     differ = [variables[index] for index in _differing(BACKEND.checksums(variables), world)]
@@ -252,7 +279,7 @@ def average_statistics(model: keras.Model, world: World) -> None:
 
 def parted(model: keras.Model, world: World) -> list[str]:
     """Names what is neither trained nor a moving statistic, and differs by rank (a layer's codebook); collective."""
-    variables = [v for v in model.non_trainable_weights if not _is_statistic(v)]
+    variables = [v for v in untrained(model) if not _is_statistic(v)]
     if not variables:
         return []
     return [path_of(variables[index]) for index in _differing(BACKEND.checksums(variables), world)]

@@ -38,7 +38,7 @@ def _made_equal(model: keras.Model, session: Session) -> Any:
     """Returns the proof that it worked, where one is asked for."""
     world = session.world
     check_agreement(model, session)
-    variables = [*model.weights, *replicas.optimizer_variables(model)]
+    variables = [*model.trainable_weights, *replicas.untrained(model), *replicas.optimizer_variables(model)]
     replicas.check_same_variables(variables, world)
     if session.wants_broadcast:
         if session.streams_set and session.restored_random is None:  # not the first fit: each rank goes on accumulating

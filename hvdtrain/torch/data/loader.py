@@ -83,7 +83,7 @@ class Loader(Dealt):
         self._deals = self._step_of_deal = 0  # how often the ranks have changed; before the batch last handed out
         self._torn: ref[Epoch] | None = None  # a loop that was under way when the ranks changed
         known.add(self)
-        self._start = 0, 0  # where training begins: what is only looked at before does not count
+        self._start = 0, 0  # where training begins
 
     @property
     def workers(self) -> int:
@@ -94,8 +94,8 @@ class Loader(Dealt):
     def position(self) -> tuple[int, int]:
         """(epoch, samples of all ranks handed out in it): where the loop is, or the next one begins.
 
-        After a loop that was left early that is the next epoch; what was read before anything was trained on is no
-        epoch. What a checkpoint holds is where *training* is (`model_state`).
+        After a loop that was left early that is the next epoch; a loop that trained on nothing is no epoch. What a
+        checkpoint holds is where *training* is (`model_state`).
         """
         self._notice_end()
         if not self._begun and self._only_looked_at():
@@ -117,7 +117,14 @@ class Loader(Dealt):
         return self._place(step.samples_done if step is not None and of_this_loop else self._begin)
 
     def _only_looked_at(self) -> bool:
+        """Nothing was trained on yet; loops of before `prepare` count as epochs of nothing, too."""
         return bool(self.followers) and self._differentiated is None
+
+    def _after_loop(self) -> tuple[int, int]:
+        """Where the next loop begins once nobody goes on with this one: there again, if it only looked at the data."""
+        its = self._differentiated
+        trained = its is not None and (its.epoch, its.begin) == (self._epoch, self._begin)
+        return (self._epoch + 1, 0) if trained or not self.followers else (self._epoch, self._begin)
 
     def _place(self, done: int) -> tuple[int, int]:
         step = self.step
@@ -128,8 +135,10 @@ class Loader(Dealt):
     def _notice_end(self) -> None:
         """A loop that was left (by `break`, say) is gone: as anywhere, a new loop is a new epoch."""
         if self._begun and (self._loop is None or self._loop() is None):
-            self._left = (self._epoch, self._done) if self._place(self._done)[0] == self._epoch else None
-            self._end_of_loop(self._epoch + 1, 0)
+            next_place = self._after_loop()
+            left = next_place[0] > self._epoch and self._place(self._done)[0] == self._epoch
+            self._left = (self._epoch, self._done) if left else None
+            self._end_of_loop(*next_place)
 
     def _end_of_loop(self, epoch: int, done: int) -> None:
         self._epoch, self._done, self._begin, self._begun, self._loop = epoch, done, done, False, None
@@ -153,8 +162,8 @@ class Loader(Dealt):
         place = self.plan.place_after(epoch, samples_in_epoch)
         self._stop()
         self._end_of_loop(*place)
-        self._left = self.step = self._differentiated = self.in_weights = None
         self._start = self._epoch, self._done
+        self._left = self.step = self._differentiated = self.in_weights = None
         self._moves += 1
 
     @property
@@ -225,8 +234,11 @@ class Loader(Dealt):
     def epochs(self, total: int) -> Iterator[int]:
         """Yields the numbers of the epochs that are left until `total` are done; a restored run's first may be partial.
 
-        An epoch whose loop was left early, or that was not read at all, counts as done; batches that were read before
-        anything was trained on do not.
+        An epoch whose loop was left early, or that was not read at all, counts as done. A loop that trains on nothing
+        (accuracy, under `torch.no_grad()`; a look at a batch) does not count.
+
+        Raises:
+            ConfigError: two loops trained in one of them: what is an epoch, and where a restored run goes on, is open.
         """
         its = elastic.active() if self.followers else None
         while its is not None or self.position[0] < total:
@@ -237,8 +249,15 @@ class Loader(Dealt):
             end_if_told(self.followers, self.world)
             epoch, moves = self.position[0], self._moves
             yield epoch
-            if self.position[0] == epoch and self._moves == moves:
+            if self._moves == moves and self.position[0] == epoch:
                 self.go_on(epoch + 1, 0)
+            elif self._moves == moves and self.followers and self.position[0] > epoch + 1:
+                raise ConfigError(
+                    "an epoch of loader.epochs() is one loop that trains",
+                    f"{self.position[0] - epoch} loops over the loader in epoch {epoch}, each with optimizer.backward",
+                    "one loop each, and as many epochs more; for passes of another kind a loader of their own, or a"
+                    " loop of your own over range()",
+                )
 
     def __len__(self) -> int:
         """Batches that are left in the epoch for this rank."""
@@ -250,7 +269,7 @@ class Loader(Dealt):
     def __iter__(self) -> Iterator[Any]:
         epoch, done = self.position
         if self._begun and epoch == self._epoch:
-            epoch, done = epoch + 1, 0  # the other loop can be finished by nobody
+            epoch, done = self._after_loop()  # the other loop can be finished by nobody
         self._stop()
         self._end_of_loop(epoch, done)
         loop = Epoch(self, epoch)
@@ -392,7 +411,7 @@ class Epoch:
             self._over = True
             Epoch.running.discard(self)
             loader.ended(loader._begin)
-            loader._end_of_loop(self.epoch + 1, 0)
+            loader._end_of_loop(*loader._after_loop())
             CLOCK.enter("other")
             _notify(loader, None)
             raise StopIteration

@@ -120,6 +120,10 @@ class Facade(torch.optim.Optimizer):
         if self.session.rates is not None:
             self.session.rates.forget()
 
+    def compare_replicas(self) -> None:
+        """After the next update the ranks compare their weights."""
+        self._compared = self.session.world.size == 1
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As the wrapped optimizer's, between two updates: of parameters of the model, which were frozen until now.
 
@@ -141,6 +145,7 @@ class Facade(torch.optim.Optimizer):
         param_group["params"] = [given] if isinstance(given, torch.Tensor) else list(given)
         check_held(session.module, param_group["params"])
         self.wrapped.add_param_group(param_group)
+        self.compare_replicas()  # what joins may be new, and drawn by each rank for itself
 
     def register_step_pre_hook(self, hook: Any) -> Any:
         return self.wrapped.register_step_pre_hook(hook)

@@ -33,10 +33,6 @@ class Optimizer(Passes):
         self.compare_replicas()
         self._counted: Batch | None = None  # as seen
 
-    def compare_replicas(self) -> None:
-        """After the next update the ranks compare their weights."""
-        self._compared = self.session.world.size == 1
-
     # -- one update ------------------------------------------------------------------------------------------
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor | None:
         """Scales the gradients of the update so that their norm is at most `max_norm`.

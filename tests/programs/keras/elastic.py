@@ -45,7 +45,7 @@ def weights() -> list[np.ndarray]:
 
 
 class Looks(keras.layers.Layer):
-    """Passes on, and calls back when a step of training runs."""
+    """Passes on, and calls back when a step of training runs; not where the loss is tried in training mode."""
 
     then: Any = None
 
@@ -54,10 +54,15 @@ class Looks(keras.layers.Layer):
         if not training:
             return x
         if keras.backend.backend() == "torch":
-            self.then(ids.numpy())
+            import torch
+
+            if torch.is_grad_enabled():
+                self.then(ids.numpy())
             return x
         import tensorflow as tf
 
+        if not tf.inside_function():
+            return x
         with tf.control_dependencies([tf.numpy_function(self.then, [ids], [])]):
             return tf.identity(x)
 

@@ -80,6 +80,29 @@ class Kl(keras.layers.Layer):
         return x
 
 
+class Balance(keras.layers.Layer):
+    """Of a mixture of experts: how even the batch as a whole is spread, asked in training only."""
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        if training:
+            self.add_loss(keras.ops.sum(keras.ops.square(keras.ops.mean(keras.ops.softmax(x), axis=0))))
+        return x
+
+
+class OwnBatchNorm(keras.layers.Layer):
+    def call(self, x: Any, training: bool = False) -> Any:
+        return x - keras.ops.mean(x, axis=0) if training else x
+
+
+def with_layer(layer: keras.layers.Layer) -> keras.Model:
+    return keras.Sequential([L.Input((5,)), dense(4), layer, dense(3)])
+
+
+def contrast(y: Any, p: Any) -> Any:
+    """Each sample against all others of the batch."""
+    return keras.ops.logsumexp(keras.ops.matmul(p, keras.ops.transpose(p)), axis=1)
+
+
 def adding() -> keras.Model:
     return keras.Sequential([L.Input((STEPS,), dtype="int32"), L.Embedding(9, 4), Kl(), wide(3)])
 
@@ -147,6 +170,9 @@ CASES: dict[str, dict[str, Any]] = {
     # refused
     "none": {"model": net, "loss": lambda: ce(reduction=None), "y": LABEL},
     "dice_of_the_batch": {"model": segmenter, "loss": keras.losses.Dice, "x": PICTURES, "y": SHAPES},
+    "balance_in_training": {"model": lambda: with_layer(Balance()), "loss": ce, "y": LABEL},
+    "batchnorm_of_ones_own": {"model": lambda: with_layer(OwnBatchNorm()), "loss": ce, "y": LABEL},
+    "contrast_of_single_samples": {"model": net, "loss": lambda: contrast, "y": LABEL, "each": 1},
 }  # fmt: skip
 
 
@@ -170,7 +196,7 @@ def train(case: dict[str, Any], accumulate: int, samples: int) -> tuple[keras.Mo
         off()
     size = int(os.environ["HOROVOD_SIZE"])
     dealt = (x, y, weights["sample_weight"]) if "sample_weight" in weights else (x, y)
-    data = hvk.loader(dealt, BATCH // size, shuffle=False, class_weight=weights.get("class_weight"))
+    data = hvk.loader(dealt, case.get("each", BATCH // size), shuffle=False, class_weight=weights.get("class_weight"))
     history = model.fit(data, epochs=EPOCHS, verbose=0, callbacks=hvk.callbacks(model))
     return model, history.history
 

@@ -14,6 +14,7 @@ import numpy as np
 from common import BACKEND, L, dense, loss, weights_of
 from jobs import RANK, SIZE, O, case, hvk, run_cases, world
 
+import hvdtrain
 from hvdtrain.keras.backends.chosen import BACKEND as TENSORS
 
 keras.config.set_floatx("float64")
@@ -286,6 +287,31 @@ def in_a_branch() -> str:
 class Own(keras.layers.BatchNormalization):
     def _moments(self, inputs: Any, mask: Any) -> Any:
         return super()._moments(inputs, mask)
+
+
+@case
+def of_a_pytorch_module() -> str:
+    """Keras counts its buffers as none of its variables: they end equal on all ranks, and are not synchronised."""
+    if BACKEND != "torch":
+        return "tensorflow has none"
+    import torch
+
+    def make() -> keras.Model:
+        module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)).double()
+        return net([L.TorchModuleWrapper(module)])
+
+    try:
+        fitted(make(), X[:TAIL], Y[:TAIL], sync_batchnorm=True)
+    except hvdtrain.ConfigError as error:
+        assert "holds a PyTorch module with batch normalisation" in str(error), error
+    else:
+        raise AssertionError("sync_batchnorm=True was taken")
+    model = make()
+    fitted(model, X[: 2 * BATCH], Y[: 2 * BATCH])
+    mean = next(layer for layer in model.layers if isinstance(layer, L.TorchModuleWrapper)).module[1].running_mean
+    everyones = world.gather(mean.tolist())
+    assert everyones == [everyones[0]] * SIZE and any(everyones[0]), everyones
+    return "equal"
 
 
 @case

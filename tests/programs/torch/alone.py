@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -189,8 +190,19 @@ def case_the_model_looks_like_the_users(world: hvdtrain.World) -> None:
     plain.note = "here"
     model.other = "there"
     assert model.note == "here" and plain.other == "there"
-    with refused("would never be trained", kind=ConfigError):
-        model.head = nn.Linear(2, 2)
+    changes: list[Callable[[], object]] = [
+        lambda: setattr(model, "head", nn.Linear(2, 2)),
+        lambda: setattr(model, "forward", lambda x: x),
+        lambda: model.__setitem__(0, nn.Linear(2, 2)),
+        lambda: model.__delitem__(0),
+        lambda: model.compile(backend="eager"),
+        lambda: model.register_buffer("more", torch.zeros(1)),
+        lambda: model.add_module("more", nn.Linear(2, 2)),
+    ]
+    for change in changes:
+        with refused("a model is complete before it is prepared", kind=ConfigError):
+            change()
+    assert plain[0] in model and len(model) == len(plain) and [*reversed(model)] == [*reversed(plain)]
     other = copy.deepcopy(model)
     assert type(other) is nn.Sequential and hvt.fingerprint(other) == hvt.fingerprint(model)
     with refused("belongs to this process", kind=ConfigError):

@@ -338,6 +338,20 @@ def case_a_backward_pass_that_failed_is_not_tried_again_by_one_of_several(world:
     same(model, other)
 
 
+def case_new_layers_that_each_rank_has_drawn_for_itself_are_refused(world: hvdtrain.World) -> None:
+    model, optimizer, train = prepared(world, plain())
+    for number, (x, y) in enumerate(train):
+        if number == 1:
+            model.module.append(nn.Linear(3, 3))
+            optimizer.add_param_group({"params": list(model[3].parameters())})
+        optimizer.backward(ce(model, x, y))
+        if number == 1 and world.size > 1:
+            with refused("the replicas must be equal", "3.weight", kind=ReplicaError):
+                optimizer.step()
+            return
+        optimizer.step()
+
+
 def case_a_layer_frozen_within_an_update_is_refused(world: hvdtrain.World) -> None:
     model, optimizer, train = prepared(world, plain(), accumulate=2)
     batches = iter(train)

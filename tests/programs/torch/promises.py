@@ -411,6 +411,30 @@ def case_what_is_read_before_training_is_no_epoch(world: hvdtrain.World) -> None
     assert gap(model, plain([(every[0][rows], every[1][rows]) for rows in updates])) < 1e-6
 
 
+def case_a_loop_that_trains_on_nothing_is_no_epoch(world: hvdtrain.World) -> None:
+    """Accuracy after each epoch, and a look at a batch before and after it, change nothing; two loops that train do."""
+    train, whole = hvt.loader(data(17), 4), hvt.loader(data(17), 4)
+    (model, optimizer), (other, its_optimizer) = prepared(train), prepared(whole)
+    numbers = []
+    for epoch in train.epochs(3):
+        numbers.append(epoch)
+        next(iter(train))
+        for x, y in train:
+            update(model, optimizer, x, y)
+        with torch.no_grad():
+            assert sum(len(x) for x, _ in train) >= 17 // world.size
+        next(iter(train))
+    for _ in whole.epochs(3):
+        for x, y in whole:
+            update(other, its_optimizer, x, y)
+    assert numbers == [0, 1, 2] and train.position == (3, 0) and gap(model, other) == 0.0
+    with refused("an epoch of loader.epochs() is one loop that trains", "2 loops", kind=ConfigError):
+        for _ in train.epochs(5):
+            for _ in range(2):
+                for x, y in train:
+                    update(model, optimizer, x, y)
+
+
 def case_a_loader_that_prepare_was_not_given(world: hvdtrain.World) -> None:
     train = hvt.loader(data(16), 4)
     model, optimizer = prepared(None)
