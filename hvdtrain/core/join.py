@@ -12,7 +12,7 @@ import sys
 from dataclasses import replace
 from typing import Any, Literal
 
-from hvdtrain.core.engines import Engine, choose_engine
+from hvdtrain.core.engines import Engine, HorovodCollectives, choose_engine
 from hvdtrain.core.errors import (
     ConfigError,
     HvdtrainError,
@@ -164,6 +164,9 @@ def _leave_at_exit(world: World, pid: int) -> None:
         world.end()
         world.tracker.leave()
         preemption.release()
+        if not isinstance(world.comm, HorovodCollectives):  # which has an exit hook of its own
+            # threads of a torch.distributed group that outlive Python abort: the last sum's tensor is Python's, too
+            world.comm.shutdown()
     except ReplicaError as error:
         exit_with("hvdtrain", error, world.rank)
     except HvdtrainError:

@@ -182,6 +182,20 @@ def test_mpi_ends_with_the_ranks_that_met_through_it(how: str) -> None:
     assert how == "raises" or not done.err, done.text
 
 
+@pytest.mark.parametrize("engine", ["ddp", pytest.param("deepspeed", marks=pytest.mark.thorough)])
+def test_nothing_of_a_group_outlives_the_program(engine: str) -> None:
+    """A thread of Gloo that lets go of a tensor while Python ends aborts: none is left when the exit hooks are done."""
+    code = f"""import atexit, os
+def threads():
+    return [open(f"/proc/self/task/{{task}}/comm").read().strip() for task in os.listdir("/proc/self/task")]
+atexit.register(lambda: print(sum("gloo" in name for name in threads())))
+import hvdtrain
+hvdtrain.init("torch", engine="{engine}", device="cpu")
+assert any("gloo" in name for name in threads())"""
+    done = run_ranks(["-c", code], 2, launcher="torchrun").check()
+    assert done.ranks_output == {0: "0", 1: "0"}, done.text
+
+
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
     done = run_ranks([FOLDER / "dataparallel.py"], 1, launcher="none").check()
