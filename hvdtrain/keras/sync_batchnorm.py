@@ -17,7 +17,7 @@ from keras.src.backend.common.stateless_scope import in_stateless_scope
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.keras.backends.chosen import BACKEND
-from hvdtrain.keras.checks.replicas import torch_modules
+from hvdtrain.keras.checks.replicas import torch_modules, untrained
 from hvdtrain.keras.session import Session
 from hvdtrain.keras.units import refuse_where_ranks_part
 
@@ -77,7 +77,7 @@ def normalises(module: Any) -> bool:
 def own_statistics(model: keras.Model) -> list[Any]:
     """What is not trained and moves with this rank's own samples."""
     shared = {id(v) for layer in _layers(model) if is_synchronized(layer) for v in layer.non_trainable_variables}
-    return [variable for variable in model.non_trainable_weights if id(variable) not in shared]
+    return [variable for variable in untrained(model) if id(variable) not in shared]
 
 
 def _layers(model: keras.Model) -> list[Any]:

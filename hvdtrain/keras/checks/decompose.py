@@ -63,8 +63,8 @@ def check(model: keras.Model, session: Session) -> None:
         )
     if of_torch or len(synchronized) < len(normalising):
         session.say(
-            "batch normalisation: each rank normalises by its own part of the global batch"
-            " (prepare(model, sync_batchnorm=True): by all of it)"
+            "batch normalisation: each rank normalises by its own part of the global batch (keras.layers."
+            "BatchNormalization and prepare(model, sync_batchnorm=True): by all of it)"
         )
     moving = replicas.parted(model, session.world)
     if moving:
