@@ -52,9 +52,11 @@ def test_it_trains_as_one_process(case: str, outcomes: Outcomes) -> None:
 
 
 @pytest.mark.parametrize("case", ["asked_for_by_the_layer"])
-def test_a_layer_asks_for_it(case: str, outcomes: Outcomes, limit: Limit) -> None:
+def test_a_layer_asks_for_it(case: str, ranks: tuple[str, int], outcomes: Outcomes, limit: Limit) -> None:
     for cases in outcomes:
         assert cases[case].startswith("passed"), cases[case]
+    if ranks[0] == "torch":  # where Keras computes the layer in float32, and refuses synchronized=True
+        return
     limit("K8a", "BatchNormalization(synchronized=True)", exact=float(outcomes[0][case].split()[1]))
 
 
