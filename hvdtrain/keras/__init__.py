@@ -32,7 +32,7 @@ from hvdtrain.core.world import World, given_or_current
 from hvdtrain.keras import averaging, fit, fit_callbacks
 from hvdtrain.keras.backends.chosen import BACKEND
 from hvdtrain.keras.checkpoint import model_state
-from hvdtrain.keras.checks import start
+from hvdtrain.keras.checks import rate, start
 from hvdtrain.keras.checks.replicas import fingerprint
 from hvdtrain.keras.data.create import loader
 from hvdtrain.keras.data.loader import Loader
@@ -138,7 +138,7 @@ def prepare(
         require_compiled(model)
         optimizer = model.optimizer  # type: ignore[attr-defined]
     if lr is not None:
-        fit_callbacks.check_rate(optimizer, lr, fit_callbacks.global_batch(session, optimizer))
+        rate.check_rate(optimizer, lr, rate.global_batch(session, optimizer))
     if optimizer is model:
         averaging.hook_optimizer(optimizer, session)
     else:
@@ -190,8 +190,7 @@ def callbacks(
     if session.lr is not None or run is not None or checkpointer is not None or elastic.active() is not None:
         found.append(count)
     if session.lr is not None:
-        global_batch = fit_callbacks.global_batch(session, model.optimizer)
-        found.append(fit_callbacks.Rate(session, session.lr, global_batch))
+        found.append(fit_callbacks.Rate(session, session.lr, rate.global_batch(session, model.optimizer)))
     if session.watch_every and not session.alone:
         found.append(fit_callbacks.Watch(session))
     session.records = run is not None and getattr(model, "_loss_tracker", None) is not None

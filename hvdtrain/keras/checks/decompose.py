@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -100,34 +101,31 @@ def _judge(model: keras.Model, data: Any, *, trains: bool, normalises: bool) -> 
     if rows < 2:
         return "note", "a batch of one sample has no pieces: that the loss is a mean over samples was not checked"
     text = ""
+    tolerance = _tolerance(model)
     try:
         with _scratch(model):
-            whole, again, together, scale, functions, losses = _compared(model, batch, rows, training=False)
-            if not np.isfinite(whole):
-                return "note", f"the loss of the first batch is {whole}: it was not checked on pieces of a batch"
-            if whole != again:
+            found = its = _compared(model, batch, rows, training=False)
+            if not np.isfinite(its.whole):
+                return "note", f"the loss of the first batch is {its.whole}: it was not checked on pieces of a batch"
+            if its.whole != its.again:
                 return (
                     "note",
                     "the model draws random numbers in inference: its loss was not checked on pieces of a batch",
                 )
-            tolerance = _tolerance(model)
-            if trains and abs(whole - together) <= tolerance * scale and model._call_has_training_arg:
-                whole, again, together, scale, _, added = _compared(model, batch, rows, training=True)
-                if normalises or whole != again or not np.isfinite(whole):
-                    together = whole  # nothing to tell by: what is drawn, or normalised, is so for each piece
-                    if added != losses:
-                        text = "losses that layers add in training only were not checked on pieces of a batch"
+            if trains and not its.differs(tolerance) and model._call_has_training_arg:
+                its = _compared(model, batch, rows, training=True)
+                if not normalises and its.whole == its.again and np.isfinite(its.whole):
+                    found = its
+                elif its.added != found.added:  # nothing to tell by: what is drawn, or normalised, is so for each piece
+                    text = "losses that layers add in training only were not checked on pieces of a batch"
     except Exception as error:  # whatever a user's model does with a batch of another size
         return "note", f"the loss was not checked on pieces of a batch: {type(error).__name__}: {str(error)[:200]}"
-    if abs(whole - together) > tolerance * scale:
-        first = max(1, rows // 4)
-        return (
-            "differs",
-            f"loss {whole:.9g} of {rows} samples, {together:.9g} from pieces of {first} and {rows - first}",
-        )
+    if found.differs(tolerance):
+        sizes = f"{found.first} and {rows - found.first}"
+        return "differs", f"loss {found.whole:.9g} of {rows} samples, {found.together:.9g} from pieces of {sizes}"
     if text:
         return "note", text
-    if functions:
+    if found.functions:
         return (
             "note",
             "a loss returns one number for a batch: that it is a mean over samples is seen of the first batch only (not"
@@ -136,14 +134,34 @@ def _judge(model: keras.Model, data: Any, *, trains: bool, normalises: bool) -> 
     return "fine", ""
 
 
-def _compared(
-    model: keras.Model, batch: Any, rows: int, *, training: bool
-) -> tuple[float, float, float, float, int, int]:
-    """Returns the loss of the batch, the same once more, that of its pieces, the largest of the two, how many losses
-    return one number for a batch, and how many layers add."""
+@dataclass(frozen=True)
+class _Compared:
+    """The loss of a batch, and that of its pieces.
+
+    Attributes:
+        whole, again: of the batch, computed twice.
+        together: of its pieces: the first so many samples (`first`), and the others.
+        scale: the largest of batch and pieces.
+        functions: losses that return one number for a batch.
+        added: losses that layers add.
+    """
+
+    whole: float
+    again: float
+    together: float
+    scale: float
+    first: int
+    functions: int
+    added: int
+
+    def differs(self, tolerance: float) -> bool:
+        return abs(self.whole - self.together) > tolerance * self.scale
+
+
+def _compared(model: keras.Model, batch: Any, rows: int, *, training: bool) -> _Compared:
     first = max(1, rows // 4)
     (whole, _, functions), (again, _, _) = (_loss(model, batch, training=training) for _ in range(2))
-    losses = len(model.losses)
+    added = len(model.losses)
     together, scale = 0.0, abs(whole)
     pieces = (slice(0, first), slice(first, rows))
     parts = [_cut(batch, piece) for piece in pieces]
@@ -153,7 +171,7 @@ def _compared(
         weights = [_share(mine, all_, share) for mine, all_ in zip(own, _add(known), strict=True)]
         of_piece = share * _loss(model, part, weights, training=training)[0]
         together, scale = together + of_piece, max(scale, abs(of_piece))
-    return whole, again, together, scale, functions, losses
+    return _Compared(whole, again, together, scale, first, functions, added)
 
 
 def _tolerance(model: keras.Model) -> float:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakSet, ref
 
 import torch
@@ -17,9 +17,9 @@ from hvdtrain.core.errors import ConfigError, RanksLost
 from hvdtrain.core.in_step import elastic
 from hvdtrain.core.sharding import ORDER_RULE, Dealt, Plan, Step
 from hvdtrain.core.world import World
-from hvdtrain.runs.preemption import Training, end_if_told
-from hvdtrain.torch.clock import CLOCK
+from hvdtrain.runs.preemption import end_if_told
 from hvdtrain.torch.data.draws import uniforms
+from hvdtrain.torch.data.epoch import Epoch, Follower
 from hvdtrain.torch.data.nested import tensors_of, to_device
 from hvdtrain.torch.data.prefetch import Ahead
 from hvdtrain.torch.data.source import Augment, Fetched, Source
@@ -27,21 +27,8 @@ from hvdtrain.torch.engine import device_of
 
 WARNED_FILES = 3  # unreadable files that are named as they come; all are in `Loader.skipped`
 known: WeakSet[Loader] = WeakSet()
-TOGETHER = 2  # batches in a row that two loaders of one order may serve in turns
 
 Items = Generator[tuple[Any, Step], None, None] | Ahead[tuple[Any, Step]]
-
-
-class Follower(Training, Protocol):
-    """Receives the step of each batch as it is handed out; None at the end."""
-
-    @property
-    def accumulate(self) -> int: ...
-    @property
-    def leaves(self) -> bool:
-        """All ranks know that the ranks are about to change."""
-
-    def handed_out(self, step: Step | None) -> None: ...
 
 
 class Loader(Dealt):
@@ -57,6 +44,7 @@ class Loader(Dealt):
         skipped: files of this rank that could not be read, with the reason, each once.
         device: where batches are handed out.
         followers: prepared models that train on these batches.
+        differentiated: the step of the last batch that had its backward pass.
         in_weights: the step of the last batch that is in the weights of one of them.
     """
 
@@ -77,7 +65,7 @@ class Loader(Dealt):
         self._moves = 0
         self._left: tuple[int, int] | None = None  # (epoch, samples done) of a loop that ended before its epoch
         self._left_reported = False
-        self._differentiated: Step | None = None
+        self.differentiated: Step | None = None
         self.in_weights: Step | None = None
         self._served = WeakIdKeyDictionary()  # of each tensor that was handed out to train on, its step
         self._deals = self._step_of_deal = 0  # how often the ranks have changed; before the batch last handed out
@@ -118,13 +106,17 @@ class Loader(Dealt):
 
     def _only_looked_at(self) -> bool:
         """Nothing was trained on yet; loops of before `prepare` count as epochs of nothing, too."""
-        return bool(self.followers) and self._differentiated is None
+        return bool(self.followers) and self.differentiated is None
 
     def _after_loop(self) -> tuple[int, int]:
         """Where the next loop begins once nobody goes on with this one: there again, if it only looked at the data."""
-        its = self._differentiated
-        trained = its is not None and (its.epoch, its.begin) == (self._epoch, self._begin)
-        return (self._epoch + 1, 0) if trained or not self.followers else (self._epoch, self._begin)
+        over = self._trained() or not self.followers
+        return (self._epoch + 1, 0) if over else (self._epoch, self._begin)
+
+    def _trained(self) -> bool:
+        """A batch of the loop that runs had its backward pass."""
+        its = self.differentiated
+        return its is not None and (its.epoch, its.begin) == (self._epoch, self._begin)
 
     def _place(self, done: int) -> tuple[int, int]:
         step = self.step
@@ -163,7 +155,7 @@ class Loader(Dealt):
         self._stop()
         self._end_of_loop(*place)
         self._start = self._epoch, self._done
-        self._left = self.step = self._differentiated = self.in_weights = None
+        self._left = self.step = self.differentiated = self.in_weights = None
         self._moves += 1
 
     @property
@@ -185,7 +177,7 @@ class Loader(Dealt):
         if loop is None:
             self.load_state_dict(dict(state))
             return
-        self._differentiated = self.in_weights = None
+        self.differentiated = self.in_weights = None
         self._start = epoch, done
         loop.padding = None
         self._stop()
@@ -277,6 +269,46 @@ class Loader(Dealt):
         self._loop = ref(loop)
         return loop
 
+    def refuse_other_loop(self, loop: Epoch) -> None:
+        """Refuses to serve a loop that is not the loader's any more.
+
+        Raises:
+            RanksLost: it does not train, and the ranks have changed since it began.
+            ConfigError: another loop was begun.
+        """
+        if self._torn is not None and self._torn() is loop:
+            raise RanksLost(
+                "a loop that does not train cannot go on when ranks have changed: nobody has the samples of those that"
+                " are gone",
+                f"such a loop, over {self.samples} samples",
+                "hvt.evaluate(model, data, metrics), which begins again by itself",
+            )
+        if self._loop is None or self._loop() is not loop:
+            raise ConfigError(
+                "a loader serves one loop at a time",
+                f"a second loop was begun while this one was in epoch {loop.epoch}",
+                "make a second loader for a second loop",
+            )
+
+    def made_next(self) -> tuple[Any, Step] | None:
+        """Returns the next batch of the loop that runs, not handed out yet, with its step; None at the end."""
+        assert self._items is not None
+        for batch, step in self._items:
+            if not step.padding or self.pads():
+                return batch, step
+        return None
+
+    def hand_out(self, batch: Any, step: Step) -> None:
+        """The loop gets a batch now: the loader's position is after it."""
+        self._done, self._step_of_deal = step.samples_done, self._deals
+        self.step, self._begun = step, True
+        for tensor in tensors_of(batch) if self.pads() else ():
+            self._served[tensor] = step
+
+    def end_loop(self) -> None:
+        """The loop that runs got its last batch; where it trained, every rank comes here."""
+        self._end_of_loop(*self._after_loop())
+
     def _stop(self) -> None:
         """Ends the reading of the loop that runs."""
         if self._items is not None:
@@ -286,15 +318,6 @@ class Loader(Dealt):
     def pads(self) -> bool:
         """Returns whether the loop of now trains: then it gets a batch in every step, on every rank."""
         return bool(self.followers) and torch.is_grad_enabled()
-
-    def differentiated(self, step: Step | None) -> None:
-        """The step's batch had its backward pass."""
-        self._differentiated = step
-
-    def served(self, batch: Any, step: Step) -> None:
-        """Notes that the tensors of a batch are those of its step, while they last."""
-        for tensor in tensors_of(batch) if self.pads() else ():
-            self._served[tensor] = step
 
     def step_of(self, tensor: Tensor) -> Step | None:
         """Returns the step whose batch a tensor is part of; None where it is of none, or was made of one."""
@@ -307,9 +330,6 @@ class Loader(Dealt):
             for batch, step in items:
                 if not step.padding:
                     yield batch, step
-
-    def ended(self, begin: int) -> None:
-        """The loop over an epoch, of which `begin` samples had been done, is over."""
 
     def all_skipped(self) -> list[tuple[str, str]]:
         """Returns the unreadable files of all ranks, each once, with the reason; collective."""
@@ -369,128 +389,6 @@ class Loader(Dealt):
                     print(f"hvdtrain: rank {self.world.rank} leaves out {name}: {reason}", file=sys.stderr, flush=True)
 
 
-class Epoch:
-    """The loop over the rest of one epoch. The loader only knows it weakly: when it is gone, the loop was left."""
-
-    running: WeakSet[Epoch] = WeakSet()
-
-    def __init__(self, loader: Loader, epoch: int) -> None:
-        self.epoch = epoch
-        self._loader = loader
-        self._over = False
-        self.padding: Step | None = None
-        self._count = 0
-        self._others: dict[int, tuple[int, int]] = {}  # of each twin: batches it had served, how often it went along
-
-    def __iter__(self) -> Epoch:
-        return self
-
-    def __next__(self) -> Any:
-        loader = self._loader
-        if self._over:  # asked again: the loader may be elsewhere by now
-            raise StopIteration
-        if loader._torn is not None and loader._torn() is self:
-            raise RanksLost(
-                "a loop that does not train cannot go on when ranks have changed: nobody has the samples of those that"
-                " are gone",
-                f"such a loop, over {loader.samples} samples",
-                "hvt.evaluate(model, data, metrics), which begins again by itself",
-            )
-        if loader._loop is None or loader._loop() is not self:
-            raise ConfigError(
-                "a loader serves one loop at a time",
-                f"a second loop was begun while this one was in epoch {self.epoch}",
-                "make a second loader for a second loop",
-            )
-        self._check_padding()
-        self._refuse_twins()
-        CLOCK.enter("input")
-        done = loader._done
-        item = self._next()
-        if item is None:
-            self._over = True
-            Epoch.running.discard(self)
-            loader.ended(loader._begin)
-            loader._end_of_loop(*loader._after_loop())
-            CLOCK.enter("other")
-            _notify(loader, None)
-            raise StopIteration
-        if loader.pads():
-            loader._done = done  # what is saved, or dealt anew, begins with this batch
-            end_if_told(loader.followers, loader.world)
-            if change_if_asked(loader.followers):
-                item = self._next()
-                assert item is not None  # there was one
-        batch, step = item
-        loader._done, loader._step_of_deal = step.samples_done, loader._deals
-        self.padding = step if step.padding else None
-        self._count += 1
-        loader.step, loader._begun = step, True
-        loader.served(batch, step)
-        _notify(loader, step)
-        CLOCK.enter("forward")
-        return batch
-
-    def _next(self) -> tuple[Any, Step] | None:
-        assert self._loader._items is not None
-        for batch, step in self._loader._items:
-            self._loader._done = step.samples_done
-            if not step.padding or self._loader.pads():
-                return batch, step
-        return None
-
-    def _check_padding(self) -> None:
-        """A batch that counts nothing must go where that is known."""
-        if self.padding is not None and self.padding is not self._loader._differentiated:
-            raise ConfigError(
-                "the training loader's batches go to optimizer.backward, which knows that some count nothing",
-                f"rank {self._loader.world.rank} had no sample left in the last step of epoch {self.epoch}, got others"
-                " to keep step, and did not train on them: a loop that only reads would count them",
-                "train on each batch within the loop (for x, y in train: ..., not over list(train)); to read only, read"
-                " under torch.no_grad(), or from a loader of its own",
-            )
-
-    def _refuse_twins(self) -> None:
-        """Two loaders side by side must not serve the same order: pairs of a sample with itself.
-
-        Side by side is what goes along, batch for batch, several times in a row: a loop that was interrupted does not.
-        """
-        mine = self._loader
-        Epoch.running.add(self)
-        for other in Epoch.running:
-            its = other._loader
-            if its is mine or not mine.plan.shuffle or (its.identity(), other.epoch) != (mine.identity(), self.epoch):
-                continue
-            before, together = self._others.get(id(other), (other._count, 0))
-            together = together + 1 if other._count > before else 0
-            self._others[id(other)] = (other._count, together)
-            if together == TOGETHER:
-                raise ConfigError(
-                    "two loaders in one loop serve their samples in different orders",
-                    f"both have {mine.samples} samples and seed {mine.plan.seed}, and are in epoch {self.epoch}: each"
-                    " sample would meet itself",
-                    f"give one of them another seed: loader(..., seed={mine.plan.seed + 1}); for data that belongs"
-                    " together make one loader of both: loader((x, y, z), ...)",
-                )
-
-
 def _nothing() -> Generator[tuple[Any, Step], None, None]:
     """No batch."""
     yield from ()
-
-
-def change_if_asked(followers: Iterable[Follower]) -> bool:
-    """Takes in new ranks, or lets some go, where all ranks know that it is time to; collective then."""
-    its = elastic.active()
-    if its is None:
-        return False
-    its.in_epoch()
-    asked = any(follower.leaves for follower in followers)
-    if asked:
-        its.regroup(None)
-    return asked
-
-
-def _notify(loader: Loader, step: Step | None) -> None:
-    for follower in loader.followers:
-        follower.handed_out(step)

@@ -267,9 +267,8 @@ class StreamLoader(Loader):
             for step, fetched in found:
                 yield self._make(step, fetched)
 
-    def ended(self, begin: int) -> None:
-        """The loop over an epoch is over; where it trained, every rank comes here."""
-        trained = self._differentiated
-        if self.world.size > 1 and trained is not None and (trained.epoch, trained.begin) == (self._epoch, begin):
+    def end_loop(self) -> None:
+        if self.world.size > 1 and self._trained():
             assert isinstance(self.step, StreamStep)
             check_ends(self.world, self.step.samples_done, self.step.digest, self._begins.kind)
+        super().end_loop()

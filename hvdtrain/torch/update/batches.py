@@ -124,7 +124,7 @@ class Batches:
     def done(self) -> None:
         """The backward pass of the batch is complete."""
         if self.data is not None:
-            self.data.differentiated(None if self._batch is None else self._batch.step)
+            self.data.differentiated = None if self._batch is None else self._batch.step
         else:
             self._done, self._batch = self._done + 1, None
 

@@ -137,7 +137,7 @@ def all_batches(train: Any) -> Any:
     """As a loop that trains reads them: batches that count nothing are differentiated too."""
     for batch in train:
         yield batch
-        train.differentiated(train.step)
+        train.differentiated = train.step
 
 
 def counted(train: Any) -> list[tuple[Any, int]]:
@@ -672,7 +672,7 @@ def case_streams_with_records_that_cannot_be_read() -> None:
     first.followers.add(TRAINING)
     batches = iter(first)
     assert next(batches).tolist() == [2, 3] and first.step and first.step.padding  # none of its own: others
-    first.differentiated(first.step)
+    first.differentiated = first.step
     assert next(batches).tolist() == [2, 3] and first.step.samples == 2
     first.close()
 
