@@ -81,3 +81,13 @@ def test_rows_of_promises(row: str, kept: tuple[str, Result], limit: Limit) -> N
 def test_no_cell_is_empty() -> None:
     assert {name for name, kind in engines.ENGINES.items() if "torch" in kind.frameworks} == set(ENGINES)
     assert len(PROMISES) >= 17 and {promise for _, promise, _ in ROWS.values()} <= set(PROMISES)
+
+
+@pytest.mark.parametrize("engine", ["horovod", pytest.param("ddp", marks=pytest.mark.thorough)])
+def test_a_rank_whose_backward_pass_failed_does_not_go_on_beside_one_that_waits(engine: str) -> None:
+    launcher, ranks = ENGINES[engine]
+    done = run_ranks([torch_cases.FOLDER / "one_backward_fails.py", engine], ranks, launcher=launcher, timeout_s=90)
+    assert done.returncode not in (0, None) and "has updated" not in done.text, done.text
+    assert "rank 1 tries again after out of luck" in done.text, done.text
+    assert "one alone cannot try a backward pass again" in done.ranks_error[1], done.text
+    assert "every rank must take part until the end" in done.ranks_error[0], done.text
