@@ -197,8 +197,9 @@ def callbacks(
     if checkpointer is not None:
         checkpointer.run = checkpointer.run or run
         found.append(fit_callbacks.Save(session, checkpointer, save_every, extra))
-    if run is not None:  # after the checkpoint, which is a part of the epoch
-        found.append(fit_callbacks.Record(session, run, count))
+    if run is not None:
+        steps = fit_callbacks.Record(session, run, count)
+        found += [steps, fit_callbacks.RecordEpoch(session, steps)]
     return found
 
 

@@ -29,7 +29,7 @@ from hvdtrain.keras.checks.changing_fit import check_elastic
 from hvdtrain.keras.checks.stopping import may_stop
 from hvdtrain.keras.data.loader import Loader
 from hvdtrain.keras.data.walked import open_ended
-from hvdtrain.keras.session import KEY, Session, hook
+from hvdtrain.keras.session import KEY, Session, hook, leaves_of
 from hvdtrain.keras.steps import same_work
 
 _K = keras.callbacks
@@ -78,7 +78,10 @@ def _fit(model: keras.Model, inner: Callable[..., Any], *args: Any, **kwargs: An
     validates_on_it = given.get("validation_data") is loader
     if loader is not None and validates_on_it:
         give("validation_data", loader.apart())  # each has its own place in the data
-    callbacks = _in_order(_with(Place(session, began_within=within), given.get("callbacks")))
+    callbacks = _with(Place(session, began_within=within), given.get("callbacks"))
+    if within and session.restored_random is not None:
+        callbacks = _with(RateOfRestored(session), callbacks)
+    callbacks = _in_order(callbacks)
     _check_clock(session, callbacks, given)
     _tell_what_is_not_saved(session, callbacks)
     if session.restored_random is not None and not any(isinstance(c, fit_callbacks.Start) for c in _listed(callbacks)):
@@ -199,10 +202,15 @@ def _with(callback: Any, callbacks: Any) -> Any:
 
 
 def _in_order(callbacks: Any) -> Any:
-    """Ours come first: all others see the logs of all ranks' samples, and what they set is not undone unseen."""
+    """Ours come first: all others see the logs of all ranks' samples, and what they set is not undone unseen. What
+    saves comes last: a checkpoint holds what others have set (a rate, a counter), but not the average of weights that
+    `SwapEMAWeights` puts into the model until the next epoch."""
     found = _listed(callbacks)
     ours = [callback for callback in found if isinstance(callback, fit_callbacks.Callback)]
-    ordered = [*ours, *(callback for callback in found if callback not in ours)]
+    others = [callback for callback in found if callback not in ours]
+    swaps = next((at for at, callback in enumerate(others) if isinstance(callback, _K.SwapEMAWeights)), len(others))
+    first, last = ([its for its in ours if its.comes_last is late] for late in (False, True))
+    ordered = [*first, *others[:swaps], *last, *others[swaps:]]
     if isinstance(callbacks, _K.CallbackList):
         callbacks.callbacks[:] = ordered
         return callbacks
@@ -236,6 +244,23 @@ class Place(fit_callbacks.Callback):
             data.check_end(self.world)
         if self.began_within or self.model.stop_training:
             moving_average.keep(self.model, self.session, began_within=self.began_within)
+
+
+class RateOfRestored(fit_callbacks.Callback):
+    """Keeps the rate of a run that goes on within an epoch: what a callback makes of it as an epoch begins (0.7 times
+    what it was) is in it already."""
+
+    comes_last = True
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        # noted before the epoch begins, and after what a user's on_train_begin may set
+        rated = [leaf for leaf in leaves_of(self.model.optimizer) if isinstance(leaf._learning_rate, keras.Variable)]
+        self._rates = [(leaf, keras.ops.convert_to_numpy(leaf.learning_rate)) for leaf in rated]
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        for optimizer, rate in self._rates:
+            optimizer.learning_rate = rate
+        self._rates = []
 
 
 # ------------------------------------------------------- the learning rate and the clock
@@ -320,9 +345,8 @@ def _tell_what_is_not_saved(session: Session, callbacks: Any) -> None:
     counting = [type(c).__name__ for c in _listed(callbacks) if isinstance(c, (_K.EarlyStopping, _K.ReduceLROnPlateau))]
     if session.saves and counting:
         session.say(
-            f"{' and '.join(counting)}: a run that is resumed from a checkpoint begins to count there anew, with the"
-            " learning rate that its last epoch was trained with; the best value so far and the epochs without a better"
-            " one are in no checkpoint",
+            f"{' and '.join(counting)}: a run that is resumed from a checkpoint begins to count there anew; the best"
+            " value so far and the epochs without a better one are in no checkpoint",
             once="counting",
         )
 

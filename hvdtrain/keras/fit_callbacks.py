@@ -35,12 +35,14 @@ from hvdtrain.runs.parts import Progress
 
 
 class Callback(keras.callbacks.Callback):
-    """Base of ours; `fit` puts them before all others.
+    """Base of ours; `fit` puts them before all others, but for some.
 
     Attributes:
+        comes_last: after all others, which have then set what a checkpoint is to hold.
         fed: what a rank that comes in the middle of a `fit` gets of another's, by name.
     """
 
+    comes_last = False
     fed: tuple[str, ...] = ()
 
     def __init__(self, session: Session) -> None:
@@ -292,7 +294,7 @@ class Watch(Callback):
 
 
 class Record(Callback):
-    """Writes steps and epochs to the run log, and where their time went.
+    """Writes steps to the run log, and where their time went.
 
     Keras tells apart: waiting for a batch (up to `on_train_batch_begin`, and what the step says itself), the step, and
     what comes between two steps.
@@ -301,7 +303,7 @@ class Record(Callback):
     def __init__(self, session: Session, run: RunLog, count: Count) -> None:
         super().__init__(session)
         self.run, self.count = run, count
-        self._epoch_started = self._waited = 0.0
+        self.epoch_started = self._waited = 0.0
 
     def on_train_begin(self, logs: Any = None) -> None:
         self.session.clock.enter("other")
@@ -310,7 +312,7 @@ class Record(Callback):
             self.run.facts = replace(self.run.facts, workers=self.session.fitted.source.workers)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self._epoch_started = time.perf_counter()
+        self.epoch_started = time.perf_counter()
         self._seen = (0.0, 0.0)
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
@@ -346,9 +348,20 @@ class Record(Callback):
         since = self._seen[1] - count
         return (self._seen[0] - total) / since if since > 0 else float(logs.get("loss", float("nan")))
 
+
+class RecordEpoch(Callback):
+    """Writes an epoch to the run log, of which its checkpoint is a part."""
+
+    comes_last = True
+
+    def __init__(self, session: Session, steps: Record) -> None:
+        super().__init__(session)
+        self.steps = steps
+
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         numbers = {key: float(value) for key, value in (logs or {}).items() if np.ndim(value) == 0}
-        self.run.epoch(epoch, numbers, time.perf_counter() - self._epoch_started, self.session.clock.take())
+        seconds = time.perf_counter() - self.steps.epoch_started
+        self.steps.run.epoch(epoch, numbers, seconds, self.session.clock.take())
 
 
 class Wait(Callback):
@@ -367,6 +380,7 @@ class Save(Callback):
     written: earlier checkpoints stay.
     """
 
+    comes_last = True
     fed = ("_saved_at",)
 
     def __init__(

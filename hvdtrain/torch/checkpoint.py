@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from weakref import ref
+from weakref import WeakSet, ref
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from hvdtrain.core.errors import CheckpointError, ConfigError
+from hvdtrain.core.in_step import elastic
 from hvdtrain.core.world import World, current
 from hvdtrain.runs.parts import Part, Progress, Saves
 from hvdtrain.runs.staging import StateFile
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from hvdtrain.torch.data.loader import Loader
 
 Described = list[Any]  # of a parameter: name, shape, type
+_told: WeakSet[Loader] = WeakSet()  # of loaders whose place no checkpoint has
 
 
 def model_state(
@@ -79,7 +81,7 @@ def model_state(
     ranks = world or (current() or World.solo() if optimizer is None else optimizer.session.world)
     parts: dict[str, Part] = {"model.safetensors": ModelPart(model, ranks)}
     if optimizer is not None:
-        parts = {"training.pt": TrainingPart(optimizer, _loader_of(optimizer, data)), **parts}
+        parts = {"training.pt": TrainingPart(optimizer, _loader_of(optimizer, data), extra or {}), **parts}
     return parts if extra is None else {**parts, "extra.pt": Extra(extra)}
 
 
@@ -224,9 +226,10 @@ def _some(names: list[str]) -> str:
 class TrainingPart(Part):
     """Everything but the model that a run needs to go on."""
 
-    def __init__(self, optimizer: Optimizer, data: Loader | None) -> None:
+    def __init__(self, optimizer: Optimizer, data: Loader | None, extra: Mapping[str, Any] | None = None) -> None:
         self.optimizer = optimizer
         self.data = data
+        self._extra = extra or {}
         self.streams: list[dict[str, Any]] = []
         self._gathered: dict[str, Any] | None = None  # the optimizer's state, where ranks have parts of it
         self._read: dict[str, Any] = {}
@@ -236,12 +239,12 @@ class TrainingPart(Part):
         return self.optimizer.progress
 
     def again(self) -> Callable[[], Part]:
-        of, data = ref(self.optimizer), self.data
+        of, data, extra = ref(self.optimizer), self.data, self._extra
 
         def made() -> Part:
             optimizer = of()
             assert optimizer is not None  # a training is under way
-            return TrainingPart(optimizer, data)
+            return TrainingPart(optimizer, data, extra)
 
         return made
 
@@ -281,7 +284,7 @@ class TrainingPart(Part):
             "optimizer_class": kind_of(optimizer.wrapped),
             "precision": optimizer.session.precision.state_dict(),
             "progress": asdict(optimizer.progress),
-            "loader": _place(optimizer.session),
+            "loader": _place(optimizer.session, self._extra),
             "parameters": _described(optimizer),
             "streams": self.streams,
         }
@@ -321,6 +324,14 @@ class TrainingPart(Part):
             except ConfigError as error:
                 raise CheckpointError(error.rule, error.received, error.remedy) from error
         world = session.world
+        if saved["loader"] and saved["loader"].get("within") and world.is_main and elastic.active() is None:
+            last, now = saved["loader"]["epoch"] - 1, saved["loader"]["epoch"]
+            print(
+                f"hvdtrain: goes on with epoch {now}: the checkpoint was saved after the last batch of epoch {last},"
+                " within its loop. What the program does once that loop is over (validation, a scheduler's step) is not"
+                " in it, and is not done for that epoch: save after that, too",
+                flush=True,
+            )
         if len(saved["streams"]) == world.size:
             restore_streams(saved["streams"][world.rank], world.devices)
         else:
@@ -331,11 +342,21 @@ def _bytes_of(values: Iterable[Any]) -> int:
     return sum(value.nbytes for value in values if isinstance(value, Tensor) and value.layout is torch.strided)
 
 
-def _place(session: Session) -> dict[str, Any] | None:
+def _place(session: Session, extra: Mapping[str, Any]) -> dict[str, Any] | None:
     """Where the loader goes on: after the last batch that is in the weights, however many were handed out since."""
     data = session.batches.data
     if data is None:
         return None
+    if session.world.is_main:
+        for other in data.beside():
+            if other not in _told and not any(kept is other for kept in extra.values()):
+                _told.add(other)
+                print(
+                    "hvdtrain: a checkpoint knows the place in the loader of prepare() only; a second one, of"
+                    f" {other.plan.samples or 'unknown'} samples, is in the middle of epoch {other.position[0]}, which"
+                    ' a restored run begins anew: model_state(..., extra={"second": loader}) keeps its place',
+                    flush=True,
+                )
     left = data.left_early()  # told once
     if left is not None and session.world.is_main:
         whole = data.plan.samples or "its"  # a stream's

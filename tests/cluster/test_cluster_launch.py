@@ -19,7 +19,7 @@ import psutil
 import pytest
 from harness import PROGRAMS, TOKEN, clean_environment, kill_all, processes_of
 
-TOY = PROGRAMS / "cluster/toy.py"
+TOY, EARLY = PROGRAMS / "cluster/toy.py", PROGRAMS / "torch/ends_early.py"
 TIMEOUT_S = 60
 LAUNCH = [sys.executable, "-m", "hvdtrain", "launch", "-np", "2", "--no-checks", "--"]
 
@@ -107,8 +107,8 @@ def launched(
         process.communicate()
 
 
-def launch(folder: Path, *arguments: str, np: int = 2, env: dict[str, str] | None = None) -> Ended:
-    with launched(folder, *arguments, np=np, env=env) as job:
+def launch(folder: Path, *arguments: str, np: int = 2, env: dict[str, str] | None = None, program: Path = TOY) -> Ended:
+    with launched(folder, *arguments, np=np, env=env, program=program) as job:
         return job.end()
 
 
@@ -373,6 +373,22 @@ def test_the_same_crash_at_the_same_update_is_not_tried_a_third_time(tmp_path):
     ended = launch(tmp_path, "--max-restarts=9", "1:updates:10,10,10", "1:fail_first:9")
     assert ended.code == 1 and ended.err.count("failed first") == 2, ended.text
     assert "crashed twice at update 10 with RuntimeError: not yet: not started again" in ended.err
+
+
+def test_so_is_one_that_comes_soon_after_the_checkpoint(tmp_path):
+    """Within the second in which nothing was said of the updates that were done."""
+    ended = launch(tmp_path, "--max-restarts=4", "crashes", program=EARLY)
+    assert ended.code == 1 and ended.err.count("failed first") == 2, ended.text
+    assert "crashed twice at update 13 with ValueError: always here: not started again" in ended.err
+    record = json.loads((tmp_path / "runs/launch-1/launch.json").read_text())
+    assert [attempt["updates"] for attempt in record["attempts"]] == [13, 13]
+
+
+def test_a_rank_that_ends_well_while_others_go_on_is_blamed(tmp_path):
+    ended = launch(tmp_path, "leaves", program=EARLY)
+    assert ended.code == 1, ended.text
+    assert "rank 1 on localhost failed first" in ended.err, ended.text
+    assert "ended with exit code 0 while others went on; rank 0 on localhost, which lacked it: exit code 1" in ended.err
 
 
 @pytest.mark.thorough

@@ -176,6 +176,12 @@ def first_failure(ends: Sequence[RankEnd]) -> RankEnd | None:
     return min(failed, key=lambda end: (end.is_consequence, end.first_traceback_s or end.at_s, end.rank), default=None)
 
 
+def left_the_others(first: RankEnd, ends: Sequence[RankEnd]) -> RankEnd | None:
+    """Returns the rank that ended well before another one failed for want of it, None where it was not so; pure."""
+    before = [end for end in ends if end.code == 0 and end.done and end.at_s <= first.at_s]
+    return min(before, key=lambda end: end.at_s) if first.is_consequence and before else None
+
+
 def settled(ends: Sequence[RankEnd], now_s: float) -> bool:
     """Returns whether the first failure can be named: what is still on its way would have come."""
     failed = [end for end in ends if end.failed]

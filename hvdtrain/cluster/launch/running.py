@@ -22,6 +22,7 @@ from hvdtrain.cluster.launch.failures import (
     as_exit_code,
     described,
     first_failure,
+    left_the_others,
     settled,
 )
 from hvdtrain.cluster.launch.job import Job, Plan, make_plan
@@ -266,7 +267,14 @@ class Running:
         all_ended, first = len(ends) == self._job.np, first_failure(ends)
         if first is not None and (all_ended or settled(ends, now)):
             why = described(first.code, first.host) if first.code else "ended with exit code 0 before that"
-            self._fail(first.rank, first.host, as_exit_code(first.code) or 1, why)
+            blamed = left_the_others(first, ends)
+            if blamed is not None:
+                why = (
+                    f"ended with exit code 0 while others went on; rank {first.rank} on {first.host}, which lacked it:"
+                    f" {why}"
+                )
+            blamed = blamed or first
+            self._fail(blamed.rank, blamed.host, as_exit_code(first.code) or 1, why)
         elif all_ended:
             self._end(signal.SIGTERM)
         elif any(end.preempted and now - end.at_s >= self._job.timeouts.grace_s for end in ends):

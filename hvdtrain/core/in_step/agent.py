@@ -1,12 +1,13 @@
 """The line between this rank and its host's agent (of `hvdtrain launch`): JSON objects, one a line, both ways.
 
-The rank says how many updates are done, once a second at most, and, where the job is elastic, what
+The rank says how many updates are done, once a second at most and at its end, and, where the job is elastic, what
 `hvdtrain.core.in_step.elastic` has to say. A thread of its own listens: what the launcher says may have to break what
 the main thread is blocked in.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
@@ -16,6 +17,8 @@ import socket
 import threading
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
+
+from hvdtrain.core.errors import before_end
 
 DESCRIPTOR = "HVDTRAIN_AGENT_FD"
 _TICK_S = 1.0
@@ -45,7 +48,9 @@ class AgentLine:
         self.formation = self.asked_to_leave = 0
         self.dismissed = False
         self.cut: Callable[[], None] = lambda: None
-        self._noted = self._told = (0, 0)  # formation, updates
+        self._noted, self._told = (0, 0), (-1, 0)  # formation, updates
+        atexit.register(self._tell_at_end)
+        before_end(self._tell_at_end)
         threading.Thread(target=self._listen, name="hvdtrain agent", daemon=True).start()
 
     def say(self, **words: Any) -> None:
@@ -57,6 +62,11 @@ class AgentLine:
         """So many updates are done: said now, if it is the first one of a formation, else within a second."""
         self._noted = self.formation, updates
         if self._told[0] != self.formation:
+            self._tell()
+
+    def _tell_at_end(self) -> None:
+        """How far it came counts where a job fails twice: not what was told up to a second before."""
+        if os.getpid() == self._pid:
             self._tell()
 
     def _tell(self) -> None:

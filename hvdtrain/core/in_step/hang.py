@@ -25,7 +25,7 @@ _LONG_PHASES = ("checkpoint", "evaluation")
 _SHOWN_FRAMES = 8
 
 # What a rank says of itself, as JSON: rank, host, pid; at: the State of the collective operation that it is in, or
-# None; updates, meetings, on_main, phase, last; idle_s, awake_s; movement, task, debugger; stacks.
+# None; updates, steps, meetings, on_main, phase, last; idle_s, awake_s; movement, task, debugger; stacks.
 Report = Mapping[str, Any]
 
 
@@ -94,7 +94,7 @@ def patience(report: Report) -> float:
         return float("inf")
     # what is not known of a silent rank does not count for it, unless nothing is, for it may be out of reach
     slow = (
-        report.get("updates", 1) == 0
+        report.get("steps", 1) == 0
         or report.get("on_main")
         or report.get("phase") in _LONG_PHASES
         or report.get("task")
@@ -136,7 +136,7 @@ def who_does_not_come(rank: int, report: Report) -> list[str]:
     if report.get("host"):
         who += f" (host {report['host']}, process {report.get('pid')})"
     silent = "at" not in report
-    done = [f"{report['updates']} update(s) done"] if "updates" in report else []
+    done = [f"{report['steps']} update(s) done"] if "steps" in report else []
     if report.get("phase"):
         done.append(f"in phase {report['phase']}")
     if report.get("task"):

@@ -76,7 +76,8 @@ class Tracker:
 
     Attributes:
         updates, meetings: completed so far; the same on every rank that is in step.
-        steps: of the training, where `updates` counts other operations beside them (`hvdtrain guard`).
+        steps: of the training, where `updates` counts other operations beside them: proofs, other collective ones of
+            `hvdtrain guard`.
         longest_s: that this rank has been in one update.
         watch: ends with `close`.
         remedy: what to do when ranks are not in step, for programs that are not written with hvdtrain.
@@ -170,7 +171,7 @@ class Tracker:
 
     def _mark(self, place: int) -> None:
         if self.ring is not None:
-            self.ring.note(place, self.updates, self.meetings, self.updates if self.steps is None else self.steps)
+            self.ring.note(place, self.updates, self.meetings, self.trained())
 
     def _compare(self, comm: Engine, place: Place, value: float) -> float:
         line = "" if place.kind in (BARRIER, END) else (place.line or "").partition(": ")[0]
@@ -234,8 +235,12 @@ class Tracker:
             self._update = Place("update", self.updates + 1, key)
             self._mark(UPDATE)
 
+    def trained(self) -> int:
+        """Returns how many updates the training has done."""
+        return self.updates if self.steps is None else self.steps
+
     def stepped(self, steps: int) -> None:
-        """Notes how many updates a training has done whose every operation is noted as an update."""
+        """Notes how many updates a training has done that notes other operations as updates, too."""
         self.steps = steps
         self._mark(UPDATE if self._update is not None else NOWHERE)
 
@@ -306,7 +311,8 @@ class Tracker:
         place = None if on_main else update or meeting
         return {
             "at": None if place is None else {**self.state_of(place), "agreed": place.agreed},
-            "updates": self.updates, "meetings": self.meetings, "on_main": on_main, "phase": self.phase(),
+            "updates": self.updates, "steps": self.trained(), "meetings": self.meetings, "on_main": on_main,
+            "phase": self.phase(),
             "last": last and {"kind": last.kind, "number": last.number, "line": last.line},
         }  # fmt: skip
 

@@ -60,6 +60,7 @@ class Noted:
         self.call: Callable[..., Any] = model.call
         self.close = model.close
         self._parted = hasattr(model, "share_out")
+        world.tracker.stepped(world.tracker.steps or 0)  # the proof's update is none of the training
 
     @contextmanager
     def _starting(self, extras: Tensor | None) -> Iterator[Tensor | None]:
@@ -121,6 +122,7 @@ class Noted:
         with collective:
             self._engine_model.step(closure)
         self._stepped += 1
+        self._world.tracker.stepped((self._world.tracker.steps or 0) + 1)
 
     @property
     def stepped(self) -> int:

@@ -196,8 +196,14 @@ class Loader(Dealt):
         return self._state(self.position, self.step)
 
     def state_of_weights(self) -> dict[str, Any]:
-        """Returns the state of where a restored run goes on: after the last batch that is in any model's weights."""
-        return self._state(self._position_of_weights(), self.in_weights)
+        """Returns the state of where a restored run goes on: after the last batch that is in any model's weights;
+        "within" where that is the last of an epoch whose loop is not over."""
+        place = self._position_of_weights()
+        return {**self._state(place, self.in_weights), "within": self._begun and place[0] > self._epoch}
+
+    def beside(self) -> list[Loader]:
+        """Returns other loaders in the middle of a loop, which no model was prepared with."""
+        return [other for other in known if other is not self and other.running and not other.followers]
 
     def _state(self, place: tuple[int, int], step: Step | None) -> dict[str, Any]:
         """Returns the state of a place, which is that after `step`, or one before it."""

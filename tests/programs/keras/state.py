@@ -494,6 +494,79 @@ def case_an_average_that_an_earlier_fit_left_in_the_model_is_not_swapped_after_a
     assert all(np.allclose(a, b, rtol=0, atol=1e-6) for a, b in zip(weights_of(model), weights_of(whole), strict=True))
 
 
+class Halves(keras.callbacks.Callback):
+    """Halves the rate after each epoch, and counts epochs and batches where a checkpoint can keep it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counted = {"epochs": np.zeros(1), "batches": np.zeros(1)}
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.counted["batches"] += 1
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.counted["epochs"] += 1
+        self.model.optimizer.learning_rate = 0.5 * numpy_of(self.model.optimizer.learning_rate)
+
+
+@case
+def case_what_callbacks_set_at_the_beginning_and_end_of_epochs_and_batches_is_in_the_checkpoint() -> None:
+    """Every checkpoint of a run leads to its end, whether callbacks come before or after ours."""
+
+    def run(path: Path, which: Any = None, *, first: bool = False) -> tuple[list[np.ndarray], float, list[np.ndarray]]:
+        model, halves = prepared(model=small()), Halves()
+        checkpoints = hvdtrain.Checkpointer(path, best=None, keep=20)
+        progress = hvdtrain.Progress()
+        if which is not None:
+            found = checkpoints.restore(hvk.model_state(model, extra=halves.counted), which=which)
+            assert found is not None
+            progress = found
+        own = [] if which is not None else hvk.callbacks(
+            model, checkpointer=checkpoints, save_every=1, extra=halves.counted
+        )  # fmt: skip
+        own = own or hvk.callbacks(model)
+        others = [halves, keras.callbacks.LearningRateScheduler(lambda epoch, rate: 0.7 * rate)]
+        if progress.epoch < 3:
+            model.fit(
+                batches(48), epochs=3, initial_epoch=progress.epoch, verbose=0,
+                callbacks=[*others, *own] if first else [*own, *others],
+            )  # fmt: skip
+        rate = float(numpy_of(model.optimizer.learning_rate))
+        return weights_of(model), rate, list(halves.counted.values())
+
+    for first in (False, True):
+        with folder() as path:
+            weights, rate, counted = run(path, first=first)
+            assert counted[0] == 3 and counted[1] == 9, counted
+            saved = sorted(info.path for info in hvdtrain.Checkpointer(path, best=None, keep=20).list())
+            assert len(saved) == 9, saved
+            for which in saved:
+                weights_again, rate_again, counted_again = run(path, which)
+                assert np.isclose(rate, rate_again, rtol=1e-6) and counted == counted_again, (which.name, counted_again)
+                for a, b in zip(weights, weights_again, strict=True):
+                    assert np.allclose(a, b, rtol=0, atol=1e-6), which.name
+
+
+@case
+def case_a_checkpoint_holds_the_weights_and_not_the_average_that_is_swapped_in() -> None:
+    def made() -> keras.Model:
+        return prepared(keras.optimizers.Adam(0.05, use_ema=True, ema_momentum=0.8), small())
+
+    def fitted(model: keras.Model, first: int, last: int, **options: Any) -> None:
+        swap = keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
+        callbacks = [swap, *hvk.callbacks(model, **options)]
+        model.fit(batches(), initial_epoch=first, epochs=last, verbose=0, callbacks=callbacks)
+
+    whole, model, again = made(), made(), made()
+    fitted(whole, 0, 3)
+    with folder() as path:
+        checkpoints = hvdtrain.Checkpointer(path, best=None)
+        fitted(model, 0, 2, checkpointer=checkpoints)
+        checkpoints.restore(hvk.model_state(again))
+    fitted(again, 2, 3)
+    assert all(np.allclose(a, b, rtol=0, atol=1e-6) for a, b in zip(weights_of(again), weights_of(whole), strict=True))
+
+
 @case
 def case_an_optimizer_of_another_class_or_without_slots_is_not_loaded() -> None:
     with folder() as path:

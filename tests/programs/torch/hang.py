@@ -47,9 +47,9 @@ class Forever(Dataset):
 class Training:
     """A model, and updates of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, verify: bool = False) -> None:
         model = torch.nn.Linear(3, 2)
-        self.model, self.optimizer = hvt.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), verify=False)
+        self.model, self.optimizer = hvt.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), verify=verify)
 
     def update(self, x: torch.Tensor | None = None) -> None:
         self.optimizer.backward(self.model(torch.ones(4, 3) if x is None else x).square().mean())  # waits
@@ -165,9 +165,10 @@ def main() -> None:
     torch.set_num_threads(1)
     beacon.start()
     with hvdtrain.init("torch", engine=engine, device="cpu") as world:
-        if way == "slow_first_step" and world.rank == 1:
-            time.sleep(9)
-        training = Training()
+        slow = way == "slow_first_step" and world.rank == 1
+        time.sleep(9 * slow)
+        training = Training(verify=way == "slow_first_step")  # whose trial update is not the first one
+        time.sleep(9 * slow)
         for _ in range(2):
             training.update()
         beacon.parts()

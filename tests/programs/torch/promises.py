@@ -5,10 +5,11 @@ Prints "shown ROW TEXT" for what a row of docs/limits.md tells.
 
 from __future__ import annotations
 
+import io
 import random
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from typing import Any
 from weakref import ref
 
@@ -391,6 +392,47 @@ def case_epochs_that_were_left(world: hvdtrain.World) -> None:
     assert first.seen + again.seen == whole.seen
     assert gap(again.model, whole.model) == 0.0
     shown(world, "T13c", f"{steps} updates, as without the restart, on the same samples")
+
+
+def case_what_follows_on_an_epochs_loop_is_not_done_for_a_checkpoint_within_it_which_is_said(world: Any) -> None:
+    said = []
+    for within in (True, False):
+        with folder(world) as path:
+            first = Run(world, path)
+            for number, rows in enumerate(first.train, 1):
+                first.batch(rows)
+                if number == 4 and within:
+                    first.save()
+            if not within:
+                first.save()
+            with redirect_stdout(io.StringIO()) as out:
+                again = Run(world, path).restore()
+            assert again.train.position == (1, 0)
+            said.append("saved after the last batch of epoch 0, within its loop" in out.getvalue())
+    assert said == [world.is_main, False], said
+
+
+def case_a_second_loader_whose_place_no_checkpoint_has_is_named(world: hvdtrain.World) -> None:
+    """With `extra=` it goes on where it was."""
+    for kept in (False, True):
+        with folder(world) as path:
+            seen: list[int] = []
+            for part in range(2):
+                run = Run(world, path)
+                second = hvt.loader((torch.arange(32),), 8 // world.size, seed=7)
+                extra = {"second": second} if kept else None
+                state = hvt.model_state(run.model, run.optimizer, extra=extra)
+                with redirect_stdout(io.StringIO()) as out:
+                    run.checkpoints.restore(state)
+                    for number, (rows, (numbers,)) in enumerate(zip(run.train, second, strict=False), 1):
+                        run.batch(rows)
+                        seen += [one for its in world.gather(numbers.tolist()) for one in its]
+                        run.checkpoints.save(state, progress=run.optimizer.progress)
+                        if part == 0 and number == 2:
+                            break
+                told = "a second one, of 32 samples, is in the middle of epoch 0" in out.getvalue()
+                assert told == (world.is_main and not kept), (kept, out.getvalue())
+            assert (sorted(seen) == list(range(32))) == kept, seen
 
 
 def case_what_is_read_before_training_is_no_epoch(world: hvdtrain.World) -> None:

@@ -19,7 +19,15 @@ from hvdtrain.cluster.doctor import probe
 from hvdtrain.cluster.doctor.sessions import Sessions
 from hvdtrain.cluster.hosts import Host, assign, parse_hosts, read_hostfile
 from hvdtrain.cluster.launch import environment
-from hvdtrain.cluster.launch.failures import RankEnd, Tracebacks, as_exit_code, described, first_failure, settled
+from hvdtrain.cluster.launch.failures import (
+    RankEnd,
+    Tracebacks,
+    as_exit_code,
+    described,
+    first_failure,
+    left_the_others,
+    settled,
+)
 from hvdtrain.cluster.launch.job import Job, make_plan
 from hvdtrain.cluster.launch.rank import LONGEST_BYTES, LineSplitter
 from hvdtrain.cluster.protocol import Decoder, encode
@@ -418,6 +426,9 @@ def test_the_rank_to_blame():
     assert first_failure([ends[0], ends[3]]) == ends[3], "a consequence never comes first"
     told = RankEnd(5, "b", 1, at_s=9.0, lines=("hvdtrain.core.errors.MainRankError: a checkpoint must be whole",))
     assert first_failure([told, ends[1]]) == ends[1], "what rank 0 raised in `on_main` comes to all"
+    assert left_the_others(ends[0], ends) == ends[2], "it ended well before one lacked it"
+    assert left_the_others(ends[1], ends) is None and left_the_others(ends[0], [ends[0], silent]) is None
+    assert left_the_others(ends[0], [ends[0], RankEnd(2, "b", 0, at_s=10.1)]) is None, "it ended later"
 
 
 def test_a_traceback_that_was_handled_is_not_blamed(limit):

@@ -35,8 +35,8 @@ FRAMES = [
 
 def report(rank: int, at: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
     return {
-        "rank": rank, "host": "node", "pid": 100 + rank, "at": at, "updates": 3, "meetings": 2, "on_main": "",
-        "phase": "other", "last": None, "idle_s": 31.0, "awake_s": 9e9, "movement": STILL, "task": "",
+        "rank": rank, "host": "node", "pid": 100 + rank, "at": at, "updates": 3, "steps": 3, "meetings": 2,
+        "on_main": "", "phase": "other", "last": None, "idle_s": 31.0, "awake_s": 9e9, "movement": STILL, "task": "",
         "debugger": "", "stacks": [{"thread": "MainThread", "main": True, "frames": FRAMES}], **more,
     }  # fmt: skip
 
@@ -55,7 +55,7 @@ def test_a_rank_that_stands_still_elsewhere_is_hung() -> None:
 @pytest.mark.parametrize(
     "longer",
     [
-        {"updates": 0}, {"phase": "evaluation"}, {"phase": "checkpoint"}, {"on_main": "save, from a.py:1"},
+        {"steps": 0}, {"phase": "evaluation"}, {"phase": "checkpoint"}, {"on_main": "save, from a.py:1"},
         {"task": "saves or loads"}, {"movement": CIRCLES},
     ],
 )  # fmt: skip
@@ -117,7 +117,7 @@ def test_a_silent_rank_is_hung_unless_it_may_be_out_of_reach() -> None:
     assert silent(21.0, reached=True, state="T (stopped)") == silent(21.0, reached=True, gone=True) == "hung"
     assert silent(19.0, reached=True, state="T (stopped)") == silent(21.0, reached=True, state="R (running)") == ""
     assert silent(reached=True, state="t (tracing stop)", debugger="process 8 traces it") == "debugged"
-    assert silent(reached=True, updates=0) == "" and silent(301.0, reached=True, updates=0) == "hung"
+    assert silent(reached=True, steps=0) == "" and silent(301.0, reached=True, steps=0) == "hung"
 
 
 def test_of_several_the_one_that_moves_is_not_blamed() -> None:
@@ -281,7 +281,7 @@ def test_the_error_names_rank_line_and_who_waits() -> None:
 
 
 def test_the_error_of_a_rank_that_was_stopped() -> None:
-    known = {"rank": 1, "host": "node", "pid": 7, "updates": 3, "phase": "input", "in": "in no collective operation",
+    known = {"rank": 1, "host": "node", "pid": 7, "steps": 3, "phase": "input", "in": "in no collective operation",
              "state": "T (stopped)", "wchan": "do_signal_stop", "native": "poll (libc.so)",
              "reached": True}  # fmt: skip
     reports = {0: report(0, UPDATE)}
