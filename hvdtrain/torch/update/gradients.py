@@ -202,9 +202,10 @@ class Gradients:
         if self.state != "more" and batch is self.batch:
             raise ConfigError(
                 "each batch of the loader is differentiated once",
-                "a second backward() for the same batch, the last that the loader handed out",
-                "train on each batch within the loader's own loop (for x, y in train: ..., not over list(train) or what"
-                " reads ahead); for several updates of one batch: optimizer.backward(loss, again=True); for several"
+                "a second backward() for the same batch, the last that prepare()'s loader handed out",
+                "train on each batch within that loader's own loop (for x, y in train: ..., not over list(train), what"
+                " reads ahead, or another loader: one of both data sets, torch.utils.data.ConcatDataset); for several"
+                " updates of one batch: optimizer.backward(loss, again=True); for several"
                 " losses: optimizer.backward(first, more=True), then optimizer.backward(last); or add them",
             )
 
