@@ -34,6 +34,7 @@ from hvdtrain.runs.checkpoint import Checkpointer
 from hvdtrain.runs.checkpoint_files import read_manifest
 from hvdtrain.runs.parts import Part, Progress
 from hvdtrain.runs.staging import StateFile
+from hvdtrain.torch.dcp_tree import check_kept, cut, like, nested, outline
 from hvdtrain.torch.plain_files import read, revived, write, write_tensors
 
 MODEL, TRAINING, OURS = "model.safetensors", "training.pt", "hvdtrain"
@@ -70,7 +71,7 @@ def export(run: Path, target: Path, to: str, *, which: str = "latest", model: st
 
     Raises:
         CheckpointError: no checkpoint is whole, or it is not one of PyTorch.
-        ConfigError: the directory is not empty; the optimizer has parameters without a name.
+        ConfigError: the directory is not empty; the optimizer has parameters without a name, or state that DCP loses.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError("a checkpoint is exported into a directory of its own", f"{target} is there")
@@ -94,8 +95,12 @@ def export(run: Path, target: Path, to: str, *, which: str = "latest", model: st
     _put(state, model, {**tensors, **{other: tensors[name] for other, name in shared.items()}})
     if TRAINING in manifest["files"]:
         content = read(path / TRAINING)
-        _put(state, optimizer, _by_name(revived(content["optimizer"], np.generic.item), content.get("parameters", ())))
+        exact, described = revived(content["optimizer"]), content.get("parameters", ())
+        _put(state, optimizer, _by_name(revived(content["optimizer"], np.generic.item), described))
         rest["training"] = {**content, "optimizer": None}
+        rest["outline"] = outline(_by_name(exact, described))
+        back = like(nested(*cut(state), tuple(optimizer.split("."))), rest["outline"])  # what an import will find
+        check_kept(exact, _by_number(back, {})[0], "the optimizer's state")
     packed = io.BytesIO()
     torch.save(rest, packed)
     state[OURS] = _bytes(packed.getvalue())
@@ -141,7 +146,7 @@ def _put(state: dict[str, Any], key: str, value: Any) -> None:
 def _by_name(optimizer: Mapping[str, Any], described: Sequence[Any]) -> dict[str, Any]:
     """Returns an optimizer's state as PyTorch's `get_optimizer_state_dict` has it: by the parameters' names."""
     order = [number for group in optimizer["param_groups"] for number in group["params"]]
-    names = dict(zip(order, (name for name, *_ in described), strict=False))
+    names: dict[Any, Any] = dict(zip(order, (name for name, *_ in described), strict=False))
     if not all(names.get(number) for number in order):
         raise ConfigError(
             "DCP keeps an optimizer's state by the names of the model's parameters",
@@ -149,7 +154,8 @@ def _by_name(optimizer: Mapping[str, Any], described: Sequence[Any]) -> dict[str
             "save once more, with the model's own parameters in the optimizer; or export the weights: --to safetensors",
         )
     return {
-        "state": {names[number]: state for number, state in optimizer["state"].items()},
+        **optimizer,
+        "state": {names.get(key, key): state for key, state in optimizer["state"].items()},
         "param_groups": [
             group | {"params": [names[number] for number in group["params"]]} for group in optimizer["param_groups"]
         ],
@@ -212,28 +218,30 @@ def _from_dcp(
     """Returns the weights, what training.pt holds, what model.safetensors is told, and what else is ours."""
     reader = _Reader(source)
     index = reader.read_metadata()
-    paths: dict[str, tuple[str, ...]] = {
-        key: tuple(map(str, (index.planner_data or {}).get(key, (key,)))) for key in index.state_dict_metadata
+    paths: dict[str, tuple[str | int, ...]] = {
+        key: tuple(name if type(name) is int else str(name) for name in (index.planner_data or {}).get(key, (key,)))
+        for key in index.state_dict_metadata
     }
-    places = {path[:depth] for path in paths.values() for depth in range(1, len(path))}
+    in_text = {key: tuple(map(str, path)) for key, path in paths.items()}
+    places = {path[:depth] for path in in_text.values() for depth in range(1, len(path))}
     at_model = _key(places, model, ("model", "model_state_dict", "state_dict"))
     at_optimizer = _key(places, optimizer, ("optim", "optimizer", "optimizer_state_dict"))
     if at_model is None or (at_optimizer is None and optimizer is not None):
-        tops = ", ".join(sorted({place[0] for place in paths.values()}))
+        tops = ", ".join(sorted({place[0] for place in in_text.values()}))
         raise ConfigError(
             "the keys of model and optimizer in a DCP state are known",
             f"{(model or 'model') if at_model is None else optimizer} is not among {tops}",
             "--model-key KEY, --optimizer-key KEY; app.model is the model within app",
         )
     wanted = [at for at in (at_model, at_optimizer, (OURS,)) if at is not None]
-    state: dict[str, Any] = {}
-    for key, path in paths.items():
+    state: dict[str, Any] = {}  # flat: DCP's own way back leaves the lists and dicts to whoever loads
+    for key, path in in_text.items():
         if any(path[: len(at)] == at for at in wanted):
             about = index.state_dict_metadata[key]
             place = None
             if isinstance(about, TensorStorageMetadata):
                 place = torch.empty(about.size, dtype=about.properties.dtype)
-            _set(state, path, place)
+            state[key] = place
     try:
         with _alone():
             dcp.load(state, storage_reader=reader, planner=_Planner(), no_dist=True)
@@ -242,8 +250,8 @@ def _from_dcp(
         if isinstance(failure, pickle.UnpicklingError):
             raise _unsafe(source, str(failure).partition("WeightsUnpickler error: ")[2] or failure) from error
         raise CheckpointError("a DCP checkpoint is whole", f"{source}: {type(failure).__name__}: {failure}") from error
-    ours = _ours(state.pop(OURS, None))
-    weights = _weights(_get(state, at_model))
+    ours = _ours(state.get(OURS))
+    weights = _weights(nested(paths, state, at_model))
     told = {other: name for other, name in ours.get("told", {}).items() if other != "format"}
     kept = {name: tensor for name, tensor in weights.items() if name not in told}
     if at_optimizer is None:
@@ -256,7 +264,7 @@ def _from_dcp(
             f"{source} has the state of one",
             "give its class: --optimizer AdamW",
         )
-    numbered, described = _by_number(_get(state, at_optimizer), weights)
+    numbered, described = _by_number(like(nested(paths, state, at_optimizer), ours.get("outline")), weights)
     training = {**known, "optimizer_class": name, "optimizer": numbered}
     if described:
         training["parameters"] = described
@@ -295,7 +303,7 @@ class _Reader(dcp.FileSystemReader):
 class _Planner(DefaultLoadPlanner):
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
         """As PyTorch's own, which would run code."""
-        _set(self.original_state_dict, self.mappings[read_item.dest_index.fqn], torch.load(value, weights_only=True))
+        self.original_state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
 
 
 def _unsafe(path: Path, error: object) -> CheckpointError:
@@ -313,19 +321,6 @@ def _key(places: set[tuple[str, ...]], given: str | None, usual: Sequence[str]) 
     if given is None:
         wanted = [(name,) for name in usual] + [(top, name) for name in usual for top in tops]
     return next((place for place in wanted if place in places), None)
-
-
-def _set(state: Any, path: Sequence[Any], value: Any) -> None:
-    """Puts a value where its path says, in dicts only: what was a list has numbers as keys."""
-    for name in path[:-1]:
-        state = state.setdefault(name, {})
-    state[path[-1]] = value
-
-
-def _get(state: Any, path: Sequence[Any]) -> Any:
-    for name in path:
-        state = state[name]
-    return state
 
 
 def _ours(packed: Tensor | None) -> dict[str, Any]:
@@ -354,34 +349,31 @@ def _plain_name(name: str, all_names: Mapping[str, Any]) -> str:
 
 def _by_number(found: Mapping[str, Any], weights: Mapping[str, Tensor]) -> tuple[dict[str, Any], list[Any]]:
     """Returns an optimizer's state as the optimizer itself has it, and its parameters: name, shape, type."""
-    groups = _listed(found.get("param_groups"))
-    if not groups:
+    groups = found.get("param_groups")
+    if not isinstance(groups, list):
         raise CheckpointError(
             "an optimizer's state has state and param_groups, as get_optimizer_state_dict() or state_dict() gives them",
             f"it has {', '.join(map(str, list(found)[:3]))}",
             "save it without flatten_optimizer_state_dict",
         )
-    states = {str(key): value for key, value in dict(found.get("state") or {}).items()}
-    order = [str(name) for group in groups for name in _listed(group["params"])]
+    order = [str(name) for group in groups for name in group["params"]]
     numbers = iter(range(len(order)))
-    param_groups = [group | {"params": [next(numbers) for _ in _listed(group["params"])]} for group in groups]
-    state = {number: states[name] for number, name in enumerate(order) if name in states}
+    param_groups = [group | {"params": [next(numbers) for _ in group["params"]]} for group in groups]
+    number_of: dict[str, Any] = {name: number for number, name in enumerate(order)}
+    state = {number_of.get(str(key), key): value for key, value in (found.get("state") or {}).items()}
     plain = {name: _plain_name(name, dict.fromkeys(order)) for name in order}
     known = all(name in weights for name in plain.values())  # else they were numbered
     described = (
         [[name, list(weights[name].shape), str(weights[name].dtype)] for name in plain.values()] if known else []
     )
-    return {"state": state, "param_groups": param_groups}, described
-
-
-def _listed(value: Any) -> list[Any]:
-    return [value[key] for key in sorted(value, key=int)] if isinstance(value, dict) else list(value or ())
+    return {**found, "state": state, "param_groups": param_groups}, described
 
 
 def _steps_of(training: Mapping[str, Any] | None) -> dict[str, int]:
     """Where a training stands as far as its optimizer knows: updates."""
     states = (training or {}).get("optimizer", {}).get("state", {}).values()
-    return {"step": max((int(state["step"]) for state in states if "step" in state), default=0)}
+    steps = (int(state["step"]) for state in states if isinstance(state, dict) and "step" in state)
+    return {"step": max(steps, default=0)}
 
 
 def _tensors_of(files: Sequence[Path]) -> tuple[dict[str, Tensor], dict[str, str]]:

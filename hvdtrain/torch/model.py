@@ -17,7 +17,7 @@ from hvdtrain.core.errors import ConfigError
 from hvdtrain.torch.checks.out_of_memory import explained
 from hvdtrain.torch.clock import CLOCK
 from hvdtrain.torch.session import Session, prepared_optimizers
-from hvdtrain.torch.staged import channels_last, in_one_call
+from hvdtrain.torch.update.staged import channels_last, in_one_call
 
 # the module's own methods: names in state dicts, in parameter lists and in printed text are those of the plain module
 _DELEGATED = (

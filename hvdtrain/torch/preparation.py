@@ -29,13 +29,13 @@ from hvdtrain.torch.engines.shell import ModelShell, is_compiled, unwrap
 from hvdtrain.torch.engines.sync_batchnorm import convert, revert
 from hvdtrain.torch.model import Model
 from hvdtrain.torch.session import Options, Rates, Session, prepared_optimizers
-from hvdtrain.torch.staged import check_staged
 from hvdtrain.torch.update.amp import Precision
 from hvdtrain.torch.update.batches import Batches
 from hvdtrain.torch.update.gradients import Gradients
 from hvdtrain.torch.update.optimizer import Optimizer
 from hvdtrain.torch.update.regroup import check_elastic
 from hvdtrain.torch.update.several import Several
+from hvdtrain.torch.update.staged import check_staged
 from hvdtrain.torch.update.trained import Trained
 
 if TYPE_CHECKING:

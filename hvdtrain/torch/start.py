@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from hvdtrain.core.in_step.elastic import repeated
 from hvdtrain.core.lr import LR
 from hvdtrain.core.world import World
-from hvdtrain.torch import staged as stages
 from hvdtrain.torch.data.nested import map_tensors
 from hvdtrain.torch.engines import buffers
 from hvdtrain.torch.engines.base import Staged
 from hvdtrain.torch.session import Options
+from hvdtrain.torch.update import staged as stages
 from hvdtrain.torch.update.several import kind_of
 
 

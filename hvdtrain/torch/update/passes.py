@@ -21,12 +21,12 @@ from hvdtrain.torch.data.nested import map_tensors
 from hvdtrain.torch.engines.base import Pass
 from hvdtrain.torch.model import Model
 from hvdtrain.torch.session import Session
-from hvdtrain.torch.staged import SMALLER_STAGES, Arguments, Loss, in_one_call, run_step
 from hvdtrain.torch.update.amp import widened
 from hvdtrain.torch.update.batches import Batch, require_batch
 from hvdtrain.torch.update.facade import Facade
 from hvdtrain.torch.update.gradients import check_loss, scale, zero_gradients
 from hvdtrain.torch.update.regroup import check_once, go_on_without
+from hvdtrain.torch.update.staged import SMALLER_STAGES, Arguments, Loss, in_one_call, run_step
 
 
 class Passes(Facade):

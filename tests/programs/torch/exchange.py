@@ -6,6 +6,7 @@ FOLDER/ddp and FOLDER/fsdp hold what plain scripts saved (plain_dcp.py); FOLDER/
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import pickle
 import shutil
@@ -13,17 +14,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
 from cases import refused, run_cases
 from torch import nn
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 
 import hvdtrain
 import hvdtrain.torch as hvt
 from hvdtrain.__main__ import main as hvdtrain_main
 from hvdtrain.torch import exchange
-from hvdtrain.torch.plain_files import read
+from hvdtrain.torch.plain_files import _plain, read
 
 FOLDER = Path(sys.argv[1])
 EVIL = FOLDER / "code_has_run"
@@ -103,6 +106,145 @@ def case_there_and_back_is_the_same_bit_for_bit(world: hvdtrain.World) -> None:
     again, optimizer_again, data_again, progress = restored(FOLDER / "back", Tied())
     assert progress.step == 3 and progress.samples_in_epoch == 12
     assert all(map(torch.equal, trained(again, optimizer_again, data_again, 2), expected))
+
+
+def lbfgs(seed: int, told: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """What keeps lists of tensors in its state; `told` are options of its group."""
+    torch.manual_seed(seed)
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3, history_size=4)
+    optimizer.param_groups[0].update(told)
+    made = torch.Generator().manual_seed(0)
+    data = hvt.loader((torch.randn(32, 4, generator=made), torch.arange(32) % 3), 8, seed=3)
+    return *hvt.prepare(model, optimizer, data, verify=False), data
+
+
+def lbfgs_trained(model: nn.Module, optimizer: Any, data: Any, updates: int) -> list[torch.Tensor]:
+    batches = iter(data)
+    for _ in range(updates):
+        x, y = next(batches)
+
+        def closure(x: torch.Tensor = x, y: torch.Tensor = y) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(x), y)
+            optimizer.backward(loss)
+            return loss
+
+        optimizer.step(closure)
+    return [value.clone() for value in hvt.unwrap(model).state_dict().values()]
+
+
+def saved(name: str, model: nn.Module, optimizer: Any) -> Path:
+    checkpoints = hvdtrain.Checkpointer(FOLDER / name / "checkpoints")
+    path = checkpoints.save(hvt.model_state(model, optimizer), progress=optimizer.progress)
+    checkpoints.wait()
+    return path
+
+
+TOLD = {
+    "by_layer": {3: [None], 1.5: {}, "3.": (1, {2: np.float32(0.1)}), (0, "b"): {True: {}}},
+    "with_gaps": [{}, torch.ones(2), [{}], [], [[1], (2,)], {}],
+    "left_out": [{}, {}],
+    "nothing": {},
+    "lr": np.float64(0.1),
+}
+
+
+def case_lists_and_the_types_of_keys_come_back(world: hvdtrain.World) -> None:
+    """LBFGS, with options of every kind; and it goes on as it would have."""
+    model, optimizer, data = lbfgs(1, TOLD)
+    lbfgs_trained(model, optimizer, data, 2)
+    path = saved("lists", model, optimizer)
+    exchange.export(FOLDER / "lists", FOLDER / "lists-there", "dcp", model="model", optimizer="optim")
+    back = exchange.import_(FOLDER / "lists-there", FOLDER / "lists-back")
+    assert (back / "model.safetensors").read_bytes() == (path / "model.safetensors").read_bytes()
+    assert same(read(path / "training.pt"), read(back / "training.pt"))
+    assert len(read(back / "training.pt")["optimizer"]["state"][0]["old_dirs"]) > 1
+    expected = lbfgs_trained(model, optimizer, data, 2)
+    model, optimizer, data = lbfgs(2, {})
+    hvdtrain.Checkpointer(FOLDER / "lists-back" / "checkpoints").restore(hvt.model_state(model, optimizer, data))
+    assert all(map(torch.equal, lbfgs_trained(model, optimizer, data, 2), expected))
+
+
+def case_what_another_program_added_since_stays(world: hvdtrain.World) -> None:
+    """One that loads what was exported, ours with it, goes on, and saves it all: what it has counts."""
+    told = {name: value for name, value in TOLD.items() if name != "with_gaps"}  # which no dcp.load reads
+    model, optimizer, data = lbfgs(1, told)
+    lbfgs_trained(model, optimizer, data, 1)
+    directions = len(optimizer.wrapped.state_dict()["state"][0]["old_dirs"])
+    saved("changed", model, optimizer)
+    exchange.export(FOLDER / "changed", FOLDER / "changed-there", "dcp", model="model", optimizer="optim")
+    state: dict[str, Any] = {}
+    dcp.state_dict_loader._load_state_dict(  # all of it, as torch.distributed.checkpoint.format_utils does
+        state, dcp.FileSystemReader(FOLDER / "changed-there"), planner=_EmptyStateDictLoadPlanner(), no_dist=True
+    )
+    group, (its,) = state["optim"]["param_groups"][0], state["optim"]["state"].values()
+    group["lr"], group["more"] = 0.5, [torch.zeros(1), {"new": 2}]
+    its["old_dirs"].append(torch.full((15,), 7.0))
+    dcp.save(state, checkpoint_id=FOLDER / "changed-again", no_dist=True)
+    back = exchange.import_(FOLDER / "changed-again", FOLDER / "changed-back")
+    found = read(back / "training.pt")["optimizer"]
+    assert same(found["param_groups"][0]["by_layer"], plain_file(TOLD["by_layer"]))
+    assert same(found["param_groups"][0]["more"], [torch.zeros(1), {"new": 2}])
+    assert float(found["param_groups"][0]["lr"]["numpy.generic"]) == 0.5
+    assert len(found["state"][0]["old_dirs"]) == directions + 1 and found["state"][0]["old_dirs"][-1][0] == 7
+
+
+def plain_file(value: Any) -> Any:
+    torch.save(_plain(value, "x"), packed := io.BytesIO())
+    packed.seek(0)
+    return torch.load(packed, weights_only=True)
+
+
+def case_lists_that_plain_torch_wrote_are_lists(world: hvdtrain.World) -> None:
+    """As its index says: lists and tuples; keys of dicts are text there, and empty dicts are in lists alone."""
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.LBFGS(model.parameters(), history_size=4)
+    optimizer.param_groups[0].update(kinds={3: [1], "t": (1, {2: []})}, gaps=[{}, torch.ones(1), {5: "x"}], nothing={})
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = (model(torch.eye(4)) - 1).pow(4).mean()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    state = {"model": model.state_dict(), "optim": optimizer.state_dict()}
+    dcp.save({"all": [state]}, checkpoint_id=FOLDER / "plain-lists", no_dist=True)
+    back = exchange.import_(
+        FOLDER / "plain-lists", FOLDER / "plain-back", model="all.0.model", optimizer="all.0.optim",
+        optimizer_class="LBFGS",
+    )  # fmt: skip
+    found = read(back / "training.pt")["optimizer"]
+    assert same(found["state"], optimizer.state_dict()["state"])
+    (group,) = found["param_groups"]
+    assert same(group["kinds"], {"3": [1], "t": (1, {2: []})})
+    assert same(group["gaps"], [{}, torch.ones(1), {"5": "x"}]) and "nothing" not in group
+    again = torch.optim.LBFGS((twin := copy.deepcopy(model)).parameters())
+    again.load_state_dict(found)
+    optimizer.step(closure)
+    model, optimizer, expected = twin, again, model
+    optimizer.step(closure)
+    assert torch.equal(model.weight, expected.weight)
+
+
+def case_what_dcp_would_lose_is_refused_on_the_way_out(world: hvdtrain.World) -> None:
+    for number, (option, text) in enumerate(
+        (
+            ({3: 1, "3": 2}, "optim.param_groups.0.option.3"),
+            ({"a.b": 1, "a": {"b": 2}}, "optim.param_groups.0.option.a.b"),
+            ([{1: np.ones(2)}], "['param_groups'][0]['option'][0][1] is an array of numpy"),
+            ((torch.ones(1, requires_grad=True),), "['option'][0] is a Tensor that requires a gradient"),
+            ({"p": nn.Parameter(torch.ones(1), requires_grad=False)}, "['option']['p'] is a Parameter"),
+        )
+    ):
+        run, out = FOLDER / f"lost{number}", FOLDER / f"lost{number}-there"
+        model, optimizer, _ = lbfgs(1, {"option": option})
+        saved(run.name, model, optimizer)
+        with refused(text, "--to safetensors", kind=hvdtrain.ConfigError):
+            exchange.export(run, out, "dcp", model="model", optimizer="optim")
+        assert not out.exists()
+        exchange.export(run, out, "safetensors", model="model", optimizer="optim")
 
 
 def case_weights_go_as_safetensors(world: hvdtrain.World) -> None:
