@@ -1,7 +1,8 @@
 """`hvdtrain why RUN_OR_FILE`: why did it end, or does it not go on? The first cause, in one block.
 
-It reads what a hang has left (RUN/hangs/*.json, or the file that the error named); where there is none, how the run
-ended (run.json, events.jsonl), and the pages that ranks leave which were killed (RUN/hangs/rank-*.ring).
+It reads what a hang, or ranks out of step, have left (RUN/hangs/*.json, or the file that the error named); where there
+is none, how the run ended (run.json, events.jsonl), and the pages of ranks that failed, or have ended without a word
+(RUN/hangs/rank-*.ring).
 """
 
 from __future__ import annotations
@@ -14,11 +15,19 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.core.errors import ConfigError, HvdtrainError
-from hvdtrain.core.in_step.ring import FOLDER, read_ring
+from hvdtrain.core.in_step.arrival import names_of
+from hvdtrain.core.in_step.ring import AFTERMATH, FOLDER, read_ring
 from hvdtrain.runs.log import read_events, read_run, run_status
 
 _READS = "hvdtrain why reads a run's directory, or the file of a hang"
 _TOGETHER_S = 2.0  # pages are written once a second
+_SILENT = (
+    "ranks that have ended without a word: killed (as by SIGKILL, or for memory: dmesg tells), or by os._exit,"
+    " or by a crash of native code"
+)
+_GOES_ON = "ranks, as they were last heard of"
+_TOLD = 4  # errors
+Page = Mapping[str, Any]  # see `read_ring`, `last_words`
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints the cause; returns the exit code: 1 where nothing tells."""
     text = why(args.where)
-    print(text or f"{args.where}: nothing tells why: no hang, no rank that was killed, no failed run")
+    print(text or f"{args.where}: nothing tells why: no hang, no rank that ended without a word, no failed run")
     return 0 if text else 1
 
 
@@ -43,16 +52,23 @@ def why(where: Path) -> str:
     """
     if where.is_file():
         page = read_ring(where)
-        return pages_in_words([page]) if page is not None else _hang(where)
+        return _hang(where) if page is None else errors_in_words([page]) if "error" in page else pages_in_words([page])
     if not where.is_dir():
         raise ConfigError(_READS, f"no {where}")
     run = read_run(where)
     found = sorted([*where.glob(f"{FOLDER}/*.json"), *(where.glob("*.json") if run is None else ())], key=_age)
     attempts = (run or {}).get("attempts") or [{}]
-    if found and _age(found[-1]) >= _seconds(attempts[-1].get("started")):
-        return _hang(found[-1])
     pages = [page for path in sorted(where.glob(f"{FOLDER}/*.ring")) if (page := read_ring(path)) is not None]
-    return "\n".join(filter(None, [_end_of(where, run), pages_in_words(pages)]))
+    words = [page for page in pages if "error" in page]
+    if found and _age(found[-1]) >= _seconds(attempts[-1].get("started")):
+        before = [page for page in words if not page["aftermath"] and page["failed"] < _age(found[-1])]
+        return "\n".join([*([errors_in_words(before)] if before else []), _hang(found[-1])])
+    silent = [page for page in pages if "error" not in page]
+    error = str((run or {}).get("error") or "")
+    if error and not any(page["rank"] == 0 and error.startswith(page["error"]) for page in words):
+        words.append(_of_record(where, error))
+    head = _GOES_ON if run_status(where) == "running" else _SILENT
+    return "\n".join(filter(None, [_end_of(where, run), _causes(words, silent, head)]))
 
 
 def _age(path: Path) -> float:
@@ -81,11 +97,50 @@ def _end_of(where: Path, run: Mapping[str, Any] | None) -> str:
         return ""
     last = next((event for event in reversed(read_events(where)) if event.get("kind") in ("step", "epoch")), None)
     came = f"; its last event: {last['kind']} {last.get(last['kind'])}, {moment(last['time'])}" if last else ""
-    return f"{where}: {status}{came}" + (f"\n  received: {run['error']}" if run.get("error") else "")
+    return f"{where}: {'no end is recorded' if status == 'killed' else status}{came}"
 
 
-def pages_in_words(pages: Sequence[Mapping[str, Any]]) -> str:
-    """Returns what ranks say that were killed, the first to fall silent first; pure."""
+def _of_record(where: Path, error: str) -> dict[str, Any]:
+    """Returns what rank 0 has failed with, as its page would say it."""
+    ended = next((event["time"] for event in reversed(read_events(where)) if event.get("kind") == "end"), 0.0)
+    return {"rank": 0, "error": error, "aftermath": error.startswith(AFTERMATH), "failed": ended}
+
+
+def _causes(words: Sequence[Page], silent: Sequence[Page], head: str) -> str:
+    """Returns what comes first, of errors and of ranks that have ended without a word; then what came of it; pure."""
+    own = [page for page in words if not page["aftermath"]]
+    first_s = min((page["failed"] for page in own), default=float("inf"))
+    before = [page for page in silent if page.get("time", 0.0) < first_s - _TOGETHER_S]
+    after = [page.get("rank", 0) for page in silent if page not in before]
+    told = [pages_in_words(before, head), errors_in_words(own or ([] if before else words))]
+    lost = next((page for page in words if page["aftermath"]), None)
+    if lost is not None and (own or before):
+        told.append(f"  after it: rank {lost['rank']}: {lost['error'].splitlines()[0]}")
+    if after:
+        told.append(f"  after it: {names_of(after)} ended without a word: a launcher ends the others")
+    return "\n".join(filter(None, told))
+
+
+def errors_in_words(pages: Sequence[Page]) -> str:
+    """Returns what ranks say that failed, the first one first, and each error once; pure."""
+    first: dict[str, Page] = {}
+    for page in sorted(pages, key=lambda page: (page["failed"], page["rank"])):
+        first.setdefault(page["error"], page)
+    lines: list[str] = []
+    for error, page in list(first.items())[:_TOLD]:
+        who = f"{_name(page)}, {moment(page['failed'])}: " if "pid" in page else ""
+        lines.append(("            then " if lines else "  received: ") + who + error.replace("\n", "\n" + " " * 12))
+        if page.get("at"):
+            lines.append(f"              at {page['at']}")
+    return "\n".join(lines)
+
+
+def _name(page: Page) -> str:
+    return f"rank {page.get('rank')} (host {page.get('host')}, process {page.get('pid')})"
+
+
+def pages_in_words(pages: Sequence[Page], head: str = _SILENT) -> str:
+    """Returns what ranks say that have ended without a word, the first to fall silent first; pure."""
     order = sorted(pages, key=lambda page: (page.get("time", 0.0), page.get("updates", 0)))
     lines = []
     for page in order:
@@ -93,14 +148,13 @@ def pages_in_words(pages: Sequence[Mapping[str, Any]]) -> str:
         known += [f"in phase {page['phase']}"] if page.get("phase") else []
         known += [f"in on_main({page['on_main']})"] if page.get("on_main") else []
         known += [page["line"]] if page.get("line") else []
-        who = f"rank {page.get('rank')} (host {page.get('host')}, process {page.get('pid')})"
-        lines.append(f"  {who}: last heard of {moment(page.get('time', 0.0))}: {', '.join(known)}")
+        lines.append(f"  {_name(page)}: last heard of {moment(page.get('time', 0.0))}: {', '.join(known)}")
     if len(order) > 1 and order[1].get("time", 0.0) - order[0].get("time", 0.0) > _TOGETHER_S:
         hosts = len({page.get("host") for page in order})
         doubt = " (by its own host's clock)" if hosts > 1 else ""
         lines.insert(0, f"rank {order[0].get('rank')} fell silent first{doubt}, and is likely the cause")
     elif lines:
-        lines.insert(0, "ranks that did not end by themselves (killed, as by SIGKILL or for memory: dmesg tells)")
+        lines.insert(0, head)
     return "\n".join(lines)
 
 

@@ -224,7 +224,13 @@ def note_exit(status: object) -> None:
 
 def ends_badly() -> bool:
     """Returns whether a program that is at its end has failed: by an exception, or with a code other than 0."""
-    return bool(_exits) or getattr(sys, "last_value", None) is not None
+    return ended_by() is not None
+
+
+def ended_by() -> BaseException | None:
+    """Returns what has failed a program that is at its end, None where nothing has."""
+    last: BaseException | None = getattr(sys, "last_value", None)
+    return last if last is not None or not _exits else SystemExit(_exits[-1])
 
 
 def exit_with(program: str, error: BaseException, rank: int) -> NoReturn:
@@ -245,7 +251,6 @@ def exit_with(program: str, error: BaseException, rank: int) -> NoReturn:
     world_module = sys.modules.get("hvdtrain.core.world")  # which may not have been imported
     world = world_module.current() if world_module is not None else None
     if world is not None and world.engine != "solo":
-        if world.tracker.ring is not None:  # of a rank that says nothing any more
-            world.tracker.ring.remove()
+        world.tracker.fails(error)
         end_now(code)
     sys.exit(code)

@@ -19,7 +19,7 @@ from hvdtrain.core.errors import (
     LauncherError,
     ReplicaError,
     build_horovod_command,
-    ends_badly,
+    ended_by,
     exit_with,
     install_command,
     note_exits,
@@ -156,9 +156,13 @@ def _let_it_change(world: World, its: Elastic, framework: str) -> None:
 def _leave_at_exit(world: World, pid: int) -> None:
     """At the end of a program that has not left its world: wait for the other ranks, or tell that they are elsewhere.
 
-    Without it the engine would go down under ranks that still talk. A program that failed has said why.
+    Without it the engine would go down under ranks that still talk. A program that failed has said why, and leaves it.
     """
-    if current() is not world or os.getpid() != pid or ends_badly():
+    if current() is not world or os.getpid() != pid:
+        return
+    failure = ended_by()
+    if failure is not None:
+        world.tracker.fails(failure)
         return
     try:
         world.end()

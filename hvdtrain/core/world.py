@@ -257,6 +257,8 @@ class World:
             return  # the ranks meet once more, at the end of the program: until then another signal ends none of them
         if isinstance(exc, SystemExit):
             note_exit(exc.code)
+        if exc is not None and not (isinstance(exc, SystemExit) and not exc.code):
+            self.tracker.fails(exc, ends=False)  # by when it came, not by when this process has ended
         if exc_type is None:
             self.end()
         preemption.release()

@@ -99,8 +99,7 @@ class RunLog:
         updates = traced_updates(os.environ)
         world.on_main(self._open, resume)
         self._tracing = Tracing(updates, world, self.run_dir) if updates else None
-        if world.size > 1:
-            world.tracker.use_run_dir(self.run_dir)
+        world.tracker.use_run_dir(self.run_dir)
 
     @property
     def _talks(self) -> bool:

@@ -1,4 +1,7 @@
-"""What is kept of a hang, as JSON: every rank's report and stacks, and what else is known; on rank 0's host."""
+"""What is kept of a hang, as JSON: every rank's report and stacks, and what else is known; on rank 0's host.
+
+Of ranks out of step: where each of them is.
+"""
 
 from __future__ import annotations
 

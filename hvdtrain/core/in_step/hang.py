@@ -34,8 +34,8 @@ class Verdict:
     """What was found.
 
     Attributes:
-        kind: "hung": the job is to be ended; "moving", "debugged": it is left alone for that; "": nobody waits in vain,
-            or not for long enough.
+        kind: "hung", or "out of step" (as `watch` finds it): the job is to be ended; "moving", "debugged": it is left
+            alone for that; "": nobody waits in vain, or not for long enough.
         ranks: that do not come, or that are debugged.
         waiting: the ranks that wait for them.
     """

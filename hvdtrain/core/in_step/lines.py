@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import threading
+import traceback
 from types import FrameType
 
 # frames of these are not the user's, who called them
@@ -22,10 +23,17 @@ def user_line(frame: FrameType | None = None) -> str:
         frame: where to look from; by default from the caller.
     """
     frame = users_frame(frame if frame is not None else sys._getframe(1))
-    if frame is None:
-        return "?"
+    return "?" if frame is None else _shown(frame, line_of(frame))
+
+
+def raised_at(error: BaseException) -> str:
+    """Returns the line of the user's that an error has come through last, as `user_line` does; "" if none is known."""
+    found = [at for at in traceback.walk_tb(error.__traceback__) if is_users(at[0])]
+    return _shown(*found[-1]) if found else ""
+
+
+def _shown(frame: FrameType, number: int) -> str:
     path = frame.f_code.co_filename
-    number = line_of(frame)
     text = linecache.getline(path, number, frame.f_globals).strip()
     shown = text if len(text) <= 100 else text[:97] + "..."
     return f"{os.path.basename(path)}:{number}" + (f": {shown}" if shown else "")

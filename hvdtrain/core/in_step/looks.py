@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from hvdtrain.core.in_step.lines import is_users, line_of, user_line
 from hvdtrain.core.in_step.link import Meeting
 from hvdtrain.core.in_step.meeting import Tracker
-from hvdtrain.core.in_step.ring import RUN_VARIABLE, open_ring
+from hvdtrain.core.in_step.ring import RUN_VARIABLE, forget, open_ring
 
 STILL, CIRCLES, MOVING = "still", "circles", "moving"
 Chain = tuple[tuple[str, str], ...]
@@ -257,7 +257,11 @@ class Own:
     def use_run_dir(self, run_dir: Path | None) -> None:
         """Leaves this rank's page, and on rank 0 the report of a hang, in this folder from here on."""
         earlier, self.run_dir = self._tracker.ring, run_dir and run_dir.absolute()
+        if self.run_dir is not None:
+            forget(self.run_dir, self._tracker.rank, self._tracker.size, folder=not self.hang_s)
         new = open_ring(self.run_dir, self.token, self._tracker.rank) if self.hang_s else None
+        if new is not None:
+            new.tell(self._who)  # it may end within a second
         self._tracker.ring = new or earlier
         if new is not None and earlier is not None and new.path != earlier.path:
             earlier.remove()

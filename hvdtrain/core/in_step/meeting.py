@@ -25,7 +25,7 @@ from hvdtrain.core.errors import ConfigError, ReplicaError, by_rank
 from hvdtrain.core.in_step import elastic
 from hvdtrain.core.in_step.arrival import names_of
 from hvdtrain.core.in_step.lines import function_of, in_thread, user_line, users_frame
-from hvdtrain.core.in_step.ring import MEETING, NOWHERE, UPDATE, Ring
+from hvdtrain.core.in_step.ring import MEETING, NOWHERE, UPDATE, Ring, forget, last_words
 
 END, BARRIER = "end", "barrier"  # may be reached on another line by each rank
 
@@ -124,6 +124,13 @@ class Tracker:
         self.run_dir = run_dir
         if self.watch is not None:
             self.watch.use_run_dir(run_dir)
+        else:  # no page of this attempt takes the place of an earlier one's
+            forget(run_dir, self.rank, self.size, folder=True)
+
+    def fails(self, error: BaseException, *, ends: bool = True) -> None:
+        """This rank fails, and says so where others look for it; see `ring.last_words`."""
+        if self.size > 1 and os.getpid() == self._pid and not self._left:
+            self.ring = last_words(self.ring, self.run_dir, self.rank, error, ends=ends)
 
     def leave(self) -> None:
         """Closes; what is collective is refused from here on."""

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hvdtrain.core.errors import HUNG_CODE, OUT_OF_STEP_CODE, ReplicaError, describe, end_now, ending
-from hvdtrain.core.in_step import elastic, hang, looks
+from hvdtrain.core.in_step import bundle, elastic, hang, looks
 from hvdtrain.core.in_step.arrival import listen_to_ranks, seconds_of
 from hvdtrain.core.in_step.link import LONGEST_REPORT, WELCOME, Link, Meeting, connect
 from hvdtrain.core.in_step.meeting import State, Tracker, deadlocked, out_of_step, waiting
@@ -146,6 +146,7 @@ class Watch:
 
     def _end_all(self, error: list[str], links: Sequence[Link], code: int = HUNG_CODE) -> None:
         self._own.close()
+        self._tracker.run_dir = None  # what the main thread fails with meanwhile comes of it
         end_all(error, self._tracker.rank, links, code=code)
 
     # -- every rank but 0 ------------------------------------------------------------------------------------------
@@ -256,7 +257,14 @@ class Watch:
                     link.send(ask=self._question)
         elif all(report.get("asked") == self._question for report in reports.values()):
             error = out_of_step(stuck, self._tracker.remedy)
-            self._end_all([error.rule, error.received, error.remedy], links, OUT_OF_STEP_CODE)
+            text = [error.rule, error.received, error.remedy]
+            if self._own.run_dir is not None:  # where `hvdtrain why` looks
+                ranks = list(range(self._tracker.size))
+                said = {rank: {"rank": rank, "at": state} for rank, state in enumerate(stuck)}
+                bundle.write(
+                    bundle.path_of(self._own.run_dir), text, hang.Verdict("out of step", ranks, ranks), said, {}
+                )
+            self._end_all(text, links, OUT_OF_STEP_CODE)
 
     def _note(self, absent: list[int]) -> None:
         """Tells once a place whom rank 0 waits for: a rank that is stopped cannot say so."""

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hvdtrain.core.engines import mpi_communicator
-from hvdtrain.core.errors import HvdtrainError, LauncherError, ends_badly
+from hvdtrain.core.errors import HvdtrainError, LauncherError, RanksLost, ends_badly
 from hvdtrain.core.in_step.arrival import (
     Rendezvous,
     attempts,
@@ -222,7 +222,7 @@ def rank_losses() -> Iterator[None]:
         yield
     except RuntimeError as error:
         if isinstance(error, dist.DistError) or "gloo" in str(error).lower():
-            raise HvdtrainError(
+            raise RanksLost(
                 "every rank must take part until the end",
                 f"torch.distributed gave up: {str(error).splitlines()[0]}",
                 "read what the rank that ended first has said",

@@ -22,6 +22,7 @@ from watched_pair import Ended
 from hvdtrain.core.errors import HUNG_CODE, ConfigError
 from hvdtrain.core.in_step import bundle, hang, looks, ring, rounds, watch
 from hvdtrain.core.in_step.looks import CIRCLES, MOVING, STILL, Look, movement
+from hvdtrain.core.in_step.meeting import Tracker
 from hvdtrain.core.launchers import Detected
 
 UPDATE = {"kind": "update", "number": 4, "key": "of model 1", "line": "a.py:1: backward()", "updates": 3, "meetings": 2,
@@ -336,6 +337,52 @@ def test_a_page_that_was_half_written_has_the_text_before(tmp_path: Path) -> Non
     assert found is not None and found["phase"] == "input"
     page.path.write_bytes(b"something else")
     assert ring.read_ring(page.path) is None
+
+
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+@pytest.mark.parametrize(
+    ("error", "kept"), [(Unspeakable(), "Unspeakable"), (ValueError("\U0001f600" * 5000), "ValueError: \U0001f600")]
+)
+def test_the_page_of_a_rank_that_fails_stays(tmp_path: Path, error: Exception, kept: str) -> None:
+    page = ring.open_ring(tmp_path, "token", 1)
+    assert page is not None
+    page.tell({"line": "x" * 5000, "on_main": "\U0001f600" * 5000})
+    assert ring.last_words(page, tmp_path, 1, error, ends=False) is page, "it is removed if the program ends well"
+    ring.last_words(page, tmp_path, 1, SystemExit(1), ends=True)
+    page.tell({"line": "of the thread that watches"})
+    found = ring.read_ring(page.path)
+    assert found is not None and found["error"].startswith(kept) and found["line"].startswith("of the thread")
+
+
+def test_a_rank_that_has_no_page_makes_one_in_the_run_and_nowhere_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
+    ring.last_words(ring.open_ring(None, "token", 1), None, 1, ValueError("mine"), ends=True)
+    for nowhere in (None, tmp_path / "on another host"):
+        ring.last_words(None, nowhere, 1, ValueError("mine"), ends=True)
+    assert not list(tmp_path.rglob("*.ring"))
+    alone = Tracker(0, 1)
+    alone.use_run_dir(tmp_path)
+    alone.fails(ValueError("mine"))
+    assert not list(tmp_path.rglob("*.ring")), "its record says it"
+    tracker = Tracker(1, 2)
+    tracker.use_run_dir(tmp_path)
+    tracker.fails(ValueError("mine"))
+    assert [path.name for path in tmp_path.rglob("*.ring")] == ["rank-1.ring"]
+
+
+def test_the_next_attempt_takes_away_what_an_earlier_one_has_left(tmp_path: Path) -> None:
+    for rank in (0, 1, 2, 11):
+        ring.last_words(None, tmp_path, rank, ValueError("mine"), ends=True)
+    Tracker(1, 2).use_run_dir(tmp_path)
+    assert sorted(path.stem for path in tmp_path.rglob("*.ring")) == ["rank-0", "rank-11", "rank-2"]
+    Tracker(0, 2).use_run_dir(tmp_path)
+    assert not (tmp_path / ring.FOLDER).exists()
 
 
 def test_pages_without_a_run_are_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

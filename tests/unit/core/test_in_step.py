@@ -9,17 +9,20 @@ import re
 import socket
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from watched_pair import Ended
 
+from hvdtrain.commands.why import why
 from hvdtrain.core.engines import SoloEngine
 from hvdtrain.core.errors import OUT_OF_STEP_CODE, ConfigError
 from hvdtrain.core.in_step import watch
 from hvdtrain.core.in_step.lines import user_line
 from hvdtrain.core.in_step.meeting import State, Tracker, deadlocked, out_of_step
+from hvdtrain.core.in_step.ring import FOLDER
 from hvdtrain.core.launchers import Detected
 
 LEFT = "what is collective must be done before the ranks part"
@@ -140,6 +143,19 @@ def test_ranks_that_wait_for_each_other_are_both_told(pair: Pair) -> None:
     lines = pair.ended[0][1].splitlines()
     assert [line[:30] for line in lines] == ["rank 0: in update 1 of model 1", "rank 1: in update 1 of model 2"]
     assert all("test_in_step.py" in line for line in lines)
+
+
+def test_what_ranks_out_of_step_have_said_is_kept_in_the_run(pair: Pair, tmp_path: Path) -> None:
+    for rank in pair.ranks:
+        rank.use_run_dir(tmp_path)
+    pair.ranks[0].begin_update("of model 1")
+    pair.ranks[1].begin_update("of model 2")
+    assert pair.over.wait(30)
+    (file,) = (tmp_path / FOLDER).iterdir()
+    assert pair.ended[0][1].replace("\n", "\n" + " " * 12) in why(tmp_path)
+    assert [its["at"]["key"] for its in json.loads(file.read_text())["ranks"]] == ["of model 1", "of model 2"]
+    pair.ranks[1].fails(ValueError("the engine broke"))
+    assert list((tmp_path / FOLDER).iterdir()) == [file], "it comes of it"
 
 
 def test_another_program_at_an_address_that_looks_like_rank_0s(monkeypatch: pytest.MonkeyPatch) -> None:
