@@ -279,7 +279,7 @@ class Loader(Dealt):
         """Refuses to serve a loop that is not the loader's any more.
 
         Raises:
-            RanksLost: it does not train, and the ranks have changed since it began.
+            HvdtrainError: it does not train, and the ranks have changed since it began.
             ConfigError: another loop was begun.
         """
         if self._torn is not None and self._torn() is loop:
