@@ -277,7 +277,7 @@ class TrainingPart(Part):
         return _bytes_of(value for state in self.optimizer.wrapped.state.values() for value in state.values())
 
     def write(self, file: StateFile) -> None:
-        optimizer = self.optimizer
+        optimizer, data = self.optimizer, self.optimizer.session.batches.data
         content = {
             "format": 1,
             "optimizer": optimizer.state_dict() if self._gathered is None else self._gathered,
@@ -285,6 +285,7 @@ class TrainingPart(Part):
             "precision": optimizer.session.precision.state_dict(),
             "progress": asdict(optimizer.progress),
             "loader": _place(optimizer.session, self._extra),
+            "loop_goes_on": data is not None and data.loop_goes_on(),
             "parameters": _described(optimizer),
             "streams": self.streams,
         }
@@ -324,7 +325,7 @@ class TrainingPart(Part):
             except ConfigError as error:
                 raise CheckpointError(error.rule, error.received, error.remedy) from error
         world = session.world
-        if saved["loader"] and saved["loader"].get("within") and world.is_main and elastic.active() is None:
+        if saved.get("loop_goes_on") and world.is_main and elastic.active() is None:
             last, now = saved["loader"]["epoch"] - 1, saved["loader"]["epoch"]
             print(
                 f"hvdtrain: goes on with epoch {now}: the checkpoint was saved after the last batch of epoch {last},"

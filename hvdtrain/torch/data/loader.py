@@ -196,10 +196,12 @@ class Loader(Dealt):
         return self._state(self.position, self.step)
 
     def state_of_weights(self) -> dict[str, Any]:
-        """Returns the state of where a restored run goes on: after the last batch that is in any model's weights;
-        "within" where that is the last of an epoch whose loop is not over."""
-        place = self._position_of_weights()
-        return {**self._state(place, self.in_weights), "within": self._begun and place[0] > self._epoch}
+        """Returns the state of where a restored run goes on: after the last batch that is in any model's weights."""
+        return self._state(self._position_of_weights(), self.in_weights)
+
+    def loop_goes_on(self) -> bool:
+        """Whether the last batch of an epoch is in the weights, whose loop is not over."""
+        return self.running and self._position_of_weights()[0] > self._epoch
 
     def beside(self) -> list[Loader]:
         """Returns other loaders in the middle of a loop, which no model was prepared with."""
