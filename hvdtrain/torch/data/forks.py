@@ -12,14 +12,27 @@ from __future__ import annotations
 import multiprocessing.connection
 import multiprocessing.context
 import multiprocessing.popen_fork
+import multiprocessing.process
 from typing import Any
 
 import torch
+from torch.utils.data._utils import worker
 
 from hvdtrain.core.errors import HvdtrainError
 
 # A healthy process answers within milliseconds; on a machine that is very busy a later attempt waits for longer.
 PATIENCE_S = (2.0, 4.0, 8.0, 16.0)
+
+
+class _Watchdog(worker.ManagerWatchdog):
+    """PyTorch's takes whoever is the parent when it begins for its parent: of one that was killed just before, a worker
+    would wait for ever."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        parent = multiprocessing.process.parent_process()
+        assert parent is not None and parent.pid is not None
+        self.manager_pid = parent.pid
 
 
 class Process(multiprocessing.context.ForkProcess):
@@ -30,6 +43,7 @@ class Process(multiprocessing.context.ForkProcess):
     def run(self) -> None:
         self._answers.send_bytes(b"")
         self._answers.close()
+        vars(worker)["ManagerWatchdog"] = _Watchdog  # in this process only
         super().run()
 
     @staticmethod
