@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet, ref
+from weakref import ref
 
 import numpy as np
 import torch
@@ -20,7 +20,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from hvdtrain.core.errors import CheckpointError, ConfigError
-from hvdtrain.core.in_step import elastic
 from hvdtrain.core.world import World, current
 from hvdtrain.runs.parts import Part, Progress, Saves
 from hvdtrain.runs.staging import StateFile
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
     from hvdtrain.torch.data.loader import Loader
 
 Described = list[Any]  # of a parameter: name, shape, type
-_told: WeakSet[Loader] = WeakSet()  # of loaders whose place no checkpoint has
 
 
 def model_state(
@@ -277,15 +275,17 @@ class TrainingPart(Part):
         return _bytes_of(value for state in self.optimizer.wrapped.state.values() for value in state.values())
 
     def write(self, file: StateFile) -> None:
-        optimizer, data = self.optimizer, self.optimizer.session.batches.data
+        optimizer = self.optimizer
+        if self.data is not None:
+            _tell_of_others(self.data, self._extra.values())
         content = {
             "format": 1,
             "optimizer": optimizer.state_dict() if self._gathered is None else self._gathered,
             "optimizer_class": kind_of(optimizer.wrapped),
             "precision": optimizer.session.precision.state_dict(),
             "progress": asdict(optimizer.progress),
-            "loader": _place(optimizer.session, self._extra),
-            "loop_goes_on": data is not None and data.loop_goes_on(),
+            "loader": _place(optimizer.session),
+            "loop_goes_on": self.data is not None and self.data.loop_goes_on(),
             "parameters": _described(optimizer),
             "streams": self.streams,
         }
@@ -325,7 +325,7 @@ class TrainingPart(Part):
             except ConfigError as error:
                 raise CheckpointError(error.rule, error.received, error.remedy) from error
         world = session.world
-        if saved.get("loop_goes_on") and world.is_main and elastic.active() is None:
+        if saved.get("loop_goes_on") and self.data is not None and world.is_main:
             last, now = saved["loader"]["epoch"] - 1, saved["loader"]["epoch"]
             print(
                 f"hvdtrain: goes on with epoch {now}: the checkpoint was saved after the last batch of epoch {last},"
@@ -343,21 +343,22 @@ def _bytes_of(values: Iterable[Any]) -> int:
     return sum(value.nbytes for value in values if isinstance(value, Tensor) and value.layout is torch.strided)
 
 
-def _place(session: Session, extra: Mapping[str, Any]) -> dict[str, Any] | None:
+def _tell_of_others(data: Loader, extra: Iterable[object]) -> None:
+    """Says, on the rank that writes, which loaders are in the middle of an epoch, and in no checkpoint."""
+    for other in data.left_out(extra):
+        print(
+            "hvdtrain: a checkpoint knows the place in the loader of prepare() only; a second one, of"
+            f" {other.plan.samples or 'unknown'} samples, is in the middle of epoch {other.position[0]}, which"
+            ' a restored run begins anew: model_state(..., extra={"second": loader}) keeps its place',
+            flush=True,
+        )
+
+
+def _place(session: Session) -> dict[str, Any] | None:
     """Where the loader goes on: after the last batch that is in the weights, however many were handed out since."""
     data = session.batches.data
     if data is None:
         return None
-    if session.world.is_main:
-        for other in data.beside():
-            if other not in _told and not any(kept is other for kept in extra.values()):
-                _told.add(other)
-                print(
-                    "hvdtrain: a checkpoint knows the place in the loader of prepare() only; a second one, of"
-                    f" {other.plan.samples or 'unknown'} samples, is in the middle of epoch {other.position[0]}, which"
-                    ' a restored run begins anew: model_state(..., extra={"second": loader}) keeps its place',
-                    flush=True,
-                )
     left = data.left_early()  # told once
     if left is not None and session.world.is_main:
         whole = data.plan.samples or "its"  # a stream's

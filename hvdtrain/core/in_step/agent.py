@@ -48,7 +48,7 @@ class AgentLine:
         self.formation = self.asked_to_leave = 0
         self.dismissed = False
         self.cut: Callable[[], None] = lambda: None
-        self._noted, self._told = (0, 0), (-1, 0)  # formation, updates
+        self._noted = self._told = (0, 0)  # formation, updates
         atexit.register(self._tell_at_end)
         before_end(self._tell_at_end)
         threading.Thread(target=self._listen, name="hvdtrain agent", daemon=True).start()
@@ -61,7 +61,7 @@ class AgentLine:
     def note(self, updates: int) -> None:
         """So many updates are done: said now, if it is the first one of a formation, else within a second."""
         self._noted = self.formation, updates
-        if self._told[0] != self.formation:
+        if self._told[0] != self.formation or not self._told[1]:
             self._tell()
 
     def _tell_at_end(self) -> None:

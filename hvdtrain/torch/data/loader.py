@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
@@ -64,7 +64,7 @@ class Loader(Dealt):
         self._items: Items | None = None
         self._moves = 0
         self._left: tuple[int, int] | None = None  # (epoch, samples done) of a loop that ended before its epoch
-        self._left_reported = False
+        self._left_reported = self._reported = False  # as left early; as left out of a checkpoint
         self.differentiated: Step | None = None
         self.in_weights: Step | None = None
         self._served = WeakIdKeyDictionary()  # of each tensor that was handed out to train on, its step
@@ -203,9 +203,13 @@ class Loader(Dealt):
         """Whether the last batch of an epoch is in the weights, whose loop is not over."""
         return self.running and self._position_of_weights()[0] > self._epoch
 
-    def beside(self) -> list[Loader]:
-        """Returns other loaders in the middle of a loop, which no model was prepared with."""
-        return [other for other in known if other is not self and other.running and not other.followers]
+    def left_out(self, kept: Iterable[object]) -> list[Loader]:
+        """Returns other loaders in the middle of a loop, without a model of theirs, that nobody keeps; each once."""
+        keeps = {id(self), *map(id, kept)}
+        found = [its for its in known if id(its) not in keeps and its.running and not (its.followers or its._reported)]
+        for other in found:
+            other._reported = True
+        return found
 
     def _state(self, place: tuple[int, int], step: Step | None) -> dict[str, Any]:
         """Returns the state of a place, which is that after `step`, or one before it."""

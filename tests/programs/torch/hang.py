@@ -165,7 +165,7 @@ def main() -> None:
     torch.set_num_threads(1)
     beacon.start()
     with hvdtrain.init("torch", engine=engine, device="cpu") as world:
-        slow = way == "slow_first_step" and world.rank == 1
+        slow = way == "slow_first_step" and world.rank == 1  # what is tried; nothing waits for it by sleeping
         time.sleep(9 * slow)
         training = Training(verify=way == "slow_first_step")  # whose trial update is not the first one
         time.sleep(9 * slow)
