@@ -67,3 +67,8 @@ def test_limits_of_the_loader_alone(limit: Limit) -> None:
         problem = verdict_on(name, output_of("loader_alone.py"))
         assert not problem, problem
         limit(row, attack, mended=now)
+
+
+def test_a_worker_whose_rank_is_killed_right_after_the_fork_ends() -> None:
+    program = PROGRAMS / "torch" / "worker_of_the_dead.py"
+    assert "the worker has ended" in run_ranks([program], 1, launcher="none", timeout_s=60).check().out
