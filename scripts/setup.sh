@@ -89,6 +89,16 @@ test_packages() {
     apt-get install -y -q --no-install-recommends "${missing[@]}"
 }
 
+# pip would say so after minutes, when the disk is full for everyone.
+room_for_venv() {
+  local needed=8 folder free
+  folder=$(dirname "$VENV")
+  while [ ! -e "$folder" ]; do folder=$(dirname "$folder"); done
+  free=$(df -Pk "$folder" | awk 'NR == 2 { print int($4 / 1024 / 1024) }')
+  [ "$free" -ge $needed ] || die "a new environment needs $needed GB, and $folder has $free GB free. Make room, or set" \
+    "HVDTRAIN_VENV to a folder on another disk"
+}
+
 # Everything the environment depends on; when it changes, set-up looks again.
 fingerprint() {
   cat setup.cfg pyproject.toml hvdtrain/horovod_build/*.py hvdtrain/horovod_build/patches/* scripts/setup.sh | sha256sum | cut -c1-16
@@ -100,6 +110,7 @@ set_up() {
   case $(cat "$ready" 2>/dev/null || true) in "$wanted $what" | "$wanted dev") return 0 ;; esac
   python=$(find_python)
   if [ ! -x "$VENV/bin/python" ]; then
+    room_for_venv
     to_make_venv "$python"
     step "making $VENV with $("$python" --version) (about 5 s)" "$python" -m venv "$VENV"
   fi

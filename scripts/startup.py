@@ -42,8 +42,7 @@ noted(startup, "import_modules", "TensorFlow, Keras, Horovod imported")
 noted(keras_mnist.hvdtrain, "init", "hvdtrain.init")
 train = keras_mnist.train
 def trained(args, world):
-    from hvdtrain.keras import steps
-    from hvdtrain.keras.checks import start
+    from hvdtrain.keras.checks import start, steps
     noted(keras_mnist, "load_mnist", "data, compared")
     noted(start, "start", "run log, model, broadcast, proof")
     noted(steps, "_after_first", "first update, replicas and loss compared", last=True)

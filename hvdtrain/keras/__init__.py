@@ -29,7 +29,7 @@ from hvdtrain.core.in_step.proof import Proof
 from hvdtrain.core.lr import LR
 from hvdtrain.core.startup import COMPRESSION
 from hvdtrain.core.world import World, given_or_current
-from hvdtrain.keras import averaging, fit, fit_callbacks
+from hvdtrain.keras import averaging, fit, fit_callbacks, fit_records
 from hvdtrain.keras.backends.chosen import BACKEND
 from hvdtrain.keras.checkpoint import model_state
 from hvdtrain.keras.checks import rate, start
@@ -196,10 +196,10 @@ def callbacks(
     session.records = run is not None and getattr(model, "_loss_tracker", None) is not None
     if checkpointer is not None:
         checkpointer.run = checkpointer.run or run
-        found.append(fit_callbacks.Save(session, checkpointer, save_every, extra))
+        found.append(fit_records.Save(session, checkpointer, save_every, extra))
     if run is not None:
-        steps = fit_callbacks.Record(session, run, count)
-        found += [steps, fit_callbacks.RecordEpoch(session, steps)]
+        steps = fit_records.Record(session, run, count)
+        found += [steps, fit_records.RecordEpoch(session, steps)]
     return found
 
 

@@ -20,9 +20,9 @@ from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.trainers.compile_utils import CompileLoss, CompileMetrics
 
 from hvdtrain.core.errors import ConfigError, ReplicaError
-from hvdtrain.keras import reduce, rng, steps, sync_batchnorm, units
+from hvdtrain.keras import reduce, rng, sync_batchnorm, units
 from hvdtrain.keras.backends.chosen import BACKEND
-from hvdtrain.keras.checks import replicas, start
+from hvdtrain.keras.checks import replicas, start, steps
 from hvdtrain.keras.session import (
     HOOKS,
     KEY,

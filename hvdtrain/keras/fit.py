@@ -21,16 +21,16 @@ from hvdtrain.core.errors import ConfigError, ReplicaError
 from hvdtrain.core.in_step import elastic
 from hvdtrain.core.in_step.elastic import repeated
 from hvdtrain.core.world import World
-from hvdtrain.keras import fit_callbacks, moving_average
+from hvdtrain.keras import fit_callbacks, fit_records, moving_average
 from hvdtrain.keras.backends.chosen import BACKEND
 from hvdtrain.keras.changing import Changing
 from hvdtrain.keras.checks import start
 from hvdtrain.keras.checks.changing_fit import check_elastic
+from hvdtrain.keras.checks.steps import same_work
 from hvdtrain.keras.checks.stopping import may_stop
 from hvdtrain.keras.data.loader import Loader
 from hvdtrain.keras.data.walked import open_ended
 from hvdtrain.keras.session import KEY, Session, hook, leaves_of
-from hvdtrain.keras.steps import same_work
 
 _K = keras.callbacks
 _UNREAD = ("class_weight", "validation_split", "steps_per_epoch")
@@ -96,8 +96,8 @@ def _fit(model: keras.Model, inner: Callable[..., Any], *args: Any, **kwargs: An
         session.compared.clear()
         callbacks = _together(session, callbacks, given)
     timing: AbstractContextManager[None] = nullcontext()
-    if any(isinstance(callback, fit_callbacks.Record) for callback in _listed(callbacks)):
-        callbacks, timing = _with(fit_callbacks.Wait(session), callbacks), BACKEND.timed_input(session)
+    if any(isinstance(callback, fit_records.Record) for callback in _listed(callbacks)):
+        callbacks, timing = _with(fit_records.Wait(session), callbacks), BACKEND.timed_input(session)
     reading: AbstractContextManager[None] = nullcontext()
     if its is not None:
         if not any(isinstance(callback, _K.History) for callback in _listed(callbacks)):

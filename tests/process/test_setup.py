@@ -86,6 +86,20 @@ def test_ctrl_c_while_a_ready_wheel_is_proven_ends_it(set_up):
     assert BUILD not in set_up.asked.read_text()
 
 
+def test_a_disk_without_room_for_an_environment_is_said_before_anything_is_installed(set_up, tmp_path):
+    tools, venv = tmp_path / "tools", tmp_path / "not" / "yet"
+    tools.mkdir()
+    (tools / "df").write_text("#!/bin/sh\necho Header\necho /dev/sda 100000000 93700000 6300000 94% /\n")
+    (tools / "df").chmod(0o755)
+    done = subprocess.run(
+        ["bash", "-c", ". scripts/setup.sh; echo goes on"], cwd=REPOSITORY, capture_output=True, text=True,
+        env=set_up.variables | {"HVDTRAIN_VENV": str(venv), "PATH": f"{tools}:{os.environ['PATH']}"},
+    )  # fmt: skip
+    assert done.returncode == 1 and not done.stdout, done.stdout
+    assert f"needs 8 GB, and {tmp_path} has 6 GB free" in done.stderr and "HVDTRAIN_VENV" in done.stderr
+    assert not venv.exists()
+
+
 def test_a_folder_of_ready_wheels_is_that_of_the_caller(set_up, tmp_path):
     script = f"cd {tmp_path}; . {REPOSITORY}/scripts/setup.sh"
     subprocess.run(["bash", "-c", script], env=set_up.variables | {"HVDTRAIN_WHEELS": "wheels"}, check=True)
