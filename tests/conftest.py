@@ -7,9 +7,11 @@ seconds, and a test that needs one is a test of real ranks anyway (`harness.run_
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,6 +33,26 @@ STARTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.sys
 in_unit = False
 # pytest's own
 IGNORED_VARIABLES = {"PYTEST_CURRENT_TEST", "PYTEST_VERSION"}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Gives all programs that tests start one temporary folder, which goes at the end: who is killed clears up nothing.
+
+    pytest's own folders, kept for who looks into a failure, stay where they are.
+    """
+    if hasattr(config, "workerinput"):  # a worker of pytest-xdist has its parent's
+        return
+    tempfile.gettempdir()  # noted here once and for all, before the variable is set
+    before, folder = os.environ.get("TMPDIR"), tempfile.mkdtemp(prefix="hvdtrain-tests-")
+    os.environ["TMPDIR"] = folder
+
+    def forget() -> None:
+        del os.environ["TMPDIR"]
+        if before is not None:
+            os.environ["TMPDIR"] = before
+        shutil.rmtree(folder, ignore_errors=True)  # a test that failed may have left a mount
+
+    config.add_cleanup(forget)
 
 
 def _tier(item: pytest.Item) -> str:
