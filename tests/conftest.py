@@ -50,7 +50,7 @@ def pytest_configure(config: pytest.Config) -> None:
         del os.environ["TMPDIR"]
         if before is not None:
             os.environ["TMPDIR"] = before
-        shutil.rmtree(folder, ignore_errors=True)  # a test that failed may have left a mount
+        shutil.rmtree(folder, ignore_errors=True)  # what is just ending may still write there
 
     config.add_cleanup(forget)
 

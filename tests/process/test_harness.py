@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-from harness import TOKEN, HarnessError, clean_environment, kill_all, processes_of, run_ranks
+from harness import REPOSITORY, TOKEN, HarnessError, clean_environment, kill_all, processes_of, run_ranks
 
 HANG = """
 import os, signal, subprocess, sys, threading
@@ -124,3 +124,15 @@ def test_environment_is_clean(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "SLURM_PROCID" not in environment and "RANK" not in environment
     assert environment["MINE"] == "1" and environment["OMP_NUM_THREADS"] == "1"
     assert environment["PATH"] == os.environ["PATH"]
+
+
+def test_what_killed_programs_leave_in_their_temporary_folder_goes_with_the_tests(tmp_path: Path) -> None:
+    program = "import os, signal, tempfile\nprint(tempfile.mkdtemp(), flush=True)\nos.kill(os.getpid(), signal.SIGKILL)"
+    left = Path(run_ranks(["-c", program], 1, launcher="none").out.strip())
+    assert left.is_dir() and left.parent.name.startswith("hvdtrain-tests-"), left
+    # tests of their own, in a temporary folder that nobody else writes to
+    subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", "tests/unit/test_layers.py"],
+        cwd=REPOSITORY, env=clean_environment({"TMPDIR": str(tmp_path)}), stdout=subprocess.DEVNULL, check=True,
+    )  # fmt: skip
+    assert not list(tmp_path.glob("hvdtrain-tests-*"))

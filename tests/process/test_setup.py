@@ -91,9 +91,10 @@ def test_a_disk_without_room_for_an_environment_is_said_before_anything_is_insta
     tools.mkdir()
     (tools / "df").write_text("#!/bin/sh\necho Header\necho /dev/sda 100000000 93700000 6300000 94% /\n")
     (tools / "df").chmod(0o755)
+    full = {"HVDTRAIN_VENV": str(venv), "PATH": f"{tools}:{os.environ['PATH']}", "PIP_NO_INDEX": "1"}
     done = subprocess.run(
         ["bash", "-c", ". scripts/setup.sh; echo goes on"], cwd=REPOSITORY, capture_output=True, text=True,
-        env=set_up.variables | {"HVDTRAIN_VENV": str(venv), "PATH": f"{tools}:{os.environ['PATH']}"},
+        env=set_up.variables | full,
     )  # fmt: skip
     assert done.returncode == 1 and not done.stdout, done.stdout
     assert f"needs 8 GB, and {tmp_path} has 6 GB free" in done.stderr and "HVDTRAIN_VENV" in done.stderr

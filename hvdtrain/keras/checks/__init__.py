@@ -1,1 +1,1 @@
-"""What is proven of a fit before and after its first step."""
+"""What is proven of a fit: before it starts, after its first step, and around each."""
