@@ -33,6 +33,7 @@ from hvdtrain.keras.data.walked import open_ended
 from hvdtrain.keras.session import KEY, Session, hook, leaves_of
 
 _K = keras.callbacks
+_SET = (_K.ReduceLROnPlateau, _K.LambdaCallback)  # of Keras' own, those that may set something at an epoch's end
 _UNREAD = ("class_weight", "validation_split", "steps_per_epoch")
 
 
@@ -208,13 +209,18 @@ def _in_order(callbacks: Any) -> Any:
     found = _listed(callbacks)
     ours = [callback for callback in found if isinstance(callback, fit_callbacks.Callback)]
     others = [callback for callback in found if callback not in ours]
-    swaps = next((at for at, callback in enumerate(others) if isinstance(callback, _K.SwapEMAWeights)), len(others))
+    swaps = _first_swap(others)
     first, last = ([its for its in ours if its.comes_last is late] for late in (False, True))
     ordered = [*first, *others[:swaps], *last, *others[swaps:]]
     if isinstance(callbacks, _K.CallbackList):
         callbacks.callbacks[:] = ordered
         return callbacks
     return ordered
+
+
+def _first_swap(others: list[Any]) -> int:
+    """Returns where `SwapEMAWeights` stands in a list, else the list's length."""
+    return next((at for at, callback in enumerate(others) if isinstance(callback, _K.SwapEMAWeights)), len(others))
 
 
 class Place(fit_callbacks.Callback):
@@ -341,13 +347,27 @@ def _check_clock(session: Session, callbacks: Any, given: dict[str, Any]) -> Non
 
 
 def _tell_what_is_not_saved(session: Session, callbacks: Any) -> None:
-    """Checkpoints have the model's state; what callbacks of Keras count is in no file (of BackupAndRestore, too)."""
+    """Checkpoints have the model's state; what callbacks of Keras count is in no file (of BackupAndRestore, too), and
+    what is set at an epoch's end after `SwapEMAWeights`, which they come before, is in a later one."""
     counting = [type(c).__name__ for c in _listed(callbacks) if isinstance(c, (_K.EarlyStopping, _K.ReduceLROnPlateau))]
     if session.saves and counting:
         session.say(
             f"{' and '.join(counting)}: a run that is resumed from a checkpoint begins to count there anew; the best"
             " value so far and the epochs without a better one are in no checkpoint",
             once="counting",
+        )
+    others = [callback for callback in _listed(callbacks) if not isinstance(callback, fit_callbacks.Callback)]
+    after = others[_first_swap(others) + 1 :]
+    late = [
+        type(callback).__name__ for callback in after
+        if getattr(callback.on_epoch_end, "__func__", None) is not _K.Callback.on_epoch_end
+        and (not type(callback).__module__.startswith("keras.") or isinstance(callback, _SET))
+    ]  # fmt: skip
+    if session.saves and late:
+        session.say(
+            f"{' and '.join(late)}: listed after SwapEMAWeights, before which a checkpoint is taken: what on_epoch_end"
+            " sets there is not in the checkpoint of that epoch. List SwapEMAWeights last",
+            once="swap",
         )
 
 

@@ -344,12 +344,13 @@ def _bytes_of(values: Iterable[Any]) -> int:
 
 
 def _tell_of_others(data: Loader, extra: Iterable[object]) -> None:
-    """Says, on the rank that writes, which loaders are in the middle of an epoch, and in no checkpoint."""
+    """Says, on the rank that writes, which loaders are in the middle of a loop, and in no checkpoint."""
     for other in data.left_out(extra):
+        epoch, done = other.position
         print(
             "hvdtrain: a checkpoint knows the place in the loader of prepare() only; a second one, of"
-            f" {other.plan.samples or 'unknown'} samples, is in the middle of epoch {other.position[0]}, which"
-            ' a restored run begins anew: model_state(..., extra={"second": loader}) keeps its place',
+            f" {other.plan.samples or 'unknown'} samples, has dealt {done} of epoch {epoch}, and begins with its first"
+            ' epoch in a restored run: model_state(..., extra={"second": loader}) keeps its place',
             flush=True,
         )
 

@@ -568,6 +568,17 @@ def case_a_checkpoint_holds_the_weights_and_not_the_average_that_is_swapped_in()
 
 
 @case
+def case_what_is_set_after_the_average_was_swapped_in_is_said_to_be_in_no_checkpoint() -> None:
+    for after in (True, False):
+        model = prepared(keras.optimizers.Adam(0.05, use_ema=True), small())
+        swap, rate = keras.callbacks.SwapEMAWeights(swap_on_epoch=True), Halves()
+        with folder() as path, contextlib.redirect_stdout(io.StringIO()) as out:
+            ours = hvk.callbacks(model, checkpointer=hvdtrain.Checkpointer(path, best=None))
+            model.fit(batches(), verbose=0, callbacks=[*ours, *((swap, rate) if after else (rate, swap))])
+        assert ("Halves: listed after SwapEMAWeights" in out.getvalue()) is (after and RANK == 0), out.getvalue()
+
+
+@case
 def case_an_optimizer_of_another_class_or_without_slots_is_not_loaded() -> None:
     with folder() as path:
         checkpoints = hvdtrain.Checkpointer(path, best=None)
