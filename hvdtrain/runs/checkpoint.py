@@ -128,6 +128,8 @@ class Checkpointer:
         self.folder.make()
         writer = started() if self.asynchronous else running()
         if writer is not None:
+            if self.asynchronous:
+                writer.wait_for_room()  # before it is asked what failed: what is waited for here may fail, too
             writer.check(self.folder.directory)
         return writer
 

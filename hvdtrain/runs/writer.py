@@ -124,13 +124,17 @@ class Writer:
             socket.send_fds(self._socket, [message], [link.fileno() for link in sockets])
         self.links.add(group.id)
 
-    def images(self) -> Images:
-        """Returns memory for a checkpoint; waits until there is some."""
+    def wait_for_room(self) -> None:
+        """Waits until there is memory for one more checkpoint."""
         while len(self._jobs) > 1:
             first = self._jobs[0]
             if not first.done.wait(_PATIENCE_S):
                 print(f"hvdtrain: training waits for {first.path}, which is still being written: a disk that does not"
                       " answer, or its process is stopped", file=sys.stderr, flush=True)  # fmt: skip
+
+    def images(self) -> Images:
+        """Returns memory for a checkpoint; waits until there is some."""
+        self.wait_for_room()
         in_use = [job.images for job in self._jobs]
         return next(images for images in self._images if images not in in_use)
 
@@ -177,7 +181,10 @@ class Writer:
         Raises:
             CheckpointError: as `Folder.add`; or the process was killed.
         """
-        failures = self._failures.pop(directory.resolve(), [])
+        directory = directory.resolve()
+        if directory in self._failures and self._process is not None and self._process.poll() is not None:
+            self.wait(directory)  # what waited for a process that was killed is lost with it, and told with it
+        failures = self._failures.pop(directory, [])
         if failures:
             lost = "\n".join(failure.received for failure in failures)
             raise CheckpointError(failures[0].rule, lost, failures[0].remedy)

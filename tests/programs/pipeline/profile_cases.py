@@ -26,7 +26,26 @@ from hvdtrain.pipeline.tuning import measure
 from hvdtrain.pipeline.tuning.measure import SegmentBench
 
 CASES: dict[str, Callable[[], Any]] = {}
-LOCK = threading.Lock()
+
+
+class InTurn:
+    """A lock that is given in the order it was asked for: `threading.Lock` may give one thread all its naps first."""
+
+    def __init__(self) -> None:
+        self._changed, self._asked, self._served = threading.Condition(), 0, 0
+
+    def __enter__(self) -> None:
+        with self._changed:
+            ticket, self._asked = self._asked, self._asked + 1
+            self._changed.wait_for(lambda: self._served == ticket)
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._served += 1
+            self._changed.notify_all()
+
+
+LOCK = InTurn()
 
 
 def case(function: Callable[[], Any]) -> Callable[[], Any]:
