@@ -58,6 +58,7 @@ def model_state(
         model: prepared, or plain (to load weights for use).
         optimizer: as `prepare` returned it; without it only the model is a part.
         data: the training loader; a restore puts it where the saved run was. By default the one `prepare` was given.
+            With it go the places of other loaders that are made before the restore, after their last batch.
         extra: objects of your own, as rank 0 has them: name to what has `state_dict` and `load_state_dict` (an average
             of weights, a scheduler), or to numbers, text, tensors, arrays, and dicts and lists of those. A restore
             loads objects, tensors and arrays in place and puts other values into this dict.
@@ -276,8 +277,6 @@ class TrainingPart(Part):
 
     def write(self, file: StateFile) -> None:
         optimizer = self.optimizer
-        if self.data is not None:
-            _tell_of_others(self.data, self._extra.values())
         content = {
             "format": 1,
             "optimizer": optimizer.state_dict() if self._gathered is None else self._gathered,
@@ -285,6 +284,7 @@ class TrainingPart(Part):
             "precision": optimizer.session.precision.state_dict(),
             "progress": asdict(optimizer.progress),
             "loader": _place(optimizer.session),
+            "others": [] if self.data is None else [it.state_dict() for it in self.data.others(self._extra.values())],
             "loop_goes_on": self.data is not None and self.data.loop_goes_on(),
             "parameters": _described(optimizer),
             "streams": self.streams,
@@ -333,6 +333,8 @@ class TrainingPart(Part):
                 " in it, and is not done for that epoch: save after that, too",
                 flush=True,
             )
+        if self.data is not None:
+            put_others(self.data.others(self._extra.values()), saved.get("others", ()), tell=world.is_main)
         if len(saved["streams"]) == world.size:
             restore_streams(saved["streams"][world.rank], world.devices)
         else:
@@ -343,16 +345,22 @@ def _bytes_of(values: Iterable[Any]) -> int:
     return sum(value.nbytes for value in values if isinstance(value, Tensor) and value.layout is torch.strided)
 
 
-def _tell_of_others(data: Loader, extra: Iterable[object]) -> None:
-    """Says, on the rank that writes, which loaders are in the middle of a loop, and in no checkpoint."""
-    for other in data.left_out(extra):
-        epoch, done = other.position
-        print(
-            "hvdtrain: a checkpoint knows the place in the loader of prepare() only; a second one, of"
-            f" {other.plan.samples or 'unknown'} samples, has dealt {done} of epoch {epoch}, and begins with its first"
-            ' epoch in a restored run: model_state(..., extra={"second": loader}) keeps its place',
-            flush=True,
-        )
+def put_others(others: Iterable[Loader], places: Iterable[dict[str, Any]], *, tell: bool = False) -> None:
+    """Puts loaders that no model was prepared with where they were; of several alike, the newest first."""
+    left = list(places)
+    for other in others:
+        found = next((index for index, place in enumerate(left) if not other.differs(place)), None)
+        if found is not None:
+            other.load_state_dict(left.pop(found))
+    for place in left:
+        epoch, done = place["epoch"], place["samples_in_epoch"]
+        if tell and (done or epoch > 1 and place["shuffle"]):  # 1: a look at a batch, by a loader that is gone
+            print(
+                f"hvdtrain: the checkpoint has the place of a second loader, of {place['samples']} samples (epoch"
+                f" {epoch}, {done} samples done), and there is none of the same data and seed yet that could go on"
+                " there: one that is made later begins with its first epoch; make it before the restore",
+                flush=True,
+            )
 
 
 def _place(session: Session) -> dict[str, Any] | None:

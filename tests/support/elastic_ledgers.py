@@ -30,3 +30,9 @@ def trained_in(folder: Path) -> tuple[Updates, list[float]]:
                 applied[step] = epoch, formation[step]
     updates = {step: (epoch, took[step, formation]) for step, (epoch, formation) in sorted(applied.items())}
     return updates, times_s
+
+
+def noted_in(folder: Path, kind: str, epoch: int) -> list[int]:
+    """Return the samples of all lines of that kind and epoch."""
+    lines = [json.loads(line) for file in folder.glob("ledger.*") for line in file.read_text().splitlines()]
+    return [number for its, of, _, _, ids, _ in lines if (its, of) == (kind, epoch) for number in ids]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import closing
@@ -27,6 +28,7 @@ from hvdtrain.torch.engine import device_of
 
 WARNED_FILES = 3  # unreadable files that are named as they come; all are in `Loader.skipped`
 known: WeakSet[Loader] = WeakSet()
+_NUMBERS = itertools.count()
 
 Items = Generator[tuple[Any, Step], None, None] | Ahead[tuple[Any, Step]]
 
@@ -64,13 +66,14 @@ class Loader(Dealt):
         self._items: Items | None = None
         self._moves = 0
         self._left: tuple[int, int] | None = None  # (epoch, samples done) of a loop that ended before its epoch
-        self._left_reported = self._reported = False  # as left early; as left out of a checkpoint
+        self._left_reported = False
         self.differentiated: Step | None = None
         self.in_weights: Step | None = None
         self._served = WeakIdKeyDictionary()  # of each tensor that was handed out to train on, its step
         self._deals = self._step_of_deal = 0  # how often the ranks have changed; before the batch last handed out
         self._torn: ref[Epoch] | None = None  # a loop that was under way when the ranks changed
         known.add(self)
+        self._number = next(_NUMBERS)
         self._start = 0, 0  # where training begins
 
     @property
@@ -199,17 +202,21 @@ class Loader(Dealt):
         """Returns the state of where a restored run goes on: after the last batch that is in any model's weights."""
         return self._state(self._position_of_weights(), self.in_weights)
 
+    def state_of_next_loop(self) -> dict[str, Any]:
+        """Returns the state of where a new loop would begin if nobody went on with this one."""
+        return self._state(self._after_loop() if self.running else self.position, None)
+
     def loop_goes_on(self) -> bool:
         """Whether the last batch of an epoch is in the weights, whose loop is not over."""
         return self.running and self._position_of_weights()[0] > self._epoch
 
-    def left_out(self, kept: Iterable[object]) -> list[Loader]:
-        """Returns other loaders in the middle of a loop, without a model of theirs, that nobody keeps; each once."""
+    def others(self, kept: Iterable[object]) -> list[Loader]:
+        """Returns the other loaders that no model trains on and that nobody keeps, the newest first: one of a run that
+        this program made before may still be there."""
         keeps = {id(self), *map(id, kept)}
-        found = [its for its in known if id(its) not in keeps and its.running and not (its.followers or its._reported)]
-        for other in found:
-            other._reported = True
-        return found
+        others = [its for its in known if its.world is self.world and id(its) not in keeps]
+        untrained = [its for its in others if not its.followers and its.differentiated is None]
+        return sorted(untrained, key=lambda its: -its._number)
 
     def _state(self, place: tuple[int, int], step: Step | None) -> dict[str, Any]:
         """Returns the state of a place, which is that after `step`, or one before it."""
@@ -221,7 +228,7 @@ class Loader(Dealt):
         Raises:
             ConfigError: it is a position in other data, or in another order of it: samples would be repeated or missed.
         """
-        differ = {name: value for name, value in self.identity().items() if state.get(name, "unknown") != value}
+        differ = self.differs(state)
         if differ:
             saved = ", ".join(f"{name}={state.get(name, 'unknown')}" for name in differ)
             raise ConfigError(
@@ -230,6 +237,10 @@ class Loader(Dealt):
                 "give the same data, seed and shuffle, or start a new run directory",
             )
         self.go_on(int(state["epoch"]), int(state["samples_in_epoch"]))
+
+    def differs(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns what it is here of that by which a state is one of other data, or of another order."""
+        return {name: value for name, value in self.identity().items() if state.get(name, "unknown") != value}
 
     def identity(self) -> dict[str, Any]:
         rule = ORDER_RULE if self.plan.shuffle else "as it is"

@@ -19,7 +19,7 @@ from hvdtrain.core.errors import ConfigError, ReplicaError
 from hvdtrain.core.in_step.elastic import Member
 from hvdtrain.runs.parts import Part
 from hvdtrain.torch import start
-from hvdtrain.torch.checkpoint import ModelPart, TrainingPart
+from hvdtrain.torch.checkpoint import ModelPart, TrainingPart, put_others
 from hvdtrain.torch.data.loader import known
 from hvdtrain.torch.update.optimizer import Optimizer
 from hvdtrain.torch.update.regroup import RULE, extras_of, load, written
@@ -115,7 +115,10 @@ class Trained(Member):
     def place(self) -> Any:
         session = self._its.session
         assert session.before is not None
-        state = {"loader": session.batches.state(), "stepped": session.engine_model.stepped}
+        data = session.batches.data
+        assert data is not None  # checked
+        others = [other.state_of_next_loop() for other in data.others(())]  # what was under way is torn
+        state = {"loader": session.batches.state(), "stepped": session.engine_model.stepped, "others": others}
         return state | {"losses": session.before.losses}
 
     def _parts(self) -> dict[str, Part]:
@@ -144,8 +147,9 @@ class Trained(Member):
         session = self._its.session
         data = session.batches.data
         assert data is not None and session.before is not None  # checked
-        if self._new:
-            self._new, session.before.expected = False, place["losses"]
+        new, self._new = self._new, False
+        if new:
+            session.before.expected = place["losses"]
         left_out = not late and data.running and data.step is not None and data.in_weights is not data.step
         session.gradients.restart()
         session.losses.forget()
@@ -157,6 +161,8 @@ class Trained(Member):
         for loader in known:
             if loader.world is session.world:
                 loader.redeal(place["loader"])
+        if new:
+            put_others(data.others(()), place["others"])
         start.split_streams(session.world, "formation", os.environ["HOROVOD_SIZE"], self.updates)
         if left_out:
             session.before.keep()

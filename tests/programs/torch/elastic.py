@@ -108,6 +108,7 @@ def main() -> None:
         x, y, _ = samples()
         given: Any = Numbered() if "stream" in data else samples()
         train = hvt.loader(given, PER_RANK, workers=1 if "workers" in data else 0)
+        second = hvt.loader((torch.arange(SAMPLES),), 7, seed=9)  # its order is another one each epoch, on every rank
         model, trained = hvt.prepare(plain, optimizer, train, accumulate=int(accumulate))
         average = Average(plain)
         extra: dict[str, Any] = {"average": average, "scheduler": scheduler, "updates": 0}
@@ -147,6 +148,7 @@ def main() -> None:
                 log.step(**trained.record())
                 killed.at("after")
             killed.updates = trained.progress.step
+            note("second", epoch, 0, [number for (numbers,) in second for number in numbers.tolist()])
 
             def right(outputs: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
                 killed.at("evaluate")

@@ -1,7 +1,7 @@
 """A program that changes while it trains: `elastic_memory.py OUT HOW EPOCHS`, to be joined by ranks in the middle.
 
 HOW is "frozen" (from epoch 1 on, by an `if epoch == 1`), "buffer" (one that no checkpoint holds changes in `forward`),
-or "loss" (another one from epoch 1 on). Rank 0 notes the samples of all ranks by update, and leaves the weights.
+or "loss" (another one from epoch 1 on, too). Rank 0 notes the samples of all ranks by update, and leaves the weights.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def main() -> None:
             loss = changes(how, epoch, net, loss)
             for x, y, ids in train:
                 before, padding = trained.progress.step, train.step is None or train.step.padding
-                time.sleep(0.3 if epoch else 0.05)  # the rate of training: others join in epoch 1, or later
+                time.sleep(0.3 if epoch > 1 else 0.01)  # the rate of training: others join after epoch 1
                 trained.zero_grad()
                 trained.backward(loss(model(x), y))
                 trained.step()

@@ -5,6 +5,7 @@ Prints "shown ROW TEXT" for what a row of docs/limits.md tells.
 
 from __future__ import annotations
 
+import gc
 import io
 import random
 import tempfile
@@ -412,27 +413,46 @@ def case_what_follows_on_an_epochs_loop_is_not_done_for_a_checkpoint_within_it_w
     assert said == [world.is_main, False], said
 
 
-def case_a_second_loader_whose_place_no_checkpoint_has_is_named(world: hvdtrain.World) -> None:
-    """With `extra=` it goes on where it was."""
-    for kept in (False, True):
+def case_a_second_loader_goes_on_where_it_was(world: hvdtrain.World) -> None:
+    """Within its pass and after it, with `extra=` and without; where it is made too late, that is said."""
+    said = "the place of a second loader, of 32 samples (epoch 0, 16 samples done)"
+
+    def part(path: str, *, kept: bool, late: bool, leave_after: int) -> tuple[list[int], tuple[int, int], str]:
+        run, seen = Run(world, path), []
+        out = io.StringIO()
+        if late:
+            with redirect_stdout(out):
+                run.restore()
+        alike, second = (hvt.loader((torch.arange(32),), 8 // world.size, seed=7) for _ in range(2))
+        state = hvt.model_state(run.model, run.optimizer, extra={"second": second} if kept else None)
+        if not late:
+            with redirect_stdout(out):
+                run.checkpoints.restore(state)
+        place = second.position
+        for number, (rows, (numbers,)) in enumerate(zip(run.train, second, strict=False), 1):
+            run.batch(rows)
+            seen += [one for its in world.gather(numbers.tolist()) for one in its]
+            run.checkpoints.save(state, progress=run.optimizer.progress)
+            if number == leave_after:
+                break
+        run.checkpoints.wait()
+        assert alike.position == (0, 0)
+        return seen, place, out.getvalue()
+
+    for kept, late in ((False, False), (False, True), (True, False)):
+        gc.collect()  # a loader that was left within its loop is there until then
         with folder(world) as path:
-            seen: list[int] = []
-            for part in range(2):
-                run = Run(world, path)
-                second = hvt.loader((torch.arange(32),), 8 // world.size, seed=7)
-                extra = {"second": second} if kept else None
-                state = hvt.model_state(run.model, run.optimizer, extra=extra)
-                with redirect_stdout(io.StringIO()) as out:
-                    run.checkpoints.restore(state)
-                    for number, (rows, (numbers,)) in enumerate(zip(run.train, second, strict=False), 1):
-                        run.batch(rows)
-                        seen += [one for its in world.gather(numbers.tolist()) for one in its]
-                        run.checkpoints.save(state, progress=run.optimizer.progress)
-                        if part == 0 and number == 2:
-                            break
-                told = "a second one, of 32 samples, has dealt 8 of epoch 0" in out.getvalue()
-                assert told == (world.is_main and not kept), (kept, out.getvalue())
-            assert (sorted(seen) == list(range(32))) == kept, seen
+            first, _, _ = part(path, kept=kept, late=False, leave_after=2)
+            gc.collect()
+            rest, place, told = part(path, kept=kept, late=late, leave_after=9)
+            assert (sorted(first + rest) == list(range(32))) == (not late), first + rest
+            assert place == ((0, 0) if late else (0, 16)), place
+            assert (said in told) == (late and world.is_main), told
+            next_epoch, place, told = part(path, kept=kept, late=False, leave_after=9)
+            if not late:
+                assert place == (1, 0) and sorted(next_epoch) == list(range(32)), place
+                assert "second loader" not in told, told
+                assert next_epoch != first + rest, "another order each epoch"
 
 
 def case_what_is_read_before_training_is_no_epoch(world: hvdtrain.World) -> None:

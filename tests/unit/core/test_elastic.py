@@ -165,6 +165,8 @@ def numbered(monkeypatch):
 
     class Environ(dict):
         def __getitem__(self, name: str) -> str:
+            if name != "HOROVOD_RANK":
+                return super().__getitem__(name)
             return str(threading.current_thread().rank.rank)  # type: ignore[attr-defined]
 
     monkeypatch.setattr(os, "environ", Environ())
