@@ -156,8 +156,10 @@ def test_a_rank_is_killed_and_training_goes_on_from_its_checkpoint(
     resumed = re.search(r"resuming after (\d+) of (\d+) samples", job.text)
     assert resumed and 0 < int(resumed[1]) < int(resumed[2]), job.text
     done = [event["epoch"] for event in read_events(run_dir) if event["kind"] == "epoch"]
-    # the first one's record may have been lost with the rank that was killed, after its checkpoint was written
-    assert {*done, 0} == set(range(epochs)) and len(done) <= epochs + 1, "at most one epoch is done again"
+    assert len(done) <= epochs + 1, "at most one epoch is done again"
+    # one record may have been lost with the rank that was killed, after the epoch's checkpoint was written
+    lost = {*range(epochs)} - {*done}
+    assert len(lost) <= 1 and epochs - 1 not in lost, done
 
 
 def test_a_cut_host_ends_the_job_on_both_sides_and_it_goes_on_when_the_host_is_back(
