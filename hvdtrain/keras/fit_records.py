@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.core.errors import ConfigError, NonFiniteError
+from hvdtrain.core.errors import ConfigError, HvdtrainError, NonFiniteError
 from hvdtrain.keras import metric_states
 from hvdtrain.keras.backends.chosen import BACKEND
 from hvdtrain.keras.checkpoint import check_saveable, model_state
@@ -18,6 +18,7 @@ from hvdtrain.keras.fit_callbacks import Callback, Count
 from hvdtrain.keras.session import Session
 from hvdtrain.runs.checkpoint import Checkpointer
 from hvdtrain.runs.log import RunLog
+from hvdtrain.runs.preemption import tell_if_lost
 
 
 class Record(Callback):
@@ -158,6 +159,15 @@ class Save(Callback):
         self.session.clock.enter(before)
 
     def _save(self, metrics: dict[str, float]) -> None:
+        try:
+            self._save_once(metrics)
+        except HvdtrainError as error:
+            if not self.session.told:
+                raise
+            tell_if_lost(error)
+            self._save_once(metrics)
+
+    def _save_once(self, metrics: dict[str, float]) -> None:
         progress = self.session.progress
         self._saved_at, self._done = progress.step, "weights that are not finite are in no checkpoint"
         before = self.session.clock.enter("checkpoint")
@@ -180,5 +190,10 @@ class Save(Callback):
         """Returns where the last step is saved; "": nowhere yet."""
         if self._saved_at != self.session.progress.step:
             return ""
-        self.checkpointer.wait()
+        try:
+            self.checkpointer.wait()
+        except HvdtrainError as error:
+            tell_if_lost(error)
+            self._save({})
+            self.checkpointer.wait()
         return self._done

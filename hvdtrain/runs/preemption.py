@@ -5,11 +5,19 @@ How they come to know: `hvdtrain.core.in_step.preemption`.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NoReturn, Protocol
 
-from hvdtrain.core.errors import PREEMPTED_CODE, Preempted
+from hvdtrain.core.errors import (
+    PREEMPTED_CODE,
+    CheckpointError,
+    HvdtrainError,
+    MainRankError,
+    Preempted,
+    describe,
+)
 from hvdtrain.core.world import World
 from hvdtrain.runs.parts import Part, Progress, Saves
 
@@ -62,6 +70,14 @@ class Saver:
 
     def save(self) -> str:
         """Saves, unless that was done after the last update; returns what is there, in words. Collective."""
+        try:
+            return self._save()
+        except HvdtrainError as error:
+            tell_if_lost(error)
+            self._saved_at = None
+            return self._save()
+
+    def _save(self) -> str:
         state = self.parts()
         progress = _progress_of(state)
         if progress == self._saved_at:
@@ -70,6 +86,19 @@ class Saver:
         path = self.checkpointer.save(state, progress=progress)
         self.checkpointer.wait()
         return f"saved in {path}"
+
+
+def tell_if_lost(error: HvdtrainError) -> None:
+    """Says that an earlier checkpoint was lost, after which all ranks save once more: a job that ends has no next save.
+
+    Raises:
+        HvdtrainError: it is another error.
+    """
+    lost = error.error_type if isinstance(error, MainRankError) else type(error).__name__
+    if lost != CheckpointError.__name__:
+        raise error
+    if isinstance(error, CheckpointError):  # rank 0
+        print(describe("hvdtrain", error, 0), file=sys.stderr, flush=True)
 
 
 def _progress_of(state: Mapping[str, Part]) -> Progress:

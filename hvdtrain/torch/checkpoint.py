@@ -230,6 +230,7 @@ class TrainingPart(Part):
         self.data = data
         self._extra = extra or {}
         self.streams: list[dict[str, Any]] = []
+        self.others: list[list[dict[str, Any]]] = []  # of each rank: one without a sample in the tail may be ahead
         self._gathered: dict[str, Any] | None = None  # the optimizer's state, where ranks have parts of it
         self._read: dict[str, Any] = {}
 
@@ -266,7 +267,9 @@ class TrainingPart(Part):
             raise ConfigError("a checkpoint is taken after step()", received, "step() first")
         session.batches.saved(session.gradients.batch if session.gradients.gathering else None)
         session.losses.settle()
-        self.streams = session.world.gather(session.streams())
+        others = [] if self.data is None else self.data.others(self._extra.values())
+        ranks = session.world.gather((session.streams(), [other.state_dict() for other in others]))
+        self.streams, self.others = map(list, zip(*ranks, strict=True))
         if session.parted is not None:
             self._gathered = session.parted.state_dict(keep=session.world.is_main)
 
@@ -284,7 +287,7 @@ class TrainingPart(Part):
             "precision": optimizer.session.precision.state_dict(),
             "progress": asdict(optimizer.progress),
             "loader": _place(optimizer.session),
-            "others": [] if self.data is None else [it.state_dict() for it in self.data.others(self._extra.values())],
+            "others": self.others,
             "loop_goes_on": self.data is not None and self.data.loop_goes_on(),
             "parameters": _described(optimizer),
             "streams": self.streams,
@@ -333,9 +336,11 @@ class TrainingPart(Part):
                 " in it, and is not done for that epoch: save after that, too",
                 flush=True,
             )
-        if self.data is not None:
-            put_others(self.data.others(self._extra.values()), saved.get("others", ()), tell=world.is_main)
-        if len(saved["streams"]) == world.size:
+        same_size = len(saved["streams"]) == world.size
+        if self.data is not None and saved.get("others"):
+            places = saved["others"][world.rank if same_size else 0]
+            put_others(self.data.others(self._extra.values()), places, tell=world.is_main)
+        if same_size:
             restore_streams(saved["streams"][world.rank], world.devices)
         else:
             start.split_streams(world, "resumed", saved["progress"]["samples_seen"])

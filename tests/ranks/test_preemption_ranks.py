@@ -101,6 +101,24 @@ def test_negative_twin_a_word_that_stays_on_its_rank(tmp_path: Path) -> None:
     assert ended.returncode not in (0, CODE) and saved(tmp_path / "run") == [], ended.text
 
 
+LOST = "the process that wrote it was killed by SIGKILL"
+
+
+def test_what_was_lost_meanwhile_does_not_keep_the_last_one_from_being_saved(unbroken: str, tmp_path: Path) -> None:
+    """A job that ends has no next save, which would be told, and taken then."""
+    ended = launched(tmp_path, TORCH, tmp_path / "run", "lost", "4", "1")
+    assert ended.returncode == CODE and "told to end: saved in" in ended.out, ended.text
+    assert LOST in ended.err and saved(tmp_path / "run") == [3, 5], ended.text
+    assert trained(launched(tmp_path, TORCH, tmp_path / "run").check().out) == unbroken
+
+
+def test_keras_after_one_was_lost(tmp_path: Path) -> None:
+    env = {"KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    ended = launched(tmp_path, KERAS, tmp_path / "run", "19", "lost", env=env)
+    assert ended.returncode == CODE and "told to end: saved in" in ended.out, ended.text
+    assert LOST in ended.err and saved(tmp_path / "run")[-1:] == [19], ended.text
+
+
 @pytest.mark.parametrize("backend", ["tensorflow", pytest.param("torch", marks=pytest.mark.thorough)])
 def test_keras(backend: str, tmp_path: Path) -> None:
     env = {"KERAS_BACKEND": backend, "TF_CPP_MIN_LOG_LEVEL": "3"}

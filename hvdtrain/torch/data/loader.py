@@ -309,8 +309,8 @@ class Loader(Dealt):
         if self._loop is None or self._loop() is not loop:
             raise ConfigError(
                 "a loader serves one loop at a time",
-                f"a second loop was begun while this one was in epoch {loop.epoch}",
-                "make a second loader for a second loop",
+                f"a second loop was begun, or a checkpoint restored, while this one was in epoch {loop.epoch}",
+                "make a second loader for a second loop; begin a new loop after a restore",
             )
 
     def made_next(self) -> tuple[Any, Step] | None:

@@ -1,7 +1,8 @@
 """Trains, and is told to end: preempted.py FOLDER [PLACE NUMBER RANK]
 
 PLACE: "update" (after NUMBER updates), "accumulation" (after one batch more), "validation", "save" (of epoch NUMBER),
-"launcher" (after NUMBER updates, by somebody else). RANK: who is told; "alone": rank 1, and nobody else learns it.
+"launcher" (after NUMBER updates, by somebody else), "lost" (after NUMBER updates and a checkpoint that is lost: what
+writes it is killed). RANK: who is told; "alone": rank 1, and nobody else learns it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import sys
 import time
 from typing import Any
 
+import psutil
 import torch
 
 import hvdtrain
@@ -22,8 +24,22 @@ from hvdtrain.torch.checks.nonfinite import Losses
 folder, place, number, who = [*sys.argv[1:], "", "0", "none"][:4]
 
 
+def lose() -> None:
+    """Rank 0's checkpoint of now is lost."""
+    checkpoints.wait()
+    if world.is_main:
+        (writer,) = [its for its in psutil.Process().children() if "hvdtrain.runs.writer" in " ".join(its.cmdline())]
+        writer.suspend()
+    checkpoints.save(state, progress=optimizer.progress)
+    if world.is_main:
+        writer.kill()
+
+
 def told(now: str, count: int) -> None:
     """Is this the place? Then this rank goes on when it knows."""
+    if (place, now, count) == ("lost", "update", int(number)):
+        lose()
+        now = "lost"
     if (now, count) != ("update" if place == "launcher" else place, int(number)):
         return
     if place == "launcher":
