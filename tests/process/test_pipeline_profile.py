@@ -72,7 +72,8 @@ def test_sizes_that_cannot_be_run(found: dict[str, Any]) -> None:
 def test_stages_that_share_cores_slow_each_other(found: dict[str, Any]) -> None:
     case = found["contention"]
     assert case["free"][0] == case["locked"][0] == 1
-    assert case["locked"][1] < 0.75 * case["free"][1], "naps slow nobody; those that wait for each other do"
+    assert case["free"][1] > 0.85
+    assert case["locked"][1] < 0.7, "the twin: they wait for each other"
 
 
 def test_on_disk_and_back(found: dict[str, Any]) -> None:

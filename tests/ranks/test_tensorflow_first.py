@@ -21,8 +21,9 @@ print(double(torch.ones(3)).tolist())
 
 
 @pytest.mark.slow
-@pytest.mark.thorough  # it changes with versions only, which are pinned
-@pytest.mark.parametrize("init", [True, False], ids=["hvdtrain.init", "without"])
+@pytest.mark.parametrize(
+    "init", [True, pytest.param(False, marks=pytest.mark.thorough)], ids=["hvdtrain.init", "without"]
+)
 def test_torch_compile_after_tensorflow(init):
     """The twin: what happens without. Should that work one day, load_triton_apart has nothing to do any more."""
     if importlib.util.find_spec("triton") is None:

@@ -63,7 +63,7 @@ def main() -> None:
             loss = changes(how, epoch, net, loss)
             for x, y, ids in train:
                 before, padding = trained.progress.step, train.step is None or train.step.padding
-                time.sleep(0.3 if epoch > 1 else 0.01)  # the rate of training: others join after epoch 1
+                time.sleep(0.3 if epoch > 1 else 0.01)  # how long an update takes: others join after epoch 1
                 trained.zero_grad()
                 trained.backward(loss(model(x), y))
                 trained.step()
