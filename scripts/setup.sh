@@ -4,7 +4,7 @@
 #   HVDTRAIN_SETUP    train: what training needs; dev: the developers' tools as well, as test.sh asks   (default: train)
 #   HVDTRAIN_WHEELS   a folder of ready wheels of Horovod, or a page of links (docs/horovod.md): to train, one of them is
 #                     taken when it fits, and nothing is compiled
-#   PYTHON            interpreter for a new .venv   (default: the first of python3.12, python3.11, python3 that fits)
+#   PYTHON            interpreter for a new .venv   (default: the newest of python3.10 to python3.13 on the PATH)
 #   HVDTRAIN_VENV     where the environment lives   (default: .venv in the checkout)
 #   HVDTRAIN_CACHE    where Horovod wheels are kept (default: ~/.cache/hvdtrain)
 
@@ -34,13 +34,13 @@ step() {
 
 find_python() {
   local candidate
-  for candidate in ${PYTHON:-python3.12 python3.11 python3}; do
-    if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' 2>/dev/null; then
+  for candidate in ${PYTHON:-python3.13 python3.12 python3.11 python3.10 python3}; do
+    if "$candidate" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] < (3, 14))' 2>/dev/null; then
       command -v "$candidate"
       return
     fi
   done
-  die "Python 3.11 or 3.12 is needed; found: $(python3 --version 2>&1 || echo none). Install one, or set PYTHON=/path/to/python3.12"
+  die "Python 3.10 to 3.13 is needed; found: $(python3 --version 2>&1 || echo none). Install one, or set PYTHON=/path/to/python3.13"
 }
 
 # Debian splits the venv module and the headers from the interpreter.

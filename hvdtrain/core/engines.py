@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 from hvdtrain.core.errors import ConfigError, LauncherError, RanksLost, build_horovod_command, install_command
 from hvdtrain.core.in_step import elastic
@@ -22,6 +22,7 @@ from hvdtrain.core.launchers import Detected
 
 if TYPE_CHECKING:
     import numpy as np
+    from typing_extensions import Self  # typing's from Python 3.11 on
 
 # Horovod counts bytes in places with 32 bits, and every engine needs a second copy of each piece while it travels.
 CHUNK_BYTES = 1 << 28

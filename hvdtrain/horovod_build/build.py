@@ -22,7 +22,7 @@ from hvdtrain.horovod_build import patching
 from hvdtrain.horovod_build.environment import Environment, mpi_rpath
 from hvdtrain.horovod_build.proof import prove
 from hvdtrain.horovod_build.steps import Say, Steps
-from hvdtrain.horovod_build.support import HOROVOD_VERSION, SDIST_SHA256
+from hvdtrain.horovod_build.support import HOROVOD_VERSION, SDIST_SHA256, torch_cxx_standard
 
 
 def cache_folder() -> Path:
@@ -45,8 +45,11 @@ def cache_key(environment: Environment, cuda: str = "auto", sdist_sha256: str = 
 
 
 def sha256_of(path: Path) -> str:
+    found = hashlib.sha256()
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while data := file.read(1 << 20):
+            found.update(data)
+    return found.hexdigest()
 
 
 def find_cached(folder: Path) -> Path | None:
@@ -184,6 +187,7 @@ def _build_variables(environment: Environment, cuda: str, cache: Path, jobs: int
         variables[f"HOROVOD_WITH_{name}" if wanted else f"HOROVOD_WITHOUT_{name}"] = "1"
     variables["HOROVOD_WITH_MPI" if environment.mpi else "HOROVOD_WITHOUT_MPI"] = "1"
     variables |= {"HOROVOD_WITHOUT_MXNET": "1", "HOROVOD_WITH_GLOO": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    variables["HVDTRAIN_TORCH_CXX_STANDARD"] = torch_cxx_standard(environment.torch)
     variables |= {"HVDTRAIN_MPI_RPATH": mpi_rpath() if environment.mpi else "", "MAKEFLAGS": f"-j{jobs or _jobs()}"}
     if environment.cuda:
         found, origin = cuda_toolchain.find(environment.cuda, source=cuda, cache=cache, run=run)

@@ -41,12 +41,17 @@ class Range:
 
 
 SUPPORTED = {
-    "Python": Range("3.11", "3.13", "TensorFlow 2.21 and PyTorch 2.12 were tested on 3.11 and 3.12 only"),
-    "torch": Range("2.11", "2.14", "torch 2.14 and newer were not tested; older ones lack headers the edits rely on"),
-    "tensorflow": Range("2.21", "2.22", "other releases were not tested: their headers and XLA layout differ"),
+    "Python": Range("3.10", "3.15", "tested on 3.10 to 3.14 (3.14: PyTorch alone)"),
+    "torch": Range("2.11", "2.16", "torch 2.16 and newer were not tested; older ones lack headers the edits rely on"),
+    "tensorflow": Range("2.20", "2.22", "other releases were not tested: their headers and XLA layout differ"),
     "cmake": Range("3.25", "5", "older ones do not know the CUDA 13 compiler; CMake 5 does not exist yet"),
     "gcc": Range("12", "16", "PyTorch's headers need complete C++17; nvcc 13 takes gcc up to 15"),
 }
+
+
+def torch_cxx_standard(version: str | None) -> str:
+    """The C++ standard that PyTorch's headers need: 2.14 and newer refuse to be compiled as C++17."""
+    return "20" if version and parse(version) >= (2, 14) else "17"
 
 
 def parse(version: str) -> tuple[int, ...]:

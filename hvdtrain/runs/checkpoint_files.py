@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 import os
 import re
 import shutil
@@ -45,7 +46,7 @@ def seal(file: StateFile) -> Sealed:
         if file.share.size == 1:
             return {"bytes": os.fstat(file.fileno()).st_size, "sha256": _sha256(written)}
         own = file.share.own(0, file.size)
-        sums = [_sha256_of(written, begin, end) for begin, end in own]
+        sums = [_sha256(written, begin, end) for begin, end in own]
         return {"bytes": file.size, "stripe_bytes": file.share.stripe_bytes, "sha256": sums}
 
 
@@ -57,14 +58,10 @@ def joined(shares: Sequence[Sealed]) -> Sealed:
     return shares[0] | {"sha256": [s for each in itertools.zip_longest(*sums) for s in each if s is not None]}
 
 
-def _sha256(file: Any) -> str:
-    return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sha256_of(file: Any, begin: int, end: int) -> str:
+def _sha256(file: Any, begin: int = 0, end: float = math.inf) -> str:
     found = hashlib.sha256()
     file.seek(begin)
-    while begin < end and (data := file.read(min(end - begin, 1 << 20))):
+    while begin < end and (data := file.read(int(min(end - begin, 1 << 20)))):
         found.update(data)
         begin += len(data)
     return found.hexdigest()
@@ -74,7 +71,7 @@ def _matches(file: Any, sealed: Sealed) -> bool:
     if isinstance(sealed["sha256"], str):
         return _sha256(file) == sealed["sha256"]
     stripes = Share(stripe_bytes=sealed["stripe_bytes"]).own(0, sealed["bytes"])
-    return [_sha256_of(file, begin, end) for begin, end in stripes] == sealed["sha256"]
+    return [_sha256(file, begin, end) for begin, end in stripes] == sealed["sha256"]
 
 
 def write_manifest(path: Path, body: dict[str, Any]) -> None:

@@ -276,7 +276,7 @@ def effective_batch(config: Mapping[str, Any], size: int) -> int | None:
 
 
 def now() -> str:
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 
 class Sinks:

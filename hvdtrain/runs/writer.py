@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.core.errors import EXIT_CODE, CheckpointError, HvdtrainError, before_end, describe, ends_badly, note_exits
+from hvdtrain.core.version import SAFE_PATH
 from hvdtrain.runs.checkpoint_folder import Folder, Written, name_of, read_info
 from hvdtrain.runs.parts import Progress
 from hvdtrain.runs.staging import Images, Share, StateFile, write_image
@@ -110,7 +111,7 @@ class Writer:
 
     def _begun(self, theirs: socket.socket) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
-            [sys.executable, "-P", "-c", self.main.format(descriptor=theirs.fileno(), parent=os.getpid())],
+            [sys.executable, *SAFE_PATH, "-c", self.main.format(descriptor=theirs.fileno(), parent=os.getpid())],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tomllib
 from harness import PROGRAMS, Result, run_ranks
 from horovod_scripts import FOLDER, KERAS, TORCH, run_in_turn
 

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import importlib.util
 import struct
-import tomllib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import tomllib
 from harness import PROGRAMS, REPOSITORY, run_ranks, together
 from horovods_repository import taken
 

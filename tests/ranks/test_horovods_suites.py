@@ -7,11 +7,11 @@ from __future__ import annotations
 import importlib.util
 import json
 import shutil
-import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tomllib
 from harness import PROGRAMS, REPOSITORY, run_ranks
 from horovods_repository import taken
 

@@ -22,7 +22,7 @@ from hvdtrain.cluster.launch.job import Job
 from hvdtrain.cluster.protocol import BEAT_S, Message, encode
 from hvdtrain.cluster.ssh import SshProblem, are_this_machine, is_this_machine, not_started
 from hvdtrain.core.errors import ConfigError, LauncherError
-from hvdtrain.core.version import __version__
+from hvdtrain.core.version import SAFE_PATH, __version__
 
 AGENT = "hvdtrain.cluster.launch.agent"
 _PACKAGES = Path(hvdtrain.__file__).resolve().parent.parent
@@ -50,9 +50,9 @@ class Connection(Channel):
         self.why_left: str | None = None
         self.ended = self.closed = self.left = False
         self.token = ""
-        # `-m` looks in the working directory first. Elsewhere that is the user's home, where a random.py may lie: -P.
+        # `-m` looks in the working directory first. Elsewhere that is the user's home, where a random.py may lie.
         # Here it makes the agent of this very hvdtrain run, also from a checkout that is not installed.
-        argv = [job.python, "-m", AGENT] if local else [job.python, "-P", "-m", AGENT]
+        argv = [job.python, "-m", AGENT] if local else [job.python, *SAFE_PATH, "-m", AGENT]
         super().__init__(host.name, argv, job.ssh, on_message, local=local, cwd=_PACKAGES)
 
     def send(self, kind: str, **fields: object) -> None:
@@ -77,7 +77,7 @@ class Connection(Channel):
     def sweep(self) -> None:
         """Ends what an agent that is gone without a word may have left on the host; it has the grace, if it lives."""
         grace_s = self._job.timeouts.grace_s
-        words = [self._job.python, "-P", "-m", AGENT, "--sweep", self.token, f"{grace_s:g}"]
+        words = [self._job.python, *SAFE_PATH, "-m", AGENT, "--sweep", self.token, f"{grace_s:g}"]
         command = words if self.local else self._job.ssh.command(self.host.name, words)
         folders = {"PYTHONPATH": os.pathsep.join([str(_PACKAGES), os.environ.get("PYTHONPATH", "")])}
         with contextlib.suppress(subprocess.TimeoutExpired, OSError):  # the host cannot be reached: it is lost

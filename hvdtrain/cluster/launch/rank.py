@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hvdtrain.cluster.launch import processes
+from hvdtrain.core.version import SAFE_PATH
 
 DRAIN_S = 0.5  # how long a rank's pipes are read after its end, if something that it started keeps them open
 LOOK_EVERY_S = 0.5  # at whether a rank is stopped
@@ -217,7 +218,7 @@ class Rank:
 
 def rendezvous_process() -> subprocess.Popen[bytes]:
     """Starts the process that serves Horovod's rendezvous; see `ask` and `rendezvous`."""
-    safe = ["-P"] if sys.flags.safe_path else []  # as the agent itself was started
+    safe = SAFE_PATH if getattr(sys.flags, "safe_path", False) else ()  # as the agent itself was started
     return subprocess.Popen(
         [sys.executable, *safe, "-m", "hvdtrain.cluster.launch.rendezvous"], stdin=subprocess.PIPE,
         stdout=subprocess.PIPE, bufsize=0, start_new_session=True, preexec_fn=_END_WITH_THE_AGENT,
