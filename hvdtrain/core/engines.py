@@ -21,8 +21,9 @@ from hvdtrain.core.in_step.arrival import start_horovod
 from hvdtrain.core.launchers import Detected
 
 if TYPE_CHECKING:
+    from typing import Self  # from Python 3.11 on
+
     import numpy as np
-    from typing_extensions import Self  # typing's from Python 3.11 on
 
 # Horovod counts bytes in places with 32 bits, and every engine needs a second copy of each piece while it travels.
 CHUNK_BYTES = 1 << 28

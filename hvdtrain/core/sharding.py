@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from hvdtrain.core.errors import ConfigError
 
 if TYPE_CHECKING:
+    from typing import Self  # from Python 3.11 on
+
     import numpy as np
-    from typing_extensions import Self  # typing's from Python 3.11 on
 
 # Names the rule that makes an order of a seed. A saved position counts along an order: under another rule it would
 # repeat and skip samples, so whoever saves one saves this name with it, and refuses another.
