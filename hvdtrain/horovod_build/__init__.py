@@ -84,6 +84,8 @@ def run(args: argparse.Namespace) -> int:
     folder = cache / build.cache_key(found, args.cuda, digest)
     wheel = None if args.rebuild else build.find_cached(folder)
     _say(f"Horovod 0.28.1 for {found.describe()}")
+    for note in found.untested():
+        _say(note)
     if args.check:
         _say(f"a proven wheel is cached: {wheel}" if wheel else "no wheel is cached: it would be built")
         return 0

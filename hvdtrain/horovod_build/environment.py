@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.core.errors import HvdtrainError
-from hvdtrain.horovod_build.support import CUDA_FOR_TENSORFLOW, refuse_unsupported
+from hvdtrain.horovod_build.support import CUDA_FOR_TENSORFLOW, note_untested, refuse_unsupported
 
 # Needed by Horovod's setup.py, and (but for setuptools and wheel) at run time by horovodrun.
 BUILD_MODULES = {
@@ -59,6 +59,12 @@ class Environment:
     def frameworks(self) -> list[str]:
         return [name for name in ("torch", "tensorflow") if getattr(self, name)]
 
+    def untested(self) -> list[str]:
+        """Returns a note for each version that is newer than the tested ones."""
+        versions = {"Python": self.python, "torch": self.torch, "tensorflow": self.tensorflow}
+        versions |= {"cmake": self.cmake, "gcc": self.gcc}
+        return [note for name, version in versions.items() if version and (note := note_untested(name, version))]
+
     def describe(self) -> str:
         torch = f"torch {self.torch}" if self.torch else "no torch"
         tensorflow = f"TensorFlow {self.tensorflow}" if self.tensorflow else "no TensorFlow"
@@ -77,7 +83,7 @@ def look(gpu: str = "auto", mpi: str = "auto") -> Environment:
         mpi: "auto" (use MPI when its compiler wrapper is there), "on" or "off".
 
     Raises:
-        HvdtrainError: something is missing or outside the supported ranges; lists every finding at once.
+        HvdtrainError: something is missing, or too old; lists every finding at once.
     """
     problems: list[str] = []
     torch = torch_here(problems)

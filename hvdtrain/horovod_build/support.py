@@ -1,7 +1,7 @@
-"""What the recipe accepts. The one table of versions beside setup.cfg's pins.
+"""What the recipe accepts. The one table of versions in the code; docs/versions.md lists what was tested and when.
 
-A range is [first, last): `first` was built and tested, `last` is the first version known or expected not to
-work. Everything outside is refused with the reason, because a Horovod that half works trains silently wrong.
+Versions older than `oldest` are refused: they are known not to work. Versions newer than `newest` were not tested. They
+are built all the same, with a note: every wheel is proven on 2 ranks before it is used.
 """
 
 from __future__ import annotations
@@ -21,31 +21,50 @@ CUDA_WHEELS = {
         "nvidia-cuda-cccl==13.0.85",
         "nvidia-cuda-runtime==13.0.96",
     ),
+    "13.2": (
+        "nvidia-cuda-nvcc==13.2.86",
+        "nvidia-cuda-crt==13.2.86",
+        "nvidia-nvvm==13.2.86",
+        "nvidia-cuda-cccl==13.2.86",
+        "nvidia-cuda-runtime==13.2.86",
+    ),
 }
 # Compute capabilities the kernels are compiled for: A100, A10/RTX 30, RTX 40/L4, H100/H200, B200, RTX 50.
 # CUDA 13 dropped everything older than 7.5. PTX of the last one serves newer devices.
-CUDA_ARCHITECTURES = {"13.0": "80,86,89,90,100,120"}
+CUDA_ARCHITECTURES = dict.fromkeys(CUDA_WHEELS, "80,86,89,90,100,120")
 # Without PyTorch, TensorFlow's extension is compiled with this one and has its runtime inside. TensorFlow's own CUDA is
 # 12, of whose compiler PyPI has parts only (nvidia-cuda-nvcc-cu12: ptxas and libnvvm; no nvcc, cudafe++, fatbinary).
 CUDA_FOR_TENSORFLOW = "13.0"
 
 
 @dataclass(frozen=True)
-class Range:
-    first: str
-    last: str
-    note: str
+class Versions:
+    """The supported releases of one dependency.
 
-    def holds(self, version: str) -> bool:
-        return parse(self.first) <= parse(version) < parse(self.last)
+    Attributes:
+        oldest: releases before this one are refused.
+        newest: the newest release series that was tested.
+        why: the reason for `oldest`.
+    """
+
+    oldest: str
+    newest: str
+    why: str
+
+    def too_old(self, version: str) -> bool:
+        return parse(version) < parse(self.oldest)
+
+    def untested(self, version: str) -> bool:
+        tested = parse(self.newest)
+        return parse(version)[: len(tested)] > tested
 
 
 SUPPORTED = {
-    "Python": Range("3.10", "3.15", "tested on 3.10 to 3.14 (3.14: PyTorch alone)"),
-    "torch": Range("2.11", "2.16", "torch 2.16 and newer were not tested; older ones lack headers the edits rely on"),
-    "tensorflow": Range("2.20", "2.22", "other releases were not tested: their headers and XLA layout differ"),
-    "cmake": Range("3.25", "5", "older ones do not know the CUDA 13 compiler; CMake 5 does not exist yet"),
-    "gcc": Range("12", "16", "PyTorch's headers need complete C++17; nvcc 13 takes gcc up to 15"),
+    "Python": Versions("3.10", "3.14", "the frameworks have no wheels for older ones"),
+    "torch": Versions("2.11", "2.15", "older ones lack headers that the patches rely on"),
+    "tensorflow": Versions("2.20", "2.21", "the headers of older ones and their XLA have another layout"),
+    "cmake": Versions("3.25", "4", "older ones do not know the CUDA 13 compiler"),
+    "gcc": Versions("12", "15", "PyTorch's headers need complete C++17, and C++20 from 2.14 on"),
 }
 
 
@@ -66,8 +85,18 @@ def parse(version: str) -> tuple[int, ...]:
 
 
 def refuse_unsupported(name: str, version: str) -> str | None:
-    """The reason why `version` of `name` is refused, or None when it is accepted."""
+    """Returns the reason why `version` of `name` is refused, or None if it is accepted."""
     supported = SUPPORTED[name]
-    if supported.holds(version):
+    if not supported.too_old(version):
         return None
-    return f"{name} {version} is not between {supported.first} and {supported.last} (exclusive): {supported.note}"
+    return f"{name} {version} is not supported: {supported.oldest} is the oldest that is ({supported.why})"
+
+
+def note_untested(name: str, version: str) -> str | None:
+    """Returns a note if `version` of `name` is newer than all tested ones, or None."""
+    supported = SUPPORTED[name]
+    if not supported.untested(version):
+        return None
+    return (
+        f"{name} {version} is newer than {supported.newest}, the newest that was tested: the proof on 2 ranks decides"
+    )

@@ -51,12 +51,12 @@ def _other_python(cluster: ClusterFacts, usual: str, others: Mapping[str, str]) 
 def _python(cluster: ClusterFacts, host: str, facts: Facts) -> Iterator[Finding]:
     python = known(facts, "python")
     supported = SUPPORTED["Python"]
-    if python is None or supported.holds(python["version"]):
+    if python is None or not supported.too_old(python["version"]):
         return
     yield Finding(
         "python-unsupported", "error", (host,),
-        f"Python {python['version']} ({python['executable']}), not from {supported.first} up to below {supported.last}",
-        supported.note, f"name another: --python PATH; {cluster.on(host, 'python3', '--version')} tells the usual one",
+        f"Python {python['version']} ({python['executable']}) is not supported: the oldest is {supported.oldest}",
+        supported.why, f"name another: --python PATH; {cluster.on(host, 'python3', '--version')} tells the usual one",
     )  # fmt: skip
 
 

@@ -221,20 +221,38 @@ def test_a_damaged_cached_wheel_is_not_used(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "good", "bad"),
+    ("name", "tested", "too_old", "newer"),
     [
-        ("Python", ["3.10.13", "3.13.0", "3.14.0"], ["3.9.18", "3.15.0"]),
-        ("torch", ["2.11.0", "2.14.1+cu130", "2.15.0+cpu"], ["2.10.0", "2.16.0", "2.16.1+cpu"]),
-        ("tensorflow", ["2.20.0", "2.21.0"], ["2.19.1", "2.22.0"]),
-        ("cmake", ["3.25.1", "4.0.3", "4.1"], ["3.24", "3.13.4"]),
-        ("gcc", ["12.2.0", "13.1", "14.2.0", "15.1"], ["11.4.0", "9.3"]),
+        ("Python", ["3.10.13", "3.13.0", "3.14.0"], "3.9.18", "3.15.0"),
+        ("torch", ["2.11.0", "2.14.1+cu130", "2.15.1+cpu"], "2.10.0", "2.16.0+cpu"),
+        ("tensorflow", ["2.20.0", "2.21.0"], "2.19.1", "3.0.0"),
+        ("cmake", ["3.25.1", "4.0.3", "4.1"], "3.24", "5.0"),
+        ("gcc", ["12.2.0", "13.1", "14.2.0", "15.1"], "11.4.0", "16.1"),
     ],
 )
-def test_versions_outside_the_table_are_refused_with_the_reason(name, good, bad):
-    assert [version for version in good if support.refuse_unsupported(name, version)] == []
-    for version in bad:
-        reason = support.refuse_unsupported(name, version)
-        assert reason and version in reason and support.SUPPORTED[name].note in reason
+def test_old_versions_are_refused_and_new_ones_noted(name, tested, too_old, newer):
+    for version in tested:
+        assert support.refuse_unsupported(name, version) is support.note_untested(name, version) is None
+    reason = support.refuse_unsupported(name, too_old)
+    assert reason and too_old in reason and support.SUPPORTED[name].why in reason
+    assert support.refuse_unsupported(name, newer) is None
+    note = support.note_untested(name, newer)
+    assert note and newer in note and support.SUPPORTED[name].newest in note
+
+
+def test_an_environment_notes_what_is_newer_than_the_tested_versions():
+    assert HERE.untested() == []
+    (note,) = dataclasses.replace(HERE, torch="2.16.0+cu134").untested()
+    assert note.startswith("torch 2.16.0")
+
+
+def test_the_standard_follows_pytorch():
+    assert [support.torch_cxx_standard(one) for one in (None, "2.13.0", "2.14.0+cpu", "2.15.0")] == [
+        "17",
+        "17",
+        "20",
+        "20",
+    ]
 
 
 def test_other_archives_are_refused(tmp_path):
