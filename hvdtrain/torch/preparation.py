@@ -193,7 +193,7 @@ def _place(
     if staged is None:  # else each stage is where it belongs
         model.to(engine_of(world).device)
     if options.channels_last:
-        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        model.to(memory_format=torch.channels_last)
     if optimizer.state:
         optimizer.load_state_dict(optimizer.state_dict())  # which puts state where its parameters are
 

@@ -70,7 +70,7 @@ def resnet(device: torch.device, *, tiny: bool) -> nn.Module:
 
         made = torchvision.models.resnet50(num_classes=CLASSES)
     made = made.to(device)
-    return made.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return made.to(memory_format=torch.channels_last)
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:

@@ -197,7 +197,7 @@ class TorchBackend:
 
         Gradients are those of the mean over all samples, for ranks whose own are weighed by `samples` afterwards.
         """
-        return _Sum.apply(values, samples, name, self.hvd)  # type: ignore[no-untyped-call]
+        return _Sum.apply(values, samples, name, self.hvd)
 
     def usable_here(self, tensor: Any) -> bool:
         del tensor
@@ -318,7 +318,7 @@ class _Sum(torch.autograd.Function):
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         # the gradient of a rank that does not count must not count either, not even as 0 x NaN
         weighed = upstream * ctx.samples if ctx.samples else torch.zeros_like(upstream)
-        back = _Sum.apply(weighed, ctx.samples, f"{ctx.name}.gradient", ctx.hvd)  # type: ignore[no-untyped-call]
+        back = _Sum.apply(weighed, ctx.samples, f"{ctx.name}.gradient", ctx.hvd)
         return back / ctx.samples if ctx.samples else torch.zeros_like(back), None, None, None
 
 

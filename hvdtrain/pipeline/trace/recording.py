@@ -40,7 +40,7 @@ class _Factories(TorchFunctionMode):
 def patched(tracer: Any) -> Iterator[None]:
     """Records what fx would not: functions that make tensors, and a user's `autograd.Function` as one operation
     (followed inside, its own backward would be lost); and looks at modules' attributes, in `tracer.read`."""
-    apply = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+    apply = torch.autograd.Function.apply.__func__
 
     def apply_or_record(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if any(isinstance(leaf, fx.Proxy) for leaf in pytree.tree_leaves((args, kwargs))):

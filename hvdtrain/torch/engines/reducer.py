@@ -27,7 +27,7 @@ from hvdtrain.core.errors import ConfigError
 from hvdtrain.torch.engines.base import HALVES, Pass, Staged
 from hvdtrain.torch.engines.shell import trainable, trains_others
 
-Wait = Callable[[], None]
+Wait = Callable[[], object]
 # Sums a tensor over ranks, in place; returns what waits for it.
 SumAsync = Callable[[Tensor, str], Wait]
 
