@@ -1,7 +1,8 @@
 # Makes this checkout ready to run: system packages, .venv with the pinned frameworks, and a Horovod built for them.
 # Sourced by train.sh, test.sh and check.sh. Does only what is missing; when nothing is, it costs well under a second.
 #
-#   HVDTRAIN_SETUP    train: what training needs; dev: the developers' tools as well, as test.sh asks   (default: train)
+#   HVDTRAIN_SETUP    train: what training needs; test: pytest as well, for test.sh --smoke; dev: the developers' tools,
+#                     for all tests   (default: train)
 #   HVDTRAIN_WHEELS   a folder of ready wheels of Horovod, or a page of links (docs/horovod.md): to train, one of them is
 #                     taken when it fits, and nothing is compiled
 #   PYTHON            interpreter for a new .venv   (default: the newest of python3.10 to python3.13 on the PATH)
@@ -107,14 +108,16 @@ fingerprint() {
 set_up() {
   local ready=$VENV/.ready wanted python extras=torch,keras,build,tensorboard,mpi what=${HVDTRAIN_SETUP:-train}
   wanted=$(fingerprint)
-  case $(cat "$ready" 2>/dev/null || true) in "$wanted $what" | "$wanted dev") return 0 ;; esac
+  case "$what $(cat "$ready" 2>/dev/null || true)" in
+    *" $wanted $what" | *" $wanted dev" | "train $wanted test") return 0 ;;
+  esac
   python=$(find_python)
   if [ ! -x "$VENV/bin/python" ]; then
     room_for_venv
     to_make_venv "$python"
     step "making $VENV with $("$python" --version) (about 5 s)" "$python" -m venv "$VENV"
   fi
-  [ "$what" = train ] || extras+=,dev
+  [ "$what" = train ] || extras+=,$what
   step "installing PyTorch, TensorFlow and Keras as pinned in setup.cfg (6.5 GB, about 2 minutes)" \
     "$VENV/bin/python" -m pip install -q --disable-pip-version-check -e ".[$extras]"
   if [ "$what" = dev ] || ! ready_wheel; then

@@ -1,11 +1,18 @@
 #!/usr/bin/env bash
 # Sets everything up (once), then checks the sources and runs the tests.
 #   scripts/test.sh --quick             tests/unit: what starts no process
+#   scripts/test.sh --smoke             the first promises on 2 real ranks, in under 3 minutes: tests/ranks/test_smoke.py
 #   scripts/test.sh tests/ranks -x      what pytest is given, without the checks of the sources
 #   scripts/test.sh --coverage          which lines run, in ranks and programs, too; fails below 90 %
 # Two files at a time: tests of ranks wait as long as they work. -n 0 for one after the other, in one process.
-HVDTRAIN_SETUP=dev . "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+case ${1:-} in --smoke) HVDTRAIN_SETUP=test ;; *) HVDTRAIN_SETUP=dev ;; esac
+. "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 started=$SECONDS
+trap 'say "tested in $((SECONDS - started)) s"' EXIT
+if [ "${1:-}" = --smoke ]; then
+  python -m pytest -q --durations=6 tests/ranks/test_smoke.py "${@:2}"
+  exit
+fi
 test_packages
 if [ "${1:-}" = --quick ]; then
   set -- -q tests/unit "${@:2}"
@@ -20,5 +27,4 @@ elif [ "${1:-}" = --coverage ]; then
 elif [ $# = 0 ]; then
   scripts/check.sh --lint
 fi
-trap 'say "tested in $((SECONDS - started)) s"' EXIT
 python -m pytest -n 2 --dist loadfile "$@"

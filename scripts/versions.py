@@ -28,8 +28,7 @@ HEAD = (
     "| Python | PyTorch | TensorFlow | Keras | built with | controllers | GPU | build, proof | smoke tests | on |\n"
     "|---|---|---|---|---|---|---|---|---|---|\n"
 )
-# what the smoke tests need besides hvdtrain's own requirements
-TEST_PACKAGES = ("pytest", "hypothesis", "psutil")
+SMOKE_TESTS = "tests/ranks/test_smoke.py"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,7 +223,7 @@ def steps(one: Combination, log: Path) -> Iterator[tuple[str, str]]:
     yield "controllers", "Gloo" + (f", {where['mpi'].replace('mpirun (Open MPI)', 'Open MPI')}" if where["mpi"] else "")
     yield "GPU", f"NCCL {where['nccl']}, CUDA {where['torch_cuda']}" if one.gpu == "nccl" else "none"
     yield "proof", f"{len(built['proof']) - 1} ranks proven, {time.monotonic() - begun:.0f} s"
-    printed = run("smoke tests", python, "-m", "pytest", "-q", "-m", "smoke", "-p", "no:cacheprovider", "tests")
+    printed = run("smoke tests", python, "-m", "pytest", "-q", "-p", "no:cacheprovider", SMOKE_TESTS)
     summary = re.findall(r"^\d+ passed[^\n]*", printed, re.MULTILINE)
     if not summary:
         raise StepFailed("smoke tests (none ran)")
@@ -235,10 +234,9 @@ def requirements(one: Combination) -> list[str]:
     """Returns what setup.cfg asks for, with this combination's versions in the place of its pins."""
     setup = settings()
     extras = setup["options.extras_require"]
-    lists = ["torch", *(["keras"] if one.tensorflow else []), "build", "tensorboard", "mpi", "plot", "report"]
+    lists = ["torch", *(["keras"] if one.tensorflow else []), "build", "tensorboard", "mpi", "test"]
     texts = [setup["options"]["install_requires"], *(extras[name] for name in lists)]
     lines = [line for text in texts for line in text.split("\n") if line and not line.startswith("#")]
-    lines += [line for line in extras["dev"].split("\n") if name_of(line) in TEST_PACKAGES]
     versions = {"torch": one.torch, "torchvision": None, "tensorflow-cpu": one.tensorflow, "keras": one.keras}
     kept = [line for line in lines if name_of(line) not in versions]
     return kept + [

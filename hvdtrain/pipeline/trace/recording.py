@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import inspect
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -40,12 +41,12 @@ class _Factories(TorchFunctionMode):
 def patched(tracer: Any) -> Iterator[None]:
     """Records what fx would not: functions that make tensors, and a user's `autograd.Function` as one operation
     (followed inside, its own backward would be lost); and looks at modules' attributes, in `tracer.read`."""
-    apply = torch.autograd.Function.apply.__func__
+    apply = inspect.getattr_static(torch.autograd.Function, "apply")  # from PyTorch 2.14 on a method of C's
 
     def apply_or_record(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if any(isinstance(leaf, fx.Proxy) for leaf in pytree.tree_leaves((args, kwargs))):
             return tracer.create_proxy("call_function", cls.apply, args, kwargs, name=cls.__name__.lower())
-        return apply(cls, *args, **kwargs)
+        return apply.__get__(None, cls)(*args, **kwargs)
 
     def recorder(function: Any) -> Any:
         def record(*args: Any, **kwargs: Any) -> Any:

@@ -74,7 +74,7 @@ def test_a_combination_takes_the_place_of_the_pins():
     assert [line for line in lines if versions.name_of(line) == "torch"] == ["torch==2.11.0"]
     without = versions.requirements(Combination("3.14", "2.15.0", None, None))
     assert not {"keras", "tensorflow-cpu"} & {versions.name_of(line) for line in without}
-    assert set(versions.TEST_PACKAGES) <= {versions.name_of(line) for line in without}
+    assert "pytest" in {versions.name_of(line) for line in without}, "for the smoke tests"
 
 
 def test_newest_tries_what_the_table_lacks(monkeypatch):

@@ -1,0 +1,85 @@
+"""The promises a newcomer meets first, in under three minutes: `scripts/test.sh --smoke`, `scripts/versions.sh`.
+
+It needs pytest and psutil beside hvdtrain's own requirements, and runs without TensorFlow.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+from harness import PROGRAMS, Result, run_ranks
+
+from hvdtrain.core.in_step.hang import HANG_VARIABLE
+
+SMOKE = PROGRAMS / "smoke"
+TORCH, KERAS = SMOKE / "torch_train.py", SMOKE / "keras_train.py"
+needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed")
+needs_keras = pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="TensorFlow is not installed")
+
+
+def ends_well(done: Result) -> Result:
+    assert done.returncode == 0, done.text
+    return done
+
+
+def launch(program: Path, *arguments: str) -> Result:
+    """Runs a program on 2 ranks by `hvdtrain launch`."""
+    command = ["-m", "hvdtrain", "launch", "-np", "2", "--", "python", str(program), *arguments]
+    return ends_well(run_ranks(command, 1, launcher="none", timeout_s=150))
+
+
+def difference(one: Result, other: Result) -> float:
+    """Returns the largest difference between the weights that two programs printed."""
+    first, second = (flat(json.loads(done.text.split("weights ")[1].splitlines()[0])) for done in (one, other))
+    return max(abs(a - b) for a, b in zip(first, second, strict=True))
+
+
+def flat(values: object) -> list[float]:
+    return [number for part in values for number in flat(part)] if isinstance(values, list) else [values]  # type: ignore[list-item]
+
+
+@needs_torch
+def test_torch_ranks_equal_one_process(tmp_path):
+    plain = ends_well(run_ranks([TORCH, "plain"], 1, launcher="none"))
+    ranks = ends_well(run_ranks([TORCH, "ranks", tmp_path / "a", "2"], 2, launcher="horovodrun", timeout_s=150))
+    assert difference(plain, ranks) < 1e-10
+    shorter = ends_well(run_ranks([TORCH, "ranks", tmp_path / "b", "1"], 1, launcher="none"))
+    assert difference(plain, shorter) > 1e-3, "the twin: an epoch less shows"
+
+
+@needs_torch
+def test_a_checkpoint_is_resumed(tmp_path):
+    unbroken = launch(TORCH, "ranks", str(tmp_path / "a"), "2")
+    assert "restored False" in launch(TORCH, "ranks", str(tmp_path / "b"), "1").text
+    resumed = launch(TORCH, "ranks", str(tmp_path / "b"), "2")
+    assert "restored True" in resumed.text and difference(unbroken, resumed) == 0
+
+
+@needs_torch
+def test_a_hang_is_named(tmp_path):
+    done = run_ranks([TORCH, "hang"], 2, env={HANG_VARIABLE: "3"}, timeout_s=150)
+    assert done.returncode != 0, done.text
+    assert "no rank may let the others wait for long" in done.text and "# hangs here" in done.text, done.text
+
+
+@needs_torch
+def test_a_model_is_split():
+    done = ends_well(run_ranks([SMOKE / "split.py"], 1, launcher="none"))
+    _, stages, _, moved, _, difference = done.ranks_output[0].split()
+    assert (int(stages), float(difference) < 1e-10, float(moved) > 1e-3) == (2, True, True), done.text
+
+
+@needs_keras
+def test_keras_ranks_equal_one_process():
+    plain = ends_well(run_ranks([KERAS, "plain"], 1, launcher="none", timeout_s=150))
+    assert difference(plain, launch(KERAS, "ranks")) < 1e-10
+
+
+@needs_keras
+def test_the_main_job(tmp_path):
+    arguments = ["--epochs", "1", "--run-dir", tmp_path / "run"]
+    done = ends_well(run_ranks(["-m", "hvdtrain.keras_mnist", *arguments], 2, launcher="horovodrun", timeout_s=150))
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["result"], done.text
