@@ -10,6 +10,7 @@ import argparse
 import configparser
 import dataclasses
 import datetime
+import itertools
 import json
 import os
 import re
@@ -23,7 +24,6 @@ from pathlib import Path
 TOP = Path(__file__).resolve().parents[1]
 PAGE = TOP / "docs" / "versions.md"
 WORK = TOP / "build" / "versions"
-BEGIN, END = "<!-- rows: scripts/versions.sh -->", "<!-- end of rows -->"
 HEAD = (
     "| Python | PyTorch | TensorFlow | Keras | built with | controllers | GPU | build, proof | smoke tests | on |\n"
     "|---|---|---|---|---|---|---|---|---|---|\n"
@@ -299,7 +299,7 @@ def row_of(one: Combination, record: dict[str, object]) -> str:
 def read_rows(page: str) -> dict[tuple[str, ...], str]:
     """Returns the rows of the page by their combination's key."""
     rows: dict[tuple[str, ...], str] = {}
-    for line in page.split(BEGIN)[1].split(END)[0].splitlines()[3:]:
+    for line in parts(page)[1]:
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         none = ["" if cell == "-" else cell for cell in cells]
         gpu = "none" if cells[6] == "none" else "nccl"
@@ -307,14 +307,19 @@ def read_rows(page: str) -> dict[tuple[str, ...], str]:
     return rows
 
 
+def parts(page: str) -> tuple[str, list[str], str]:
+    """Returns what stands before the table, its rows, and what stands after it."""
+    before, rest = page.split(HEAD)
+    rows = list(itertools.takewhile(lambda line: line.startswith("|"), rest.splitlines()))
+    return before, rows, rest.removeprefix("".join(f"{row}\n" for row in rows))
+
+
 def write_rows(rows: dict[tuple[str, ...], str]) -> None:
     page = PAGE.read_text(encoding="utf-8")
-    before, after = page.split(BEGIN)[0], page.split(END)[1]
+    before, _, after = parts(page)
     lines = [rows[key] for key in sorted(rows, key=lambda key: (numbers(key[1]), numbers(key[0]), key[4]))]
     partial = PAGE.with_suffix(".partial")
-    partial.write_text(
-        f"{before}{BEGIN}\n{HEAD}" + "".join(f"{line}\n" for line in lines) + END + after, encoding="utf-8"
-    )
+    partial.write_text(before + HEAD + "".join(f"{line}\n" for line in lines) + after, encoding="utf-8")
     partial.replace(PAGE)
 
 

@@ -176,7 +176,7 @@ def test_each_variant_gets_the_pins_of_setup_cfg() -> None:
     cpu = requirements.requirements(text, "cpu", "", "")
     cuda = requirements.requirements(text, "cuda", "", "")
     for name, lines in {"keras": cpu, "build": cpu, "torch": cuda}.items():
-        assert set(extras[name].split()) <= set(lines)
+        assert set(extras[name].strip().splitlines()) <= set(lines)
     assert not [line for line in cpu if line.startswith("torch")]
     # Keras computes on PyTorch there
     assert any(line.startswith("keras==") for line in cuda) and not [line for line in cuda if "tensorflow" in line]
@@ -186,7 +186,7 @@ def test_each_variant_gets_the_pins_of_setup_cfg() -> None:
 def test_tensorflow_for_gpus_is_the_pinned_one_alone() -> None:
     """Without PyTorch, whose CUDA libraries would lie over its own, and without the build for CPUs: the same module."""
     text = (REPOSITORY / "setup.cfg").read_text()
-    (pin,) = re.findall(r"^ *tensorflow-cpu(==\S+)$", text, re.MULTILINE)
+    (pin,) = re.findall(r"^ *tensorflow-cpu(==.+)$", text, re.MULTILINE)
     lines = requirements.requirements(text, "cuda-tensorflow", "", "")
     assert [line for line in lines if "tensorflow" in line] == [f"tensorflow[and-cuda]{pin}"]
     assert [line for line in lines if line.startswith("keras==")] and "nvidia-ml-py" in lines

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,6 +24,9 @@ from hvdtrain.torch.engines.reducer import Reducer, Wait
 from hvdtrain.torch.engines.shell import trainable, trains_others
 
 _BUCKET_BYTES = 25 << 20
+# PyTorch 2.14 renamed broadcast_buffers
+_RENAMED = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+_WITHOUT_BUFFERS: dict[str, Any] = {"forward_sync_buffers" if _RENAMED else "broadcast_buffers": False}
 
 
 def attach(detected: Detected, *, device: str, gpus_per_rank: int) -> GroupEngine:
@@ -60,7 +64,7 @@ class DdpModel:
         self._drop()  # before the next one sets its hooks
         ddp = DistributedDataParallel(
             _LossCarrier(self._module),
-            broadcast_buffers=False,
+            **_WITHOUT_BUFFERS,
             init_sync=False,  # parameters are compared and broadcast already
             bucket_cap_mb=(self._settings.bucket_bytes or _BUCKET_BYTES) / (1 << 20),
             find_unused_parameters=True,
