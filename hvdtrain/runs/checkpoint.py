@@ -11,15 +11,17 @@ import os
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
+from weakref import WeakValueDictionary
 
 from hvdtrain.core.errors import CheckpointError, ConfigError, HvdtrainError, MainRankError
 from hvdtrain.core.in_step import elastic
 from hvdtrain.core.in_step.elastic import repeated
 from hvdtrain.core.world import World, current
-from hvdtrain.runs import preemption
+from hvdtrain.runs import log_files, preemption
 from hvdtrain.runs.checkpoint_files import MANIFEST, STRIPED, direction_of, local_copy, read_manifest, verify
 from hvdtrain.runs.checkpoint_folder import Folder, Info, Written, fill, name_of, read_info, unusable_info
 from hvdtrain.runs.folder import place_of
@@ -28,12 +30,18 @@ from hvdtrain.runs.parts import Part, Progress
 from hvdtrain.runs.together import Together
 from hvdtrain.runs.writer import Writer, running, started
 
+# directories that this process has taken; several Checkpointers of one program share a lock
+_LOCKS: WeakValueDictionary[Path, TextIO] = WeakValueDictionary()
+# directory to the training that this program saves there: a new one, or that of the checkpoint it has restored
+_TRAININGS: dict[Path, str] = {}
+
 
 class Checkpointer:
     """Saves and restores the state of training in `directory`.
 
     Args:
-        directory: made at the first save.
+        directory: made at the first save; belongs to one training at a time (a lock that ends with the process). Others
+            can read it meanwhile. Checkpoints of an earlier training that this one did not restore stay there.
         world: default: the world of the last `init()`, else one process.
         keep: how many of the newest to keep.
         best: the metric by which one more is kept, however old; None: none.
@@ -46,6 +54,7 @@ class Checkpointer:
 
     Raises:
         ConfigError: an argument is wrong, or the metric's name does not say which way is better.
+        CheckpointError: the directory is new, and this user cannot make it.
     """
 
     def __init__(
@@ -70,11 +79,37 @@ class Checkpointer:
         self.run = run
         self._world = world
         self._known: list[Path] = []
+        self._lock: TextIO | None = None
+        self._best_is_missing = False
+        if (world or current()) is not None and self.world.is_main:
+            self._look()
         self._together = Together(self.folder, self.directory, off=asynchronous if together is None else not together)
 
     @property
     def world(self) -> World:
         return self._world or current() or World.solo()
+
+    def _look(self) -> None:
+        """Reports at the start what would otherwise come to light at the first save."""
+        self.folder.check_place()
+        owner = log_files.locked_by(self.directory)
+        if owner is not None and self.directory not in _LOCKS:
+            line = f"{self.directory} is in use by {owner}: its checkpoints can be read; save() will be refused"
+            print(f"hvdtrain: {line}", file=sys.stderr, flush=True)
+
+    def _take(self) -> None:
+        """Makes the directory and takes it for this training; call it on rank 0."""
+        self.folder.make()
+        if self._lock is None and (lock := _LOCKS.get(self.directory)) is not None:
+            self._lock = lock
+        try:
+            self._lock = self._lock or log_files.lock(self.directory, what="checkpoint")
+            _LOCKS[self.directory] = self._lock
+        except ConfigError as error:
+            if elastic.active() is None:  # else the lost rank 0 may still have it: taken at a later save
+                raise CheckpointError(error.rule, error.received, error.remedy) from None
+        except OSError as error:
+            raise self.folder.not_written(error) from error
 
     # -- saving ----------------------------------------------------------------------------------------------
     def save(
@@ -109,23 +144,49 @@ class Checkpointer:
         self.world.agree("progress at a checkpoint", progress)
         for part in state.values():
             part.collect()
+        self._report_missing_best(metrics)
         written = Written(progress, metrics, self.world.size, time.time())
         path = None
         if self.world.size > 1 and not self._together.off and elastic.active() is None:  # a rank may be lost meanwhile
             path = self._save_together(state, written, noted)
         if path is None:
-            path = self.world.on_main(self._save, state, written, noted)
+            # in an elastic job another rank may be the one to save next
+            path, _TRAININGS[self.directory] = self.world.on_main(self._save, state, written, noted)
         if noted is not None:
             noted.went_on(self._settle)
         return path
 
+    def _report_missing_best(self, metrics: Mapping[str, float]) -> None:
+        """Reports once that no best checkpoint is kept, as its metric is not among those that are given."""
+        best = self.folder.best_metric
+        if self._best_is_missing or not metrics or best is None or best in metrics:
+            return
+        self._best_is_missing = True
+        if self.world.is_main:
+            names = ", ".join(map(repr, metrics))
+            print(
+                f"hvdtrain: no best checkpoint is kept: save() got the metrics {names}, and not {best!r}\n"
+                f"  fix: Checkpointer(..., best={next(iter(metrics))!r}), or best=None",
+                file=sys.stderr, flush=True,
+            )  # fmt: skip
+
     def on_preemption(self, state: Mapping[str, Part]) -> None:
-        """Says what to save where the job is told to end (SIGTERM, SIGUSR1) before the first `save` or `restore`."""
+        """Says what to save where the job is told to end (SIGTERM, SIGUSR1) before the first `save` or `restore`.
+
+        Raises:
+            CheckpointError: on rank 0: another training has the directory.
+        """
+        if self.world.is_main:
+            self._take()
         preemption.remember(self, state, saved=False)
 
     def _prepare(self, state: Mapping[str, Part]) -> Writer | None:
         _check_names(state)
-        self.folder.make()
+        self._take()
+        if self.directory not in _TRAININGS:
+            self.folder.report_others()
+            _TRAININGS[self.directory] = uuid.uuid4().hex
+        self.folder.training = _TRAININGS[self.directory]
         writer = started() if self.asynchronous else running()
         if writer is not None:
             if self.asynchronous:
@@ -150,17 +211,18 @@ class Checkpointer:
             self._settle()
         return self._together.stripe_bytes(state, self.world.size)
 
-    def _save(self, state: Mapping[str, Part], written: Written, noted: Noted | None) -> Path:
+    def _save(self, state: Mapping[str, Part], written: Written, noted: Noted | None) -> tuple[Path, str]:
+        """Returns the checkpoint's directory and the training."""
         writer = self._prepare(state)
         if writer is not None and self.asynchronous:
             try:
                 with writer.lock:
-                    return self._submit(writer, state, written, noted)
+                    return self._submit(writer, state, written, noted), self.folder.training
             except OSError as error:
                 print(f"hvdtrain: this checkpoint is written before training goes on: {error}", file=sys.stderr)
         self._settle()
         path = self.folder.add(written, name_of(written.progress), {name: part.write for name, part in state.items()})
-        return path if noted is None else noted.sealed(path)
+        return path if noted is None else noted.sealed(path), self.folder.training
 
     def _submit(self, writer: Writer, state: Mapping[str, Part], written: Written, noted: Noted | None) -> Path:
         writer.start()
@@ -258,6 +320,8 @@ class Checkpointer:
         with local_copy(self.world, path, files) as (folder, failure):
             self._load(state, folder, failure)
         progress = Progress(**manifest["progress"])
+        if path.parent == self.directory:
+            _TRAININGS[self.directory] = manifest.get("training", "")
         for part in state.values():
             part.restored(progress)
         return progress

@@ -11,6 +11,7 @@ A process of its own may do it (`hvdtrain.runs.writer`): nothing here needs the 
 
 from __future__ import annotations
 
+import errno
 import itertools
 import math
 import os
@@ -57,6 +58,7 @@ class Info:
         ok: the manifest is whole and every file has its size (checksums are read on restore).
         sequence: grows with every save into the directory; 0 when the manifest is damaged or cannot be read.
         problem: what is wrong, when not ok.
+        training: the training that saved it; "" if it is not known.
         damaged: it is wrong for good: files lack, or are not as they were saved. False for what cannot be read now
             (a permission, an I/O error, a newer format): another day, or another host, may read it.
     """
@@ -68,6 +70,12 @@ class Info:
     sequence: int = 0
     problem: str = ""
     damaged: bool = False
+    training: str = ""
+
+    @property
+    def is_unknown(self) -> bool:
+        """True if the manifest cannot be read, so that it may be of any training."""
+        return not self.ok and not self.training
 
 
 @dataclass(frozen=True)
@@ -82,12 +90,17 @@ class Written:
 
 @dataclass
 class Folder:
-    """The checkpoints in `directory`; arguments as of `hvdtrain.Checkpointer`."""
+    """The checkpoints in `directory`; arguments as of `hvdtrain.Checkpointer`.
+
+    Attributes:
+        training: the training that saves here; it deletes no checkpoint of another one.
+    """
 
     directory: Path
     keep: int
     best_metric: str | None
     mode: Literal["min", "max"]
+    training: str = ""
 
     def __post_init__(self) -> None:
         self._reported: set[Path] = set()
@@ -105,7 +118,31 @@ class Folder:
                 sync_directory(self.directory.parent)
             self.directory = self.directory.resolve()  # one name for all who write there
         except OSError as error:
-            raise self._not_written(error) from error
+            raise self.not_written(error) from error
+
+    def check_place(self) -> None:
+        """Raises if the directory is not there and cannot be made.
+
+        Raises:
+            CheckpointError: this user cannot write where it would be.
+        """
+        place = self.directory
+        if place.is_dir():
+            return  # perhaps only to be read
+        while not place.exists():
+            place = place.parent
+        if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+            error = errno.EACCES if place.is_dir() else errno.ENOTDIR
+            raise self.not_written(OSError(error, f"{os.strerror(error)}: {place}"))
+
+    def report_others(self) -> None:
+        """Reports checkpoints of another training, which this one leaves alone."""
+        if there := [info for info in self.list() if info.ok]:
+            print(
+                f"hvdtrain: {self.directory} holds {len(there)} checkpoint(s) of another training, which was not"
+                f" restored: they are kept beside the newest {self.keep} of this one",
+                file=sys.stderr, flush=True,
+            )  # fmt: skip
 
     def add(self, written: Written, name: str, parts: Mapping[str, Callable[[StateFile], object]]) -> Path:
         """Writes one checkpoint; then deletes older ones.
@@ -137,7 +174,7 @@ class Folder:
             if temporary is not None:
                 self.abandon(temporary)
             if isinstance(error, OSError):
-                raise self._not_written(error) from error
+                raise self.not_written(error) from error
             raise
 
     def begin(self, parts: Iterable[str]) -> Path:
@@ -165,7 +202,8 @@ class Folder:
         body = {
             "format": LAYOUT if whole else STRIPED, "sequence": sequence, "progress": asdict(written.progress),
             "metrics": plain({metric: float(value) for metric, value in written.metrics.items()}),
-            "files": files, "saved_unix_s": round(written.unix_s, 3), "world_size": written.world_size,
+            "training": self.training, "files": files, "saved_unix_s": round(written.unix_s, 3),
+            "world_size": written.world_size,
             "versions": {"hvdtrain": __version__, "python": ".".join(map(str, sys.version_info[:3]))},
         }  # fmt: skip
         write_manifest(temporary / MANIFEST, body)
@@ -176,7 +214,7 @@ class Folder:
         self._retain()
         return final
 
-    def _not_written(self, error: OSError) -> CheckpointError:
+    def not_written(self, error: OSError) -> CheckpointError:
         return CheckpointError(
             "a checkpoint must be written whole",
             f"{self.directory}: {error.strerror or error}",
@@ -195,9 +233,9 @@ class Folder:
     def _retain(self) -> None:
         """Deletes what is neither among the newest `keep` good ones nor the best."""
         try:
-            infos = self.list()
+            infos = [info for info in self.list() if info.training == self.training or info.is_unknown]
             good = [info for info in infos if info.ok]
-            kept = {info.path for info in [*good[-self.keep :], *self.ranking("best")[:1]]}
+            kept = {info.path for info in [*good[-self.keep :], *self.ranking("best", infos)[:1]]}
             oldest_kept_step = min((info.progress.step for info in good if info.path in kept), default=0)
             for info in infos:
                 # a damaged one goes when it is older than all that is kept: until then it is reported
@@ -277,7 +315,8 @@ def read_info(path: Path) -> Info:
     info = Info(path, Progress(int(match[1]), int(match[2])) if match else Progress(), {}, False)
     try:
         manifest = read_manifest(path)
-        info = Info(path, Progress(**manifest["progress"]), manifest["metrics"], True, manifest["sequence"])
+        progress, training = Progress(**manifest["progress"]), manifest.get("training", "")
+        info = Info(path, progress, manifest["metrics"], True, manifest["sequence"], training=training)
         for name, sealed in manifest["files"].items():
             found = (path / name).stat().st_size
             if found != sealed["bytes"]:

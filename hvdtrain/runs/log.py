@@ -11,7 +11,6 @@ JSON: NaN and infinities, which JSON lacks, are the strings "nan", "inf", "-inf"
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import importlib.util
 import math
 import os
@@ -380,14 +379,7 @@ def run_status(run_dir: str | os.PathLike[str]) -> str | None:
     run = read_run(run_dir)
     if run is None or run.get("status") != "running":
         return None if run is None else str(run.get("status"))
-    try:
-        with open(Path(run_dir) / ".lock", encoding="utf-8") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return "running"
-    except FileNotFoundError:
-        pass  # a copy of a run: whoever wrote it holds no lock here
-    return "killed"
+    return "killed" if log_files.locked_by(Path(run_dir)) is None else "running"
 
 
 def _is_number(value: Any) -> bool:

@@ -238,9 +238,16 @@ class Line:
             self._bar.close()
 
 
-def lock(run_dir: Path) -> TextIO:
-    """Takes the run directory for this process; the kernel gives it back however the process ends."""
-    descriptor = os.open(run_dir / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+def lock(folder: Path, *, what: str = "run") -> TextIO:
+    """Takes a directory for this process; the kernel gives it back however the process ends.
+
+    Args:
+        what: what kind of directory it is, for the error.
+
+    Raises:
+        ConfigError: another process has it.
+    """
+    descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
     file = open(descriptor, "r+", encoding="utf-8")  # noqa: SIM115 (held as long as the run)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -248,9 +255,9 @@ def lock(run_dir: Path) -> TextIO:
         owner = file.read().strip() or "an unknown process"
         file.close()
         raise ConfigError(
-            "a run directory belongs to one run at a time",
-            f"{run_dir} is in use by {owner}",
-            "give another run directory, or end that run first",
+            f"a {what} directory belongs to one run at a time",
+            f"{folder} is in use by {owner}",
+            f"give another {what} directory, or end that run first",
         ) from None
     except OSError as error:
         if error.errno not in _NO_LOCKS_HERE:
@@ -260,6 +267,19 @@ def lock(run_dir: Path) -> TextIO:
     file.write(f"pid {os.getpid()} on {socket.gethostname()} since {now()}\n")
     file.flush()
     return file
+
+
+def locked_by(folder: Path) -> str | None:
+    """Returns the process that has taken a directory by `lock`, or None if no process has."""
+    try:
+        with open(folder / ".lock", encoding="utf-8") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return file.read().strip() or "an unknown process"
+    except OSError:  # no lock there (a copy of a run), or a file system without locks
+        pass
+    return None
 
 
 def fate(earlier: Mapping[str, Any]) -> str:

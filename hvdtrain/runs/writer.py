@@ -161,7 +161,8 @@ class Writer:
         name = folder.free_name(name_of(written.progress), taken)
         message = {
             "directory": os.fspath(folder.directory), "keep": folder.keep, "best_metric": folder.best_metric,
-            "mode": folder.mode, "name": name, "written": asdict(written), "with": link, "leads": leads,
+            "mode": folder.mode, "training": folder.training, "name": name, "written": asdict(written), "with": link,
+            "leads": leads,
             "files": {part: [file.size, file.entry, asdict(file.share)] for part, file in files.items()},
         }  # fmt: skip
         descriptors = [images.descriptor(part) for part in files]
@@ -307,7 +308,8 @@ def serve(descriptor: int, parent: int) -> None:
                     end.setblocking(True)  # which it may not have been on the other side
                 links[message["link"]] = Link(message["ranks"], sockets)
                 continue
-            options = (Path(message["directory"]), message["keep"], message["best_metric"], message["mode"])
+            kept = (message["keep"], message["best_metric"], message["mode"], message["training"])
+            options = (Path(message["directory"]), *kept)
             folder = folders.setdefault(options, Folder(*options))
             answer = _written(message, descriptors, folder, links.get(message["with"][0]))
             with contextlib.suppress(ConnectionError):  # what was to be written is written, whoever wants to know

@@ -114,7 +114,9 @@ class TestSaveAndRestore:
         assert "File too large" in caught.value.received
         with pytest.raises(RuntimeError, match="a mistake"):  # which is no matter of room
             synchronous(tmp_path).save({"a.bin": Opaque()}, progress=Progress(step=2))
-        assert steps(tmp_path) == [1] and len(list(tmp_path.iterdir())) == 1
+        assert steps(tmp_path) == [1] and [path.name for path in tmp_path.iterdir() if path.name != ".lock"] == [
+            "epoch-0000-step-000001"
+        ]
 
     @pytest.mark.parametrize("options", [{"keep": 0}, {"keep": 1.5}, {"keep": True}, {"mode": "least"}])
     def test_arguments_that_mean_nothing(self, tmp_path: Path, options: dict) -> None:
@@ -144,6 +146,18 @@ class TestRetention:
             assert step_of(restored(folder)) == step
             if best:
                 assert step_of(restored(folder, which="best", mode=mode)) == -best[1]
+
+    def test_a_missing_best_metric_is_reported_once(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        checkpoints = synchronous(tmp_path)
+        checkpoints.save(state_of(1), progress=progress_at(1))
+        assert capsys.readouterr().err == "", "a program that gives no metrics"
+        for step in (2, 3):
+            checkpoints.save(state_of(step), progress=progress_at(step), metrics={"loss": 0.1})
+        error = capsys.readouterr().err
+        assert error.count("no best checkpoint is kept: save() got the metrics 'loss', and not 'val_loss'") == 1
+        assert "best='loss'" in error
+        synchronous(tmp_path, best="loss").save(state_of(4), progress=progress_at(4), metrics={"loss": 0.1})
+        assert capsys.readouterr().err == ""
 
     def test_without_best(self, tmp_path: Path) -> None:
         for step, loss in ((1, 0.1), (2, 0.9)):
