@@ -79,6 +79,11 @@ class Plan:
         """Samples of all ranks in a full step."""
         return self.whole or self.size * self.per_rank_batch
 
+    def update_samples(self, passes: int) -> int:
+        """Returns the samples of an update of `passes` full steps, as far as an epoch has so many."""
+        full = self.global_batch * passes
+        return min(full, self.samples or full)  # streams have 0: not known
+
     def of(self, size: int) -> Self:
         """Returns the plan by which the same steps are dealt to another number of ranks."""
         return replace(self, size=size, whole=self.global_batch)

@@ -122,6 +122,7 @@ def prepare(
     session = Session(
         world, compression, sparse_as_dense, verify, watch_every, lr=lr,
         per_rank_batch=_batch_of(data, lr, per_rank_batch), sync_batchnorm=sync_batchnorm,
+        samples=data.plan.samples * data.unit if isinstance(data, Loader) else 0,
     )  # fmt: skip
     if not session.alone:
         clock = session.clock  # not the session, which goes with the model
@@ -161,8 +162,8 @@ def callbacks(
     They compare the ranks' settings, give all ranks rank 0's weights, optimizer and random state, prove the
     averaging, make epoch logs those of all ranks' samples, set the learning rate, watch the replicas, write
     the record and the checkpoints. `EarlyStopping` and other callbacks that may end training belong on every rank
-    (a stop that one rank wants ends training on all, after the same step); `ModelCheckpoint`, `TensorBoard` and
-    `CSVLogger` on rank 0.
+    (a stop that one rank wants ends training on all, after the same step). Callbacks of Keras that write files
+    (`ModelCheckpoint`, `CSVLogger`, `TensorBoard`, and their subclasses) write on rank 0 only.
 
     After `Checkpointer.restore(model_state(model))` training goes on where the checkpoint was taken, which may be
     within an epoch: give `fit` also `initial_epoch=progress.epoch`. Else it goes on from the model's last `fit`.

@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import keras
@@ -83,6 +84,8 @@ def _fit(model: keras.Model, inner: Callable[..., Any], *args: Any, **kwargs: An
     if within and session.restored_random is not None:
         callbacks = _with(RateOfRestored(session), callbacks)
     callbacks = _in_order(callbacks)
+    if not session.alone:
+        _write_on_main(session, _listed(callbacks))
     _check_clock(session, callbacks, given)
     _tell_what_is_not_saved(session, callbacks)
     if session.restored_random is not None and not any(isinstance(c, fit_callbacks.Start) for c in _listed(callbacks)):
@@ -216,6 +219,57 @@ def _in_order(callbacks: Any) -> Any:
         callbacks.callbacks[:] = ordered
         return callbacks
     return ordered
+
+
+_WRITES = (_K.ModelCheckpoint, _K.CSVLogger, _K.TensorBoard, _K.RemoteMonitor)
+_CALLED = [name for name in dir(_K.Callback) if name.startswith("on_")]
+
+
+def _write_on_main(session: Session, callbacks: list[Any]) -> None:
+    """Has Keras' callbacks that write files do so on rank 0 only.
+
+    Raises:
+        ConfigError: BackupAndRestore, whose files know neither the samples nor the ranks.
+    """
+    for callback in callbacks:
+        if isinstance(callback, _K.BackupAndRestore):
+            raise ConfigError(
+                "BackupAndRestore cannot resume a training on several ranks",
+                type(callback).__name__,
+                "callbacks=hvk.callbacks(model, checkpointer=hvdtrain.Checkpointer(DIR)), and its restore() before fit",
+            )
+        if isinstance(callback, _WRITES) and callback not in session.write_on_main:
+            session.write_on_main.add(callback)
+            methods = {name: getattr(callback, name) for name in _CALLED}
+            for name, method in methods.items():
+                if not getattr(method, "_is_default", False):  # Keras' mark
+                    setattr(callback, name, partial(_on_main, session, callback, method))
+
+
+def _on_main(session: Session, callback: Any, method: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Calls a method of a callback that writes files.
+
+    ModelCheckpoint is called on all ranks, without writing: what it counts (the best value) is right on the rank that
+    becomes rank 0 in an elastic job.
+    """
+    if session.world.is_main:
+        method(*args, **kwargs)
+    elif isinstance(callback, _K.ModelCheckpoint):
+        kept = {name: vars(callback.model).pop(name) for name in _SAVES if name in vars(callback.model)}
+        vars(callback.model).update(dict.fromkeys(_SAVES, _does_nothing))
+        try:
+            method(*args, **kwargs)
+        finally:
+            for name in _SAVES:
+                del vars(callback.model)[name]
+            vars(callback.model).update(kept)
+
+
+_SAVES = ("save", "save_weights")
+
+
+def _does_nothing(*args: Any, **kwargs: Any) -> None:
+    """In the place of a model's `save` on ranks other than 0."""
 
 
 def _first_swap(others: list[Any]) -> int:

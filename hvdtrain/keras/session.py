@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakSet
 
 import keras
 import numpy as np
@@ -58,6 +59,8 @@ class Session:
         verify: prove the averaging before the first step.
         watch_every: compare replicas every so many steps; 0 is never.
         lr, per_rank_batch: the learning-rate contract, and the batch it is computed from.
+        write_on_main: callbacks that write files, which do so on rank 0 only.
+        samples: of an epoch of the data that prepare() was given; 0: not known.
         by_samples: every loss so far divides by samples, so that ranks need no word about it in a step.
         together: batches of an evaluation are the ranks' parts of global batches.
         even: all ranks have as many of those batches.
@@ -101,6 +104,8 @@ class Session:
     watch_every: int = 0
     lr: LR | None = None
     per_rank_batch: int | None = None
+    samples: int = 0
+    write_on_main: WeakSet[Any] = field(default_factory=WeakSet)
     sync_batchnorm: bool = False
     moments: list[tuple[Any, Any]] = field(default_factory=list)
     name: str = field(init=False)

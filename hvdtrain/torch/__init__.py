@@ -4,7 +4,7 @@
 
     with hvdtrain.init("torch") as world:
         train = hvt.loader(dataset, per_rank_batch=32)
-        model, optimizer = hvt.prepare(model, optimizer, train, lr=hvdtrain.LR(base=0.1, reference_batch=256))
+        model, optimizer = hvt.prepare(model, optimizer, train, lr=hvdtrain.LR(base=0.1, reference_batch=32))
         for epoch in train.epochs(90):
             for images, labels in train:
                 optimizer.zero_grad()

@@ -116,7 +116,7 @@ def prepare(
     if model in prepared_optimizers and (earlier := prepared_optimizers.pop(model)()) is not None:
         earlier.close()
     start.check_agreement(start.signature(model, optimizer, options, lr, data, staged), world)
-    rates = None if lr is None or data is None else Rates(optimizer, lr, data.global_batch * accumulate)
+    rates = None if lr is None or data is None else Rates(optimizer, lr, data.plan.update_samples(accumulate))
     _place(model, optimizer, options, world, staged)
     start.broadcast_state(model, optimizer, world)
     call: Any = staged if staged is not None else compiled  # whose truth would be its length

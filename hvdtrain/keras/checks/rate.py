@@ -18,9 +18,10 @@ def rate_of(optimizer: Any) -> float:
 
 
 def global_batch(session: Session, optimizer: Any) -> int:
-    """Returns the samples of one update: ranks x per-rank batch x accumulation."""
+    """Returns the samples of one update: ranks x per-rank batch x accumulation, as far as an epoch has so many."""
     passes = max((leaf.gradient_accumulation_steps or 1) for leaf in leaves_of(optimizer))
-    return (session.per_rank_batch or 0) * session.world.size * passes
+    full = (session.per_rank_batch or 0) * session.world.size * passes
+    return min(full, session.samples or full)
 
 
 def check_rate(optimizer: Any, lr: LR, global_batch: int) -> None:

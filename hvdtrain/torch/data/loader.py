@@ -65,6 +65,7 @@ class Loader(Dealt):
         self._loop: ref[Epoch] | None = None
         self._items: Items | None = None
         self._moves = 0
+        self._restored = False  # into an epoch that is not the first; no loop has begun since
         self._left: tuple[int, int] | None = None  # (epoch, samples done) of a loop that ended before its epoch
         self._left_reported = False
         self.differentiated: Step | None = None
@@ -237,6 +238,7 @@ class Loader(Dealt):
                 "give the same data, seed and shuffle, or start a new run directory",
             )
         self.go_on(int(state["epoch"]), int(state["samples_in_epoch"]))
+        self._restored = self.position[0] > 0
 
     def differs(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Returns what it is here of that by which a state is one of other data, or of another order."""
@@ -262,6 +264,7 @@ class Loader(Dealt):
                 if self.position[0] >= total:
                     return
             end_if_told(self.followers, self.world)
+            self._restored = False
             epoch, moves = self.position[0], self._moves
             yield epoch
             if self._moves == moves and self.position[0] == epoch:
@@ -283,6 +286,7 @@ class Loader(Dealt):
 
     def __iter__(self) -> Iterator[Any]:
         epoch, done = self.position
+        self._report_restored(epoch)
         if self._begun and epoch == self._epoch:
             epoch, done = self._after_loop()  # the other loop can be finished by nobody
         self._stop()
@@ -291,6 +295,16 @@ class Loader(Dealt):
         self._items = self._ready(epoch, done)
         self._loop = ref(loop)
         return loop
+
+    def _report_restored(self, epoch: int) -> None:
+        """Reports once which epoch a restored training is in, if its loop does not come from `epochs()`."""
+        if self._restored and self.followers and self.world.is_main:
+            print(
+                f"hvdtrain: restored: this loop over the loader is epoch {epoch}, counted from 0\n"
+                "  fix: for epoch in loader.epochs(n), or in range(progress.epoch, n); range(n) trains n more epochs",
+                file=sys.stderr, flush=True,
+            )  # fmt: skip
+        self._restored = False
 
     def refuse_other_loop(self, loop: Epoch) -> None:
         """Refuses to serve a loop that is not the loader's any more.

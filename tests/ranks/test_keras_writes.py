@@ -1,0 +1,22 @@
+"""Callbacks of Keras that write files write on rank 0 only, also a user's subclass; BackupAndRestore is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from harness import PROGRAMS, run_ranks
+
+
+@pytest.mark.parametrize("backend", ["tensorflow", pytest.param("torch", marks=pytest.mark.thorough)])
+def test_callbacks_write_on_rank_0(backend: str, tmp_path: Path) -> None:
+    program = [PROGRAMS / "keras" / "writes.py", tmp_path]
+    done = run_ranks(program, 2, env={"KERAS_BACKEND": backend}, timeout_s=150).check()
+    written = {path.name for path in tmp_path.iterdir()}
+    assert written == {
+        "rank0-1.keras", "rank0-2.keras", "mine0.weights.h5", "log0.csv", "own0.keras", "own1.keras",
+    }  # fmt: skip
+    best = {rank: text.split("best ")[1].splitlines()[0].split(" ", 1)[1] for rank, text in done.ranks_output.items()}
+    assert best[0] == best[1] != "[]", "what a ModelCheckpoint counts is equal on all ranks"
+    for text in done.ranks_output.values():
+        assert "refused BackupAndRestore cannot resume a training on several ranks" in text
