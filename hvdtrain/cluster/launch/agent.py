@@ -31,7 +31,7 @@ from hvdtrain.cluster.launch import processes
 from hvdtrain.cluster.launch.environment import is_of_a_host
 from hvdtrain.cluster.launch.processes import TICK_S, TOKEN, guard, sweep
 from hvdtrain.cluster.launch.rank import ANSWERS, ELASTIC, Rank, StartError, ask, rendezvous_process
-from hvdtrain.cluster.protocol import BEAT_S, WINDOW, Decoder, Message, encode
+from hvdtrain.cluster.protocol import BEAT_S, WINDOW, Decoder, Message, encode, mark_of
 from hvdtrain.core.in_step.preemption import ENDING, ENDS
 from hvdtrain.core.resources import cgroup_quota
 from hvdtrain.core.version import __version__
@@ -42,10 +42,10 @@ MOST_BUFFERED_BYTES = 1 << 20  # of output that the connection has not taken yet
 class Agent:
     """The loop; `run` returns when nothing of the job is left."""
 
-    def __init__(self, inward: int, outward: int) -> None:
-        self._inward, self._outward = inward, outward
+    def __init__(self, inward: int, outward: int, mark: bytes) -> None:
+        self._inward, self._outward, self._mark = inward, outward, mark
         self._selector = selectors.DefaultSelector()
-        self._decoder = Decoder()
+        self._decoder = Decoder(mark)
         self._out = bytearray()
         self._ranks: dict[int, Rank] = {}  # by process id
         self._rendezvous: subprocess.Popen[bytes] | None = None
@@ -94,7 +94,7 @@ class Agent:
     # ---- the launcher
 
     def _send(self, kind: str, **fields: Any) -> None:
-        self._out += encode(kind, **fields)
+        self._out += encode(self._mark, kind, **fields)
         self._flush()
 
     def _flush(self) -> None:
@@ -368,7 +368,8 @@ def hello() -> dict[str, Any]:
 
 
 def main() -> int:
-    """Becomes guard and agent, or with "--sweep TOKEN GRACE_S" cleans up; returns the exit code in each."""
+    """Becomes guard and agent of a connection with a token, or with "--sweep TOKEN GRACE_S" cleans up; returns the exit
+    code in each."""
     if sys.argv[1:2] == ["--sweep"]:
         sweep(sys.argv[2], float(sys.argv[3]))
         return 0
@@ -383,7 +384,7 @@ def main() -> int:
     if os.getppid() != parent:
         return 1
     processes.adopt_orphans()
-    return Agent(sys.stdin.fileno(), sys.stdout.fileno()).run()
+    return Agent(sys.stdin.fileno(), sys.stdout.fileno(), mark_of(sys.argv[1])).run()
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from hvdtrain.cluster.launch.failures import (
 )
 from hvdtrain.cluster.launch.job import Job, make_plan
 from hvdtrain.cluster.launch.rank import LONGEST_BYTES, LineSplitter
-from hvdtrain.cluster.protocol import Decoder, encode
+from hvdtrain.cluster.protocol import Decoder, encode, mark_of
 from hvdtrain.cluster.ssh import Ssh, explain, is_this_machine, not_started
 from hvdtrain.commands import command_lines, launch
 from hvdtrain.core.errors import ConfigError
@@ -162,16 +162,26 @@ def test_a_network_that_is_not_there(network):
 # ---- ssh
 
 
-def test_ssh_never_asks_and_never_waives_host_keys():
-    command = Ssh(port=2222, identity="/k ey").command("me@host1", ["python", "-c", "print('a b')"])
+def test_ssh_never_asks_and_never_waives_host_keys(tmp_path):
+    key = tmp_path / "k ey"
+    key.touch()
+    command = Ssh(port=2222, identity=str(key)).command("me@host1", ["python", "-c", "print('a b')"])
     assert command[-2:] == ["me@host1", "python -c 'print('\"'\"'a b'\"'\"')'"] and command[-3] == "--"
     assert shlex.split(command[-1]) == ["python", "-c", "print('a b')"]
     # said to ssh, and not left to a user's configuration, which may waive it
     assert "BatchMode=yes" in command and "StrictHostKeyChecking=yes" in command
-    assert command[command.index("-p") + 1] == "2222" and command[command.index("-i") + 1] == "/k ey"
+    assert command[command.index("-p") + 1] == "2222" and command[command.index("-i") + 1] == str(key)
+
+
+def test_a_key_that_is_not_there_is_refused(tmp_path):
+    """ssh warns, and uses another key."""
+    for missing in (tmp_path / "no such key", tmp_path, ""):
+        with pytest.raises(ConfigError, match="--identity must name a private key"):
+            Ssh(identity=str(missing))
 
 
 LOGIN = "/home/ada/.bashrc: line 3: module: command not found\n"
+LOGGED_IN = 'Authenticated to host2 ([10.0.0.2]:22) using "publickey".\r\n'
 PYTHON = "/opt/venv/bin/python"
 
 
@@ -225,7 +235,17 @@ def test_what_a_host_says_is_told_from_what_ssh_says(kind, code, said, what, lim
 def test_a_host_that_accepts_and_never_answers(limit):
     problem = explain("host2", None, LOGIN)
     assert problem.kind == "timeout" and "large packets (MTU)" in problem.fix
+    answered = explain("host2", None, f"{LOGGED_IN}{LOGIN}", answered=True)
+    assert answered == problem, "start-up files are not the cause: they have ended"
     limit("C12b", "packets above a size are lost on the way: ssh hangs", mended=problem.fix)
+
+
+def test_a_log_in_that_does_not_come_to_the_command():
+    problem = explain("host2", None, f"{LOGGED_IN}{LOGIN}")
+    assert problem.kind == "start_up_files" and "~/.bashrc" in problem.fix and "MTU" not in problem.fix
+    for code in (0, 1):
+        problem = explain("host2", code, f"{LOGGED_IN}Transferred: sent 2, received 3 bytes, in 0.1 seconds\r\n")
+        assert problem.kind == "other" and problem.what.endswith("no output") and "~/.bashrc" in problem.fix
 
 
 def test_a_name_that_leads_back_here_is_no_other_host(monkeypatch, limit):
@@ -401,8 +421,11 @@ def test_lines_do_not_depend_on_how_the_bytes_come(data, cuts):
 
 
 def test_messages_survive_what_a_login_script_prints():
-    decoder = Decoder()
-    stream = b"Welcome!\nno newline" + encode("hello", text="a\nb\x1e") + encode("beat") + b"\x1e{broken\n"
+    token = "0123456789abcdef"
+    mark = mark_of(token)
+    decoder = Decoder(mark)
+    noise = f"Welcome!\n\x1e no newline: python -m agent {token}".encode()
+    stream = noise + encode(mark, "hello", text="a\nb\x1e") + encode(mark, "beat") + mark + b"{broken\n"
     messages = [message for index in range(len(stream)) for message in decoder.feed(stream[index : index + 1])]
     assert messages == [{"type": "hello", "text": "a\nb\x1e"}, {"type": "beat"}]
     assert b"Welcome!" in decoder.noise and b"no newline" in decoder.noise
