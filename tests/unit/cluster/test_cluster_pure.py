@@ -75,6 +75,16 @@ def test_host_files(tmp_path):
     path = tmp_path / "hosts"
     path.write_text("# ours\nhost1 slots=4\n\nhost2:2  # the new one\nhost3\n")
     assert read_hostfile(path) == [Host("host1", 4), Host("host2", 2), Host("host3", 1)]
+    path.write_bytes("\ufeffhost1 slots=4 max_slots=8\r\nhost2 max-slots = 2 slots = 2\nhost3:1 max_slots=4\n".encode())
+    assert read_hostfile(path) == [Host("host1", 4), Host("host2", 2), Host("host3", 1)], (
+        "as Windows and Open MPI write"
+    )
+    path.write_text("node7\nnode9\nnode7\nnode9 slots=2\n")
+    assert read_hostfile(path) == [Host("node7", 2), Host("node9", 3)], "as PBS writes: a line a slot"
+    for wrong in ("host1 max_slots=some", "host1 slots=4 max_slots=2", "host1 slots=2:3", "host1 cores=4", "a\nme@a\n"):
+        path.write_text(wrong)
+        with pytest.raises(ConfigError):
+            read_hostfile(path)
     path.write_text("host1 slots=4\nhost2 slots=many\n")
     with pytest.raises(ConfigError, match="line 2"):
         read_hostfile(path)
@@ -129,6 +139,13 @@ def test_networks_are_found_by_address_where_names_differ():
 def test_an_address_that_every_host_has_is_no_network():
     with pytest.raises(ConfigError, match=r"docker0 172\.17\.0\.1"):
         choose({"a": its(docker0=DOCKER), "b": its(docker0=DOCKER)})
+
+
+@pytest.mark.parametrize("network", [None, "10.0.0.0/24"])
+def test_a_host_without_ipv4_is_named(network):
+    with pytest.raises(ConfigError, match="every host needs an IPv4 address") as error:
+        choose({"a": ONE, "b": {"lo": [IPv4Interface("127.0.0.1/8")]}, "c": {}}, network)
+    assert "not b, c" in error.value.received and "--network" not in error.value.remedy
 
 
 def test_the_network_of_the_names_given_wins():
