@@ -6,6 +6,7 @@ import os
 import queue
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from hvdtrain.cluster.launch.agents import Agents, Connection
 from hvdtrain.cluster.launch.discovery import Discovery
 from hvdtrain.cluster.launch.failures import HOST_LOST, SETTLE_S, RankEnd, as_exit_code, described, first_failure
 from hvdtrain.cluster.launch.job import Job, Plan
+from hvdtrain.cluster.launch.links import Pair, to_drop
 from hvdtrain.cluster.launch.members import Limits, Members
 from hvdtrain.cluster.launch.rank import ELASTIC, ELASTIC_SIZE, ELASTIC_SLOT
 from hvdtrain.cluster.launch.running import Heard, Running, places
@@ -60,7 +62,6 @@ class ElasticRunning(Running):
 
     def _start(self, plan: Plan, port: int | None) -> None:
         its, job = self._elastic, self._job
-        self._plan = plan
         start_s = arrival.timeout_s(os.environ)
         limits = Limits(its.minimum, its.maximum, its.timeout_s, start_s, open=its.discovery is not None)
         self._agent_of = {connection.host.name: connection for connection in self._agents.connections}
@@ -142,10 +143,19 @@ class ElasticRunning(Running):
             self._agents.drop(connection)
             self._host_gone(host.name, error.received)
             return
-        self._unreached.pop(host.name, None)
-        if self._whole:
-            self._hand_answers_to(connection)
-        self._do(self._members.host_there(host.name, time.monotonic()))
+
+        def use(why: str, pairs: list[Pair]) -> None:
+            if self._agent_of.get(host.name) is not connection:
+                return
+            if any(host.name in pair for pair in pairs):
+                self._host_is_lost(connection, why)
+                return
+            self._unreached.pop(host.name, None)
+            if self._whole:
+                self._hand_answers_to(connection)
+            self._do(self._members.host_there(host.name, time.monotonic()))
+
+        self._look([*self._in_network(), host.name], use)
 
     def _ended(self, end: RankEnd) -> None:
         now = time.monotonic()
@@ -199,6 +209,12 @@ class ElasticRunning(Running):
         if host in self._agent_of:
             self._host_is_lost(self._agent_of[host], why)
 
+    def _part(self, why: str, pairs: list[Pair]) -> None:
+        """Drops hosts that do not reach others: the ranks there would never meet."""
+        for name in to_drop(pairs, Counter(its.host for its in self._members.members())):
+            self._cut_off(name, why)
+        self._do(self._members.looked(time.monotonic()))
+
     def _in_network(self) -> list[str]:
         first = [self._served_by.host.name] if self._served_by is not None else []
         return list(dict.fromkeys([*first, *(its.host for its in self._members.members())]))
@@ -241,6 +257,8 @@ class ElasticRunning(Running):
                     self._host_of[number].send("tell", rank=number, say=message)
                 case actions.Serve(serial, host, slots):
                     self._serve(self._agent_of[host], serial, slots)
+                case actions.Look():
+                    self._look([its.host for its in self._members.members()], self._part)
                 case actions.Unserve():
                     self._unserve()
                 case actions.Lost():

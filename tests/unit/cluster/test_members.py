@@ -38,7 +38,7 @@ class World:
         self.formation = tuple(range(np))
         self.reaching: list[str] = []
         self.serving: actions.Serve | None = None
-        self.regroup = self.broken = False
+        self.regroup = self.broken = self.looking = False
         self.shut: set[int] = set()  # who waits where no new ones can come in
         self.failed = ""
         self.numbers = set(self.alive)
@@ -64,6 +64,9 @@ class World:
                     assert number in self.alive
                     self.regroup |= message["do"] == "regroup"
                     self.broken |= message["do"] == "abort"
+                case actions.Look():
+                    assert len({self.alive[number] for number in self.waiting if number in self.formation}) > 1
+                    self.looking = True
                 case actions.Formed():
                     self.check(action)
                 case actions.Fail(why):
@@ -151,6 +154,9 @@ class World:
         self.do(self.members.host_gone(name, self.now, why="off"))
 
     def served(self) -> None:
+        if self.looking:
+            self.looking = False
+            self.do(self.members.looked(self.now))
         if self.serving is not None:
             self.do(self.members.served(self.serving.serial, "10.0.0.1", 1, self.now))
 
