@@ -328,7 +328,16 @@ class ElasticRunning(Running):
         formation = self.outcome.lost[-1]["formation"] if self.outcome.lost else 0
         last = [its["worker"] for its in self.outcome.lost if its["formation"] == formation]
         first = first_failure([self._lost[number] for number in last if number in self._lost])
-        if first is not None:
+        if first is not None and first.is_consequence and self._no_link is None:
+
+            def again(found: str, pairs: list[Pair]) -> None:
+                self._note_links(found, pairs)
+                self._give_up(why)
+
+            self._look([its.host.name for its in self._agents.connections], again)
+        elif first is not None and first.is_consequence and (found := self._missing_link()) is not None:
+            self._fail(None, found[0], HOST_LOST, f"{found[1]}; {why}")
+        elif first is not None:
             why = f"{described(first.code, first.host)}; {why}"
             self._fail(first.rank, first.host, as_exit_code(first.code) or 1, why)
         elif lost is not None:

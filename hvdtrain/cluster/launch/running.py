@@ -286,9 +286,8 @@ class Running:
                     f" {why}"
                 )
             blamed = blamed or first
-            if blamed.is_consequence and self._no_link is not None and self._no_link[1]:
-                ranks = {host.name: count for host, count in self._job.ranks.items()}
-                self._cut_off(to_drop(self._no_link[1], ranks)[0], self._no_link[0])
+            if blamed.is_consequence and (found := self._missing_link()) is not None:
+                self._cut_off(*found)
             self._fail(blamed.rank, blamed.host, as_exit_code(first.code) or 1, why)
         elif all_ended:
             self._end(signal.SIGTERM)
@@ -300,6 +299,12 @@ class Running:
         if self._no_link is None and not self._looks:
             self._look([its.host.name for its in self._agents.connections], self._note_links)
         return self._no_link is not None
+
+    def _missing_link(self) -> tuple[str, str] | None:
+        """Returns a host that does not reach others, and why it is cut off; None if all reach each other."""
+        why, pairs = self._no_link or ("", [])
+        dropped = to_drop(pairs, {its.host.name: self._job.ranks[its.host] for its in self._agents.connections})
+        return (dropped[0], why) if dropped else None
 
     def _note_links(self, why: str, pairs: list[Pair]) -> None:
         self._no_link = why, pairs

@@ -71,3 +71,14 @@ def test_an_elastic_job_takes_a_host_back_once_it_reaches_the_others(hosts: Clus
     said(job, "going on with 3 ranks (formation 3; host1: 1, host2: 1, host3: 1)")
     job.trained(3)
     ends_well(job, [[0, 1], [0, 1, 3]])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [(), pytest.param(("--min-np", "1"), marks=pytest.mark.thorough)], ids=str)
+def test_hosts_that_never_reached_each_other_are_named(hosts: Cluster, tmp_path: Path, flags: tuple[str, ...]) -> None:
+    job = Job(hosts, tmp_path, hosts=THREE, np=3)
+    hosts.cut_between("host2", "host3")
+    job.start(*SOON, *flags)
+    code, _, left = job.ended(120)
+    assert (code, left) == (255, []), job.text
+    assert NO_LINK in job.text[job.text.rindex("hvdtrain launch: host host3 failed first") :], job.text

@@ -390,6 +390,43 @@ def test_all_of_a_formation_lost_is_the_end():
     assert "no worker of formation 1" in world.failed
 
 
+def test_members_that_lose_one_another_look_at_the_links_first():
+    world = small()
+    for number in (0, 1, 2):
+        assert not world.looking
+        world.wait(number)
+    assert world.looking and world.serving is None
+    world.later(1)
+    assert world.said.count(actions.Look()) == 1, "once"
+    world.do(world.members.host_gone("b", world.now, why="it does not reach the others"))
+    world.alive.pop(2)
+    world.later(SECONDS_TO_SETTLE)
+    assert world.serving is None, "the hosts that are left are not known yet"
+    world.served()
+    world.served()
+    assert world.formation == (0, 1)
+    for number in (0, 1):
+        world.wait(number)
+    world.served()
+    assert world.formation == (0, 1) and world.said.count(actions.Look()) == 1, "on one host there are no links"
+
+
+def test_a_loss_or_an_agreement_explains_why_members_leave():
+    world = small()
+    world.lose(2)
+    world.wait(0)
+    world.wait(1)
+    world.served()
+    assert world.formation == (0, 1)
+    world = small()
+    world.do(world.members.answered(0))
+    world.wait(3)
+    for number in (0, 1, 2):
+        world.wait(number)
+    world.served()
+    assert world.formation == (0, 1, 2, 3) and actions.Look() not in world.said
+
+
 def test_who_does_not_leave_is_told_to_and_then_killed():
     world = small()
     world.wait(0)
