@@ -26,8 +26,8 @@ from hvdtrain.cluster.launch.failures import (
     settled,
 )
 from hvdtrain.cluster.launch.job import Job, Plan, make_plan
-from hvdtrain.cluster.launch.links import Look, Pair, to_drop
 from hvdtrain.cluster.launch.rank import ANSWERS, ELASTIC, ELASTIC_SIZE, ELASTIC_SLOT, RETURNED
+from hvdtrain.cluster.links import Look, Pair, to_drop
 from hvdtrain.cluster.protocol import Message
 from hvdtrain.core.errors import PREEMPTED_CODE, LauncherError
 from hvdtrain.core.slurm import port_of
@@ -312,11 +312,12 @@ class Running:
     def _look(self, hosts: Sequence[str], then: Callable[[str, list[Pair]], None]) -> None:
         """Asks the agents of some hosts which others they reach."""
         there = [its for its in self._agents.connections if not (its.ended or its.closed)]
-        asked = {its.host.name: its for its in there if its.host.name in hosts}
+        addresses = {name: its.address for name, its in self._plan.chosen.items() if name in hosts}
+        asked = {its.host.name: its for its in there if its.host.name in addresses}
         if len(asked) < 2:
             then("", [])
-            return
-        self._looks[Look(asked, {name: self._plan.chosen[name].address for name in asked})] = then
+        else:
+            self._looks[Look(asked, addresses)] = then
 
     def _look_at_cuts(self) -> None:
         """Ends the job whose hosts do not reach each other any more, though the launcher reaches them."""

@@ -10,14 +10,23 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 from hvdtrain.cluster.data_path import LOOK_S
-from hvdtrain.cluster.launch.agents import Connection
 from hvdtrain.cluster.protocol import Message
 
 Pair = tuple[str, str]
 _ANSWER_S = 3.0  # for an agent's answer, beyond what it waits for
 _SERIALS = itertools.count(1)
+
+
+class Agent(Protocol):
+    """The connection to a host's agent (`launch.agents.Connection`)."""
+
+    ended: bool
+    closed: bool
+
+    def send(self, kind: str, **fields: object) -> None: ...
 
 
 class Look:
@@ -27,7 +36,7 @@ class Look:
         serial: of the messages that belong to it.
     """
 
-    def __init__(self, asked: Mapping[str, Connection], addresses: Mapping[str, str]) -> None:
+    def __init__(self, asked: Mapping[str, Agent], addresses: Mapping[str, str]) -> None:
         """Asks each agent for a port.
 
         Args:
