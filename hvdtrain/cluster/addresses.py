@@ -181,7 +181,7 @@ def _distinct(addresses: Mapping[str, IPv4Address]) -> bool:
 
 
 def _refused(rule: str, hosts: Mapping[str, Interfaces], without: Sequence[str] = ()) -> ConfigError:
-    """The error; where a host has no IPv4 address at all, another network is no remedy."""
+    """Returns the error; if a host has no IPv4 address at all, another network is no remedy."""
     bare = [name for name, its in hosts.items() if not any(_usable(its))]
     received = f"not {', '.join(bare or without)}\n{_listed(hosts)}" if bare or without else _listed(hosts)
     if bare:

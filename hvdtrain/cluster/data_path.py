@@ -1,4 +1,4 @@
-"""Looks whether hosts reach each other over the network that ranks talk through, which ssh may not use.
+"""Finds out whether hosts reach each other over the network that ranks talk through, which ssh may not use.
 
 When only that network is cut, ranks wait for each other until Gloo gives up, and blame each other. A connection to the
 rendezvous on the first host, which listens there anyway, shows a cut sooner and by name. All other pairs of hosts are
@@ -18,7 +18,7 @@ GIVEN_UP_S = 4.0  # a connection that is not made; SYN has been sent three times
 LOOK_S = 2 * GIVEN_UP_S  # two tries
 _ARRIVED = (0, errno.ECONNREFUSED)  # refused is an answer as well
 _AT_ONCE = 100  # of connections to other hosts
-_NOBODY = 9  # a port that is refused, where none can be opened
+_CLOSED_PORT = 9  # told to the others if none can be opened
 
 
 class DataPath:
@@ -105,7 +105,7 @@ class Reach:
         self._own, self._until_s, self._closes_s = own, float("inf"), now_s + 4 * LOOK_S
         self._paths: dict[str, DataPath] = {}
         self._server: socket.socket | None = None
-        self.port = _NOBODY
+        self.port = _CLOSED_PORT
         with contextlib.suppress(OSError):  # the address may be gone with the link: then nothing arrives there
             self._server = socket.create_server((own, 0), backlog=1024)
             self.port = self._server.getsockname()[1]

@@ -147,7 +147,7 @@ def numbered(hosts: Sequence[Host], local_sizes: Sequence[int]) -> list[Slot]:
 
 
 def _host_in_line(text: str) -> Host:
-    """The host in a line of a host file; `max_slots` must not be below `slots`."""
+    """Returns the host in a line of a host file."""
     settings = {name.replace("-", "_"): value for name, value in _SETTING.findall(text)}
     name = _SETTING.sub("", text)
     host = _host(f"{name}:{settings['slots']}" if "slots" in settings else name, text)

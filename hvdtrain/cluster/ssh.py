@@ -167,8 +167,8 @@ def explain(
     if returncode == 0:
         what = f"{host} did not run the command that it was given: {last}"
         fix = (
-            f"ssh{port} {host} id must print the user's id; else a start-up file there ends the shell (~/.bashrc), or"
-            " authorized_keys restricts the key (command=), or the user has no shell"
+            f"ssh{port} {host} id must print the user's id;\nelse a start-up file there ends the shell (~/.bashrc),"
+            " or authorized_keys restricts the key (command=),\nor the user has no shell"
         )
         return SshProblem("other", what, fix)
     fix = f"try: ssh{port} {host} true"
@@ -190,17 +190,17 @@ def without_key(denied: SshProblem, host: str, ssh: Ssh) -> SshProblem:
     files = [re.sub(r"^~(?=/)", home, file) for file in re.findall(r"^identityfile (.+)$", settings, re.MULTILINE)]
     reasons = {file: _unusable(file) for file in dict.fromkeys(files) if os.path.exists(file)}
     found = [(file, *reason) for file, reason in reasons.items() if reason is not None]
-    if not found:
-        return denied
     keys = "; ".join(f"{file} {why}" for file, why, _ in found)
     fixes = "\n".join(fix.format(file=shlex.quote(file)) for file, _, fix in found)
-    if len(found) < len(reasons):
+    if not found:
+        return denied
+    if len(found) < len(reasons) or "ssh-" in _output(["ssh-add", "-L"]):  # others were offered
         return SshProblem("denied", f"{denied.what}; not used: {keys}", f"{denied.fix}\n{fixes}")
     return SshProblem("denied", f"ssh cannot use this user's key for {host}: {keys}", fixes)
 
 
 def _unusable(file: str) -> tuple[str, str] | None:
-    """Why ssh cannot use a private key without a question, and what helps; None if it can."""
+    """Returns why ssh cannot use a private key without a question, and what helps; None if it can."""
     said = _output(["ssh-keygen", "-y", "-P", "", "-f", file])
     if "Load key" not in said:
         return None
@@ -213,7 +213,7 @@ def _unusable(file: str) -> tuple[str, str] | None:
 
 
 def _output(command: Sequence[str]) -> str:
-    """What one of ssh's own tools writes; nothing if it is not there."""
+    """Returns what one of ssh's own tools writes; nothing if the tool is missing."""
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, timeout=10, check=False, start_new_session=True
@@ -265,14 +265,14 @@ _ADD = 'eval "$(ssh-agent)"; ssh-add {file}'
 # pattern of a line of ssh-keygen, why ssh does not use the key, what helps
 _UNUSABLE = (
     ("are too open", "is readable by other users", "chmod 600 {file}"),
-    ("incorrect passphrase", "needs a passphrase, and nobody is asked", _ADD),
+    ("incorrect passphrase", "needs a passphrase, which ssh does not ask for here", _ADD),
     ("", "is not a private key: {line}", "ssh-keygen -y -f {file} must print its public half; or: --identity FILE"),
 )
 # what ssh writes at LogLevel=VERBOSE besides errors
 _NOTICE = re.compile(r"^(Authenticated to|Transferred: sent|Bytes per second:) .*\n?", re.MULTILINE)
 _START_UP_FILES = (
-    "ssh{port} {host} true must end at once; start-up files there (~/.bashrc, ~/.profile, /etc/profile.d) may wait,"
-    " read the input, redirect the output or start another shell: begin ~/.bashrc with: [[ $- == *i* ]] || return"
+    "ssh{port} {host} true must end at once;\nstart-up files there (~/.bashrc, ~/.profile, /etc/profile.d) may wait,"
+    " read the input,\nredirect the output or start another shell: begin ~/.bashrc with: [[ $- == *i* ]] || return"
 )
 _HANGS = (
     "log in there another way and look at its load, disks and sshd; the way there may lose large packets (MTU):"

@@ -31,7 +31,7 @@ from hvdtrain.cluster.launch.failures import (
 from hvdtrain.cluster.launch.job import Job, make_plan
 from hvdtrain.cluster.launch.rank import LONGEST_BYTES, LineSplitter
 from hvdtrain.cluster.protocol import Decoder, encode, mark_of
-from hvdtrain.cluster.ssh import Ssh, explain, is_this_machine, not_started
+from hvdtrain.cluster.ssh import Ssh, SshProblem, explain, is_this_machine, not_started, without_key
 from hvdtrain.commands import command_lines, launch
 from hvdtrain.core.errors import ConfigError
 
@@ -195,6 +195,30 @@ def test_a_key_that_is_not_there_is_refused(tmp_path):
     for missing in (tmp_path / "no such key", tmp_path, ""):
         with pytest.raises(ConfigError, match="--identity must name a private key"):
             Ssh(identity=str(missing))
+
+
+DENIED = SshProblem("denied", "h does not accept this user's key", "ssh-copy-id h")
+
+
+@pytest.mark.parametrize(
+    ("keygen", "agent", "what", "fix"),
+    [
+        ("ssh-ed25519 AAAA", "", DENIED.what, DENIED.fix),
+        ("Permissions are too open\nLoad key", "", "ssh cannot use this user's key for h", "chmod"),
+        ("Load key: incorrect passphrase", "", "ssh cannot use this user's key for h", "ssh-add"),
+        ("Load key: incorrect passphrase", "ssh-rsa CCCC", f"{DENIED.what}; not used", "ssh-add"),
+        ("Load key: incorrect passphrase", "ssh-ed25519 AAAA", DENIED.what, DENIED.fix),
+        ("Load key: invalid format", "", "is not a private key", "ssh-keygen"),
+    ],
+)  # fmt: skip
+def test_keys_that_ssh_cannot_use_are_named(monkeypatch, tmp_path, keygen, agent, what, fix):
+    key = tmp_path / "k ey"
+    key.touch()
+    (tmp_path / "k ey.pub").write_text("ssh-ed25519 AAAA me@here")
+    says = {"ssh": f"port 22\nidentityfile {key}\nidentityfile ~/.ssh/none", "ssh-keygen": keygen, "ssh-add": agent}
+    monkeypatch.setattr("hvdtrain.cluster.ssh._output", lambda command: says[command[0]])
+    found = without_key(DENIED, "h", Ssh())
+    assert what in found.what and fix in found.fix and found.kind == "denied", found
 
 
 LOGIN = "/home/ada/.bashrc: line 3: module: command not found\n"
