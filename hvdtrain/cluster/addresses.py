@@ -16,6 +16,7 @@ from hvdtrain.core.errors import ConfigError
 
 Interfaces = Mapping[str, Sequence[IPv4Interface]]
 _FIX = "name the network: --network 10.0.0.0/24 (or one address in it); hvdtrain doctor -H ... shows what each host has"
+_NO_IPV4 = "give it one: ip address add 10.0.0.2/24 dev eth0; ip link set eth0 up (ranks do not connect over IPv6)"
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ def choose(
         picked = _within(usable, shared[0]) | known
     if len(picked) == len(hosts) and _distinct(picked):
         return {name: _chosen(*usable[name][address]) for name, address in picked.items()}
-    raise ConfigError("the hosts need a network that all of them have", _listed(hosts), _FIX)
+    raise _refused("the hosts need a network that all of them have", hosts)
 
 
 def joined(name: str, its: Interfaces, network: str, reached: str | None) -> Chosen:
@@ -114,7 +115,7 @@ def joined(name: str, its: Interfaces, network: str, reached: str | None) -> Cho
     inside = [ip for ip in usable if ip in IPv4Network(network)]
     known = [ip for ip in usable if str(ip) == reached]
     if not inside and not known:
-        raise ConfigError(f"a host that joins needs an address in {network}", _listed({name: its}), _FIX)
+        raise _refused(f"a host that joins needs an address in {network}", {name: its})
     return _chosen(*usable[([ip for ip in known if ip in inside] or inside or known)[0]])
 
 
@@ -129,15 +130,15 @@ def _in_asked(hosts: Mapping[str, Interfaces], network: str) -> dict[str, Chosen
     if asked.prefixlen == 32:  # one address: the network of the interface that has it
         owners = [its.network for all_ in everything.values() for ip, (_, its) in all_.items() if ip in asked]
         if not owners:
-            raise ConfigError(f"--network {network} is an address of one of the hosts", _listed(hosts), _FIX)
+            raise _refused(f"--network {network} must be an address of one of the hosts", hosts)
         asked = owners[0]
     found = {name: [ip for ip in all_ if ip in asked] for name, all_ in everything.items()}
     without = [name for name, its in found.items() if not its]
     if without:
-        raise ConfigError(f"every host has an address in {asked}", f"not {', '.join(without)}\n{_listed(hosts)}", _FIX)
+        raise _refused(f"every host needs an address in {asked}", hosts, without)
     chosen = {name: its[0] for name, its in found.items()}
     if not _distinct(chosen):
-        raise ConfigError(f"every host has an address of its own in {asked}", _listed(hosts), _FIX)
+        raise _refused(f"every host needs an address of its own in {asked}", hosts)
     return {name: _chosen(*everything[name][ip]) for name, ip in chosen.items()}
 
 
@@ -179,8 +180,21 @@ def _distinct(addresses: Mapping[str, IPv4Address]) -> bool:
     return len(set(addresses.values())) == len(addresses)
 
 
+def _refused(rule: str, hosts: Mapping[str, Interfaces], without: Sequence[str] = ()) -> ConfigError:
+    """Returns the error; if a host has no IPv4 address at all, another network is no remedy."""
+    bare = [name for name, its in hosts.items() if not any(_usable(its))]
+    received = f"not {', '.join(bare or without)}\n{_listed(hosts)}" if bare or without else _listed(hosts)
+    if bare:
+        return ConfigError("every host needs an IPv4 address", received, _NO_IPV4)
+    return ConfigError(rule, received, _FIX)
+
+
 def _listed(hosts: Mapping[str, Interfaces]) -> str:
     return "\n".join(
-        f"{name}: " + (", ".join(f"{own} {ip}" for own, its in all_.items() for ip in its) or "no interface is up")
+        f"{name}: "
+        + (
+            ", ".join(f"{own} {ip}" for own, its in all_.items() for ip in its)
+            or "no IPv4 address on an interface that is up"
+        )
         for name, all_ in hosts.items()
     )

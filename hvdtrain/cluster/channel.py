@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import shlex
 import subprocess
 import threading
@@ -12,8 +13,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.cluster.protocol import Decoder
-from hvdtrain.cluster.ssh import Ssh, SshProblem, explain
+from hvdtrain.cluster.protocol import Decoder, mark_of
+from hvdtrain.cluster.ssh import Ssh, SshProblem, explain, without_key
 
 _ERRORS_BYTES = 1 << 16  # of standard error are kept
 
@@ -21,11 +22,13 @@ _ERRORS_BYTES = 1 << 16  # of standard error are kept
 class Channel:
     """A program on a host, run by ssh, or directly where the host is this machine.
 
-    One thread reads its messages, one its standard error; writing never waits.
+    One thread reads its messages, one its standard error; writing never waits. Nothing is sent before the program's
+    first message: the shell's start-up files could read it.
 
     Attributes:
         name: the host's.
         local: whether it is this machine.
+        mark: begins each message, in both directions.
     """
 
     def __init__(
@@ -42,7 +45,7 @@ class Channel:
 
         Args:
             name: the host.
-            argv: the command there, which begins with an interpreter.
+            argv: the command there, which begins with an interpreter; it gets one more argument, for `mark_of`.
             ssh: how the host is reached.
             on_message: gets (this channel, message) for each, and (this channel, None) at the end; called by a thread,
                 and must not wait there.
@@ -54,7 +57,9 @@ class Channel:
         """
         self.name, self.local = name, local
         self._python, self._ssh, self._on_message = argv[0], ssh, on_message
-        self._decoder, self._unsent, self._errors = Decoder(), bytearray(), bytearray()
+        token = secrets.token_hex(8)
+        argv, self.mark, self._answered = [*argv, token], mark_of(token), False
+        self._decoder, self._unsent, self._errors = Decoder(self.mark), bytearray(), bytearray()
         self._heard_s = time.monotonic()
         # a session of its own: a Ctrl-C in the terminal is the launcher's to handle
         self._process = subprocess.Popen(
@@ -82,7 +87,9 @@ class Channel:
         self.flush()
 
     def flush(self) -> bool:
-        """Sends what is left; returns whether nothing is."""
+        """Sends what is left, once the program has begun; returns whether nothing can be sent now."""
+        if not self._answered:
+            return True
         try:
             while self._unsent and self._inward >= 0:
                 del self._unsent[: os.write(self._inward, self._unsent[: 1 << 16])]
@@ -102,7 +109,9 @@ class Channel:
         if returncode is not None:
             self._threads[1].join(timeout=1.0)
         said = (self._errors.decode(errors="replace") + self.noise).strip()
-        found = explain(self.name, returncode, said, self._ssh, python=self._python)
+        found = explain(self.name, returncode, said, self._ssh, python=self._python, answered=self._answered)
+        if found.kind == "denied" and returncode == 255:
+            found = without_key(found, self.name, self._ssh)
         if not self.local or found.kind not in ("other", "timeout"):
             return found
         how = "does not answer" if returncode is None else f"ended with {returncode}"
@@ -145,6 +154,7 @@ class Channel:
         while data := os.read(descriptor, 1 << 16):
             self._heard_s = time.monotonic()
             for message in self._decoder.feed(data):
+                self._answered = True
                 self._on_message((self, message))
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(1.0)  # so that its exit code tells why

@@ -16,6 +16,7 @@ from hvdtrain.core.slurm import job_hosts
 _NAME = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9._-]*@)?[A-Za-z0-9_][A-Za-z0-9._-]*")
 _HOSTS = 'hosts are written as "host1:4,host2:4" (slots; 1 if left out), names of letters, digits, ".", "_" and "-"'
 _FIX = "-H host1:4,host2:4; several users: user@host1:4; addresses: 10.0.0.1:4"
+_SETTING = re.compile(r"\s+(slots|max[_-]slots)\s*=\s*(\S+)")  # as Open MPI has them
 
 
 @dataclass(frozen=True)
@@ -87,27 +88,30 @@ def asked_for(listed: str | None, hostfile: Path | None, environ: Mapping[str, s
 
 
 def read_hostfile(path: str | Path) -> list[Host]:
-    """Returns the hosts in a file: a line each, "host1 slots=4" or "host1:4"; "#" starts a comment.
+    """Returns the hosts in a file: a line each, "host1 slots=4 max_slots=8" or "host1:4"; "#" starts a comment.
+
+    The slots of a host on several lines add up, as PBS and Open MPI mean it.
 
     Raises:
         ConfigError: it cannot be read, or a line has another form (its number is told).
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError("a host file must be readable text", f"{path}: {error}", "correct --hostfile") from error
-    hosts = []
+    slots: collections.Counter[str] = collections.Counter()
     for number, line in enumerate(lines, 1):
         text = line.partition("#")[0].strip()
         if not text:
             continue
         try:
-            hosts.append(_host(re.sub(r"\s+slots\s*=\s*(?=\S+$)", ":", text), text))
+            host = _host_in_line(text)
         except ConfigError as error:
             raise ConfigError(error.rule, f"{path}, line {number}: {error.received}", error.remedy) from None
-    if not hosts:
+        slots[host.name] += host.slots
+    if not slots:
         raise ConfigError("a host file names at least one host", f"{path}: none", "a line each: host1 slots=4")
-    return _distinct(hosts)
+    return _distinct([Host(name, count) for name, count in slots.items()])
 
 
 def assign(hosts: Sequence[Host], np: int) -> list[Slot]:
@@ -140,6 +144,16 @@ def numbered(hosts: Sequence[Host], local_sizes: Sequence[int]) -> list[Slot]:
             found.append(Slot(host, len(found), sum(local_sizes), *place))
             met[local] += 1
     return found
+
+
+def _host_in_line(text: str) -> Host:
+    """Returns the host in a line of a host file."""
+    settings = {name.replace("-", "_"): value for name, value in _SETTING.findall(text)}
+    name = _SETTING.sub("", text)
+    host = _host(f"{name}:{settings['slots']}" if "slots" in settings else name, text)
+    if "max_slots" in settings and _host(f"{host.name}:{settings['max_slots']}", text).slots < host.slots:
+        raise ConfigError("max_slots must not be below slots", text, f"{host.name} slots={host.slots}")
+    return host
 
 
 def _host(text: str, whole: str) -> Host:

@@ -1,7 +1,8 @@
 """What the launcher and the agent on a host say to each other: JSON, a line each, over the agent's stdin and stdout.
 
-A message starts with the record separator (RFC 7464), so that what a login script prints is told from it. Each is an
-object whose "type" is one of these.
+Each message is an object whose "type" is one of these. It begins with the connection's mark (`mark_of`), which nothing
+that a log-in prints can hold. The launcher sends nothing before the agent's first message: a log-in that reads its
+input cannot take what is meant for the agent.
 
 To the agent:
   settings    start_s lost_s stopped_s grace_s        how long silence and a stop are borne, and ranks have to end
@@ -12,6 +13,8 @@ To the agent:
               token own peer                          which wins over `defaults`; ranks: [{rank, env}]; `token` marks
                                                       their environment; `peer` is to be reached from `own`, or null
   peer        own peer                                as in `start`, from now on
+  listen      serial own                              open a port at `own` for a while
+  reach       serial peers                            connect to each peer: {host: [address, port]}
   tell        rank say                                an object, for the rank's line
   answers     data                                    a piece, in base64, of what workers that join later read
   taken       count                                   messages "out" that have been shown
@@ -30,6 +33,8 @@ From the agent:
   exit        rank code ago_s                         code as `subprocess` has it: negative for a signal
   stopped     rank for_s                              by SIGSTOP; told once
   cut         for_s peer                              `peer` is not reached any more; told once
+  listens     serial port                             the answer to `listen`
+  reached     serial missing                          the answer to `reach`: the hosts that are not reached
   left        what                                    processes that it may not end
   leaving     why                                     it ends the job here without having been told to
   ended                                               nothing of the job is left on this host
@@ -45,21 +50,25 @@ from typing import Any
 
 BEAT_S = 1.0
 WINDOW = 64  # messages of output on their way: a launcher whose reader pauses is never behind by more
-_MARK = b"\x1e"
 
 Message = Mapping[str, Any]
 
 
-def encode(kind: str, **fields: Any) -> bytes:
+def mark_of(token: str) -> bytes:
+    """Returns what each message of a connection begins with: not the token itself, as a shell may print its command."""
+    return token[::-1].encode()
+
+
+def encode(mark: bytes, kind: str, **fields: Any) -> bytes:
     """Returns one message as a line."""
-    return _MARK + json.dumps({"type": kind, **fields}, separators=(",", ":")).encode() + b"\n"
+    return mark + json.dumps({"type": kind, **fields}, separators=(",", ":")).encode() + b"\n"
 
 
 class Decoder:
     """Turns received bytes into messages; keeps what is not one (`noise`), for when no message ever comes."""
 
-    def __init__(self) -> None:
-        self._rest = b""
+    def __init__(self, mark: bytes) -> None:
+        self._mark, self._rest = mark, b""
         self.noise = b""
 
     def feed(self, data: bytes) -> list[Message]:
@@ -67,7 +76,7 @@ class Decoder:
         *lines, self._rest = (self._rest + data).split(b"\n")
         messages = []
         for line in lines:
-            noise, mark, text = line.partition(_MARK)
+            noise, mark, text = line.partition(self._mark)
             try:
                 messages += [json.loads(text)] if mark else []
             except ValueError:

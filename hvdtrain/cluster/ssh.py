@@ -5,12 +5,15 @@ Host keys are never waved through: ssh's own known_hosts decide, and where ssh w
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import ipaddress
 import os
+import pwd
 import re
 import shlex
 import socket
+import subprocess
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,7 +27,7 @@ _LOOK_UPS = 64  # of names at the same time
 
 Kind = Literal[
     "unreachable", "refused", "unknown_name", "unknown_host_key", "changed_host_key", "denied", "timeout",
-    "no_python", "no_hvdtrain", "no_ssh", "other",
+    "start_up_files", "no_python", "no_hvdtrain", "no_ssh", "other",
 ]  # fmt: skip
 
 
@@ -42,6 +45,13 @@ class Ssh:
     identity: str | None = None
     connect_timeout_s: float = 5.0
 
+    def __post_init__(self) -> None:
+        """Raises ConfigError if the key cannot be read: ssh would only warn, and use another one."""
+        file = os.path.expanduser(self.identity) if self.identity is not None else os.devnull
+        if os.path.isdir(file) or not os.access(file, os.R_OK):
+            rule, received = "--identity must name a private key that can be read", repr(self.identity)
+            raise ConfigError(rule, received, "ls -l ~/.ssh shows the keys of this user; ssh-keygen makes one")
+
     def command(self, host: str, argv: Sequence[str]) -> list[str]:
         """Returns the command that runs `argv` on `host`, word for word: the remote shell gets it quoted."""
         # no questions, no forwarding, an end when the other side goes away
@@ -52,6 +62,8 @@ class Ssh:
             "ServerAliveCountMax": str(ALIVE_COUNT),
             # a user's configuration may waive the check
             "StrictHostKeyChecking": "yes",
+            # reports the log-in, and errors where a user's configuration is quiet
+            "LogLevel": "VERBOSE",
             # a user's configuration may forward ports and displays, which listen on the other side
             "ClearAllForwardings": "yes",
             "ForwardX11": "no",
@@ -114,7 +126,15 @@ def are_this_machine(names: Sequence[str]) -> dict[str, Future[bool]]:
         return {name: pool.submit(is_this_machine, name) for name in names}
 
 
-def explain(host: str, returncode: int | None, said: str, ssh: Ssh | None = None, *, python: str = "") -> SshProblem:
+def explain(
+    host: str,
+    returncode: int | None,
+    said: str,
+    ssh: Ssh | None = None,
+    *,
+    python: str = "",
+    answered: bool = False,
+) -> SshProblem:
     """Returns what a failed ssh command means; pure.
 
     Only what ssh itself writes is taken for its words, and only when it is ssh that failed (exit code 255): a shell's
@@ -126,7 +146,9 @@ def explain(host: str, returncode: int | None, said: str, ssh: Ssh | None = None
         said: all that came instead of an answer, standard error first.
         ssh: how it was called, for the commands in the fix.
         python: the interpreter that was to run there.
+        answered: the command there had begun, and so the shell's start-up files had ended.
     """
+    logged_in, said = "Authenticated to " in said, _NOTICE.sub("", said)
     port = f" -p {ssh.port}" if ssh is not None and ssh.port is not None else ""
     name = host.rpartition("@")[2]
     known = f"[{name}]:{ssh.port}" if port and ssh is not None else name
@@ -135,17 +157,70 @@ def explain(host: str, returncode: int | None, said: str, ssh: Ssh | None = None
             line = next(line for line in said[found.start() :].splitlines() if line).strip()
             words = {"host": host, "name": name, "port": port, "known": known, "line": line, **found.groupdict()}
             return SshProblem(kind, what.format_map(words), fix.format_map(words))
+    last = _last_line(said) or "no output"
+    if returncode is None and logged_in and not answered:
+        what = f"{host} accepted the log-in, but its shell did not start the command: {last}"
+        return SshProblem("start_up_files", what, _START_UP_FILES.format(port=port, host=host))
     if returncode is None:
         what = f"{host} accepted the connection, then did not answer"
         return SshProblem("timeout", what, _HANGS.format(host=host, name=name))
-    last = _last_line(said) or "it said nothing"
     if returncode == 0:
         what = f"{host} did not run the command that it was given: {last}"
-        fix = f"a key restricted by command= in authorized_keys there, or a shell that runs none? ssh{port} {host} id"
+        fix = (
+            f"ssh{port} {host} id must print the user's id;\nelse a start-up file there ends the shell (~/.bashrc),"
+            " or authorized_keys restricts the key (command=),\nor the user has no shell"
+        )
         return SshProblem("other", what, fix)
-    return SshProblem(
-        "other", f"ssh to {host} failed with exit code {returncode}: {last}", f"try: ssh{port} {host} true"
-    )
+    fix = f"try: ssh{port} {host} true"
+    if returncode != 255 and not answered:
+        fix += "; where that fails, too, a start-up file there ends the shell (~/.bashrc)"
+    return SshProblem("other", f"ssh to {host} failed with exit code {returncode}: {last}", fix)
+
+
+def without_key(denied: SshProblem, host: str, ssh: Ssh) -> SshProblem:
+    """Returns why ssh was denied: names the keys that ssh itself could not use, as it asks no questions.
+
+    Args:
+        denied: what `explain` returned.
+        host: that was called.
+        ssh: how it was called.
+    """
+    home = pwd.getpwuid(os.getuid()).pw_dir
+    settings = _output(["ssh", "-G", *ssh.place("-p", "-i"), "--", host])
+    files = [re.sub(r"^~(?=/)", home, file) for file in re.findall(r"^identityfile (.+)$", settings, re.MULTILINE)]
+    reasons = {file: _unusable(file) for file in dict.fromkeys(files) if os.path.exists(file)}
+    found = [(file, *reason) for file, reason in reasons.items() if reason is not None]
+    keys = "; ".join(f"{file} {why}" for file, why, _ in found)
+    fixes = "\n".join(fix.format(file=shlex.quote(file)) for file, _, fix in found)
+    if not found:
+        return denied
+    if len(found) < len(reasons) or "ssh-" in _output(["ssh-add", "-L"]):  # others were offered
+        return SshProblem("denied", f"{denied.what}; not used: {keys}", f"{denied.fix}\n{fixes}")
+    return SshProblem("denied", f"ssh cannot use this user's key for {host}: {keys}", fixes)
+
+
+def _unusable(file: str) -> tuple[str, str] | None:
+    """Returns why ssh cannot use a private key without a question, and what helps; None if it can."""
+    said = _output(["ssh-keygen", "-y", "-P", "", "-f", file])
+    if "Load key" not in said:
+        return None
+    why, fix = next((why, fix) for pattern, why, fix in _UNUSABLE if pattern in said)
+    if fix == _ADD:  # perhaps it was
+        with contextlib.suppress(OSError, IndexError), open(f"{file}.pub", encoding="utf-8") as public:
+            if public.read().split()[1] in _output(["ssh-add", "-L"]):
+                return None
+    return why.format(line=_last_line(said)), fix
+
+
+def _output(command: Sequence[str]) -> str:
+    """Returns what one of ssh's own tools writes; nothing if the tool is missing."""
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=10, check=False, start_new_session=True
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return (done.stdout + done.stderr).decode(errors="replace")
 
 
 def _last_line(text: str) -> str:
@@ -186,6 +261,19 @@ def _problems_there(returncode: int | None, python: str) -> Iterator[_Problem]:
 
 
 _Problem = tuple[Kind, str, str, str]
+_ADD = 'eval "$(ssh-agent)"; ssh-add {file}'
+# pattern of a line of ssh-keygen, why ssh does not use the key, what helps
+_UNUSABLE = (
+    ("are too open", "is readable by other users", "chmod 600 {file}"),
+    ("incorrect passphrase", "needs a passphrase, which ssh does not ask for here", _ADD),
+    ("", "is not a private key: {line}", "ssh-keygen -y -f {file} must print its public half; or: --identity FILE"),
+)
+# what ssh writes at LogLevel=VERBOSE besides errors
+_NOTICE = re.compile(r"^(Authenticated to|Transferred: sent|Bytes per second:) .*\n?", re.MULTILINE)
+_START_UP_FILES = (
+    "ssh{port} {host} true must end at once;\nstart-up files there (~/.bashrc, ~/.profile, /etc/profile.d) may wait,"
+    " read the input,\nredirect the output or start another shell: begin ~/.bashrc with: [[ $- == *i* ]] || return"
+)
 _HANGS = (
     "log in there another way and look at its load, disks and sshd; the way there may lose large packets (MTU):"
     " ping -M do -s 1472 -c 3 {name}; or leave {host} out"

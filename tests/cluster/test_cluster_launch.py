@@ -419,7 +419,7 @@ def test_a_refused_job_leaves_no_folder(tmp_path):
         [*LAUNCH[:-1], "--network", "198.51.100.0/24", "--", "true"], cwd=tmp_path,
         env=clean_environment(), capture_output=True, text=True, timeout=TIMEOUT_S,
     )  # fmt: skip
-    assert done.returncode == 2 and "every host has an address in" in done.stderr, done.stderr
+    assert done.returncode == 2 and "every host needs an address in" in done.stderr, done.stderr
     assert list((tmp_path / "runs").iterdir()) == []
 
 

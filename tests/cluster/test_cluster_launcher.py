@@ -16,14 +16,16 @@ AGENT = """#!{python} -S
 import sys
 sys.path.insert(0, {packages!r})
 from hvdtrain.cluster.launch.agent import hello
-from hvdtrain.cluster.protocol import Decoder, encode
+from hvdtrain.cluster.protocol import Decoder, encode, mark_of
+
+MARK = mark_of(sys.argv[-1])
 
 def say(kind, **fields):
-    sys.stdout.buffer.write(encode(kind, **fields))
+    sys.stdout.buffer.write(encode(MARK, kind, **fields))
     sys.stdout.buffer.flush()
 
 def until(kind):
-    decoder = Decoder()
+    decoder = Decoder(MARK)
     while line := sys.stdin.buffer.readline():
         if any(message["type"] == kind for message in decoder.feed(line)):
             return

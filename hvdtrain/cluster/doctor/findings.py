@@ -170,6 +170,7 @@ _WHY_SSH: dict[Kind, str] = {
     "changed_host_key": "the machine that answers is not the one that was trusted",
     "denied": "the launcher cannot answer questions: it needs a key that works without a password",
     "timeout": "a job would hang at its start, waiting for this host",
+    "start_up_files": "every command that ssh runs there runs the shell's start-up files first",
     "no_python": "the ranks run the same interpreter on every host",
     "no_hvdtrain": "every host's ranks are started by hvdtrain's agent there",
     "no_ssh": "ranks on other hosts are started by ssh",

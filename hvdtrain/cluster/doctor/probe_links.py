@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-MARK = "\x1e"  # before every reply, as in `protocol`: a shell's start-up files print before it
 LIFE_S = 120.0  # then this process ends itself, whatever became of the one that started it
 CHUNK_BYTES = 1 << 18
 ECHOES = 30
@@ -197,8 +196,9 @@ def unmark(request: "dict[str, Any]") -> "dict[str, Any]":
     return {}
 
 
-def serve(answers: "dict[str, Callable[[dict[str, Any]], Any]]") -> None:
-    """Answers requests (one line of JSON each) until standard input ends; then nothing is left."""
+def serve(answers: "dict[str, Callable[[dict[str, Any]], Any]]", prefix: str) -> None:
+    """Answers requests (one line of JSON each) until standard input ends; then nothing is left. Each reply begins with
+    the prefix, as in `protocol`: a shell's start-up files print before it."""
     end = threading.Timer(LIFE_S, os._exit, [3])
     end.daemon = True
     end.start()
@@ -210,7 +210,7 @@ def serve(answers: "dict[str, Callable[[dict[str, Any]], Any]]") -> None:
                 reply = answers[request["do"]](request)
             except Exception as error:  # the reply says so; the next request may still be answered
                 reply = {"error": "failed", "text": f"{type(error).__name__}: {error}"}
-            sys.stdout.write(MARK + json.dumps(reply) + "\n")
+            sys.stdout.write(prefix + json.dumps(reply) + "\n")
             sys.stdout.flush()
     finally:
         unmark({})

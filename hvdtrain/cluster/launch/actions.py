@@ -54,6 +54,11 @@ class Serve:
 
 
 @dataclass(frozen=True)
+class Look:
+    """Find out which of the members' hosts do not reach each other, and drop those; then call `looked`."""
+
+
+@dataclass(frozen=True)
 class Unserve:
     """End the rendezvous of the present formation: whoever still waits there must not wait any longer."""
 
@@ -84,4 +89,4 @@ class Fail:
     why: str
 
 
-Action = Reach | Start | Signal | Say | Serve | Unserve | Lost | Formed | Fail
+Action = Reach | Start | Signal | Say | Serve | Look | Unserve | Lost | Formed | Fail

@@ -25,13 +25,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from hvdtrain.cluster.data_path import DataPath
+from hvdtrain.cluster.data_path import DataPath, Reach
 from hvdtrain.cluster.doctor import probe
 from hvdtrain.cluster.launch import processes
 from hvdtrain.cluster.launch.environment import is_of_a_host
 from hvdtrain.cluster.launch.processes import TICK_S, TOKEN, guard, sweep
 from hvdtrain.cluster.launch.rank import ANSWERS, ELASTIC, Rank, StartError, ask, rendezvous_process
-from hvdtrain.cluster.protocol import BEAT_S, WINDOW, Decoder, Message, encode
+from hvdtrain.cluster.protocol import BEAT_S, WINDOW, Decoder, Message, encode, mark_of
 from hvdtrain.core.in_step.preemption import ENDING, ENDS
 from hvdtrain.core.resources import cgroup_quota
 from hvdtrain.core.version import __version__
@@ -42,10 +42,10 @@ MOST_BUFFERED_BYTES = 1 << 20  # of output that the connection has not taken yet
 class Agent:
     """The loop; `run` returns when nothing of the job is left."""
 
-    def __init__(self, inward: int, outward: int) -> None:
-        self._inward, self._outward = inward, outward
+    def __init__(self, inward: int, outward: int, mark: bytes) -> None:
+        self._inward, self._outward, self._mark = inward, outward, mark
         self._selector = selectors.DefaultSelector()
-        self._decoder = Decoder()
+        self._decoder = Decoder(mark)
         self._out = bytearray()
         self._ranks: dict[int, Rank] = {}  # by process id
         self._rendezvous: subprocess.Popen[bytes] | None = None
@@ -56,6 +56,7 @@ class Agent:
         self._settings: dict[str, float] = {"lost_s": 15.0, "stopped_s": 15.0, "grace_s": 5.0}
         self._untaken = 0  # messages of output that the launcher has not shown yet
         self._data_path: DataPath | None = None
+        self._reaches: dict[int, Reach] = {}  # by serial
         self._not_ours: set[int] = set()  # processes that may not be ended
         self._heard_s = self._beaten_s = time.monotonic()
         self._stages: list[tuple[float, int]] = []  # (when, signal) still to come of the end
@@ -94,7 +95,7 @@ class Agent:
     # ---- the launcher
 
     def _send(self, kind: str, **fields: Any) -> None:
-        self._out += encode(kind, **fields)
+        self._out += encode(self._mark, kind, **fields)
         self._flush()
 
     def _flush(self) -> None:
@@ -152,6 +153,11 @@ class Agent:
             os.write(self._answers, base64.b64decode(message["data"]))
         elif kind == "peer":
             self._watch_the_data_path(message)
+        elif kind == "listen":
+            self._reaches[message["serial"]] = reach = Reach(message["own"], time.monotonic())
+            self._send("listens", serial=message["serial"], port=reach.port)
+        elif kind == "reach" and message["serial"] in self._reaches:
+            self._reaches[message["serial"]].begin(message["peers"], time.monotonic())
         elif kind == "end":
             self._end(int(message["signal"]), float(message["grace_s"]), asks=bool(message.get("asks")))
 
@@ -252,6 +258,10 @@ class Agent:
                 rank.stop_reported = True
         if self._data_path is not None and not self._ending:
             self._look_at_the_data_path(self._data_path, now)
+        for serial, reach in self._reaches.items():
+            if (missing := reach.missing(now)) is not None:
+                self._send("reached", serial=serial, missing=missing)
+        self._reaches = {serial: reach for serial, reach in self._reaches.items() if not reach.closed(now)}
         if now - self._beaten_s >= BEAT_S:
             self._beaten_s = now
             if not self._out:  # else what waits there is a sign of life as well
@@ -368,7 +378,8 @@ def hello() -> dict[str, Any]:
 
 
 def main() -> int:
-    """Becomes guard and agent, or with "--sweep TOKEN GRACE_S" cleans up; returns the exit code in each."""
+    """Becomes guard and agent of a connection with a token, or with "--sweep TOKEN GRACE_S" cleans up; returns the exit
+    code in each."""
     if sys.argv[1:2] == ["--sweep"]:
         sweep(sys.argv[2], float(sys.argv[3]))
         return 0
@@ -383,7 +394,7 @@ def main() -> int:
     if os.getppid() != parent:
         return 1
     processes.adopt_orphans()
-    return Agent(sys.stdin.fileno(), sys.stdout.fileno()).run()
+    return Agent(sys.stdin.fileno(), sys.stdout.fileno(), mark_of(sys.argv[1])).run()
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ class Connection(Channel):
 
     def send(self, kind: str, **fields: object) -> None:
         """Sends a message."""
-        self.write(encode(kind, **fields))
+        self.write(encode(self.mark, kind, **fields))
 
     def note(self, message: Message | None) -> None:
         """Takes in what a message, or the end, says of the connection itself."""

@@ -6,6 +6,7 @@ import os
 import queue
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from hvdtrain.cluster.launch.job import Job, Plan
 from hvdtrain.cluster.launch.members import Limits, Members
 from hvdtrain.cluster.launch.rank import ELASTIC, ELASTIC_SIZE, ELASTIC_SLOT
 from hvdtrain.cluster.launch.running import Heard, Running, places
+from hvdtrain.cluster.links import Pair, to_drop
 from hvdtrain.cluster.protocol import BEAT_S, Message
 from hvdtrain.core.errors import EXIT_CODE, HUNG_CODE, OUT_OF_STEP_CODE, PREEMPTED_CODE, ConfigError
 from hvdtrain.core.in_step import arrival
@@ -60,7 +62,6 @@ class ElasticRunning(Running):
 
     def _start(self, plan: Plan, port: int | None) -> None:
         its, job = self._elastic, self._job
-        self._plan = plan
         start_s = arrival.timeout_s(os.environ)
         limits = Limits(its.minimum, its.maximum, its.timeout_s, start_s, open=its.discovery is not None)
         self._agent_of = {connection.host.name: connection for connection in self._agents.connections}
@@ -142,10 +143,19 @@ class ElasticRunning(Running):
             self._agents.drop(connection)
             self._host_gone(host.name, error.received)
             return
-        self._unreached.pop(host.name, None)
-        if self._whole:
-            self._hand_answers_to(connection)
-        self._do(self._members.host_there(host.name, time.monotonic()))
+
+        def use(why: str, pairs: list[Pair]) -> None:
+            if self._agent_of.get(host.name) is not connection:
+                return
+            if any(host.name in pair for pair in pairs):
+                self._host_is_lost(connection, why)
+                return
+            self._unreached.pop(host.name, None)
+            if self._whole:
+                self._hand_answers_to(connection)
+            self._do(self._members.host_there(host.name, time.monotonic()))
+
+        self._look([*self._in_network(), host.name], use)
 
     def _ended(self, end: RankEnd) -> None:
         now = time.monotonic()
@@ -199,6 +209,12 @@ class ElasticRunning(Running):
         if host in self._agent_of:
             self._host_is_lost(self._agent_of[host], why)
 
+    def _part(self, why: str, pairs: list[Pair]) -> None:
+        """Drops hosts that do not reach others: the ranks there would never meet."""
+        for name in to_drop(pairs, Counter(its.host for its in self._members.members())):
+            self._cut_off(name, why)
+        self._do(self._members.looked(time.monotonic()))
+
     def _in_network(self) -> list[str]:
         first = [self._served_by.host.name] if self._served_by is not None else []
         return list(dict.fromkeys([*first, *(its.host for its in self._members.members())]))
@@ -241,6 +257,8 @@ class ElasticRunning(Running):
                     self._host_of[number].send("tell", rank=number, say=message)
                 case actions.Serve(serial, host, slots):
                     self._serve(self._agent_of[host], serial, slots)
+                case actions.Look():
+                    self._look([its.host for its in self._members.members()], self._part)
                 case actions.Unserve():
                     self._unserve()
                 case actions.Lost():
@@ -310,7 +328,16 @@ class ElasticRunning(Running):
         formation = self.outcome.lost[-1]["formation"] if self.outcome.lost else 0
         last = [its["worker"] for its in self.outcome.lost if its["formation"] == formation]
         first = first_failure([self._lost[number] for number in last if number in self._lost])
-        if first is not None:
+        if first is not None and first.is_consequence and self._no_link is None:
+
+            def again(found: str, pairs: list[Pair]) -> None:
+                self._note_links(found, pairs)
+                self._give_up(why)
+
+            self._look([its.host.name for its in self._agents.connections], again)
+        elif first is not None and first.is_consequence and (found := self._missing_link()) is not None:
+            self._fail(None, found[0], HOST_LOST, f"{found[1]}; {why}")
+        elif first is not None:
             why = f"{described(first.code, first.host)}; {why}"
             self._fail(first.rank, first.host, as_exit_code(first.code) or 1, why)
         elif lost is not None:

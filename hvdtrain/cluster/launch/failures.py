@@ -18,8 +18,8 @@ HOST_LOST = 255  # the exit code for a host that is gone, as ssh's own
 # what ranks say when another one left them: Gloo, Horovod, NCCL, torch.distributed, hvdtrain
 _CONSEQUENCE = re.compile(
     r"HorovodInternalError|Horovod has been shut down|Connection closed by peer|Connection reset by peer"
-    r"|connectFullMesh failed|remote process exited or there was a network error"
-    r"|rank \d+: ended with rank 0|MainRankError: "
+    r"|connectFullMesh failed|Horovod initialization failed|Timed out waiting \d+ms for \w+ operation"
+    r"|remote process exited or there was a network error|rank \d+: ended with rank 0|MainRankError: "
 )
 _LOOK_AT_LINES = 15
 _OUTLIVED_LINES = 20  # more than an error's message and what libraries write at the interpreter's end

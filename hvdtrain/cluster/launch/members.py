@@ -19,6 +19,7 @@ from hvdtrain.cluster.launch.actions import (
     Action,
     Fail,
     Formed,
+    Look,
     Lost,
     Reach,
     Say,
@@ -121,6 +122,7 @@ class Members:
         self._broken_s: float | None = None  # since when this formation is not whole
         self._lost_s = float("-inf")  # when the last member was lost
         self._aborted = self._regrouping = self._ending = self._failed = False
+        self._looking: bool | None = None  # at the links between the hosts; False: it is done
         self._ready_s: float | None = None  # since when a new worker has waited
         self._short_s: float | None = None  # since when there are too few
         self._serial, self._asked = 0, None  # type: int, tuple[int, ...] | None
@@ -245,9 +247,15 @@ class Members:
             self._remove(its.number, signal.SIGTERM)
         self._asked = self._broken_s = self._short_s = self._ready_s = None
         self._up = self._aborted = self._regrouping = False
+        self._looking = None
         self._formed += 1
         if self._formed >= MOST_FORMATIONS:
             self._fail(f"{MOST_FORMATIONS} formations have done no update")
+        return self._settled(now)
+
+    def looked(self, now: float) -> list[Action]:
+        """The links between the members' hosts are known, and hosts that do not reach others are gone."""
+        self._looking = False
         return self._settled(now)
 
     def tick(self, now: float) -> list[Action]:
@@ -380,6 +388,8 @@ class Members:
         if all(its.empty for its in members):
             self._fail(f"no worker of formation {self.formation} is left that has what was trained")
             return
+        if self._must_look(members):
+            return
         chosen = self._chosen()
         if len(chosen) >= self._limits.minimum and now - self._lost_s >= SECONDS_TO_SETTLE:
             if not all(its.joinable for its in members):  # new ones have to wait for the next update
@@ -387,6 +397,15 @@ class Members:
             self._asked = tuple(its.number for its in chosen)
             self._serial += 1
             self._actions.append(Serve(self._serial, chosen[0].host, self._slots(self._asked)))
+
+    def _must_look(self, members: Sequence[Worker]) -> bool:
+        """Returns True until the links are known, if all have lost one another and no member is lost."""
+        assert self._broken_s is not None
+        explained = self._regrouping or self._lost_s >= self._broken_s
+        if self._looking is None and not explained and len({its.host for its in members}) > 1:
+            self._looking = True
+            self._actions.append(Look())
+        return bool(self._looking)
 
     def _regroup(self, now: float) -> None:
         """Has the present formation left, at an update, if the next one would be another."""

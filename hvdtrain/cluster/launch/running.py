@@ -27,6 +27,7 @@ from hvdtrain.cluster.launch.failures import (
 )
 from hvdtrain.cluster.launch.job import Job, Plan, make_plan
 from hvdtrain.cluster.launch.rank import ANSWERS, ELASTIC, ELASTIC_SIZE, ELASTIC_SLOT, RETURNED
+from hvdtrain.cluster.links import Look, Pair, to_drop
 from hvdtrain.cluster.protocol import Message
 from hvdtrain.core.errors import PREEMPTED_CODE, LauncherError
 from hvdtrain.core.slurm import port_of
@@ -118,6 +119,8 @@ class Running:
         self._master_port = port_of(uuid.uuid4().hex)
         self._cut: dict[str, str] = {}  # by host: that it does not reach the first one any more
         self._cut_s = float("inf")  # when the first of them said so
+        self._looks: dict[Look, Callable[[str, list[Pair]], None]] = {}  # and what gets the answer
+        self._no_link: tuple[str, list[Pair]] | None = None  # once ranks have lost one another: why, as far as known
         self._closing = False
 
     def run(self, on_plan: Callable[[Plan], None] | None) -> None:
@@ -173,7 +176,7 @@ class Running:
         raise LauncherError("Horovod's rendezvous must start in time", late, "hvdtrain doctor -H ...")
 
     def _start(self, plan: Plan, port: int | None) -> None:
-        first = plan.first.address
+        self._plan, first = plan, plan.first.address
         self._started_s = time.monotonic()
         for its in self._agents.connections:
             for piece in pieces(self._job.given) if self._job.given is not None else ():
@@ -231,6 +234,9 @@ class Running:
         elif kind == "cut":
             self._cut[host] = f"for {message['for_s']:.0f} s"
             self._cut_s = min(self._cut_s, time.monotonic())
+        elif kind in ("listens", "reached"):
+            for look in [look for look in self._looks if look.serial == message["serial"]]:
+                look.take(host, message)
         elif kind == "left":
             self.outcome.left.append(f"{host}: {message['what']}")
         elif kind == "stopped":
@@ -253,6 +259,10 @@ class Running:
         self._fail(rank, host, 128 + signal.SIGSTOP, why)
 
     def _look_at_hosts(self) -> None:
+        for look, then in list(self._looks.items()):
+            if (pairs := look.pairs()) is not None:
+                del self._looks[look]
+                then(look.in_words(pairs), pairs)
         for its in self._agents.connections:
             if not (its.ended or its.closed) and its.silent_s() > self._job.timeouts.lost_s:
                 self._host_is_lost(its, f"{its.host.name} said nothing for {its.silent_s():.0f} s")
@@ -265,20 +275,49 @@ class Running:
         if self._deadline_s is not None:
             return
         all_ended, first = len(ends) == self._job.np, first_failure(ends)
+        blamed = left_the_others(first, ends) if first is not None else None
+        if first is not None and blamed is None and first.is_consequence and not self._knows_the_links():
+            return
         if first is not None and (all_ended or settled(ends, now)):
             why = described(first.code, first.host) if first.code else "ended with exit code 0 before that"
-            blamed = left_the_others(first, ends)
             if blamed is not None:
                 why = (
                     f"ended with exit code 0 while others went on; rank {first.rank} on {first.host}, which lacked it:"
                     f" {why}"
                 )
             blamed = blamed or first
+            if blamed.is_consequence and (found := self._missing_link()) is not None:
+                self._cut_off(*found)
             self._fail(blamed.rank, blamed.host, as_exit_code(first.code) or 1, why)
         elif all_ended:
             self._end(signal.SIGTERM)
         elif any(end.preempted and now - end.at_s >= self._job.timeouts.grace_s for end in ends):
             self._end(signal.SIGTERM)  # the others have had as long to end, too
+
+    def _knows_the_links(self) -> bool:
+        """Returns True once it is known which hosts do not reach each other; asks their agents."""
+        if self._no_link is None and not self._looks:
+            self._look([its.host.name for its in self._agents.connections], self._note_links)
+        return self._no_link is not None
+
+    def _missing_link(self) -> tuple[str, str] | None:
+        """Returns a host that does not reach others, and why it is cut off; None if all reach each other."""
+        why, pairs = self._no_link or ("", [])
+        dropped = to_drop(pairs, {its.host.name: self._job.ranks[its.host] for its in self._agents.connections})
+        return (dropped[0], why) if dropped else None
+
+    def _note_links(self, why: str, pairs: list[Pair]) -> None:
+        self._no_link = why, pairs
+
+    def _look(self, hosts: Sequence[str], then: Callable[[str, list[Pair]], None]) -> None:
+        """Asks the agents of some hosts which others they reach."""
+        there = [its for its in self._agents.connections if not (its.ended or its.closed)]
+        addresses = {name: its.address for name, its in self._plan.chosen.items() if name in hosts}
+        asked = {its.host.name: its for its in there if its.host.name in addresses}
+        if len(asked) < 2:
+            then("", [])
+        else:
+            self._looks[Look(asked, addresses)] = then
 
     def _look_at_cuts(self) -> None:
         """Ends the job whose hosts do not reach each other any more, though the launcher reaches them."""

@@ -19,7 +19,7 @@ from failure_run import problems, run
     [pytest.param(its, id=its.name, marks=[] if its.quick else [pytest.mark.thorough]) for its in FAULTS],
 )
 def test_fault(fault: Fault, tmp_path: Path) -> None:
-    with cluster(2) as hosts:
+    with cluster(len(fault.hosts.split(","))) as hosts:
         row = run(fault, hosts, tmp_path, resumed=not fault.quick or bool(os.environ.get(VARIABLE)))
     assert problems(fault, row) == [], row.text
     note(row)

@@ -30,8 +30,8 @@ from hvdtrain.cluster.launch.failures import (
 )
 from hvdtrain.cluster.launch.job import Job, make_plan
 from hvdtrain.cluster.launch.rank import LONGEST_BYTES, LineSplitter
-from hvdtrain.cluster.protocol import Decoder, encode
-from hvdtrain.cluster.ssh import Ssh, explain, is_this_machine, not_started
+from hvdtrain.cluster.protocol import Decoder, encode, mark_of
+from hvdtrain.cluster.ssh import Ssh, SshProblem, explain, is_this_machine, not_started, without_key
 from hvdtrain.commands import command_lines, launch
 from hvdtrain.core.errors import ConfigError
 
@@ -75,6 +75,16 @@ def test_host_files(tmp_path):
     path = tmp_path / "hosts"
     path.write_text("# ours\nhost1 slots=4\n\nhost2:2  # the new one\nhost3\n")
     assert read_hostfile(path) == [Host("host1", 4), Host("host2", 2), Host("host3", 1)]
+    path.write_bytes("\ufeffhost1 slots=4 max_slots=8\r\nhost2 max-slots = 2 slots = 2\nhost3:1 max_slots=4\n".encode())
+    assert read_hostfile(path) == [Host("host1", 4), Host("host2", 2), Host("host3", 1)], (
+        "as Windows and Open MPI write"
+    )
+    path.write_text("node7\nnode9\nnode7\nnode9 slots=2\n")
+    assert read_hostfile(path) == [Host("node7", 2), Host("node9", 3)], "as PBS writes: a line a slot"
+    for wrong in ("host1 max_slots=some", "host1 slots=4 max_slots=2", "host1 slots=2:3", "host1 cores=4", "a\nme@a\n"):
+        path.write_text(wrong)
+        with pytest.raises(ConfigError):
+            read_hostfile(path)
     path.write_text("host1 slots=4\nhost2 slots=many\n")
     with pytest.raises(ConfigError, match="line 2"):
         read_hostfile(path)
@@ -131,6 +141,13 @@ def test_an_address_that_every_host_has_is_no_network():
         choose({"a": its(docker0=DOCKER), "b": its(docker0=DOCKER)})
 
 
+@pytest.mark.parametrize("network", [None, "10.0.0.0/24"])
+def test_a_host_without_ipv4_is_named(network):
+    with pytest.raises(ConfigError, match="every host needs an IPv4 address") as error:
+        choose({"a": ONE, "b": {"lo": [IPv4Interface("127.0.0.1/8")]}, "c": {}}, network)
+    assert "not b, c" in error.value.received and "--network" not in error.value.remedy
+
+
 def test_the_network_of_the_names_given_wins():
     chosen = choose({"a": ONE, "b": TWO}, reached={"b": "10.1.0.2"})
     assert [(its.interface, its.address) for its in chosen.values()] == [("ib0", "10.1.0.1"), ("ib1", "10.1.0.2")]
@@ -162,16 +179,50 @@ def test_a_network_that_is_not_there(network):
 # ---- ssh
 
 
-def test_ssh_never_asks_and_never_waives_host_keys():
-    command = Ssh(port=2222, identity="/k ey").command("me@host1", ["python", "-c", "print('a b')"])
+def test_ssh_never_asks_and_never_waives_host_keys(tmp_path):
+    key = tmp_path / "k ey"
+    key.touch()
+    command = Ssh(port=2222, identity=str(key)).command("me@host1", ["python", "-c", "print('a b')"])
     assert command[-2:] == ["me@host1", "python -c 'print('\"'\"'a b'\"'\"')'"] and command[-3] == "--"
     assert shlex.split(command[-1]) == ["python", "-c", "print('a b')"]
     # said to ssh, and not left to a user's configuration, which may waive it
     assert "BatchMode=yes" in command and "StrictHostKeyChecking=yes" in command
-    assert command[command.index("-p") + 1] == "2222" and command[command.index("-i") + 1] == "/k ey"
+    assert command[command.index("-p") + 1] == "2222" and command[command.index("-i") + 1] == str(key)
+
+
+def test_a_key_that_is_not_there_is_refused(tmp_path):
+    """ssh warns, and uses another key."""
+    for missing in (tmp_path / "no such key", tmp_path, ""):
+        with pytest.raises(ConfigError, match="--identity must name a private key"):
+            Ssh(identity=str(missing))
+
+
+DENIED = SshProblem("denied", "h does not accept this user's key", "ssh-copy-id h")
+
+
+@pytest.mark.parametrize(
+    ("keygen", "agent", "what", "fix"),
+    [
+        ("ssh-ed25519 AAAA", "", DENIED.what, DENIED.fix),
+        ("Permissions are too open\nLoad key", "", "ssh cannot use this user's key for h", "chmod"),
+        ("Load key: incorrect passphrase", "", "ssh cannot use this user's key for h", "ssh-add"),
+        ("Load key: incorrect passphrase", "ssh-rsa CCCC", f"{DENIED.what}; not used", "ssh-add"),
+        ("Load key: incorrect passphrase", "ssh-ed25519 AAAA", DENIED.what, DENIED.fix),
+        ("Load key: invalid format", "", "is not a private key", "ssh-keygen"),
+    ],
+)  # fmt: skip
+def test_keys_that_ssh_cannot_use_are_named(monkeypatch, tmp_path, keygen, agent, what, fix):
+    key = tmp_path / "k ey"
+    key.touch()
+    (tmp_path / "k ey.pub").write_text("ssh-ed25519 AAAA me@here")
+    says = {"ssh": f"port 22\nidentityfile {key}\nidentityfile ~/.ssh/none", "ssh-keygen": keygen, "ssh-add": agent}
+    monkeypatch.setattr("hvdtrain.cluster.ssh._output", lambda command: says[command[0]])
+    found = without_key(DENIED, "h", Ssh())
+    assert what in found.what and fix in found.fix and found.kind == "denied", found
 
 
 LOGIN = "/home/ada/.bashrc: line 3: module: command not found\n"
+LOGGED_IN = 'Authenticated to host2 ([10.0.0.2]:22) using "publickey".\r\n'
 PYTHON = "/opt/venv/bin/python"
 
 
@@ -225,7 +276,17 @@ def test_what_a_host_says_is_told_from_what_ssh_says(kind, code, said, what, lim
 def test_a_host_that_accepts_and_never_answers(limit):
     problem = explain("host2", None, LOGIN)
     assert problem.kind == "timeout" and "large packets (MTU)" in problem.fix
+    answered = explain("host2", None, f"{LOGGED_IN}{LOGIN}", answered=True)
+    assert answered == problem, "start-up files are not the cause: they have ended"
     limit("C12b", "packets above a size are lost on the way: ssh hangs", mended=problem.fix)
+
+
+def test_a_log_in_that_does_not_come_to_the_command():
+    problem = explain("host2", None, f"{LOGGED_IN}{LOGIN}")
+    assert problem.kind == "start_up_files" and "~/.bashrc" in problem.fix and "MTU" not in problem.fix
+    for code in (0, 1):
+        problem = explain("host2", code, f"{LOGGED_IN}Transferred: sent 2, received 3 bytes, in 0.1 seconds\r\n")
+        assert problem.kind == "other" and problem.what.endswith("no output") and "~/.bashrc" in problem.fix
 
 
 def test_a_name_that_leads_back_here_is_no_other_host(monkeypatch, limit):
@@ -401,8 +462,11 @@ def test_lines_do_not_depend_on_how_the_bytes_come(data, cuts):
 
 
 def test_messages_survive_what_a_login_script_prints():
-    decoder = Decoder()
-    stream = b"Welcome!\nno newline" + encode("hello", text="a\nb\x1e") + encode("beat") + b"\x1e{broken\n"
+    token = "0123456789abcdef"
+    mark = mark_of(token)
+    decoder = Decoder(mark)
+    noise = f"Welcome!\n\x1e no newline: python -m agent {token}".encode()
+    stream = noise + encode(mark, "hello", text="a\nb\x1e") + encode(mark, "beat") + mark + b"{broken\n"
     messages = [message for index in range(len(stream)) for message in decoder.feed(stream[index : index + 1])]
     assert messages == [{"type": "hello", "text": "a\nb\x1e"}, {"type": "beat"}]
     assert b"Welcome!" in decoder.noise and b"no newline" in decoder.noise
