@@ -36,9 +36,6 @@ examples:
   hvdtrain launch -np 16 -H host1:4,host2:4,host3:4,host4:4 -- python train.py
   hvdtrain launch -np 16 --hostfile hosts --max-restarts 3 -- python -m hvdtrain.torch_resnet --data /data
   hvdtrain launch -H host1:4,host2:4 --dry-run -- python train.py             what would run, and with what
-
-exit code: that of the first rank that failed, 128+N if signal N ended it, 255 if a host was lost; 130 for Ctrl-C;
-85 if ranks were told to end (SIGTERM, SIGUSR1), and have saved; 2 if the job was refused
 """
 _LOOK_AGAIN_S = 2.0  # at hosts, until they pass the checks for a restart
 
@@ -46,7 +43,6 @@ _LOOK_AGAIN_S = 2.0  # at hosts, until they pass the checks for a restart
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `hvdtrain launch`."""
     parser.description, parser.epilog = __doc__, EPILOG
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.usage = "hvdtrain launch [flags] -- COMMAND ..."
     limits = Timeouts()
     add = parser.add_argument

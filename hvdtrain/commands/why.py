@@ -33,7 +33,6 @@ Page = Mapping[str, Any]  # see `read_ring`, `last_words`
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `hvdtrain why`."""
     parser.description = __doc__
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("where", type=Path, metavar="RUN_OR_FILE", help="a run's directory, or the file of a hang")
 
 

@@ -13,13 +13,14 @@ from hvdtrain.cluster.hosts import Host, Slot
 from hvdtrain.cluster.launch import actions
 from hvdtrain.cluster.launch.agents import Agents, Connection
 from hvdtrain.cluster.launch.discovery import Discovery
-from hvdtrain.cluster.launch.failures import HOST_LOST, SETTLE_S, RankEnd, as_exit_code, described, first_failure
+from hvdtrain.cluster.launch.failures import SETTLE_S, RankEnd, as_exit_code, described, first_failure
 from hvdtrain.cluster.launch.job import Job, Plan
 from hvdtrain.cluster.launch.members import Limits, Members
 from hvdtrain.cluster.launch.rank import ELASTIC, ELASTIC_SIZE, ELASTIC_SLOT
 from hvdtrain.cluster.launch.running import Heard, Running, places
 from hvdtrain.cluster.protocol import BEAT_S, Message
 from hvdtrain.core.errors import EXIT_CODE, HUNG_CODE, OUT_OF_STEP_CODE, PREEMPTED_CODE, ConfigError
+from hvdtrain.core.exit_codes import HOST_LOST
 from hvdtrain.core.in_step import arrival
 from hvdtrain.core.version import __version__
 

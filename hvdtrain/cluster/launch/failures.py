@@ -13,7 +13,6 @@ from hvdtrain.horovod_build.prove_rank import TOO_LATE
 SETTLE_S = 0.5  # after the first rank that fails: others that failed before it may still be on their way here
 CONSEQUENCE_SETTLE_S = 5.0  # if what it says is that another failed: time for that one's interpreter to end
 LONGEST_WAIT_S = 60.0  # before a job that makes no progress is started again
-HOST_LOST = 255  # the exit code for a host that is gone, as ssh's own
 
 # what ranks say when another one left them: Gloo, Horovod, NCCL, torch.distributed, hvdtrain
 _CONSEQUENCE = re.compile(

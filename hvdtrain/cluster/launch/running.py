@@ -16,7 +16,6 @@ from hvdtrain.cluster.hosts import Host, Slot
 from hvdtrain.cluster.launch import environment
 from hvdtrain.cluster.launch.agents import Agents, Connection
 from hvdtrain.cluster.launch.failures import (
-    HOST_LOST,
     Failure,
     RankEnd,
     as_exit_code,
@@ -29,6 +28,7 @@ from hvdtrain.cluster.launch.job import Job, Plan, make_plan
 from hvdtrain.cluster.launch.rank import ANSWERS, ELASTIC, ELASTIC_SIZE, ELASTIC_SLOT, RETURNED
 from hvdtrain.cluster.protocol import Message
 from hvdtrain.core.errors import PREEMPTED_CODE, LauncherError
+from hvdtrain.core.exit_codes import HOST_LOST, NOT_STARTED
 from hvdtrain.core.slurm import port_of
 
 TICK_S = 0.1
@@ -37,7 +37,6 @@ PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 IGNORED = signal.SIGTSTP  # Ctrl-Z: hosts would take a launcher that is suspended for dead
 _CUTS_S = 5.0  # that other hosts have to say so, too, once one is cut off the ranks' network
 _PIECE_BYTES = 3 << 16  # of a rank's input in one message
-_NOT_STARTED = 127  # as a shell says it of a command that is not there
 
 
 @dataclass
@@ -247,7 +246,7 @@ class Running:
         self._ends[end.rank] = end
 
     def _not_started(self, rank: int | None, host: str, what: str) -> None:
-        self._fail(rank, host, _NOT_STARTED, f"could not be started: {what}")
+        self._fail(rank, host, NOT_STARTED, f"could not be started: {what}")
 
     def _stopped(self, rank: int, host: str, why: str) -> None:
         self._fail(rank, host, 128 + signal.SIGSTOP, why)
