@@ -139,6 +139,9 @@ def run(args: argparse.Namespace) -> int:
                 report(f"the ranks were told to end, and have: exit code {PREEMPTED_CODE}; started again they go on")
             if failed is None or outcome.interrupted is not None:
                 return outcome.exit_code
+            if outcome.told is not None:
+                report(f"not started again: {signal.Signals(outcome.told).name} told it to end")
+                return outcome.exit_code
             wait_s, text = restarts.after(failed, outcome.updates)
             if wait_s is None:
                 if text:

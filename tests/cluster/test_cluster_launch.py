@@ -290,6 +290,41 @@ def test_sigterm_reaches_the_ranks_and_others_are_passed_on(tmp_path):
         assert {"[0] ending at SIGTERM", "[1] ending at SIGTERM"} <= set(ended.out.splitlines()), ended.text
 
 
+def test_a_signal_that_is_passed_on_waits_until_ranks_handle_it(tmp_path):
+    """A rank that imports its framework would only die by it, and --max-restarts would start the job again."""
+    imported, over = tmp_path / "imported", tmp_path / "over"
+    todo = [f"*:until:{imported}", "*:note:SIGUSR1", f"*:until:{over}", "*:say:end"]
+    with launched(tmp_path, "--max-restarts=1", *todo) as job:
+        job.until("[0] waiting", "[1] waiting")
+        job.process.send_signal(signal.SIGUSR1)
+        assert job.process.stderr is not None
+        assert "is passed on" in next(line for line in job.process.stderr if "SIGUSR1" in line)
+        imported.touch()
+        job.until("[0] got SIGUSR1", "[1] got SIGUSR1")
+        over.touch()
+        ended = job.end()
+    assert ended.code == 0 and {"[0] end", "[1] end"} <= set(ended.out.splitlines()), ended.text
+    assert "restart" not in ended.err, ended.text
+
+
+@pytest.mark.parametrize(("how", "code"), [("fails", 3), ("dies", 138)])
+@pytest.mark.parametrize("by", ["launcher", "somebody else"])
+def test_a_job_that_was_told_to_end_is_not_started_again(tmp_path, how, code, by):
+    """The launcher remembers that it passed the signal on. What somebody else sends to one rank is that rank's end."""
+    with launched(tmp_path, "--max-restarts=1", f"*:when_told:{how}", "*:wait:60") as job:
+        job.until("[0] waiting", "[1] waiting")
+        if by == "launcher":
+            job.process.send_signal(signal.SIGUSR1)
+        else:
+            job.belonging("toy.py")[-1].send_signal(signal.SIGUSR1)
+            job.until("[0] waiting", "[1] waiting")
+            job.process.send_signal(signal.SIGUSR1)
+        ended = job.end()
+    assert ended.code == code, ended.text
+    assert "not started again: SIGUSR1 told it to end" in ended.err, ended.text
+    assert ("restart 1 of 1" in ended.err) is (by == "somebody else"), ended.text
+
+
 def test_ranks_that_ignore_the_end_are_killed_after_the_grace(tmp_path):
     started = time.monotonic()
     ended = launch(tmp_path, "--grace=1", "*:ignore:SIGTERM", "0:sleep:0.5", "0:exit:3", "*:sleep:60")

@@ -30,9 +30,9 @@ from hvdtrain.cluster.doctor import probe
 from hvdtrain.cluster.launch import processes
 from hvdtrain.cluster.launch.environment import is_of_a_host
 from hvdtrain.cluster.launch.processes import TICK_S, TOKEN, guard, sweep
-from hvdtrain.cluster.launch.rank import ANSWERS, ELASTIC, Rank, StartError, ask, rendezvous_process
+from hvdtrain.cluster.launch.rank import ANSWERS, ELASTIC, PASSED_ON, Rank, StartError, ask, rendezvous_process
 from hvdtrain.cluster.protocol import BEAT_S, WINDOW, Decoder, Message, encode
-from hvdtrain.core.in_step.preemption import ENDING, ENDS
+from hvdtrain.core.in_step.preemption import ASKS, ENDING, ENDS
 from hvdtrain.core.resources import cgroup_quota
 from hvdtrain.core.version import __version__
 
@@ -69,6 +69,8 @@ class Agent:
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
             # handlers and not SIG_IGN, which the ranks would inherit
             signal.signal(number, self._note_signal)
+        for number in PASSED_ON:  # as some schedulers send them to every process of a job
+            signal.signal(number, lambda *_: None)
         for descriptor in (self._inward, self._outward):
             os.set_blocking(descriptor, False)
         self._selector.register(self._inward, selectors.EVENT_READ, self._receive)
@@ -143,7 +145,7 @@ class Agent:
             self._untaken -= int(message["count"])
             self._listen_to_ranks()
         elif kind == "signal":
-            processes.send(self._living(message.get("rank")), int(message["number"]))
+            self._signal(int(message["number"]), message.get("rank"))
         elif kind == "tell":
             for rank in self._ranks.values():
                 if rank.rank == message["rank"] and rank.code is None:
@@ -155,9 +157,16 @@ class Agent:
         elif kind == "end":
             self._end(int(message["signal"]), float(message["grace_s"]), asks=bool(message.get("asks")))
 
-    def _living(self, rank: int | None = None) -> list[int]:
-        """The processes of this host's ranks, or of one of them."""
-        return [its.pid for its in self._ranks.values() if its.code is None and rank in (None, its.rank)]
+    def _living(self) -> list[int]:
+        """The processes of this host's ranks."""
+        return [its.pid for its in self._ranks.values() if its.code is None]
+
+    def _signal(self, number: int, rank: int | None) -> None:
+        if number == signal.SIGUSR1 and not self._ending:
+            os.pwrite(self._says, ASKS, 0)
+        for its in self._ranks.values():
+            if rank in (None, its.rank):
+                its.signal(number)
 
     def _serve(self, message: Message) -> None:
         if self._rendezvous is None:
@@ -244,6 +253,7 @@ class Agent:
         self._reap(now)
         for rank in self._ranks.values():
             rank.flush()
+            rank.deliver()
             if rank.is_over(now):
                 self._send_exit(rank, now)
             elif rank.code is None and (for_s := rank.stopped_s(now)) >= self._settings["stopped_s"]:

@@ -25,7 +25,7 @@ from hvdtrain.cluster.launch.failures import (
     settled,
 )
 from hvdtrain.cluster.launch.job import Job, Plan, make_plan
-from hvdtrain.cluster.launch.rank import ANSWERS, ELASTIC, ELASTIC_SIZE, ELASTIC_SLOT, RETURNED
+from hvdtrain.cluster.launch.rank import ANSWERS, ELASTIC, ELASTIC_SIZE, ELASTIC_SLOT, PASSED_ON, RETURNED
 from hvdtrain.cluster.protocol import Message
 from hvdtrain.core.errors import PREEMPTED_CODE, LauncherError
 from hvdtrain.core.exit_codes import HOST_LOST, NOT_STARTED
@@ -33,7 +33,6 @@ from hvdtrain.core.slurm import port_of
 
 TICK_S = 0.1
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 IGNORED = signal.SIGTSTP  # Ctrl-Z: hosts would take a launcher that is suspended for dead
 _CUTS_S = 5.0  # that other hosts have to say so, too, once one is cut off the ranks' network
 _PIECE_BYTES = 3 << 16  # of a rank's input in one message
@@ -47,6 +46,7 @@ class Outcome:
         failed: what made it end; None if every rank ended well, or the user ended it.
         interrupted: the signal by which the user ended it.
         preempted: ranks were told to end, and have ended as such.
+        told: a signal that the launcher passed on has told ranks to end, or has ended one.
         formations: of an elastic job, beyond the first: what each was made of.
         lost: workers of an elastic job that were lost: who, where, why and when.
         updates: how many are done, of the whole run, as far as ranks said so.
@@ -57,6 +57,7 @@ class Outcome:
     failed: Failure | None = None
     interrupted: int | None = None
     preempted: bool = False
+    told: int | None = None
     formations: list[dict[str, Any]] = field(default_factory=list)
     lost: list[dict[str, Any]] = field(default_factory=list)
     updates: int = 0
@@ -112,6 +113,7 @@ class Running:
         self._updates: dict[int, int] = {}  # by rank
         self._deadline_s: float | None = None  # of the end, once it has begun
         self._seen = 0  # of the received signals
+        self._passed: set[int] = set()  # signals that the ranks have got
         self._started_s = time.monotonic()
         self._host_of: dict[int, Connection] = {}
         self._master_port = port_of(uuid.uuid4().hex)
@@ -219,6 +221,7 @@ class Running:
             rank = message["rank"]
             first_traceback_s, lines = self._agents.tracebacks.began_s.get(rank), tuple(self._agents.tails[rank])
             at_s = time.monotonic() - message["ago_s"]
+            self._note_told(-message["code"])
             done = self._job.given is None or self._agents.results.get(rank) == RETURNED
             self._ended(RankEnd(rank, host, message["code"], at_s, first_traceback_s, lines, done))
         elif kind == "worker":
@@ -241,6 +244,12 @@ class Running:
         if said.get("do") == "updates" and isinstance(said.get("count"), int):
             self._updates[rank] = said["count"]
             self.outcome.updates = max(self.outcome.updates, said["count"])
+        elif said.get("do") == "told":
+            self._note_told(said.get("signal"))
+
+    def _note_told(self, number: int | None) -> None:
+        if number in self._passed:  # and not one that somebody else has sent to one rank
+            self.outcome.told = number
 
     def _ended(self, end: RankEnd) -> None:
         self._ends[end.rank] = end
@@ -339,7 +348,9 @@ class Running:
             if number == IGNORED:
                 continue
             if number in PASSED_ON:
+                self._passed.add(int(number))
                 self._agents.send("signal", number=int(number))
+                self._heard.say(f"{signal.Signals(number).name} is passed on to the ranks, once they handle it")
             elif self.outcome.interrupted is not None:
                 self._heard.interrupt(number)
                 self._end(signal.SIGTERM, grace_s=0.0)
