@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import NoReturn
 
-from hvdtrain.core.errors import EXIT_CODE, FAULT_CODE, HvdtrainError
-from hvdtrain.core.exit_codes import PIPE_CODE, help_of
+from hvdtrain.core.errors import EXIT_CODE, FAULT_CODE, PIPE_CODE, HvdtrainError, exit_codes_of
 from hvdtrain.core.flags import LateParser
 
 # name -> (module with add_arguments(parser) and run(args) -> exit code, one line of help)
@@ -44,7 +43,7 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a subcommand; returns the exit code (`hvdtrain.core.exit_codes` lists them)."""
+    """Runs a subcommand; returns the exit code (`hvdtrain.core.errors.EXIT_CODES` lists them)."""
     argv = list(sys.argv[1:] if argv is None else argv)
     _open_standard_streams()
     program = " ".join(["hvdtrain", *(name for name in argv[:1] if name in COMMANDS)])
@@ -114,7 +113,7 @@ def _fill(name: str, parser: argparse.ArgumentParser) -> None:
     implementation = importlib.import_module(COMMANDS[name][0])
     implementation.add_arguments(parser)
     parser.set_defaults(run=implementation.run)
-    parser.epilog = f"{parser.epilog or ''}\n{help_of(name)}"
+    parser.epilog = f"{parser.epilog or ''}\n{exit_codes_of(name)}"
 
 
 def _parser() -> argparse.ArgumentParser:

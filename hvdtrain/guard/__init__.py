@@ -47,12 +47,11 @@ def run(args: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """`python -m hvdtrain.guard`."""
-    from hvdtrain.core.errors import HvdtrainError
-    from hvdtrain.core.exit_codes import help_of
+    from hvdtrain.core.errors import HvdtrainError, exit_codes_of
 
     parser = argparse.ArgumentParser("hvdtrain guard", formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
-    parser.epilog = f"{EPILOG}\n{help_of('guard')}"
+    parser.epilog = f"{EPILOG}\n{exit_codes_of('guard')}"
 
     try:
         return run(parser.parse_args(argv))

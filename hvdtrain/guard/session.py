@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.core import launchers
-from hvdtrain.core.exit_codes import GUARD_CODE
+from hvdtrain.core.errors import GUARD_CODE
 from hvdtrain.core.in_step import watch
 from hvdtrain.core.in_step.hang import HANG_VARIABLE
 from hvdtrain.core.in_step.lines import user_line

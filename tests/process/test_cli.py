@@ -15,7 +15,7 @@ from test_import_process import HEAVY
 
 from hvdtrain.__main__ import COMMANDS
 from hvdtrain.bench import BENCHES
-from hvdtrain.core.exit_codes import TABLE
+from hvdtrain.core.errors import EXIT_CODES
 
 
 def run(command: list[str], **more: Any) -> subprocess.CompletedProcess[str]:
@@ -89,7 +89,7 @@ def test_the_help_of_one_command_imports_no_other():
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_help_lists_the_exit_codes_of_the_table(command):
     said = hvdtrain(command, "--help").stdout
-    for code, commands, meaning in TABLE:
+    for code, commands, meaning in EXIT_CODES:
         assert (f"  {code:<7}{meaning}\n" in said) is (not commands or command in commands.split())
 
 

@@ -19,8 +19,7 @@ from hvdtrain.cluster.launch.members import Limits, Members
 from hvdtrain.cluster.launch.rank import ELASTIC, ELASTIC_SIZE, ELASTIC_SLOT
 from hvdtrain.cluster.launch.running import Heard, Running, places
 from hvdtrain.cluster.protocol import BEAT_S, Message
-from hvdtrain.core.errors import EXIT_CODE, HUNG_CODE, OUT_OF_STEP_CODE, PREEMPTED_CODE, ConfigError
-from hvdtrain.core.exit_codes import HOST_LOST
+from hvdtrain.core.errors import EXIT_CODE, HOST_LOST_CODE, HUNG_CODE, OUT_OF_STEP_CODE, PREEMPTED_CODE, ConfigError
 from hvdtrain.core.in_step import arrival
 from hvdtrain.core.version import __version__
 
@@ -164,7 +163,7 @@ class ElasticRunning(Running):
 
     def _not_started(self, rank: int | None, host: str, what: str) -> None:
         if rank is None or rank not in self._members.workers:
-            self._fail(None, host, HOST_LOST, f"Horovod's rendezvous: {what}")
+            self._fail(None, host, HOST_LOST_CODE, f"Horovod's rendezvous: {what}")
         else:
             why = f"could not be started: {what}"
             self._do(self._members.lost([rank], time.monotonic(), why=why, gone=True))
@@ -315,6 +314,6 @@ class ElasticRunning(Running):
             why = f"{described(first.code, first.host)}; {why}"
             self._fail(first.rank, first.host, as_exit_code(first.code) or 1, why)
         elif lost is not None:
-            self._fail(None, lost.host, HOST_LOST, f"worker {lost.number}: {lost.why}; {why}")
+            self._fail(None, lost.host, HOST_LOST_CODE, f"worker {lost.number}: {lost.why}; {why}")
         else:
             self._fail(None, self._agents.connections[0].host.name, 1, why)

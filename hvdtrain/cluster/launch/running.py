@@ -27,8 +27,7 @@ from hvdtrain.cluster.launch.failures import (
 from hvdtrain.cluster.launch.job import Job, Plan, make_plan
 from hvdtrain.cluster.launch.rank import ANSWERS, ELASTIC, ELASTIC_SIZE, ELASTIC_SLOT, PASSED_ON, RETURNED
 from hvdtrain.cluster.protocol import Message
-from hvdtrain.core.errors import PREEMPTED_CODE, LauncherError
-from hvdtrain.core.exit_codes import HOST_LOST, NOT_STARTED
+from hvdtrain.core.errors import HOST_LOST_CODE, NOT_STARTED_CODE, PREEMPTED_CODE, LauncherError
 from hvdtrain.core.slurm import port_of
 
 TICK_S = 0.1
@@ -255,7 +254,7 @@ class Running:
         self._ends[end.rank] = end
 
     def _not_started(self, rank: int | None, host: str, what: str) -> None:
-        self._fail(rank, host, NOT_STARTED, f"could not be started: {what}")
+        self._fail(rank, host, NOT_STARTED_CODE, f"could not be started: {what}")
 
     def _stopped(self, rank: int, host: str, why: str) -> None:
         self._fail(rank, host, 128 + signal.SIGSTOP, why)
@@ -309,14 +308,14 @@ class Running:
         return [its.host.name for its in self._agents.connections]
 
     def _cut_off(self, host: str, why: str) -> None:
-        self._fail(None, host, HOST_LOST, why)
+        self._fail(None, host, HOST_LOST_CODE, why)
 
     def _host_is_lost(self, connection: Connection, why: str) -> None:
         connection.closed = True  # it ends by itself; waiting for it would only be waiting
         ranks = self._ranks_left(connection)
         if ranks or self._deadline_s is None:
             named = f"with rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: " if ranks else ""
-            self._fail(None, connection.host.name, HOST_LOST, f"lost, {named}{why}")
+            self._fail(None, connection.host.name, HOST_LOST_CODE, f"lost, {named}{why}")
 
     def _ranks_left(self, connection: Connection) -> list[int]:
         return sorted(rank for rank, its in self._host_of.items() if its is connection and rank not in self._ends)
