@@ -109,6 +109,7 @@ def run(args: argparse.Namespace) -> int:
     attempts: list[dict[str, Any]] = []
     facts = {"format": 1, "command": "launch", "argv": list(job.argv), "hosts": list(map(str, job.hosts))}
     facts |= {"np": job.np, "job": job.env[launchers.JOB], "attempts": attempts}
+    logs.record(facts)
     try:
         failed: Failure | None = None
         restarts, wait_s = Restarts(args.max_restarts), None
@@ -132,7 +133,7 @@ def run(args: argparse.Namespace) -> int:
             for process in outcome.left:
                 report(f"still runs, and cannot be ended: {process}")
             if failed is not None:
-                report(failure_block(failed, logs))
+                report(failure_block(failed, logs.folder))
             if outcome.interrupted is not None:  # also while a job that had failed was ending
                 report(f"ended by {signal.Signals(outcome.interrupted).name}")
             if failed is None and outcome.preempted:
@@ -263,7 +264,8 @@ def _places(plan: Plan) -> str:
 
 def _attempt(outcome: Outcome, started: float, *, elastic: bool) -> dict[str, Any]:
     failed = outcome.failed
-    failure = failed and {"rank": failed.rank, "host": failed.host, "why": failed.why}
+    keys = ("rank", "host", "why", "lines", "after_s")
+    failure = failed and {name: getattr(failed, name) for name in keys}
     began = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(started))
     facts = {"started": began, "seconds": round(outcome.seconds, 3), "updates": outcome.updates}
     facts |= {"exit_code": outcome.exit_code, "failure": failure}

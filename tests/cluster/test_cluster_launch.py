@@ -175,6 +175,42 @@ def test_lines_are_marked_and_logged(tmp_path):
     assert "horovodrun --gloo -np 2 -H localhost:2" in ended.err
 
 
+def test_why_reads_the_folder_that_the_launcher_names(tmp_path):
+    ended = launch(tmp_path, "1:raise:the cause", "*:sleep:60")
+    named = ended.err.split("logs in ")[1].splitlines()[0]
+    for where in (named, f"{named}/launch.json"):
+        done = why(tmp_path / where)
+        assert done.returncode == 0 and "attempt 1 ended with exit code 1\nrank 1 on localhost failed" in done.stdout
+        assert "  | ValueError: the cause\n" in done.stdout and done.stdout.endswith("rank-0001.log\n"), done.stdout
+
+
+def test_why_says_that_no_attempt_has_ended_while_the_job_runs(tmp_path):
+    with launched(tmp_path, "*:wait:60") as job:
+        job.until("waiting")
+        assert "no attempt has ended" in why(tmp_path / "runs/launch-1").stdout
+        job.process.terminate()
+        assert job.end(20).code == 143
+    assert "exit code 143: a signal ended the launcher" in why(tmp_path / "runs/launch-1").stdout
+
+
+def test_why_says_nothing_of_a_job_that_ended_well(tmp_path):
+    assert launch(tmp_path, "*:exit:0").code == 0
+    assert why(tmp_path / "runs/launch-1").returncode == 1
+
+
+def why(where: Path) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "hvdtrain", "why", str(where)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+
+
+def test_two_jobs_in_one_log_dir_do_not_mix_their_logs(tmp_path):
+    first, second = [launch(tmp_path, "--log-dir=logs", f"*:say:{word}") for word in ("first", "second")]
+    assert (first.code, second.code) == (0, 0) and "logs has the logs of another job" in second.err, second.text
+    assert (tmp_path / "logs/rank-0000.log").read_text() == "first\n"
+    assert (tmp_path / "logs/launch-1/rank-0000.log").read_text() == "second\n"
+    assert len(json.loads((tmp_path / "logs/launch.json").read_text())["attempts"]) == 1
+
+
 def test_quiet_shows_rank_0_alone_and_logs_all(tmp_path):
     ended = launch(tmp_path, "--quiet", "*:say:hello", np=3)
     assert ended.out == "hello\n", ended.text
