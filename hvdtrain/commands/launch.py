@@ -37,6 +37,7 @@ examples:
   hvdtrain launch -np 16 --hostfile hosts --max-restarts 3 -- python -m hvdtrain.torch_resnet --data /data
   hvdtrain launch -H host1:4,host2:4 --dry-run -- python train.py             what would run, and with what
 """
+_LONGEST_LINE = 2000  # characters
 _LOOK_AGAIN_S = 2.0  # at hosts, until they pass the checks for a restart
 
 
@@ -216,12 +217,16 @@ def _run_once(job: Job, attempt: int, logs: Logs, args: argparse.Namespace) -> O
     def begin(plan: Plan) -> None:
         for rank in range(job.np if attempt else 0):
             logs.write(rank, f"--- restart {attempt}")
-        like = [f"like: {command_lines.horovodrun(plan, os.environ)}"] if job.elastic is None else []
+        like = [_shortened(f"like: {command_lines.horovodrun(plan, os.environ)}")] if job.elastic is None else []
         lines = [*like, *_remarks(plan)]
         for line in [*lines, f"{job.np} rank(s) on {_places(plan)}; logs in {logs.folder}"]:
             report(line, within_s=1.0)  # agents are there already, and wait for signs of life
 
     return launcher.run(job, on_plan=begin, on_line=display.line, heard=_Told(display, job.timeouts.grace_s))
+
+
+def _shortened(line: str) -> str:
+    return line if len(line) <= _LONGEST_LINE else f"{line[:_LONGEST_LINE]} ... (--dry-run prints it whole)"
 
 
 class _Told(Heard):

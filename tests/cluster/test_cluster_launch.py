@@ -502,10 +502,18 @@ def test_a_refused_job_leaves_no_folder(tmp_path):
         (["-H", "a;reboot:2", "--", "true"], "'a;reboot'"),
         (["-H", "localhost:2", "--hostfile", "hosts", "--", "true"], "give one of them"),
         (["-x", "NOT_SET_ANYWHERE", "--", "true"], "NOT_SET_ANYWHERE"),
+        (["--no-checks", "-x", "HOROVOD_GLOO_IFACE=ens99", "--", "true"], "ens99; it has lo"),
+        (["-np", "1000000000", "--", "true"], "-np 1,000,000,000"),
     ],
 )
 def test_refusals(arguments, said):
     assert said in refused(*arguments)
+
+
+def test_a_long_command_line_is_shortened_where_it_is_only_told(tmp_path):
+    ended = launch(tmp_path, "9:say:" + "x" * 100_000)
+    assert ended.code == 0, ended.text[:1000]
+    assert max(map(len, ended.err.splitlines())) < 2200 and "(--dry-run prints it whole)" in ended.err
 
 
 def test_dry_run_tells_and_starts_nothing(tmp_path):

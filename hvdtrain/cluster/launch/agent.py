@@ -366,7 +366,8 @@ def hello() -> dict[str, Any]:
         "python": platform.python_version(),
         "version": __version__,
         "host": socket.gethostname(),
-        "interfaces": probe.interfaces(),
+        "interfaces": probe.interfaces(),  # with an IPv4 address
+        "interface_names": [name for _, name in socket.if_nameindex()],
         "reached": probe.reached(),
         "cores": min(float(len(os.sched_getaffinity(0))), cgroup_quota()),
         "own": {
