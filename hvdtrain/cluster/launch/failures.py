@@ -24,8 +24,13 @@ _LOOK_AT_LINES = 15
 _OUTLIVED_LINES = 20  # more than an error's message and what libraries write at the interpreter's end
 _KILLED = {
     signal.SIGKILL: "; out of memory is the usual reason: dmesg | grep -i 'out of memory' on {host}",
-    signal.SIGBUS: "; a full /dev/shm is a usual reason: df /dev/shm on {host}",
+    signal.SIGBUS: "; a full /dev/shm is the usual reason",
 }
+# what PyTorch, the kernel and Python's shared_memory print of a full /dev/shm
+_NO_SHARED_MEMORY = re.compile(
+    r"(/dev/shm|</torch_|shared memory|/psm_).*No space left|No space left.*(/dev/shm|/psm_)"
+    r"|insufficient shared memory|\b[Bb]us error"
+)
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,16 @@ class Failure:
     def who(self) -> str:
         """The rank and its host; or the host."""
         return f"rank {self.rank} on {self.host}" if self.rank is not None else self.host
+
+    @property
+    def remedy(self) -> str:
+        """What to do about it, where that can be read from how it ended; else ""."""
+        if self.code == 128 + signal.SIGBUS or any(map(_NO_SHARED_MEMORY.search, self.lines)):
+            return (
+                f"give /dev/shm more room (df /dev/shm on {self.host}): in a container docker run --shm-size=8g,"
+                " or --ipc=host"
+            )
+        return ""
 
     def in_words(self, limit_s: float) -> str:
         """Returns who failed and why, of ranks that end themselves after a limit."""

@@ -191,5 +191,7 @@ def failure_block(failure: Failure, folder: Path) -> str:
     lines = [f"{host}{failure.who} failed first, after {failure.after_s:.1f} s: {failure.why}"]
     if failure.lines:
         lines += ["  its last lines:", *(f"  | {line}" for line in failure.lines)]
+    if failure.remedy:
+        lines.append(f"  fix: {failure.remedy}")
     lines.append(f"  logs: {log_of(folder, failure.rank) if failure.rank is not None else folder}")
     return "\n".join(lines)
