@@ -29,10 +29,11 @@ from hvdtrain.cluster.data_path import DataPath
 from hvdtrain.cluster.doctor import probe
 from hvdtrain.cluster.launch import processes
 from hvdtrain.cluster.launch.environment import is_of_a_host
-from hvdtrain.cluster.launch.processes import TICK_S, TOKEN, guard, sweep
+from hvdtrain.cluster.launch.processes import TICK_S, guard, sweep
 from hvdtrain.cluster.launch.rank import ANSWERS, ELASTIC, PASSED_ON, Rank, StartError, ask, rendezvous_process
 from hvdtrain.cluster.protocol import BEAT_S, WINDOW, Decoder, Message, encode
 from hvdtrain.core.in_step.preemption import ASKS, ENDING, ENDS
+from hvdtrain.core.in_step.ring import LAUNCH, forget_launch
 from hvdtrain.core.resources import cgroup_quota
 from hvdtrain.core.version import __version__
 
@@ -62,7 +63,8 @@ class Agent:
         self._kill_s = float("inf")
         self._asked: set[int] = set()  # processes that ranks left behind, and that were asked to end
         self._signalled: int | None = None
-        self._ending = self._ended = False
+        self._launch = ""  # what marks the ranks
+        self._ending = self._ended = self._well = False
 
     def run(self) -> int:
         """Serves the launcher until it, or the connection to it, ends the job; returns the exit code."""
@@ -156,6 +158,7 @@ class Agent:
             self._watch_the_data_path(message)
         elif kind == "end":
             self._end(int(message["signal"]), float(message["grace_s"]), asks=bool(message.get("asks")))
+            self._well = bool(message.get("well"))
 
     def _living(self) -> list[int]:
         """The processes of this host's ranks."""
@@ -193,7 +196,8 @@ class Agent:
 
     def _start(self, message: Message) -> None:
         own = {name: value for name, value in os.environ.items() if name not in set(message["without"])}
-        environment = {**message["defaults"], **own, **message["env"], TOKEN: message["token"]}
+        environment = {**message["defaults"], **own, **message["env"], LAUNCH: message["token"]}
+        self._launch = message["token"]
         environment[ENDING] = f"/proc/{os.getpid()}/fd/{self._says}"
         self._watch_the_data_path(message)
         for wanted in message["ranks"]:
@@ -347,6 +351,8 @@ class Agent:
         for rank in self._ranks.values():
             if not rank.reported:
                 self._send_exit(rank, now)
+        if self._well:  # nobody asks what became of workers that were lost
+            forget_launch(self._launch)
         self._send("ended")
         self._ended = True
 

@@ -335,7 +335,7 @@ class Running:
         if self._closing:
             return
         grace_s = self._job.timeouts.grace_s if grace_s is None else grace_s
-        self._agents.send("end", signal=number, grace_s=grace_s, asks=asks)
+        self._agents.send("end", signal=number, grace_s=grace_s, asks=asks, well=self.outcome.failed is None)
         stages = 2 if number == signal.SIGINT else 1
         deadline = time.monotonic() + stages * grace_s + 5.0
         self._deadline_s = min(deadline, self._deadline_s or deadline)
