@@ -73,7 +73,8 @@ class Ring:
         room = _SLOTS[1] - _SLOTS[0] - 1
         with self._writing:
             self._facts, known = facts, {"time": time.time(), **facts, **self._words}
-            known[LAUNCH] = os.environ.get(LAUNCH, "")
+            if LAUNCH in os.environ:
+                known[LAUNCH] = os.environ[LAUNCH]
             text = json.dumps(known).encode()
             for most in (150, 40, 20):  # a character may take 12 bytes
                 if len(text) > room:
