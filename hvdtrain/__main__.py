@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import os
 import signal
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import NoReturn
 
-from hvdtrain.core.errors import HvdtrainError
+from hvdtrain.core.errors import EXIT_CODE, FAULT_CODE, PIPE_CODE, HvdtrainError, exit_codes_of
+from hvdtrain.core.flags import LateParser
 
 # name -> (module with add_arguments(parser) and run(args) -> exit code, one line of help)
 COMMANDS = {
@@ -40,9 +43,31 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a subcommand; returns the exit code (2: the input or the environment was refused)."""
+    """Runs a subcommand; returns the exit code (`hvdtrain.core.errors.EXIT_CODES` lists them)."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    parser = _parser(argv[0] if argv else None)
+    _open_standard_streams()
+    program = " ".join(["hvdtrain", *(name for name in argv[:1] if name in COMMANDS)])
+    try:
+        try:
+            return _run(argv)
+        finally:
+            sys.stdout.flush()  # the interpreter itself would do it too late to handle an error
+    except HvdtrainError as error:
+        print(f"{program}: {error}", file=sys.stderr)
+        return EXIT_CODE
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except OSError as error:
+        if not isinstance(error, BrokenPipeError):
+            if not _standard_output_fails():
+                raise
+            print(f"{program}: standard output cannot be written: {error.strerror}", file=sys.stderr)
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - the interpreter flushes it at the end
+        return PIPE_CODE if isinstance(error, BrokenPipeError) else FAULT_CODE
+
+
+def _run(argv: Sequence[str]) -> int:
+    parser = _parser()
     args = parser.parse_args(argv)
     if args.command is None:
         parser.print_help()
@@ -50,16 +75,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, _end)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # nohup ignores it
         signal.signal(signal.SIGHUP, _end)
+    return args.run(args)
+
+
+def _open_standard_streams() -> None:
+    """Makes descriptors 0, 1 and 2 usable on any terminal, before a command opens anything.
+
+    A descriptor that is closed becomes /dev/null: Python has no stream for it, and the next socket would take its
+    number. A character that an encoding lacks is written as an escape.
+    """
+    for descriptor, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number: this one
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(descriptor, mode, closefd=False))  # noqa: SIM115 - stays open
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _standard_output_fails() -> bool:
+    """Returns True if nothing can be written to standard output: tries, as an error does not name its file."""
     try:
-        return args.run(args)
-    except HvdtrainError as error:
-        print(f"hvdtrain {args.command}: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:  # `hvdtrain ... | head`: the reader has seen enough
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - so that the interpreter's last flush has somewhere to go
-        return 141
+        return not os.write(1, b"\n")
+    except OSError:
+        return True
 
 
 def _end(number: int, frame: object) -> NoReturn:
@@ -67,21 +109,23 @@ def _end(number: int, frame: object) -> NoReturn:
     sys.exit(128 + number)
 
 
-def _parser(wanted: str | None) -> argparse.ArgumentParser:
-    """Only the wanted subcommand's module is imported: `hvdtrain --help` stays instant."""
+def _fill(name: str, parser: argparse.ArgumentParser) -> None:
+    implementation = importlib.import_module(COMMANDS[name][0])
+    implementation.add_arguments(parser)
+    parser.set_defaults(run=implementation.run)
+    parser.epilog = f"{parser.epilog or ''}\n{exit_codes_of(name)}"
+
+
+def _parser() -> argparse.ArgumentParser:
     from hvdtrain import __version__
 
     parser = argparse.ArgumentParser(
         prog="hvdtrain", description="Train on Horovod with today's PyTorch, TensorFlow and Keras 3."
     )
     parser.add_argument("--version", action="version", version=f"hvdtrain {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for name, (module, line) in COMMANDS.items():
-        command = commands.add_parser(name, help=line)
-        if name == wanted:
-            implementation = importlib.import_module(module)
-            implementation.add_arguments(command)
-            command.set_defaults(run=implementation.run)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=LateParser)
+    for name, (_, line) in COMMANDS.items():
+        commands.add_parser(name, help=line, fill=partial(_fill, name))
     return parser
 
 

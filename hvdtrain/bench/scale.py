@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from hvdtrain.bench.comm.model import BACKWARD, link_cost
+from hvdtrain.bench.comm.model import link_cost
 from hvdtrain.bench.report import begin, finish, measured_on, progress, versions
 from hvdtrain.bench.torch_job import LAUNCHED_BY
 from hvdtrain.bench.torch_train import THREADS
@@ -24,7 +24,7 @@ from hvdtrain.core.errors import install_command
 from hvdtrain.core.flags import whole
 from hvdtrain.core.startup import find_modules
 from hvdtrain.pipeline.plan.costs import Link
-from hvdtrain.pipeline.plan.scaling import Bucket, Network, Training, predict
+from hvdtrain.pipeline.plan.scaling import BACKWARD, Bucket, Network, Training, predict
 from hvdtrain.runs import stats
 
 SUMS = (1 << 18, 1 << 20, 5 << 20)  # bytes: what a link is told from

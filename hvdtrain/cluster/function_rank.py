@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any
 
 from hvdtrain.cluster.launch.rank import RESULT, RETURNED
+from hvdtrain.core.errors import ConfigError
 
 # the first line of the input is a JSON list, the caller's own places for modules; "" stands for the working directory
 BOOT = """\
@@ -49,9 +50,8 @@ def main() -> int:
     """Returns the exit code; what the function raises ends the process as it ends a program."""
     from hvdtrain.cluster import function_pickle
 
-    result, process = int(os.environ[RESULT]), os.getpid()
+    result, process = _Result(int(os.environ[RESULT])), os.getpid()
     os.environ[RESULT] = ""  # still there: no `hvdtrain.run` within one
-    os.set_inheritable(result, False)
     sys.excepthook = _show
     about = json.loads(sys.stdin.buffer.readline())
     sys.meta_path.append(_ByPath(about["modules"]))
@@ -60,7 +60,7 @@ def main() -> int:
         value: Any = function(*args, **kwargs)
     except BaseException as error:
         if os.getpid() == process:  # and not a child that it forked
-            _hand_back(result, RAISED, function_pickle.dump_raised(error, classes))
+            result.hand_back(RAISED, function_pickle.dump_raised(error, classes))
             _end_within(about["grace_s"])
         raise
     if os.getpid() != process:
@@ -69,10 +69,10 @@ def main() -> int:
         data = function_pickle.dump(value, classes)
     except Exception:  # a pickler raises what the objects raise
         traceback.print_exc()
-        _hand_back(result, UNFIT)
+        result.hand_back(UNFIT)
         _end_within(about["grace_s"])
         return 1
-    _hand_back(result, RETURNED, data)
+    result.hand_back(RETURNED, data)
     return 0
 
 
@@ -91,8 +91,30 @@ def _show(kind: type[BaseException], error: BaseException, tb: TracebackType | N
     traceback.print_exception(kind, error, tb)
 
 
-def _hand_back(descriptor: int, how: str, data: bytes = b"") -> None:
-    with os.fdopen(descriptor, "wb") as stream:
-        for start in range(0, len(data), _PIECE_BYTES):
-            stream.write(base64.b64encode(data[start : start + _PIECE_BYTES]) + b"\n")
-        stream.write(f"{how}\n".encode())  # last: a rank that is killed while it writes leaves no end
+class _Result:
+    """The descriptor through which the result goes."""
+
+    def __init__(self, descriptor: int) -> None:
+        os.set_inheritable(descriptor, False)
+        self._descriptor, self._file = descriptor, os.fstat(descriptor)
+
+    def hand_back(self, how: str, data: bytes = b"") -> None:
+        """Writes how the function ended, and what it gave.
+
+        Raises:
+            ConfigError: the function has closed the descriptor; another file may have its number.
+        """
+        if not self._is_open():
+            rule = "the function of hvdtrain.run must leave descriptors open that it has not opened"
+            received = f"it closed descriptor {self._descriptor}, through which its result goes to the caller"
+            raise ConfigError(rule, received, "close single files, not os.closerange(...)")
+        with os.fdopen(self._descriptor, "wb") as stream:
+            for start in range(0, len(data), _PIECE_BYTES):
+                stream.write(base64.b64encode(data[start : start + _PIECE_BYTES]) + b"\n")
+            stream.write(f"{how}\n".encode())  # last: a rank that is killed while it writes leaves no end
+
+    def _is_open(self) -> bool:
+        try:
+            return os.path.samestat(os.fstat(self._descriptor), self._file)
+        except OSError:
+            return False

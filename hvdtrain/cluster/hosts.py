@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.core.slurm import job_hosts
+from hvdtrain.core.slurm import MOST_RANKS, job_hosts
 
 # Names reach `ssh` as an argument and files as a part of their names: nothing else than what host names are made of,
 # and no leading "-", which would make an option of them.
@@ -121,6 +121,8 @@ def assign(hosts: Sequence[Host], np: int) -> list[Slot]:
         ConfigError: fewer slots than ranks (the counts are told), or no ranks.
     """
     slots = sum(host.slots for host in hosts)
+    if np > MOST_RANKS:
+        raise ConfigError(f"a job cannot have more than {MOST_RANKS:,} ranks", f"-np {np:,}", "give fewer: -np N")
     if not 1 <= np <= slots:
         received = f"-np {np}, {slots} slot(s): {', '.join(map(str, hosts))}"
         raise ConfigError(

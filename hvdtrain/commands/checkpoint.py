@@ -11,7 +11,6 @@ from pathlib import Path
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `hvdtrain checkpoint`."""
     parser.description = __doc__
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     ways = parser.add_subparsers(dest="way", metavar="WAY", required=True)
     out = ways.add_parser("export", help="write a run's checkpoint in another format")
     out.add_argument("run_dir", type=Path, metavar="RUN", help="a run, its checkpoints, or one of them")

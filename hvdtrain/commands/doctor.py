@@ -29,15 +29,12 @@ examples:
   hvdtrain doctor                                  this machine
   hvdtrain doctor -H host1:4,host2:4               these hosts, before hvdtrain launch -np 8 -H host1:4,host2:4
   hvdtrain doctor -H host1:4,host2:4 --run-dir /nfs/runs/resnet --json
-
-exit code: 0 nothing to say, or notes; 1 warnings; 2 errors: a job would not start, or train wrong
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `hvdtrain doctor`."""
     parser.description, parser.epilog = __doc__, EPILOG
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
     # fmt: off
     host_flags.add(parser, "hosts", "hostfile", "np")

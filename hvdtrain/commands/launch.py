@@ -36,17 +36,14 @@ examples:
   hvdtrain launch -np 16 -H host1:4,host2:4,host3:4,host4:4 -- python train.py
   hvdtrain launch -np 16 --hostfile hosts --max-restarts 3 -- python -m hvdtrain.torch_resnet --data /data
   hvdtrain launch -H host1:4,host2:4 --dry-run -- python train.py             what would run, and with what
-
-exit code: that of the first rank that failed, 128+N if signal N ended it, 255 if a host was lost; 130 for Ctrl-C;
-85 if ranks were told to end (SIGTERM, SIGUSR1), and have saved; 2 if the job was refused
 """
+_LONGEST_LINE = 2000  # characters
 _LOOK_AGAIN_S = 2.0  # at hosts, until they pass the checks for a restart
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `hvdtrain launch`."""
     parser.description, parser.epilog = __doc__, EPILOG
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.usage = "hvdtrain launch [flags] -- COMMAND ..."
     limits = Timeouts()
     add = parser.add_argument
@@ -113,6 +110,7 @@ def run(args: argparse.Namespace) -> int:
     attempts: list[dict[str, Any]] = []
     facts = {"format": 1, "command": "launch", "argv": list(job.argv), "hosts": list(map(str, job.hosts))}
     facts |= {"np": job.np, "job": job.env[launchers.JOB], "attempts": attempts}
+    logs.record(facts)
     try:
         failed: Failure | None = None
         restarts, wait_s = Restarts(args.max_restarts), None
@@ -136,12 +134,15 @@ def run(args: argparse.Namespace) -> int:
             for process in outcome.left:
                 report(f"still runs, and cannot be ended: {process}")
             if failed is not None:
-                report(failure_block(failed, logs))
+                report(failure_block(failed, logs.folder))
             if outcome.interrupted is not None:  # also while a job that had failed was ending
                 report(f"ended by {signal.Signals(outcome.interrupted).name}")
             if failed is None and outcome.preempted:
                 report(f"the ranks were told to end, and have: exit code {PREEMPTED_CODE}; started again they go on")
             if failed is None or outcome.interrupted is not None:
+                return outcome.exit_code
+            if outcome.told is not None:
+                report(f"not started again: {signal.Signals(outcome.told).name} told it to end")
                 return outcome.exit_code
             wait_s, text = restarts.after(failed, outcome.updates)
             if wait_s is None:
@@ -216,12 +217,16 @@ def _run_once(job: Job, attempt: int, logs: Logs, args: argparse.Namespace) -> O
     def begin(plan: Plan) -> None:
         for rank in range(job.np if attempt else 0):
             logs.write(rank, f"--- restart {attempt}")
-        like = [f"like: {command_lines.horovodrun(plan, os.environ)}"] if job.elastic is None else []
+        like = [_shortened(f"like: {command_lines.horovodrun(plan, os.environ)}")] if job.elastic is None else []
         lines = [*like, *_remarks(plan)]
         for line in [*lines, f"{job.np} rank(s) on {_places(plan)}; logs in {logs.folder}"]:
             report(line, within_s=1.0)  # agents are there already, and wait for signs of life
 
     return launcher.run(job, on_plan=begin, on_line=display.line, heard=_Told(display, job.timeouts.grace_s))
+
+
+def _shortened(line: str) -> str:
+    return line if len(line) <= _LONGEST_LINE else f"{line[:_LONGEST_LINE]} ... (--dry-run prints it whole)"
 
 
 class _Told(Heard):
@@ -264,7 +269,8 @@ def _places(plan: Plan) -> str:
 
 def _attempt(outcome: Outcome, started: float, *, elastic: bool) -> dict[str, Any]:
     failed = outcome.failed
-    failure = failed and {"rank": failed.rank, "host": failed.host, "why": failed.why}
+    keys = ("rank", "host", "why", "lines", "after_s")
+    failure = failed and {name: getattr(failed, name) for name in keys}
     began = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(started))
     facts = {"started": began, "seconds": round(outcome.seconds, 3), "updates": outcome.updates}
     facts |= {"exit_code": outcome.exit_code, "failure": failure}

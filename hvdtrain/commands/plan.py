@@ -39,7 +39,6 @@ OPTIMIZER_COPIES = {"sgd": 1.0, "adamw": 2.0}  # momentum; two moments
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `hvdtrain plan`."""
     parser.description = __doc__
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     count, number = flags.whole(1), flags.positive
     add = parser.add_argument
     # fmt: off

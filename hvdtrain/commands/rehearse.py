@@ -29,9 +29,6 @@ examples:
   hvdtrain rehearse -np 64 train.py --epochs 90
   hvdtrain rehearse -np 16 --per-host 4 --updates 0 train.py       to the script's end
   hvdtrain rehearse -np 64 -m hvdtrain.keras_mnist
-
-exit code: 0 if nothing was found; the rank's that failed first (76: ranks wait for one another, 75: one hangs, 77: what
-guard has found, 2: refused), 128+N if signal N ended it; 130 for Ctrl-C
 """
 PROGRAM = "hvdtrain rehearse"
 UPDATES, LIMIT_S = 5, 170.0
@@ -44,7 +41,6 @@ _LEAST_FREE = 0.05  # of the machine's memory
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `hvdtrain rehearse`."""
     parser.description, parser.epilog = __doc__, EPILOG
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.usage = "hvdtrain rehearse -np N [flags] (SCRIPT | -m MODULE) ..."
     add = parser.add_argument
     # fmt: off

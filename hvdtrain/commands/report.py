@@ -25,7 +25,6 @@ _SETTINGS = ("versions", "world", "launcher", "effective_batch", "config")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `hvdtrain report`."""
     parser.description = __doc__
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="a run's directory, or one that holds runs")
     parser.add_argument("--out", type=Path, metavar="FILE", help="(default: RUN/report.html; of several report.html)")
     parser.add_argument(

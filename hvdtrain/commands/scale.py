@@ -17,12 +17,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, get_args
 
-from hvdtrain.bench.comm.model import BACKWARD
 from hvdtrain.commands.plan import GIGABIT, LATENCY_US, LINK_GBPS, NETWORK_GBPS, save
 from hvdtrain.core import flags, startup
 from hvdtrain.core.errors import ConfigError, install_command
 from hvdtrain.pipeline.plan.costs import Link
 from hvdtrain.pipeline.plan.scaling import (
+    BACKWARD,
     MOST_RANKS,
     Bucket,
     Network,
@@ -61,7 +61,6 @@ def some_bytes(text: str) -> float:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `hvdtrain scale`."""
     parser.description = __doc__
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add, seconds = parser.add_argument, flags.positive
     # fmt: off
     add("run_dir", nargs="?", type=Path, metavar="RUN", help="a run's directory: seconds by phase, rank and step")

@@ -9,12 +9,11 @@ from __future__ import annotations
 import argparse
 from typing import Any, NamedTuple
 
-from hvdtrain.bench.comm.model import BACKWARD
 from hvdtrain.commands.plan import GIGABIT, save
 from hvdtrain.core import startup
 from hvdtrain.core.errors import install_command
 from hvdtrain.pipeline.plan.costs import Link
-from hvdtrain.pipeline.plan.scaling import Bucket, Network, Step, Training, predict
+from hvdtrain.pipeline.plan.scaling import BACKWARD, Bucket, Network, Step, Training, predict
 from hvdtrain.runs import stats
 
 BATCH = 64

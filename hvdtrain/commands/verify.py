@@ -9,8 +9,6 @@ Started alone it starts its own ranks, like `hvdtrain launch`; started by a laun
   hvdtrain verify                                       2 ranks on this machine
   hvdtrain verify -H host1:4,host2:4                    the ranks of your job
   horovodrun -np 8 -H host1:4,host2:4 hvdtrain verify   your own launch line; mpirun and srun likewise
-
-exit code: 0 all holds, 1 something does not, 2 it could not be tried
 """
 
 from __future__ import annotations
@@ -47,7 +45,6 @@ _NO_HOROVOD = ("torchrun", "openpai")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `hvdtrain verify`."""
     parser.description = __doc__
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
     # fmt: off
     host_flags.add(parser, np="ranks (default: one a slot; on this machine one a GPU, and 2 where there are fewer"

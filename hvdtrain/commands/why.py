@@ -2,7 +2,7 @@
 
 It reads what a hang, or ranks out of step, have left (RUN/hangs/*.json, or the file that the error named); where there
 is none, how the run ended (run.json, events.jsonl), and the pages of ranks that failed, or have ended without a word
-(RUN/hangs/rank-*.ring).
+(RUN/hangs/rank-*.ring). Of a folder that `hvdtrain launch` has made (runs/launch-N) it reads launch.json.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.core.errors import ConfigError, HvdtrainError
+from hvdtrain.core.errors import PREEMPTED_CODE, ConfigError, HvdtrainError
 from hvdtrain.core.in_step.arrival import names_of
 from hvdtrain.core.in_step.ring import AFTERMATH, FOLDER, read_ring
 from hvdtrain.runs.log import read_events, read_run, run_status
 
-_READS = "hvdtrain why reads a run's directory, or the file of a hang"
+_READS = "hvdtrain why needs a run's directory, a launcher's folder of logs, or the file of a hang"
 _TOGETHER_S = 2.0  # pages are written once a second
 _SILENT = (
     "ranks that have ended without a word: killed (as by SIGKILL, or for memory: dmesg tells), or by os._exit,"
@@ -27,14 +27,19 @@ _SILENT = (
 )
 _GOES_ON = "ranks, as they were last heard of"
 _TOLD = 4  # errors
+_MEANINGS = {PREEMPTED_CODE: "the ranks were told to end, and have"}
 Page = Mapping[str, Any]  # see `read_ring`, `last_words`
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `hvdtrain why`."""
     parser.description = __doc__
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("where", type=Path, metavar="RUN_OR_FILE", help="a run's directory, or the file of a hang")
+    parser.add_argument(
+        "where",
+        type=Path,
+        metavar="RUN_OR_FILE",
+        help="a run's directory, a launcher's folder of logs, or the file of a hang",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -50,13 +55,19 @@ def why(where: Path) -> str:
     Raises:
         ConfigError: there is no such directory or file, or it holds something else.
     """
-    if where.is_file():
+    from hvdtrain.cluster.launch.output import RECORD
+
+    launched = _launched(where.parent if where.name == RECORD else where, RECORD)
+    if where.is_file() and where.name != RECORD:
         page = read_ring(where)
         return _hang(where) if page is None else errors_in_words([page]) if "error" in page else pages_in_words([page])
+    run = read_run(where)
+    if run is None and launched is not None:
+        return launched
     if not where.is_dir():
         raise ConfigError(_READS, f"no {where}")
-    run = read_run(where)
-    found = sorted([*where.glob(f"{FOLDER}/*.json"), *(where.glob("*.json") if run is None else ())], key=_age)
+    others = () if run is not None else (path for path in where.glob("*.json") if path.name != RECORD)
+    found = sorted([*where.glob(f"{FOLDER}/*.json"), *others], key=_age)
     attempts = (run or {}).get("attempts") or [{}]
     pages = [page for path in sorted(where.glob(f"{FOLDER}/*.ring")) if (page := read_ring(path)) is not None]
     words = [page for page in pages if "error" in page]
@@ -68,7 +79,30 @@ def why(where: Path) -> str:
     if error and not any(page["rank"] == 0 and error.startswith(page["error"]) for page in words):
         words.append(_of_record(where, error))
     head = _GOES_ON if run_status(where) == "running" else _SILENT
-    return "\n".join(filter(None, [_end_of(where, run), _causes(words, silent, head)]))
+    return "\n".join(filter(None, [_end_of(where, run), _causes(words, silent, head)])) or launched or ""
+
+
+def _launched(folder: Path, record: str) -> str | None:
+    """Returns what a launcher has recorded of its job's last attempt, "" if it ended well; None: no launcher has."""
+    from hvdtrain.cluster.launch.failures import Failure
+    from hvdtrain.cluster.launch.output import failure_block
+
+    path = folder / record
+    if not path.is_file():
+        return None
+    try:
+        attempts = json.loads(path.read_text(encoding="utf-8") or "{}").get("attempts")
+        if not attempts:
+            return f"{folder}: no attempt has ended: the job runs, or its launcher was killed; see its logs"
+        code, failure = attempts[-1]["exit_code"], attempts[-1]["failure"]
+        head = f"{folder}: attempt {len(attempts)} ended with exit code {code}"
+        if failure is None:
+            return f"{head}: {_MEANINGS.get(code, 'a signal ended the launcher')}" if code else ""
+        lines, after_s = tuple(failure.get("lines", ())), failure.get("after_s", 0.0)
+        failed = Failure(failure["rank"], failure["host"], code, failure["why"], lines, after_s)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
+        raise ConfigError(f"{record} must be one that hvdtrain launch wrote", f"{path}: {problem!r}") from None
+    return f"{head}\n{failure_block(failed, folder)}"
 
 
 def _age(path: Path) -> float:
@@ -84,9 +118,7 @@ def _hang(path: Path) -> str:
         found = json.loads(path.read_text(encoding="utf-8"))
         error = HvdtrainError(found["rule"], found["received"], found["remedy"])
     except (OSError, ValueError, KeyError, TypeError) as problem:
-        raise ConfigError(
-            "hvdtrain why reads a run's directory, or the file of a hang", f"{path}: {problem!r}"
-        ) from None
+        raise ConfigError(_READS, f"{path} is no file of a hang: {problem!r}") from None
     return f"{path}, {moment(found['time'])}:\n{error}"
 
 

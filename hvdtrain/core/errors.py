@@ -16,13 +16,62 @@ import threading
 import traceback as traceback_module
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 EXIT_CODE = 2  # of what is refused
 FAULT_CODE = 1  # of what failed, as Python's own
 HUNG_CODE = 75  # of a rank that waits for one that hangs: another attempt may go well (EX_TEMPFAIL of sysexits.h)
 PREEMPTED_CODE = 85  # of a job that was told to end, and has saved (as HTCondor has it: "checkpoint, start me again")
 OUT_OF_STEP_CODE = 76  # of a rank blocked in a collective operation that others do not come to
+GUARD_CODE = 77  # of a job whose training was found to be wrong
+NOT_STARTED_CODE = 127  # as a shell says it of a command that is not there
+PIPE_CODE = 141  # 128 + SIGPIPE, as of a program that the signal ends
+HOST_LOST_CODE = 255  # as ssh's own
+_JOBS = "launch guard rehearse"
+
+
+class ExitCode(NamedTuple):
+    """A row of the table of exit codes that each command's --help and docs/cluster.md show.
+
+    Attributes:
+        code: as people write it.
+        commands: that end with it; "": every one.
+        meaning: in words.
+    """
+
+    code: str
+    commands: str
+    meaning: str
+
+
+EXIT_CODES = (
+    ExitCode("0", "", "success"),
+    ExitCode(str(FAULT_CODE), "", "the command failed, for example because standard output cannot be written"),
+    ExitCode(str(FAULT_CODE), "doctor", "warnings, no errors"),
+    ExitCode(str(FAULT_CODE), "migrate", "a line cannot be converted, or the two scripts train differently"),
+    ExitCode(str(FAULT_CODE), "verify", "a check does not hold, or a rank failed"),
+    ExitCode(str(FAULT_CODE), "why", "no cause is known"),
+    ExitCode(str(EXIT_CODE), "", "the input or the environment was refused; a restart would not help"),
+    ExitCode(str(EXIT_CODE), "doctor", "errors: a job would not start, or would train wrong"),
+    ExitCode(str(HUNG_CODE), _JOBS, "a rank hangs and the others wait for it"),
+    ExitCode(str(OUT_OF_STEP_CODE), _JOBS, "ranks wait for one another at different lines; never restarted"),
+    ExitCode(str(GUARD_CODE), "guard rehearse", "the training was found to be wrong"),
+    ExitCode(str(PREEMPTED_CODE), "launch", "the ranks were told to end (SIGTERM, SIGUSR1), and have saved"),
+    ExitCode(str(NOT_STARTED_CODE), "launch", "the ranks' command cannot be started"),
+    ExitCode("N", _JOBS, "the script's exit code; of a job: that of the first rank that failed"),
+    ExitCode("128+N", "", "signal N ended the command (129 SIGHUP, 130 Ctrl-C, 143 SIGTERM)"),
+    ExitCode("128+N", "launch rehearse", "signal N ended the first rank that failed (137 SIGKILL, 147 SIGSTOP)"),
+    ExitCode(str(PIPE_CODE), "", "the reader of standard output has gone, as in `| head`; it ends a job"),
+    ExitCode(str(HOST_LOST_CODE), "launch", "a host is lost or cannot be reached"),
+)
+
+
+def exit_codes_of(command: str) -> str:
+    """Returns the part of a command's --help that lists its exit codes."""
+    rows = [row for row in EXIT_CODES if not row.commands or command in row.commands.split()]
+    return "\n".join(["exit codes:", *(f"  {row.code:<7}{row.meaning}" for row in rows)])
+
+
 # what PyTorch's CPU allocator, and CUDA libraries that allocate for themselves, say in a plain RuntimeError
 OOM_MESSAGES = ("can't allocate memory", "not enough memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 

@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import math
 from collections.abc import Callable
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from hvdtrain.core.errors import ConfigError
 
@@ -25,6 +25,29 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message[:1].upper() + message[1:], remedy=f"{self.prog} --help", shared=True)
+
+
+class LateParser(argparse.ArgumentParser):
+    """The parser of a subcommand, whose arguments are added when the subcommand is parsed: so that `--help` of one
+    command imports the modules of no other.
+
+    Args:
+        fill: adds them.
+        more: as of `argparse.ArgumentParser`.
+    """
+
+    def __init__(self, *, fill: Callable[[argparse.ArgumentParser], None] = lambda _: None, **more: Any) -> None:
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **more)
+        self._fill = fill
+
+    def fill(self) -> None:
+        """Adds the arguments, once."""
+        fill, self._fill = self._fill, lambda _: None
+        fill(self)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self.fill()
+        return super().parse_known_args(args, namespace)
 
 
 Number = TypeVar("Number", int, float)

@@ -14,9 +14,11 @@ from typing import Any, Literal
 
 from hvdtrain.core.engines import Engine, HorovodCollectives, choose_engine
 from hvdtrain.core.errors import (
+    PREEMPTED_CODE,
     ConfigError,
     HvdtrainError,
     LauncherError,
+    Preempted,
     ReplicaError,
     build_horovod_command,
     ended_by,
@@ -61,6 +63,7 @@ def init(
             missing, or the engine sees another world than the launcher.
         ConfigError: an argument is wrong, the framework has no such engine, or is not installed.
         ReplicaError: ranks run different versions of hvdtrain, or with different seeds.
+        Preempted: the job was told to end before it began.
     """
     if device not in ("auto", "cpu", "cuda"):
         raise ConfigError('device must be "auto", "cpu" or "cuda"', f"device={device!r}")
@@ -223,12 +226,17 @@ def _meet(comm: Engine, framework: str, seed: int, detected: Detected) -> tuple[
     """
     listener, where = listen(detected, os.environ) if comm.rank == 0 and comm.size > 1 else (None, None)
     settings = {name: os.environ[name] for name in SAME_ON_ALL if name in os.environ}
-    card = (socket.gethostname(), __version__, framework, seed, where, os.getpid(), settings)
+    asked = preemption.asked(os.environ)
+    card = (socket.gethostname(), __version__, framework, seed, where, os.getpid(), settings, asked)
     cards = [pickle.loads(data) for data in comm.allgather_bytes(pickle.dumps(card))]
     for position, name in ((1, "version of hvdtrain"), (2, "framework"), (3, "seed"), (6, "environment")):
         values = [card[position] for card in cards]
         if any(value != values[0] for value in values):
             raise ReplicaError(f"the {name} must be the same on every rank", per_rank(values), shared=True)
+    if any(card[7] for card in cards):
+        if comm.rank == 0:
+            print(f"hvdtrain: told to end before the training began: exit code {PREEMPTED_CODE}", file=sys.stderr)
+        raise Preempted
     hosts = list(dict.fromkeys(card[0] for card in cards))
     who = [(card[0], card[5]) for card in cards]
     return hosts.index(socket.gethostname()), start(comm.rank, comm.size, cards[0][4], listener, who)

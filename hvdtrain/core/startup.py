@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
-import importlib.metadata
 import importlib.util
 import json
 import os
@@ -74,6 +73,8 @@ _PACKAGES = ("horovod", "hvdtrain-horovod", "torch", "tensorflow", "tensorflow-c
 
 def machine_shape(local_size: int) -> dict[str, str]:
     """Returns what settings were tuned for: ranks on a host, its cores, and versions."""
+    import importlib.metadata
+
     found = {"ranks a host": str(local_size), "cores": str(os.cpu_count()), "hvdtrain": __version__}
     for name in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

@@ -16,15 +16,12 @@ examples:
   horovodrun -np 4 hvdtrain guard train.py --epochs 3
   hvdtrain launch -np 4 -- hvdtrain guard --warn --report guard.json train.py
   horovodrun -np 4 python -m hvdtrain.guard -m package.train --epochs 3
-
-exit code: the script's own; 77 if training was found to be wrong, 76 if ranks wait for one another in vain
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `hvdtrain guard`."""
     parser.description, parser.epilog = __doc__, EPILOG
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.usage = "hvdtrain guard [--warn] [--report FILE] [--every N] (SCRIPT | -m MODULE) ..."
     add = parser.add_argument
     # fmt: off
@@ -50,9 +47,11 @@ def run(args: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """`python -m hvdtrain.guard`."""
-    parser = argparse.ArgumentParser(prog="hvdtrain guard")
+    from hvdtrain.core.errors import HvdtrainError, exit_codes_of
+
+    parser = argparse.ArgumentParser("hvdtrain guard", formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
-    from hvdtrain.core.errors import HvdtrainError
+    parser.epilog = f"{EPILOG}\n{exit_codes_of('guard')}"
 
     try:
         return run(parser.parse_args(argv))

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.core import launchers
+from hvdtrain.core.errors import GUARD_CODE
 from hvdtrain.core.in_step import watch
 from hvdtrain.core.in_step.hang import HANG_VARIABLE
 from hvdtrain.core.in_step.lines import user_line
@@ -27,7 +28,6 @@ from hvdtrain.core.in_step.meeting import END, OFF, Place
 from hvdtrain.guard import rates
 from hvdtrain.guard.judge import Finding, Judge, as_json
 
-GUARD_CODE = 77  # of a job whose training was found to be wrong
 PROGRAM = "hvdtrain guard"
 _TICK_S = 0.1
 _OUT_OF_STEP = (

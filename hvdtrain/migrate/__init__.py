@@ -28,8 +28,6 @@ examples:
   hvdtrain migrate --in-place train.py                   # what was there is kept as train.py.orig
   hvdtrain migrate -o new.py train.py
   hvdtrain migrate --to ddp --prove train.py             # off Horovod: torch.distributed, started by torchrun
-
-exit code: 0 converted (and proven, if asked); 1 a line cannot be moved, or the two part; 2 refused
 """
 
 _FLAGS = ("--to", "--prove", "--updates", "--timeout-s", "--in-place", "-o", "--out")
@@ -38,7 +36,6 @@ _FLAGS = ("--to", "--prove", "--updates", "--timeout-s", "--in-place", "-o", "--
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `hvdtrain migrate`."""
     parser.description, parser.epilog = __doc__, EPILOG
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.usage = "hvdtrain migrate [--to NAME] [--prove [--updates N]] [--in-place | -o FILE] SCRIPT [ARGS ...]"
     add = parser.add_argument
     # fmt: off

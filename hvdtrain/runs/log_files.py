@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -307,11 +306,13 @@ class Sinks:
     """
 
     def __init__(self, run_dir: Path, record: Mapping[str, Any]) -> None:
+        from importlib.metadata import entry_points
+
         self._sinks: dict[str, Any] = {}
         for point in entry_points(group="hvdtrain.sinks"):
             self._try(point.name, partial(self._begin, point, run_dir, plain(record)))
 
-    def _begin(self, point: EntryPoint, run_dir: Path, record: Any) -> None:
+    def _begin(self, point: Any, run_dir: Path, record: Any) -> None:
         self._sinks[point.name] = point.load()(run_dir, record)
 
     def event(self, fields: Mapping[str, Any]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.metadata
 import math
 import os
 import platform
@@ -158,6 +157,8 @@ _ALSO = {"horovod": ("hvdtrain-horovod",)}
 
 def versions(*packages: str) -> dict[str, str]:
     """Versions of the packages that are installed."""
+    import importlib.metadata
+
     found: dict[str, str] = {}
     for package in packages:
         for name in (package, *_ALSO.get(package, ())):

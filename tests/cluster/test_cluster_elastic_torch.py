@@ -115,6 +115,15 @@ def test_the_training_goes_on_as_if_nobody_had_been_lost(tmp_path):
     assert done.sizes[0] == 2 and done.sizes[-1] == 3, done.sizes
 
 
+def test_a_worker_that_was_lost_leaves_no_page(tmp_path):
+    """What it says of itself is there while it may be asked for: the job ended well without it."""
+    lost = PROGRAMS / "torch" / "lost_once.py"
+    with launched(tmp_path, "--min-np=1", program=lost, env={"TMPDIR": str(tmp_path)}) as started:
+        ended = started.end(60)
+    assert ended.code == 0 and "worker 1 on localhost lost: ended by SIGKILL" in ended.err, ended.text
+    assert not list(tmp_path.rglob("*.ring")) and not list(tmp_path.glob("hvdtrain-*"))
+
+
 @pytest.mark.thorough
 def test_fifty_random_losses_and_joins(tmp_path):
     """Any rank that has joined is killed at any time, as long as one is left; four ranks are filled up each time."""

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -31,9 +31,11 @@ def wait_for(what: Callable[[], bool], timeout_s: float = 20) -> None:
         time.sleep(0.02)
 
 
-def run(folder: Path, *command: str, stdout: IO[str] | int = -1, **env: str) -> subprocess.CompletedProcess:
+def run(
+    folder: Path, *command: str, stdout: IO[str] | int = -1, before: Sequence[str] = (), **env: str
+) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [*LAUNCH, *command], cwd=folder, env=clean_environment(env), stdout=stdout, stderr=subprocess.PIPE,
+        [*before, *LAUNCH, *command], cwd=folder, env=clean_environment(env), stdout=stdout, stderr=subprocess.PIPE,
         text=True, errors="replace", timeout=TIMEOUT_S, check=False,
     )  # fmt: skip
 
@@ -85,6 +87,15 @@ def test_a_full_disk_costs_the_output_and_not_the_job(tmp_path, limit):
     assert done.stderr.count("takes no more (No space left on device)") == 1
     assert (tmp_path / "runs/launch-1/rank-0000.log").read_text() == "hello\nmore\n"
     limit("C9b", "the disk under standard output is full", mended="said once; the job goes on, the logs are whole")
+
+
+@pytest.mark.parametrize("closed", [">&-", pytest.param("2>&-", marks=pytest.mark.thorough), "<&- >&- 2>&-"])
+def test_closed_descriptors_cost_the_output_and_not_the_job(tmp_path, closed):
+    """As daemons and cron start programs: a socket to an agent was descriptor 1, or nothing was."""
+    script = f'exec "$@" {closed}'
+    done = run(tmp_path, sys.executable, str(TOY), "*:say:hello", "1:exit:3", before=["bash", "-c", script, "bash"])
+    assert done.returncode == 3, done.stderr
+    assert (tmp_path / "runs/launch-1/rank-0001.log").read_text() == "hello\n"
 
 
 def test_a_working_directory_that_is_gone_is_refused(tmp_path, limit):

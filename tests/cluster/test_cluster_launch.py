@@ -175,6 +175,42 @@ def test_lines_are_marked_and_logged(tmp_path):
     assert "horovodrun --gloo -np 2 -H localhost:2" in ended.err
 
 
+def test_why_reads_the_folder_that_the_launcher_names(tmp_path):
+    ended = launch(tmp_path, "1:raise:the cause", "*:sleep:60")
+    named = ended.err.split("logs in ")[1].splitlines()[0]
+    for where in (named, f"{named}/launch.json"):
+        done = why(tmp_path / where)
+        assert done.returncode == 0 and "attempt 1 ended with exit code 1\nrank 1 on localhost failed" in done.stdout
+        assert "  | ValueError: the cause\n" in done.stdout and done.stdout.endswith("rank-0001.log\n"), done.stdout
+
+
+def test_why_says_that_no_attempt_has_ended_while_the_job_runs(tmp_path):
+    with launched(tmp_path, "*:wait:60") as job:
+        job.until("waiting")
+        assert "no attempt has ended" in why(tmp_path / "runs/launch-1").stdout
+        job.process.terminate()
+        assert job.end(20).code == 143
+    assert "exit code 143: a signal ended the launcher" in why(tmp_path / "runs/launch-1").stdout
+
+
+def test_why_says_nothing_of_a_job_that_ended_well(tmp_path):
+    assert launch(tmp_path, "*:exit:0").code == 0
+    assert why(tmp_path / "runs/launch-1").returncode == 1
+
+
+def why(where: Path) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "hvdtrain", "why", str(where)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+
+
+def test_two_jobs_in_one_log_dir_do_not_mix_their_logs(tmp_path):
+    first, second = [launch(tmp_path, "--log-dir=logs", f"*:say:{word}") for word in ("first", "second")]
+    assert (first.code, second.code) == (0, 0) and "logs has the logs of another job" in second.err, second.text
+    assert (tmp_path / "logs/rank-0000.log").read_text() == "first\n"
+    assert (tmp_path / "logs/launch-1/rank-0000.log").read_text() == "second\n"
+    assert len(json.loads((tmp_path / "logs/launch.json").read_text())["attempts"]) == 1
+
+
 def test_quiet_shows_rank_0_alone_and_logs_all(tmp_path):
     ended = launch(tmp_path, "--quiet", "*:say:hello", np=3)
     assert ended.out == "hello\n", ended.text
@@ -288,6 +324,41 @@ def test_sigterm_reaches_the_ranks_and_others_are_passed_on(tmp_path):
         ended = job.end(15)
         assert ended.code == 143, ended.text
         assert {"[0] ending at SIGTERM", "[1] ending at SIGTERM"} <= set(ended.out.splitlines()), ended.text
+
+
+def test_a_signal_that_is_passed_on_waits_until_ranks_handle_it(tmp_path):
+    """A rank that imports its framework would only die by it, and --max-restarts would start the job again."""
+    imported, over = tmp_path / "imported", tmp_path / "over"
+    todo = [f"*:until:{imported}", "*:note:SIGUSR1", f"*:until:{over}", "*:say:end"]
+    with launched(tmp_path, "--max-restarts=1", *todo) as job:
+        job.until("[0] waiting", "[1] waiting")
+        job.process.send_signal(signal.SIGUSR1)
+        assert job.process.stderr is not None
+        assert "is passed on" in next(its for its in job.process.stderr if "SIGUSR1" in its and "like:" not in its)
+        imported.touch()
+        job.until("[0] got SIGUSR1", "[1] got SIGUSR1")
+        over.touch()
+        ended = job.end()
+    assert ended.code == 0 and {"[0] end", "[1] end"} <= set(ended.out.splitlines()), ended.text
+    assert "restart" not in ended.err, ended.text
+
+
+@pytest.mark.parametrize(("how", "code"), [("fails", 3), ("dies", 138)])
+@pytest.mark.parametrize("by", ["launcher", "somebody else"])
+def test_a_job_that_was_told_to_end_is_not_started_again(tmp_path, how, code, by):
+    """The launcher remembers that it passed the signal on. What somebody else sends to one rank is that rank's end."""
+    with launched(tmp_path, "--max-restarts=1", f"*:when_told:{how}", "*:wait:60") as job:
+        job.until("[0] waiting", "[1] waiting")
+        if by == "launcher":
+            job.process.send_signal(signal.SIGUSR1)
+        else:
+            job.belonging("toy.py")[-1].send_signal(signal.SIGUSR1)
+            job.until("[0] waiting", "[1] waiting")
+            job.process.send_signal(signal.SIGUSR1)
+        ended = job.end()
+    assert ended.code == code, ended.text
+    assert "not started again: SIGUSR1 told it to end" in ended.err, ended.text
+    assert ("restart 1 of 1" in ended.err) is (by == "somebody else"), ended.text
 
 
 def test_ranks_that_ignore_the_end_are_killed_after_the_grace(tmp_path):
@@ -431,10 +502,18 @@ def test_a_refused_job_leaves_no_folder(tmp_path):
         (["-H", "a;reboot:2", "--", "true"], "'a;reboot'"),
         (["-H", "localhost:2", "--hostfile", "hosts", "--", "true"], "give one of them"),
         (["-x", "NOT_SET_ANYWHERE", "--", "true"], "NOT_SET_ANYWHERE"),
+        (["--no-checks", "-x", "HOROVOD_GLOO_IFACE=ens99", "--", "true"], "ens99; it has lo"),
+        (["-np", "1000000000", "--", "true"], "-np 1,000,000,000"),
     ],
 )
 def test_refusals(arguments, said):
     assert said in refused(*arguments)
+
+
+def test_a_long_command_line_is_shortened_where_it_is_only_told(tmp_path):
+    ended = launch(tmp_path, "9:say:" + "x" * 100_000)
+    assert ended.code == 0, ended.text[:1000]
+    assert max(map(len, ended.err.splitlines())) < 2200 and "(--dry-run prints it whole)" in ended.err
 
 
 def test_dry_run_tells_and_starts_nothing(tmp_path):

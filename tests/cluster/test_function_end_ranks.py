@@ -113,3 +113,22 @@ def test_characters_that_the_output_lacks_are_escaped(tmp_path):
         """,
     )
     assert "[0] caf\\xe9" in said
+
+
+def test_a_function_that_closes_descriptors_is_told_what_it_closed(tmp_path):
+    """Also where another file has got the number since: the result must not go there."""
+    output(
+        tmp_path,
+        """
+        def f(reopens):
+            os.closerange(3, 200)
+            return [os.open(os.devnull, os.O_WRONLY) for _ in range(100 * reopens)] and None
+        for reopens in (False, True):
+            try:
+                hvdtrain.run(f, (reopens,), np=1, output="none")
+            except hvdtrain.LauncherError as error:
+                assert "it closed descriptor" in str(error) and "Traceback" not in str(error), error
+            else:
+                raise AssertionError("no error")
+        """,
+    )

@@ -11,6 +11,7 @@ import pytest
 from harness import PROGRAMS, REPOSITORY, Result, clean_environment, run_ranks
 
 TORCH, KERAS = PROGRAMS / "torch" / "preempted.py", PROGRAMS / "keras" / "preempted.py"
+OUTSIDE = PROGRAMS / "torch" / "told_outside.py"
 CODE = 85
 
 
@@ -72,14 +73,13 @@ def test_under_other_launchers(launcher: str, engine: str, tmp_path: Path) -> No
     assert trained(again.text) == trained(whole.text)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.thorough)])
-def test_the_launcher_hands_it_on(number: signal.Signals, tmp_path: Path) -> None:
-    flags = ["launch", "-np", "2", "--no-checks", "--grace=30", "--max-restarts=2", "--log-dir", str(tmp_path / "logs")]
-    command = [sys.executable, "-m", "hvdtrain", *flags, "--", sys.executable, str(TORCH), str(tmp_path / "run")]
+def told_by_the_launcher(number: signal.Signals, folder: Path, *program: str | Path) -> tuple[int, str]:
+    """Sends a launcher a signal once both ranks wait for it; returns its exit code, and the rest of the output."""
+    flags = ["launch", "-np", "2", "--no-checks", "--grace=30", "--max-restarts=2", "--log-dir", str(folder / "logs")]
+    command = [sys.executable, "-m", "hvdtrain", *flags, "--", sys.executable, *program]
     job = subprocess.Popen(
-        [*command, "launcher", "1"], cwd=REPOSITORY, env=clean_environment(), stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+        command, cwd=REPOSITORY, env=clean_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     try:
         assert job.stdout is not None
         lines: list[str] = []
@@ -91,8 +91,23 @@ def test_the_launcher_hands_it_on(number: signal.Signals, tmp_path: Path) -> Non
     finally:
         job.kill()
         job.wait()
-    assert job.returncode == CODE and "restart 1" not in rest, rest
+    assert "restart 1" not in rest, rest
+    return job.returncode, rest
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.thorough)])
+def test_the_launcher_hands_it_on(number: signal.Signals, tmp_path: Path) -> None:
+    code, rest = told_by_the_launcher(number, tmp_path, TORCH, tmp_path / "run", "launcher", "1")
+    assert code == CODE, rest
     assert saved(tmp_path / "run") == [2], rest
+
+
+@pytest.mark.parametrize(("place", "code", "ends"), [("before", CODE, 0), ("after", 0, 2)])
+def test_outside_the_world_no_rank_dies_by_it(place: str, code: int, ends: int, tmp_path: Path) -> None:
+    """Before: the ranks end together in `init`. After: the program comes to its end, as an export may still run."""
+    found, rest = told_by_the_launcher(signal.SIGUSR1, tmp_path, OUTSIDE, place)
+    assert found == code and rest.count("at the end") == ends, rest
+    assert ("told to end before the training began" in rest) is (place == "before"), rest
 
 
 def test_negative_twin_a_word_that_stays_on_its_rank(tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def check_command(words: Sequence[str]) -> None:
         elif program != "tensorboard":
             check_command(left)
     elif program == "hvdtrain":
-        args = taken(__main__._parser(rest[0]), rest)
+        args = taken(__main__._parser(), rest)
         if rest[0] == "launch":
             check_command([word for word in args.argv if word != "--"])
     elif program == "python":

@@ -12,6 +12,7 @@ from harness import REPOSITORY
 from typed import names_of
 
 from hvdtrain.__main__ import COMMANDS
+from hvdtrain.core.flags import LateParser
 
 # where the two adapters define what they both have
 BOTH = {
@@ -40,6 +41,8 @@ def _flags(parser: argparse.ArgumentParser, command: str) -> list[str]:
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for name, inner in action.choices.items():
+                if isinstance(inner, LateParser):
+                    inner.fill()
                 found += _flags(inner, f"{command} {name}")
         elif "--help" not in action.option_strings:
             found.append(f"hvdtrain {command}: {', '.join(action.option_strings) or action.dest}")

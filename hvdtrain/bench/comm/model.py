@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from statistics import median
 
-from hvdtrain.pipeline.plan.scaling import Bucket, exchange, exposed
+from hvdtrain.pipeline.plan.scaling import BACKWARD, Bucket, exchange, exposed
 
 MOST_REGIMES = 3  # protocols and caches change with the size: one line does not hold from 1 KiB to 256 MiB
 GOOD_ENOUGH = 0.05  # of an error on the fitted sizes: fewer regimes do as well
@@ -148,7 +148,6 @@ def link_cost(way: str, seconds: Mapping[int, Mapping[int, float]]) -> LinkCost:
 
 BUCKET_BYTES = 25 << 20  # of gradients that travel together (hvdtrain's and DistributedDataParallel's)
 RANKS = (2, 4, 8, 16, 32, 64)
-BACKWARD = 2 / 3  # of a step: twice the forward pass's operations
 
 
 def steps(

@@ -29,10 +29,11 @@ from hvdtrain.cluster.data_path import DataPath, Reach
 from hvdtrain.cluster.doctor import probe
 from hvdtrain.cluster.launch import processes
 from hvdtrain.cluster.launch.environment import is_of_a_host
-from hvdtrain.cluster.launch.processes import TICK_S, TOKEN, guard, sweep
-from hvdtrain.cluster.launch.rank import ANSWERS, ELASTIC, Rank, StartError, ask, rendezvous_process
+from hvdtrain.cluster.launch.processes import TICK_S, guard, sweep
+from hvdtrain.cluster.launch.rank import ANSWERS, ELASTIC, PASSED_ON, Rank, StartError, ask, rendezvous_process
 from hvdtrain.cluster.protocol import BEAT_S, WINDOW, Decoder, Message, encode, mark_of
-from hvdtrain.core.in_step.preemption import ENDING, ENDS
+from hvdtrain.core.in_step.preemption import ASKS, ENDING, ENDS
+from hvdtrain.core.in_step.ring import LAUNCH, forget_launch
 from hvdtrain.core.resources import cgroup_quota
 from hvdtrain.core.version import __version__
 
@@ -63,13 +64,16 @@ class Agent:
         self._kill_s = float("inf")
         self._asked: set[int] = set()  # processes that ranks left behind, and that were asked to end
         self._signalled: int | None = None
-        self._ending = self._ended = False
+        self._launch = ""  # what marks the ranks
+        self._ending = self._ended = self._well = False
 
     def run(self) -> int:
         """Serves the launcher until it, or the connection to it, ends the job; returns the exit code."""
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
             # handlers and not SIG_IGN, which the ranks would inherit
             signal.signal(number, self._note_signal)
+        for number in PASSED_ON:  # as some schedulers send them to every process of a job
+            signal.signal(number, lambda *_: None)
         for descriptor in (self._inward, self._outward):
             os.set_blocking(descriptor, False)
         self._selector.register(self._inward, selectors.EVENT_READ, self._receive)
@@ -144,7 +148,7 @@ class Agent:
             self._untaken -= int(message["count"])
             self._listen_to_ranks()
         elif kind == "signal":
-            processes.send(self._living(message.get("rank")), int(message["number"]))
+            self._signal(int(message["number"]), message.get("rank"))
         elif kind == "tell":
             for rank in self._ranks.values():
                 if rank.rank == message["rank"] and rank.code is None:
@@ -160,10 +164,18 @@ class Agent:
             self._reaches[message["serial"]].begin(message["peers"], time.monotonic())
         elif kind == "end":
             self._end(int(message["signal"]), float(message["grace_s"]), asks=bool(message.get("asks")))
+            self._well = bool(message.get("well"))
 
-    def _living(self, rank: int | None = None) -> list[int]:
-        """The processes of this host's ranks, or of one of them."""
-        return [its.pid for its in self._ranks.values() if its.code is None and rank in (None, its.rank)]
+    def _living(self) -> list[int]:
+        """The processes of this host's ranks."""
+        return [its.pid for its in self._ranks.values() if its.code is None]
+
+    def _signal(self, number: int, rank: int | None) -> None:
+        if number == signal.SIGUSR1 and not self._ending:
+            os.pwrite(self._says, ASKS, 0)
+        for its in self._ranks.values():
+            if rank in (None, its.rank):
+                its.signal(number)
 
     def _serve(self, message: Message) -> None:
         if self._rendezvous is None:
@@ -190,7 +202,8 @@ class Agent:
 
     def _start(self, message: Message) -> None:
         own = {name: value for name, value in os.environ.items() if name not in set(message["without"])}
-        environment = {**message["defaults"], **own, **message["env"], TOKEN: message["token"]}
+        environment = {**message["defaults"], **own, **message["env"], LAUNCH: message["token"]}
+        self._launch = message["token"]
         environment[ENDING] = f"/proc/{os.getpid()}/fd/{self._says}"
         self._watch_the_data_path(message)
         for wanted in message["ranks"]:
@@ -250,6 +263,7 @@ class Agent:
         self._reap(now)
         for rank in self._ranks.values():
             rank.flush()
+            rank.deliver()
             if rank.is_over(now):
                 self._send_exit(rank, now)
             elif rank.code is None and (for_s := rank.stopped_s(now)) >= self._settings["stopped_s"]:
@@ -347,6 +361,8 @@ class Agent:
         for rank in self._ranks.values():
             if not rank.reported:
                 self._send_exit(rank, now)
+        if self._well:  # nobody asks what became of workers that were lost
+            forget_launch(self._launch)
         self._send("ended")
         self._ended = True
 
@@ -366,7 +382,8 @@ def hello() -> dict[str, Any]:
         "python": platform.python_version(),
         "version": __version__,
         "host": socket.gethostname(),
-        "interfaces": probe.interfaces(),
+        "interfaces": probe.interfaces(),  # with an IPv4 address
+        "interface_names": [name for _, name in socket.if_nameindex()],
         "reached": probe.reached(),
         "cores": min(float(len(os.sched_getaffinity(0))), cgroup_quota()),
         "own": {

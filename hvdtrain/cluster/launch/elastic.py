@@ -14,14 +14,14 @@ from hvdtrain.cluster.hosts import Host, Slot
 from hvdtrain.cluster.launch import actions
 from hvdtrain.cluster.launch.agents import Agents, Connection
 from hvdtrain.cluster.launch.discovery import Discovery
-from hvdtrain.cluster.launch.failures import HOST_LOST, SETTLE_S, RankEnd, as_exit_code, described, first_failure
+from hvdtrain.cluster.launch.failures import SETTLE_S, RankEnd, as_exit_code, described, first_failure
 from hvdtrain.cluster.launch.job import Job, Plan
 from hvdtrain.cluster.launch.members import Limits, Members
 from hvdtrain.cluster.launch.rank import ELASTIC, ELASTIC_SIZE, ELASTIC_SLOT
 from hvdtrain.cluster.launch.running import Heard, Running, places
 from hvdtrain.cluster.links import Pair, to_drop
 from hvdtrain.cluster.protocol import BEAT_S, Message
-from hvdtrain.core.errors import EXIT_CODE, HUNG_CODE, OUT_OF_STEP_CODE, PREEMPTED_CODE, ConfigError
+from hvdtrain.core.errors import EXIT_CODE, HOST_LOST_CODE, HUNG_CODE, OUT_OF_STEP_CODE, PREEMPTED_CODE, ConfigError
 from hvdtrain.core.in_step import arrival
 from hvdtrain.core.version import __version__
 
@@ -173,7 +173,7 @@ class ElasticRunning(Running):
 
     def _not_started(self, rank: int | None, host: str, what: str) -> None:
         if rank is None or rank not in self._members.workers:
-            self._fail(None, host, HOST_LOST, f"Horovod's rendezvous: {what}")
+            self._fail(None, host, HOST_LOST_CODE, f"Horovod's rendezvous: {what}")
         else:
             why = f"could not be started: {what}"
             self._do(self._members.lost([rank], time.monotonic(), why=why, gone=True))
@@ -336,11 +336,11 @@ class ElasticRunning(Running):
 
             self._look([its.host.name for its in self._agents.connections], again)
         elif first is not None and first.is_consequence and (found := self._missing_link()) is not None:
-            self._fail(None, found[0], HOST_LOST, f"{found[1]}; {why}")
+            self._fail(None, found[0], HOST_LOST_CODE, f"{found[1]}; {why}")
         elif first is not None:
             why = f"{described(first.code, first.host)}; {why}"
             self._fail(first.rank, first.host, as_exit_code(first.code) or 1, why)
         elif lost is not None:
-            self._fail(None, lost.host, HOST_LOST, f"worker {lost.number}: {lost.why}; {why}")
+            self._fail(None, lost.host, HOST_LOST_CODE, f"worker {lost.number}: {lost.why}; {why}")
         else:
             self._fail(None, self._agents.connections[0].host.name, 1, why)

@@ -13,7 +13,6 @@ from hvdtrain.horovod_build.prove_rank import TOO_LATE
 SETTLE_S = 0.5  # after the first rank that fails: others that failed before it may still be on their way here
 CONSEQUENCE_SETTLE_S = 5.0  # if what it says is that another failed: time for that one's interpreter to end
 LONGEST_WAIT_S = 60.0  # before a job that makes no progress is started again
-HOST_LOST = 255  # the exit code for a host that is gone, as ssh's own
 
 # what ranks say when another one left them: Gloo, Horovod, NCCL, torch.distributed, hvdtrain
 _CONSEQUENCE = re.compile(
@@ -25,8 +24,13 @@ _LOOK_AT_LINES = 15
 _OUTLIVED_LINES = 20  # more than an error's message and what libraries write at the interpreter's end
 _KILLED = {
     signal.SIGKILL: "; out of memory is the usual reason: dmesg | grep -i 'out of memory' on {host}",
-    signal.SIGBUS: "; a full /dev/shm is a usual reason: df /dev/shm on {host}",
+    signal.SIGBUS: "; a full /dev/shm is the usual reason",
 }
+# what PyTorch, the kernel and Python's shared_memory print of a full /dev/shm
+_NO_SHARED_MEMORY = re.compile(
+    r"(/dev/shm|</torch_|shared memory|/psm_).*No space left|No space left.*(/dev/shm|/psm_)"
+    r"|insufficient shared memory|\b[Bb]us error"
+)
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,16 @@ class Failure:
     def who(self) -> str:
         """The rank and its host; or the host."""
         return f"rank {self.rank} on {self.host}" if self.rank is not None else self.host
+
+    @property
+    def remedy(self) -> str:
+        """What to do about it, where that can be read from how it ended; else ""."""
+        if self.code == 128 + signal.SIGBUS or any(map(_NO_SHARED_MEMORY.search, self.lines)):
+            return (
+                f"give /dev/shm more room (df /dev/shm on {self.host}): in a container docker run --shm-size=8g,"
+                " or --ipc=host"
+            )
+        return ""
 
     def in_words(self, limit_s: float) -> str:
         """Returns who failed and why, of ranks that end themselves after a limit."""

@@ -16,6 +16,7 @@ from hvdtrain.cluster.launch import environment
 from hvdtrain.cluster.protocol import Message
 from hvdtrain.cluster.ssh import Ssh
 from hvdtrain.core.errors import ConfigError
+from hvdtrain.core.in_step.arrival import check_interface
 
 
 def working_directory() -> str:
@@ -189,9 +190,11 @@ def make_plan(job: Job, hellos: Mapping[str, Message], reached: Mapping[str, str
         local: the name of this machine, if it is one of them.
 
     Raises:
-        ConfigError: no network that all hosts have.
+        ConfigError: no network that all hosts have; an interface for Gloo that one of them lacks.
     """
     found = {name: interfaces(hello["interfaces"]) for name, hello in hellos.items()}
+    for name, hello in hellos.items() if job.horovod else ():
+        check_interface(job.env, name, hello.get("interface_names", list(found[name])))
     chosen = choose(found, job.network, reached, more=not job.one_host)
     cores = {name: float(hello["cores"]) for name, hello in hellos.items()}
     own = {name: {} if name in local else hello.get("own", {}) for name, hello in hellos.items()}

@@ -18,10 +18,10 @@ from hvdtrain.cluster.launch.agents import Agents, OnLine
 from hvdtrain.cluster.launch.elastic import ElasticRunning
 from hvdtrain.cluster.launch.failures import Failure
 from hvdtrain.cluster.launch.job import Job, Plan, Timeouts
+from hvdtrain.cluster.launch.rank import PASSED_ON
 from hvdtrain.cluster.launch.running import (
     ENDING,
     IGNORED,
-    PASSED_ON,
     Heard,
     Interrupted,
     Outcome,
@@ -42,8 +42,8 @@ def run(
     """Runs a job to its end.
 
     SIGINT, SIGTERM and SIGHUP end it (the ranks get the signal, then, after the grace, SIGKILL; a second one kills at
-    once; after SIGTERM they may use the grace to save); SIGUSR1 and SIGUSR2 are passed on to the ranks; SIGTSTP
-    (Ctrl-Z) does nothing. Only in the main thread, as signals are its.
+    once; after SIGTERM they may use the grace to save); SIGUSR1 and SIGUSR2 are passed on to ranks that handle them;
+    SIGTSTP (Ctrl-Z) does nothing. Only in the main thread, as signals are its.
 
     Args:
         job: what to run.

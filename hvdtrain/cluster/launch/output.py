@@ -19,6 +19,7 @@ from hvdtrain.core.errors import ConfigError
 from hvdtrain.runs.folder import next_folder
 
 _LOOK_S = 0.1
+RECORD = "launch.json"  # of a job's attempts, in the folder of its logs
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
@@ -62,7 +63,8 @@ class Logs:
     """
 
     def __init__(self, folder: Path | None) -> None:
-        """Makes the folder: the given one, or the next free runs/launch-N.
+        """Makes the folder: the given one, or the next free runs/launch-N. Where the given one has the logs of another
+        job, which may still run, it is the next free launch-N within it.
 
         Raises:
             ConfigError: it cannot be written.
@@ -70,6 +72,12 @@ class Logs:
         try:
             self.folder = folder or next_folder(Path("runs"), "launch")
             self.folder.mkdir(parents=True, exist_ok=True)
+            try:
+                (self.folder / RECORD).touch(exist_ok=False)  # two launchers that start together see only one of them
+            except FileExistsError:
+                self.folder = next_folder(self.folder, "launch")
+                report(f"{folder} has the logs of another job; those of this job are in {self.folder}")
+                (self.folder / RECORD).touch()
         except OSError as error:
             received = f"{error.filename}: {error.strerror}"
             raise ConfigError(
@@ -77,10 +85,7 @@ class Logs:
             ) from error
         self._files: dict[int, IO[str]] = {}
         self._broken = False
-
-    def path(self, rank: int) -> Path:
-        """Returns the file of one rank."""
-        return self.folder / f"rank-{rank:04d}.log"
+        self._attempts = 0
 
     def write(self, rank: int, line: str) -> None:
         """Adds a line. A disk that is full costs the logs, not the job."""
@@ -89,25 +94,27 @@ class Logs:
         try:
             if rank not in self._files:
                 # line by line, so that a log is up to date while the job runs
-                self._files[rank] = self.path(rank).open("a", encoding="utf-8", buffering=1)
+                self._files[rank] = log_of(self.folder, rank).open("a", encoding="utf-8", buffering=1)
             self._files[rank].write(line + "\n")
         except OSError as error:
             self._broken = True
-            report(f"no more logs: {self.path(rank)}: {error.strerror}")
+            report(f"no more logs: {log_of(self.folder, rank)}: {error.strerror}")
 
     def record(self, facts: dict[str, Any]) -> None:
         """Writes `launch.json` anew."""
         try:
-            partial = self.folder / "launch.json.partial"
+            partial = self.folder / f"{RECORD}.partial"
             partial.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-            os.replace(partial, self.folder / "launch.json")
+            os.replace(partial, self.folder / RECORD)
+            self._attempts = len(facts["attempts"])
         except OSError as error:
-            report(f"no launch.json: {self.folder}: {error.strerror}")
+            report(f"no {RECORD}: {self.folder}: {error.strerror}")
 
     def close(self) -> None:
-        """Closes the files. Without any, nothing was started: the folder goes, if it is empty."""
-        if not self._files:
+        """Closes the files. Without any, and without an attempt, nothing was started: the folder goes."""
+        if not self._files and not self._attempts:
             with contextlib.suppress(OSError):
+                (self.folder / RECORD).unlink()
                 self.folder.rmdir()
         for file in self._files.values():
             try:
@@ -173,11 +180,18 @@ class Display:
         report(f"the launcher's {stream} {why}: the rest is in {self._logs.folder} only", within_s=1.0)
 
 
-def failure_block(failure: Failure, logs: Logs) -> str:
+def log_of(folder: Path, rank: int) -> Path:
+    """Returns the log of one rank."""
+    return folder / f"rank-{rank:04d}.log"
+
+
+def failure_block(failure: Failure, folder: Path) -> str:
     """Returns what is shown last when a job failed: who failed first, how, its last words, and where the others are."""
     host = "host " if failure.rank is None else ""
     lines = [f"{host}{failure.who} failed first, after {failure.after_s:.1f} s: {failure.why}"]
     if failure.lines:
         lines += ["  its last lines:", *(f"  | {line}" for line in failure.lines)]
-    lines.append(f"  logs: {logs.path(failure.rank) if failure.rank is not None else logs.folder}")
+    if failure.remedy:
+        lines.append(f"  fix: {failure.remedy}")
+    lines.append(f"  logs: {log_of(folder, failure.rank) if failure.rank is not None else folder}")
     return "\n".join(lines)

@@ -14,8 +14,9 @@ from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
+from hvdtrain.core.in_step.ring import LAUNCH
+
 TICK_S = 0.1
-TOKEN = "HVDTRAIN_LAUNCH"  # in the environment of all that belongs to one attempt of a job
 # linux/prctl.h
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _libc = ctypes.CDLL(None, use_errno=True)  # loaded here, not after a fork
@@ -131,12 +132,12 @@ def sweep(token: str, grace_s: float) -> None:
     As long as the grace lasts they may be ending by themselves: an agent that only lost its launcher sees to that.
     """
     began = time.monotonic()
-    while (left := marked(TOKEN, token)) and time.monotonic() - began < grace_s:
+    while (left := marked(LAUNCH, token)) and time.monotonic() - began < grace_s:
         time.sleep(TICK_S)
     while left and time.monotonic() - began < grace_s + 2.0:
         send(left, signal.SIGKILL)
         time.sleep(TICK_S / 10)
-        left = marked(TOKEN, token)
+        left = marked(LAUNCH, token)
 
 
 def _stat(pid: int) -> tuple[str, int] | None:

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hvdtrain.cluster.launch import processes
+from hvdtrain.core.in_step.preemption import is_default
 from hvdtrain.core.version import SAFE_PATH
 
 DRAIN_S = 0.5  # how long a rank's pipes are read after its end, if something that it started keeps them open
@@ -28,6 +29,7 @@ ELASTIC, ELASTIC_SIZE, ELASTIC_SLOT = "HVDTRAIN_ELASTIC", "HVDTRAIN_ELASTIC_SIZE
 ANSWERS = "HVDTRAIN_ELASTIC_ANSWERS"  # the file with what workers that join later need
 RESULT = "HVDTRAIN_RESULT_FD"  # in the environment of a rank that got an input: where its result goes
 RETURNED = ".returned"  # the last line of it, if the rank came to its end
+PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)  # from the launcher to ranks that handle them
 REWRITTEN_EVERY_S = 5.0  # how often a line that is rewritten in place ("\r") is shown while it is
 _END_WITH_THE_AGENT = functools.partial(processes.die_with_parent, signal.SIGKILL)
 
@@ -119,6 +121,7 @@ class Rank:
         self._looked_s = 0.0
         self._streams: dict[int, tuple[str, LineSplitter | WholeLines]] = {}
         self._unsaid = bytearray()
+        self._signals: list[int] = []  # that the rank has still to get
         inner: dict[str, int] = {}
         for stream in ("stdout", "stderr", *(["result"] if given is not None else [])):
             descriptor, inner[stream] = os.pipe()
@@ -176,6 +179,19 @@ class Rank:
             return
         except OSError:  # it has ended, which is told
             self._unsaid.clear()
+
+    def signal(self, number: int) -> None:
+        """Sends a signal; one that is passed on goes with a later `deliver`, while it could only end the rank: before
+        `hvdtrain.init`, and after the end of its world."""
+        self._signals.append(number)
+        self.deliver()
+
+    def deliver(self) -> None:
+        """Sends the signals that are due."""
+        for number in list(self._signals):
+            if self.code is None and not (number in PASSED_ON and is_default(self.pid, number)):
+                self._signals.remove(number)
+                processes.send([self.pid], number)
 
     def ended(self, code: int, now_s: float) -> None:
         """Notes that the process was waited for."""

@@ -16,7 +16,6 @@ from hvdtrain.cluster.hosts import Host, Slot
 from hvdtrain.cluster.launch import environment
 from hvdtrain.cluster.launch.agents import Agents, Connection
 from hvdtrain.cluster.launch.failures import (
-    HOST_LOST,
     Failure,
     RankEnd,
     as_exit_code,
@@ -26,19 +25,17 @@ from hvdtrain.cluster.launch.failures import (
     settled,
 )
 from hvdtrain.cluster.launch.job import Job, Plan, make_plan
-from hvdtrain.cluster.launch.rank import ANSWERS, ELASTIC, ELASTIC_SIZE, ELASTIC_SLOT, RETURNED
+from hvdtrain.cluster.launch.rank import ANSWERS, ELASTIC, ELASTIC_SIZE, ELASTIC_SLOT, PASSED_ON, RETURNED
 from hvdtrain.cluster.links import Look, Pair, to_drop
 from hvdtrain.cluster.protocol import Message
-from hvdtrain.core.errors import PREEMPTED_CODE, LauncherError
+from hvdtrain.core.errors import HOST_LOST_CODE, NOT_STARTED_CODE, PREEMPTED_CODE, LauncherError
 from hvdtrain.core.slurm import port_of
 
 TICK_S = 0.1
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 IGNORED = signal.SIGTSTP  # Ctrl-Z: hosts would take a launcher that is suspended for dead
 _CUTS_S = 5.0  # that other hosts have to say so, too, once one is cut off the ranks' network
 _PIECE_BYTES = 3 << 16  # of a rank's input in one message
-_NOT_STARTED = 127  # as a shell says it of a command that is not there
 
 
 @dataclass
@@ -49,6 +46,7 @@ class Outcome:
         failed: what made it end; None if every rank ended well, or the user ended it.
         interrupted: the signal by which the user ended it.
         preempted: ranks were told to end, and have ended as such.
+        told: a signal that the launcher passed on has told ranks to end, or has ended one.
         formations: of an elastic job, beyond the first: what each was made of.
         lost: workers of an elastic job that were lost: who, where, why and when.
         updates: how many are done, of the whole run, as far as ranks said so.
@@ -59,6 +57,7 @@ class Outcome:
     failed: Failure | None = None
     interrupted: int | None = None
     preempted: bool = False
+    told: int | None = None
     formations: list[dict[str, Any]] = field(default_factory=list)
     lost: list[dict[str, Any]] = field(default_factory=list)
     updates: int = 0
@@ -114,6 +113,7 @@ class Running:
         self._updates: dict[int, int] = {}  # by rank
         self._deadline_s: float | None = None  # of the end, once it has begun
         self._seen = 0  # of the received signals
+        self._passed: set[int] = set()  # signals that the ranks have got
         self._started_s = time.monotonic()
         self._host_of: dict[int, Connection] = {}
         self._master_port = port_of(uuid.uuid4().hex)
@@ -223,6 +223,7 @@ class Running:
             rank = message["rank"]
             first_traceback_s, lines = self._agents.tracebacks.began_s.get(rank), tuple(self._agents.tails[rank])
             at_s = time.monotonic() - message["ago_s"]
+            self._note_told(-message["code"])
             done = self._job.given is None or self._agents.results.get(rank) == RETURNED
             self._ended(RankEnd(rank, host, message["code"], at_s, first_traceback_s, lines, done))
         elif kind == "worker":
@@ -248,12 +249,18 @@ class Running:
         if said.get("do") == "updates" and isinstance(said.get("count"), int):
             self._updates[rank] = said["count"]
             self.outcome.updates = max(self.outcome.updates, said["count"])
+        elif said.get("do") == "told":
+            self._note_told(said.get("signal"))
+
+    def _note_told(self, number: int | None) -> None:
+        if number in self._passed:  # and not one that somebody else has sent to one rank
+            self.outcome.told = number
 
     def _ended(self, end: RankEnd) -> None:
         self._ends[end.rank] = end
 
     def _not_started(self, rank: int | None, host: str, what: str) -> None:
-        self._fail(rank, host, _NOT_STARTED, f"could not be started: {what}")
+        self._fail(rank, host, NOT_STARTED_CODE, f"could not be started: {what}")
 
     def _stopped(self, rank: int, host: str, why: str) -> None:
         self._fail(rank, host, 128 + signal.SIGSTOP, why)
@@ -340,14 +347,14 @@ class Running:
         return [its.host.name for its in self._agents.connections]
 
     def _cut_off(self, host: str, why: str) -> None:
-        self._fail(None, host, HOST_LOST, why)
+        self._fail(None, host, HOST_LOST_CODE, why)
 
     def _host_is_lost(self, connection: Connection, why: str) -> None:
         connection.closed = True  # it ends by itself; waiting for it would only be waiting
         ranks = self._ranks_left(connection)
         if ranks or self._deadline_s is None:
             named = f"with rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: " if ranks else ""
-            self._fail(None, connection.host.name, HOST_LOST, f"lost, {named}{why}")
+            self._fail(None, connection.host.name, HOST_LOST_CODE, f"lost, {named}{why}")
 
     def _ranks_left(self, connection: Connection) -> list[int]:
         return sorted(rank for rank, its in self._host_of.items() if its is connection and rank not in self._ends)
@@ -367,7 +374,7 @@ class Running:
         if self._closing:
             return
         grace_s = self._job.timeouts.grace_s if grace_s is None else grace_s
-        self._agents.send("end", signal=number, grace_s=grace_s, asks=asks)
+        self._agents.send("end", signal=number, grace_s=grace_s, asks=asks, well=self.outcome.failed is None)
         stages = 2 if number == signal.SIGINT else 1
         deadline = time.monotonic() + stages * grace_s + 5.0
         self._deadline_s = min(deadline, self._deadline_s or deadline)
@@ -379,7 +386,9 @@ class Running:
             if number == IGNORED:
                 continue
             if number in PASSED_ON:
+                self._passed.add(int(number))
                 self._agents.send("signal", number=int(number))
+                self._heard.say(f"{signal.Signals(number).name} is passed on to the ranks, once they handle it")
             elif self.outcome.interrupted is not None:
                 self._heard.interrupt(number)
                 self._end(signal.SIGTERM, grace_s=0.0)

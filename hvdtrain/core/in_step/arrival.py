@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import http.client
 import os
 import socket
 import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from hvdtrain.core.errors import EXIT_CODE, ConfigError, LauncherError, describe
@@ -63,16 +62,34 @@ def start_horovod(start: Callable[[], object], detected: Detected, environ: Mapp
     """Calls Horovod's `start`, over Gloo when every rank is about to; over MPI this process ends when not all come.
 
     Raises:
-        ConfigError: a time-out that is no number.
-        LauncherError: the ranks that did not come in time, or no rendezvous.
+        ConfigError: a time-out that is no number, or an interface that this host does not have.
+        LauncherError: the ranks that did not come in time, no rendezvous, or Horovod cannot start.
     """
     seconds = timeout_s(environ)
     if detected.launcher == "horovodrun" and detected.rendezvous is not None:
+        check_interface(environ, socket.gethostname(), [name for _, name in socket.if_nameindex()])
         wait_for_all(Rendezvous(detected.rendezvous), detected.rank, detected.size, seconds)
-        start()
+        try:
+            start()
+        except ValueError as error:  # Horovod's only word for whatever went wrong
+            fix = "read the line of Horovod's above; hvdtrain doctor looks at networks and memory"
+            raise LauncherError("Horovod cannot start on this rank", str(error), fix) from error
         return
     with watched_mpi(detected, seconds):
         start()
+
+
+def check_interface(environ: Mapping[str, str], host: str, present: Collection[str]) -> None:
+    """Refuses an interface for Gloo that a host does not have; pure.
+
+    Raises:
+        ConfigError: names those that it has.
+    """
+    variable = _INTERFACES[0]
+    named = environ.get(variable, "")
+    if named and named not in present:
+        rule, received = f"{variable} must name a network interface of {host}", f"{named}; it has {', '.join(present)}"
+        raise ConfigError(rule, received, f"unset {variable}: hvdtrain launch chooses one, or --network 10.0.0.0/24")
 
 
 @contextlib.contextmanager
@@ -218,10 +235,12 @@ class Rendezvous:
     def get(self, key: str) -> str | None:
         """Returns the value, None where nobody has set it."""
         status, body = self._ask("GET", key)
-        return body.decode() if status == http.client.OK else None
+        return body.decode() if status == 200 else None
 
     def _ask(self, method: str, key: str, value: str | None = None) -> tuple[int, bytes]:
         """Returns the answer; a server that a thousand ranks ask at once may need another try."""
+        import http.client  # on a rank only: it takes a tenth of the time of `hvdtrain launch --help`
+
         for left in reversed(range(_TRIES)):
             try:
                 with contextlib.closing(http.client.HTTPConnection(self._address, timeout=_REQUEST_S)) as connection:

@@ -32,8 +32,8 @@ from hvdtrain.core.in_step import elastic
 from hvdtrain.core.in_step.meeting import Tracker
 
 VARIABLE = "HVDTRAIN_PREEMPTION"
-ENDING = "HVDTRAIN_ENDING"  # the file in which the launcher's agent says that it ends the job
-ENDS = b"now"  # what it says
+ENDING = "HVDTRAIN_ENDING"  # the file in which the launcher's agent says that the job is to end
+ENDS, ASKS = b"now", b"ask"  # what it says: it ends the job; SIGUSR1 asks the ranks to
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _TWICE_S = 1.0
 _BLOCKED_S = 10.0
@@ -83,6 +83,8 @@ class Notice:
             self._term_s = min(self._term_s, now_s)
         if not self.told:
             self.told, self._told_s = True, now_s
+            if (line := elastic.line()) is not None:
+                line.say(do="told", signal=number)
             print(
                 f"hvdtrain: rank {self._rank} got {signal.Signals(number).name}: after the next update all ranks save"
                 f" and end, with exit code {PREEMPTED_CODE} (another SIGTERM ends this one at once)",
@@ -98,10 +100,13 @@ class Notice:
         return waits or (self.told and _dismissed())
 
     def _launcher_ends(self) -> bool:
-        try:
-            return self._ending is not None and Path(self._ending).read_bytes() == ENDS
-        except OSError:  # another user's, or in another container: it has not said so
-            return False
+        return _agent_says(self._ending) == ENDS
+
+
+def _agent_says(file: str | None) -> bytes:
+    with contextlib.suppress(OSError):  # another user's, or in another container
+        return Path(file).read_bytes() if file is not None else b""
+    return b""
 
 
 def _dismissed() -> bool:
@@ -163,14 +168,22 @@ def _noted(number: int, frame: FrameType | None) -> None:
 
 def is_free(number: int) -> bool:
     """Whether a signal does what it does by default: nobody has a handler for it, nor a library in C (faulthandler)."""
-    if signal.getsignal(number) is not signal.SIG_DFL:
-        return False
+    return signal.getsignal(number) is signal.SIG_DFL and is_default("self", number)
+
+
+def is_default(process: int | str, number: int) -> bool:
+    """Returns True if a process neither handles nor ignores a signal, as its /proc/PID/status lists both."""
     try:
-        status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+        status = Path(f"/proc/{process}/status").read_text(encoding="ascii", errors="replace")
     except OSError:
         return True
-    caught = next((int(line.split()[1], 16) for line in status.splitlines() if line.startswith("SigCgt:")), 0)
-    return not caught >> (number - 1) & 1
+    masks = [int(line.split()[1], 16) for line in status.splitlines() if line.startswith(("SigCgt:", "SigIgn:"))]
+    return not any(mask >> (number - 1) & 1 for mask in masks)
+
+
+def asked(environ: Mapping[str, str]) -> bool:
+    """Returns True if the launcher's agent holds back a signal that tells this rank to end (`ASKS`)."""
+    return wanted(environ) and is_free(signal.SIGUSR1) and _agent_says(environ.get(ENDING)) == ASKS
 
 
 def _end() -> None:

@@ -27,6 +27,7 @@ from hvdtrain.core.in_step.lines import raised_at
 
 FOLDER = "hangs"  # in a run directory
 RUN_VARIABLE = "HVDTRAIN_RUN_DIR"
+LAUNCH = "HVDTRAIN_LAUNCH"  # in the environment of all that an agent has started for one attempt of a job
 NOWHERE, UPDATE, MEETING = range(3)
 _PLACES = ("in no collective operation", "in an update", "in a meeting of the ranks")
 _PAGE = 4096
@@ -72,6 +73,8 @@ class Ring:
         room = _SLOTS[1] - _SLOTS[0] - 1
         with self._writing:
             self._facts, known = facts, {"time": time.time(), **facts, **self._words}
+            if LAUNCH in os.environ:
+                known[LAUNCH] = os.environ[LAUNCH]
             text = json.dumps(known).encode()
             for most in (150, 40, 20):  # a character may take 12 bytes
                 if len(text) > room:
@@ -197,6 +200,18 @@ def _forget_old(folder: Path) -> None:
         with contextlib.suppress(OSError):
             if time.time() - path.stat().st_mtime > _OLD_S:
                 path.unlink()
+
+
+def forget_launch(launch: str) -> None:
+    """Removes the pages in the temporary directory that ranks of one attempt of a job have left on this host."""
+    folder = own_folder()
+    for path in folder.glob("*.ring") if folder is not None else ():
+        if (read_ring(path) or {}).get(LAUNCH) == launch:
+            with contextlib.suppress(OSError):
+                path.unlink()
+    with contextlib.suppress(OSError):
+        if folder is not None:
+            folder.rmdir()
 
 
 def read_ring(path: Path) -> dict[str, Any] | None:

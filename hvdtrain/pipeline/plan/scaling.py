@@ -18,6 +18,7 @@ from hvdtrain.pipeline.plan.costs import Link, all_reduce_seconds, ring_link
 
 Way = Literal["ring", "hierarchical", "tree"]
 MOST_RANKS = 1 << 20  # that are looked at
+BACKWARD = 2 / 3  # of a step: twice the forward pass's operations
 
 
 class Bucket(NamedTuple):

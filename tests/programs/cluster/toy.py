@@ -32,6 +32,26 @@ def end_at(name: str) -> None:
     signal.signal(signal.Signals[name], end)
 
 
+def until(path: str) -> None:
+    """Wait for a file."""
+    print("waiting", flush=True)
+    while not os.path.exists(path):
+        time.sleep(0.01)
+
+
+def when_told(how: str) -> None:
+    """At SIGUSR1, say that this rank is told to end, as hvdtrain does, and fail; or be ended by it."""
+
+    def end(*_: object) -> None:
+        if how == "dies":
+            signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGUSR1)
+        os.write(int(os.environ["HVDTRAIN_AGENT_FD"]), json.dumps({"do": "told", "signal": 10}).encode() + b"\n")
+        os._exit(3)
+
+    signal.signal(signal.SIGUSR1, end)
+
+
 def orphan(kind: str) -> None:
     """Start a process that leaves this one's session and parent; "stubborn" ones ignore SIGTERM."""
     ignore = "signal.signal(signal.SIGTERM, signal.SIG_IGN);" if kind == "stubborn" else ""
@@ -100,6 +120,8 @@ ACTIONS = {
     "note": note,
     "end_at": end_at,
     "ignore": lambda name: signal.signal(signal.Signals[name], signal.SIG_IGN),
+    "until": until,
+    "when_told": when_told,
     "orphan": orphan,
     "many": many,
     "wide": wide,

@@ -95,6 +95,13 @@ def test_host_files(tmp_path):
         read_hostfile(tmp_path / "missing")
 
 
+def test_more_ranks_than_any_machine_has_are_refused_before_they_are_counted_out():
+    for hosts in ([Host("localhost", 10**9)], [Host("a", 999_999)] * 1001):
+        with pytest.raises(ConfigError, match="cannot have more than 100,000 ranks"):
+            assign(hosts, 10**9)
+    assert len(assign([Host("a", 100_000)], 100_000)) == 100_000
+
+
 def test_more_ranks_than_slots_are_refused():
     with pytest.raises(ConfigError, match="-np 5, 4 slot"):
         assign(parse_hosts("a:2,b:2"), 5)

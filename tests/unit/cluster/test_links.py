@@ -25,7 +25,7 @@ class Agent(SimpleNamespace):
 def asked(closed: str = "") -> tuple[Look, dict[str, Agent]]:
     """All have opened a port, and are to reach the others, except one that is gone."""
     agents = {name: Agent() for name in ADDRESSES}
-    look = Look(agents, ADDRESSES)  # type: ignore[arg-type]
+    look = Look(agents, ADDRESSES)
     assert look.pairs() is None
     for number, name in enumerate(name for name in agents if name != closed):
         look.take(name, {"type": "listens", "port": 1000 + number})

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from hvdtrain.cluster.launch.failures import LONGEST_WAIT_S, Failure, Restarts
+from hvdtrain.cluster.launch.output import failure_block
 
 BEGINS = ("Traceback (most recent call last):", '  File "train.py", line 3, in <module>', "    f()")
 TRACEBACK = (*BEGINS, "OSError: no disk")
@@ -59,6 +60,27 @@ def test_a_crash_before_the_first_update_may_be_the_machines():
     restarts = Restarts(5)
     before = dataclasses.replace(RAISED, update=0)
     assert [restarts.after(before, 0)[0] for _ in range(3)] == [1.0, 2.0, 4.0]
+
+
+@pytest.mark.parametrize(
+    ("code", "line", "named"),
+    [
+        (135, "", True),
+        (
+            1,
+            "RuntimeError: unable to allocate shared memory(shm) for file </torch_7_1>: No space left on device (28)",
+            True,
+        ),
+        (1, "RuntimeError: DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that ...", True),
+        (1, "OSError: [Errno 28] No space left on device: '/dev/shm/psm_1'", True),
+        (1, "OSError: [Errno 28] No space left on device: '/data/checkpoint'", False),
+        (137, "uses shared memory", False),
+    ],
+)
+def test_a_full_shared_memory_is_named_with_what_gives_it_room(code, line, named, tmp_path):
+    failure = Failure(1, "h", code, "exit code", (line,))
+    said = failure_block(failure, tmp_path)
+    assert ("df /dev/shm on h" in said and "--shm-size" in said) is named, said
 
 
 def test_the_last_line_of_the_last_traceback():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hvdtrain.core.errors import LauncherError
-from hvdtrain.core.slurm import expand, job_hosts
+from hvdtrain.core.slurm import expand, job_hosts, tasks_per_node
 
 # ---- lists
 
@@ -20,6 +20,15 @@ def test_node_lists_are_expanded() -> None:
 def test_what_is_no_node_list_is_refused(text: str) -> None:
     with pytest.raises(LauncherError, match="Slurm writes nodes as"):
         expand(text)
+
+
+def test_lists_of_millions_are_refused_before_they_are_written_out() -> None:
+    for nodes in ("n[1-4000000]", "n[0-99999999999999]", "a[0-999]b[0-999]"):
+        with pytest.raises(LauncherError, match="cannot have more than 100,000 nodes"):
+            expand(nodes)
+    with pytest.raises(LauncherError, match="4,000,000 in SLURM_TASKS_PER_NODE"):
+        tasks_per_node("2(x4000000)")
+    assert len(expand("n[1-100000]")) == len(tasks_per_node("2(x99999),1")) == 100_000
 
 
 def test_hosts_of_a_job() -> None:

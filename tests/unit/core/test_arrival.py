@@ -106,6 +106,24 @@ def test_who_looks_at_the_clock_ends_when_mpi_has_started() -> None:
     assert not watches[0].is_alive()
 
 
+def test_an_interface_that_is_not_there_is_named() -> None:
+    """As an inherited HOROVOD_GLOO_IFACE=ens99 does: Horovod itself ends with a ValueError that says nothing."""
+    with pytest.raises(ConfigError, match="HOROVOD_GLOO_IFACE must name a network interface of h1") as caught:
+        arrival.check_interface({"HOROVOD_GLOO_IFACE": "ens99"}, "h1", ["lo", "eth0"])
+    assert caught.value.received == "ens99; it has lo, eth0"
+    for environ in ({"HOROVOD_GLOO_IFACE": "eth0"}, {"HOROVOD_GLOO_IFACE": ""}, {}):
+        arrival.check_interface(environ, "h1", ["lo", "eth0"])
+
+
+def test_horovods_value_error_says_what_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start() -> None:
+        raise ValueError("Horovod initialization failed")
+
+    monkeypatch.setattr(arrival, "wait_for_all", lambda *_: None)
+    with pytest.raises(LauncherError, match="Horovod cannot start on this rank"):
+        arrival.start_horovod(start, Detected("horovodrun", 0, 2, 0, 2, 0, "127.0.0.1:1"), {})
+
+
 @pytest.mark.parametrize("text", ["x", "0", "-1", "nan", "inf"])
 def test_a_time_that_is_none(text: str) -> None:
     with pytest.raises(ConfigError, match="number of seconds"):

@@ -17,7 +17,7 @@ import pytest
 from hvdtrain.core.errors import PREEMPTED_CODE, ConfigError, Preempted
 from hvdtrain.core.in_step import elastic, preemption
 from hvdtrain.core.in_step.meeting import Tracker
-from hvdtrain.core.in_step.preemption import ENDING, ENDS, Notice, told, wanted
+from hvdtrain.core.in_step.preemption import ASKS, ENDING, ENDS, Notice, told, wanted
 
 TERM, USR1 = signal.SIGTERM, signal.SIGUSR1
 
@@ -62,7 +62,7 @@ def test_a_launcher_that_ends_the_job_is_believed(says: bytes | None, ends: bool
 
 
 def test_a_rank_that_has_no_place_any_more_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    line = SimpleNamespace(dismissed=False)
+    line = SimpleNamespace(dismissed=False, say=lambda **_: None)
     monkeypatch.setattr(elastic, "_line", line)
     its, late = notice(), notice()
     assert not late.note(TERM, 5.0) and not late.blocked(5.2)
@@ -87,6 +87,44 @@ def test_a_rank_that_waits_for_the_others_in_vain_ends(monkeypatch: pytest.Monke
     tracker.end_update()
     assert not its.blocked(start + 11), "it computes"
     assert tracker.longest_s == pytest.approx(11, abs=0.5)
+
+
+def test_the_launcher_learns_that_a_rank_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[dict[str, object]] = []
+    monkeypatch.setattr(elastic, "_line", SimpleNamespace(dismissed=False, say=lambda **words: said.append(words)))
+    its = notice()
+    its.note(USR1, 5.0)
+    its.note(TERM, 5.5)
+    assert said == [{"do": "told", "signal": USR1}]
+
+
+def test_what_is_handled_or_ignored_is_no_default() -> None:
+    other = signal.SIGUSR2
+    before = signal.getsignal(other)
+    try:
+        for handler in (signal.SIG_DFL, signal.SIG_IGN, lambda *_: None):
+            signal.signal(other, handler)
+            assert preemption.is_default(os.getpid(), other) is (handler is signal.SIG_DFL)
+        faulthandler.register(other)
+        assert not preemption.is_default(os.getpid(), other), "nor is what a library handles in C"
+        faulthandler.unregister(other)
+    finally:
+        signal.signal(other, before)
+
+
+@pytest.mark.parametrize(
+    ("says", "variable", "handled", "is_asked"),
+    [(ASKS, "on", False, True), (ENDS, "on", False, False), (ASKS, "off", False, False), (ASKS, "on", True, False)],
+)
+def test_who_begins_a_world_that_is_to_end(
+    says: bytes, variable: str, handled: bool, is_asked: bool, tmp_path: Path
+) -> None:
+    """A program that handles the signal itself, for a dump of its stacks, is not asked to end by it."""
+    (tmp_path / "ending").write_bytes(says)
+    if handled:
+        signal.signal(USR1, lambda *_: None)
+    environ = {ENDING: str(tmp_path / "ending"), preemption.VARIABLE: variable}
+    assert preemption.asked(environ) is is_asked and not preemption.asked({})
 
 
 @pytest.mark.parametrize(("value", "on"), [("", True), ("on", True), ("off", False)])

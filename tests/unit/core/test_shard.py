@@ -310,3 +310,9 @@ class TestWeightNumber:
     def test_anything_else_is_refused(self, weight, received: str) -> None:
         with pytest.raises(ConfigError, match=f"received: {received}\n  fix: give another$"):
             weight_number(weight, "give another")
+
+
+def test_an_update_has_no_more_samples_than_an_epoch() -> None:
+    plan = Plan(64, 2, 16)
+    assert [plan.update_samples(passes) for passes in (1, 2, 3)] == [32, 64, 64]
+    assert Plan(64, 1, 512).update_samples(1) == 64

@@ -165,5 +165,5 @@ def test_nothing_tells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     begun(tmp_path, "finished")
     assert __main__.main(["why", str(tmp_path)]) == 1 and "nothing tells why" in capsys.readouterr().out
     for wrong in (tmp_path / "none", tmp_path / "run.json"):
-        with pytest.raises(ConfigError, match="reads a run's directory"):
+        with pytest.raises(ConfigError, match="needs a run's directory"):
             why(wrong)
