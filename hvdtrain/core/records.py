@@ -11,6 +11,7 @@ from typing import Any
 
 from hvdtrain.core import same_data
 from hvdtrain.core.errors import ConfigError, ReplicaError, by_rank
+from hvdtrain.core.version import add_note
 from hvdtrain.core.world import World
 
 HEAD = 8  # records that ranks compare before anything is dealt
@@ -157,7 +158,7 @@ class Noted:
         except StopIteration:
             raise
         except Exception as error:
-            error.add_note(f"hvdtrain: while reading {self.kind.one} {self.count} of {self.kind.name}")
+            add_note(error, f"hvdtrain: while reading {self.kind.one} {self.count} of {self.kind.name}")
             raise
         if len(self.first) < self._keep:
             self.first.append(record)

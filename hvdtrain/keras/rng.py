@@ -19,7 +19,7 @@ from typing import Any
 import keras
 import numpy as np
 from keras.src.backend.common import global_state
-from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR, global_seed_generator
+from keras.src.random.seed_generator import global_seed_generator
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.world import World
@@ -31,7 +31,7 @@ def seed_variables(model: keras.Model) -> dict[str, Any]:
     """Returns the states of the model's seed generators, and of Keras' global one if it exists, by name."""
     metrics = [variable for metric in model.metrics for variable in metric.variables]
     known = {id(variable) for variable in [*model.weights, *metrics]}
-    shared = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
+    shared = global_state.get_global_attribute("global_seed_generator")
     own = shared.state if shared is not None else None
     seeds = [variable for variable in model.variables if id(variable) not in known and variable is not own]
     return {**{f"seed.{i}": v for i, v in enumerate(seeds)}, **({"seed.global": own} if own is not None else {})}

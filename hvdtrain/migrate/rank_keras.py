@@ -16,14 +16,13 @@ import numpy as np
 import tensorflow as tf
 from keras.src.backend.common import global_state
 from keras.src.callbacks.callback_list import CallbackList
-from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
 from keras.src.utils.rng_utils import GLOBAL_RANDOM_SEED
 from tensorflow.python.eager import context
 
 from hvdtrain.guard.hooks import wrap
 from hvdtrain.migrate.rank import Enough, seed
 
-_SEEDS = (GLOBAL_SEED_GENERATOR, GLOBAL_RANDOM_SEED)
+_SEEDS = ("global_seed_generator", GLOBAL_RANDOM_SEED)
 
 
 class Watch:

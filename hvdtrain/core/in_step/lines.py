@@ -10,6 +10,8 @@ import threading
 import traceback
 from types import FrameType
 
+from hvdtrain.core.version import qualified_name
+
 # frames of these are not the user's, who called them
 _LIBRARIES = frozenset({"hvdtrain", "keras", "tensorflow", "torch", "deepspeed", "horovod"}) | sys.stdlib_module_names
 
@@ -60,7 +62,7 @@ def is_users(frame: FrameType) -> bool:
 
 def function_of(frame: FrameType | None) -> str:
     """Returns what tells the function of a frame from others."""
-    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_code.co_qualname}" if frame is not None else ""
+    return f"{os.path.basename(frame.f_code.co_filename)}:{qualified_name(frame.f_code)}" if frame is not None else ""
 
 
 def in_thread() -> str:

@@ -28,6 +28,7 @@ from hvdtrain.core.in_step.lines import is_users, line_of, user_line
 from hvdtrain.core.in_step.link import Meeting
 from hvdtrain.core.in_step.meeting import Tracker
 from hvdtrain.core.in_step.ring import RUN_VARIABLE, forget, open_ring
+from hvdtrain.core.version import qualified_name
 
 STILL, CIRCLES, MOVING = "still", "circles", "moving"
 Chain = tuple[tuple[str, str], ...]
@@ -116,7 +117,7 @@ def bytes_moved() -> int:
 
 def chain_of(frame: FrameType | None) -> Chain:
     """Returns the functions that a frame is in, innermost first."""
-    return tuple((each.f_code.co_filename, each.f_code.co_qualname) for each in _outwards(frame))
+    return tuple((each.f_code.co_filename, qualified_name(each.f_code)) for each in _outwards(frame))
 
 
 def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
@@ -171,7 +172,7 @@ def _told(frame: FrameType) -> dict[str, Any]:
     code = frame.f_code
     number = line_of(frame)
     text = linecache.getline(code.co_filename, number, frame.f_globals).strip()
-    return {"file": code.co_filename, "line": number, "function": code.co_qualname,
+    return {"file": code.co_filename, "line": number, "function": qualified_name(code),
             "text": text[:_LINE], "user": is_users(frame)}  # fmt: skip
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.core.errors import ConfigError
+from hvdtrain.core.version import add_note
 from hvdtrain.pipeline.microbatch import is_differentiable
 
 Initialise = Callable[[nn.Module], object]
@@ -91,7 +92,7 @@ class Unmade:
             while self._pairs:
                 torch.utils.swap_tensors(*self._pairs.pop())
         except RuntimeError:
-            error.add_note("  note: not all of the model could be put back on the meta device: build it again")
+            add_note(error, "  note: not all of the model could be put back on the meta device: build it again")
 
     def fill(self, initialise: Initialise | None) -> None:
         """Gives each tensor memory of its own where it is now, and values.

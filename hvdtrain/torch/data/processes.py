@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from hvdtrain.core.errors import ConfigError, HvdtrainError
 from hvdtrain.core.records import STREAM
+from hvdtrain.core.version import add_note
 from hvdtrain.torch.data.forks import worker_context
 
 
@@ -204,5 +205,5 @@ def located(where: str, make: Callable[..., Any], *given: Any) -> Any:
         except StopIteration as error:
             raise RuntimeError("StopIteration was raised, which is no end of the data here") from error
     except Exception as error:
-        error.add_note(f"hvdtrain: {where}")
+        add_note(error, f"hvdtrain: {where}")
         raise
