@@ -9,6 +9,7 @@ import argparse
 import configparser
 import io
 import os
+import pwd
 import re
 import shlex
 import shutil
@@ -330,8 +331,11 @@ class Home:
 
 @pytest.fixture
 def homes() -> Iterator[Path]:
-    """A folder for homes: sshd takes no keys from below a folder that anybody can write to, as /tmp is."""
-    with tempfile.TemporaryDirectory(prefix=".hvdtrain-test-", dir=Path.home()) as folder:
+    """A folder for homes: sshd takes no keys from below a folder that anybody can write to, as /tmp is.
+
+    It is in the home that the system knows: CI's $HOME is below /tmp.
+    """
+    with tempfile.TemporaryDirectory(prefix=".hvdtrain-test-", dir=pwd.getpwuid(os.getuid()).pw_dir) as folder:
         yield Path(folder)
 
 
