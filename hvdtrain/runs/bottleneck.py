@@ -141,6 +141,8 @@ def _uneven(seconds: Sequence[Mapping[str, float]], step_s: Sequence[float]) -> 
     usual = {name: statistics.median(seconds[rank][name] for rank in others) for name in ("input", *COMPUTE, "other")}
     excess = {name: seconds[last][name] - usual[name] for name in usual}
     cause = max(excess, key=lambda name: excess[name])
+    if cause == "input" and usual["input"] >= INPUT_SHARE * statistics.median(step_s):
+        return None  # all wait for data; one of them a little longer, and the others then for that one
     doing = {"input": "waiting for data", "other": "outside the training step"}.get(cause, f"in {cause}")
     more = f"spends {seconds[last][cause] / usual[cause]:.1f} times" if usual[cause] > 0 else "alone spends"
     what = f"it {more} {'as long ' if usual[cause] > 0 else 'time '}{doing}"

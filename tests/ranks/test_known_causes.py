@@ -11,7 +11,7 @@ import pytest
 from harness import PROGRAMS, run_ranks
 
 VERDICTS = {
-    "slow disk": "input bound: ",
+    "slow disk": "for data; ",  # all ranks', or that of the rank that reads a little later than the others
     "slow augmentation": "input bound: ",
     "straggler": "uneven ranks: ",
     "slow callbacks": " of each step is spent outside of it: ",

@@ -178,7 +178,11 @@ class WalkedLoader(Loader):
 
         shapes = data_adapter_utils.get_tensor_spec([self[0], self[1]])
         found = tf.data.Dataset.from_generator(lambda: for_tensorflow(self.batches()), output_signature=shapes)
-        return found.prefetch(2) if self.source.by_tensorflow else found
+        if self.source.by_tensorflow:
+            return found.prefetch(2)
+        options = tf.data.Options()
+        options.experimental_optimization.inject_prefetch = False  # it draws from Python's generators, as training does
+        return found.with_options(options)
 
     def get_torch_dataloader(self) -> Any:
         return data_adapter_utils.get_torch_dataloader(self.batches())

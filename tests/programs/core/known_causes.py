@@ -90,7 +90,7 @@ def with_keras(cause: str, world: Any, run: Any) -> None:
     )()
     hvk.prepare(model, data, verify=False)
     pauses = cause == "slow callbacks" or (cause == "straggler" and world.rank == 1)
-    own = keras.callbacks.LambdaCallback(on_train_batch_end=sleeping(lambda *_: None, when=pauses))
+    own = keras.callbacks.LambdaCallback(on_train_batch_end=sleeping(lambda *_, **__: None, when=pauses))
     saves = SlowDisk(run.path("checkpoints"), best=None) if cause == "frequent saves" else None
     model.fit(
         data,

@@ -82,6 +82,13 @@ def test_the_rank_whose_input_all_wait_for_in_their_train_step() -> None:
     assert verdict([KERAS, {**KERAS, "input": 0.05}]).kind == "compute"
 
 
+def test_where_all_wait_for_data_none_is_the_slow_one() -> None:
+    """With data that is read ahead, ranks as slow as each other take turns: one waits in its step for the other."""
+    late, early = {**KERAS, "input": 1.0, "train_step": 0.1}, {**KERAS, "input": 0.5, "train_step": 0.6}
+    assert verdict([early, late]).kind == "input"
+    assert verdict([{**early, "input": 0.02, "train_step": 1.08}, late]).kind == "uneven"  # the negative twin
+
+
 def test_the_rank_that_all_wait_for_is_named_with_its_cause() -> None:
     """The others wait in communication, so that their own share of it must not be called communication bound."""
     slow = {**BUSY, "input": 0.42, "communication": 0.05}
