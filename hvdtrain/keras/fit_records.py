@@ -45,11 +45,11 @@ class Record(Callback):
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         self.session.clock.enter("train_step")
-        self._waited = self.session.waited()
+        self._waited = float(self.session.waited)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.session.clock.enter("other")
-        seconds, waited = self.session.clock.take(), self.session.waited() - self._waited
+        seconds, waited = self.session.clock.take(), float(self.session.waited) - self._waited
         if waited > 0:
             seconds["input"] = seconds.get("input", 0.0) + waited
             seconds["train_step"] -= waited

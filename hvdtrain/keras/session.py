@@ -77,7 +77,7 @@ class Session:
         restored_random: random state that a checkpoint gave this rank, to be put in place when training
             starts; until then `fit` goes on where the checkpoint was taken.
         saves: this run writes checkpoints.
-        clock: of a recorded run's phases; waited: seconds for which steps have waited for data, by themselves.
+        clock: of a recorded run's phases; waited: seconds within steps that waited for data, a number or a variable.
         step_random: Python's and numpy's generators of this rank within a train step.
         progress: where training stands, as counted or restored; the next `fit` goes on from there.
         fitting: `fit` runs, and has been checked; fitted: the `Loader` that it reads; `None`: data that hvdtrain
@@ -134,7 +134,7 @@ class Session:
     fitting: bool = False
     fitted: Any = None
     clock: Clock = field(default_factory=Clock)
-    waited: Callable[[], float] = float
+    waited: Any = 0.0
     kept_weights: Any = None
     loaded: bool = False
     order: str | None = None

@@ -29,10 +29,15 @@ INPUT_SHARE = 0.10
 COMMUNICATION_SHARE = 0.20
 WAITING_SHARE = 0.10
 OTHER_SHARE = 0.15
-# shares of the whole run
+# above it the model itself is what a step is made of
+COMPUTE_SHARE = 0.75
+# shares of the whole run, and the seconds that they must come to
 BETWEEN_SHARES = {"checkpoint": 0.05, "evaluation": 0.30}
+BETWEEN_S = 1.0
+# in less time than this, the steps are too few to judge
+SHORT_S = 0.5
 
-Kind = Literal["unknown", "input", "communication", "uneven", "other", "compute"]
+Kind = Literal["unknown", "input", "communication", "uneven", "other", "compute", "nothing"]
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,7 @@ class Verdict:
     """What holds the training up.
 
     Attributes:
-        kind: in one word; "unknown" when nothing was measured.
+        kind: in one word; "unknown" when nothing was measured, "nothing" when nothing stands out.
         text: in plain words, one finding a line, the most important first.
         shares: of a step, by phase, mean over ranks; they sum to 1. Phases between steps are not among them.
     """
@@ -86,13 +91,18 @@ def verdict(per_rank: Sequence[Mapping[str, float]], facts: Facts = Facts()) -> 
     if not seconds or sum(step_s) <= 0:
         return Verdict("unknown", "no step was measured")
     shares = {name: sum(phases[name] for phases in seconds) / sum(step_s) for name in STEP}
-    kind, finding = _uneven(seconds, step_s) or _bound(shares, len(seconds), facts)
+    kind: Kind
+    if max(step_s) < SHORT_S:
+        kind, finding = "nothing", f"nothing stands out: {max(step_s):.1g} s of steps are too short to judge"
+    else:
+        kind, finding = _uneven(seconds, step_s) or _bound(shares, len(seconds), facts)
     lines = [finding, *_between(seconds, sum(step_s))]
     return Verdict(kind, "\n".join(lines), shares)
 
 
 def phases_per_rank(events: Iterable[Mapping[str, Any]]) -> list[dict[str, float]]:
-    """Adds up every rank's seconds by phase from a run's events (`hvdtrain.runs.log.read_events`).
+    """Adds up every rank's seconds by phase from a run's events (`hvdtrain.runs.log.read_events`), without the first
+    step, which compiles.
 
     Only the last start or resumption counts: before it the run may have had another number of ranks.
     """
@@ -103,9 +113,10 @@ def phases_per_rank(events: Iterable[Mapping[str, Any]]) -> list[dict[str, float
         elif event.get("kind") == "epoch":
             ranks = event.get("ranks") or []
             total += [{} for _ in ranks[len(total) :]]
-            for mine, phases in zip(total, ranks, strict=False):
-                for name, value in phases.items():
-                    mine[name] = mine.get(name, 0.0) + value
+            for sign, its in ((1, ranks), (-1, event.get("first_step") or [])):
+                for mine, phases in zip(total, its, strict=False):
+                    for name, value in phases.items():
+                        mine[name] = mine.get(name, 0.0) + sign * value
     return total
 
 
@@ -130,6 +141,8 @@ def _uneven(seconds: Sequence[Mapping[str, float]], step_s: Sequence[float]) -> 
     usual = {name: statistics.median(seconds[rank][name] for rank in others) for name in ("input", *COMPUTE, "other")}
     excess = {name: seconds[last][name] - usual[name] for name in usual}
     cause = max(excess, key=lambda name: excess[name])
+    if cause == "input" and usual["input"] >= INPUT_SHARE * statistics.median(step_s):
+        return None  # all wait for data; one of them a little longer, and the others then for that one
     doing = {"input": "waiting for data", "other": "outside the training step"}.get(cause, f"in {cause}")
     more = f"spends {seconds[last][cause] / usual[cause]:.1f} times" if usual[cause] > 0 else "alone spends"
     what = f"it {more} {'as long ' if usual[cause] > 0 else 'time '}{doing}"
@@ -149,6 +162,11 @@ def _bound(shares: Mapping[str, float], size: int, facts: Facts) -> tuple[Kind, 
     share = _percent(shares[worst])
     if over[worst] < 1:
         waits = f", {_percent(shares['input'])} waits for data"
+        computes = shares[TRAIN_STEP] + sum(shares[name] for name in COMPUTE)
+        if computes < COMPUTE_SHARE:
+            waits += f", {_percent(shares['communication'])} for other ranks" if size > 1 else ""
+            step = f"{_percent(computes)} of each step computes{waits}, {_percent(shares['other'])} is other code"
+            return "nothing", f"nothing stands out: {step}"
         if shares[TRAIN_STEP] > sum(shares[name] for name in COMPUTE):
             bound = "compute or communication" if size > 1 else "compute"
             ranks = ", waiting for other ranks included" if size > 1 else ""
@@ -172,7 +190,7 @@ def _input_remedy(facts: Facts) -> str:
     if facts.workers == "unknown":
         return "try more workers, or less work for each sample (`hvdtrain bench input` measures which)"
     if facts.workers is None:
-        return "the data is in memory: augment less, or on the device"
+        return "the data is in memory: look at what else runs on these cores, or take larger batches"
     each = facts.free_cores // max(1, facts.local_size)
     if each > 0:
         more = each * facts.local_size
@@ -189,7 +207,7 @@ def _between(seconds: Sequence[Mapping[str, float]], steps_s: float) -> list[str
     return [
         f"{name} takes {_percent(spent[name] / whole)} of the run: {remedy}"
         for name, remedy in BETWEEN.items()
-        if spent[name] / whole >= BETWEEN_SHARES[name]
+        if spent[name] / whole >= BETWEEN_SHARES[name] and spent[name] / len(seconds) >= BETWEEN_S
     ]
 
 

@@ -87,6 +87,7 @@ class RunLog:
         self._warned = self._warned_of_gpus = False
         self._window = log_files.Window()
         self._phase_totals: dict[str, float] = {}
+        self._first_step: Mapping[str, float] | None = None  # until an event has it, then empty
         self._epochs: list[dict[str, Any]] = []  # what the verdict reads
         self._options = dict(config), progress, tensorboard
         self._ended = False
@@ -235,6 +236,8 @@ class RunLog:
             self._gpus.start()  # what came before the first step is no training
         self._take_over()
         self._add_phases(seconds)
+        if self._first_step is None:
+            self._first_step = dict(self._phase_totals)
         if self._tracing is not None:
             self._tracing.update(step)
         position = {"step": step, "epoch": epoch, "samples_seen": samples_seen, "lr": lr}
@@ -260,13 +263,16 @@ class RunLog:
                 raise ConfigError("a metric of an epoch is one number", f"{name}={value!r}", f"event(..., {name}=...)")
         self._add_phases(phases or {})
         reading = self._gpus.take() if self._gpus is not None else {}
-        gathered = self.world.gather((self._phase_totals, reading, self._tracing.take() if self._tracing else []))
+        marked = self._tracing.take() if self._tracing else []
+        gathered = self.world.gather((self._phase_totals, self._first_step, reading, marked))
         self._take_over()
-        per_rank, readings, marks = map(list, zip(*gathered, strict=True))
-        self._phase_totals = {}
+        per_rank, first, readings, marks = map(list, zip(*gathered, strict=True))
+        self._phase_totals, self._first_step = {}, {}
         self._end_window()
         self._window.spend(phases or {})  # the events of steps sum to the time of the run, too
         more: dict[str, Any] = {"gpus": readings} if any(readings) else {}
+        if any(first):
+            more["first_step"] = [its or {} for its in first]
         self.event("epoch", epoch=epoch, metrics=dict(metrics), seconds=seconds, ranks=per_rank, **more)
         if any(marks):
             self.event("marks", ranks=marks)

@@ -195,33 +195,52 @@ class Window:
 
 
 class Line:
-    """The progress line: tqdm on a terminal, else now and then a plain line."""
+    """The progress line: tqdm on a terminal, else now and then a plain line.
+
+    Its rate and its waiting are those of all steps since the line before: a window alone may be the one step that
+    follows a pause. The first line has neither: its step compiles.
+    """
 
     def __init__(self, total_samples: int | None) -> None:
         self._bar: Any = None
         self._due = 0.0
+        self._speed = ""
+        self._begin()
         if sys.stderr.isatty():
             from tqdm import tqdm
 
             self._bar = tqdm(total=total_samples, unit=" samples", unit_scale=True, dynamic_ncols=True, leave=False)
 
+    def _begin(self) -> None:
+        self._seconds = dict.fromkeys(STEP, 0.0)
+        self._samples = self._elapsed_s = 0.0
+
     def show(self, fields: Mapping[str, Any]) -> None:
+        for phase in STEP:
+            self._seconds[phase] += fields["seconds"].get(phase, 0.0)
+        self._samples += fields["samples"]
+        self._elapsed_s += fields["samples"] / fields["samples_per_s"] if fields["samples_per_s"] else 0.0
+        due = time.monotonic() >= self._due
+        if due:
+            first, self._due = self._due == 0, time.monotonic() + LINE_EVERY_S
+            rate = f"  {self._samples / self._elapsed_s:,.0f} samples/s" if self._elapsed_s else ""
+            self._speed = "" if first else self._waits() + rate
+            self._begin()
         text = f"epoch {fields['epoch'] + 1} step {fields['step']}"
         for name in ("loss", "lr"):
             text += f"  {name} {fields[name]:.4g}" if fields[name] is not None else ""
-        text += self._waits(fields["seconds"])
+        text += self._speed
         if self._bar is not None:
             self._bar.set_description_str(text, refresh=False)
             self._bar.n = fields["samples_seen"]
             self._bar.refresh()
-        elif time.monotonic() >= self._due:
-            self._due = time.monotonic() + LINE_EVERY_S
-            print(f"{text}  {fields['samples_per_s']:,.0f} samples/s", flush=True)
+        elif due:
+            print(text, flush=True)
 
-    def _waits(self, seconds: Mapping[str, float]) -> str:
+    def _waits(self) -> str:
         """What rank 0 waits for, where that is much of its time."""
-        total_s = sum(seconds.get(phase, 0.0) for phase in STEP)
-        shares = {what: seconds.get(phase, 0.0) / total_s for phase, what in _WAITS.items()} if total_s > 0 else {}
+        total_s = sum(self._seconds.values())
+        shares = {what: self._seconds[phase] / total_s for phase, what in _WAITS.items()} if total_s > 0 else {}
         return "".join(f"  waits {share:.0%} for {what}" for what, share in shares.items() if share >= WAITING_SHARE)
 
     def epoch(self, epoch: int, metrics: Mapping[str, float], seconds: float) -> None:

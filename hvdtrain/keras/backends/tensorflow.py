@@ -16,6 +16,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras.src.backend.tensorflow.trainer import TFEpochIterator
+from tensorflow.python.data.ops.iterator_ops import OwnedIterator
 
 from hvdtrain.keras.backends.tensorflow_host import OutsideOfSteps
 from hvdtrain.keras.session import KEY, first_made, map_leaves, replaced
@@ -89,23 +90,24 @@ class TensorFlowBackend(OutsideOfSteps):
 
     @contextmanager
     def timed_input(self, session: Any) -> Iterator[None]:
-        """While `fit` runs inside, its steps, which ask for their batches themselves, say by `session.waited` how
-        long they have waited for them.
+        """Adds to `session.waited` the seconds for which the steps of the `fit` inside wait for their batches.
+
+        Measured by the step's own graph: a function of the data's pipeline is compiled anew for each epoch, which took
+        longer than two steps of a small model.
         """
-        with tf.device("CPU:0"):
-            waited = tf.Variable(0.0, trainable=False, dtype=tf.float64)
-        session.waited = lambda: float(waited)
-        own: list[Any] = []
+        if isinstance(session.waited, float):
+            with tf.device("CPU:0"):
+                session.waited = tf.Variable(0.0, trainable=False, dtype=tf.float64)
 
         def timed(get: Callable[[Any], Any], iterator: Any) -> Any:
-            data = get(iterator)
-            return _timed(data, waited) if iterator is own[0] and isinstance(data, tf.data.Dataset) else data
+            since = tf.timestamp()
+            with tf.control_dependencies([since]):
+                batch = get(iterator)
+            with tf.control_dependencies(tf.nest.flatten(batch, expand_composites=True)):
+                session.waited.assign_add(tf.timestamp() - since)
+            return batch
 
-        def made(init: Callable[..., None], iterator: Any, *args: Any, **kwargs: Any) -> None:
-            own.append(iterator)  # the first is training's
-            init(iterator, *args, **kwargs)
-
-        with replaced(TFEpochIterator, "__init__", made), replaced(TFEpochIterator, "_get_iterator", timed):
+        with replaced(OwnedIterator, "get_next", timed), replaced(OwnedIterator, "get_next_as_optional", timed):
             yield
 
     def first_iterator(self, made: Callable[[Any], None]) -> AbstractContextManager[None]:
@@ -306,23 +308,6 @@ def _note(session: Any, words: Any) -> None:
         tf.cond(tf.reduce_any(words > 0), noted, tf.no_op)
     elif tf.reduce_any(words > 0):
         session.note(*words)
-
-
-def _timed(data: Any, waited: Any) -> Any:
-    """The same data; what a step waits for each batch of it is added to a variable."""
-    as_it_is = tf.autograph.experimental.do_not_convert  # autograph would read and rewrite the source: 0.05 s
-    asked = tf.data.Dataset.counter().map(as_it_is(lambda _: tf.timestamp()))
-
-    @as_it_is
-    def arrived(since: Any, batch: Any) -> Any:
-        with tf.control_dependencies(tf.nest.flatten(batch, expand_composites=True)):
-            noted = waited.assign_add(tf.timestamp() - since)
-        with tf.control_dependencies([noted]):
-            return tf.nest.map_structure(tf.identity, batch, expand_composites=True)
-
-    options = tf.data.Options()
-    options.experimental_optimization.inject_prefetch = False  # it would wait in the step's stead
-    return tf.data.Dataset.zip((asked, data)).map(arrived).with_options(options)
 
 
 def _rows(leaf: Any) -> Any:

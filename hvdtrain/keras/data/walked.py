@@ -178,7 +178,11 @@ class WalkedLoader(Loader):
 
         shapes = data_adapter_utils.get_tensor_spec([self[0], self[1]])
         found = tf.data.Dataset.from_generator(lambda: for_tensorflow(self.batches()), output_signature=shapes)
-        return found.prefetch(2) if self.source.by_tensorflow else found
+        if self.source.by_tensorflow:
+            return found.prefetch(2)
+        options = tf.data.Options()
+        options.experimental_optimization.inject_prefetch = False  # it draws from Python's generators, as training does
+        return found.with_options(options)
 
     def get_torch_dataloader(self) -> Any:
         return data_adapter_utils.get_torch_dataloader(self.batches())
@@ -186,17 +190,18 @@ class WalkedLoader(Loader):
 
 @contextmanager
 def open_ended() -> Iterator[None]:
-    """Inside, Keras begins no step of data that is walked for which there is no batch.
+    """Ends an epoch with its last step, inside.
 
-    It would warn, and take the epoch's length for that of the next; and TensorFlow finds the end beside a step, not
-    before, adding 1 to the optimizer's iterations, in plain Keras with data of unknown length too (3.15).
+    Keras makes an iterator after it that nothing reads (3.15). Of data that is walked it would begin one more step,
+    warn, and take the epoch's length for that of the next; and TensorFlow finds the end beside a step, not before,
+    adding 1 to the optimizer's iterations, in plain Keras with data of unknown length too.
     """
 
     def enumerated(every: Callable[[Any], Iterator[Any]], iterator: Any) -> Iterator[Any]:
         data = iterator.data_adapter
         for first, last, batches in every(iterator):
             yield first, last, batches
-            if isinstance(data, WalkedLoader) and data.complete(last + 1):
+            if isinstance(data, Loader) and data.complete(last + 1):
                 data.on_epoch_end()
                 return
 

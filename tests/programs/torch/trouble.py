@@ -183,7 +183,7 @@ class SlowPictures(torch.utils.data.Dataset[Any]):
         return 64
 
     def __getitem__(self, index: int) -> Any:
-        time.sleep(0.05 / 8)  # the same, sample by sample
+        time.sleep(0.1 / 8)  # the same, sample by sample
         return tuple(part[index % 32] for part in data())
 
 

@@ -186,8 +186,29 @@ class TestEnds:
 def test_the_progress_line_says_what_is_waited_for(
     seconds: dict[str, float], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    Line(None).show({"epoch": 0, "step": 7, "loss": 0.5, "lr": None, "samples_per_s": 1200.0, "seconds": seconds})
+    line = Line(None)
+    fields = {"epoch": 0, "step": 7, "loss": 0.5, "lr": None, "samples": 600, "samples_per_s": 1200.0}
+    line.show({**fields, "step": 1, "samples_per_s": 2.0, "seconds": {"input": 300.0}})
+    assert capsys.readouterr().out == "epoch 1 step 1  loss 0.5\n", "it compiles: neither a rate nor waiting"
+    line._due = 1.0
+    line.show({**fields, "seconds": seconds})
     assert capsys.readouterr().out == f"epoch 1 step 7  loss 0.5{said}  1,200 samples/s\n"
+
+
+def test_after_a_pause_the_progress_line_has_the_steps_before_it(capsys: pytest.CaptureFixture[str]) -> None:
+    """The first step of an epoch waits for its data to begin: alone it would be "waits 94% for data  24 samples/s"."""
+    line = Line(None)
+    fields = {"epoch": 0, "step": 7, "loss": None, "lr": None}
+    line.show({**fields, "samples": 16, "samples_per_s": 1.0, "seconds": {}})
+    many = {**fields, "samples": 7200, "samples_per_s": 1600.0, "seconds": {"train_step": 4.5}}
+    alone = {**fields, "samples": 16, "samples_per_s": 32.0, "seconds": {"input": 0.47, "train_step": 0.03}}
+    line.show(many)
+    line._due = 1.0
+    line.show(alone)
+    assert capsys.readouterr().out.splitlines()[1:] == ["epoch 1 step 7  1,443 samples/s"]
+    line._due = 1.0
+    line.show(alone)  # the negative twin
+    assert capsys.readouterr().out == "epoch 1 step 7  waits 94% for data  32 samples/s\n"
 
 
 def test_seconds_that_are_no_number_do_not_count(tmp_path: Path) -> None:
@@ -235,6 +256,7 @@ def test_micro_batches_of_an_update_are_one_step_and_their_time_counts():
 class TestVerdict:
     def test_it_is_the_last_word_over_all_epochs(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         with open_log(tmp_path, progress=True) as log:
+            one_step(log, 0, forward=99.0)  # it compiles, which is no step's time
             for epoch, phases in enumerate(({"input": 9.0, "forward": 1.0}, {"input": 1.0, "forward": 9.0})):
                 one_step(log, epoch + 1, **phases)
                 log.epoch(epoch, {}, 10.0)

@@ -82,6 +82,13 @@ def test_the_rank_whose_input_all_wait_for_in_their_train_step() -> None:
     assert verdict([KERAS, {**KERAS, "input": 0.05}]).kind == "compute"
 
 
+def test_where_all_wait_for_data_none_is_the_slow_one() -> None:
+    """With data that is read ahead, ranks as slow as each other take turns: one waits in its step for the other."""
+    late, early = {**KERAS, "input": 1.0, "train_step": 0.1}, {**KERAS, "input": 0.5, "train_step": 0.6}
+    assert verdict([early, late]).kind == "input"
+    assert verdict([{**early, "input": 0.02, "train_step": 1.08}, late]).kind == "uneven"  # the negative twin
+
+
 def test_the_rank_that_all_wait_for_is_named_with_its_cause() -> None:
     """The others wait in communication, so that their own share of it must not be called communication bound."""
     slow = {**BUSY, "input": 0.42, "communication": 0.05}
@@ -119,7 +126,8 @@ def test_other_code_of_the_loop() -> None:
 def test_checkpoints_and_evaluation_lie_between_steps() -> None:
     quiet = verdict([{**BUSY, "checkpoint": 0.02, "evaluation": 0.2}])
     assert quiet.text.count("\n") == 0 and quiet.shares == verdict([BUSY]).shares
-    loud = verdict([{**BUSY, "checkpoint": 0.25, "evaluation": 1.25}])
+    assert "\n" not in verdict([{**BUSY, "checkpoint": 0.25}]).text, "nobody gains by a quarter of a second"
+    loud = verdict([{name: 100 * its for name, its in {**BUSY, "checkpoint": 0.25, "evaluation": 1.25}.items()}])
     assert loud.kind == "compute"
     assert loud.text.splitlines()[1:] == [
         f"checkpoint takes 10 % of the run: {BETWEEN['checkpoint']}",
@@ -130,6 +138,25 @@ def test_checkpoints_and_evaluation_lie_between_steps() -> None:
 def test_shares_sum_to_1() -> None:
     found = verdict([{**BUSY, "unheard of": 0.1, "checkpoint": 3.0}, {**BUSY, "input": -1e-9}])
     assert set(found.shares) == set(STEP) and sum(found.shares.values()) == pytest.approx(1)
+
+
+def test_nothing_stands_out() -> None:
+    spread = {"input": 0.09, "forward": 0.6, "communication": 0.19, "other": 0.12}
+    found = verdict([spread] * 2)
+    assert found.kind == "nothing" and found.text == (
+        "nothing stands out: 60 % of each step computes, 9 % waits for data, 19 % for other ranks, 12 % is other code"
+    )
+    assert verdict([{**spread, "forward": 1.6}] * 2).kind == "compute"  # the negative twin
+
+
+def test_what_is_too_short_is_not_judged() -> None:
+    found = verdict([{"input": 0.3, "train_step": 0.1}])
+    assert found.kind == "nothing" and found.text == "nothing stands out: 0.4 s of steps are too short to judge"
+    assert verdict([{"input": 30.0, "train_step": 10.0}]).kind == "input"  # the negative twin
+
+
+def test_data_in_memory_is_not_augmented() -> None:
+    assert "augment" not in verdict([{"input": 0.5, "train_step": 0.5}], Facts(workers=None)).text
 
 
 @pytest.mark.parametrize("nothing", [[], [{}], [{"input": 0.0}, {}], [{"checkpoint": 1.0}]])
@@ -149,3 +176,9 @@ def test_phases_come_from_the_events_since_the_last_start() -> None:
     ]
     assert phases_per_rank(events) == [{"input": 2.0, "backward": 4.0}, {"input": 2.0, "forward": 6.0}]
     assert phases_per_rank([{"kind": "start"}]) == []
+
+
+def test_the_first_step_compiles_and_does_not_count() -> None:
+    ranks, first = [{"input": 3.0, "train_step": 9.0}], [{"train_step": 8.0}]
+    events = [{"kind": "epoch", "ranks": ranks, "first_step": first}, {"kind": "epoch", "ranks": ranks}]
+    assert phases_per_rank(events) == [{"input": 6.0, "train_step": 10.0}]
