@@ -76,8 +76,7 @@ failed=0
 run() {
   local system=$1 user=$2 root=$3 command=$4 started=$SECONDS before told result=passed log
   before=$(downloaded)
-  log=$work/$system-$user-${command%% *}.log
-  log=${log//\/scripts/}
+  log=$work/$system-$user-$(basename "${command%% *}").log
   while ! inside "$root" "$user" "cd /src && $command" >"$log" 2>&1 </dev/null; do
     told=$(grep -oE 'apt-get install -y .*' "$log" | tail -n 1 || true)
     if [ "$user" = root ] || [ -z "$told" ] || [ "$told" = "${last_told:-}" ]; then

@@ -205,11 +205,14 @@ def _optimizers_in(value: Any, depth: int) -> Iterator[Any]:
             yield from _optimizers_in(item, depth - 1)
 
 
+_SEVERAL = getattr(keras.optimizers, "MultiOptimizer", ())  # from Keras 3.15 on
+
+
 def leaves_of(optimizer: Any) -> list[Any]:
     """Returns the optimizers that do the updates: inside `LossScaleOptimizer` and `MultiOptimizer`."""
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         return leaves_of(optimizer.inner_optimizer)
-    if isinstance(optimizer, keras.optimizers.MultiOptimizer):
+    if isinstance(optimizer, _SEVERAL):
         return [leaf for inner in optimizer.optimizers for leaf in leaves_of(inner)]
     return [optimizer]
 
