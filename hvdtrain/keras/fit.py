@@ -99,8 +99,9 @@ def _fit(model: keras.Model, inner: Callable[..., Any], *args: Any, **kwargs: An
             )
         session.compared.clear()
         callbacks = _together(session, callbacks, given)
+    timing: AbstractContextManager[None] = nullcontext()
     if any(isinstance(callback, fit_records.Record) for callback in _listed(callbacks)):
-        callbacks = _with(fit_records.Wait(session), callbacks)
+        callbacks, timing = _with(fit_records.Wait(session), callbacks), BACKEND.timed_input(session)
     reading: AbstractContextManager[None] = nullcontext()
     if its is not None:
         if not any(isinstance(callback, _K.History) for callback in _listed(callbacks)):
@@ -112,7 +113,7 @@ def _fit(model: keras.Model, inner: Callable[..., Any], *args: Any, **kwargs: An
     moving_average.go_on(model, session, _listed(callbacks), within=within)
     session.fitting = True
     try:
-        with BACKEND.timed_input(session), reading, open_ended():
+        with timing, reading, open_ended():
             return inner(*bound.args, **bound.kwargs)
     finally:
         session.fitting, session.stops_in_epoch, session.saving = False, True, None

@@ -31,9 +31,9 @@ WAITING_SHARE = 0.10
 OTHER_SHARE = 0.15
 # above it the model itself is what a step is made of
 COMPUTE_SHARE = 0.75
-# shares of the whole run, and the seconds that they must come to
+# shares of the whole run, and the seconds that they must come to: fewer are worth a word where they are most of it
 BETWEEN_SHARES = {"checkpoint": 0.05, "evaluation": 0.30}
-BETWEEN_S = 1.0
+BETWEEN_S, MOST, MOST_S = 10.0, 0.5, 1.0
 # in less time than this, the steps are too few to judge
 SHORT_S = 0.5
 
@@ -207,7 +207,8 @@ def _between(seconds: Sequence[Mapping[str, float]], steps_s: float) -> list[str
     return [
         f"{name} takes {_percent(spent[name] / whole)} of the run: {remedy}"
         for name, remedy in BETWEEN.items()
-        if spent[name] / whole >= BETWEEN_SHARES[name] and spent[name] / len(seconds) >= BETWEEN_S
+        if spent[name] / whole >= BETWEEN_SHARES[name]
+        and spent[name] / len(seconds) >= (MOST_S if spent[name] / whole >= MOST else BETWEEN_S)
     ]
 
 

@@ -29,7 +29,7 @@ VERDICTS = {
     [("torch", ""), ("keras", "tensorflow"), pytest.param("keras", "torch", marks=pytest.mark.thorough)],
 )
 def test_the_verdict_names_the_known_cause(framework: str, backend: str, tmp_path: Path) -> None:
-    program = [str(PROGRAMS / "core" / "known_causes.py"), framework, str(tmp_path)]
+    program: list[str | Path] = [PROGRAMS / "core" / "known_causes.py", framework, str(tmp_path)]
     ended = run_ranks(program, 2, env={"KERAS_BACKEND": backend} if backend else {}, timeout_s=180).check()
     text = next(line for line in ended.out.splitlines() if '{"slow disk"' in line)
     found = json.loads(text[text.index("{") :])

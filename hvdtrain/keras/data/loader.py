@@ -243,8 +243,13 @@ class Loader(Dealt, keras.utils.PyDataset, DataAdapter):
         return self._adapter.get_numpy_iterator()
 
     def get_tf_dataset(self) -> Any:
+        import tensorflow as tf
+
         self._adapter._get_iterator = lambda: for_tensorflow(self.batches())
-        return self._adapter.get_tf_dataset()
+        options = tf.data.Options()
+        # nothing here is tuned; and its thread may sleep for seconds before an epoch's iterator can go (2.21)
+        options.autotune.enabled = False
+        return self._adapter.get_tf_dataset().with_options(options)
 
     def get_torch_dataloader(self) -> Any:
         made = self._adapter.get_torch_dataloader()
