@@ -80,7 +80,7 @@ def with_keras(cause: str, world: Any, run: Any) -> None:
     class Model(keras.Sequential):
         def train_step(self, data: Any) -> Any:
             if cause == "compute heavy":
-                time.sleep(SLEEP_S)
+                time.sleep(4 * SLEEP_S)
             return super().train_step(data)
 
     model = Model([keras.Input((3,)), keras.layers.Dense(1)])
@@ -120,7 +120,7 @@ def with_torch(cause: str, world: Any, run: Any) -> None:
     model, optimizer = hvt.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), train, verify=False)
     saves = SlowDisk(run.path("checkpoints"), best=None)
     if cause == "compute heavy":
-        model.register_forward_pre_hook(lambda *_: time.sleep(SLEEP_S))
+        model.register_forward_pre_hook(lambda *_: time.sleep(4 * SLEEP_S))
     slow_link = mock.patch.object(HorovodModel, "finish", sleeping(HorovodModel.finish, when=cause == "tiny batches"))
     with slow_link:
         for epoch in train.epochs(1 if cause == "nothing stands out" else EPOCHS):
