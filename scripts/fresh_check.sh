@@ -84,7 +84,7 @@ inside() {
       mkdir -p "$ROOT$bind"; mount --bind -o ro "$bind" "$ROOT$bind"
     done <<<"$BINDS"
     [ -z "$CACHE" ] || { mkdir -p "$ROOT/cache"; mount --bind "$CACHE" "$ROOT/cache"; chmod 1777 "$ROOT/cache"; }
-    cd "$ROOT"; exec "$@"
+    code=0; "$@" || code=$?; exit $code  # stays, to collect what others leave behind, as the first process must
   ' bash chroot "$root" su --login --shell /bin/bash "$user" --command "$(printf 'export %q;' LANG=C.UTF-8 "${values[@]}")
 cd /src && $command"
 }
