@@ -31,10 +31,28 @@ command -v debootstrap >/dev/null || die "debootstrap is missing. Run: apt-get i
 mirror=$(apt-get indextargets --format '$(SITE)' 2>/dev/null | grep -m 1 'debian/*$' || true)
 [ -n "$mirror" ] || die "no Debian mirror in this machine's apt sources"
 
+# What ends with this script, however it ends: its folder, and the command that runs, with all its mounts and processes.
+set -m  # a command gets signals of its own: in the background of a script it would ignore Ctrl-C
 work=$(mktemp -d "${TMPDIR:-/var/tmp}/hvdtrain-fresh.XXXXXX")
-clean() { [ -n "$keep" ] || rm -rf --one-file-system "$work"; }
+running=
+clean() {
+  trap '' INT TERM HUP
+  if [ -n "$running" ]; then
+    pkill -KILL -P "$running" || true  # the first process of its namespace, and with it the others
+    wait "$running" 2>/dev/null || true
+  fi
+  [ -n "$keep" ] || rm -rf --one-file-system "$work"
+}
 trap clean EXIT
-trap 'exit 130' INT TERM
+trap 'exit 130' INT TERM HUP
+
+contained() {
+  local code=0
+  unshare --mount --pid --ipc --fork --kill-child "$@" </dev/null & running=$!
+  wait "$running" || code=$?
+  running=
+  return $code
+}
 
 # what pip and certificates need: names of variables, not their values
 kept=$(env | grep -oE '^(PIP_[A-Z_]*|SSL_CERT_FILE|REQUESTS_CA_BUNDLE|[a-z]+_proxy|[A-Z]+_PROXY)=' | tr -d = || true)
@@ -42,56 +60,59 @@ kept=$(env | grep -oE '^(PIP_[A-Z_]*|SSL_CERT_FILE|REQUESTS_CA_BUNDLE|[a-z]+_pro
 make_system() {  # suite folder
   local script=/usr/share/debootstrap/scripts/$1
   [ -e "$script" ] || script=/usr/share/debootstrap/scripts/sid  # a release that is newer than debootstrap
-  debootstrap --variant=minbase --include=ca-certificates "$1" "$2" "$mirror" "$script" >"$work/log" 2>&1 ||
+  contained debootstrap --variant=minbase --include=ca-certificates "$1" "$2" "$mirror" "$script" >"$work/log" 2>&1 ||
     { tail -n 5 "$work/log" >&2; die "debootstrap failed for $1"; }
   cp /etc/resolv.conf /etc/hosts "$2/etc/"
   cp -L /etc/ssl/certs/ca-certificates.crt "$2/etc/ssl/certs/ca-certificates.crt"
   [ ! -e /etc/pip.conf ] || cp /etc/pip.conf "$2/etc/pip.conf"
+  [ "${PIP_CONFIG_FILE:-/dev/null}" = /dev/null ] || install -D -m 644 "$PIP_CONFIG_FILE" "$2$PIP_CONFIG_FILE"
   chroot "$2" useradd --create-home --shell /bin/bash user
+  mkdir "$2/src"
+  git archive HEAD | tar -x -C "$2/src"
 }
 
-# inside FOLDER USER COMMAND...: the command there, in mounts and processes of its own that end with it
+# inside FOLDER USER COMMAND: the command in /src there
 inside() {
-  local root=$1 user=$2 name values=() bind; shift 2
+  local root=$1 user=$2 command=$3 name values=()
   for name in $kept; do values+=("$name=${!name}"); done
-  [ -z "$cache" ] || values+=(PIP_CACHE_DIR=/cache/pip HVDTRAIN_CACHE=/cache/hvdtrain)
-  ROOT=$root CACHE=$cache BINDS=$(printf '%s\n' "${binds[@]:-}") unshare --mount --pid --ipc --fork --kill-child bash -euc '
+  [ -z "$cache" ] || values+=(PIP_CACHE_DIR="/cache/pip-$user" HVDTRAIN_CACHE="/cache/hvdtrain-$user")
+  ROOT=$root CACHE=$cache BINDS=$(printf '%s\n' "${binds[@]:-}") contained bash -euc '
     mount -t proc proc "$ROOT/proc"; mount -t sysfs sysfs "$ROOT/sys"; mount --rbind /dev "$ROOT/dev"
-    mount -t tmpfs tmpfs "$ROOT/dev/shm"
+    mount -t tmpfs -o mode=1777 tmpfs "$ROOT/dev/shm"
     while read -r bind; do
       [ -n "$bind" ] || continue
       mkdir -p "$ROOT$bind"; mount --bind -o ro "$bind" "$ROOT$bind"
     done <<<"$BINDS"
     [ -z "$CACHE" ] || { mkdir -p "$ROOT/cache"; mount --bind "$CACHE" "$ROOT/cache"; chmod 1777 "$ROOT/cache"; }
-    exec chroot --userspec="$0:" "$ROOT" "$@"
-  ' "$user" env -i "${values[@]}" HOME="$([ "$user" = root ] && echo /root || echo "/home/$user")" LANG=C.UTF-8 \
-    PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin bash -c "$*"
+    code=0; "$@" || code=$?; exit $code  # stays, to collect what others leave behind, as the first process must
+  ' bash chroot "$root" su --login --shell /bin/bash "$user" --command "$(printf 'export %q;' LANG=C.UTF-8 "${values[@]}")
+cd /src && $command"
 }
 
-downloaded() { awk -F'[: ]+' '/:/ && !/lo:/ { sum += $3 } END { print int(sum / 1e6) }' /proc/net/dev; }
+downloaded() { awk '/:/ && !/lo:/ { sub(/.*:/, ""); sum += $1 } END { print int(sum / 1e6) }' /proc/net/dev; }
 
 rows=()
 failed=0
 # run SYSTEM USER FOLDER COMMAND: one row; what the user is told to install is installed by root, and the command run again
 run() {
-  local system=$1 user=$2 root=$3 command=$4 started=$SECONDS before told result=passed log
+  local system=$1 user=$2 root=$3 command=$4 started=$SECONDS before told last='' result=passed log seconds
   before=$(downloaded)
   log=$work/$system-$user-$(basename "${command%% *}").log
-  while ! inside "$root" "$user" "cd /src && $command" >"$log" 2>&1 </dev/null; do
-    told=$(grep -oE 'apt-get install -y .*' "$log" | tail -n 1 || true)
-    if [ "$user" = root ] || [ -z "$told" ] || [ "$told" = "${last_told:-}" ]; then
-      result=FAILED
-      failed=1
-      tail -n 15 "$log" | sed 's/^/    /' >&2
+  until inside "$root" "$user" "$command" >"$log" 2>&1; do
+    told=$(sed -n 's/^setup: .* Run: //p' "$log")
+    if [ "$user" = root ] || [ -z "$told" ] || [ "$told" = "$last" ]; then
+      result=FAILED failed=1
       break
     fi
-    last_told=$told
-    printf 'fresh_check:   the user was told: %s\n' "$told"
-    inside "$root" root "apt-get update -q && DEBIAN_FRONTEND=noninteractive ${told/install/install --no-install-recommends}" \
-      >>"$log" 2>&1
+    last=$told
+    printf 'fresh_check: the user was told: %s\n' "$told"
+    inside "$root" root "export DEBIAN_FRONTEND=noninteractive; ${told//sudo /}" >"$log" 2>&1 || { result=FAILED failed=1; break; }
   done
-  rows+=("$(printf '| %s | %s | %s | %d.%d | %d | %s |' "$system" "$user" "$command" $(((SECONDS - started) / 60)) \
-    $(((SECONDS - started) % 60 / 6)) $(($(downloaded) - before)) "$result")")
+  [ $result = passed ] && tail -n 3 "$log" || tail -n 30 "$log"
+  grep -E '^setup: .*(ready|done|tested) in' "$log" | tail -n 8 || true
+  seconds=$((SECONDS - started))
+  rows+=("$(printf '| %s | %s | `%s` | %d.%d | %d | %s |' "$system" "$user" "$command" $((seconds / 60)) \
+    $((seconds % 60 / 6)) $(($(downloaded) - before)) "$result")")
   printf 'fresh_check: %s\n' "${rows[-1]}"
 }
 
@@ -100,10 +121,7 @@ for system in "${systems[@]}"; do
     root=$work/$system-$user
     printf 'fresh_check: %s as %s: making the system ...\n' "$system" "$user"
     make_system "$system" "$root"
-    inside "$root" root "mkdir /src"
-    git archive HEAD | tar -x -C "$root/src"
     chroot "$root" chown -R "$user" /src
-    last_told=
     run "$system" "$user" "$root" scripts/train.sh
     run "$system" "$user" "$root" "scripts/test.sh${smoke:+ $smoke}"
     [ -n "$keep" ] || rm -rf --one-file-system "$root"

@@ -41,35 +41,37 @@ find_python() {
       return
     fi
   done
-  die "Python 3.10 to 3.13 is needed; found: $(python3 --version 2>&1 || echo none). Install one, or set PYTHON=/path/to/python3.13"
+  # where there is none at all, the system's is installed
+  [ -z "${PYTHON:-}" ] && ! command -v python3 >/dev/null ||
+    die "Python 3.10 to 3.13 is needed; found: $("${PYTHON:-python3}" --version 2>&1 || echo none)." \
+      "Install one, or set PYTHON=/path/to/python3.13"
 }
 
-# Debian splits the venv module and the headers from the interpreter.
-to_make_venv() {
-  local missing=() python=$1
-  "$python" -c 'import ensurepip, venv' 2>/dev/null || missing+=(python3-venv)
-  system_packages "${missing[@]}"
-}
-
-to_compile() {
-  local missing=() python=$1
-  command -v g++ >/dev/null || missing+=(g++)
-  command -v make >/dev/null || missing+=(make)
-  command -v cmake >/dev/null || missing+=(cmake)
-  command -v mpicxx >/dev/null || missing+=(libopenmpi-dev)
-  command -v mpirun >/dev/null || missing+=(openmpi-bin)
-  [ -e "$("$python" -c 'import sysconfig; print(sysconfig.get_paths()["include"])')/Python.h" ] || missing+=(python3-dev)
-  system_packages "${missing[@]}"
-}
-
+# What this system lacks to make the environment and, given "compile", Horovod: all of it at once. Debian splits the
+# venv module and the headers from the interpreter.
 system_packages() {
-  local missing=("$@")
+  local missing=() python=$1 what=$2
+  [ -n "$python" ] || missing+=(python3)
+  [ -x "$VENV/bin/python" ] || "${python:-false}" -c 'import ensurepip, venv' 2>/dev/null || missing+=(python3-venv)
+  if [ "$what" = compile ]; then
+    command -v g++ >/dev/null || missing+=(g++)
+    command -v make >/dev/null || missing+=(make)
+    command -v cmake >/dev/null || missing+=(cmake)
+    command -v mpicxx >/dev/null || missing+=(libopenmpi-dev)
+    command -v mpirun >/dev/null || missing+=(openmpi-bin)
+    "${python:-false}" -c 'import os, sysconfig, sys
+sys.exit(not os.path.exists(sysconfig.get_paths()["include"] + "/Python.h"))' || missing+=(python3-dev)
+  fi
   [ ${#missing[@]} -gt 0 ] || return 0
   command -v apt-get >/dev/null || die "missing: ${missing[*]}. Install them with this system's package manager"
-  [ "$(id -u)" = 0 ] || die "missing system packages. Run: sudo apt-get install -y ${missing[*]}"
+  [ "$(id -u)" = 0 ] || die "system packages are missing. Run:" \
+    "sudo apt-get update && sudo apt-get install -y --no-install-recommends ${missing[*]}"
+  apt_install "${missing[@]}"
+}
+
+apt_install() {
   step "reading the package lists (about 10 s)" apt-get update -q
-  step "installing ${missing[*]} (about 30 s)" env DEBIAN_FRONTEND=noninteractive \
-    apt-get install -y -q --no-install-recommends "${missing[@]}"
+  step "installing $* (about 30 s)" env DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends "$@"
 }
 
 # What only the tests need: hosts made of network namespaces, with an sshd each, and a Slurm. Where they cannot be
@@ -85,9 +87,7 @@ test_packages() {
     say "some tests will be skipped without: ${missing[*]} (apt-get install them; their services need not run)"
     return 0
   fi
-  step "reading the package lists (about 10 s)" apt-get update -q
-  step "installing ${missing[*]} for the tests (about 30 s)" env DEBIAN_FRONTEND=noninteractive \
-    apt-get install -y -q --no-install-recommends "${missing[@]}"
+  apt_install "${missing[@]}"
 }
 
 # pip would say so after minutes, when the disk is full for everyone.
@@ -107,26 +107,29 @@ fingerprint() {
 
 set_up() {
   local ready=$VENV/.ready wanted python extras=torch,keras,build,tensorboard,mpi what=${HVDTRAIN_SETUP:-train}
+  local started=$SECONDS compile=compile
   wanted=$(fingerprint)
   case "$what $(cat "$ready" 2>/dev/null || true)" in
     *" $wanted $what" | *" $wanted dev" | "train $wanted test") return 0 ;;
   esac
+  [ "$what" = dev ] || [ -z "${HVDTRAIN_WHEELS:-}" ] || compile=
   python=$(find_python)
+  [ -x "$VENV/bin/python" ] || room_for_venv
+  system_packages "$python" "$compile"
   if [ ! -x "$VENV/bin/python" ]; then
-    room_for_venv
-    to_make_venv "$python"
+    [ -n "$python" ] || python=$(find_python)
     step "making $VENV with $("$python" --version) (about 5 s)" "$python" -m venv "$VENV"
   fi
   [ "$what" = train ] || extras+=,$what
   step "installing PyTorch, TensorFlow and Keras as pinned in setup.cfg (6.5 GB, about 2 minutes)" \
     "$VENV/bin/python" -m pip install -q --disable-pip-version-check -e ".[$extras]"
   if [ "$what" = dev ] || ! ready_wheel; then
-    to_compile "$python"
+    system_packages "$python" compile
     say "building Horovod unless its wheel is cached (about 4 minutes on 2 cores, once a machine) ..."
     "$VENV/bin/python" -m hvdtrain build-horovod --install >&2 || die "Horovod could not be built: read the lines above"
   fi
   printf '%s\n' "$wanted $what" >"$ready"
-  say "ready"
+  say "ready in $((SECONDS - started)) s"
 }
 
 ready_wheel() {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -99,6 +100,29 @@ def test_a_disk_without_room_for_an_environment_is_said_before_anything_is_insta
     assert done.returncode == 1 and not done.stdout, done.stdout
     assert f"needs 8 GB, and {tmp_path} has 6 GB free" in done.stderr and "HVDTRAIN_VENV" in done.stderr
     assert not venv.exists()
+
+
+@pytest.mark.parametrize(
+    ("wheels", "packages"),
+    [
+        ("", "python3 python3-venv g++ make cmake libopenmpi-dev openmpi-bin python3-dev"),
+        ("/wheels", "python3 python3-venv"),
+    ],
+)
+def test_a_bare_system_asks_for_all_packages_at_once(set_up, tmp_path, wheels, packages):
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for name in ("awk", "cat", "cut", "df", "dirname", "sha256sum"):
+        (tools / name).symlink_to(shutil.which(name))
+    for name, says in (("apt-get", "exit 1"), ("id", "echo 1000")):
+        (tools / name).write_text(f"#!/bin/sh\n{says}\n")
+        (tools / name).chmod(0o755)
+    done = subprocess.run(
+        ["/bin/bash", "-c", ". scripts/setup.sh; echo goes on"], cwd=REPOSITORY, text=True, capture_output=True,
+        env={"PATH": str(tools), "HVDTRAIN_VENV": str(tmp_path / "venv"), "HVDTRAIN_WHEELS": wheels},
+    )  # fmt: skip
+    assert done.returncode == 1 and not done.stdout, done.stdout
+    assert done.stderr.splitlines()[-1].endswith(f"apt-get install -y --no-install-recommends {packages}"), done.stderr
 
 
 def test_a_folder_of_ready_wheels_is_that_of_the_caller(set_up, tmp_path):
