@@ -319,6 +319,9 @@ def write_rows(rows: dict[tuple[str, ...], str]) -> None:
     before, _, after = parts(page)
     lines = [rows[key] for key in sorted(rows, key=lambda key: (numbers(key[1]), numbers(key[0]), key[4]))]
     partial = PAGE.with_suffix(".partial")
+    missing = "".join(f"- Not run yet: {one}.\n" for one in COVERING_SET if one.key not in rows)
+    rest = re.sub(r"^\n((- Not run yet: [^\n]*\n)+\n)?", "", after)
+    after = "\n" + (f"{missing}\n" if missing else "") + rest
     partial.write_text(before + HEAD + "".join(f"{line}\n" for line in lines) + after, encoding="utf-8")
     partial.replace(PAGE)
 
