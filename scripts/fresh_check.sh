@@ -122,8 +122,10 @@ for system in "${systems[@]}"; do
     printf 'fresh_check: %s as %s: making the system ...\n' "$system" "$user"
     make_system "$system" "$root"
     chroot "$root" chown -R "$user" /src
-    run "$system" "$user" "$root" scripts/train.sh
-    run "$system" "$user" "$root" "scripts/test.sh${smoke:+ $smoke}"
+    for command in scripts/train.sh "scripts/test.sh${smoke:+ $smoke}"; do
+      run "$system" "$user" "$root" "$command"
+      [[ ${rows[-1]} != *FAILED* ]] || break
+    done
     [ -n "$keep" ] || rm -rf --one-file-system "$root"
   done
 done

@@ -19,7 +19,7 @@ FOLDER = Path(__file__).parent / "patches"
 
 # In this order, for every target.
 ALWAYS = (
-    "cxx17", "gcc13", "gcc13-gloo", "cmake4-gloo", "no-distutils", "rpath", "torch-answers-first",
+    "cxx17", "gcc13", "gcc13-gloo", "gcc14-flatbuffers", "cmake4-gloo", "no-distutils", "rpath", "torch-answers-first",
     "check-build-survives", "built-at-once", "gloo-stall-check", "gloo-interface", "gloo-address", "gloo-start-again",
     "torch-wait-sleeps", "idle-cycle", "zero-grad-set-to-none", "broadcast-takes-no-step",
     "horovodrun-no-traceback", "keras3-optimizer", "keras3-sync-batch-norm", "keras3-on-torch", "unity-build",

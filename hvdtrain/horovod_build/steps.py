@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
@@ -13,6 +14,12 @@ from hvdtrain.core.errors import HvdtrainError
 
 Say = Callable[[str], None]
 LOG_TAIL_LINES = 30
+# of compilers (file:line:column, file(line)), linkers, CMake, make and pip
+_ERROR = re.compile(
+    r"^\S*: (fatal )?error: |^(error|nvcc error|ptxas fatal|CMake Error)\b|^g?make.*\*\*\* "
+    r"|undefined reference|No space left",
+    re.IGNORECASE,
+)
 
 
 class Steps:
@@ -38,10 +45,17 @@ class Steps:
         if code:
             raise HvdtrainError(
                 rule=f"{what}: failed with exit code {code}",
-                received="the last lines of its log:\n    " + "    ".join(printed[-LOG_TAIL_LINES:]).rstrip(),
+                received=_telling(printed),
                 remedy=f"the whole log is {self.log}",
             )
         return "".join(printed)
+
+
+def _telling(printed: list[str]) -> str:
+    """The lines from the first error on; without one, the last: after a compiler's error comes setup.py's traceback."""
+    first = next((at for at, line in enumerate(printed) if _ERROR.search(line)), None)
+    which, at = ("last lines", -LOG_TAIL_LINES) if first is None else ("first error", first)
+    return f"the {which} of its log:\n    " + "    ".join(printed[at:][:LOG_TAIL_LINES]).rstrip()
 
 
 @contextmanager

@@ -56,6 +56,24 @@ def test_a_failed_step_shows_the_end_of_its_log(tmp_path):
     assert "line 50" not in str(caught.value) and str(tmp_path / "log") in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "cause",
+    [
+        "horovod/a.cc:3:5: error: no",
+        "k.cu(7): error: no",
+        "g++: fatal error: Killed",
+        "b.cc: undefined reference to `x'",
+    ],
+)
+def test_a_failed_step_shows_its_first_error_and_not_the_traceback_after_it(tmp_path, cause):
+    run = steps.Steps(tmp_path / "log", lambda line: None)
+    program = f"print('quiet'); print({cause!r})\nfor i in range(100): print('  line', i)\nraise SystemExit(3)"
+    with pytest.raises(HvdtrainError, match="exit code 3") as caught:
+        run("compiling", [sys.executable, "-c", program])
+    said = str(caught.value)
+    assert cause in said and "line 28" in said and "line 29" not in said and "quiet" not in said, said
+
+
 def test_a_step_that_hangs_is_ended_with_its_children(tmp_path):
     program = "import subprocess, sys; p = subprocess.Popen(['sleep', '60']); print(p.pid, flush=True); p.wait()"
     run = steps.Steps(tmp_path / "log", lambda line: None)
