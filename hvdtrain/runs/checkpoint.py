@@ -30,8 +30,19 @@ from hvdtrain.runs.parts import Part, Progress
 from hvdtrain.runs.together import Together
 from hvdtrain.runs.writer import Writer, running, started
 
+
+class Lock:
+    """A directory that this process has taken, until no Checkpointer is left that saves there."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    def __del__(self) -> None:
+        self._file.close()
+
+
 # directories that this process has taken; several Checkpointers of one program share a lock
-_LOCKS: WeakValueDictionary[Path, TextIO] = WeakValueDictionary()
+_LOCKS: WeakValueDictionary[Path, Lock] = WeakValueDictionary()
 # directory to the training that this program saves there: a new one, or that of the checkpoint it has restored
 _TRAININGS: dict[Path, str] = {}
 
@@ -79,7 +90,7 @@ class Checkpointer:
         self.run = run
         self._world = world
         self._known: list[Path] = []
-        self._lock: TextIO | None = None
+        self._lock: Lock | None = None
         self._best_is_missing = False
         if (world or current()) is not None and self.world.is_main:
             self._look()
@@ -103,7 +114,7 @@ class Checkpointer:
         if self._lock is None and (lock := _LOCKS.get(self.directory)) is not None:
             self._lock = lock
         try:
-            self._lock = self._lock or log_files.lock(self.directory, what="checkpoint")
+            self._lock = self._lock or Lock(log_files.lock(self.directory, what="checkpoint"))
             _LOCKS[self.directory] = self._lock
         except ConfigError as error:
             if elastic.active() is None:  # else the lost rank 0 may still have it: taken at a later save

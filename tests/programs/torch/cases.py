@@ -17,7 +17,7 @@ from hvdtrain.core.errors import HvdtrainError
 def run_cases(namespace: Mapping[str, Any], world: hvdtrain.World) -> int:
     """Runs all cases, in order; returns how many failed on some rank. A failed one must not leave a rank waiting."""
     failed = 0
-    for name, case in namespace.items():
+    for name, case in list(namespace.items()):
         if not name.startswith("case_"):
             continue
         problem = ""
