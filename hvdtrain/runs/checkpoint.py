@@ -14,32 +14,31 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any, Literal
 from weakref import WeakValueDictionary
 
 from hvdtrain.core.errors import CheckpointError, ConfigError, HvdtrainError, MainRankError
 from hvdtrain.core.in_step import elastic
 from hvdtrain.core.in_step.elastic import repeated
 from hvdtrain.core.world import World, current
-from hvdtrain.runs import log_files, preemption
+from hvdtrain.runs import preemption
 from hvdtrain.runs.checkpoint_files import MANIFEST, STRIPED, direction_of, local_copy, read_manifest, verify
-from hvdtrain.runs.checkpoint_folder import Folder, Info, Written, fill, name_of, read_info, unusable_info
+from hvdtrain.runs.checkpoint_folder import (
+    Folder,
+    Info,
+    Lock,
+    Written,
+    fill,
+    name_of,
+    read_info,
+    taken_by,
+    unusable_info,
+)
 from hvdtrain.runs.folder import place_of
 from hvdtrain.runs.log import RunLog
 from hvdtrain.runs.parts import Part, Progress
 from hvdtrain.runs.together import Together
 from hvdtrain.runs.writer import Writer, running, started
-
-
-class Lock:
-    """A directory that this process has taken, until no Checkpointer is left that saves there."""
-
-    def __init__(self, file: TextIO) -> None:
-        self._file = file
-
-    def __del__(self) -> None:
-        self._file.close()
-
 
 # directories that this process has taken; several Checkpointers of one program share a lock
 _LOCKS: WeakValueDictionary[Path, Lock] = WeakValueDictionary()
@@ -65,7 +64,6 @@ class Checkpointer:
 
     Raises:
         ConfigError: an argument is wrong, or the metric's name does not say which way is better.
-        CheckpointError: the directory is new, and this user cannot make it.
     """
 
     def __init__(
@@ -100,25 +98,28 @@ class Checkpointer:
     def world(self) -> World:
         return self._world or current() or World.solo()
 
+    @property
+    def _place(self) -> Path:
+        """The directory by the one name that all spellings of it have."""
+        return self.directory.resolve()
+
     def _look(self) -> None:
         """Reports at the start what would otherwise come to light at the first save."""
-        self.folder.check_place()
-        owner = log_files.locked_by(self.directory)
-        if owner is not None and self.directory not in _LOCKS:
-            line = f"{self.directory} is in use by {owner}: its checkpoints can be read; save() will be refused"
-            print(f"hvdtrain: {line}", file=sys.stderr, flush=True)
+        problem = self.folder.why_unmakeable()
+        if problem is None and self._place not in _LOCKS and (owner := taken_by(self.directory)) is not None:
+            problem = f"it is in use by {owner}; its checkpoints can be read"
+        if problem is not None:
+            print(f"hvdtrain: save() cannot write to {self.directory}: {problem}", file=sys.stderr, flush=True)
 
     def _take(self) -> None:
         """Makes the directory and takes it for this training; call it on rank 0."""
         self.folder.make()
-        if self._lock is None and (lock := _LOCKS.get(self.directory)) is not None:
-            self._lock = lock
+        self._lock = self._lock or _LOCKS.get(self._place)
         try:
-            self._lock = self._lock or Lock(log_files.lock(self.directory, what="checkpoint"))
-            _LOCKS[self.directory] = self._lock
-        except ConfigError as error:
+            self._lock = _LOCKS[self._place] = self._lock or Lock(self._place)
+        except CheckpointError:
             if elastic.active() is None:  # else the lost rank 0 may still have it: taken at a later save
-                raise CheckpointError(error.rule, error.received, error.remedy) from None
+                raise
         except OSError as error:
             raise self.folder.not_written(error) from error
 
@@ -162,7 +163,7 @@ class Checkpointer:
             path = self._save_together(state, written, noted)
         if path is None:
             # in an elastic job another rank may be the one to save next
-            path, _TRAININGS[self.directory] = self.world.on_main(self._save, state, written, noted)
+            path, _TRAININGS[self._place] = self.world.on_main(self._save, state, written, noted)
         if noted is not None:
             noted.went_on(self._settle)
         return path
@@ -194,10 +195,10 @@ class Checkpointer:
     def _prepare(self, state: Mapping[str, Part]) -> Writer | None:
         _check_names(state)
         self._take()
-        if self.directory not in _TRAININGS:
+        if self._place not in _TRAININGS:
             self.folder.report_others()
-            _TRAININGS[self.directory] = uuid.uuid4().hex
-        self.folder.training = _TRAININGS[self.directory]
+            _TRAININGS[self._place] = uuid.uuid4().hex
+        self.folder.training = _TRAININGS[self._place]
         writer = started() if self.asynchronous else running()
         if writer is not None:
             if self.asynchronous:
@@ -332,7 +333,7 @@ class Checkpointer:
             self._load(state, folder, failure)
         progress = Progress(**manifest["progress"])
         if path.parent == self.directory:
-            _TRAININGS[self.directory] = manifest.get("training", "")
+            _TRAININGS[self._place] = manifest.get("training", "")
         for part in state.values():
             part.restored(progress)
         return progress

@@ -12,6 +12,7 @@ A process of its own may do it (`hvdtrain.runs.writer`): nothing here needs the 
 from __future__ import annotations
 
 import errno
+import fcntl
 import itertools
 import math
 import os
@@ -46,6 +47,62 @@ _NAME = re.compile(r"epoch-(\d+)-step-(\d+)(?:\.(\d+))?")
 LINK = "link"  # a socket, for a moment
 _UNFINISHED = re.compile(rf"\.(?:writing|deleting|{LINK})-(?P<host>.+)-(?P<pid>\d+)-[^-]+")
 _ABANDONED_S = 24 * 3600.0
+_NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)  # the last: NFS, of what is only read
+
+
+class Lock:
+    """A directory that this process has taken, until the object goes; the kernel gives it back however that ends.
+
+    The directory itself is locked: nothing is written there, so that a full disk, or a copy, has no trace of it.
+
+    Raises:
+        CheckpointError: another process has it.
+        OSError: it cannot be read.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._descriptor = os.open(directory, os.O_RDONLY)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CheckpointError(
+                "a checkpoint directory belongs to one training at a time: this one must not save there",
+                f"{directory} is in use by {_holder(directory)}",
+                "give another directory, or end that training first",
+            ) from None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS_HERE:
+                raise
+
+    def __del__(self) -> None:
+        if hasattr(self, "_descriptor"):
+            os.close(self._descriptor)
+
+
+def taken_by(directory: Path) -> str | None:
+    """Returns the process that has taken a directory, or None if no process has."""
+    try:
+        descriptor = os.open(directory, os.O_RDONLY)
+    except OSError:
+        return None  # it is not there yet
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return _holder(directory)
+    except OSError:  # a file system without locks
+        pass
+    finally:
+        os.close(descriptor)
+    return None
+
+
+def _holder(directory: Path) -> str:
+    inode = f":{directory.stat().st_ino}"
+    for line in Path("/proc/locks").read_text(encoding="ascii").splitlines():
+        words = line.split()  # 1: FLOCK ADVISORY WRITE 2382 fe:00:1234 0 EOF
+        if words[1] == "FLOCK" and words[5].endswith(inode):
+            return f"pid {words[4]}"
+    return "a process of another host"
 
 
 @dataclass(frozen=True)
@@ -120,20 +177,16 @@ class Folder:
         except OSError as error:
             raise self.not_written(error) from error
 
-    def check_place(self) -> None:
-        """Raises if the directory is not there and cannot be made.
-
-        Raises:
-            CheckpointError: this user cannot write where it would be.
-        """
+    def why_unmakeable(self) -> str | None:
+        """Returns why this user cannot make the directory; None if it is there (perhaps only to be read), or can be."""
         place = self.directory
-        if place.is_dir():
-            return  # perhaps only to be read
         while not place.exists():
             place = place.parent
-        if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
-            error = errno.EACCES if place.is_dir() else errno.ENOTDIR
-            raise self.not_written(OSError(error, f"{os.strerror(error)}: {place}"))
+        if place == self.directory and place.is_dir():
+            return None
+        if not place.is_dir():
+            return f"{place} is not a directory"
+        return None if os.access(place, os.W_OK | os.X_OK) else f"{place} is not writable by user {os.getuid()}"
 
     def report_others(self) -> None:
         """Reports checkpoints of another training, which this one leaves alone."""

@@ -256,11 +256,8 @@ class Line:
             self._bar.close()
 
 
-def lock(folder: Path, *, what: str = "run") -> TextIO:
-    """Takes a directory for this process; the kernel gives it back however the process ends.
-
-    Args:
-        what: what kind of directory it is, for the error.
+def lock(folder: Path) -> TextIO:
+    """Takes a run directory for this process; the kernel gives it back however the process ends.
 
     Raises:
         ConfigError: another process has it.
@@ -273,9 +270,9 @@ def lock(folder: Path, *, what: str = "run") -> TextIO:
         owner = file.read().strip() or "an unknown process"
         file.close()
         raise ConfigError(
-            f"a {what} directory belongs to one run at a time",
+            "a run directory belongs to one run at a time",
             f"{folder} is in use by {owner}",
-            f"give another {what} directory, or end that run first",
+            "give another run directory, or end that run first",
         ) from None
     except OSError as error:
         if error.errno not in _NO_LOCKS_HERE:

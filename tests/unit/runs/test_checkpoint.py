@@ -114,9 +114,7 @@ class TestSaveAndRestore:
         assert "File too large" in caught.value.received
         with pytest.raises(RuntimeError, match="a mistake"):  # which is no matter of room
             synchronous(tmp_path).save({"a.bin": Opaque()}, progress=Progress(step=2))
-        assert steps(tmp_path) == [1] and [path.name for path in tmp_path.iterdir() if path.name != ".lock"] == [
-            "epoch-0000-step-000001"
-        ]
+        assert steps(tmp_path) == [1] and len(list(tmp_path.iterdir())) == 1
 
     @pytest.mark.parametrize("options", [{"keep": 0}, {"keep": 1.5}, {"keep": True}, {"mode": "least"}])
     def test_arguments_that_mean_nothing(self, tmp_path: Path, options: dict) -> None:
