@@ -21,6 +21,7 @@ import shutil
 import socket
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -61,9 +62,10 @@ class Lock:
     """
 
     def __init__(self, directory: Path) -> None:
-        self._descriptor = os.open(directory, os.O_RDONLY)
+        descriptor = os.open(directory, os.O_RDONLY)
+        weakref.finalize(self, os.close, descriptor).atexit = False  # at the end the kernel does
         try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise CheckpointError(
                 "a checkpoint directory belongs to one training at a time: this one must not save there",
@@ -73,10 +75,6 @@ class Lock:
         except OSError as error:
             if error.errno not in _NO_LOCKS_HERE:
                 raise
-
-    def __del__(self) -> None:
-        if hasattr(self, "_descriptor"):
-            os.close(self._descriptor)
 
 
 def taken_by(directory: Path) -> str | None:
