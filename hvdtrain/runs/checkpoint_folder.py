@@ -48,6 +48,7 @@ _NAME = re.compile(r"epoch-(\d+)-step-(\d+)(?:\.(\d+))?")
 LINK = "link"  # a socket, for a moment
 _UNFINISHED = re.compile(rf"\.(?:writing|deleting|{LINK})-(?P<host>.+)-(?P<pid>\d+)-[^-]+")
 _ABANDONED_S = 24 * 3600.0
+LOCKS = Path("/proc/locks")
 _NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)  # the last: NFS, of what is only read
 
 
@@ -95,12 +96,16 @@ def taken_by(directory: Path) -> str | None:
 
 
 def _holder(directory: Path) -> str:
-    inode = f":{directory.stat().st_ino}"
-    for line in Path("/proc/locks").read_text(encoding="ascii").splitlines():
+    """Names the process that has locked a directory, as far as this host knows it."""
+    try:
+        inode, locks = f":{directory.stat().st_ino}", LOCKS.read_text(encoding="ascii")
+    except OSError:  # a container may hide the list
+        return "another process"
+    for line in locks.splitlines():
         words = line.split()  # 1: FLOCK ADVISORY WRITE 2382 fe:00:1234 0 EOF
         if words[1] == "FLOCK" and words[5].endswith(inode):
             return f"pid {words[4]}"
-    return "a process of another host"
+    return "another process"
 
 
 @dataclass(frozen=True)

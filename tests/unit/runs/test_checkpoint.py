@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from limits import Limit
 
 from hvdtrain import CheckpointError, ConfigError, NonFiniteError, Progress
+from hvdtrain.runs import checkpoint_folder
 from hvdtrain.runs.checkpoint_files import MANIFEST, read_manifest, write_manifest
 from hvdtrain.runs.staging import StateFile
 
@@ -144,6 +145,21 @@ class TestRetention:
             assert step_of(restored(folder)) == step
             if best:
                 assert step_of(restored(folder, which="best", mode=mode)) == -best[1]
+
+    def test_a_directory_that_is_taken_is_named_also_where_the_list_of_locks_is_hidden(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        held = checkpoint_folder.Lock(tmp_path)
+        with pytest.raises(CheckpointError, match="one training at a time") as caught:
+            checkpoint_folder.Lock(tmp_path)
+        assert f"in use by pid {os.getpid()}" in caught.value.received
+        monkeypatch.setattr(checkpoint_folder, "LOCKS", tmp_path / "hidden")
+        with pytest.raises(CheckpointError, match="one training at a time") as caught:
+            checkpoint_folder.Lock(tmp_path)
+        assert "in use by another process" in caught.value.received
+        assert checkpoint_folder.taken_by(tmp_path) == "another process"
+        del held
+        assert checkpoint_folder.taken_by(tmp_path) is None, "the twin: a lock that is given back"
 
     def test_a_missing_best_metric_is_reported_once(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         checkpoints = synchronous(tmp_path)
