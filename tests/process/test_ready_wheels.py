@@ -49,7 +49,8 @@ def place(tmp_path) -> SimpleNamespace:
 
     def install(*words: str) -> subprocess.CompletedProcess:
         command = [sys.executable, "-m", "pip", "--python", str(tmp_path / "env"), "--isolated", "install", *words]
-        return subprocess.run(command, capture_output=True, text=True, timeout=60)
+        alone = {**os.environ, "PIP_CONFIG_FILE": os.devnull}  # --isolated reads the machine's settings all the same
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, env=alone)
 
     def have(name: str, version: str) -> None:
         install("--no-index", str(tiny_wheel(own, name, version, HEAD))).check_returncode()

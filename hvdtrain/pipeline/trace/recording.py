@@ -10,7 +10,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.utils.checkpoint
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -72,17 +71,16 @@ def patched(tracer: Any) -> Iterator[None]:
             tracer.read.add((module, name))
         return found(module, name)
 
-    generator = torch.utils.checkpoint._checkpoint_without_reentrant_generator
+    enter = torch.autograd.graph.saved_tensors_hooks.__enter__
 
-    def checkpointed(*args: Any, **kwargs: Any) -> Any:
+    def hooked(hooks: Any) -> Any:
+        """Non-reentrant checkpointing and `save_on_cpu` of every release of PyTorch: a stand-in keeps nothing."""
         if tracer.shadow.running:
-            return generator(*args, **kwargs)
+            return enter(hooks)
         raise ValueError("torch.utils.checkpoint(use_reentrant=False); remat='all' of split() does as much")
 
     with ExitStack() as patches:
-        patches.enter_context(
-            mock.patch.object(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", checkpointed)
-        )
+        patches.enter_context(mock.patch.object(torch.autograd.graph.saved_tensors_hooks, "__enter__", hooked))
         patches.enter_context(mock.patch.object(builtins, "len", counted))
         patches.enter_context(mock.patch.object(nn.Module, "__getattribute__", noted))
         patches.enter_context(mock.patch.object(torch.autograd.Function, "apply", classmethod(apply_or_record)))
