@@ -122,7 +122,7 @@ set_up() {
   fi
   [ "$what" = train ] || extras+=,$what
   step "installing PyTorch, TensorFlow and Keras as pinned in setup.cfg (6.5 GB, about 2 minutes)" \
-    "$VENV/bin/python" -m pip install -q --disable-pip-version-check -e ".[$extras]"
+    "$VENV/bin/python" -m pip install -q --no-compile --disable-pip-version-check -e ".[$extras]"
   if [ "$what" = dev ] || ! ready_wheel; then
     system_packages "$python" compile
     say "building Horovod unless its wheel is cached (about 4 minutes on 2 cores, once a machine) ..."
