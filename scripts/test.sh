@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sets everything up (once), then checks the sources and runs the tests.
 #   scripts/test.sh --quick             tests/unit: what starts no process
-#   scripts/test.sh --smoke             the first promises on 2 real ranks, in under 3 minutes: tests/ranks/test_smoke.py
+#   scripts/test.sh --smoke             the first promises on 2 real ranks, in a minute: tests/ranks/test_smoke.py
 #   scripts/test.sh tests/ranks -x      what pytest is given, without the checks of the sources
 #   scripts/test.sh --coverage          which lines run, in ranks and programs, too; fails below 90 %
 # Two files at a time: tests of ranks wait as long as they work. -n 0 for one after the other, in one process.
