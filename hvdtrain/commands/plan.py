@@ -12,7 +12,7 @@ import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,6 +69,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measures, ranks and prints; returns 0."""
+    for flag, path in (("--profile", args.profile), ("--json", args.json)):
+        if path is not None and not (flag == "--profile" and path.exists()):  # that is read
+            flags.check_file(flag, path, parents=flag == "--json")
     devices = described(args.devices, reserve_bytes=args.reserve_gib * 2**30)
     startup.find_modules(dict.fromkeys(("torch", "torchvision"), install_command("torch")))
     started = time.perf_counter()
@@ -175,12 +178,8 @@ def _profile(
     found = profile(model, example, devices, sizes=sizes, optimizer_copies=copies, repeats=1)
     print(f"measured {len(found.costs)} parts in {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
     if args.profile is not None:
-        try:
-            found.save(args.profile)
-            content = json.loads(args.profile.read_text(encoding="utf-8")) | {"of": of}
-            args.profile.write_text(json.dumps(content, indent=1), encoding="utf-8")
-        except OSError as error:
-            raise ConfigError("--profile names a file that can be written", f"{args.profile}: {error}") from error
+        content = asdict(found) | {"of": of}
+        flags.write_file("--profile", args.profile, json.dumps(content, indent=1, default=str))
     return found
 
 
@@ -246,8 +245,4 @@ def save(args: argparse.Namespace, command: str, **found: Any) -> None:
     """
     settings = {name: value for name, value in vars(args).items() if isinstance(value, (int, float, str, list))}
     result = {"format": 1, "command": command, "machine": stats.machine(), "settings": settings, **found}
-    try:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(result, indent=1), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError("--json names a file that can be written", f"{args.json}: {error.strerror}") from error
+    flags.write_file("--json", args.json, json.dumps(result, indent=1), parents=True)
