@@ -7,11 +7,12 @@ micro-batches, recomputation and accumulation. What it prints is a prediction, n
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -75,9 +76,11 @@ def run(args: argparse.Namespace) -> int:
     devices = described(args.devices, reserve_bytes=args.reserve_gib * 2**30)
     startup.find_modules(dict.fromkeys(("torch", "torchvision"), install_command("torch")))
     started = time.perf_counter()
-    inputs = _given(args, devices) if devices else _real(args)
-    found = plans(inputs.costs, batch=args.batch, cluster=inputs.cluster)
-    print(_report(args, inputs, found))
+    with computable(args):
+        inputs = _given(args, devices) if devices else _real(args)
+        found = plans(inputs.costs, batch=args.batch, cluster=inputs.cluster)
+        text = _report(args, inputs, found)
+    print(text)
     if args.json is not None:
         _write(args, inputs, found)
     print(f"planned in {time.perf_counter() - started:.0f} s", file=sys.stderr)
@@ -235,6 +238,24 @@ def _rows(found: Sequence[Plan]) -> list[list[str]]:
 def _write(args: argparse.Namespace, inputs: PlanInputs, found: Sequence[Plan]) -> None:
     save(args, "plan", measured=inputs.measured, given=inputs.given, assumed=inputs.assumed,
          plans=[as_json(plan) for plan in found])  # fmt: skip
+
+
+@contextlib.contextmanager
+def computable(args: argparse.Namespace) -> Iterator[None]:
+    """Refuses numbers from which nothing can be computed: too large, or too small, for a float.
+
+    Raises:
+        ConfigError: they are.
+    """
+    try:
+        yield
+    except (ArithmeticError, ValueError) as error:
+        if isinstance(error, ValueError) and not str(error).startswith("cannot convert float"):
+            raise
+        numbers = {name: value for name, value in vars(args).items() if type(value) in (int, float, list)}
+        received = f"{error}, from {', '.join(f'{name} {value!r:.50}' for name, value in numbers.items())}"
+        rule = "a prediction needs numbers that a step, a link and a device can have"
+        raise ConfigError(rule, received, "leave out the flag with the extreme one") from None
 
 
 def save(args: argparse.Namespace, command: str, **found: Any) -> None:

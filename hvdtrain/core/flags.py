@@ -73,6 +73,10 @@ def whole(least: int) -> Callable[[str], int]:
 
 positive = _number("a number > 0", float, lambda value: 0 < value < math.inf)
 at_least_0 = _number("a number >= 0", float, lambda value: 0 <= value < math.inf)
+LONGEST_S = 2e6  # poll() counts in milliseconds, 31 bits of them
+_SECONDS = f"a number of seconds, at most {LONGEST_S:.0f} (23 days),"
+seconds = _number(f"{_SECONDS} > 0", float, lambda value: 0 < value <= LONGEST_S)
+seconds_or_0 = _number(f"{_SECONDS} >= 0", float, lambda value: 0 <= value <= LONGEST_S)
 
 
 # ---- the file that a flag names for what was found

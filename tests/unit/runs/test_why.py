@@ -167,3 +167,11 @@ def test_nothing_tells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     for wrong in (tmp_path / "none", tmp_path / "run.json"):
         with pytest.raises(ConfigError, match="needs a run's directory"):
             why(wrong)
+
+
+@pytest.mark.parametrize("attempts", [[1], {"a": 1}, "x", [None]])
+def test_a_damaged_record_is_refused(attempts: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hang(tmp_path / FOLDER, "a.json", "rank 2")
+    write_json(tmp_path / "run.json", {"attempts": attempts})
+    assert __main__.main(["why", str(tmp_path)]) == 2
+    assert "run.json must list its attempts" in capsys.readouterr().err
