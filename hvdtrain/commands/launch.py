@@ -138,7 +138,8 @@ def run(args: argparse.Namespace) -> int:
             if outcome.interrupted is not None:  # also while a job that had failed was ending
                 report(f"ended by {signal.Signals(outcome.interrupted).name}")
             if failed is None and outcome.preempted:
-                report(f"the ranks were told to end, and have: exit code {PREEMPTED_CODE}; started again they go on")
+                words = "whether anything was saved, from which they can go on, is in their words above"
+                report(f"the ranks were told to end, and have: exit code {PREEMPTED_CODE}; {words}")
             if failed is None or outcome.interrupted is not None:
                 return outcome.exit_code
             if outcome.told is not None:
