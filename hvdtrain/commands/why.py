@@ -192,7 +192,7 @@ def pages_in_words(pages: Sequence[Page], head: str = _SILENT) -> str:
     order = sorted(pages, key=lambda page: (page.get("time", 0.0), page.get("updates", 0)))
     lines = []
     for page in order:
-        known = [f"{page['updates']} update(s) done", page["in"]]
+        known = [f"{page['steps']} update(s) done", page["in"]]
         known += [f"in phase {page['phase']}"] if page.get("phase") else []
         known += [f"in on_main({page['on_main']})"] if page.get("on_main") else []
         known += [page["line"]] if page.get("line") else []

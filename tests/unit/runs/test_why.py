@@ -67,8 +67,12 @@ def test_pages_of_killed_ranks_are_told(tmp_path: Path) -> None:
 
 
 def test_who_fell_silent_first() -> None:
-    pages = [{"rank": rank, "host": "node", "updates": 4, "in": "", "time": 1000.0 - 9 * rank} for rank in range(3)]
+    pages = [
+        {"rank": rank, "host": "node", "updates": 5, "steps": 4, "in": "", "time": 1000.0 - 9 * rank}
+        for rank in range(3)
+    ]
     assert pages_in_words(pages).startswith("rank 2 fell silent first, and is likely the cause\n  rank 2")
+    assert pages_in_words(pages).count(": 4 update(s) done") == 3  # a proof's is none of the training
     assert "(by its own host's clock)" in pages_in_words([pages[0], {**pages[1], "host": "other"}])
     assert pages_in_words([{**page, "time": 5.0} for page in pages]).startswith("ranks that have ended without a word")
 
