@@ -126,7 +126,7 @@ def _fill(name: str, parser: argparse.ArgumentParser) -> None:
 def _parser() -> argparse.ArgumentParser:
     from hvdtrain import __version__
 
-    parser = argparse.ArgumentParser(
+    parser = LateParser(
         prog="hvdtrain", description="Train on Horovod with today's PyTorch, TensorFlow and Keras 3."
     )
     parser.add_argument("--version", action="version", version=f"hvdtrain {__version__}")
