@@ -211,8 +211,8 @@ def _elastic(args: argparse.Namespace, environ: Mapping[str, str], job: Job) -> 
 
 
 def _run_once(job: Job, attempt: int, logs: Logs, args: argparse.Namespace) -> Outcome:
-    if number := launchers.restarts(os.environ) + attempt:  # by which programs go on with the run they had begun
-        job = dataclasses.replace(job, env={**job.env, launchers.RESTART: str(number)})
+    number = launchers.restarts(os.environ) + attempt  # by which programs go on with the run they had begun
+    job = dataclasses.replace(job, env={**job.env, launchers.RESTART: str(number)})
     display = Display(job.slots, logs, quiet=args.quiet, with_hosts=not job.one_host)
 
     def begin(plan: Plan) -> None:
