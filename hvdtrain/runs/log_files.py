@@ -21,12 +21,14 @@ from typing import Any, TextIO
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.runs.bottleneck import BETWEEN, STEP, WAITING_SHARE
 
+_MOVE = "move the file away, or give another run directory"
+
 
 def read_run(run_dir: str | os.PathLike[str]) -> dict[str, Any] | None:
     """Returns run.json, or None if there is none.
 
     Raises:
-        ConfigError: it is not JSON.
+        ConfigError: it is not JSON, or none of ours.
     """
     path = Path(run_dir) / "run.json"
     try:
@@ -36,11 +38,12 @@ def read_run(run_dir: str | os.PathLike[str]) -> dict[str, Any] | None:
     except OSError as error:
         raise ConfigError("run.json must be a file that can be read", f"{path}: {error.strerror}") from None
     except ValueError as error:
-        raise ConfigError(
-            "run.json must be JSON", f"{path}: {error}", "move the file away, or give another run directory"
-        ) from None
+        raise ConfigError("run.json must be JSON", f"{path}: {error}", _MOVE) from None
     if not isinstance(run, dict):
         raise ConfigError("run.json must hold an object", f"{path}: {type(run).__name__}")
+    attempts = run.get("attempts")
+    if attempts is not None and not (isinstance(attempts, list) and all(isinstance(its, dict) for its in attempts)):
+        raise ConfigError("run.json must list its attempts, an object each", f"{path}: {attempts!r:.200}", _MOVE)
     return run
 
 
