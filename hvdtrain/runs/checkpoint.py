@@ -223,7 +223,7 @@ class Checkpointer:
             raise CheckpointError(
                 "a checkpoint directory belongs to one training: this model must not save there",
                 f"{self.directory} has the checkpoints of another model of this program",
-                "give each its own, Checkpointer('checkpoints/fold-2'); or go on with that training: restore(...) first",
+                "give each its own, Checkpointer('checkpoints/fold-2'); or go on with that training: restore it first",
             )
         _TRAINED[self._place] = [*map(ref, models)] or known or []
 

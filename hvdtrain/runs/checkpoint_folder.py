@@ -77,9 +77,8 @@ class Lock:
             if error.errno not in _NO_LOCKS_HERE:
                 raise
 
-
     def holds(self, directory: Path) -> bool:
-        """Whether the directory that was taken is still there: it may have been moved, and a new one be in its place."""
+        """Whether it is still the directory that was taken, which may have been moved away."""
         return os.path.samestat(os.fstat(self._descriptor), directory.stat())
 
 

@@ -375,4 +375,4 @@ def test_a_signal_that_ends_the_all_reduce_does_what_it_did(number: int, monkeyp
             launcher.result_of(Job(["true"], [Host("localhost", 1)], 1), "mark")
     finally:
         signal.signal(number, before)
-    assert number == signal.SIGINT or ended.value.code == 128 + number
+    assert number == signal.SIGINT or getattr(ended.value, "code", None) == 128 + number
