@@ -126,9 +126,7 @@ def _fill(name: str, parser: argparse.ArgumentParser) -> None:
 def _parser() -> argparse.ArgumentParser:
     from hvdtrain import __version__
 
-    parser = LateParser(
-        prog="hvdtrain", description="Train on Horovod with today's PyTorch, TensorFlow and Keras 3."
-    )
+    parser = LateParser(prog="hvdtrain", description="Train on Horovod with today's PyTorch, TensorFlow and Keras 3.")
     parser.add_argument("--version", action="version", version=f"hvdtrain {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=LateParser)
     for name, (_, line) in COMMANDS.items():
