@@ -19,7 +19,7 @@ from hvdtrain.torch.checks.loss_graph import UNNAMED, Term
 
 Number = float | Tensor
 Weight = float | Tensor | Callable[[Any], Any] | None
-SIZE = 10  # of what travels
+SIZE = 12  # of what travels
 # squared relative deviation of divisor / weight: rounding of float32 is far below, one label of ten thousand above
 _UNEVEN = 1e-9
 _IDLE = 1e-200  # of a batch that has a loss, and weight 0
@@ -38,6 +38,7 @@ class Tally:
         given: weights are the caller's; None before the first batch.
         problems: losses that no weight makes right.
         rates: the learning rates that the update begins with, as one number: that of all ranks.
+        whole: of losses of the whole batch, which every rank computes alike, as one number.
         told: 1 where this rank was told to end.
         leaves: 1 where this rank was told that the ranks are about to change.
         text: what this rank's loss divides by, in words; called where it is needed.
@@ -51,6 +52,7 @@ class Tally:
         self.given: bool | None = None
         self.problems: Number = 0.0
         self.rates: Number = 0.0
+        self.whole: Number = 0.0
         self.told = self.leaves = 0.0
         self.text: Callable[[], str] = lambda: "nothing was differentiated"
 
@@ -61,6 +63,14 @@ class Tally:
             self.loss = self.loss + torch.where(weight != 0, part, torch.zeros_like(part))
         elif weight:
             self.loss = self.loss + mean * coefficient
+
+    def count_whole(self, loss: Tensor) -> None:
+        """Adds a loss of the whole batch, by a number above 0 that is off as much as the loss is, as part of it or
+        (of a small loss) as it is."""
+        value = double(loss.detach())
+        is_tensor = isinstance(value, Tensor)
+        self.whole = self.whole + (torch.exp(torch.asinh(value)) if is_tensor else math.exp(math.asinh(min(value, 1e300))))
+        self.text = lambda: f"its loss of the whole batch is {float(loss.detach()):.9g}"
 
     def compare(self, terms: tuple[Term, ...], weight: Number, samples: int, loss: Tensor) -> None:
         """Adds what the terms of a loss divide by; where the weight is 0, only that there is a loss."""
@@ -89,7 +99,7 @@ class Tally:
     def tensor(self, device: torch.device) -> Tensor:
         """Returns float64 [SIZE], to be summed over ranks."""
         given = float(bool(self.given))
-        rates = (self.rates, self.rates**2)
+        rates = (self.rates, self.rates**2, self.whole, self.whole**2)
         weighed, words = (self.loss, self.weight, self.divisors, self.squares), (self.leaves, self.told)
         parts = (*weighed, given, self.problems, *rates, *words)
         if not any(isinstance(part, Tensor) for part in parts):
@@ -106,17 +116,19 @@ class Tally:
 def wrong(sums: Tensor, ranks: int) -> Number:
     """Returns, of what `Tally.tensor` gave summed over ranks, 1 where the weights are not right, else 0; a scalar."""
     if sums.device.type == "cpu":  # where numbers cost less than tensors
-        _, weight, divisors, squares, given, problems, rates, rate_squares, *_ = sums.tolist()
+        _, weight, divisors, squares, given, problems, rates, rate_squares, whole, whole_squares, *_ = sums.tolist()
         product = weight * squares
         apart = product - divisors**2 > _UNEVEN * product or (weight == 0 and squares > 0 and divisors == divisors)
         own_rates = ranks * rate_squares - rates**2 > _UNEVEN * rates**2
+        apart = apart or ranks * whole_squares - whole**2 > _UNEVEN * whole**2
         return float(apart or given not in (0, ranks) or problems > 0 or own_rates)
-    _, weight, divisors, squares, given, problems, rates, rate_squares, *_ = sums
+    _, weight, divisors, squares, given, problems, rates, rate_squares, whole, whole_squares, *_ = sums
     even = divisors.square()
     product = weight * squares
     uneven = (product - even > _UNEVEN * product) | ((weight == 0) & (squares > 0) & (even == even))  # NaN: unknown
     mixed = (given != 0) & (given != ranks)
     own_rates = ranks * rate_squares - rates.square() > _UNEVEN * rates.square()
+    uneven = uneven | (ranks * whole_squares - whole.square() > _UNEVEN * whole.square())
     return (uneven | mixed | (problems > 0) | own_rates).double()
 
 
@@ -146,6 +158,14 @@ def refusal(
             "\n".join(f"rank {rank}: {rate:g}" for rank, rate in enumerate(rates)),
             "give a scheduler what is the same on every rank: the loss of hvdtrain.torch.evaluate(), or"
             ' world.mean({"loss": loss}, weight=samples)["loss"]',
+            shared=True,
+        )
+    if ranks * sums[9] - sums[8] ** 2 > _UNEVEN * sums[8] ** 2:
+        return ConfigError(
+            "a loss of the whole batch is the same on every rank",
+            "\n".join(f"rank {rank}: {text}" for rank, text in enumerate(texts)),
+            "give hvt.whole(...) everything that the loss reads: outputs, targets, masks, weights; a loss that draws"
+            " random numbers: optimizer.forward_backward(x, y, loss_fn, whole=True), which draws the same on every rank",
             shared=True,
         )
     said = ["; ".join(filter(None, pair)) for pair in zip(problems, texts, strict=True)]

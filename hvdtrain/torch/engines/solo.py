@@ -35,6 +35,9 @@ class Solo(SoloEngine):
     def broadcast_(self, tensor: Tensor, root: int = 0) -> Tensor:
         return tensor
 
+    def gather(self, tensor: Tensor, counts: Sequence[int]) -> Tensor:
+        return tensor
+
     def bind(self, module: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings) -> SoloModel:
         return SoloModel(module, optimizer)
 

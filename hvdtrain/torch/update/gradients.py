@@ -62,6 +62,7 @@ class Gradients:
         self.had_some = False
         self.gathering = False
         self._weight: Number = 0.0
+        self._shared = False
         self._watch()
         self._aside: list[tuple[nn.Parameter, Tensor]] = []
         self._samples_seen = 0
@@ -69,13 +70,16 @@ class Gradients:
     def parameters(self) -> list[nn.Parameter]:
         return [parameter for parameter in self._parameters if parameter.requires_grad]
 
-    def begin(self, batch: Batch, weight: Number | None, unit: Number) -> tuple[Number, Number]:
+    def begin(
+        self, batch: Batch, weight: Number | None, unit: Number, share: float | None = None
+    ) -> tuple[Number, Number]:
         """Makes `p.grad` what the backward pass of `batch` adds to; `add_loss` follows.
 
         Args:
             batch: the one that training is at.
             weight: what its mean loss divides by; None: samples.
             unit: a power of two that given weights are divided by, beside `Batch.planned`.
+            share: of a loss of the whole batch, in place of a weight: this rank's part of it.
 
         Returns:
             The weight, and what the mean loss is multiplied with.
@@ -94,10 +98,14 @@ class Gradients:
             )
         tally.given = given
         amount: Number = batch.amount if weight is None or batch.padding else weight
+        if share is not None:
+            amount = share * batch.planned
         if new:
             self._samples_seen += 0 if batch.step is None else batch.step.global_samples
             tally.weight = tally.weight + amount
             self._weight = amount
+        elif share is not None or self._shared:
+            pass  # the ranks' weights have one sum, whichever of the two they are
         elif isinstance(amount, Tensor) or isinstance(self._weight, Tensor):
             tally.problems = tally.problems + (torch.as_tensor(amount) != self._weight).double()  # nothing waits
         elif amount != self._weight:
@@ -107,6 +115,9 @@ class Gradients:
                 "divide both losses by the same count, and give it as weight= to both",
             )
         self.batch = batch
+        self._shared = share is not None
+        if share is not None:
+            return amount, share
         return amount, batch.weight if not given or batch.padding else amount / (batch.planned * unit)
 
     def _open_update(self, batch: Batch) -> None:

@@ -26,6 +26,7 @@ from hvdtrain.torch.update.batches import Batch, require_batch
 from hvdtrain.torch.update.facade import Facade
 from hvdtrain.torch.update.gradients import check_loss, scale, zero_gradients
 from hvdtrain.torch.update.regroup import check_once, go_on_without
+from hvdtrain.torch.update.whole import given_gradients, gradients_of
 from hvdtrain.torch.update.staged import SMALLER_STAGES, Arguments, Loss, in_one_call, run_step
 
 
@@ -192,16 +193,38 @@ class Passes(Facade):
         self._model.check_entered()
         if session.before is not None and not batch.padding:
             session.before.look(loss, batch)
-        given = None if weight is None else weight_of(weight, session.engine.device)
-        amount, coefficient = gradients.begin(batch, given, session.precision.unit)
+        entered = gradients_of(loss, session.module, session.world.size, retain_graph)
+        if entered is not None:
+            self._check_whole(batch, weight)
+            amount, coefficient = gradients.begin(batch, None, 1.0, 1 / session.world.size)
+            gradients.tally.count_whole(loss)
+        else:
+            given = None if weight is None else weight_of(weight, session.engine.device)
+            amount, coefficient = gradients.begin(batch, given, session.precision.unit)
+            if not batch.padding:
+                samples = batch.step.samples if batch.step is not None else session.samples_called()
+                session.proof.look(loss, amount, samples, gradients.tally)
         gradients.add_loss(loss, amount, coefficient)
-        if not batch.padding:
-            samples = batch.step.samples if batch.step is not None else session.samples_called()
-            session.proof.look(loss, amount, samples, gradients.tally)
         CLOCK.enter("backward")
         sums = gradients.sums() if batch.is_last_micro_batch and not more else None
-        self._differentiate(loss, amount, coefficient, sums, retain_graph, counts=not batch.padding)
+        passed = loss if entered is None else given_gradients(loss, *entered)
+        self._differentiate(passed, amount, coefficient, sums, retain_graph, counts=not batch.padding)
         self._conclude(batch, loss, sums, more=more)
+
+    def _check_whole(self, batch: Batch, weight: object) -> None:
+        """Raises `ConfigError` for a loss of the whole batch that is weighed, or of a batch that is a part of one."""
+        if weight is not None:
+            raise ConfigError(
+                "a loss of the whole batch divides by what it likes, and has no weight=",
+                "backward(loss, weight=...) of a loss on what hvt.whole() returned",
+                "optimizer.backward(loss)",
+            )
+        if self.session.accumulate > 1 and not batch.whole_update:
+            raise ConfigError(
+                "with accumulate= the whole batch is that of an update: the loss needs the outputs of all its batches",
+                f"backward() of a loss on what hvt.whole() returned, with accumulate={self.session.accumulate}",
+                "optimizer.forward_backward(x, y, loss_fn, whole=True) on each batch",
+            )
 
     def _take_turn(self, again: bool) -> Batch:
         """Returns the batch that is to be differentiated, if its turn has come."""
