@@ -47,30 +47,36 @@ find_python() {
       "Install one, or set PYTHON=/path/to/python3.13"
 }
 
-# What this system lacks to make the environment and, given "compile", Horovod: all of it at once. Debian splits the
-# venv module and the headers from the interpreter.
+# What this system lacks to make the environment and, given "compile", Horovod. Debian splits the venv module and the
+# headers from the interpreter. A user is told all of it at once. For root the compiler comes while pip downloads:
+# `compiler_comes` is the process to wait for.
+compiler_comes=
 system_packages() {
-  local missing=() python=$1 what=$2
-  [ -n "$python" ] || missing+=(python3)
-  [ -x "$VENV/bin/python" ] || "${python:-false}" -c 'import ensurepip, venv' 2>/dev/null || missing+=(python3-venv)
+  local first=() later=() python=$1 what=$2
+  [ -n "$python" ] || first+=(python3)
+  [ -x "$VENV/bin/python" ] || "${python:-false}" -c 'import ensurepip, venv' 2>/dev/null || first+=(python3-venv)
   if [ "$what" = compile ]; then
-    command -v g++ >/dev/null || missing+=(g++)
-    command -v make >/dev/null || missing+=(make)
-    command -v cmake >/dev/null || missing+=(cmake)
-    command -v mpicxx >/dev/null || missing+=(libopenmpi-dev)
-    command -v mpirun >/dev/null || missing+=(openmpi-bin)
+    command -v g++ >/dev/null || later+=(g++)
+    command -v make >/dev/null || later+=(make)
+    command -v cmake >/dev/null || later+=(cmake)
+    command -v mpicxx >/dev/null || later+=(libopenmpi-dev)
+    command -v mpirun >/dev/null || later+=(openmpi-bin)
     "${python:-false}" -c 'import os, sysconfig, sys
-sys.exit(not os.path.exists(sysconfig.get_paths()["include"] + "/Python.h"))' || missing+=(python3-dev)
+sys.exit(not os.path.exists(sysconfig.get_paths()["include"] + "/Python.h"))' || later+=(python3-dev)
   fi
-  [ ${#missing[@]} -gt 0 ] || return 0
-  command -v apt-get >/dev/null || die "missing: ${missing[*]}. Install them with this system's package manager"
+  [ $((${#first[@]} + ${#later[@]})) -gt 0 ] || return 0
+  command -v apt-get >/dev/null || die "missing: ${first[*]} ${later[*]}. Install them with this system's package manager"
   [ "$(id -u)" = 0 ] || die "system packages are missing. Run:" \
-    "sudo apt-get update && sudo apt-get install -y --no-install-recommends ${missing[*]}"
-  apt_install "${missing[@]}"
+    "sudo apt-get update && sudo apt-get install -y --no-install-recommends ${first[*]} ${later[*]}"
+  step "reading the package lists (about 10 s)" apt-get update -q
+  [ ${#first[@]} = 0 ] || apt_install "${first[@]}"
+  if [ ${#later[@]} -gt 0 ]; then
+    (SETUP_LOG=$SETUP_LOG.apt; apt_install "${later[@]}") &
+    compiler_comes=$!
+  fi
 }
 
 apt_install() {
-  step "reading the package lists (about 10 s)" apt-get update -q
   step "installing $* (about 30 s)" env DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends "$@"
 }
 
@@ -87,6 +93,7 @@ test_packages() {
     say "some tests will be skipped without: ${missing[*]} (apt-get install them; their services need not run)"
     return 0
   fi
+  step "reading the package lists (about 10 s)" apt-get update -q
   apt_install "${missing[@]}"
 }
 
@@ -121,11 +128,12 @@ set_up() {
     step "making $VENV with $("$python" --version) (about 5 s)" "$python" -m venv "$VENV"
   fi
   [ "$what" = train ] || extras+=,$what
-  step "installing PyTorch, TensorFlow and Keras as pinned in setup.cfg (6.5 GB, about 2 minutes)" \
+  step "installing PyTorch, TensorFlow and Keras as pinned in setup.cfg (6.5 GB, about a minute)" \
     "$VENV/bin/python" -m pip install -q --no-compile --disable-pip-version-check -e ".[$extras]"
   if [ "$what" = dev ] || ! ready_wheel; then
-    system_packages "$python" compile
-    say "building Horovod unless its wheel is cached (about 4 minutes on 2 cores, once a machine) ..."
+    [ -n "$compiler_comes" ] || system_packages "$python" compile
+    [ -z "$compiler_comes" ] || wait "$compiler_comes" || exit 1
+    say "building Horovod unless its wheel is cached (about 3 minutes on 2 cores, once a machine) ..."
     "$VENV/bin/python" -m hvdtrain build-horovod --install >&2 || die "Horovod could not be built: read the lines above"
   fi
   printf '%s\n' "$wanted $what" >"$ready"

@@ -204,7 +204,7 @@ def _jobs() -> int:
 
 def _compile(source: Path, variables: dict[str, str], environment: Environment, run: Steps) -> Path:
     names = " and ".join(environment.frameworks())
-    minutes = {1: "2", 2: "4"}[len(environment.frameworks())]
+    minutes = {1: "2", 2: "3"}[len(environment.frameworks())]
     what = f"compiling Horovod for {names} (about {minutes} minutes on 2 cores)"
     run(what, [sys.executable, "setup.py", "-q", "bdist_wheel"], cwd=source, env=variables, progress=_percent(run.say))
     (wheel,) = (source / "dist").glob("*.whl")

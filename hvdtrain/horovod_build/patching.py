@@ -23,8 +23,8 @@ ALWAYS = (
     "check-build-survives", "built-at-once", "gloo-stall-check", "gloo-interface", "gloo-address", "gloo-start-again",
     "torch-wait-sleeps", "idle-cycle", "zero-grad-set-to-none", "broadcast-takes-no-step",
     "horovodrun-no-traceback", "keras3-optimizer", "keras3-sync-batch-norm", "keras3-on-torch", "unity-build",
-    "no-debug-symbols", "xla-ops", "torch-backward-names", "elastic-any-name", "gloo-start-fails", "gloo-waits-asleep",
-    "timeline-writes-asleep", "shared-memory",
+    "no-debug-symbols", "one-gloo", "xla-ops", "torch-backward-names", "elastic-any-name", "gloo-start-fails",
+    "gloo-waits-asleep", "timeline-writes-asleep", "shared-memory",
 )  # fmt: skip
 # Then, for one target only, and why not for the other. They are the last ones: line numbers above hold for both.
 BY_GPU = {
