@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hvdtrain.core.errors import ConfigError, RanksLost
 from hvdtrain.torch.checks.loss_graph import recomputes_reentrantly
@@ -17,8 +17,10 @@ from hvdtrain.torch.checks.out_of_memory import explained
 from hvdtrain.torch.checks.pieces import pieces_differ
 from hvdtrain.torch.checks.tally import SIZE, Number, Weight, weight_of, wrong
 from hvdtrain.torch.clock import CLOCK
-from hvdtrain.torch.data.nested import map_tensors
+from hvdtrain.torch.data.nested import map_tensors, tensors_of
+from hvdtrain.torch.data.random_state import preserved_rng, random_streams, restore_streams, seed_all
 from hvdtrain.torch.engines.base import Pass
+from hvdtrain.torch.engines.buffers import put_back
 from hvdtrain.torch.model import Model
 from hvdtrain.torch.session import Session
 from hvdtrain.torch.update.amp import widened
@@ -26,8 +28,25 @@ from hvdtrain.torch.update.batches import Batch, require_batch
 from hvdtrain.torch.update.facade import Facade
 from hvdtrain.torch.update.gradients import check_loss, scale, zero_gradients
 from hvdtrain.torch.update.regroup import check_once, go_on_without
-from hvdtrain.torch.update.whole import given_gradients, gradients_of
 from hvdtrain.torch.update.staged import SMALLER_STAGES, Arguments, Loss, in_one_call, run_step
+from hvdtrain.torch.update.whole import given_gradients, gradients_of, joined
+from hvdtrain.torch.update.whole import whole as whole_values
+
+
+class _MicroBatch(NamedTuple):
+    """A batch of an update whose loss is of the whole batch.
+
+    Attributes:
+        outputs: of the model, without their graph; leaves of the loss's.
+        streams, buffers: random numbers and buffers as its first pass began.
+    """
+
+    arguments: Arguments
+    outputs: Any
+    y: Any
+    batch: Batch
+    streams: dict[str, Any]
+    buffers: list[tuple[Tensor, Tensor]]
 
 
 class Passes(Facade):
@@ -41,6 +60,7 @@ class Passes(Facade):
         self._failed: BaseException | None = None  # of a pass whose gradients other ranks wait for
         self._void = False  # the batch at hand is dealt once more, to other ranks
         self._recomputes: bool | None = None  # parts of the model within the backward pass
+        self._micro_batches: list[_MicroBatch] = []  # of an update whose loss is of the whole batch
 
     def forward_backward(
         self,
@@ -52,6 +72,7 @@ class Passes(Facade):
         weight: Weight = None,
         again: bool = False,
         outputs: bool = False,
+        whole: bool = False,
     ) -> Any:
         """Runs the model on this rank's batch, forward and backward; the loop for whole models and pipelines alike.
 
@@ -67,17 +88,24 @@ class Passes(Facade):
                 `lambda y: (y != -100).sum()`, which a pipeline calls for each micro-batch.
             again: as of `backward`.
             outputs: return the model's outputs as well, for metrics.
+            whole: the loss is called once an update, with the outputs and targets of the global batch, as of
+                `hvdtrain.torch.whole`: of all ranks, and with accumulate= of all batches of the update, each of which
+                the model then sees twice (GradCache, arXiv 2101.06983). It may be any loss, and draws the same random
+                numbers on every rank.
 
         Returns:
             The mean loss of the batch, detached; a scalar. Of a pipeline on a rank that has no samples left: 0. With
-            `outputs` a tuple of it and the outputs, detached (None on such a rank).
+            `whole` that of the global batch; None before the update's last batch. With `outputs` a tuple of it and the
+            outputs, detached (None on such a rank).
 
         Raises:
             As `backward`.
         """
         arguments = Arguments(x if isinstance(x, tuple) else (x,), dict(kwargs or {}))
         kept: list[Any] = []
-        if self.session.staged is not None:
+        if whole:
+            mean = self._run_whole(arguments, y, loss, weight, again, kept)
+        elif self.session.staged is not None:
             mean = self._run_stages(arguments, y, loss, weight, again, kept if outputs else None)
         else:
             given = weight(y) if callable(weight) else weight
@@ -87,6 +115,125 @@ class Passes(Facade):
             self.backward(mean, weight=given, again=again)
             mean = mean.detach()
         return (mean, map_tensors(Tensor.detach, kept[0]) if kept else None) if outputs else mean
+
+    def _run_whole(
+        self, arguments: Arguments, y: Any, loss: Loss, weight: Weight, again: bool, kept: list[Any]
+    ) -> Tensor | None:
+        """As `forward_backward`, of a loss of the global batch."""
+        session, gradients = self.session, self.session.gradients
+        batch = require_batch(session.batches.now())
+        self._check_whole(batch, weight, in_parts=False)
+        if session.staged is not None:
+            raise ConfigError(
+                "a pipeline of several ranks has no loss of the whole batch",
+                "forward_backward(..., whole=True) of stages",
+                "pipe.step(x, y, loss_fn, whole=True) in one process",
+            )
+        if batch.whole_update:
+            kept.append(self._model(*arguments.args, **arguments.kwargs))
+            outputs, targets = whole_values(kept[0], y, world=session.world)
+            with self._same_draws():
+                mean = loss(outputs, targets)
+            self.backward(mean, again=again)
+            return mean.detach()
+        self._void = session.batches.are_dealt_anew
+        if self._void:
+            return None
+        try:
+            return self._gather_whole(arguments, y, loss, again, kept)
+        except RanksLost as lost:
+            go_on_without(session, lost)
+            self._void = True
+            return None
+
+    def _gather_whole(
+        self, arguments: Arguments, y: Any, loss: Loss, again: bool, kept: list[Any]
+    ) -> Tensor | None:
+        """A batch of several: its outputs now, and with the last one the loss of all, and every batch's gradients."""
+        session, gradients = self.session, self.session.gradients
+        if not gradients.gathering:
+            self._micro_batches = []
+        batch = self._take_turn(again)
+        share = 1 / session.world.size if batch.is_last_micro_batch else 0.0
+        amount, coefficient = gradients.begin(batch, None, 1.0, share)
+        streams, buffers = random_streams(session.world.devices), _buffers_of(session.module)
+        with torch.no_grad():
+            kept.append(self._model(*arguments.args, **arguments.kwargs))
+        outputs = map_tensors(_as_leaf, kept[0])
+        self._micro_batches.append(_MicroBatch(arguments, outputs, y, batch, streams, buffers))
+        if not batch.is_last_micro_batch:
+            gradients.put_aside("partial")
+            session.batches.done()
+            return None
+        micro_batches, self._micro_batches = self._micro_batches, []
+        after, buffers = random_streams(session.world.devices), _buffers_of(session.module)
+        every, targets = joined(
+            [(one.outputs, one.y) for one in micro_batches],
+            [one.batch.step for one in micro_batches], session.world, session,
+        )  # fmt: skip
+        with self._same_draws():
+            mean = loss(every, targets)
+        check_loss(mean)
+        entered = gradients_of(mean, session.module, session.world.size, retain_graph=False)
+        if entered is None:
+            raise ConfigError(
+                "a loss is computed of the outputs it is given", "a loss that no output has a part in",
+                "loss_fn(outputs, targets), called by forward_backward(x, y, loss_fn, whole=True)",
+            )  # fmt: skip
+        gradients.tally.count_whole(mean)
+        gradients.add_loss(mean, amount, coefficient)
+        sums = gradients.sums()
+        CLOCK.enter("backward")
+        try:
+            for one in micro_batches:
+                is_last = one is micro_batches[-1]
+                restore_streams(one.streams, session.world.devices)
+                put_back(one.buffers)
+                given = self._gradients_again(one, *entered, rest=is_last)
+                passed = given_gradients(mean, *given)
+                self._differentiate(
+                    passed, amount, coefficient, sums if is_last else None, False, counts=not one.batch.padding
+                )
+        finally:
+            restore_streams(after, session.world.devices)
+            put_back(buffers)
+            session.batches.check_calls()
+        self._conclude(batch, mean, sums)
+        return mean.detach()
+
+    def _gradients_again(
+        self, one: _MicroBatch, tensors: list[Tensor], found: list[Tensor], *, rest: bool
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """The outputs of a batch once more, now with their graph, and their gradients; with the rest those of the
+        parameters that the loss itself reads."""
+        leaves = tensors_of(one.outputs)
+        again = tensors_of(self._model(*one.arguments.args, **one.arguments.kwargs))
+        place = {id(leaf): index for index, leaf in enumerate(leaves)}
+        outputs, gradients = [], []
+        for tensor, gradient in zip(tensors, found, strict=True):
+            index = place.get(id(tensor))
+            if index is not None:
+                if again[index].requires_grad:
+                    outputs.append(again[index])
+                    gradients.append(gradient)
+            elif rest and isinstance(tensor, nn.Parameter):
+                outputs.append(tensor)
+                gradients.append(gradient)
+        return outputs, gradients
+
+    @contextmanager
+    def _same_draws(self) -> Iterator[None]:
+        """While it lasts, all ranks draw the same random numbers, which are those of the update."""
+        session = self.session
+        if session.world.size == 1:
+            yield
+            return
+        seed, device = session.world.seed + self.progress.step + 1, session.engine.device
+        with preserved_rng(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+            seed_all(seed)
+            if device.type == "cuda":
+                torch.cuda.manual_seed(seed)
+            yield
 
     def _prove_pieces(self, arguments: Arguments, y: Any, loss: Loss, weight: Weight) -> None:
         """On the first batch: whether model and loss can be put together of two pieces of it."""
@@ -211,7 +358,7 @@ class Passes(Facade):
         self._differentiate(passed, amount, coefficient, sums, retain_graph, counts=not batch.padding)
         self._conclude(batch, loss, sums, more=more)
 
-    def _check_whole(self, batch: Batch, weight: object) -> None:
+    def _check_whole(self, batch: Batch, weight: object, *, in_parts: bool = True) -> None:
         """Raises `ConfigError` for a loss of the whole batch that is weighed, or of a batch that is a part of one."""
         if weight is not None:
             raise ConfigError(
@@ -219,7 +366,7 @@ class Passes(Facade):
                 "backward(loss, weight=...) of a loss on what hvt.whole() returned",
                 "optimizer.backward(loss)",
             )
-        if self.session.accumulate > 1 and not batch.whole_update:
+        if in_parts and not batch.whole_update:
             raise ConfigError(
                 "with accumulate= the whole batch is that of an update: the loss needs the outputs of all its batches",
                 f"backward() of a loss on what hvt.whole() returned, with accumulate={self.session.accumulate}",
@@ -343,3 +490,11 @@ class Passes(Facade):
         if session.in_parts is not None and session.options.amp == "fp16":
             session.in_parts.spread_infinity()
         session.precision.unscale(self._stepper)
+
+
+def _as_leaf(output: Tensor) -> Tensor:
+    return output.detach().requires_grad_(output.is_floating_point() or output.is_complex())
+
+
+def _buffers_of(module: nn.Module) -> list[tuple[Tensor, Tensor]]:
+    return [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
