@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -29,6 +29,7 @@ from hvdtrain.torch.update.facade import Facade
 from hvdtrain.torch.update.gradients import check_loss, scale, zero_gradients
 from hvdtrain.torch.update.regroup import check_once, go_on_without
 from hvdtrain.torch.update.staged import SMALLER_STAGES, Arguments, Loss, in_one_call, run_step
+from hvdtrain.torch.update.terms import Term, Terms, terms_of
 from hvdtrain.torch.update.whole import given_gradients, gradients_of, joined
 from hvdtrain.torch.update.whole import whole as whole_values
 
@@ -60,6 +61,7 @@ class Passes(Facade):
         self._failed: BaseException | None = None  # of a pass whose gradients other ranks wait for
         self._void = False  # the batch at hand is dealt once more, to other ranks
         self._recomputes: bool | None = None  # parts of the model within the backward pass
+        self._terms = Terms()
         self._micro_batches: list[_MicroBatch] = []  # of an update whose loss is of the whole batch
 
     def forward_backward(
@@ -113,6 +115,8 @@ class Passes(Facade):
             kept = [self._model(*arguments.args, **arguments.kwargs)]
             mean = loss(kept[0], y)
             self.backward(mean, weight=given, again=again)
+            if isinstance(mean, (list, tuple)):
+                mean = sum(its for its, _ in mean)
             mean = mean.detach()
         return (mean, map_tensors(Tensor.detach, kept[0]) if kept else None) if outputs else mean
 
@@ -285,7 +289,7 @@ class Passes(Facade):
 
     def backward(
         self,
-        loss: Tensor,
+        loss: Tensor | Sequence[tuple[Tensor, float | Tensor]],
         *,
         weight: float | Tensor | None = None,
         more: bool = False,
@@ -302,7 +306,10 @@ class Passes(Facade):
 
         Args:
             loss: a scalar, the mean over this rank's batch: of its samples, or of what `weight` counts; not a sum
-                that is divided by the samples of all ranks.
+                that is divided by the samples of all ranks. Of a sum of several means, each with its own divisor, a
+                list of (mean, divisor): `[(class_loss, len(y)), (box_loss, matched)]` is their sum, each over all that
+                it counts on all ranks. A mean whose divisor is 0 does not count. Or a loss of what
+                `hvdtrain.torch.whole` returned.
             weight: what that mean divides by, if not by samples: a number, or a scalar (which may be on a GPU: nothing
                 waits for it). `(y != -100).sum()` with `ignore_index`, `class_weights[y].sum()` with class
                 weights, `mask.sum()` for tokens. A batch of weight 0 does not count, even if its loss is NaN.
@@ -332,10 +339,18 @@ class Passes(Facade):
             self._void = True
 
     def _backward(
-        self, loss: Tensor, weight: float | Tensor | None, more: bool, retain_graph: bool, again: bool
+        self,
+        loss: Tensor | Sequence[tuple[Tensor, float | Tensor]],
+        weight: float | Tensor | None,
+        more: bool,
+        retain_graph: bool,
+        again: bool,
     ) -> None:
         session, gradients = self.session, self.session.gradients
         batch = self._take_turn(again)
+        if isinstance(loss, (list, tuple)):
+            self._backward_terms(batch, terms_of(loss, weight, more), retain_graph)
+            return
         check_loss(loss)
         self._model.check_entered()
         if session.before is not None and not batch.padding:
@@ -357,6 +372,41 @@ class Passes(Facade):
         passed = loss if entered is None else given_gradients(loss, *entered)
         self._differentiate(passed, amount, coefficient, sums, retain_graph, counts=not batch.padding)
         self._conclude(batch, loss, sums, more=more)
+
+    def _backward_terms(self, batch: Batch, terms: list[Term], retain_graph: bool) -> None:
+        """Differentiates a sum of means, each of which is divided by what it counts on all ranks."""
+        session, gradients = self.session, self.session.gradients
+        self._model.check_entered()
+        if not gradients.gathering:
+            self._terms = Terms()
+        is_last = batch.is_last_micro_batch
+        size = session.world.size
+        amount, coefficient = gradients.begin(batch, None, 1.0, 1 / size if is_last else 0.0)
+        counted = [] if batch.padding else [at for at, term in enumerate(terms) if term.count]
+        if session.before is not None and counted:
+            session.before.look(terms[counted[0]].mean, batch)
+        CLOCK.enter("backward")
+        if not is_last:
+            for at in counted:
+                passed = terms[at].mean * terms[at].count
+                self._differentiate(passed, 1.0, 1.0, None, retain_graph or at != counted[-1], counts=True)
+                self._terms.put_aside(at, gradients.parameters())
+            self._terms.add(terms, counted)
+            self._conclude(batch, terms[0].mean, None)
+            return
+        self._terms.add(terms, counted)
+        with session.world.in_step("optimizer.backward([(mean, divisor), ...])", len(terms)):
+            totals = session.engine.sum_floats(self._terms.counts)
+        self._terms.restore(totals, gradients.parameters())
+        mean = self._terms.mean(totals)
+        gradients.add_loss(mean * size, amount, coefficient)
+        sums = gradients.sums()
+        whole = [terms[at].mean * (terms[at].count / totals[at]) for at in counted]
+        passed = sum(whole[1:], whole[0]) if whole else terms[0].mean
+        self._differentiate(
+            passed * size, float(bool(whole)), coefficient, sums, retain_graph, counts=not batch.padding
+        )
+        self._conclude(batch, mean, sums)
 
     def _check_whole(self, batch: Batch, weight: object, *, in_parts: bool = True) -> None:
         """Raises `ConfigError` for a loss of the whole batch that is weighed, or of a batch that is a part of one."""
