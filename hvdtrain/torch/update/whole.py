@@ -29,6 +29,7 @@ from hvdtrain.torch.update.regroup import go_on_without
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, np.generic)
 _SMALL = 1 << 20  # bytes that nobody need be told of
+_ALIGNED = 16  # any type of number may begin at such a byte
 _ITEMS = (str, bytes, bool, int, float)  # in a tuple: one for each sample
 _last: ref[Session] | None = None  # whose model was called last, in training
 _told: WeakSet[Session] = WeakSet()  # of outputs larger than the gradients
@@ -142,6 +143,7 @@ class _Node:
         tracked: it has a gradient.
         parts: of it.
         as_items, as_parts: a list may be read so.
+        likely: as parts, if both are possible: it has not as many items as rows.
     """
 
     kind: str
@@ -154,6 +156,7 @@ class _Node:
     parts: tuple[_Node, ...] = ()
     as_items: bool = False
     as_parts: bool = True
+    likely: bool = False
 
 
 def _described(value: Any, path: str, samples: int | None, tensors: list[Tensor]) -> _Node:
@@ -171,7 +174,7 @@ def _described(value: Any, path: str, samples: int | None, tensors: list[Tensor]
         return _Node("plain", path, place, value)
     parts = parts_of(value)
     if parts is None:
-        raise _refused(f"{path or 'a value'} is a {type(value).__name__}")
+        raise _refused(f"{path or 'a value'} is of type {type(value).__name__}")
     described = tuple(
         _described(part, f"{path}.{name}" if path else str(name), samples, tensors) for name, part in parts.items()
     )
@@ -185,7 +188,7 @@ def _described(value: Any, path: str, samples: int | None, tensors: list[Tensor]
         as_parts = bool(value) and all(tensors_of(item) for item in value) and len(rows) == 1 and None not in rows
         return replace(
             node, kind="list", form=(len(value),), as_items=not samples or len(value) == samples,
-            as_parts=as_parts and (not samples or rows == {samples}),
+            as_parts=as_parts and (not samples or rows == {samples}), likely=as_parts and rows != {len(value)},
         )  # fmt: skip
     return replace(node, form=(type(value).__name__ if not isinstance(value, Mapping) else "", *parts))
 
@@ -250,7 +253,7 @@ class _Joiner:
     def _list(self, nodes: Sequence[_Node], absent: Sequence[_Node], example: Any) -> Any:
         as_parts = all(node.as_parts for node in nodes) and len({node.form for node in nodes}) == 1
         as_items = all(node.as_items for node in nodes)
-        if as_parts and (not as_items or any(node.tracked for node in nodes)):
+        if as_parts and (not as_items or any(node.tracked or node.likely for node in nodes)):
             return self._parts(nodes, absent, example)
         if not as_items:
             raise self._differ(nodes, lambda node: f"{node.form[0]} items")
@@ -353,7 +356,7 @@ def _of_all(own: Sequence[list[Tensor]], reports: Sequence[_Report], world: Worl
     """Returns all ranks' pieces, first those of the first micro-batch."""
     engine = engine_of(world)
     forms = [[[*_forms(node)] for node in nodes] for _, _, nodes in reports]
-    counts = [max(sum(_padded(_bytes(form)) for its in ranks for form in its), 1) for ranks in forms]
+    counts = [sum(_padded(_bytes(form)) for its in ranks for form in its) or _ALIGNED for ranks in forms]
     sent = torch.zeros(counts[world.rank], dtype=torch.uint8, device=engine.device)
     at = 0
     for tensor in (tensor for tensors in own for tensor in tensors):
@@ -382,8 +385,7 @@ def _bytes(form: tuple[tuple[int, ...], torch.dtype]) -> int:
 
 
 def _padded(size: int) -> int:
-    """Any type of number may begin at such a byte."""
-    return -(-size // 16) * 16
+    return -(-size // _ALIGNED) * _ALIGNED
 
 
 def _forms(node: _Node) -> Iterator[tuple[tuple[int, ...], torch.dtype]]:
