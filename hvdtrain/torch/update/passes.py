@@ -363,6 +363,8 @@ class Passes(Facade):
         else:
             given = None if weight is None else weight_of(weight, session.engine.device)
             amount, coefficient = gradients.begin(batch, given, session.precision.unit)
+            if given is not None and not batch.padding:
+                session.proof.note_problem(gradients.tally.look_idle(loss, given))
             if not batch.padding:
                 samples = batch.step.samples if batch.step is not None else session.samples_called()
                 session.proof.look(loss, amount, samples, gradients.tally)
