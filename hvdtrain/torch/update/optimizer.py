@@ -32,6 +32,7 @@ class Optimizer(Passes):
         self._stepper = ScalerAdapter(self.wrapped, partial(_step_engine, session), held)
         self.compare_replicas()
         self._counted: Batch | None = None  # as seen
+        self._epoch = -1  # whose replicas were compared
 
     # -- one update ------------------------------------------------------------------------------------------
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor | None:
@@ -81,7 +82,8 @@ class Optimizer(Passes):
             ConfigError: no backward before, or gradients that were thrown away; a closure under accumulation, with
                 amp="fp16", for several optimizers, or on DeepSpeed.
             NonFiniteError: the norm of the gradients is not finite.
-            ReplicaError: after the first update, and every `watch_every` updates, when replicas differ.
+            ReplicaError: after the first update, an epoch's first, and every `watch_every` updates, when replicas
+                differ.
         """
         session, gradients = self.session, self.session.gradients
         if self._void:
@@ -106,6 +108,8 @@ class Optimizer(Passes):
         self._close_update()
         every = session.options.watch_every
         due = bool(every and self.progress.step % every == 0) or not self._compared
+        if self._updated is not None and self._updated.place[0] != self._epoch:
+            self._epoch, due = self._updated.place[0], True  # an epoch has ended
         if due and session.world.size > 1:
             self._compared = self._compared or gradients.had_some
             compare = partial(replicas.check_equal, session.module, session.world, f"after update {self.progress.step}")
