@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 from weakref import ref
 
 import torch
@@ -315,6 +315,24 @@ def zero_gradients(parameters: Sequence[nn.Parameter], weight: Number) -> Iterat
 
 def _where_counted(weight: Tensor, gradient: Tensor) -> Tensor:
     return torch.where(weight.to(gradient.device) != 0, gradient, torch.zeros_like(gradient))
+
+
+def refuse_divided(loss: Tensor, accumulate: int) -> None:
+    """Raises `ConfigError` for a mean that is divided by the batches of its update once more."""
+    node: Any = loss.grad_fn
+    other = getattr(node, "_saved_other", None)
+    if accumulate == 1 or not isinstance(other, Tensor) or other.dim() or other.requires_grad or other.is_cuda:
+        return
+    factor = {"DivBackward0": other, "MulBackward0": 1 / other}.get(node.name())
+    of = node.next_functions[0][0]
+    if factor is None or abs(factor.item() - accumulate) > 1e-6 * accumulate or of is None or "Add" in of.name():
+        return  # a sum of several losses may well be divided by their number
+    raise ConfigError(
+        "with accumulate= each batch is given its mean loss: the update's mean is made of them",
+        f"a loss that is divided by {accumulate}, with accumulate={accumulate}",
+        "optimizer.backward(loss), undivided, and optimizer.step() on each batch",
+        shared=True,
+    )
 
 
 def check_loss(loss: Tensor, *, untracked: bool = False) -> None:

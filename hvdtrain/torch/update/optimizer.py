@@ -15,12 +15,16 @@ from hvdtrain.torch.checks import replicas
 from hvdtrain.torch.checks.nonfinite import gradient_error
 from hvdtrain.torch.checks.out_of_memory import explained
 from hvdtrain.torch.clock import CLOCK
+from hvdtrain.torch.data.nested import tensors_of
 from hvdtrain.torch.session import Session, not_finite
 from hvdtrain.torch.update.amp import ScalerAdapter
 from hvdtrain.torch.update.batches import Batch, require_batch
 from hvdtrain.torch.update.passes import Passes
 from hvdtrain.torch.update.regroup import compared, updated
 from hvdtrain.torch.update.several import Several
+
+
+_LOOKED_AT = 2  # updates, where no loader deals the data
 
 
 class Optimizer(Passes):
@@ -33,6 +37,7 @@ class Optimizer(Passes):
         self.compare_replicas()
         self._counted: Batch | None = None  # as seen
         self._epoch = -1  # whose replicas were compared
+        self._alike = 0  # updates for which all ranks had the same batch
 
     # -- one update ------------------------------------------------------------------------------------------
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor | None:
@@ -114,8 +119,25 @@ class Optimizer(Passes):
             self._compared = self._compared or gradients.had_some
             compare = partial(replicas.check_equal, session.module, session.world, f"after update {self.progress.step}")
             compared(session, compare)
+        if session.batches.data is None and session.world.size > 1 and self.progress.step <= _LOOKED_AT:
+            self._compare_batches()
         CLOCK.enter("other")
         return None if closure is None else self._mean
+
+    def _compare_batches(self) -> None:
+        """Raises `ConfigError` where no loader deals the data, and all ranks train on the same; collective."""
+        session = self.session
+        given = {str(place): tensor for place, tensor in enumerate(tensors_of(session.last_call or ()))}
+        mine = sorted(checksum for checksum in replicas.checksums(given).values() if checksum)
+        self._alike += len(set(map(tuple, session.world.gather(mine)))) == 1 and bool(mine)
+        if self._alike == _LOOKED_AT:
+            raise ConfigError(
+                "each rank trains on its own part of the data",
+                f"the model was called on the same tensors on all {session.world.size} ranks, in each of the first"
+                f" {_LOOKED_AT} updates, and prepare() was given no loader",
+                "train = hvdtrain.torch.loader(dataset, per_rank_batch), given to prepare() and read in the loop",
+                shared=True,
+            )
 
     def _evaluate(self, closure: Callable[[], object]) -> Tensor | None:
         """What the wrapped optimizer calls for the loss and its gradients: those of all ranks, which ask alike."""

@@ -26,7 +26,7 @@ from hvdtrain.torch.session import Session
 from hvdtrain.torch.update.amp import widened
 from hvdtrain.torch.update.batches import Batch, require_batch
 from hvdtrain.torch.update.facade import Facade
-from hvdtrain.torch.update.gradients import check_loss, scale, zero_gradients
+from hvdtrain.torch.update.gradients import check_loss, refuse_divided, scale, zero_gradients
 from hvdtrain.torch.update.regroup import check_once, go_on_without
 from hvdtrain.torch.update.staged import SMALLER_STAGES, Arguments, Loss, in_one_call, run_step
 from hvdtrain.torch.update.terms import Term, Terms, terms_of
@@ -352,6 +352,7 @@ class Passes(Facade):
             self._backward_terms(batch, terms_of(loss, weight, more), retain_graph)
             return
         check_loss(loss)
+        refuse_divided(loss, session.accumulate)
         self._model.check_entered()
         if session.before is not None and not batch.padding:
             session.before.look(loss, batch)
