@@ -36,6 +36,7 @@ class Optimizer(Passes):
         self._stepper = ScalerAdapter(self.wrapped, partial(_step_engine, session), held)
         self.compare_replicas()
         self._counted: Batch | None = None  # as seen
+        self._first: Tensor | None = None  # loss of the closure's first call
         self._epoch = -1  # whose replicas were compared
         self._alike = 0  # updates for which all ranks had the same batch
 
@@ -81,7 +82,8 @@ class Optimizer(Passes):
                 `optimizer.backward(loss)` on the batch at hand.
 
         Returns:
-            With a closure: the mean loss of all ranks, float64, as it was when the optimizer last asked for it.
+            With a closure: the mean loss of all ranks, float64, as it was when the optimizer first asked for it (as
+            PyTorch's optimizers return it).
 
         Raises:
             ConfigError: no backward before, or gradients that were thrown away; a closure under accumulation, with
@@ -101,6 +103,7 @@ class Optimizer(Passes):
         CLOCK.enter("optimizer")
         if session.rates is not None:
             session.rates.apply(self.progress.samples_seen)
+        self._first = None
         if closure is not None:
             with explained("optimizer's step", session.sizes):
                 _step_engine(session, partial(self._evaluate, closure))
@@ -122,7 +125,7 @@ class Optimizer(Passes):
         if session.batches.data is None and session.world.size > 1 and self.progress.step <= _LOOKED_AT:
             self._compare_batches()
         CLOCK.enter("other")
-        return None if closure is None else self._mean
+        return self._first
 
     def _compare_batches(self) -> None:
         """Raises `ConfigError` where no loader deals the data, and all ranks train on the same; collective."""
@@ -154,6 +157,7 @@ class Optimizer(Passes):
         if session.options.clip is not None:
             self.clip_grad_norm_(session.options.clip)
         CLOCK.enter("optimizer")
+        self._first = self._mean if self._first is None else self._first
         return self._mean
 
     def skip(self) -> None:
