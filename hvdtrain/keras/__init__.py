@@ -36,7 +36,7 @@ from hvdtrain.keras.checks import rate, start
 from hvdtrain.keras.checks.replicas import fingerprint
 from hvdtrain.keras.data.create import loader
 from hvdtrain.keras.data.loader import Loader
-from hvdtrain.keras.evaluation import evaluate, predict
+from hvdtrain.keras.evaluation import evaluate, hook_reads, predict
 from hvdtrain.keras.session import (
     KEY,
     Session,
@@ -157,6 +157,7 @@ def prepare(
     else:
         averaging.attach(model, session)
         fit.wrap_fit(model)
+        hook_reads(model)  # type: ignore[arg-type]
     return model
 
 
