@@ -235,7 +235,7 @@ def _train_step(model: keras.Model, inner: Callable[[Any], Any], data: Any) -> A
     ):
         before = BACKEND.copies([model._loss_tracker.total]) if session.records else []
         with BACKEND.unmoved_if_dead(samples, local) if may_be_dead else nullcontext():
-            logs = inner(data)
+            logs = inner(_as_keras_has_it(data))
         rng.check_saved(session)
         if before:
             BACKEND.note_loss(session, model._loss_tracker.total - before[0], f"{session.name}.loss")
@@ -283,7 +283,7 @@ def hook_test_step(model: keras.Model) -> None:
                 around.enter_context(units.weighed(session, data))
                 if session.even:
                     around.enter_context(whole_batch.of_step(session, trains=False))
-            return inner(data)
+            return inner(_as_keras_has_it(data))
 
     if hook(model, "test_step", test_step):
         hook(model, "_symbolic_build", _without_marks)
@@ -329,6 +329,13 @@ def _split_dead(data: Any) -> tuple[Any, Any, bool]:
     x, y, sample_weight = data
     samples, shown = BACKEND.split_dead(x, sample_weight)
     return samples, (x, y, shown), sample_weight is not None
+
+
+def _as_keras_has_it(data: Any) -> Any:
+    """A batch as `fit(x, y)` gives it to a step: without a mark in place of weights, and `x` alone as it is."""
+    if not isinstance(data, tuple) or len(data) > 3:
+        return data
+    return keras.utils.pack_x_y_sample_weight(*keras.utils.unpack_x_y_sample_weight(data))
 
 
 def _before_step(model: keras.Model, session: Session, data: Any) -> None:
