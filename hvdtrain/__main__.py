@@ -55,6 +55,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except HvdtrainError as error:
         print(f"{program}: {error}", file=sys.stderr)
         return EXIT_CODE
+    except RuntimeError as error:
+        if str(error) != "can't start new thread":
+            raise
+        remedy = "raise what limits them: ulimit -u and -v, a container's number of processes, memory"
+        refused = HvdtrainError("hvdtrain must be able to start threads", str(error), remedy)
+        print(f"{program}: {refused}", file=sys.stderr)
+        return EXIT_CODE
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except OSError as error:
@@ -119,9 +126,7 @@ def _fill(name: str, parser: argparse.ArgumentParser) -> None:
 def _parser() -> argparse.ArgumentParser:
     from hvdtrain import __version__
 
-    parser = argparse.ArgumentParser(
-        prog="hvdtrain", description="Train on Horovod with today's PyTorch, TensorFlow and Keras 3."
-    )
+    parser = LateParser(prog="hvdtrain", description="Train on Horovod with today's PyTorch, TensorFlow and Keras 3.")
     parser.add_argument("--version", action="version", version=f"hvdtrain {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=LateParser)
     for name, (_, line) in COMMANDS.items():

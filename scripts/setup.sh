@@ -27,6 +27,9 @@ step() {
   say "$what ..."
   if ! "$@" >"$SETUP_LOG" 2>&1 </dev/null; then
     tail -n 30 "$SETUP_LOG" >&2
+    if grep -qiE 'from versions: none|connection|resolution|network is unreachable' "$SETUP_LOG"; then
+      say "the package index, or the mirror, was not reached: check the network, and pip's settings (pip config list)"
+    fi
     die "failed: $what (whole log: $SETUP_LOG; command: $*)"
   fi
   say "  done in $((SECONDS - started)) s"
@@ -36,14 +39,14 @@ step() {
 find_python() {
   local candidate
   for candidate in ${PYTHON:-python3.13 python3.12 python3.11 python3.10 python3}; do
-    if "$candidate" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] < (3, 14))' 2>/dev/null; then
+    if command -v "$candidate" >/dev/null && "$candidate" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] < (3, 14))' 2>/dev/null; then
       command -v "$candidate"
       return
     fi
   done
   # where there is none at all, the system's is installed
   [ -z "${PYTHON:-}" ] && ! command -v python3 >/dev/null ||
-    die "Python 3.10 to 3.13 is needed; found: $("${PYTHON:-python3}" --version 2>&1 || echo none)." \
+    die "Python 3.10 to 3.13 is needed, and ${PYTHON:+PYTHON=}${PYTHON:-python3} is not one." \
       "Install one, or set PYTHON=/path/to/python3.13"
 }
 
@@ -54,7 +57,7 @@ compiler_comes=
 system_packages() {
   local first=() later=() python=$1 what=$2
   [ -n "$python" ] || first+=(python3)
-  [ -x "$VENV/bin/python" ] || "${python:-false}" -c 'import ensurepip, venv' 2>/dev/null || first+=(python3-venv)
+  venv_works || "${python:-false}" -c 'import ensurepip, venv' 2>/dev/null || first+=(python3-venv)
   if [ "$what" = compile ]; then
     command -v g++ >/dev/null || later+=(g++)
     command -v make >/dev/null || later+=(make)
@@ -97,6 +100,16 @@ test_packages() {
   apt_install "${missing[@]}"
 }
 
+# An environment that is whole: one whose making was stopped, or whose Python has gone, is made anew.
+venv_works() { "$VENV/bin/python" -m pip --version >/dev/null 2>&1; }
+
+check_folders() {
+  local temporary=${TMPDIR:-/tmp}
+  [ -d "$temporary" ] && [ -w "$temporary" ] || die "TMPDIR=$temporary is not a folder that can be written. Set TMPDIR=/tmp"
+  [ ! -e "$VENV" ] || [ -f "$VENV/pyvenv.cfg" ] || [ -z "$(ls -A "$VENV" 2>/dev/null)" ] ||
+    die "$VENV is not an environment of Python, and not empty. Set HVDTRAIN_VENV to a new folder, or leave it out"
+}
+
 # pip would say so after minutes, when the disk is full for everyone.
 room_for_venv() {
   local needed=8 folder free
@@ -120,12 +133,13 @@ set_up() {
     *" $wanted $what" | *" $wanted dev" | "train $wanted test") return 0 ;;
   esac
   [ "$what" = dev ] || [ -z "${HVDTRAIN_WHEELS:-}" ] || compile=
+  check_folders
   python=$(find_python)
-  [ -x "$VENV/bin/python" ] || room_for_venv
+  venv_works || room_for_venv
   system_packages "$python" "$compile"
-  if [ ! -x "$VENV/bin/python" ]; then
+  if ! venv_works; then
     [ -n "$python" ] || python=$(find_python)
-    step "making $VENV with $("$python" --version) (about 5 s)" "$python" -m venv "$VENV"
+    step "making $VENV with $("$python" --version) (about 5 s)" "$python" -m venv --clear "$VENV"
   fi
   [ "$what" = train ] || extras+=,$what
   step "installing PyTorch, TensorFlow and Keras as pinned in setup.cfg (6.5 GB, about a minute)" \

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from hvdtrain.core import flags
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.launchers import detect
 from hvdtrain.runs import stats
@@ -27,14 +28,7 @@ def begin(bench: str, args: argparse.Namespace, rule: str) -> dict[str, Any]:
     """
     if detect(os.environ).launcher != "none":
         raise ConfigError(rule, "started by a launcher", f"hvdtrain bench {bench}")
-    try:  # minutes of measuring must not end in an error about the place for the result
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        new = not args.out.exists()
-        args.out.open("a", encoding="utf-8").close()
-        if new:
-            args.out.unlink()
-    except OSError as error:
-        raise ConfigError("the result needs a place", f"{args.out}: {error.strerror}", "--out FILE") from error
+    flags.check_file("--out", args.out, parents=True)  # minutes of measuring must not end in an error about it
     return {
         "format": 1, "bench": bench, "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "machine": stats.machine(),
         "settings": {key: value for key, value in vars(args).items() if isinstance(value, (int, float, str, list))},
@@ -49,7 +43,7 @@ def progress(text: str) -> None:
 def finish(args: argparse.Namespace, result: dict[str, Any], report: Callable[[Mapping[str, Any]], str]) -> int:
     """Writes every sample, prints the tables; returns 0, whatever the figures are."""
     result["load_after"] = round(os.getloadavg()[0], 2)
-    args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    flags.write_file("--out", args.out, json.dumps(result, indent=1) + "\n")
     print(report(result))
     print(f"every sample: {args.out}", flush=True)
     return 0

@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     host_flags.add(parser, "network")
     add("--fast", action="store_true", help="only what hvdtrain launch checks before it starts a job")
     add("--no-live", action="store_true", help="no all-reduce, which imports a framework on every host")
-    add("--timeout", type=flags.positive, default=6.0, metavar="S",
+    add("--timeout", type=flags.seconds, default=6.0, metavar="S",
         help="that a host may take to answer (default: %(default)g)")
     host_flags.add(parser, "python", "ssh_port", "identity")
     add("--json", action="store_true", help="print everything as JSON")

@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="grow to so many ranks where there are slots (elastic; default: all slots of -H)")
     add("--host-discovery", metavar="COMMAND", help="prints the hosts that may be used now, host1:4, a line each;"
         " asked every second (elastic)")
-    add("--elastic-timeout", type=flags.at_least_0, default=600.0, metavar="S",
+    add("--elastic-timeout", type=flags.seconds_or_0, default=600.0, metavar="S",
         help="how long fewer than --min-np are borne (default: %(default)g)")
     add("--quiet", action="store_true", help="show rank 0's output only, unmarked")
     add("--log-dir", type=Path, metavar="DIR", help="a log a rank goes there (default: the next runs/launch-N)")
@@ -69,17 +69,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="trace the first N updates of a run that is recorded, for hvdtrain report --trace")
     add("--max-restarts", type=flags.whole(0), default=0, metavar="N",
         help="start the job again when it failed, up to N times in a row without progress (default: 0: never)")
-    add("--restart-wait", type=flags.at_least_0, default=60.0, metavar="S",
+    add("--restart-wait", type=flags.seconds_or_0, default=60.0, metavar="S",
         help="that hosts have until they pass the checks for a restart (default: %(default)g)")
-    add("--grace", type=flags.at_least_0, default=limits.grace_s, metavar="S",
+    add("--grace", type=flags.seconds_or_0, default=limits.grace_s, metavar="S",
         help="that ranks have to end when asked to, before they are killed (default: %(default)g)")
     add("--lost-after", type=_silence, default=limits.lost_s, metavar="S",
         help="a host that says nothing for so long is lost (default: %(default)g)")
-    add("--stopped-after", type=flags.positive, default=limits.stopped_s, metavar="S",
+    add("--stopped-after", type=flags.seconds, default=limits.stopped_s, metavar="S",
         help="a rank that is stopped (SIGSTOP) for so long ends the job (default: %(default)g)")
-    add("--hang-timeout", type=flags.at_least_0, metavar="S",
+    add("--hang-timeout", type=flags.seconds_or_0, metavar="S",
         help="a rank that lets others wait for so long ends the job, named (default: 28, or HVDTRAIN_HANG_S; 0: never)")
-    add("--start-timeout", type=flags.positive, default=limits.start_s, metavar="S",
+    add("--start-timeout", type=flags.seconds, default=limits.start_s, metavar="S",
         help="that hosts have to answer, to the checks and to the launcher (default: %(default)g)")
     host_flags.add(parser, "python", "ssh_port", "identity")
     add("--no-checks", action="store_true", help="start without looking at the hosts first")
@@ -89,7 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _silence(text: str) -> float:
-    seconds = flags.positive(text)
+    seconds = flags.seconds(text)
     if seconds < 1.5 * BEAT_S:
         message = f"must be at least {1.5 * BEAT_S:g}: hosts give a sign of life every {BEAT_S:g} s"
         raise argparse.ArgumentTypeError(f"{message}, not {text}")
@@ -138,7 +138,8 @@ def run(args: argparse.Namespace) -> int:
             if outcome.interrupted is not None:  # also while a job that had failed was ending
                 report(f"ended by {signal.Signals(outcome.interrupted).name}")
             if failed is None and outcome.preempted:
-                report(f"the ranks were told to end, and have: exit code {PREEMPTED_CODE}; started again they go on")
+                words = "whether anything was saved, from which they can go on, is in their words above"
+                report(f"the ranks were told to end, and have: exit code {PREEMPTED_CODE}; {words}")
             if failed is None or outcome.interrupted is not None:
                 return outcome.exit_code
             if outcome.told is not None:
@@ -210,8 +211,8 @@ def _elastic(args: argparse.Namespace, environ: Mapping[str, str], job: Job) -> 
 
 
 def _run_once(job: Job, attempt: int, logs: Logs, args: argparse.Namespace) -> Outcome:
-    if number := launchers.restarts(os.environ) + attempt:  # by which programs go on with the run they had begun
-        job = dataclasses.replace(job, env={**job.env, launchers.RESTART: str(number)})
+    number = launchers.restarts(os.environ) + attempt  # by which programs go on with the run they had begun
+    job = dataclasses.replace(job, env={**job.env, launchers.RESTART: str(number)})
     display = Display(job.slots, logs, quiet=args.quiet, with_hosts=not job.one_host)
 
     def begin(plan: Plan) -> None:

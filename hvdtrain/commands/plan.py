@@ -7,12 +7,13 @@ micro-batches, recomputation and accumulation. What it prints is a prediction, n
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,12 +70,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measures, ranks and prints; returns 0."""
+    for flag, path in (("--profile", args.profile), ("--json", args.json)):
+        if path is not None and not (flag == "--profile" and path.exists()):  # that is read
+            flags.check_file(flag, path, parents=flag == "--json")
     devices = described(args.devices, reserve_bytes=args.reserve_gib * 2**30)
     startup.find_modules(dict.fromkeys(("torch", "torchvision"), install_command("torch")))
     started = time.perf_counter()
-    inputs = _given(args, devices) if devices else _real(args)
-    found = plans(inputs.costs, batch=args.batch, cluster=inputs.cluster)
-    print(_report(args, inputs, found))
+    with computable(args):
+        inputs = _given(args, devices) if devices else _real(args)
+        found = plans(inputs.costs, batch=args.batch, cluster=inputs.cluster)
+        text = _report(args, inputs, found)
+    print(text)
     if args.json is not None:
         _write(args, inputs, found)
     print(f"planned in {time.perf_counter() - started:.0f} s", file=sys.stderr)
@@ -175,12 +181,8 @@ def _profile(
     found = profile(model, example, devices, sizes=sizes, optimizer_copies=copies, repeats=1)
     print(f"measured {len(found.costs)} parts in {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
     if args.profile is not None:
-        try:
-            found.save(args.profile)
-            content = json.loads(args.profile.read_text(encoding="utf-8")) | {"of": of}
-            args.profile.write_text(json.dumps(content, indent=1), encoding="utf-8")
-        except OSError as error:
-            raise ConfigError("--profile names a file that can be written", f"{args.profile}: {error}") from error
+        content = asdict(found) | {"of": of}
+        flags.write_file("--profile", args.profile, json.dumps(content, indent=1, default=str))
     return found
 
 
@@ -238,6 +240,24 @@ def _write(args: argparse.Namespace, inputs: PlanInputs, found: Sequence[Plan]) 
          plans=[as_json(plan) for plan in found])  # fmt: skip
 
 
+@contextlib.contextmanager
+def computable(args: argparse.Namespace) -> Iterator[None]:
+    """Refuses numbers from which nothing can be computed: too large, or too small, for a float.
+
+    Raises:
+        ConfigError: they are.
+    """
+    try:
+        yield
+    except (ArithmeticError, ValueError) as error:
+        if isinstance(error, ValueError) and not str(error).startswith("cannot convert float"):
+            raise
+        numbers = {name: value for name, value in vars(args).items() if type(value) in (int, float, list)}
+        received = f"{error}, from {', '.join(f'{name} {value!r:.50}' for name, value in numbers.items())}"
+        rule = "a prediction needs numbers that a step, a link and a device can have"
+        raise ConfigError(rule, received, "leave out the flag with the extreme one") from None
+
+
 def save(args: argparse.Namespace, command: str, **found: Any) -> None:
     """Writes what a command found to --json.
 
@@ -246,8 +266,4 @@ def save(args: argparse.Namespace, command: str, **found: Any) -> None:
     """
     settings = {name: value for name, value in vars(args).items() if isinstance(value, (int, float, str, list))}
     result = {"format": 1, "command": command, "machine": stats.machine(), "settings": settings, **found}
-    try:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(result, indent=1), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError("--json names a file that can be written", f"{args.json}: {error.strerror}") from error
+    flags.write_file("--json", args.json, json.dumps(result, indent=1), parents=True)

@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--per-host", type=flags.whole(1), metavar="N", help="on each host, as ranks are told (default: all on one)")
     add("--updates", type=flags.whole(0), default=UPDATES, metavar="N",
         help="end once each rank has done so many; 0: at the script's end (default: %(default)s)")
-    add("--limit", type=flags.positive, default=LIMIT_S, metavar="S",
+    add("--limit", type=flags.seconds, default=LIMIT_S, metavar="S",
         help="end after so long, with what was seen (default: %(default)g)")
     add("--log-dir", type=Path, metavar="DIR", help="a log a rank, and what hvdtrain writes, goes there (default: the"
         " next runs/rehearsal-N)")

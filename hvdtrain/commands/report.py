@@ -16,6 +16,7 @@ from typing import Any
 from hvdtrain.commands import report_charts, report_data, report_trace
 from hvdtrain.commands.report_data import Run
 from hvdtrain.commands.why import moment
+from hvdtrain.core import flags
 from hvdtrain.core.errors import ConfigError, install_command
 
 TEMPLATE = Path(__file__).with_name("report.html")
@@ -45,21 +46,14 @@ def run(args: argparse.Namespace) -> int:
             _write(folder / "trace.json", json.dumps(report_trace.trace(folder)))
         return 0
     out = args.out or (folders[0] if len(folders) == 1 else Path()) / "report.html"
+    flags.check_file("--out", out)
     names = _names(folders)
     _write(out, page([report_data.read(folder, name) for folder, name in zip(folders, names, strict=True)]))
     return 0
 
 
 def _write(out: Path, text: str) -> None:
-    """Whole, or not at all: an earlier one stays until then."""
-    begun = out.with_name(f".{out.name}.{os.getpid()}")
-    try:
-        begun.write_text(text, encoding="utf-8", errors="backslashreplace")
-        begun.replace(out)
-    except OSError as error:
-        raise ConfigError("a report needs a file to write to", f"{out}: {error.strerror}", "--out FILE") from error
-    finally:
-        begun.unlink(missing_ok=True)
+    flags.write_file("--out", out, text)
     print(os.fsencode(out).decode("utf-8", "backslashreplace"))
 
 

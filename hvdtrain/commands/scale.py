@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, get_args
 
-from hvdtrain.commands.plan import GIGABIT, LATENCY_US, LINK_GBPS, NETWORK_GBPS, save
+from hvdtrain.commands.plan import GIGABIT, LATENCY_US, LINK_GBPS, NETWORK_GBPS, computable, save
 from hvdtrain.core import flags, startup
 from hvdtrain.core.errors import ConfigError, install_command
 from hvdtrain.pipeline.plan.costs import Link
@@ -97,12 +97,16 @@ def run(args: argparse.Namespace) -> int:
 
         return scale_published.run(args)
     sources: dict[str, list[str]] = {"measured": [], "given": [], "assumed": []}
-    training, network = _training(args, sources), _network(args, sources)
-    counts = sorted(set(args.ranks))
-    steps = [predict(training, network, ranks) for ranks in counts]
-    below = {f"{share:.0%}": first_below(training, network, share) for share in EFFICIENCIES}
-    others = remedies(training, network, counts[-1])
-    print(_report(steps, below, others, args.samples))
+    with computable(args):
+        training, network = _training(args, sources), _network(args, sources)
+        counts = sorted(set(args.ranks))
+        steps = [predict(training, network, ranks) for ranks in counts]
+        below = {f"{share:.0%}": first_below(training, network, share) for share in EFFICIENCIES}
+        others = remedies(training, network, counts[-1])
+        if not all(math.isfinite(value) for step in (*steps, *others.values()) for value in as_json(step).values()):
+            raise OverflowError("a step without an end")
+        text = _report(steps, below, others, args.samples)
+    print(text)
     print("\n".join(f"{name}: {'; '.join(its)}" for name, its in sources.items() if its))
     if args.json is not None:
         save(args, "scale", **sources, network=asdict(network), buckets=training.buckets,
@@ -211,6 +215,8 @@ def _network(args: argparse.Namespace, sources: dict[str, list[str]]) -> Network
     ):
         kind = "given" if given else "measured" if where in measured else "assumed"
         rate, latency_us = given or (usual_gbps / 8, LATENCY_US)
+        if given and math.isinf(rate * GIGABYTE):
+            raise OverflowError(f"{rate:g} GB/s {where}")
         link = measured[where] if kind == "measured" else Link(latency_us * 1e-6, rate * GIGABYTE)
         sources[kind].append(f"{link.bytes_per_s / GIGABYTE:.3g} GB/s and {link.latency_s * 1e6:.3g} us {where}")
         links.append(link)

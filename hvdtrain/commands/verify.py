@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         " than 2)")
     host_flags.add(parser, "hosts", "hostfile")
     add("--framework", action="append", choices=FRAMEWORKS, help="only this one (default: all that are installed here)")
-    add("--limit", type=flags.positive, default=LIMIT_S, metavar="S",
+    add("--limit", type=flags.seconds, default=LIMIT_S, metavar="S",
         help="for one framework (default: %(default)g); cold file systems make imports slow")
     add("--device", choices=["auto", "cpu"], default="auto", help="cpu: leave GPUs alone (default: auto; ranks that"
         " share a GPU are refused)")

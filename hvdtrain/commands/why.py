@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,12 @@ _SILENT = (
 )
 _GOES_ON = "ranks, as they were last heard of"
 _TOLD = 4  # errors
-_MEANINGS = {PREEMPTED_CODE: "the ranks were told to end, and have"}
+_TOLD_TO_END = "the ranks were told to end, and have"
+_UNKNOWN = "by which signal (SIGTERM, SIGUSR1), and whether they saved, is in their own output, if anywhere"
+_GOT, _SAVED = (
+    re.compile(r"^hvdtrain: (rank \d+ got SIG\w+): ", re.M),
+    re.compile(r"^hvdtrain: (told to end: .*)", re.M),
+)
 Page = Mapping[str, Any]  # see `read_ring`, `last_words`
 
 
@@ -46,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     """Prints the cause; returns the exit code: 1 where nothing tells."""
     text = why(args.where)
     print(text or f"{args.where}: nothing tells why: no hang, no rank that ended without a word, no failed run")
-    return 0 if text else 1
+    return 0 if text and _UNKNOWN not in text else 1
 
 
 def why(where: Path) -> str:
@@ -97,12 +103,21 @@ def _launched(folder: Path, record: str) -> str | None:
         code, failure = attempts[-1]["exit_code"], attempts[-1]["failure"]
         head = f"{folder}: attempt {len(attempts)} ended with exit code {code}"
         if failure is None:
-            return f"{head}: {_MEANINGS.get(code, 'a signal ended the launcher')}" if code else ""
+            ended = _told_to_end(folder) if code == PREEMPTED_CODE else "a signal ended the launcher"
+            return f"{head}: {ended}" if code else ""
         lines, after_s = tuple(failure.get("lines", ())), failure.get("after_s", 0.0)
         failed = Failure(failure["rank"], failure["host"], code, failure["why"], lines, after_s)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
         raise ConfigError(f"{record} must be one that hvdtrain launch wrote", f"{path}: {problem!r}") from None
     return f"{head}\n{failure_block(failed, folder)}"
+
+
+def _told_to_end(folder: Path) -> str:
+    """Returns what ranks say in their logs of the signal that has ended them, and of what they saved."""
+    logs = [path.read_text(encoding="utf-8", errors="replace") for path in sorted(folder.glob("rank-*.log"))]
+    got = [found[-1] for log in logs if (found := _GOT.findall(log))]
+    saved = [found[-1] for log in logs if (found := _SAVED.findall(log))]
+    return f"{_TOLD_TO_END}: {'; '.join(dict.fromkeys([*(got or [_UNKNOWN]), *saved]))}"
 
 
 def _age(path: Path) -> float:
@@ -129,7 +144,8 @@ def _end_of(where: Path, run: Mapping[str, Any] | None) -> str:
         return ""
     last = next((event for event in reversed(read_events(where)) if event.get("kind") in ("step", "epoch")), None)
     came = f"; its last event: {last['kind']} {last.get(last['kind'])}, {moment(last['time'])}" if last else ""
-    return f"{where}: {'no end is recorded' if status == 'killed' else status}{came}"
+    told = f"\n  {_TOLD_TO_END}: {_UNKNOWN}" if status == "preempted" else ""
+    return f"{where}: {'no end is recorded' if status == 'killed' else status}{came}{told}"
 
 
 def _of_record(where: Path, error: str) -> dict[str, Any]:
@@ -176,7 +192,7 @@ def pages_in_words(pages: Sequence[Page], head: str = _SILENT) -> str:
     order = sorted(pages, key=lambda page: (page.get("time", 0.0), page.get("updates", 0)))
     lines = []
     for page in order:
-        known = [f"{page['updates']} update(s) done", page["in"]]
+        known = [f"{page['steps']} update(s) done", page["in"]]
         known += [f"in phase {page['phase']}"] if page.get("phase") else []
         known += [f"in on_main({page['on_main']})"] if page.get("on_main") else []
         known += [page["line"]] if page.get("line") else []

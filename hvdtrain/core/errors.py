@@ -56,7 +56,11 @@ EXIT_CODES = (
     ExitCode(str(HUNG_CODE), _JOBS, "a rank hangs and the others wait for it"),
     ExitCode(str(OUT_OF_STEP_CODE), _JOBS, "ranks wait for one another at different lines; never restarted"),
     ExitCode(str(GUARD_CODE), "guard rehearse", "the training was found to be wrong"),
-    ExitCode(str(PREEMPTED_CODE), "launch", "the ranks were told to end (SIGTERM, SIGUSR1), and have saved"),
+    ExitCode(
+        str(PREEMPTED_CODE),
+        "launch",
+        "the ranks were told to end (SIGTERM, SIGUSR1), and have; they say what was saved",
+    ),
     ExitCode(str(NOT_STARTED_CODE), "launch", "the ranks' command cannot be started"),
     ExitCode("N", _JOBS, "the script's exit code; of a job: that of the first rank that failed"),
     ExitCode("128+N", "", "signal N ended the command (129 SIGHUP, 130 Ctrl-C, 143 SIGTERM)"),

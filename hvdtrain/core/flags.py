@@ -5,7 +5,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
-from collections.abc import Callable
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from hvdtrain.core.errors import ConfigError
@@ -49,6 +53,13 @@ class LateParser(argparse.ArgumentParser):
         self.fill()
         return super().parse_known_args(args, namespace)
 
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """As argparse's, which hides that standard output cannot be written."""
+        if file is sys.stdout:
+            file.write(message)
+        else:
+            super()._print_message(message, file)
+
 
 Number = TypeVar("Number", int, float)
 
@@ -70,3 +81,67 @@ def whole(least: int) -> Callable[[str], int]:
 
 positive = _number("a number > 0", float, lambda value: 0 < value < math.inf)
 at_least_0 = _number("a number >= 0", float, lambda value: 0 <= value < math.inf)
+LONGEST_S = 2e6  # poll() counts in milliseconds, 31 bits of them
+_SECONDS = f"a number of seconds, at most {LONGEST_S:.0f} (23 days),"
+seconds = _number(f"{_SECONDS} > 0", float, lambda value: 0 < value <= LONGEST_S)
+seconds_or_0 = _number(f"{_SECONDS} >= 0", float, lambda value: 0 <= value <= LONGEST_S)
+
+
+# ---- the file that a flag names for what was found
+
+
+@contextlib.contextmanager
+def _refused(flag: str, path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        rule, received = f"{flag} names a file that can be written", f"{path}: {error.strerror}"
+        raise ConfigError(rule, received, f"{flag} FILE") from error
+
+
+def check_file(flag: str, path: Path, *, parents: bool = False) -> None:
+    """Refuses what cannot be written before there is anything to write, and leaves nothing.
+
+    Args:
+        flag: that names it.
+        path: of the file.
+        parents: make the folders that it is to be in.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    with _refused(flag, path):
+        if parents:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        new = not path.exists()
+        if new or path.is_file() or path.is_dir():  # others, as a pipe, may wait for a reader when they are opened
+            path.open("ab").close()
+        if new:
+            os.unlink(os.path.realpath(path))
+
+
+def write_file(flag: str, path: Path, text: str, *, parents: bool = False) -> None:
+    """Writes a file whole, or not at all: an earlier one stays until then. Links are followed; what is no file of its
+    own (a device, a pipe), or is in a folder where no other can be made, is written to as it is.
+
+    Args:
+        flag, path, parents: as of `check_file`.
+        text: what.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    check_file(flag, path, parents=parents)
+    whole = Path(os.path.realpath(path))
+    begun = whole.with_name(f".{whole.name[:200]}.{os.getpid()}")
+    with _refused(flag, path):
+        if (path.exists() and not whole.is_file()) or not os.access(whole.parent, os.W_OK):
+            path.write_text(text, encoding="utf-8", errors="backslashreplace")
+            return
+        try:
+            begun.write_text(text, encoding="utf-8", errors="backslashreplace")
+            if whole.exists():
+                shutil.copymode(whole, begun)
+            begun.replace(whole)
+        finally:
+            begun.unlink(missing_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import runpy
 import signal
@@ -11,7 +12,8 @@ from collections.abc import Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from hvdtrain.core.errors import ConfigError
+from hvdtrain.core import flags, launchers
+from hvdtrain.core.errors import ConfigError, LauncherError
 from hvdtrain.guard import hooks, keras_watch, torch_watch
 from hvdtrain.guard.session import Session
 
@@ -20,10 +22,14 @@ def run(what: str, argv: Sequence[str], module: bool, *, warn: bool, report: Pat
     """Runs a script or module under watch; returns its exit code, 0 unless it asks for another.
 
     Raises:
-        ConfigError: there is no such file.
+        ConfigError: there is no such file, or the report cannot be written.
     """
     if not module:
         source_of(what, module)
+    if report is not None:
+        with contextlib.suppress(LauncherError):  # which the script's own hvd.init() tells
+            if launchers.detect(os.environ).rank == 0:
+                flags.check_file("--report", report)
     session = Session(warn=warn, report=report, every=every)
     hooks.install({**torch_watch.hooks(session), **keras_watch.hooks(session)})
     try:

@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.core import launchers
-from hvdtrain.core.errors import GUARD_CODE
+from hvdtrain.core import flags, launchers
+from hvdtrain.core.errors import GUARD_CODE, ConfigError
 from hvdtrain.core.in_step import watch
 from hvdtrain.core.in_step.hang import HANG_VARIABLE
 from hvdtrain.core.in_step.lines import user_line
@@ -62,6 +62,7 @@ class Session:
         self.steps: dict[str, int] = {}
         self.at_end: list[Callable[[], None]] = []
         self._met = False
+        self._unwritten: ConfigError | None = None
         self._pid = os.getpid()
         self._links: dict[int, Link] = {}
         self._lock, self._over = threading.RLock(), threading.Event()
@@ -234,16 +235,26 @@ class Session:
                 print(f"{PROGRAM}: {_described(finding)}", file=sys.stderr, flush=True)
                 return
             self._write()
+            if self._unwritten is not None:
+                print(f"{PROGRAM}: {self._unwritten}", file=sys.stderr, flush=True)
             error = [finding.text, finding.received, finding.remedy]
             watch.end_all(error, 0, list(self._links.values()), PROGRAM, GUARD_CODE)
 
     def _write(self) -> None:
         if self._report is not None:
-            self._report.write_text(json.dumps(as_json(self._judge, self.steps), indent=1) + "\n", encoding="utf-8")
+            try:
+                text = json.dumps(as_json(self._judge, self.steps), indent=1) + "\n"
+                flags.write_file("--report", self._report, text)
+            except ConfigError as error:  # raised once the other ranks have ended
+                self._unwritten = error
 
     # -- the end ---------------------------------------------------------------------------------------------------
     def finish(self) -> None:
-        """Ends with the other ranks, when all scripts have; then rank 0 says what was proven."""
+        """Ends with the other ranks, when all scripts have; then rank 0 says what was proven.
+
+        Raises:
+            ConfigError: the report could not be written.
+        """
         for report in self.at_end:
             report()
         if self.on:
@@ -260,9 +271,14 @@ class Session:
                 else:
                     self.report(kind="done")
                     self._over.wait()
-        elif self._met is False and self.rank == 0:
-            print(f"{PROGRAM}: nothing to compare: one rank, or a script without hvd.init()", file=sys.stderr)
+        elif self.rank == 0:
+            said = [] if self._met else ["nothing to compare: one rank, or a script without hvd.init()"]
+            said += [f"nothing was watched: {self._report} is not written"] if self._report is not None else []
+            for line in said:
+                print(f"{PROGRAM}: {line}", file=sys.stderr)
         self.close()
+        if self._unwritten is not None:
+            raise self._unwritten
 
     def _say(self) -> None:
         with self._lock:

@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     if args.record:
         print(json.dumps(json.loads((wheel.parent / "build.json").read_text()), indent=2))
     if args.output:
-        args.output.mkdir(parents=True, exist_ok=True)
+        build.make_folder(args.output, "--output DIR")
         wheel = Path(shutil.copy2(wheel, args.output))
     if args.dist:
         made = dist.make(wheel, found, args.dist, steps.Steps(cache / "dist.log", _say))

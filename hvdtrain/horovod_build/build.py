@@ -32,6 +32,20 @@ def cache_folder() -> Path:
     return base / "horovod"
 
 
+def make_folder(folder: Path, remedy: str) -> None:
+    """Makes a folder.
+
+    Raises:
+        HvdtrainError: it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise HvdtrainError(
+            "wheels need a folder that this user can write", f"{folder}: {error.strerror}", f"give another: {remedy}"
+        ) from error
+
+
 def cache_key(environment: Environment, cuda: str = "auto", sdist_sha256: str = SDIST_SHA256) -> str:
     """Hashes of everything that decides what the wheel contains."""
     matters = {
@@ -83,7 +97,7 @@ def build(
     Raises:
         HvdtrainError: a step failed; the message ends with the last lines of that step's log.
     """
-    cache.mkdir(parents=True, exist_ok=True)
+    make_folder(cache, "HVDTRAIN_CACHE=DIR, or --cache DIR")
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="hvdtrain-horovod-") as scratch:
         work = Path(scratch)

@@ -14,7 +14,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 from hvdtrain.core.errors import HvdtrainError
-from hvdtrain.horovod_build.build import cache_folder
+from hvdtrain.horovod_build.build import cache_folder, make_folder
 from hvdtrain.horovod_build.dist import NAME, metadata_of, version_for
 from hvdtrain.horovod_build.environment import cuda_here, distribution_version, torch_here
 from hvdtrain.horovod_build.proof import prove
@@ -42,7 +42,7 @@ def install(location: str, say: Say) -> str:
     frameworks = [name for name, there in (("torch", torch), ("tensorflow", tensorflow)) if there]
     cuda = cuda_here(torch)
     wanted = {version_for(torch.get("version"), cuda, tensorflow, mpi): mpi for mpi in _mpi()}
-    cache_folder().mkdir(parents=True, exist_ok=True)
+    make_folder(cache_folder(), "HVDTRAIN_CACHE=DIR")
     run = Steps(cache_folder() / "ready.log", say)
     none, failed = [], []
     with tempfile.TemporaryDirectory(prefix="hvdtrain-ready-") as folder:

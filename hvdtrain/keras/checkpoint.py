@@ -63,6 +63,10 @@ class ModelPart(Part):
         self.model = model
         self.session = session
 
+    @property
+    def trained(self) -> object:
+        return self.model
+
     def collect(self) -> None:
         """Makes what is each rank's own one: moving statistics, and gradients accumulated so far."""
         world = self.session.world

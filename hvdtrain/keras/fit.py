@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -142,17 +142,40 @@ def _begins_within(session: Session, given: dict[str, Any]) -> bool:
 def _in_two(model: keras.Model, give: Callable[[str, Any], None], bound: inspect.BoundArguments) -> Any:
     """Keras' epochs have as many steps as the first: so what is left of that one is a `fit` of its own."""
     epochs, first = bound.arguments["epochs"], vars(model)[KEY].progress.epoch
+    callbacks = _listed(bound.arguments.get("callbacks"))
+    users = [
+        one for one in callbacks if not type(one).__module__.startswith("hvdtrain.") and not isinstance(one, _K.History)
+    ]
     give("epochs", first + 1)
-    begun = model.fit(*bound.args, **bound.kwargs)
+    with _muted(users, "on_train_end"):  # for them it is one training: a file is not begun anew within it
+        begun = model.fit(*bound.args, **bound.kwargs)
     if model.stop_training:
+        for callback in users:
+            callback.on_train_end()
         return begun
     give("initial_epoch", first + 1)
     give("epochs", epochs)
-    history = model.fit(*bound.args, **bound.kwargs)
+    with _muted(users, "on_train_begin"):
+        history = model.fit(*bound.args, **bound.kwargs)
     if isinstance(history, _K.History) and isinstance(begun, _K.History):
         history.epoch = begun.epoch + history.epoch
         history.history = {name: begun.history.get(name, []) + its for name, its in history.history.items()}
     return history
+
+
+@contextmanager
+def _muted(callbacks: list[Any], name: str) -> Iterator[None]:
+    """While open, a method of callbacks does nothing."""
+    kept = [(one, vars(one).get(name)) for one in callbacks]
+    for one in callbacks:
+        setattr(one, name, lambda logs=None: None)
+    try:
+        yield
+    finally:
+        for one, own in kept:
+            vars(one).pop(name)
+            if own is not None:
+                setattr(one, name, own)
 
 
 def _by_position(bound: inspect.BoundArguments) -> dict[str, Any]:
@@ -240,6 +263,8 @@ def _write_on_main(session: Session, callbacks: list[Any]) -> None:
             )
         if isinstance(callback, _WRITES) and callback not in session.write_on_main:
             session.write_on_main.add(callback)
+            if isinstance(callback, _K.TensorBoard) and not session.world.is_main:
+                callback.write_graph = False  # in set_model, which every rank needs
             methods = {name: getattr(callback, name) for name in _CALLED}
             for name, method in methods.items():
                 if not getattr(method, "_is_default", False):  # Keras' mark

@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, ref
 
 from hvdtrain.core.errors import CheckpointError, ConfigError, HvdtrainError, MainRankError
 from hvdtrain.core.in_step import elastic
@@ -44,6 +44,12 @@ from hvdtrain.runs.writer import Writer, running, started
 _LOCKS: WeakValueDictionary[Path, Lock] = WeakValueDictionary()
 # directory to the training that this program saves there: a new one, or that of the checkpoint it has restored
 _TRAININGS: dict[Path, str] = {}
+# directory to the models of that training
+_TRAINED: dict[Path, list[ref[Any]]] = {}
+
+
+def _models_of(state: Mapping[str, Part]) -> list[object]:
+    return [model for part in state.values() if (model := part.trained) is not None]
 
 
 class Checkpointer:
@@ -115,6 +121,9 @@ class Checkpointer:
         """Makes the directory and takes it for this training; call it on rank 0."""
         self.folder.make()
         self._lock = self._lock or _LOCKS.get(self._place)
+        if self._lock is not None and not self._lock.holds(self._place):
+            _LOCKS.pop(self._place, None)
+            self._lock = None  # it was moved away, or deleted
         try:
             self._lock = _LOCKS[self._place] = self._lock or Lock(self._place)
         except CheckpointError:
@@ -195,6 +204,7 @@ class Checkpointer:
     def _prepare(self, state: Mapping[str, Part]) -> Writer | None:
         _check_names(state)
         self._take()
+        self._check_trained(state)
         if self._place not in _TRAININGS:
             self.folder.report_others()
             _TRAININGS[self._place] = uuid.uuid4().hex
@@ -205,6 +215,17 @@ class Checkpointer:
                 writer.wait_for_room()  # before it is asked what failed: what is waited for here may fail, too
             writer.check(self.folder.directory)
         return writer
+
+    def _check_trained(self, state: Mapping[str, Part]) -> None:
+        """Raises `CheckpointError` for a model of another training than the one that this program saves here."""
+        models, known = _models_of(state), _TRAINED.get(self._place)
+        if known and models and not any(model is one() for one in known for model in models):
+            raise CheckpointError(
+                "a checkpoint directory belongs to one training: this model must not save there",
+                f"{self.directory} has the checkpoints of another model of this program",
+                "give each its own, Checkpointer('checkpoints/fold-2'); or go on with that training: restore it first",
+            )
+        _TRAINED[self._place] = [*map(ref, models)] or known or []
 
     def _save_together(self, state: Mapping[str, Part], written: Written, noted: Noted | None) -> Path | None:
         """Has the ranks write one together; collective. None: rank 0 is to write it alone."""
@@ -334,6 +355,7 @@ class Checkpointer:
         progress = Progress(**manifest["progress"])
         if path.parent == self.directory:
             _TRAININGS[self._place] = manifest.get("training", "")
+            _TRAINED[self._place] = [*map(ref, _models_of(state))]
         for part in state.values():
             part.restored(progress)
         return progress

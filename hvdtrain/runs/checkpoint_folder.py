@@ -63,7 +63,7 @@ class Lock:
     """
 
     def __init__(self, directory: Path) -> None:
-        descriptor = os.open(directory, os.O_RDONLY)
+        self._descriptor = descriptor = os.open(directory, os.O_RDONLY)
         weakref.finalize(self, os.close, descriptor).atexit = False  # at the end the kernel does
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -76,6 +76,10 @@ class Lock:
         except OSError as error:
             if error.errno not in _NO_LOCKS_HERE:
                 raise
+
+    def holds(self, directory: Path) -> bool:
+        """Whether it is still the directory that was taken, which may have been moved away."""
+        return os.path.samestat(os.fstat(self._descriptor), directory.stat())
 
 
 def taken_by(directory: Path) -> str | None:
@@ -289,15 +293,15 @@ class Folder:
     def _retain(self) -> None:
         """Deletes what is neither among the newest `keep` good ones nor the best."""
         try:
-            infos = [info for info in self.list() if info.training == self.training or info.is_unknown]
+            infos = [info for info in self.list() if info.training == self.training]
             good = [info for info in infos if info.ok]
             kept = {info.path for info in [*good[-self.keep :], *self.ranking("best", infos)[:1]]}
             oldest_kept_step = min((info.progress.step for info in good if info.path in kept), default=0)
-            for info in infos:
+            for info in [*infos, *(info for info in self.list() if info.is_unknown)]:
                 # a damaged one goes when it is older than all that is kept: until then it is reported
                 if info.path in kept or not (info.ok or info.progress.step < oldest_kept_step):
                     continue
-                if info.ok or info.damaged:
+                if not info.is_unknown and (info.ok or info.damaged):
                     self._delete(info.path)
                 elif info.path not in self._reported:
                     self._reported.add(info.path)

@@ -10,6 +10,7 @@ JSON: NaN and infinities, which JSON lacks, are the strings "nan", "inf", "-inf"
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import importlib.util
 import math
@@ -23,7 +24,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from hvdtrain.core.errors import ConfigError, Preempted
+from hvdtrain.core.errors import ConfigError, Preempted, ends_badly, note_exits
 from hvdtrain.core.launchers import job_of
 from hvdtrain.core.world import World
 from hvdtrain.runs import gpu, log_files, stats
@@ -75,7 +76,7 @@ class RunLog:
         progress: bool = True,
         tensorboard: bool = True,
     ) -> None:
-        self.run_dir = place_of(run_dir)
+        self.run_dir = place_of(run_dir).absolute()  # wherever the program goes
         self.world = world
         self._run: dict[str, Any] = {}  # what run.json holds; on rank 0, as are all files
         self._lock: TextIO | None = None
@@ -99,6 +100,8 @@ class RunLog:
         updates = traced_updates(os.environ)
         world.on_main(self._open, resume)
         self._tracing = Tracing(updates, world, self.run_dir) if updates else None
+        note_exits()
+        atexit.register(self._at_exit)
         world.tracker.use_run_dir(self.run_dir)
 
     @property
@@ -140,6 +143,12 @@ class RunLog:
                 "a run directory holds one run",
                 f"{self.run_dir} holds a run from {earlier.get('started')}, {log_files.fate(earlier)}",
                 "give another run directory, or resume this run (--resume)",
+            )
+        if earlier is None and (self.run_dir / "events.jsonl").exists():
+            raise ConfigError(
+                "a run directory holds one run",
+                f"{self.run_dir} holds the events of a run (events.jsonl), and no run.json",
+                "give another run directory, or move that one away as it is",
             )
         return earlier or {}
 
@@ -320,6 +329,7 @@ class RunLog:
 
     def finish(self, status: str = "finished", error: str | None = None) -> None:
         """Writes how the run ended, with the verdict, and lets go of the directory; the second call does nothing."""
+        atexit.unregister(self._at_exit)
         self._take_over()
         if self._gpus is not None:
             self._gpus.stop()
@@ -348,6 +358,10 @@ class RunLog:
         self._close()
         if measured and self._talks:
             print(f"verdict: {text}", flush=True)
+
+    def _at_exit(self) -> None:
+        """A program that ends without `finish` says how it ended, too."""
+        self.finish("failed" if ends_badly() else "finished")
 
     def _guarded(self, write: Any, *args: Any) -> None:
         """Writes; what cannot be written (disk full, file server gone) is reported once and does not end training."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import errno
@@ -20,12 +21,14 @@ from typing import Any, TextIO
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.runs.bottleneck import BETWEEN, STEP, WAITING_SHARE
 
+_MOVE = "move the file away, or give another run directory"
+
 
 def read_run(run_dir: str | os.PathLike[str]) -> dict[str, Any] | None:
     """Returns run.json, or None if there is none.
 
     Raises:
-        ConfigError: it is not JSON.
+        ConfigError: it is not JSON, or none of ours.
     """
     path = Path(run_dir) / "run.json"
     try:
@@ -35,11 +38,12 @@ def read_run(run_dir: str | os.PathLike[str]) -> dict[str, Any] | None:
     except OSError as error:
         raise ConfigError("run.json must be a file that can be read", f"{path}: {error.strerror}") from None
     except ValueError as error:
-        raise ConfigError(
-            "run.json must be JSON", f"{path}: {error}", "move the file away, or give another run directory"
-        ) from None
+        raise ConfigError("run.json must be JSON", f"{path}: {error}", _MOVE) from None
     if not isinstance(run, dict):
         raise ConfigError("run.json must hold an object", f"{path}: {type(run).__name__}")
+    attempts = run.get("attempts")
+    if attempts is not None and not (isinstance(attempts, list) and all(isinstance(its, dict) for its in attempts)):
+        raise ConfigError("run.json must list its attempts, an object each", f"{path}: {attempts!r:.200}", _MOVE)
     return run
 
 
@@ -206,7 +210,7 @@ class Line:
         self._due = 0.0
         self._speed = ""
         self._begin()
-        if sys.stderr.isatty():
+        if sys.stderr is not None and sys.stderr.isatty():
             from tqdm import tqdm
 
             self._bar = tqdm(total=total_samples, unit=" samples", unit_scale=True, dynamic_ncols=True, leave=False)
@@ -235,7 +239,7 @@ class Line:
             self._bar.n = fields["samples_seen"]
             self._bar.refresh()
         elif due:
-            print(text, flush=True)
+            _said(text)
 
     def _waits(self) -> str:
         """What rank 0 waits for, where that is much of its time."""
@@ -249,11 +253,17 @@ class Line:
         if self._bar is not None:
             self._bar.write(text)
         else:
-            print(text, flush=True)
+            _said(text)
 
     def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
+
+
+def _said(text: str) -> None:
+    """Prints a line, where somebody reads: training does not end because a pipe, or a disk, takes no more."""
+    with contextlib.suppress(OSError, ValueError):  # ValueError: it is closed
+        print(text, flush=True)
 
 
 def lock(folder: Path) -> TextIO:
@@ -267,7 +277,7 @@ def lock(folder: Path) -> TextIO:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        owner = file.read().strip() or "an unknown process"
+        owner = _owner(file)
         file.close()
         raise ConfigError(
             "a run directory belongs to one run at a time",
@@ -284,6 +294,15 @@ def lock(folder: Path) -> TextIO:
     return file
 
 
+def _owner(file: TextIO) -> str:
+    """Names who has locked a file: who wrote into it, or a process that it has started."""
+    text = file.read().strip() or "an unknown process"
+    words = text.split()  # pid 123 on host since 2026-...
+    here = len(words) > 3 and words[3] == socket.gethostname()
+    gone = here and words[1].isdecimal() and not Path(f"/proc/{words[1]}").exists()
+    return f"a process that was started by {text}, which has ended" if gone else text
+
+
 def locked_by(folder: Path) -> str | None:
     """Returns the process that has taken a directory by `lock`, or None if no process has."""
     try:
@@ -291,7 +310,7 @@ def locked_by(folder: Path) -> str | None:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
-                return file.read().strip() or "an unknown process"
+                return _owner(file)
     except OSError:  # no lock there (a copy of a run), or a file system without locks
         pass
     return None

@@ -86,6 +86,11 @@ class Part:
         """Returns what makes this part once more, without holding what trains."""
         return lambda: self
 
+    @property
+    def trained(self) -> object | None:
+        """The model whose training this is a part of, if it knows."""
+        return None
+
     def saved_by(self, saver: Saves) -> None:
         """Called on every rank when a checkpointer knows the state that this is a part of."""
 

@@ -53,6 +53,7 @@ class _Job:
     images: Images
     leads: bool = True  # else rank 0 is told how it went
     noted: Notes | None = None
+    sent: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)
 
 
@@ -169,6 +170,7 @@ class Writer:
         job = _Job(folder, folder.directory / name, json.dumps(message).encode(), descriptors, images, leads, noted)
         self._jobs.append(job)  # an interrupt from here on finds its images in use
         self._new.put(job)
+        job.sent.wait()  # from here on it is written, even if this process is killed
         return job.path
 
     def wait(self, directory: Path | None = None) -> None:
@@ -198,6 +200,7 @@ class Writer:
             assert self._socket is not None
             with contextlib.suppress(OSError):  # it is gone: no answer will come
                 socket.send_fds(self._socket, [job.message], job.descriptors)
+            job.sent.set()
             self._sent.put(job)
 
     def _receive(self) -> None:

@@ -109,6 +109,10 @@ class ModelPart(Part):
         self.world = world
         self._read: dict[str, Tensor] = {}
 
+    @property
+    def trained(self) -> object:
+        return self.module
+
     def again(self) -> Callable[[], Part]:
         module, world = self.module, self.world  # and not what it may be wrapped in, which knows the training
         return lambda: ModelPart(module, world)

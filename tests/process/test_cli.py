@@ -125,12 +125,11 @@ __main__.main(["why", "."])
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.parametrize("command", ["scale --step 0.3 --gradients 170MB", "--version"])
+@pytest.mark.parametrize("command", ["scale --step 0.3 --gradients 170MB", "--version", "--help", "why --help"])
 def test_a_full_disk_under_the_output_gets_no_traceback(command, unbuffered):
     done = shell(f"{command} > /dev/full", PYTHONUNBUFFERED=unbuffered)
-    if command != "--version" or not unbuffered:  # argparse itself ignores an error of its own printing
-        assert done.returncode == 1
-        assert done.stderr.endswith("standard output cannot be written: No space left on device\n")
+    assert done.returncode == 1
+    assert done.stderr.endswith("standard output cannot be written: No space left on device\n")
     assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
 
 
@@ -143,6 +142,31 @@ def test_characters_that_the_terminal_lacks_are_escaped(tmp_path, command):
     done = shell(f"{command} r\u00fcn", cwd=tmp_path, **ascii_only)
     assert done.returncode == 0, done.stderr
     assert ("caf\\xe9" if command == "why" else "r\\xfcn/report.html") in done.stdout
+
+
+@pytest.mark.parametrize("command", ["launch --start-timeout 1e10 -- true", "doctor --timeout 1e10"])
+def test_a_number_of_seconds_that_is_too_large_is_refused(command):
+    done = shell(command)
+    assert done.returncode == 2 and "must be a number of seconds, at most 2000000" in done.stderr, done.stderr
+
+
+def test_without_threads_a_command_is_refused():
+    program = """
+import sys, threading
+from hvdtrain import __main__
+def start(thread):
+    raise RuntimeError("can't start new thread")
+threading.Thread.start = start
+sys.exit(__main__.main(["launch", "-np", "1", "--", "true"]))
+"""
+    done = run([sys.executable, "-c", program], env=clean_environment({}))
+    assert done.returncode == 2 and "must be able to start threads" in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_doctor_without_files_to_open_says_so():
+    done = run(["bash", "-c", f"ulimit -n 8; {sys.executable} -m hvdtrain doctor"])
+    assert done.returncode == 2 and "Too many open files" in done.stdout and "Traceback" not in done.stderr
 
 
 def test_a_reader_that_stops_early_gets_no_traceback():

@@ -128,6 +128,14 @@ def test_a_script_is_run_as_python_runs_it(tmp_path: Path) -> None:
     for code in (0, 5):
         result = run_ranks([*GUARD, path, str(code)], 1, launcher="none")
         assert result.returncode == code and result.out == f"__main__ ['{code}'] 3\n", result.text
+    for report, code, said in (
+        (tmp_path, 2, f"--report names a file that can be written\n  received: {tmp_path}: Is a directory"),
+        (tmp_path / "no" / "report.json", 2, "No such file or directory"),
+        (tmp_path / "report.json", 0, f"nothing was watched: {tmp_path / 'report.json'} is not written"),
+    ):
+        result = run_ranks([*GUARD, "--report", report, path, "0"], 1, launcher="none")
+        assert result.returncode == code and said in result.err and "Traceback" not in result.err, result.text
+        assert ("__main__" in result.out) == (code == 0), result.text
     path.write_text("def f():\n    raise KeyError('x')\nf()\n")
     result = run_ranks([*GUARD, path], 1, launcher="none")
     assert result.returncode == 1 and "hvdtrain" not in result.err and "KeyError" in result.err, result.text

@@ -256,7 +256,7 @@ def _clocks(cluster: ClusterFacts, links: Links) -> Iterator[Finding]:
 # -- the folder that runs are written to ----------------------------------------------------------------------
 def folder(cluster: ClusterFacts, found: Folder) -> Iterator[Finding]:
     """The run directory can be written to, and is the same on every host."""
-    first = next(iter(cluster.facts))
+    first = next(iter(cluster.facts), None)  # none answers: nothing was written
     for host, reply in found.written.items():
         if "error" not in reply:
             continue

@@ -73,7 +73,7 @@ def result_of(job: Job, mark: str) -> tuple[dict[str, Any] | None, Failure | Non
     """Runs a job whose rank 0 prints a result behind a mark; returns it (see `result_in`), and what made the job end.
 
     Raises:
-        KeyboardInterrupt: the user ended it.
+        KeyboardInterrupt: the user ended it; after a SIGTERM or SIGHUP, what its handler raises.
         ConfigError, LauncherError: as `run`.
     """
     lines: list[str] = []
@@ -84,6 +84,7 @@ def result_of(job: Job, mark: str) -> tuple[dict[str, Any] | None, Failure | Non
 
     outcome = run(job, on_line=take)
     if outcome.interrupted is not None:
+        signal.raise_signal(outcome.interrupted)  # its handler is the caller's again: SIGTERM is no Ctrl-C
         raise KeyboardInterrupt
     return result_in(lines, mark), outcome.failed
 

@@ -333,7 +333,7 @@ class Tracker:
             line = user_line(sys._current_frames().get(place.thread))
         return {
             "kind": place.kind, "number": place.number, "key": str(place.key), "line": line,
-            "updates": self.updates, "meetings": self.meetings,
+            "updates": self.updates, "steps": self.trained(), "meetings": self.meetings,
         }  # fmt: skip
 
 
@@ -391,7 +391,7 @@ def waiting(state: State, absent: Sequence[int], seconds: float) -> str:
 
 def described(state: State) -> str:
     """Returns where a rank is, in words; pure."""
-    done = f"after {state['updates']} update(s)"
+    done = f"after {state.get('steps', state['updates'])} update(s)"  # of the training: not a proof's, before the first
     if state["kind"] == END:
         return f"{state['line']}, {done}"
     what = f"{state['kind']}, {done}"

@@ -120,6 +120,26 @@ def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
             main([*GIVEN, wrong])
 
 
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        ["--step=1e308"], ["--step=1e-320"], ["--link", "1e-300", "1"], ["--link", "1e300", "1e308"],
+        ["--link", "1e305", "1"], ["--cycle-ms=1e-320", "--coordinator-us=0"], ["--ranks=1" + "0" * 400],
+        ["--coordinator-us=1e308"], ["--samples=1e308"], ["--per-host=1" + "0" * 400], ["--backward=1e-320"],
+    ],
+)  # fmt: skip
+def test_numbers_that_nothing_has_are_refused(
+    numbers: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "scale.json"
+    code = main([*GIVEN, *numbers, "--json", str(out)])
+    assert code in (0, 2)
+    if code:
+        assert "numbers that a step, a link and a device can have" in capsys.readouterr().err
+    else:
+        json.loads(out.read_text(), parse_constant=pytest.fail)
+
+
 @pytest.mark.parametrize(("rate", "where"), [(None, "inside a host"), ("1gbit", "between hosts")])
 def test_a_measured_link(rate: str | None, where: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     content = {"links": {"ring": {"latency_s": 5e-5, "s_per_byte": 4e-10}}, "settings": {"rate": rate}}

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import copy
 import json
+import signal
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hvdtrain.__main__ import _end
 from hvdtrain.cluster.addresses import Chosen
 from hvdtrain.cluster.doctor import examine, findings, machine, software
 from hvdtrain.cluster.doctor import network as checks_network
 from hvdtrain.cluster.doctor.findings import ClusterFacts, Finding, odd_ones
 from hvdtrain.cluster.doctor.network import Folder, Links
+from hvdtrain.cluster.hosts import Host
+from hvdtrain.cluster.launch import launcher
+from hvdtrain.cluster.launch.job import Job
+from hvdtrain.cluster.launch.running import Outcome
 from hvdtrain.core.errors import ConfigError
 
 GIB = 1 << 30
@@ -357,3 +363,16 @@ def test_what_is_to_be_typed_can_be_copied() -> None:
     shown = findings.text([Finding("x", "error", ("host2",), "what " * 60, "why", f"first line\n{command}")])
     assert command.split()[-1] in shown
     assert all(len(line) <= findings.WIDTH for line in shown.splitlines() if "very-long" not in line)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_that_ends_the_all_reduce_does_what_it_did(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a job caught for itself: the doctor ends with 143 and 129, and with 130 after Ctrl-C only."""
+    monkeypatch.setattr(launcher, "run", lambda job, **more: Outcome(interrupted=number))
+    before = signal.signal(number, signal.default_int_handler if number == signal.SIGINT else _end)
+    try:
+        with pytest.raises(KeyboardInterrupt if number == signal.SIGINT else SystemExit) as ended:
+            launcher.result_of(Job(["true"], [Host("localhost", 1)], 1), "mark")
+    finally:
+        signal.signal(number, before)
+    assert number == signal.SIGINT or getattr(ended.value, "code", None) == 128 + number

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import re
 from itertools import pairwise
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 from hvdtrain.__main__ import main
 from hvdtrain.commands import report, report_data, report_trace
+from hvdtrain.core import flags
 
 EVEN = {"input": 0.1, "forward": 1.0, "backward": 2.0, "communication": 0.3, "optimizer": 0.1}
 
@@ -216,3 +218,38 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     assert main(["report", "runs/a/run.json"]) == 2 and "no run.json in runs/a/run.json" in capsys.readouterr().err
     assert main(["report", "nowhere"]) == 2 and "no run.json in nowhere" in capsys.readouterr().err
     assert main(["report", "runs/a", "--out", "no/such/file"]) == 2 and "--out FILE" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("out", ["", ".", "/", "full", "no/such/file", "a/run.json/page", "x" * 300])
+def test_what_cannot_be_written_is_refused(
+    out: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "a", steps(1))
+    (tmp_path / "full").symlink_to("/dev/full")
+    assert main(["report", "a", "--out", out]) == 2
+    assert "--out names a file that can be written" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "full"] and (tmp_path / "full").is_char_device()
+    for other in (["scale", "--step", "1", "--gradients", "1MB", "--json"], ["plan", "--json"]):
+        if out in ("", ".", "/"):
+            assert main([*other, out]) == 2 and "--json names a file" in capsys.readouterr().err
+
+
+def test_a_device_is_written_to_and_a_link_is_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = write(tmp_path / "a", steps(1))
+    null, link, page = tmp_path / "null", tmp_path / "link", tmp_path / "page"
+    null.symlink_to("/dev/null")
+    link.symlink_to(page)
+    for _ in range(2):
+        assert main(["report", str(run), "--out", str(link)]) == 0
+        assert link.is_symlink() and "<html" in page.read_text()
+        page.chmod(0o600)
+        page.write_text("an earlier one")
+    assert page.stat().st_mode & 0o777 == 0o600
+    assert main(["report", str(run), "--out", str(null)]) == 0 and null.is_symlink() and null.is_char_device()
+    reader, writer = os.pipe()  # as /dev/stdout is
+    with open(reader, encoding="utf-8") as read:
+        with open(writer, "w"):
+            flags.write_file("--out", Path(f"/dev/fd/{writer}"), "a page")
+        assert read.read() == "a page"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "link", "null", "page"]

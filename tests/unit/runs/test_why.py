@@ -67,8 +67,12 @@ def test_pages_of_killed_ranks_are_told(tmp_path: Path) -> None:
 
 
 def test_who_fell_silent_first() -> None:
-    pages = [{"rank": rank, "host": "node", "updates": 4, "in": "", "time": 1000.0 - 9 * rank} for rank in range(3)]
+    pages = [
+        {"rank": rank, "host": "node", "updates": 5, "steps": 4, "in": "", "time": 1000.0 - 9 * rank}
+        for rank in range(3)
+    ]
     assert pages_in_words(pages).startswith("rank 2 fell silent first, and is likely the cause\n  rank 2")
+    assert pages_in_words(pages).count(": 4 update(s) done") == 3  # a proof's is none of the training
     assert "(by its own host's clock)" in pages_in_words([pages[0], {**pages[1], "host": "other"}])
     assert pages_in_words([{**page, "time": 5.0} for page in pages]).startswith("ranks that have ended without a word")
 
@@ -167,3 +171,28 @@ def test_nothing_tells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     for wrong in (tmp_path / "none", tmp_path / "run.json"):
         with pytest.raises(ConfigError, match="needs a run's directory"):
             why(wrong)
+
+
+@pytest.mark.parametrize("attempts", [[1], {"a": 1}, "x", [None]])
+def test_a_damaged_record_is_refused(attempts: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hang(tmp_path / FOLDER, "a.json", "rank 2")
+    write_json(tmp_path / "run.json", {"attempts": attempts})
+    assert __main__.main(["why", str(tmp_path)]) == 2
+    assert "run.json must list its attempts" in capsys.readouterr().err
+
+
+def test_a_job_that_was_told_to_end_has_a_signal_or_no_cause(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, folder = tmp_path / "run", tmp_path / "launch-1"
+    run.mkdir()
+    folder.mkdir()
+    begun(run, "preempted")
+    write_json(folder / "launch.json", {"attempts": [{"exit_code": 85, "failure": None}]})
+    for where in (run, folder):
+        assert __main__.main(["why", str(where)]) == 1 and "by which signal" in capsys.readouterr().out
+    saved = "hvdtrain: told to end: nothing was saved, x; exit code 85"
+    (folder / "rank-0001.log").write_text(f"hvdtrain: rank 1 got SIGUSR1: after the next update\n{saved}\n")
+    assert __main__.main(["why", str(folder)]) == 0
+    said = capsys.readouterr().out
+    assert "the ranks were told to end, and have: rank 1 got SIGUSR1; told to end: nothing was saved" in said
