@@ -54,7 +54,9 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
 train = Scenes()
 options = {"shuffle": False, "collate_fn": collate}
 options = {"shuffle": False, "collate": collate}  # +
-loader = hvt.loader(train, BATCH // world.size, **options)  # + instead of: loader = data.DataLoader(train, BATCH, **options)
+loader = hvt.loader(
+    train, BATCH // world.size, **options
+)  # + instead of: loader = data.DataLoader(train, BATCH, **options)
 model, optimizer = hvt.prepare(model, optimizer, loader)  # +
 
 for epoch in loader.epochs(EPOCHS):  # + instead of: for epoch in range(EPOCHS):

@@ -40,7 +40,9 @@ model, optimizer = hvt.prepare(model, optimizer, loader, accumulate=GATHERED)  #
 for epoch in loader.epochs(EPOCHS):  # + instead of: for epoch in range(EPOCHS):
     for x, numbers in loader:
         optimizer.zero_grad()
-        optimizer.forward_backward(x, numbers, nt_xent, whole=True)  # + instead of: nt_xent(model(x), numbers).backward()
+        optimizer.forward_backward(
+            x, numbers, nt_xent, whole=True
+        )  # + instead of: nt_xent(model(x), numbers).backward()
         optimizer.step()
     x = views[:BATCH]
     if world.is_main:  # + instead of: if True:

@@ -137,7 +137,12 @@ def hook_reads(model: keras.Model) -> None:
 
 
 def _of_all(
-    model: keras.Model, of_all: Callable[..., Any], original: Callable[..., Any], x: Any = None, *args: Any, **kwargs: Any
+    model: keras.Model,
+    of_all: Callable[..., Any],
+    original: Callable[..., Any],
+    x: Any = None,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     session = session_of(model)
     its_own = not isinstance(x, Loader) or session is None or session.world.size == 1

@@ -14,7 +14,8 @@ from harness import PROGRAMS, REPOSITORY, run_ranks
 PROGRAM = PROGRAMS / "examples" / "run.py"
 EXAMPLES = {
     "torch": [
-        "dcgan", "wgan_gp", "sam", "ppo", "moco", "ema", "moe", "seq2seq", "gpt2", "unet", "clip", "simclr", "detection",
+        "dcgan", "wgan_gp", "sam", "ppo", "moco", "ema", "moe", "seq2seq", "gpt2", "unet", "clip", "simclr",
+        "detection",
     ],
     "keras": ["tabular", "multi_input"],
 }  # fmt: skip

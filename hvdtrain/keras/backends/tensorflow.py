@@ -205,7 +205,9 @@ class TensorFlowBackend(OutsideOfSteps):
         """
         live = tf.cast(tf.not_equal(samples, 0), tf.int64)
         # see `start_sum`: what Horovod is given must be no constant
-        rows = tf.cast(tf.stack([_rows(tensor) for tensor in tensors]), tf.int64) * live + tf.cast(self._no_constant, tf.int64)
+        rows = tf.cast(tf.stack([_rows(tensor) for tensor in tensors]), tf.int64) * live + tf.cast(
+            self._no_constant, tf.int64
+        )
         every = self.hvd.allgather(rows, name=f"{name}.rows", ignore_name_scope=True)
         starts = tf.reduce_sum(tf.reshape(every, [-1, len(tensors)])[:rank], 0)
         factor = tf.math.divide_no_nan(total, samples)

@@ -64,7 +64,7 @@ class Tally:
             self.loss = self.loss + mean * coefficient
 
     def look_idle(self, loss: Tensor, weight: Number) -> str:
-        """Counts a batch of weight 0 that has a loss as a problem; returns it in words, where no GPU has to be asked."""
+        """Counts a batch of weight 0 that has a loss as a problem; returns it in words, unless a GPU has it."""
         if isinstance(weight, Tensor):
             idle = (weight == 0) & (loss.detach().abs().to(weight.device) > 0)  # NaN is not greater
             self.problems = self.problems + idle.double()
@@ -78,7 +78,9 @@ class Tally:
         (of a small loss) as it is."""
         value = double(loss.detach())
         is_tensor = isinstance(value, Tensor)
-        self.whole = self.whole + (torch.exp(torch.asinh(value)) if is_tensor else math.exp(math.asinh(min(value, 1e300))))
+        self.whole = self.whole + (
+            torch.exp(torch.asinh(value)) if is_tensor else math.exp(math.asinh(min(value, 1e300)))
+        )
         self.text = lambda: f"its loss of the whole batch is {float(loss.detach()):.9g}"
 
     def compare(self, terms: tuple[Term, ...], weight: Number, samples: int) -> None:
@@ -169,7 +171,7 @@ def refusal(
             "a loss of the whole batch is the same on every rank",
             "\n".join(f"rank {rank}: {text}" for rank, text in enumerate(texts)),
             "give hvt.whole(...) everything that the loss reads: outputs, targets, masks, weights; a loss that draws"
-            " random numbers: optimizer.forward_backward(x, y, loss_fn, whole=True), which draws the same on every rank",
+            " random numbers: optimizer.forward_backward(x, y, loss_fn, whole=True), which draws alike on all ranks",
             shared=True,
         )
     said = ["; ".join(filter(None, pair)) for pair in zip(problems, texts, strict=True)]
@@ -180,9 +182,9 @@ def refusal(
             "\n".join(lines),
             "divide a sum by what it adds up (loss / len(x), or reduction='mean'); several means, each with its own"
             " divisor: optimizer.backward([(mean, divisor), ...]); any loss at all, of the global batch:"
-            " optimizer.forward_backward(x, y, loss_fn, whole=True), or of what hvdtrain.torch.whole(model(x), y) returns;"
-            " hvdtrain.torch.check(step, batch) shows what differs; prepare(..., verify=False) trains on each rank's own"
-            " comparisons",
+            " optimizer.forward_backward(x, y, loss_fn, whole=True), or of what hvdtrain.torch.whole(model(x), y) gives;"
+            " hvdtrain.torch.check(step, batch) shows what differs; prepare(..., verify=False) trains on each rank's"
+            " own comparisons",
             shared=True,
         )
     return ConfigError(

@@ -23,7 +23,6 @@ from hvdtrain.torch.update.passes import Passes
 from hvdtrain.torch.update.regroup import compared, updated
 from hvdtrain.torch.update.several import Several
 
-
 _LOOKED_AT = 2  # updates, where no loader deals the data
 
 

@@ -124,7 +124,7 @@ class Passes(Facade):
         self, arguments: Arguments, y: Any, loss: Loss, weight: Weight, again: bool, kept: list[Any]
     ) -> Tensor | None:
         """As `forward_backward`, of a loss of the global batch."""
-        session, gradients = self.session, self.session.gradients
+        session = self.session
         batch = require_batch(session.batches.now())
         self._check_whole(batch, weight, in_parts=False)
         if session.staged is not None:
@@ -150,9 +150,7 @@ class Passes(Facade):
             self._void = True
             return None
 
-    def _gather_whole(
-        self, arguments: Arguments, y: Any, loss: Loss, again: bool, kept: list[Any]
-    ) -> Tensor | None:
+    def _gather_whole(self, arguments: Arguments, y: Any, loss: Loss, again: bool, kept: list[Any]) -> Tensor | None:
         """A batch of several: its outputs now, and with the last one the loss of all, and every batch's gradients."""
         session, gradients = self.session, self.session.gradients
         if not gradients.gathering:

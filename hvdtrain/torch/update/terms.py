@@ -51,7 +51,7 @@ def terms_of(given: Sequence[Any], weight: object, more: bool) -> list[Term]:
             raise ConfigError(
                 "a mean of nothing is 0",
                 f"a mean of {float(mean.detach()):g} with divisor 0",
-                "a sum over all that is divided by how many match (clamped, where none do) is a loss of the whole batch:"
+                "a sum over all that is divided by how many match (clamped, where none do) is one of the whole batch:"
                 " optimizer.forward_backward(x, y, loss_fn, whole=True)",
             )
         check_loss(mean, untracked=not number)

@@ -170,7 +170,7 @@ def _described(value: Any, path: str, samples: int | None, tensors: list[Tensor]
         return _Node("rows" if value.dim() else "scalar", path, place, form=form, tracked=tracked)
     if isinstance(value, np.ndarray) and value.ndim:
         return _Node("array", path, place, value)
-    if isinstance(value, _PLAIN) or (isinstance(value, np.ndarray)):
+    if isinstance(value, (*_PLAIN, np.ndarray)):
         return _Node("plain", path, place, value)
     parts = parts_of(value)
     if parts is None:
@@ -178,7 +178,9 @@ def _described(value: Any, path: str, samples: int | None, tensors: list[Tensor]
     described = tuple(
         _described(part, f"{path}.{name}" if path else str(name), samples, tensors) for name, part in parts.items()
     )
-    node = _Node("parts", path, place, names=tuple(parts), parts=described, tracked=any(one.tracked for one in described))
+    node = _Node(
+        "parts", path, place, names=tuple(parts), parts=described, tracked=any(one.tracked for one in described)
+    )
     if isinstance(value, tuple) and value and all(isinstance(item, _ITEMS) for item in value):
         return replace(node, kind="list", form=(len(value),), as_items=True, as_parts=False)
     if isinstance(value, list):
@@ -344,7 +346,7 @@ class _Joiner:
 
 def _refused(received: str) -> ConfigError:
     return ConfigError(
-        "hvt.whole() joins tensors [n, ...] whose other dimensions are those of all ranks, lists with one item a sample,"
+        "hvt.whole() joins tensors [n, ...] whose other dimensions are those of all ranks, lists of one item a sample,"
         " and what is nested of them",
         received,
         "give it what the loss reads, padded to one shape; parts of a value in a tuple or a dict",
@@ -400,8 +402,8 @@ def _tell(session: Session, size: int) -> None:
         _told.add(session)
         gradients = sum(parameter.nbytes for parameter in session.gradients.parameters())
         print(
-            f"hvdtrain: hvt.whole() sends {size / 1e6:,.1f} MB of outputs an update, more than the {gradients / 1e6:,.1f} MB"
-            " of gradients; a loss in which samples do not meet needs only optimizer.backward(loss, weight=...)",
+            f"hvdtrain: hvt.whole() sends {size / 1e6:,.1f} MB of outputs an update, and {gradients / 1e6:,.1f} MB of"
+            " gradients; a loss in which samples do not meet needs only optimizer.backward(loss, weight=...)",
             flush=True,
         )
 

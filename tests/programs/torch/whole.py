@@ -152,7 +152,7 @@ def swapped_clusters(model: Any, out: Out, y: Out) -> Tensor:
 @loss
 def mean_discrepancy(model: Any, out: Out, y: Out) -> Tensor:
     def kernel(p: Tensor, q: Tensor) -> Tensor:
-        return torch.exp(-torch.cdist(p, q + 1e-3) ** 2).mean()
+        return torch.exp(-(torch.cdist(p, q + 1e-3) ** 2)).mean()
 
     a, b = out["a"], out["b"]
     return kernel(a, a) + kernel(b, b) - 2 * kernel(a, b)
