@@ -157,7 +157,7 @@ def prepare(
     else:
         averaging.attach(model, session)
         fit.wrap_fit(model)
-        hook_reads(model)  # type: ignore[arg-type]
+        hook_reads(model)
     return model
 
 

@@ -145,8 +145,8 @@ def _of_all(
     **kwargs: Any,
 ) -> Any:
     session = session_of(model)
-    its_own = not isinstance(x, Loader) or session is None or session.world.size == 1
-    if its_own or session.together or session.fitting:
+    own = not isinstance(x, Loader) or session is None or session.world.size == 1
+    if own or session is None or session.together or session.fitting:
         return original(x, *args, **kwargs)
     more = sorted(name for name in ("callbacks", "steps", "sample_weight", "y") if kwargs.get(name) is not None)
     if args or more:

@@ -358,7 +358,7 @@ class _Rows(torch.autograd.Function):
         return joined.to(tensor.device)
 
     @staticmethod
-    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if not ctx.rows:
             return upstream.new_zeros(ctx.shape), None, None, None, None
         return upstream[ctx.start : ctx.start + ctx.rows] * ctx.factor, None, None, None, None

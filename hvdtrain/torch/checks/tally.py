@@ -77,10 +77,10 @@ class Tally:
         """Adds a loss of the whole batch, by a number above 0 that is off as much as the loss is, as part of it or
         (of a small loss) as it is."""
         value = double(loss.detach())
-        is_tensor = isinstance(value, Tensor)
-        self.whole = self.whole + (
-            torch.exp(torch.asinh(value)) if is_tensor else math.exp(math.asinh(min(value, 1e300)))
-        )
+        if isinstance(value, Tensor):
+            self.whole = self.whole + torch.exp(torch.asinh(value))
+        else:
+            self.whole = self.whole + math.exp(math.asinh(min(value, 1e300)))
         self.text = lambda: f"its loss of the whole batch is {float(loss.detach()):.9g}"
 
     def compare(self, terms: tuple[Term, ...], weight: Number, samples: int) -> None:
@@ -182,7 +182,7 @@ def refusal(
             "\n".join(lines),
             "divide a sum by what it adds up (loss / len(x), or reduction='mean'); several means, each with its own"
             " divisor: optimizer.backward([(mean, divisor), ...]); any loss at all, of the global batch:"
-            " optimizer.forward_backward(x, y, loss_fn, whole=True), or of what hvdtrain.torch.whole(model(x), y) gives;"
+            " optimizer.forward_backward(x, y, loss_fn, whole=True), or of what hvt.whole(model(x), y) gives;"
             " hvdtrain.torch.check(step, batch) shows what differs; prepare(..., verify=False) trains on each rank's"
             " own comparisons",
             shared=True,

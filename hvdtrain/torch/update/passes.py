@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -331,24 +331,19 @@ class Passes(Facade):
         if self._void:
             return
         try:
-            self._backward(loss, weight, more, retain_graph, again)
+            if isinstance(loss, (list, tuple)):
+                self._backward_terms(self._take_turn(again), terms_of(loss, weight, more), retain_graph)
+            else:
+                self._backward(cast(Tensor, loss), weight, more, retain_graph, again)
         except RanksLost as lost:
             go_on_without(session, lost)
             self._void = True
 
     def _backward(
-        self,
-        loss: Tensor | Sequence[tuple[Tensor, float | Tensor]],
-        weight: float | Tensor | None,
-        more: bool,
-        retain_graph: bool,
-        again: bool,
+        self, loss: Tensor, weight: float | Tensor | None, more: bool, retain_graph: bool, again: bool
     ) -> None:
         session, gradients = self.session, self.session.gradients
         batch = self._take_turn(again)
-        if isinstance(loss, (list, tuple)):
-            self._backward_terms(batch, terms_of(loss, weight, more), retain_graph)
-            return
         check_loss(loss)
         refuse_divided(loss, session.accumulate)
         self._model.check_entered()
@@ -383,13 +378,13 @@ class Passes(Facade):
         is_last = batch.is_last_micro_batch
         size = session.world.size
         amount, coefficient = gradients.begin(batch, None, 1.0, 1 / size if is_last else 0.0)
-        counted = [] if batch.padding else [at for at, term in enumerate(terms) if term.count]
+        counted = [] if batch.padding else [at for at, term in enumerate(terms) if term.divisor]
         if session.before is not None and counted:
             session.before.look(terms[counted[0]].mean, batch)
         CLOCK.enter("backward")
         if not is_last:
             for at in counted:
-                passed = terms[at].mean * terms[at].count
+                passed = terms[at].mean * terms[at].divisor
                 self._differentiate(passed, 1.0, 1.0, None, retain_graph or at != counted[-1], counts=True)
                 self._terms.put_aside(at, gradients.parameters())
             self._terms.add(terms, counted)
@@ -402,7 +397,7 @@ class Passes(Facade):
         mean = self._terms.mean(totals)
         gradients.add_loss(mean * size, amount, coefficient)
         sums = gradients.sums()
-        whole = [terms[at].mean * (terms[at].count / totals[at]) for at in counted]
+        whole = [terms[at].mean * (terms[at].divisor / totals[at]) for at in counted]
         passed = sum(whole[1:], whole[0]) if whole else terms[0].mean
         self._differentiate(
             passed * size, float(bool(whole)), coefficient, sums, retain_graph, counts=not batch.padding

@@ -18,11 +18,11 @@ class Term(NamedTuple):
 
     Attributes:
         mean: a scalar.
-        count: what it divides by.
+        divisor: what it divides by.
     """
 
     mean: Tensor
-    count: float
+    divisor: float
 
 
 def terms_of(given: Sequence[Any], weight: object, more: bool) -> list[Term]:
@@ -45,8 +45,8 @@ def terms_of(given: Sequence[Any], weight: object, more: bool) -> list[Term]:
                 f"a {type(pair).__name__} in it",
                 "optimizer.backward([(class_loss, len(y)), (box_loss, matched)])",
             )
-        mean, count = pair
-        number = float(weight_of(count, torch.device("cpu")))
+        mean, divisor = pair
+        number = float(weight_of(divisor, torch.device("cpu")))
         if not number and isinstance(mean, Tensor) and mean.numel() == 1 and abs(float(mean.detach())) > 0:
             raise ConfigError(
                 "a mean of nothing is 0",
@@ -79,8 +79,8 @@ class Terms:
             )
         self._grow(len(terms), terms[0].mean)
         for at in counted:
-            self.counts[at] += terms[at].count
-            self._sums[at] = self._sums[at] + terms[at].mean.detach().double() * terms[at].count
+            self.counts[at] += terms[at].divisor
+            self._sums[at] = self._sums[at] + terms[at].mean.detach().double() * terms[at].divisor
 
     def put_aside(self, place: int, parameters: Sequence[nn.Parameter]) -> None:
         """Takes `p.grad` for the sum of a term."""

@@ -392,7 +392,7 @@ def _padded(size: int) -> int:
 
 def _forms(node: _Node) -> Iterator[tuple[tuple[int, ...], torch.dtype]]:
     if node.kind in ("rows", "scalar"):
-        yield node.form  # type: ignore[misc]
+        yield node.form
     for part in node.parts:
         yield from _forms(part)
 
@@ -417,7 +417,7 @@ class _Given(torch.autograd.Function):
         return value.clone()
 
     @staticmethod
-    def backward(ctx: Any, factor: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, factor: Tensor) -> Any:
         return None, None, *(gradient * factor.to(gradient.device, gradient.dtype) for gradient in ctx.gradients)
 
 
