@@ -68,9 +68,10 @@ system_packages() {
 sys.exit(not os.path.exists(sysconfig.get_paths()["include"] + "/Python.h"))' || later+=(python3-dev)
   fi
   [ $((${#first[@]} + ${#later[@]})) -gt 0 ] || return 0
-  command -v apt-get >/dev/null || die "missing: ${first[*]} ${later[*]}. Install them with this system's package manager"
+  local all=("${first[@]}" "${later[@]}")
+  command -v apt-get >/dev/null || die "missing: ${all[*]}. Install them with this system's package manager"
   [ "$(id -u)" = 0 ] || die "system packages are missing. Run:" \
-    "sudo apt-get update && sudo apt-get install -y --no-install-recommends ${first[*]} ${later[*]}"
+    "sudo apt-get update && sudo apt-get install -y --no-install-recommends ${all[*]}"
   step "reading the package lists (about 10 s)" apt-get update -q
   [ ${#first[@]} = 0 ] || apt_install "${first[@]}"
   if [ ${#later[@]} -gt 0 ]; then
