@@ -27,7 +27,7 @@ step() {
   say "$what ..."
   if ! "$@" >"$SETUP_LOG" 2>&1 </dev/null; then
     tail -n 30 "$SETUP_LOG" >&2
-    if grep -qiE 'from versions: none|connection|resolution|network is unreachable' "$SETUP_LOG"; then
+    if grep -qE 'NewConnectionError|Connection(Reset|Timeout|Refused)|name resolution|[Uu]nreachable|Could not resolve' "$SETUP_LOG"; then
       say "the package index, or the mirror, was not reached: check the network, and pip's settings (pip config list)"
     fi
     die "failed: $what (whole log: $SETUP_LOG; command: $*)"
@@ -39,7 +39,8 @@ step() {
 find_python() {
   local candidate
   for candidate in ${PYTHON:-python3.13 python3.12 python3.11 python3.10 python3}; do
-    if command -v "$candidate" >/dev/null && "$candidate" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] < (3, 14))' 2>/dev/null; then
+    command -v "$candidate" >/dev/null || continue
+    if "$candidate" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] < (3, 14))' 2>/dev/null; then
       command -v "$candidate"
       return
     fi
@@ -128,7 +129,7 @@ fingerprint() {
 
 set_up() {
   local ready=$VENV/.ready wanted python extras=torch,keras,build,tensorboard,mpi what=${HVDTRAIN_SETUP:-train}
-  local started=$SECONDS compile=compile
+  local started=$SECONDS compile=compile clear
   wanted=$(fingerprint)
   case "$what $(cat "$ready" 2>/dev/null || true)" in
     *" $wanted $what" | *" $wanted dev" | "train $wanted test") return 0 ;;
@@ -140,7 +141,9 @@ set_up() {
   system_packages "$python" "$compile"
   if ! venv_works; then
     [ -n "$python" ] || python=$(find_python)
-    step "making $VENV with $("$python" --version) (about 5 s)" "$python" -m venv --clear "$VENV"
+    # what is there stays, unless its Python does not run
+    "$VENV/bin/python" -c '' 2>/dev/null && clear= || clear=--clear
+    step "making $VENV with $("$python" --version) (about 5 s)" "$python" -m venv $clear "$VENV"
   fi
   [ "$what" = train ] || extras+=,$what
   step "installing PyTorch, TensorFlow and Keras as pinned in setup.cfg (6.5 GB, about a minute)" \

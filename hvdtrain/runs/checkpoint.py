@@ -225,7 +225,14 @@ class Checkpointer:
                 f"{self.directory} has the checkpoints of another model of this program",
                 "give each its own, Checkpointer('checkpoints/fold-2'); or go on with that training: restore it first",
             )
-        _TRAINED[self._place] = [*map(ref, models)] or known or []
+        self._note_trained(state)
+
+    def _note_trained(self, state: Mapping[str, Part]) -> None:
+        """Adds models to those of the training that this program saves here."""
+        known = [one for one in _TRAINED.get(self._place, []) if one() is not None]
+        _TRAINED[self._place] = known + [
+            ref(model) for model in _models_of(state) if not any(model is one() for one in known)
+        ]
 
     def _save_together(self, state: Mapping[str, Part], written: Written, noted: Noted | None) -> Path | None:
         """Has the ranks write one together; collective. None: rank 0 is to write it alone."""
@@ -355,7 +362,7 @@ class Checkpointer:
         progress = Progress(**manifest["progress"])
         if path.parent == self.directory:
             _TRAININGS[self._place] = manifest.get("training", "")
-            _TRAINED[self._place] = [*map(ref, _models_of(state))]
+            self._note_trained(state)
         for part in state.values():
             part.restored(progress)
         return progress

@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from hvdtrain.core.errors import ConfigError, Preempted, ends_badly, note_exits
+from hvdtrain.core.errors import ConfigError, Preempted, ended_by, note_exits
 from hvdtrain.core.launchers import job_of
 from hvdtrain.core.world import World
 from hvdtrain.runs import gpu, log_files, stats
@@ -100,6 +100,7 @@ class RunLog:
         updates = traced_updates(os.environ)
         world.on_main(self._open, resume)
         self._tracing = Tracing(updates, world, self.run_dir) if updates else None
+        self._pid = os.getpid()
         note_exits()
         atexit.register(self._at_exit)
         world.tracker.use_run_dir(self.run_dir)
@@ -360,8 +361,10 @@ class RunLog:
             print(f"verdict: {text}", flush=True)
 
     def _at_exit(self) -> None:
-        """A program that ends without `finish` says how it ended, too."""
-        self.finish("failed" if ends_badly() else "finished")
+        """Records how a program ended that did not call `finish`; a forked child is not that program."""
+        if os.getpid() == self._pid:
+            error = ended_by()
+            self.__exit__(type(error) if error is not None else None, error, None)
 
     def _guarded(self, write: Any, *args: Any) -> None:
         """Writes; what cannot be written (disk full, file server gone) is reported once and does not end training."""

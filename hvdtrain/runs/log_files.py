@@ -21,7 +21,7 @@ from typing import Any, TextIO
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.runs.bottleneck import BETWEEN, STEP, WAITING_SHARE
 
-_MOVE = "move the file away, or give another run directory"
+_MOVE = "give another run directory, or move this one away"
 
 
 def read_run(run_dir: str | os.PathLike[str]) -> dict[str, Any] | None:
