@@ -51,7 +51,7 @@ def train(args: argparse.Namespace, world: World) -> None:
     resume = args.resume or world.on_main(folder.goes_on, args.run_dir)  # + preempted, and started again
     with hvdtrain.RunLog(args.run_dir, world, config={**vars(args), "lr": rate}, resume=resume) as run:  # +
         checkpoints.run = run  # +
-        checkpoints.on_preemption(hvt.model_state(model, optimizer, batches))  # + told to end, it saves first
+        checkpoints.on_preemption(hvt.model_state(model, optimizer, batches))  # + preempted, it saves first
         if resume:
             checkpoints.restore(hvt.model_state(model, optimizer, batches))  # +
         for epoch in batches.epochs(args.epochs):  # + instead of range(epochs)

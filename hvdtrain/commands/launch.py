@@ -139,7 +139,7 @@ def run(args: argparse.Namespace) -> int:
                 report(f"ended by {signal.Signals(outcome.interrupted).name}")
             if failed is None and outcome.preempted:
                 words = "whether anything was saved, from which they can go on, is in their words above"
-                report(f"the ranks were told to end, and have: exit code {PREEMPTED_CODE}; {words}")
+                report(f"the job was preempted: exit code {PREEMPTED_CODE}; {words}")
             if failed is None or outcome.interrupted is not None:
                 return outcome.exit_code
             if outcome.told is not None:

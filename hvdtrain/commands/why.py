@@ -28,11 +28,11 @@ _SILENT = (
 )
 _GOES_ON = "ranks, as they were last heard of"
 _TOLD = 4  # errors
-_TOLD_TO_END = "the ranks were told to end, and have"
-_UNKNOWN = "by which signal (SIGTERM, SIGUSR1), and whether they saved, is in their own output, if anywhere"
+_PREEMPTED = "the job was preempted"
+_UNKNOWN = "the signal (SIGTERM or SIGUSR1) and the save, if any, are not recorded here; see the output of the ranks"
 _GOT, _SAVED = (
     re.compile(r"^hvdtrain: (rank \d+ got SIG\w+): ", re.M),
-    re.compile(r"^hvdtrain: (told to end: .*)", re.M),
+    re.compile(r"^hvdtrain: (preempted: .*)", re.M),
 )
 Page = Mapping[str, Any]  # see `read_ring`, `last_words`
 
@@ -103,7 +103,7 @@ def _launched(folder: Path, record: str) -> str | None:
         code, failure = attempts[-1]["exit_code"], attempts[-1]["failure"]
         head = f"{folder}: attempt {len(attempts)} ended with exit code {code}"
         if failure is None:
-            ended = _told_to_end(folder) if code == PREEMPTED_CODE else "a signal ended the launcher"
+            ended = _preempted(folder) if code == PREEMPTED_CODE else "a signal ended the launcher"
             return f"{head}: {ended}" if code else ""
         lines, after_s = tuple(failure.get("lines", ())), failure.get("after_s", 0.0)
         failed = Failure(failure["rank"], failure["host"], code, failure["why"], lines, after_s)
@@ -112,12 +112,12 @@ def _launched(folder: Path, record: str) -> str | None:
     return f"{head}\n{failure_block(failed, folder)}"
 
 
-def _told_to_end(folder: Path) -> str:
+def _preempted(folder: Path) -> str:
     """Returns what ranks say in their logs of the signal that has ended them, and of what they saved."""
     logs = [path.read_text(encoding="utf-8", errors="replace") for path in sorted(folder.glob("rank-*.log"))]
     got = [found[-1] for log in logs if (found := _GOT.findall(log))]
     saved = [found[-1] for log in logs if (found := _SAVED.findall(log))]
-    return f"{_TOLD_TO_END}: {'; '.join(dict.fromkeys([*(got or [_UNKNOWN]), *saved]))}"
+    return f"{_PREEMPTED}: {'; '.join(dict.fromkeys([*(got or [_UNKNOWN]), *saved]))}"
 
 
 def _age(path: Path) -> float:
@@ -144,7 +144,7 @@ def _end_of(where: Path, run: Mapping[str, Any] | None) -> str:
         return ""
     last = next((event for event in reversed(read_events(where)) if event.get("kind") in ("step", "epoch")), None)
     came = f"; its last event: {last['kind']} {last.get(last['kind'])}, {moment(last['time'])}" if last else ""
-    told = f"\n  {_TOLD_TO_END}: {_UNKNOWN}" if status == "preempted" else ""
+    told = f"\n  {_PREEMPTED}: {_UNKNOWN}" if status == "preempted" else ""
     return f"{where}: {'no end is recorded' if status == 'killed' else status}{came}{told}"
 
 

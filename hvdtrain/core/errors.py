@@ -3,7 +3,7 @@
 Programs print them without a traceback and end with exit code 2, with anything else that fails with 1 (`exit_with`):
 so `hvdtrain launch --max-restarts` knows what would be refused again. Ranks that wait for one another at different
 places end with 76, those that wait for one that hangs with 75 (`hvdtrain.core.in_step.watch`): they are blocked, and
-can raise nothing. A job that was told to end ends with 85 (`Preempted`).
+can raise nothing. A job that was preempted ends with 85 (`Preempted`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import NamedTuple, NoReturn
 EXIT_CODE = 2  # of what is refused
 FAULT_CODE = 1  # of what failed, as Python's own
 HUNG_CODE = 75  # of a rank that waits for one that hangs: another attempt may go well (EX_TEMPFAIL of sysexits.h)
-PREEMPTED_CODE = 85  # of a job that was told to end, and has saved (as HTCondor has it: "checkpoint, start me again")
+PREEMPTED_CODE = 85  # of a job that was preempted, and has saved (as HTCondor has it: "checkpoint, start me again")
 OUT_OF_STEP_CODE = 76  # of a rank blocked in a collective operation that others do not come to
 GUARD_CODE = 77  # of a job whose training was found to be wrong
 NOT_STARTED_CODE = 127  # as a shell says it of a command that is not there
@@ -59,7 +59,7 @@ EXIT_CODES = (
     ExitCode(
         str(PREEMPTED_CODE),
         "launch",
-        "the ranks were told to end (SIGTERM, SIGUSR1), and have; they say what was saved",
+        "the job was preempted (SIGTERM, SIGUSR1); the ranks print what they saved",
     ),
     ExitCode(str(NOT_STARTED_CODE), "launch", "the ranks' command cannot be started"),
     ExitCode("N", _JOBS, "the script's exit code; of a job: that of the first rank that failed"),
@@ -181,7 +181,7 @@ class MainRankError(HvdtrainError):
 
 
 class Preempted(SystemExit):
-    """The job was told to end (SIGTERM, SIGUSR1): raised on all ranks, after the same update, when they have saved.
+    """The job was preempted (SIGTERM, SIGUSR1): raised on all ranks, after the same update, when they have saved.
 
     Uncaught it ends the program with exit code 85, and no traceback.
     """
@@ -270,7 +270,7 @@ class _NotingExit:
 
 
 def note_exit(status: object) -> None:
-    """This program ends with that code, unless it catches `SystemExit`; one that was told to end has not failed."""
+    """This program ends with that code, unless it catches `SystemExit`; one that was preempted has not failed."""
     if status and status != PREEMPTED_CODE:
         _exits.append(status)
 

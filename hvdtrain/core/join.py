@@ -63,7 +63,7 @@ def init(
             missing, or the engine sees another world than the launcher.
         ConfigError: an argument is wrong, the framework has no such engine, or is not installed.
         ReplicaError: ranks run different versions of hvdtrain, or with different seeds.
-        Preempted: the job was told to end before it began.
+        Preempted: the job was preempted before it began.
     """
     if device not in ("auto", "cpu", "cuda"):
         raise ConfigError('device must be "auto", "cpu" or "cuda"', f"device={device!r}")
@@ -235,7 +235,7 @@ def _meet(comm: Engine, framework: str, seed: int, detected: Detected) -> tuple[
             raise ReplicaError(f"the {name} must be the same on every rank", per_rank(values), shared=True)
     if any(card[7] for card in cards):
         if comm.rank == 0:
-            print(f"hvdtrain: told to end before the training began: exit code {PREEMPTED_CODE}", file=sys.stderr)
+            print(f"hvdtrain: preempted before the training began: exit code {PREEMPTED_CODE}", file=sys.stderr)
         raise Preempted
     hosts = list(dict.fromkeys(card[0] for card in cards))
     who = [(card[0], card[5]) for card in cards]

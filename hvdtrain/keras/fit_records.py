@@ -144,7 +144,7 @@ class Save(Callback):
             self._save({})
         elif told and data is None:
             self.session.say(
-                "told to end: data that hvdtrain does not deal has no place within an epoch, so this one goes on first,"
+                "preempted: data that hvdtrain does not deal has no place within an epoch, so this one goes on first,"
                 " and is saved",
                 once="told",
             )
@@ -181,7 +181,7 @@ class Save(Callback):
         finally:
             self.session.clock.enter(before)
 
-    # ---- of a fit that is told to end (`hvdtrain.runs.parts.Saves`)
+    # ---- of a fit that is preempted (`hvdtrain.runs.parts.Saves`)
     @property
     def order(self) -> str:
         return str(self.checkpointer.directory)

@@ -65,7 +65,7 @@ class Session:
         together: batches of an evaluation are the ranks' parts of global batches.
         even: all ranks have as many of those batches.
         test_function: `model.test_function` for those.
-        telling: this rank was told to end, as a step sends it (`notes` of the backend); told: all know that one was.
+        telling: this rank was preempted, as a step sends it (`notes` of the backend); told: all know that one was.
         saving: what writes this `fit`'s checkpoints.
         records, step_loss: steps are recorded: the loss of the last step's global batch.
         own_step: the model's class has a `train_step` of its own.
@@ -168,7 +168,7 @@ class Session:
         return [] if self.changing is None else [self.changing.leaving.read_value()]
 
     def note(self, told: Any, leaves: Any = 0) -> None:
-        """A step has come to know that ranks were told to end, or are about to change."""
+        """A step has come to know that ranks were preempted, or are about to change."""
         self.told = self.told or bool(told > 0)
         if leaves > 0:
             self.changing.leaves = True

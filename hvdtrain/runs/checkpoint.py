@@ -192,7 +192,7 @@ class Checkpointer:
             )  # fmt: skip
 
     def on_preemption(self, state: Mapping[str, Part]) -> None:
-        """Says what to save where the job is told to end (SIGTERM, SIGUSR1) before the first `save` or `restore`.
+        """Says what to save where the job is preempted (SIGTERM, SIGUSR1) before the first `save` or `restore`.
 
         Raises:
             CheckpointError: on rank 0: another training has the directory.

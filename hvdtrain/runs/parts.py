@@ -76,7 +76,7 @@ class Part:
     def restored(self, progress: Progress) -> None:
         """Called on every rank when all parts are loaded, with the progress that was saved with them."""
 
-    # -- when the job is told to end: `hvdtrain.runs.preemption` -------------------------------------------------
+    # -- when the job is preempted: `hvdtrain.runs.preemption` -------------------------------------------------
     @property
     def progress(self) -> Progress | None:
         """Where the training stands that this is a part of, if it knows."""

@@ -1,4 +1,4 @@
-"""What is done once all ranks know that one was told to end: they save as they did last, and end.
+"""What is done once all ranks know that one was preempted: they save as they did last, and end.
 
 How they come to know: `hvdtrain.core.in_step.preemption`.
 """
@@ -35,7 +35,7 @@ class Training(Protocol):
     """What trains on a loader's batches.
 
     Attributes:
-        told: all ranks know that one was told to end.
+        told: all ranks know that one was preempted.
         saver: what saves it.
     """
 
@@ -134,5 +134,5 @@ def end(world: World, done: Iterable[str], remedy: str) -> NoReturn:
     world.barrier()
     if world.is_main:
         said = "; ".join(dict.fromkeys(done)) or f"nothing was saved, which takes {remedy}"
-        print(f"hvdtrain: told to end: {said}; exit code {PREEMPTED_CODE}", flush=True)
+        print(f"hvdtrain: preempted: {said}; exit code {PREEMPTED_CODE}", flush=True)
     raise Preempted

@@ -127,7 +127,7 @@ class Session:
 
     @property
     def told(self) -> bool:
-        """All ranks know that one was told to end."""
+        """All ranks know that one was preempted."""
         return self.losses.told
 
     @property

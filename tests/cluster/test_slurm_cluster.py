@@ -196,7 +196,7 @@ def test_at_its_time_limit_the_ranks_save_first(queue: Slurm, few_pictures: Path
     queue.wait(lambda: sum(map(len, epochs_in(run_dir))) >= 1 or job.state == "FAILED", 150, job.told)
     queue.call("scancel", "--batch", "--signal=USR1", job.number)
     job.wait_for_text("time limit, requeued")
-    saved = re.search(r"told to end: saved in \S+/epoch-(\d+)-step-(\d+);", job.text())
+    saved = re.search(r"preempted: saved in \S+/epoch-(\d+)-step-(\d+);", job.text())
     assert saved is not None and "exit code 85" in job.text(), job.told()
     job.start_now()
     job.wait_for("COMPLETED", limit_s=200)

@@ -52,8 +52,8 @@ def test_all_ranks_save_after_the_same_update(
 ) -> None:
     ended = launched(tmp_path, TORCH, tmp_path / "run", place, str(number), rank)
     assert ended.returncode == CODE, ended.text
-    assert "got SIG" in ended.text and "told to end: " in ended.out and "Traceback" not in ended.text, ended.text
-    assert "hvdtrain launch: the ranks were told to end, and have" in ended.err, ended.text
+    assert "got SIG" in ended.text and "preempted: " in ended.out and "Traceback" not in ended.text, ended.text
+    assert "hvdtrain launch: the job was preempted" in ended.err, ended.text
     assert saved(tmp_path / "run") == steps, ended.text
     assert trained(launched(tmp_path, TORCH, tmp_path / "run").check().out) == unbroken
 
@@ -66,7 +66,7 @@ def test_under_other_launchers(launcher: str, engine: str, tmp_path: Path) -> No
     """They have exit codes of their own."""
     env = {"ENGINE": engine}
     ended = run_ranks([TORCH, tmp_path / "run", "update", "1", "1"], 2, launcher=launcher, env=env)
-    assert ended.returncode != 0 and "told to end: saved in" in ended.text, ended.text
+    assert ended.returncode != 0 and "preempted: saved in" in ended.text, ended.text
     assert saved(tmp_path / "run") == [2], ended.text
     whole = run_ranks([TORCH, tmp_path / "whole"], 2, launcher=launcher, env=env).check()
     again = run_ranks([TORCH, tmp_path / "run"], 2, launcher=launcher, env=env).check()
@@ -107,7 +107,7 @@ def test_outside_the_world_no_rank_dies_by_it(place: str, code: int, ends: int, 
     """Before: the ranks end together in `init`. After: the program comes to its end, as an export may still run."""
     found, rest = told_by_the_launcher(signal.SIGUSR1, tmp_path, OUTSIDE, place)
     assert found == code and rest.count("at the end") == ends, rest
-    assert ("told to end before the training began" in rest) is (place == "before"), rest
+    assert ("preempted before the training began" in rest) is (place == "before"), rest
 
 
 def test_negative_twin_a_word_that_stays_on_its_rank(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ LOST = "the process that wrote it was killed by SIGKILL"
 def test_what_was_lost_meanwhile_does_not_keep_the_last_one_from_being_saved(unbroken: str, tmp_path: Path) -> None:
     """A job that ends has no next save, which would be told, and taken then."""
     ended = launched(tmp_path, TORCH, tmp_path / "run", "lost", "4", "1")
-    assert ended.returncode == CODE and "told to end: saved in" in ended.out, ended.text
+    assert ended.returncode == CODE and "preempted: saved in" in ended.out, ended.text
     assert LOST in ended.err and saved(tmp_path / "run") == [3, 5], ended.text
     assert trained(launched(tmp_path, TORCH, tmp_path / "run").check().out) == unbroken
 
@@ -130,7 +130,7 @@ def test_what_was_lost_meanwhile_does_not_keep_the_last_one_from_being_saved(unb
 def test_keras_after_one_was_lost(tmp_path: Path) -> None:
     env = {"KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "3"}
     ended = launched(tmp_path, KERAS, tmp_path / "run", "19", "lost", env=env)
-    assert ended.returncode == CODE and "told to end: saved in" in ended.out, ended.text
+    assert ended.returncode == CODE and "preempted: saved in" in ended.out, ended.text
     assert LOST in ended.err and saved(tmp_path / "run")[-1:] == [19], ended.text
 
 
@@ -138,7 +138,7 @@ def test_keras_after_one_was_lost(tmp_path: Path) -> None:
 def test_keras(backend: str, tmp_path: Path) -> None:
     env = {"KERAS_BACKEND": backend, "TF_CPP_MIN_LOG_LEVEL": "3"}
     ended = launched(tmp_path, KERAS, tmp_path / "run", "11", env=env)
-    assert ended.returncode == CODE and "told to end: saved in" in ended.out, ended.text
+    assert ended.returncode == CODE and "preempted: saved in" in ended.out, ended.text
     assert saved(tmp_path / "run") == [8, 11], ended.text
     again = launched(tmp_path, KERAS, tmp_path / "run", env=env).check()
     whole = launched(tmp_path, KERAS, tmp_path / "whole", env=env).check()

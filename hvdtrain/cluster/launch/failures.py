@@ -110,7 +110,7 @@ class RankEnd:
 
     @property
     def preempted(self) -> bool:
-        """Whether it was told to end."""
+        """Whether it was preempted."""
         return self.code == PREEMPTED_CODE
 
     @property

@@ -72,7 +72,7 @@ class Worker:
         leaving: whether its slot is taken away.
         trained: whether it has been in a formation that did an update.
         started_s: when a new one was started.
-        ending_s: when it was seen first that it was told to end, and has not.
+        ending_s: when it was seen first that it was preempted, and has not.
     """
 
     number: int
@@ -116,7 +116,7 @@ class Members:
         self._reaching: set[str] = set()
         self._tries: Counter[str] = Counter()
         self._retry_s: dict[str, float] = {}
-        self._dying: dict[int, Worker] = {}  # told to end: their slots are not free yet
+        self._dying: dict[int, Worker] = {}  # preempted: their slots are not free yet
         self._answers = False  # are there: what a new worker needs
         self._up = False  # an update of this formation is done: all its members have met
         self._broken_s: float | None = None  # since when this formation is not whole
@@ -171,7 +171,7 @@ class Members:
         return self._settled(now)
 
     def finished(self, number: int, now: float) -> list[Action]:
-        """A member has come to the end of the program, or was told to end, as all are: no more formations."""
+        """A member has come to the end of the program, or was preempted, as all are: no more formations."""
         its = self.workers.get(number)
         if its is None or not its.member:
             return self.lost([number], now, why="ended before it was a member", gone=True)
@@ -193,7 +193,7 @@ class Members:
         return self._settled(now)
 
     def gone(self, number: int, now: float) -> list[Action]:
-        """A worker that was told to end has."""
+        """A worker that was preempted has."""
         self._dying.pop(number, None)
         return self._settled(now)
 
@@ -322,7 +322,7 @@ class Members:
 
     def _look_at_late(self, now: float) -> None:
         """Ends the wait for members that are blocked where no connection breaks, or stopped; for new workers; and for
-        those that were told to end."""
+        those that were preempted."""
         for number, its in self._dying.items():
             its.ending_s = min(its.ending_s, now)
             if now - its.ending_s >= SECONDS_TO_END:

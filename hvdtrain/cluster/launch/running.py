@@ -45,7 +45,7 @@ class Outcome:
     Attributes:
         failed: what made it end; None if every rank ended well, or the user ended it.
         interrupted: the signal by which the user ended it.
-        preempted: ranks were told to end, and have ended as such.
+        preempted: ranks were preempted, and have ended as such.
         told: a signal that the launcher passed on has told ranks to end, or has ended one.
         formations: of an elastic job, beyond the first: what each was made of.
         lost: workers of an elastic job that were lost: who, where, why and when.
@@ -66,7 +66,7 @@ class Outcome:
 
     @property
     def exit_code(self) -> int:
-        """0; the first failing rank's; 85 when ranks were told to end, and did; 128+N when signal N ended the
+        """0; the first failing rank's; 85 when ranks were preempted, and did; 128+N when signal N ended the
         launcher's run."""
         if self.failed is not None:
             return self.failed.code

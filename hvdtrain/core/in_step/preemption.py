@@ -1,4 +1,4 @@
-"""A job that is told to end, by SIGTERM or SIGUSR1 to one rank or to all: Slurm, Kubernetes, spot instances.
+"""A job that is preempted, by SIGTERM or SIGUSR1 to one rank or to all: Slurm, Kubernetes, spot instances.
 
 The first signal is noted, and said; with the numbers of the next update it travels to all ranks, which save after it
 and end (`hvdtrain.runs.preemption`). A rank ends at once, as SIGTERM has it by default, where no update will come:
@@ -53,7 +53,7 @@ def wanted(environ: Mapping[str, str]) -> bool:
 
 
 class Notice:
-    """Whether this rank was told to end.
+    """Whether this rank was preempted.
 
     Args:
         rank: this one.
@@ -198,7 +198,7 @@ _watch: _Watch | None = None
 
 
 def told() -> bool:
-    """Whether this rank was told to end."""
+    """Whether this rank was preempted."""
     return _watch is not None and _watch.notice.told
 
 

@@ -55,7 +55,7 @@ class TensorFlowBackend(OutsideOfSteps):
         return tf.Variable(True, trainable=False), loss, telling
 
     def tell(self, session: Any) -> None:
-        """This rank was told to end: the next step lets all others know."""
+        """This rank was preempted: the next step lets all others know."""
         session.telling.assign(1.0)
 
     def note_loss(self, session: Any, loss: Any, name: str) -> None:
@@ -146,7 +146,7 @@ class TensorFlowBackend(OutsideOfSteps):
 
     def start_sum(self, value: Any, name: str, session: Any = None) -> Any:
         """Starts the sum of a float64 scalar over ranks; in a graph it runs beside the forward pass. With a session
-        the word goes along that a rank was told to end.
+        the word goes along that a rank was preempted.
         """
         with tf.device("CPU:0"):
             # Horovod's operations are not marked as stateful: what they are given must be no constant (the samples of
@@ -290,7 +290,7 @@ class TensorFlowBackend(OutsideOfSteps):
 
 
 def _note(session: Any, words: Any) -> None:
-    """Notes in the session whether a rank was told to end, or to leave: nobody need read a variable after each step for
+    """Notes in the session whether a rank was preempted, or to leave: nobody need read a variable after each step for
     it.
     """
 

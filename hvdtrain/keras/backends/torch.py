@@ -112,7 +112,7 @@ class TorchBackend:
         return None, None, None
 
     def tell(self, session: Any) -> None:
-        """This rank was told to end: the next step lets all others know."""
+        """This rank was preempted: the next step lets all others know."""
         session.telling = 1.0
 
     def note_loss(self, session: Any, loss: Any, name: str) -> None:
@@ -172,7 +172,7 @@ class TorchBackend:
 
     def start_sum(self, value: Any, name: str, session: Any = None) -> Any:
         """Starts the sum of a number over ranks; it travels while the forward pass runs. With a session the word goes
-        along that a rank was told to end.
+        along that a rank was preempted.
         """
         if torch.is_tensor(value):
             row = value.reshape(1)

@@ -47,7 +47,7 @@ def _alone(model: keras.Model, inner: Callable[[Any], Any]) -> Callable[[Any], A
 
 
 def _end_if_told(session: Session) -> None:
-    """Before a step, when all ranks know that one was told to end, and what the last one has learned is saved.
+    """Before a step, when all ranks know that one was preempted, and what the last one has learned is saved.
 
     Raises:
         Preempted: on every rank.

@@ -62,7 +62,7 @@ class Losses:
 
     Attributes:
         last: of the newest update whose loss has been read; None before.
-        told: an update that has been read came with the word that a rank was told to end.
+        told: an update that has been read came with the word that a rank was preempted.
         leaves: the same, that the ranks are about to change.
     """
 

@@ -38,7 +38,7 @@ class Tally:
         given: weights are the caller's; None before the first batch.
         problems: losses that no weight makes right.
         rates: the learning rates that the update begins with, as one number: that of all ranks.
-        told: 1 where this rank was told to end.
+        told: 1 where this rank was preempted.
         leaves: 1 where this rank was told that the ranks are about to change.
         text: what this rank's loss divides by, in words; called where it is needed.
     """

@@ -56,7 +56,7 @@ class Facade(torch.optim.Optimizer):
 
     @property
     def preempted(self) -> bool:
-        """A rank was told to end (SIGTERM, SIGUSR1): True on all ranks after the same update (on a GPU: two later).
+        """A rank was preempted (SIGTERM, SIGUSR1): True on all ranks after the same update (on a GPU: two later).
 
         A loop over a `Loader` need not look: it saves and ends by itself, where the loader is asked for the next batch.
         Any other one saves, and raises `hvdtrain.Preempted`.

@@ -65,7 +65,7 @@ class Fault:
 
 
 RANK, HANG, STEP, HOST = "a rank fails", "a rank hangs", "ranks out of step", "hosts and their network"
-DISK, LAUNCHER, TOLD = "disks and clocks", "launcher and agents", "told to end"
+DISK, LAUNCHER, TOLD = "disks and clocks", "launcher and agents", "preempted"
 RESTART, ELASTIC, OTHERS = "started again (`--max-restarts`)", "elastic (`--min-np`)", "other launchers"
 HUNG = "  received: .*does not come"
 THREE = "host1:1,host2:1,host3:1"

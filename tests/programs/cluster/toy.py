@@ -40,7 +40,7 @@ def until(path: str) -> None:
 
 
 def when_told(how: str) -> None:
-    """At SIGUSR1, say that this rank is told to end, as hvdtrain does, and fail; or be ended by it."""
+    """At SIGUSR1, say that this rank is preempted, as hvdtrain does, and fail; or be ended by it."""
 
     def end(*_: object) -> None:
         if how == "dies":

@@ -1,4 +1,4 @@
-"""Trains, and is told to end within an epoch: preempted.py FOLDER [BATCH ["lost"]]
+"""Trains, and is preempted within an epoch: preempted.py FOLDER [BATCH ["lost"]]
 
 "lost": the checkpoint that was to be written in the four batches before; its process is stopped, and killed.
 """

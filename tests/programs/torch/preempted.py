@@ -1,4 +1,4 @@
-"""Trains, and is told to end: preempted.py FOLDER [PLACE NUMBER RANK]
+"""Trains, and is preempted: preempted.py FOLDER [PLACE NUMBER RANK]
 
 PLACE: "update" (after NUMBER updates), "accumulation" (after one batch more), "validation", "save" (of epoch NUMBER),
 "launcher" (after NUMBER updates, by somebody else), "lost" (after NUMBER updates and a checkpoint that is lost: what

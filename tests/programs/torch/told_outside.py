@@ -1,4 +1,4 @@
-"""Waits to be told to end by the launcher, before its world begins or after the world's end: told_outside.py PLACE"""
+"""Waits to be preempted by the launcher, before its world begins or after the world's end: told_outside.py PLACE"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A week in minutes: a small training that is broken again and again, in random ways, until it is through.
 
 Usage: week.py FOLDER FAULTS [SEED]. `hvdtrain launch --max-restarts` starts the ranks again; where the launcher itself
-is broken, or told to end, it is started again as a scheduler would, on 1 to 3 ranks. Prints what was done, and how far
+is broken, or preempted, it is started again as a scheduler would, on 1 to 3 ranks. Prints what was done, and how far
 the weights are from those of plain PyTorch in one process.
 """
 

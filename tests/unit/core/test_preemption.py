@@ -1,4 +1,4 @@
-"""When a rank that was told to end waits for the next update, and when it ends at once."""
+"""When a rank that was preempted waits for the next update, and when it ends at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is saved when ranks were told to end."""
+"""What is saved when ranks were preempted."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_nobody_is_told(part: Trained) -> None:
 def test_it_saves_as_the_last_time(part: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Checkpointer(tmp_path, asynchronous=False).save({"blob": part}, progress=part.progress)
     part.at = Progress(step=2)
-    assert "told to end: saved in" in ends(part, capsys)
+    assert "preempted: saved in" in ends(part, capsys)
     assert steps(tmp_path) == [1, 2]
 
 

@@ -181,18 +181,16 @@ def test_a_damaged_record_is_refused(attempts: object, tmp_path: Path, capsys: p
     assert "run.json must list its attempts" in capsys.readouterr().err
 
 
-def test_a_job_that_was_told_to_end_has_a_signal_or_no_cause(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_job_that_was_preempted_has_a_signal_or_no_cause(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, folder = tmp_path / "run", tmp_path / "launch-1"
     run.mkdir()
     folder.mkdir()
     begun(run, "preempted")
     write_json(folder / "launch.json", {"attempts": [{"exit_code": 85, "failure": None}]})
     for where in (run, folder):
-        assert __main__.main(["why", str(where)]) == 1 and "by which signal" in capsys.readouterr().out
-    saved = "hvdtrain: told to end: nothing was saved, x; exit code 85"
+        assert __main__.main(["why", str(where)]) == 1 and "are not recorded here" in capsys.readouterr().out
+    saved = "hvdtrain: preempted: nothing was saved, x; exit code 85"
     (folder / "rank-0001.log").write_text(f"hvdtrain: rank 1 got SIGUSR1: after the next update\n{saved}\n")
     assert __main__.main(["why", str(folder)]) == 0
     said = capsys.readouterr().out
-    assert "the ranks were told to end, and have: rank 1 got SIGUSR1; told to end: nothing was saved" in said
+    assert "the job was preempted: rank 1 got SIGUSR1; preempted: nothing was saved" in said
