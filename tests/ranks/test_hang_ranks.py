@@ -64,6 +64,13 @@ def test_torch_ranks_that_hang(tmp_path: Path) -> None:
         assert RULE in done.ranks_error[1], "every rank says so"
 
 
+def test_a_failed_rank_that_a_thread_keeps_is_named_as_failed(tmp_path: Path) -> None:
+    done = torch_way("fails_with_a_thread", tmp_path)()
+    assert "ValueError: boom" in done.ranks_error[1] and done.returncode != 0, done.text
+    assert re.search(r"rank 1 \(host .*\) has failed \(ValueError, see its output\)", done.ranks_error[0]), done.text
+    assert "daemon=True" in done.ranks_error[0], done.text
+
+
 def test_a_rank_that_was_stopped(tmp_path: Path) -> None:
     tools = tmp_path / "tools"
     tools.mkdir()

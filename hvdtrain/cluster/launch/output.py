@@ -19,6 +19,7 @@ from hvdtrain.core.errors import ConfigError
 from hvdtrain.runs.folder import next_folder
 
 _LOOK_S = 0.1
+LONGEST_LINE = 1000
 RECORD = "launch.json"  # of a job's attempts, in the folder of its logs
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
@@ -185,12 +186,16 @@ def log_of(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank:04d}.log"
 
 
+def _shortened(line: str) -> str:
+    return line if len(line) <= LONGEST_LINE else f"{line[:LONGEST_LINE]} ... ({len(line)} characters, see the log)"
+
+
 def failure_block(failure: Failure, folder: Path) -> str:
     """Returns what is shown last when a job failed: who failed first, how, its last words, and where the others are."""
     host = "host " if failure.rank is None else ""
     lines = [f"{host}{failure.who} failed first, after {failure.after_s:.1f} s: {failure.why}"]
     if failure.lines:
-        lines += ["  its last lines:", *(f"  | {line}" for line in failure.lines)]
+        lines += ["  its last lines:", *(f"  | {_shortened(line)}" for line in failure.lines)]
     if failure.remedy:
         lines.append(f"  fix: {failure.remedy}")
     lines.append(f"  logs: {log_of(folder, failure.rank) if failure.rank is not None else folder}")

@@ -148,6 +148,10 @@ def who_does_not_come(rank: int, report: Report) -> list[str]:
         where = _line_of(frames[-1]) if frames else "?"
         words = {MOVING: "moving on", CIRCLES: "at work"}.get(report.get("movement", ""), "in")
         head = f"{who} does not come, {words} {where}"
+        if report.get("failed"):
+            head = (
+                f"{who} has failed ({report['failed']}, see its output) and its process does not end, {words} {where}"
+            )
         return [f"{head} ({', '.join(done)})", *(f"  {_line_of(frame, within=True)}" for frame in frames[:-1])]
     state = report.get("state")
     lines = [f"{who} does not come, and does not answer" + (f": process state {state}" if state else "")]
@@ -180,6 +184,8 @@ def _remedy(report: Report, at: Mapping[str, Any], silent: bool) -> str:
         if str(report.get("state", "")).startswith("T"):
             cause = f"it was stopped (SIGSTOP, or a debugger): kill -CONT {report.get('pid', 'PID')}"
         return f"{cause};\n{slow}"
+    if report.get("failed"):
+        return "a thread keeps the failed process: threading.Thread(..., daemon=True), or end it in a finally clause"
     found = "a loop without an end, a lock that nobody gives back, or data that does not come: look at that line"
     if at and at["kind"] not in ("update", END, "on_main"):
         found = f"call {at['kind']} on every rank, as what is collective; or {found}"

@@ -102,6 +102,7 @@ class Tracker:
         self._meeting: Place | None = None
         self._last: Place | None = None
         self.on_main_now = ""
+        self.failed = ""
         self._pid, self._left = os.getpid(), False
 
     def close(self, *, wait: bool = True) -> None:
@@ -131,6 +132,7 @@ class Tracker:
         """This rank fails, and says so where others look for it; see `ring.last_words`."""
         if self.size > 1 and os.getpid() == self._pid and not self._left:
             self.ring = last_words(self.ring, self.run_dir, self.rank, error, ends=ends)
+            self.failed = type(error).__name__
 
     def leave(self) -> None:
         """Closes; what is collective is refused from here on."""
@@ -319,7 +321,7 @@ class Tracker:
         return {
             "at": None if place is None else {**self.state_of(place), "agreed": place.agreed},
             "updates": self.updates, "steps": self.trained(), "meetings": self.meetings, "on_main": on_main,
-            "phase": self.phase(),
+            "phase": self.phase(), "failed": self.failed,
             "last": last and {"kind": last.kind, "number": last.number, "line": last.line},
         }  # fmt: skip
 

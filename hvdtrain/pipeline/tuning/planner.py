@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 # a model is cut for no smaller gain: predictions are no better than that
 WORTH_A_STAGE = 0.05
+MOST_DEVICES = 128  # of a node: an NVL72 rack has 72, and each more is planned for minutes
 
 __all__ = ["Cluster", "Plan", "Speed", "choose", "forward_flops", "gradients", "plans"]
 
@@ -176,6 +177,10 @@ def described(text: str, *, reserve_bytes: float = 0.0) -> tuple[Device, ...] | 
         if size <= 0 or count == "0" or (speed is not None and not float(speed)):
             received = f"{part}, of which {reserve_bytes / 2**30:g} GiB are not for training"
             raise ConfigError("a device has memory, and speed", received)
+        if len(devices) + int(count or 1) > MOST_DEVICES:
+            raise ConfigError(
+                f"a node must have at most {MOST_DEVICES} devices", repr(text), "--nodes N: of such devices"
+            )
         for _ in range(int(count or 1)):
             devices.append(Device(f"device {len(devices)}", float(speed or 1), size, ahead=AHEAD))
     return tuple(devices)

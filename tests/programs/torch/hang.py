@@ -77,6 +77,12 @@ def waits_for_a_thread(world: World, training: Training) -> None:
                 continue  # here
 
 
+def fails_with_a_thread(world: World, training: Training) -> None:
+    if world.rank == 1:
+        threading.Thread(target=threading.Event().wait).start()
+        raise ValueError("boom")
+
+
 def data_worker(world: World, training: Training) -> None:
     for x in DataLoader(Forever(world.rank), num_workers=1):  # here
         training.update(x)

@@ -83,6 +83,11 @@ def test_a_full_shared_memory_is_named_with_what_gives_it_room(code, line, named
     assert ("df /dev/shm on h" in said and "--shm-size" in said) is named, said
 
 
+def test_a_long_last_line_is_shown_up_to_its_thousandth_character(tmp_path):
+    said = failure_block(Failure(1, "h", 1, "exit code", ("x" * 100_000,)), tmp_path)
+    assert "x" * 1000 + " ... (100000 characters, see the log)" in said and len(said) < 2000
+
+
 def test_the_last_line_of_the_last_traceback():
     chained = (
         *TRACEBACK,

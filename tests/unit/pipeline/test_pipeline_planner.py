@@ -228,7 +228,21 @@ def test_devices_in_words():
 
 
 @pytest.mark.parametrize(
-    "text", ["", "4", "4x", "x24GiB", "4x24", "0x24GiB", "4x0GiB", "4x1GiB@0", "cuda:0,24GiB", "gpu"]
+    "text",
+    [
+        "",
+        "4",
+        "4x",
+        "x24GiB",
+        "4x24",
+        "0x24GiB",
+        "4x0GiB",
+        "4x1GiB@0",
+        "cuda:0,24GiB",
+        "gpu",
+        "99999999x24GiB",
+        "100x1GiB,29x1GiB",
+    ],
 )
 def test_devices_that_are_none(text):
     with pytest.raises(ConfigError):
