@@ -320,7 +320,16 @@ class RunLog:
             self._guarded(self._board.add, known, step)
 
     def result(self, **fields: Any) -> None:
-        """Merges `fields` into the result in run.json; rank 0 only, a no-op elsewhere."""
+        """Merges `fields` into the result in run.json; rank 0 only, a no-op elsewhere.
+
+        Raises:
+            ConfigError: the run has ended: its directory may be another run's.
+        """
+        if self._ended:
+            raise ConfigError("run.result() must come before the end of the run", f"{sorted(fields)}, after finish()")
+        self._add_result(fields)
+
+    def _add_result(self, fields: Mapping[str, Any]) -> None:
         if self._events is not None:
             self._update(result={**self._run["result"], **fields})
 
@@ -349,7 +358,7 @@ class RunLog:
         text = "\n".join(filter(None, [str(found), gpu.told(epoch.get("gpus", ()) for epoch in self._epochs)]))
         measured = status == "finished" and found.kind != "unknown"
         if measured:
-            self.result(verdict=text, shares=found.shares)
+            self._add_result({"verdict": text, "shares": found.shares})
         if self._saves:
             self._update(checkpoints=stats.of_saves(self._saves))
         self.event("end", status=status, error=error)
