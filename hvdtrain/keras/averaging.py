@@ -20,7 +20,7 @@ from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.trainers.compile_utils import CompileLoss, CompileMetrics
 
 from hvdtrain.core.errors import ConfigError, ReplicaError
-from hvdtrain.keras import reduce, rng, sync_batchnorm, units
+from hvdtrain.keras import reduce, rng, sync_batchnorm, units, whole_batch
 from hvdtrain.keras.backends.chosen import BACKEND
 from hvdtrain.keras.checks import replicas, start, steps
 from hvdtrain.keras.session import (
@@ -184,6 +184,8 @@ def attach(model: keras.Model, session: Session) -> None:
     _refuse_stateful(model)
     units.check_reduction(model)
     hook_test_step(model)
+    if session.whole:
+        whole_batch.hook_loss(model, session)
     for index, optimizer in enumerate(optimizers_of(model)):
         hook_optimizer(optimizer, session, index)
     # Horovod's operations have no XLA kernel, nor does torch.compile see through them
@@ -225,6 +227,7 @@ def _train_step(model: keras.Model, inner: Callable[[Any], Any], data: Any) -> A
     local = [*_metric_variables(model, data), *sync_batchnorm.own_statistics(model)] if may_be_dead else []
     with (
         _live_batch(session, samples),
+        whole_batch.of_step(session),
         units.weighed(session, data),
         _all_averaged(model, session),
         rng.of_step(session),
@@ -232,7 +235,7 @@ def _train_step(model: keras.Model, inner: Callable[[Any], Any], data: Any) -> A
     ):
         before = BACKEND.copies([model._loss_tracker.total]) if session.records else []
         with BACKEND.unmoved_if_dead(samples, local) if may_be_dead else nullcontext():
-            logs = inner(data)
+            logs = inner(_as_keras_has_it(data))
         rng.check_saved(session)
         if before:
             BACKEND.note_loss(session, model._loss_tracker.total - before[0], f"{session.name}.loss")
@@ -278,7 +281,9 @@ def hook_test_step(model: keras.Model) -> None:
             if session.together and not session.alone:
                 around.enter_context(_live_batch(session, samples, at_once=False))
                 around.enter_context(units.weighed(session, data))
-            return inner(data)
+                if session.even:
+                    around.enter_context(whole_batch.of_step(session, trains=False))
+            return inner(_as_keras_has_it(data))
 
     if hook(model, "test_step", test_step):
         hook(model, "_symbolic_build", _without_marks)
@@ -324,6 +329,13 @@ def _split_dead(data: Any) -> tuple[Any, Any, bool]:
     x, y, sample_weight = data
     samples, shown = BACKEND.split_dead(x, sample_weight)
     return samples, (x, y, shown), sample_weight is not None
+
+
+def _as_keras_has_it(data: Any) -> Any:
+    """A batch as `fit(x, y)` gives it to a step: without a mark in place of weights, and `x` alone as it is."""
+    if not isinstance(data, tuple) or len(data) > 3:
+        return data
+    return keras.utils.pack_x_y_sample_weight(*keras.utils.unpack_x_y_sample_weight(data))
 
 
 def _before_step(model: keras.Model, session: Session, data: Any) -> None:

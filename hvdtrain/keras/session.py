@@ -95,6 +95,8 @@ class Session:
         first_batch: numbers of the first batch; `False` until there is one, `None` if it is not needed.
         proof: the result of the last verification.
         changing: of an elastic job's `fit`: its part in it (`hvdtrain.keras.changing`).
+        whole: `compute_loss` sees the global batch; joined: this step has gathered it; of_whole: the loss that is being
+            computed is of it.
     """
 
     world: World
@@ -148,6 +150,9 @@ class Session:
     first_batch: Any = None
     proof: Any = None
     changing: Any = None
+    whole: bool = False
+    joined: bool = False
+    of_whole: bool = False
 
     def __post_init__(self) -> None:
         # Names the collectives: ranks prepare their models in the same order (checked at start). Counted on what joins

@@ -99,7 +99,7 @@ def weighed(session: Session, data: Any) -> Iterator[None]:
 
     def weigh(loss: Any, divisor: Divisor) -> Any:
         nonlocal count
-        if divisor.by_samples:
+        if divisor.by_samples or session.of_whole:
             return loss
         session.by_samples = False
         refuse_where_ranks_part(
@@ -117,6 +117,16 @@ def weighed(session: Session, data: Any) -> Iterator[None]:
 
     with observed(weigh, data), _means_of_batches(session, live):
         yield
+
+
+@contextmanager
+def as_it_is(session: Session) -> Iterator[None]:
+    """While open, losses are of the global batch already."""
+    session.of_whole = True
+    try:
+        yield
+    finally:
+        session.of_whole = False
 
 
 def _means_of_batches(session: Session, live: LiveBatch) -> AbstractContextManager[None]:

@@ -40,6 +40,7 @@ __getattr__, __dir__, __all__ = public(__name__, {
     "evaluation": "classification corpus_metrics evaluate",
     "model": "Model",
     "update.optimizer": "Optimizer",
+    "update.whole": "whole",
     "preparation": "prepare",
     "engines.shell": "unwrap",
 })  # fmt: skip
@@ -74,3 +75,4 @@ if TYPE_CHECKING:
     from hvdtrain.torch.prediction import predict as predict
     from hvdtrain.torch.preparation import prepare as prepare
     from hvdtrain.torch.update.optimizer import Optimizer as Optimizer
+    from hvdtrain.torch.update.whole import whole as whole

@@ -16,6 +16,7 @@ from hvdtrain.core.errors import ConfigError, ReplicaError
 from hvdtrain.core.in_step.elastic import repeated
 from hvdtrain.core.sharding import Step, check_evaluation
 from hvdtrain.core.world import World, fsum, given_or_current
+from hvdtrain.torch.checks import replicas
 from hvdtrain.torch.clock import CLOCK
 from hvdtrain.torch.data.create import loader
 from hvdtrain.torch.data.loader import Loader
@@ -98,6 +99,7 @@ def one_pass(
         if batches is None:
             assert per_rank_batch is not None  # checked
             batches = loader(data, per_rank_batch, world=world, shuffle=False, workers=workers, augment=augment)
+        replicas.check_equal(unwrap(model), world, "when the model is evaluated")
         synchronize(model, world)
         with evaluating(model):
             yield batches

@@ -18,6 +18,7 @@ from hvdtrain.torch.checks.out_of_memory import explained
 from hvdtrain.torch.clock import CLOCK
 from hvdtrain.torch.session import Session, prepared_optimizers
 from hvdtrain.torch.update.staged import channels_last, in_one_call
+from hvdtrain.torch.update.whole import called
 
 # the module's own methods: names in state dicts, in parameter lists and in printed text are those of the plain module
 _DELEGATED = (
@@ -63,6 +64,7 @@ class Model(nn.Module):
         if trains and CLOCK.phase == "other":  # no loader has said so
             CLOCK.enter("forward")
         if trains:
+            called(session)
             session.batches.called((args, kwargs))
         if trains and (call is None or args or kwargs):  # to find the layer where a NaN began
             session.last_call, session.last_method = (args, kwargs), call

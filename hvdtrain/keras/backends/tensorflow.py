@@ -198,6 +198,45 @@ class TensorFlowBackend(OutsideOfSteps):
 
         return summed(values)
 
+    def gather_rows(self, tensors: list[Any], samples: Any, total: Any, rank: int, name: str) -> list[Any]:
+        """Joins the ranks' tensors [n, ...]; those of a rank without samples are left out.
+
+        Gradients go to a rank's own rows, times total / samples: `weigh` takes that away again.
+        """
+        live = tf.cast(tf.not_equal(samples, 0), tf.int64)
+        # see `start_sum`: what Horovod is given must be no constant
+        rows = tf.cast(tf.stack([_rows(tensor) for tensor in tensors]), tf.int64) * live + tf.cast(
+            self._no_constant, tf.int64
+        )
+        every = self.hvd.allgather(rows, name=f"{name}.rows", ignore_name_scope=True)
+        starts = tf.reduce_sum(tf.reshape(every, [-1, len(tensors)])[:rank], 0)
+        factor = tf.math.divide_no_nan(total, samples)
+        return [
+            self._gathered(tensor, rows[at], starts[at], factor, f"{name}.{at}") for at, tensor in enumerate(tensors)
+        ]
+
+    def _gathered(self, tensor: Any, rows: Any, start: Any, factor: Any, name: str) -> Any:
+        def join(values: Any) -> Any:
+            kind, sent = values.dtype, values[:rows]
+            sent = tf.bitcast(sent, tf.uint16) if kind == tf.bfloat16 else sent
+            joined = self.hvd.allgather(sent, name=name, ignore_name_scope=True)
+            joined = tf.bitcast(joined, kind) if kind == tf.bfloat16 else joined
+            joined.set_shape([None, *values.shape[1:]])
+            return joined
+
+        if not tensor.dtype.is_floating:
+            return join(tensor)
+
+        @tf.custom_gradient
+        def gathered(values: Any) -> Any:
+            def gradient(upstream: Any) -> Any:
+                own = upstream[start : start + rows] * tf.cast(factor, upstream.dtype)
+                return tf.pad(own, [[0, tf.cast(_rows(values), tf.int64) - rows]] + [[0, 0]] * (len(values.shape) - 1))
+
+            return join(values), gradient
+
+        return gathered(tensor)
+
     def usable_here(self, tensor: Any) -> bool:
         """False for a value noted eagerly and used inside a nested traced function: it would be baked in."""
         if tf.executing_eagerly():

@@ -111,9 +111,9 @@ class LossProof:
                 self._forms.add(reading.form)
             self._inner = []
             self.outputs = [] if len(self._forms) < _FORMS else None
-        self._read(reading, weight, samples, tally, loss)
+        self._read(reading, weight, samples, tally)
 
-    def _read(self, reading: Reading, weight: Number, samples: int, tally: Tally, loss: Tensor) -> None:
+    def _read(self, reading: Reading, weight: Number, samples: int, tally: Tally) -> None:
         across = reading.across or (reading.one_by_one if samples == 1 and not self._in_a_loop else ())
         if across:
             self.found(f"{_COUPLED} ({', '.join(across)})", tally, weight)
@@ -129,7 +129,7 @@ class LossProof:
         self._in_a_loop |= self._unseen and reading.parts and samples > 1
         if self._in_a_loop and reading.parts:  # what divides a sample's own part is that sample's
             terms = (Term(float(samples), "its samples", mean=True, reduced=True, means=(float(samples),)),)
-        tally.compare(terms, weight, samples, loss)
+        tally.compare(terms, weight, samples)
         # each with its number, where nothing waits for it: two of one name are two counts
         counts = {(term.weight, _known(term.divisor)) for term in terms if term.weight}
         types = sorted(weight for weight, _ in counts)
@@ -191,6 +191,10 @@ class LossProof:
             return
         else:
             tally.problems = tally.problems + 1.0
+        self.note_problem(problem)
+
+    def note_problem(self, problem: str) -> None:
+        """Says why this rank's loss is refused, if it is."""
         self.problem = self.problem or problem
 
     def _note(self, what: str) -> None:

@@ -31,23 +31,31 @@ _engines: WeakKeyDictionary[nn.Module, TorchEngine] = WeakKeyDictionary()
 _uncounted: WeakSet[nn.Module] = WeakSet()  # layers of models whose rank has no samples in the batch at hand
 
 
-def convert(model: nn.Module, engine: TorchEngine) -> nn.Module:
+def convert(model: nn.Module, engine: TorchEngine, *, every: bool = True) -> nn.Module:
     """Makes every batch-norm layer of `model` normalise over all ranks; in place, and returns the model.
 
     Parameters, buffers and names stay: checkpoints are those of the plain model.
 
+    Args:
+        every: not only PyTorch's own `SyncBatchNorm`, which knows no ranks but those of torch.distributed.
+
     Raises:
         ConfigError: batch-norm layers of a kind that is not known, or an engine that cuts batches into pieces.
     """
+    layers = [
+        (name, layer)
+        for name, layer in model.named_modules()
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm if every else nn.SyncBatchNorm)
+    ]
     pieces = getattr(engine, "pieces", 1)
-    if pieces > 1:
+    if pieces > 1 and (layers or every):
         raise ConfigError(
             "sync_batchnorm synchronises ranks, not the devices of one process",
             f"{engine.name} with {pieces} devices",
             'use engine="ddp" or "horovod" with a rank per device, or leave sync_batchnorm out',
         )
-    for name, layer in model.named_modules():
-        if isinstance(layer, nn.modules.batchnorm._BatchNorm) and engine.size > 1:
+    for name, layer in layers:
+        if engine.size > 1 or isinstance(layer, nn.SyncBatchNorm):
             kind = _KINDS.get(type(layer), type(layer))
             if not issubclass(kind, SyncBatchNorm):
                 raise ConfigError(
@@ -101,7 +109,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         """Normalises [samples, channels, ...]."""
         engine = _engines.get(self)
         if engine is None or _mode == "alone" or not self.training:
-            return super().forward(x)
+            return nn.modules.batchnorm._BatchNorm.forward(self, x)
         self._check_input_dim(x)
         counted = _mode == "counted" and self not in _uncounted
         output, mean, var, count = _BatchNormalise.apply(x, self.weight, self.bias, self.eps, engine, counted)
@@ -192,8 +200,16 @@ class SyncBatchNorm3d(SyncBatchNorm, nn.BatchNorm3d):
     """`BatchNorm3d` over all ranks."""
 
 
+class SyncBatchNormAny(SyncBatchNorm):
+    """In place of PyTorch's `SyncBatchNorm`, of no kind that DistributedDataParallel refuses on a CPU."""
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        nn.SyncBatchNorm._check_input_dim(self, input)  # type: ignore[arg-type]
+
+
 _KINDS: dict[type[nn.Module], type[nn.Module]] = {
     nn.BatchNorm1d: SyncBatchNorm1d,
     nn.BatchNorm2d: SyncBatchNorm2d,
     nn.BatchNorm3d: SyncBatchNorm3d,
+    nn.SyncBatchNorm: SyncBatchNormAny,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from typing import Any
 from weakref import finalize, ref
@@ -160,6 +161,10 @@ class Facade(torch.optim.Optimizer):
         if name == "wrapped":  # not there yet
             raise AttributeError(name)
         return getattr(self.wrapped, name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.optim.Optimizer:
+        """A copy of the wrapped optimizer, plain."""
+        return copy.deepcopy(self.wrapped, memo)
 
     def close(self) -> None:
         """Takes the hooks off model and optimizer, which are plain again; dropping this optimizer does it too.

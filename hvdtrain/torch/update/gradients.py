@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 from weakref import ref
 
 import torch
@@ -62,6 +62,7 @@ class Gradients:
         self.had_some = False
         self.gathering = False
         self._weight: Number = 0.0
+        self._shared = False
         self._watch()
         self._aside: list[tuple[nn.Parameter, Tensor]] = []
         self._samples_seen = 0
@@ -69,13 +70,16 @@ class Gradients:
     def parameters(self) -> list[nn.Parameter]:
         return [parameter for parameter in self._parameters if parameter.requires_grad]
 
-    def begin(self, batch: Batch, weight: Number | None, unit: Number) -> tuple[Number, Number]:
+    def begin(
+        self, batch: Batch, weight: Number | None, unit: Number, share: float | None = None
+    ) -> tuple[Number, Number]:
         """Makes `p.grad` what the backward pass of `batch` adds to; `add_loss` follows.
 
         Args:
             batch: the one that training is at.
             weight: what its mean loss divides by; None: samples.
             unit: a power of two that given weights are divided by, beside `Batch.planned`.
+            share: of a loss of the whole batch, in place of a weight: this rank's part of it.
 
         Returns:
             The weight, and what the mean loss is multiplied with.
@@ -94,10 +98,14 @@ class Gradients:
             )
         tally.given = given
         amount: Number = batch.amount if weight is None or batch.padding else weight
+        if share is not None:
+            amount = share * batch.planned
         if new:
             self._samples_seen += 0 if batch.step is None else batch.step.global_samples
             tally.weight = tally.weight + amount
             self._weight = amount
+        elif share is not None or self._shared:
+            pass  # the ranks' weights have one sum, whichever of the two they are
         elif isinstance(amount, Tensor) or isinstance(self._weight, Tensor):
             tally.problems = tally.problems + (torch.as_tensor(amount) != self._weight).double()  # nothing waits
         elif amount != self._weight:
@@ -107,6 +115,9 @@ class Gradients:
                 "divide both losses by the same count, and give it as weight= to both",
             )
         self.batch = batch
+        self._shared = share is not None
+        if share is not None:
+            return amount, share
         return amount, batch.weight if not given or batch.padding else amount / (batch.planned * unit)
 
     def _open_update(self, batch: Batch) -> None:
@@ -304,6 +315,24 @@ def zero_gradients(parameters: Sequence[nn.Parameter], weight: Number) -> Iterat
 
 def _where_counted(weight: Tensor, gradient: Tensor) -> Tensor:
     return torch.where(weight.to(gradient.device) != 0, gradient, torch.zeros_like(gradient))
+
+
+def refuse_divided(loss: Tensor, accumulate: int) -> None:
+    """Raises `ConfigError` for a mean that is divided by the batches of its update once more."""
+    node: Any = loss.grad_fn
+    other = getattr(node, "_saved_other", None)
+    if accumulate == 1 or not isinstance(other, Tensor) or other.dim() or other.requires_grad or other.is_cuda:
+        return
+    factor = {"DivBackward0": other, "MulBackward0": 1 / other}.get(node.name())
+    of = node.next_functions[0][0]
+    if factor is None or abs(factor.item() - accumulate) > 1e-6 * accumulate or of is None or "Add" in of.name():
+        return  # a sum of several losses may well be divided by their number
+    raise ConfigError(
+        "with accumulate= each batch is given its mean loss: the update's mean is made of them",
+        f"a loss that is divided by {accumulate}, with accumulate={accumulate}",
+        "optimizer.backward(loss), undivided, and optimizer.step() on each batch",
+        shared=True,
+    )
 
 
 def check_loss(loss: Tensor, *, untracked: bool = False) -> None:

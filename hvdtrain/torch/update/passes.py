@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hvdtrain.core.errors import ConfigError, RanksLost
 from hvdtrain.torch.checks.loss_graph import recomputes_reentrantly
@@ -17,16 +17,37 @@ from hvdtrain.torch.checks.out_of_memory import explained
 from hvdtrain.torch.checks.pieces import pieces_differ
 from hvdtrain.torch.checks.tally import SIZE, Number, Weight, weight_of, wrong
 from hvdtrain.torch.clock import CLOCK
-from hvdtrain.torch.data.nested import map_tensors
+from hvdtrain.torch.data.nested import map_tensors, tensors_of
+from hvdtrain.torch.data.random_state import preserved_rng, random_streams, restore_streams, seed_all
 from hvdtrain.torch.engines.base import Pass
+from hvdtrain.torch.engines.buffers import put_back
 from hvdtrain.torch.model import Model
 from hvdtrain.torch.session import Session
 from hvdtrain.torch.update.amp import widened
 from hvdtrain.torch.update.batches import Batch, require_batch
 from hvdtrain.torch.update.facade import Facade
-from hvdtrain.torch.update.gradients import check_loss, scale, zero_gradients
+from hvdtrain.torch.update.gradients import check_loss, refuse_divided, scale, zero_gradients
 from hvdtrain.torch.update.regroup import check_once, go_on_without
 from hvdtrain.torch.update.staged import SMALLER_STAGES, Arguments, Loss, in_one_call, run_step
+from hvdtrain.torch.update.terms import Term, Terms, terms_of
+from hvdtrain.torch.update.whole import given_gradients, gradients_of, joined
+from hvdtrain.torch.update.whole import whole as whole_values
+
+
+class _MicroBatch(NamedTuple):
+    """A batch of an update whose loss is of the whole batch.
+
+    Attributes:
+        outputs: of the model, without their graph; leaves of the loss's.
+        streams, buffers: random numbers and buffers as its first pass began.
+    """
+
+    arguments: Arguments
+    outputs: Any
+    y: Any
+    batch: Batch
+    streams: dict[str, Any]
+    buffers: list[tuple[Tensor, Tensor]]
 
 
 class Passes(Facade):
@@ -40,6 +61,8 @@ class Passes(Facade):
         self._failed: BaseException | None = None  # of a pass whose gradients other ranks wait for
         self._void = False  # the batch at hand is dealt once more, to other ranks
         self._recomputes: bool | None = None  # parts of the model within the backward pass
+        self._terms = Terms()
+        self._micro_batches: list[_MicroBatch] = []  # of an update whose loss is of the whole batch
 
     def forward_backward(
         self,
@@ -51,6 +74,7 @@ class Passes(Facade):
         weight: Weight = None,
         again: bool = False,
         outputs: bool = False,
+        whole: bool = False,
     ) -> Any:
         """Runs the model on this rank's batch, forward and backward; the loop for whole models and pipelines alike.
 
@@ -66,17 +90,24 @@ class Passes(Facade):
                 `lambda y: (y != -100).sum()`, which a pipeline calls for each micro-batch.
             again: as of `backward`.
             outputs: return the model's outputs as well, for metrics.
+            whole: the loss is called once an update, with the outputs and targets of the global batch, as of
+                `hvdtrain.torch.whole`: of all ranks, and with accumulate= of all batches of the update, each of which
+                the model then sees twice (GradCache, arXiv 2101.06983). It may be any loss, and draws the same random
+                numbers on every rank.
 
         Returns:
             The mean loss of the batch, detached; a scalar. Of a pipeline on a rank that has no samples left: 0. With
-            `outputs` a tuple of it and the outputs, detached (None on such a rank).
+            `whole` that of the global batch; None before the update's last batch. With `outputs` a tuple of it and the
+            outputs, detached (None on such a rank).
 
         Raises:
             As `backward`.
         """
         arguments = Arguments(x if isinstance(x, tuple) else (x,), dict(kwargs or {}))
         kept: list[Any] = []
-        if self.session.staged is not None:
+        if whole:
+            mean = self._run_whole(arguments, y, loss, weight, again, kept)
+        elif self.session.staged is not None:
             mean = self._run_stages(arguments, y, loss, weight, again, kept if outputs else None)
         else:
             given = weight(y) if callable(weight) else weight
@@ -84,8 +115,127 @@ class Passes(Facade):
             kept = [self._model(*arguments.args, **arguments.kwargs)]
             mean = loss(kept[0], y)
             self.backward(mean, weight=given, again=again)
+            if isinstance(mean, (list, tuple)):
+                mean = sum(its for its, _ in mean)
             mean = mean.detach()
         return (mean, map_tensors(Tensor.detach, kept[0]) if kept else None) if outputs else mean
+
+    def _run_whole(
+        self, arguments: Arguments, y: Any, loss: Loss, weight: Weight, again: bool, kept: list[Any]
+    ) -> Tensor | None:
+        """As `forward_backward`, of a loss of the global batch."""
+        session = self.session
+        batch = require_batch(session.batches.now())
+        self._check_whole(batch, weight, in_parts=False)
+        if session.staged is not None:
+            raise ConfigError(
+                "a pipeline of several ranks has no loss of the whole batch",
+                "forward_backward(..., whole=True) of stages",
+                "pipe.step(x, y, loss_fn, whole=True) in one process",
+            )
+        if batch.whole_update:
+            kept.append(self._model(*arguments.args, **arguments.kwargs))
+            outputs, targets = whole_values(kept[0], y, world=session.world)
+            with self._same_draws():
+                mean = loss(outputs, targets)
+            self.backward(mean, again=again)
+            return mean.detach()
+        self._void = session.batches.are_dealt_anew
+        if self._void:
+            return None
+        try:
+            return self._gather_whole(arguments, y, loss, again, kept)
+        except RanksLost as lost:
+            go_on_without(session, lost)
+            self._void = True
+            return None
+
+    def _gather_whole(self, arguments: Arguments, y: Any, loss: Loss, again: bool, kept: list[Any]) -> Tensor | None:
+        """A batch of several: its outputs now, and with the last one the loss of all, and every batch's gradients."""
+        session, gradients = self.session, self.session.gradients
+        if not gradients.gathering:
+            self._micro_batches = []
+        batch = self._take_turn(again)
+        share = 1 / session.world.size if batch.is_last_micro_batch else 0.0
+        amount, coefficient = gradients.begin(batch, None, 1.0, share)
+        streams, buffers = random_streams(session.world.devices), _buffers_of(session.module)
+        with torch.no_grad():
+            kept.append(self._model(*arguments.args, **arguments.kwargs))
+        outputs = map_tensors(_as_leaf, kept[0])
+        self._micro_batches.append(_MicroBatch(arguments, outputs, y, batch, streams, buffers))
+        if not batch.is_last_micro_batch:
+            gradients.put_aside("partial")
+            session.batches.done()
+            return None
+        micro_batches, self._micro_batches = self._micro_batches, []
+        after, buffers = random_streams(session.world.devices), _buffers_of(session.module)
+        every, targets = joined(
+            [(one.outputs, one.y) for one in micro_batches],
+            [one.batch.step for one in micro_batches], session.world, session,
+        )  # fmt: skip
+        with self._same_draws():
+            mean = loss(every, targets)
+        check_loss(mean)
+        entered = gradients_of(mean, session.module, session.world.size, retain_graph=False)
+        if entered is None:
+            raise ConfigError(
+                "a loss is computed of the outputs it is given", "a loss that no output has a part in",
+                "loss_fn(outputs, targets), called by forward_backward(x, y, loss_fn, whole=True)",
+            )  # fmt: skip
+        gradients.tally.count_whole(mean)
+        gradients.add_loss(mean, amount, coefficient)
+        sums = gradients.sums()
+        CLOCK.enter("backward")
+        try:
+            for one in micro_batches:
+                is_last = one is micro_batches[-1]
+                restore_streams(one.streams, session.world.devices)
+                put_back(one.buffers)
+                given = self._gradients_again(one, *entered, rest=is_last)
+                passed = given_gradients(mean, *given)
+                self._differentiate(
+                    passed, amount, coefficient, sums if is_last else None, False, counts=not one.batch.padding
+                )
+        finally:
+            restore_streams(after, session.world.devices)
+            put_back(buffers)
+            session.batches.check_calls()
+        self._conclude(batch, mean, sums)
+        return mean.detach()
+
+    def _gradients_again(
+        self, one: _MicroBatch, tensors: list[Tensor], found: list[Tensor], *, rest: bool
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """The outputs of a batch once more, now with their graph, and their gradients; with the rest those of the
+        parameters that the loss itself reads."""
+        leaves = tensors_of(one.outputs)
+        again = tensors_of(self._model(*one.arguments.args, **one.arguments.kwargs))
+        place = {id(leaf): index for index, leaf in enumerate(leaves)}
+        outputs, gradients = [], []
+        for tensor, gradient in zip(tensors, found, strict=True):
+            index = place.get(id(tensor))
+            if index is not None:
+                if again[index].requires_grad:
+                    outputs.append(again[index])
+                    gradients.append(gradient)
+            elif rest and isinstance(tensor, nn.Parameter):
+                outputs.append(tensor)
+                gradients.append(gradient)
+        return outputs, gradients
+
+    @contextmanager
+    def _same_draws(self) -> Iterator[None]:
+        """While it lasts, all ranks draw the same random numbers, which are those of the update."""
+        session = self.session
+        if session.world.size == 1:
+            yield
+            return
+        seed, device = session.world.seed + self.progress.step + 1, session.engine.device
+        with preserved_rng(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+            seed_all(seed)
+            if device.type == "cuda":
+                torch.cuda.manual_seed(seed)
+            yield
 
     def _prove_pieces(self, arguments: Arguments, y: Any, loss: Loss, weight: Weight) -> None:
         """On the first batch: whether model and loss can be put together of two pieces of it."""
@@ -137,7 +287,7 @@ class Passes(Facade):
 
     def backward(
         self,
-        loss: Tensor,
+        loss: Tensor | Sequence[tuple[Tensor, float | Tensor]],
         *,
         weight: float | Tensor | None = None,
         more: bool = False,
@@ -154,7 +304,10 @@ class Passes(Facade):
 
         Args:
             loss: a scalar, the mean over this rank's batch: of its samples, or of what `weight` counts; not a sum
-                that is divided by the samples of all ranks.
+                that is divided by the samples of all ranks. Of a sum of several means, each with its own divisor, a
+                list of (mean, divisor): `[(class_loss, len(y)), (box_loss, matched)]` is their sum, each over all that
+                it counts on all ranks. A mean whose divisor is 0 does not count. Or a loss of what
+                `hvdtrain.torch.whole` returned.
             weight: what that mean divides by, if not by samples: a number, or a scalar (which may be on a GPU: nothing
                 waits for it). `(y != -100).sum()` with `ignore_index`, `class_weights[y].sum()` with class
                 weights, `mask.sum()` for tokens. A batch of weight 0 does not count, even if its loss is NaN.
@@ -178,7 +331,10 @@ class Passes(Facade):
         if self._void:
             return
         try:
-            self._backward(loss, weight, more, retain_graph, again)
+            if isinstance(loss, (list, tuple)):
+                self._backward_terms(self._take_turn(again), terms_of(loss, weight, more), retain_graph)
+            else:
+                self._backward(cast(Tensor, loss), weight, more, retain_graph, again)
         except RanksLost as lost:
             go_on_without(session, lost)
             self._void = True
@@ -189,19 +345,79 @@ class Passes(Facade):
         session, gradients = self.session, self.session.gradients
         batch = self._take_turn(again)
         check_loss(loss)
+        refuse_divided(loss, session.accumulate)
         self._model.check_entered()
         if session.before is not None and not batch.padding:
             session.before.look(loss, batch)
-        given = None if weight is None else weight_of(weight, session.engine.device)
-        amount, coefficient = gradients.begin(batch, given, session.precision.unit)
+        entered = gradients_of(loss, session.module, session.world.size, retain_graph)
+        if entered is not None:
+            self._check_whole(batch, weight)
+            amount, coefficient = gradients.begin(batch, None, 1.0, 1 / session.world.size)
+            gradients.tally.count_whole(loss)
+        else:
+            given = None if weight is None else weight_of(weight, session.engine.device)
+            amount, coefficient = gradients.begin(batch, given, session.precision.unit)
+            if given is not None and not batch.padding:
+                session.proof.note_problem(gradients.tally.look_idle(loss, given))
+            if not batch.padding:
+                samples = batch.step.samples if batch.step is not None else session.samples_called()
+                session.proof.look(loss, amount, samples, gradients.tally)
         gradients.add_loss(loss, amount, coefficient)
-        if not batch.padding:
-            samples = batch.step.samples if batch.step is not None else session.samples_called()
-            session.proof.look(loss, amount, samples, gradients.tally)
         CLOCK.enter("backward")
         sums = gradients.sums() if batch.is_last_micro_batch and not more else None
-        self._differentiate(loss, amount, coefficient, sums, retain_graph, counts=not batch.padding)
+        passed = loss if entered is None else given_gradients(loss, *entered)
+        self._differentiate(passed, amount, coefficient, sums, retain_graph, counts=not batch.padding)
         self._conclude(batch, loss, sums, more=more)
+
+    def _backward_terms(self, batch: Batch, terms: list[Term], retain_graph: bool) -> None:
+        """Differentiates a sum of means, each of which is divided by what it counts on all ranks."""
+        session, gradients = self.session, self.session.gradients
+        self._model.check_entered()
+        if not gradients.gathering:
+            self._terms = Terms()
+        is_last = batch.is_last_micro_batch
+        size = session.world.size
+        amount, coefficient = gradients.begin(batch, None, 1.0, 1 / size if is_last else 0.0)
+        counted = [] if batch.padding else [at for at, term in enumerate(terms) if term.divisor]
+        if session.before is not None and counted:
+            session.before.look(terms[counted[0]].mean, batch)
+        CLOCK.enter("backward")
+        if not is_last:
+            for at in counted:
+                passed = terms[at].mean * terms[at].divisor
+                self._differentiate(passed, 1.0, 1.0, None, retain_graph or at != counted[-1], counts=True)
+                self._terms.put_aside(at, gradients.parameters())
+            self._terms.add(terms, counted)
+            self._conclude(batch, terms[0].mean, None)
+            return
+        self._terms.add(terms, counted)
+        with session.world.in_step("optimizer.backward([(mean, divisor), ...])", len(terms)):
+            totals = session.engine.sum_floats(self._terms.counts)
+        self._terms.restore(totals, gradients.parameters())
+        mean = self._terms.mean(totals)
+        gradients.add_loss(mean * size, amount, coefficient)
+        sums = gradients.sums()
+        whole = [terms[at].mean * (terms[at].divisor / totals[at]) for at in counted]
+        passed = sum(whole[1:], whole[0]) if whole else terms[0].mean
+        self._differentiate(
+            passed * size, float(bool(whole)), coefficient, sums, retain_graph, counts=not batch.padding
+        )
+        self._conclude(batch, mean, sums)
+
+    def _check_whole(self, batch: Batch, weight: object, *, in_parts: bool = True) -> None:
+        """Raises `ConfigError` for a loss of the whole batch that is weighed, or of a batch that is a part of one."""
+        if weight is not None:
+            raise ConfigError(
+                "a loss of the whole batch divides by what it likes, and has no weight=",
+                "backward(loss, weight=...) of a loss on what hvt.whole() returned",
+                "optimizer.backward(loss)",
+            )
+        if in_parts and not batch.whole_update:
+            raise ConfigError(
+                "with accumulate= the whole batch is that of an update: the loss needs the outputs of all its batches",
+                f"backward() of a loss on what hvt.whole() returned, with accumulate={self.session.accumulate}",
+                "optimizer.forward_backward(x, y, loss_fn, whole=True) on each batch",
+            )
 
     def _take_turn(self, again: bool) -> Batch:
         """Returns the batch that is to be differentiated, if its turn has come."""
@@ -320,3 +536,11 @@ class Passes(Facade):
         if session.in_parts is not None and session.options.amp == "fp16":
             session.in_parts.spread_infinity()
         session.precision.unscale(self._stepper)
+
+
+def _as_leaf(output: Tensor) -> Tensor:
+    return output.detach().requires_grad_(output.is_floating_point() or output.is_complex())
+
+
+def _buffers_of(module: nn.Module) -> list[tuple[Tensor, Tensor]]:
+    return [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
