@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import io
 import os
 import signal
@@ -238,6 +239,54 @@ def case_killed_while_it_writes() -> None:
     print(f"writer {process.pid}", flush=True)
     process.resume()
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _killed_once_save_has_returned(rounds: int) -> list[list[int]]:
+    """Has processes save and kill themselves at once; returns the steps that are good in the directory of each.
+
+    No other thread runs in them between the return and the kill, unless save() waits for it.
+    """
+    become_subreaper = 36  # PR_SET_CHILD_SUBREAPER of prctl(2): what they leave behind becomes a child of this process
+    assert ctypes.CDLL(None).prctl(become_subreaper, 1, 0, 0, 0) == 0
+    sys.setswitchinterval(3600)
+    folders = [FOLDER / str(number) for number in range(rounds)]
+    for number, folder in enumerate(folders):
+        child = os.fork()
+        if not child:
+            checkpoints = Checkpointer(folder)
+            for step in range(number % 2 + 1):  # the first one of its process, or one while that is at work
+                checkpoints.save(state_of(step, 2 * SIZE_BYTES), progress=Progress(step=step))
+            os.kill(os.getpid(), signal.SIGKILL)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    with contextlib.suppress(ChildProcessError):  # there are no more
+        while True:
+            assert os.waitstatus_to_exitcode(os.wait()[1]) == 0, "the process that writes ends well"
+    found = []
+    for folder in folders:
+        infos = [info for info in Checkpointer(folder).list() if info.ok]
+        for info in infos:
+            state = state_of(0)
+            Checkpointer(folder).restore(state, which=info.path)
+            assert content(state) == content(state_of(info.progress.step, 2 * SIZE_BYTES)), info.path
+        found.append([info.progress.step for info in infos])
+    return found
+
+
+def case_killed_once_save_has_returned() -> None:
+    assert _killed_once_save_has_returned(6) == [[0], [0, 1]] * 3
+
+
+def case_negative_twin_a_save_that_returns_before_it_is_handed_over() -> None:
+    submitted = writer_module._Job
+
+    def unwaited(*arguments: Any) -> Any:
+        job = submitted(*arguments)
+        job.sent.set()
+        return job
+
+    writer_module._Job = unwaited
+    found = _killed_once_save_has_returned(3)
+    assert found[0] == found[2] == [], found
 
 
 def case_the_last_one_is_waited_for() -> None:
