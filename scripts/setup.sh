@@ -21,13 +21,17 @@ SETUP_LOG=${TMPDIR:-/tmp}/hvdtrain-setup.$$.log
 say() { printf 'setup: %s\n' "$*" >&2; }
 die() { printf 'setup: %s\n' "$*" >&2; exit 1; }
 
+# of pip and apt-get
+NOT_REACHED='NewConnectionError|Connect(ion)?(Reset|Timeout|Refused)|ReadTimeout|ProxyError|name resolution|[Uu]nreachable'
+NOT_REACHED+='|Could not (resolve|connect)|Connection (timed out|failed)'
+
 # step "what (how long it usually takes)" command...: one line, the command's output in a log, its end on failure
 step() {
   local what=$1 started=$SECONDS; shift
   say "$what ..."
   if ! "$@" >"$SETUP_LOG" 2>&1 </dev/null; then
     tail -n 30 "$SETUP_LOG" >&2
-    if grep -qE 'NewConnectionError|Connection(Reset|Timeout|Refused)|name resolution|[Uu]nreachable|Could not resolve' "$SETUP_LOG"; then
+    if grep -qE "$NOT_REACHED" "$SETUP_LOG"; then
       say "the package index, or the mirror, was not reached: check the network, and pip's settings (pip config list)"
     fi
     die "failed: $what (whole log: $SETUP_LOG; command: $*)"

@@ -184,10 +184,16 @@ class Preempted(SystemExit):
     """The job was preempted (SIGTERM, SIGUSR1): raised on all ranks, after the same update, when they have saved.
 
     Uncaught it ends the program with exit code 85, and no traceback.
+
+    Attributes:
+        seen: whether there was one in this program, which may have caught it.
     """
+
+    seen = False
 
     def __init__(self, code: int = PREEMPTED_CODE) -> None:
         super().__init__(code)
+        Preempted.seen = True
 
 
 def describe(program: str, error: BaseException, rank: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -33,13 +34,15 @@ def cache_folder() -> Path:
 
 
 def make_folder(folder: Path, remedy: str) -> None:
-    """Makes a folder.
+    """Makes a folder, unless it is there.
 
     Raises:
-        HvdtrainError: it cannot be made.
+        HvdtrainError: it cannot be made, or written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
         raise HvdtrainError(
             "wheels need a folder that this user can write", f"{folder}: {error.strerror}", f"give another: {remedy}"

@@ -141,17 +141,20 @@ def _begins_within(session: Session, given: dict[str, Any]) -> bool:
 
 def _in_two(model: keras.Model, give: Callable[[str, Any], None], bound: inspect.BoundArguments) -> Any:
     """Keras' epochs have as many steps as the first: so what is left of that one is a `fit` of its own."""
-    epochs, first = bound.arguments["epochs"], vars(model)[KEY].progress.epoch
+    session: Session = vars(model)[KEY]
+    epochs, first = bound.arguments["epochs"], session.progress.epoch
     callbacks = _listed(bound.arguments.get("callbacks"))
+    if not session.alone:
+        _write_on_main(session, callbacks)  # before a method is muted: it would take that one
     users = [
         one for one in callbacks if not type(one).__module__.startswith("hvdtrain.") and not isinstance(one, _K.History)
     ]
     give("epochs", first + 1)
-    with _muted(users, "on_train_end"):  # for them it is one training: a file is not begun anew within it
+    with _muted(users, "on_train_end") as ends:  # for them it is one training: a file is not begun anew within it
         begun = model.fit(*bound.args, **bound.kwargs)
     if model.stop_training:
-        for callback in users:
-            callback.on_train_end()
+        for callback, logs in ends:
+            callback.on_train_end(logs)
         return begun
     give("initial_epoch", first + 1)
     give("epochs", epochs)
@@ -164,13 +167,18 @@ def _in_two(model: keras.Model, give: Callable[[str, Any], None], bound: inspect
 
 
 @contextmanager
-def _muted(callbacks: list[Any], name: str) -> Iterator[None]:
-    """While open, a method of callbacks does nothing."""
+def _muted(callbacks: list[Any], name: str) -> Iterator[list[tuple[Any, Any]]]:
+    """While open, a method of callbacks does nothing; gives the callbacks, and the logs, that it was called with."""
     kept = [(one, vars(one).get(name)) for one in callbacks]
+    calls: list[tuple[Any, Any]] = []
+
+    def note(callback: Any, logs: Any = None) -> None:
+        calls.append((callback, logs))
+
     for one in callbacks:
-        setattr(one, name, lambda logs=None: None)
+        setattr(one, name, partial(note, one))
     try:
-        yield
+        yield calls
     finally:
         for one, own in kept:
             vars(one).pop(name)
@@ -264,7 +272,7 @@ def _write_on_main(session: Session, callbacks: list[Any]) -> None:
         if isinstance(callback, _WRITES) and callback not in session.write_on_main:
             session.write_on_main.add(callback)
             if isinstance(callback, _K.TensorBoard) and not session.world.is_main:
-                callback.write_graph = False  # in set_model, which every rank needs
+                callback.write_graph, callback.embeddings_freq = False, 0  # in set_model, which every rank needs
             methods = {name: getattr(callback, name) for name in _CALLED}
             for name, method in methods.items():
                 if not getattr(method, "_is_default", False):  # Keras' mark

@@ -120,10 +120,9 @@ class Checkpointer:
     def _take(self) -> None:
         """Makes the directory and takes it for this training; call it on rank 0."""
         self.folder.make()
-        self._lock = self._lock or _LOCKS.get(self._place)
-        if self._lock is not None and not self._lock.holds(self._place):
-            _LOCKS.pop(self._place, None)
-            self._lock = None  # it was moved away, or deleted
+        known = [lock for lock in (self._lock, _LOCKS.get(self._place)) if lock is not None]
+        # it may have been moved away, or deleted, since this one took it, and another one of this program took it anew
+        self._lock = next((lock for lock in known if lock.holds(self._place)), None)
         try:
             self._lock = _LOCKS[self._place] = self._lock or Lock(self._place)
         except CheckpointError:
@@ -220,19 +219,29 @@ class Checkpointer:
         """Raises `CheckpointError` for a model of another training than the one that this program saves here."""
         models, known = _models_of(state), _TRAINED.get(self._place)
         if known and models and not any(model is one() for one in known for model in models):
-            raise CheckpointError(
-                "a checkpoint directory belongs to one training: this model must not save there",
-                f"{self.directory} has the checkpoints of another model of this program",
-                "give each its own, Checkpointer('checkpoints/fold-2'); or go on with that training: restore it first",
-            )
+            if self._has_own():
+                raise CheckpointError(
+                    "a checkpoint directory belongs to one training: this model must not save there",
+                    f"{self.directory} has the checkpoints of another model of this program",
+                    "give each its own, Checkpointer('checkpoints/fold-2'); or go on with that training: restore it"
+                    " first",
+                )
+            _TRAINED.pop(self._place, None)
+            _TRAININGS.pop(self._place, None)
         self._note_trained(state)
+
+    def _has_own(self) -> bool:
+        """Whether the directory has checkpoints of this program's training: it may have been emptied since."""
+        self._settle()
+        training = _TRAININGS.get(self._place)
+        return any(info.is_unknown or info.training == training for info in self.folder.list())
 
     def _note_trained(self, state: Mapping[str, Part]) -> None:
         """Adds models to those of the training that this program saves here."""
-        known = [one for one in _TRAINED.get(self._place, []) if one() is not None]
-        _TRAINED[self._place] = known + [
-            ref(model) for model in _models_of(state) if not any(model is one() for one in known)
-        ]
+        known = _TRAINED.get(self._place, [])
+        there = [one for one in known if one() is not None]
+        new = [ref(model) for model in _models_of(state) if not any(model is one() for one in there)]
+        _TRAINED[self._place] = there + new or known  # whose models are gone: another one must not follow unasked
 
     def _save_together(self, state: Mapping[str, Part], written: Written, noted: Noted | None) -> Path | None:
         """Has the ranks write one together; collective. None: rank 0 is to write it alone."""

@@ -79,7 +79,12 @@ class Lock:
 
     def holds(self, directory: Path) -> bool:
         """Whether it is still the directory that was taken, which may have been moved away."""
-        return os.path.samestat(os.fstat(self._descriptor), directory.stat())
+        return is_at(self._descriptor, directory)
+
+
+def is_at(descriptor: int, directory: Path) -> bool:
+    """Whether an open directory is still the one of that name."""
+    return os.path.samestat(os.fstat(descriptor), directory.stat())
 
 
 def taken_by(directory: Path) -> str | None:
@@ -158,6 +163,7 @@ class Folder:
 
     Attributes:
         training: the training that saves here; it deletes no checkpoint of another one.
+        opened: a descriptor of the directory, which must still be there; None: whatever is there.
     """
 
     directory: Path
@@ -165,6 +171,7 @@ class Folder:
     best_metric: str | None
     mode: Literal["min", "max"]
     training: str = ""
+    opened: int | None = None
 
     def __post_init__(self) -> None:
         self._reported: set[Path] = set()
@@ -181,6 +188,17 @@ class Folder:
                 self.directory.mkdir(parents=True, exist_ok=True)
                 sync_directory(self.directory.parent)
             self.directory = self.directory.resolve()  # one name for all who write there
+        except OSError as error:
+            raise self.not_written(error) from error
+
+    def open(self) -> int:
+        """Returns a descriptor of the directory.
+
+        Raises:
+            CheckpointError: it is not there, or cannot be read.
+        """
+        try:
+            return os.open(self.directory, os.O_RDONLY)
         except OSError as error:
             raise self.not_written(error) from error
 
@@ -239,6 +257,12 @@ class Folder:
 
     def begin(self, parts: Iterable[str]) -> Path:
         """Makes such a directory."""
+        if self.opened is not None and not is_at(self.opened, self.directory):
+            raise CheckpointError(
+                "a checkpoint must be written whole",
+                f"{self.directory} was moved away, or deleted, before it was written, and another one is there now",
+                "save again; to move checkpoints, wait() for them first",
+            )
         self._sweep()
         temporary = self._unfinished("writing")
         temporary.mkdir()

@@ -20,6 +20,7 @@ import socket
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
@@ -37,6 +38,7 @@ __all__ = ["RunLog", "read_events", "read_run", "run_status"]
 
 # what reached the operating system survives a killed process
 FLUSH_EVERY_S = 1.0
+_LOGS: weakref.WeakSet[RunLog] = weakref.WeakSet()  # of this program
 _RECORDED_VERSIONS = ("hvdtrain", "horovod", "numpy", "torch", "tensorflow", "tensorflow-cpu", "keras")
 
 
@@ -101,6 +103,7 @@ class RunLog:
         world.on_main(self._open, resume)
         self._tracing = Tracing(updates, world, self.run_dir) if updates else None
         self._pid = os.getpid()
+        _LOGS.add(self)
         note_exits()
         atexit.register(self._at_exit)
         world.tracker.use_run_dir(self.run_dir)
@@ -125,7 +128,7 @@ class RunLog:
             if tensorboard and importlib.util.find_spec("tensorboard") is not None:
                 self._board = log_files.ScalarWriter(self.run_dir / "tensorboard")
             elif tensorboard and progress:
-                print("no TensorBoard scalars: the package tensorboard is not installed", flush=True)
+                log_files.say("no TensorBoard scalars: the package tensorboard is not installed")
         except OSError as error:
             self._close()
             raise ConfigError(
@@ -216,10 +219,13 @@ class RunLog:
             self._sinks.event(whole)
         since = time.monotonic()
         if kind != "step" or since - self._last_flush >= FLUSH_EVERY_S:
-            self._events.flush()
-            if self._board is not None:
-                self._board.flush()
+            self._flush()
             self._last_flush = since
+
+    def _flush(self) -> None:
+        for file in (self._events, self._board):
+            if file is not None:
+                self._guarded(file.flush)
 
     def step(
         self,
@@ -297,7 +303,7 @@ class RunLog:
         if failed and self._talks and not self._warned_of_gpus:
             self._warned_of_gpus = True
             rank, error = next(iter(failed.items()))
-            print(f"hvdtrain: no utilisation of GPUs: NVML on rank {rank} says {error}", file=sys.stderr, flush=True)
+            log_files.say(f"hvdtrain: no utilisation of GPUs: NVML on rank {rank} says {error}", sys.stderr)
 
     def _add_phases(self, seconds: Mapping[str, float]) -> None:
         for phase, value in seconds.items():
@@ -340,6 +346,8 @@ class RunLog:
     def finish(self, status: str = "finished", error: str | None = None) -> None:
         """Writes how the run ended, with the verdict, and lets go of the directory; the second call does nothing."""
         atexit.unregister(self._at_exit)
+        if os.getpid() != self._pid:
+            return  # a forked child, whose parent goes on
         self._take_over()
         if self._gpus is not None:
             self._gpus.stop()
@@ -367,13 +375,12 @@ class RunLog:
             self._sinks.close(status)
         self._close()
         if measured and self._talks:
-            print(f"verdict: {text}", flush=True)
+            log_files.say(f"verdict: {text}")
 
     def _at_exit(self) -> None:
-        """Records how a program ended that did not call `finish`; a forked child is not that program."""
-        if os.getpid() == self._pid:
-            error = ended_by()
-            self.__exit__(type(error) if error is not None else None, error, None)
+        """Records how a program ended that did not call `finish`."""
+        error = ended_by() or (Preempted() if Preempted.seen else None)
+        self.__exit__(type(error) if error is not None else None, error, None)
 
     def _guarded(self, write: Any, *args: Any) -> None:
         """Writes; what cannot be written (disk full, file server gone) is reported once and does not end training."""
@@ -382,7 +389,7 @@ class RunLog:
         except OSError as error:
             if not self._warned:
                 self._warned = True
-                print(f"hvdtrain: the run log in {self.run_dir} is incomplete: {error}", file=sys.stderr, flush=True)
+                log_files.say(f"hvdtrain: the run log in {self.run_dir} is incomplete: {error}", sys.stderr)
 
     def _close(self) -> None:
         """Releases files and lock; the lock last, so that the next run finds everything written."""
@@ -404,6 +411,15 @@ class RunLog:
             self.finish("preempted")
         else:
             self.finish("failed", f"{type(exc).__name__}: {exc}")
+
+
+def _flush_all() -> None:
+    """What is in a buffer is the parent's to write: a forked child that exits would write it once more."""
+    for log in list(_LOGS):
+        log._flush()
+
+
+os.register_at_fork(before=_flush_all)
 
 
 def run_status(run_dir: str | os.PathLike[str]) -> str | None:

@@ -239,7 +239,7 @@ class Line:
             self._bar.n = fields["samples_seen"]
             self._bar.refresh()
         elif due:
-            _said(text)
+            say(text)
 
     def _waits(self) -> str:
         """What rank 0 waits for, where that is much of its time."""
@@ -253,17 +253,17 @@ class Line:
         if self._bar is not None:
             self._bar.write(text)
         else:
-            _said(text)
+            say(text)
 
     def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
 
 
-def _said(text: str) -> None:
+def say(text: str, stream: TextIO | None = None) -> None:
     """Prints a line, where somebody reads: training does not end because a pipe, or a disk, takes no more."""
     with contextlib.suppress(OSError, ValueError):  # ValueError: it is closed
-        print(text, flush=True)
+        print(text, file=stream, flush=True)
 
 
 def lock(folder: Path) -> TextIO:
@@ -365,7 +365,7 @@ class Sinks:
         except Exception as error:
             self._sinks.pop(name, None)
             said = f"{type(error).__name__}: {error}"
-            print(f"hvdtrain: the sink {name} no longer follows the run: {said}", file=sys.stderr, flush=True)
+            say(f"hvdtrain: the sink {name} no longer follows the run: {said}", sys.stderr)
 
 
 class ScalarWriter:

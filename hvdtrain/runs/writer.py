@@ -4,7 +4,8 @@ It is given images of the files (`hvdtrain.runs.staging`), which it finishes wri
 is killed, and imports no framework. Signals that end a job are the trainer's to act on: when that has gone, and the
 last image is on disk, it ends.
 
-    trainer -> writer   {"directory": ..., "name": ..., "files": {name: size}, ...} and the files' descriptors
+    trainer -> writer   {"directory": ..., "name": ..., "files": {name: size}, ...} and the files' descriptors; of rank
+                        0's the directory's, too
     writer -> trainer   {"seconds": ...} or {"failure": [rule, received, remedy]}
     trainer -> writer   {"link": ..., "ranks": [...]} and sockets to these ranks' (`hvdtrain.runs.together`)
 """
@@ -49,7 +50,8 @@ class _Job:
     folder: Folder
     path: Path
     message: bytes
-    descriptors: list[int]
+    descriptors: list[int]  # of the images
+    opened: list[int]  # of the directory
     images: Images
     leads: bool = True  # else rank 0 is told how it went
     noted: Notes | None = None
@@ -167,7 +169,9 @@ class Writer:
             "files": {part: [file.size, file.entry, asdict(file.share)] for part, file in files.items()},
         }  # fmt: skip
         descriptors = [images.descriptor(part) for part in files]
-        job = _Job(folder, folder.directory / name, json.dumps(message).encode(), descriptors, images, leads, noted)
+        opened = [folder.open()] if leads else []
+        path = folder.directory / name
+        job = _Job(folder, path, json.dumps(message).encode(), descriptors, opened, images, leads, noted)
         self._jobs.append(job)  # an interrupt from here on finds its images in use
         self._new.put(job)
         job.sent.wait()  # from here on it is written, even if this process is killed
@@ -199,7 +203,9 @@ class Writer:
             job = self._new.get()
             assert self._socket is not None
             with contextlib.suppress(OSError):  # it is gone: no answer will come
-                socket.send_fds(self._socket, [job.message], job.descriptors)
+                socket.send_fds(self._socket, [job.message], job.descriptors + job.opened)
+            for descriptor in job.opened:
+                os.close(descriptor)
             job.sent.set()
             self._sent.put(job)
 
@@ -314,6 +320,7 @@ def serve(descriptor: int, parent: int) -> None:
             kept = (message["keep"], message["best_metric"], message["mode"], message["training"])
             options = (Path(message["directory"]), *kept)
             folder = folders.setdefault(options, Folder(*options))
+            folder.opened = descriptors[-1] if message["leads"] else None
             answer = _written(message, descriptors, folder, links.get(message["with"][0]))
             with contextlib.suppress(ConnectionError):  # what was to be written is written, whoever wants to know
                 link.send(json.dumps(answer).encode())
@@ -324,7 +331,7 @@ def _written(message: dict[str, Any], descriptors: list[int], folder: Folder, li
     written = Written(**message["written"] | {"progress": Progress(**message["written"]["progress"])})
     files = {
         name: (partial(write_image, descriptor, size, entry), Share(**share))
-        for (name, (size, entry, share)), descriptor in zip(message["files"].items(), descriptors, strict=True)
+        for (name, (size, entry, share)), descriptor in zip(message["files"].items(), descriptors, strict=False)
     }
     number = message["with"][1]
     try:

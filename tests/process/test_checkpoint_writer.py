@@ -33,6 +33,9 @@ def steps(folder: Path) -> list[int]:
         "two_directories_share_it", "a_forked_process_has_its_own", "signals_of_the_job_are_not_its_own",
         "a_path_is_there_when_it_is_restored", "one_directory_of_two_spellings", "interrupts_lose_nothing",
         "threads_save_at_a_time", "the_program_goes_elsewhere", "another_program_reads_the_newest",
+        "killed_once_save_has_returned", "negative_twin_a_save_that_returns_before_it_is_handed_over",
+        "one_that_waits_is_not_written_where_another_training_is",
+        "negative_twin_a_directory_known_by_its_name_only",
     ],
 )  # fmt: skip
 def test_case(case: str, tmp_path: Path) -> None:

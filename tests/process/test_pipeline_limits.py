@@ -88,6 +88,8 @@ def test_what_a_trace_fixes(found: Found, limit: Limit) -> None:
     error, failed = received["assert"]
     assert error <= TOLERANCE and "AssertionError" in failed and "limits.py:" in failed
     refusal(received["checkpoint_root"], "use_reentrant=False", "remat='all'")
+    refusal(received["saved_root"], "save_on_cpu", "remat='all'")
+    assert received["saved_root_in_one_part"] <= TOLERANCE, "the twin: not followed inside"
     limit("P2d", "`checkpoint(use_reentrant=False)` in a block", mended="runs, as often as unsplit")
 
 

@@ -38,6 +38,7 @@ ACCEPTED = {
     ),
     "proves_the_loss_quickly": None,
     "an_average_and_an_epoch_in_two_fits": ("K6b", "use_ema, an epoch that is stopped and resumed"),
+    "a_restored_fit_is_one_training_for_callbacks": None,
     "an_average_and_two_fits": None,
     "callbacks_in_a_list_of_keras": None,
     "bar_of_rank_0": ("K8f", "the progress bar of fit"),

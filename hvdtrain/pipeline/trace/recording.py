@@ -77,7 +77,9 @@ def patched(tracer: Any) -> Iterator[None]:
         """Non-reentrant checkpointing and `save_on_cpu` of every release of PyTorch: a stand-in keeps nothing."""
         if tracer.shadow.running:
             return enter(hooks)
-        raise ValueError("torch.utils.checkpoint(use_reentrant=False); remat='all' of split() does as much")
+        raise ValueError(
+            "torch.utils.checkpoint(use_reentrant=False), or save_on_cpu; remat='all' of split() does as much"
+        )
 
     with ExitStack() as patches:
         patches.enter_context(mock.patch.object(torch.autograd.graph.saved_tensors_hooks, "__enter__", hooked))

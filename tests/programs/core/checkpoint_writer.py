@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import io
 import os
 import signal
@@ -20,6 +21,7 @@ from writing import writer
 from hvdtrain import Checkpointer, CheckpointError, HvdtrainError, Progress, RunLog, World
 from hvdtrain.core.errors import exit_with
 from hvdtrain.runs import writer as writer_module
+from hvdtrain.runs.checkpoint_folder import Lock
 
 FOLDER = Path(sys.argv[1])
 SIZE_BYTES = 3_000_000
@@ -238,6 +240,99 @@ def case_killed_while_it_writes() -> None:
     print(f"writer {process.pid}", flush=True)
     process.resume()
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _swapped_while_one_waits() -> tuple[Path, CheckpointError | None]:
+    """Has one checkpoint wait while another training makes the directory anew; returns that, and what was raised."""
+    folder = FOLDER / "checkpoints"
+    checkpoints = Checkpointer(folder)
+    save(checkpoints, 1)
+    checkpoints.wait()
+    process = writer()
+    process.suspend()
+    save(checkpoints, 2)
+    folder.rename(FOLDER / "moved")
+    folder.mkdir()
+    theirs = Lock(folder)
+    process.resume()
+    error = None
+    try:
+        checkpoints.wait()
+    except CheckpointError as raised:
+        error = raised
+    del theirs
+    assert [info.progress.step for info in Checkpointer(FOLDER / "moved").list()] == [1]
+    return folder, error
+
+
+def case_one_that_waits_is_not_written_where_another_training_is() -> None:
+    folder, error = _swapped_while_one_waits()
+    assert error is not None and "was moved away, or deleted, before it was written" in error.received, error
+    assert list(folder.iterdir()) == []
+    checkpoints = Checkpointer(folder)
+    save(checkpoints, 3)
+    assert restored(checkpoints) == 3
+
+
+def case_negative_twin_a_directory_known_by_its_name_only() -> None:
+    any_place = "from hvdtrain.runs import checkpoint_folder; checkpoint_folder.is_at = lambda *_: True; "
+    writer_module.Writer.main = any_place + writer_module.MAIN
+    folder, error = _swapped_while_one_waits()
+    assert error is None and [path.name for path in folder.iterdir()] == ["epoch-0000-step-000002"]
+
+
+def _killed_once_save_has_returned(rounds: int, late_s: float) -> list[list[int]]:
+    """Has processes save and kill themselves at once; returns the steps that are good in the directory of each.
+
+    Args:
+        late_s: the fault that is tried: the thread that hands a checkpoint over is that late.
+    """
+    send = writer_module.socket.send_fds
+
+    def late(*arguments: Any) -> None:
+        time.sleep(late_s)
+        send(*arguments)
+
+    writer_module.socket.send_fds = late
+    become_subreaper = 36  # PR_SET_CHILD_SUBREAPER of prctl(2): what they leave behind becomes a child of this process
+    assert ctypes.CDLL(None).prctl(become_subreaper, 1, 0, 0, 0) == 0
+    folders = [FOLDER / str(number) for number in range(rounds)]
+    for number, folder in enumerate(folders):
+        child = os.fork()
+        if not child:
+            checkpoints = Checkpointer(folder)
+            for step in range(number % 2 + 1):  # the first one of its process, or one while that is at work
+                checkpoints.save(state_of(step, 2 * SIZE_BYTES), progress=Progress(step=step))
+            os.kill(os.getpid(), signal.SIGKILL)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    with contextlib.suppress(ChildProcessError):  # there are no more
+        while True:
+            assert os.waitstatus_to_exitcode(os.wait()[1]) == 0, "the process that writes ends well"
+    found = []
+    for folder in folders:
+        infos = [info for info in Checkpointer(folder).list() if info.ok]
+        for info in infos:
+            state = state_of(0)
+            Checkpointer(folder).restore(state, which=info.path)
+            assert content(state) == content(state_of(info.progress.step, 2 * SIZE_BYTES)), info.path
+        found.append([info.progress.step for info in infos])
+    return found
+
+
+def case_killed_once_save_has_returned() -> None:
+    assert _killed_once_save_has_returned(4, 0.1) == [[0], [0, 1]] * 2
+
+
+def case_negative_twin_a_save_that_returns_before_it_is_handed_over() -> None:
+    submitted = writer_module._Job
+
+    def unwaited(*arguments: Any) -> Any:
+        job = submitted(*arguments)
+        job.sent.set()
+        return job
+
+    writer_module._Job = unwaited
+    assert _killed_once_save_has_returned(2, 30) == [[], []]
 
 
 def case_the_last_one_is_waited_for() -> None:

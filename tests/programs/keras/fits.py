@@ -592,6 +592,76 @@ def an_average_and_an_epoch_in_two_fits() -> str:
     return f"{max(gaps):.1e}"
 
 
+class Notes(K.Callback):
+    """What it is called for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self.calls.append("begin")
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.calls.append(str(epoch))
+
+    def on_train_end(self, logs: Any = None) -> None:
+        self.calls.append("end")
+
+
+class Writes(Notes, K.CSVLogger):
+    """A user's own, which writes a file: called on rank 0 only."""
+
+    def __init__(self, path: Path) -> None:
+        K.CSVLogger.__init__(self, str(path))
+        self.calls = []
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        super().on_train_begin(logs)
+        K.CSVLogger.on_train_begin(self, logs)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        super().on_epoch_end(epoch, logs)
+        K.CSVLogger.on_epoch_end(self, epoch, logs)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        super().on_train_end(logs)
+        K.CSVLogger.on_train_end(self, logs)
+
+
+@case
+def a_restored_fit_is_one_training_for_callbacks() -> str:
+    """It is two `fit` of Keras: the rest of an epoch, and the others. Their beginning and end are seen once, by a
+    callback of a user, by one whose methods are its instance's own, and by one that writes, on rank 0; in each way it
+    may end. The twin: a `fit` after it begins anew."""
+    model = hvk.prepare(net())
+    with shared_folder() as folder:
+        checkpoints = hvdtrain.Checkpointer(folder / "checkpoints", best=None)
+        ours = hvk.callbacks(model, checkpointer=checkpoints)
+        model.fit(deal(X[:48], Y[:48]), epochs=3, verbose=0, callbacks=[StopsAtStep(6), *ours])
+        for ends, epochs in ((None, ["1", "2"]), (1, ["1"]), (3, ["1", "2"])):  # after that step: in the rest, or later
+            new = hvk.prepare(net())
+            checkpoints.restore(hvk.model_state(new))
+            notes, path, own = Notes(), folder / f"{ends}.csv", []
+            writes = Writes(path)
+            lambdas = K.LambdaCallback(
+                on_train_begin=lambda logs, own=own: own.append("begin"),
+                on_train_end=lambda logs, own=own: own.append(sorted(logs)),
+            )
+            callbacks = [notes, writes, lambdas, *([StopsAtStep(ends)] if ends else []), *hvk.callbacks(new)]
+            data = deal(X[:48], Y[:48])
+            new.fit(data, initial_epoch=1, epochs=3, verbose=0, callbacks=callbacks)
+            once = ["begin", *epochs, "end"]
+            assert (notes.calls, own) == (once, ["begin", ["loss"]]), (ends, notes.calls, own)
+            assert writes.calls == (once if RANK == 0 else []), (ends, writes.calls)
+            world.barrier()
+            lines = path.read_text().splitlines()
+            assert [line.split(",")[0] for line in lines] == ["epoch", *epochs], (ends, lines)
+        new.fit(data, initial_epoch=2, epochs=3, verbose=0, callbacks=callbacks)
+        assert notes.calls[-3:] == ["begin", "2", "end"] and len(own) == 4, (notes.calls, own)
+    return "once"
+
+
 @case
 def an_average_and_two_fits() -> str:
     """Whole epochs in two fits: in plain Keras, too, the second goes on from the averages, which is said where there

@@ -114,6 +114,20 @@ def case_k9_divergence_keeps_the_good_checkpoints() -> None:
 
 
 @case
+def case_two_models_share_no_directory() -> None:
+    with folder() as path:
+        model, other, copied = prepared(), prepared(), prepared()
+        run(model, hvdtrain.Checkpointer(path, best=None))
+        ours = hvdtrain.Checkpointer(path, best=None)
+        with refused("a checkpoint directory belongs to one training: this model must not save there"):
+            ours.save(hvk.model_state(other), progress=hvdtrain.Progress(step=9))
+        assert ours.restore(hvk.model_state(copied)) is not None
+        ours.save(hvk.model_state(model), progress=hvdtrain.Progress(epoch=1, step=9))  # whatever a copy did
+        run(other, hvdtrain.Checkpointer(path / "own", best=None))
+        assert [step for _, step, _ in saved(path)] == [2, 9] and len(saved(path / "own")) == 1
+
+
+@case
 def case_k11_save_every_is_kept_with_several_steps_an_execution() -> None:
     """10 updates an epoch of 16 samples, 4 at a time (not on PyTorch); a mid-epoch checkpoint knows its samples."""
     with folder() as path:

@@ -34,6 +34,8 @@ mine = [
     Mine(folder / f"mine{world.rank}.weights.h5", monitor="loss", save_best_only=True, save_weights_only=True),
     keras.callbacks.CSVLogger(folder / f"log{world.rank}.csv"),
 ]
+if keras.backend.backend() == "tensorflow":  # it writes the graph, and what it shows of embeddings, before a fit begins
+    mine.append(keras.callbacks.TensorBoard(folder / f"board{world.rank}", embeddings_freq=1))
 for _ in range(2):  # the same callbacks again
     model.fit(data, epochs=2, verbose=0, callbacks=[*hvk.callbacks(model), *mine])
 print("best", world.rank, saved, flush=True)

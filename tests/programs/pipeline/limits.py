@@ -280,6 +280,12 @@ class CheckpointedRoot(nn.Module):
         return checkpoint(self.b, checkpoint(self.a, x, use_reentrant=False), use_reentrant=False)
 
 
+class SavedOnCpuRoot(CheckpointedRoot):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autograd.graph.save_on_cpu():
+            return self.b(self.a(x))
+
+
 def doubled(module: nn.Module, x: Tensor) -> Tensor:
     """As another library puts in the place of a model's forward."""
     return 2 * type(module).forward(module, x)
@@ -360,7 +366,9 @@ def trace() -> dict[str, Any]:
     pipe = split(model)
     pipe.step(X, Y, MSE)
     found["assert"] = [off(pipe, wanted, gradients), said(lambda: pipe.eval()(X[:, :-1]))]
-    found["checkpoint_root"] = said(lambda: split(CheckpointedRoot()))
+    for name, kind in {"checkpoint_root": CheckpointedRoot, "saved_root": SavedOnCpuRoot}.items():
+        found[name] = said(lambda kind=kind: split(kind()))
+    found["saved_root_in_one_part"] = compared(lambda: nn.Sequential(SavedOnCpuRoot(), Block()))
     return found
 
 

@@ -402,6 +402,23 @@ def case_t15_own_objects_and_schedulers_go_on(world: hvdtrain.World) -> None:
             again.state(extra=[averages[0]])
 
 
+def case_m_two_models_share_no_directory(world: hvdtrain.World) -> None:
+    """Known by the user's module, however it is saved; a copy that restores does not lock the training out."""
+    with folder(world) as checkpoints:
+        job, other, copied = Job(world), Job(world), net()
+        first = job.save(checkpoints)
+        for state in (other.state(), hvt.model_state(copied)):
+            with refused("a checkpoint directory belongs to one training: this model must not save there"):
+                checkpoints.save(state, progress=hvdtrain.Progress(step=9))
+        again = hvdtrain.Checkpointer(checkpoints.directory, world=world, best=None)
+        assert again.restore(hvt.model_state(copied)) is not None
+        job.train(1)
+        second = job.save(again)
+        third = again.save(hvt.model_state(job.model), progress=hvdtrain.Progress(step=2))
+        own = other.save(hvdtrain.Checkpointer(checkpoints.directory / "own", world=world, best=None))
+        assert [info.path for info in again.list()] == [first, second, third] and own.parent.name == "own"
+
+
 def case_t14_weights_that_are_not_finite_are_not_saved(world: hvdtrain.World) -> None:
     """A NaN in the gradient of one layer, a finite loss, and no clipping: nobody notices before the checkpoint."""
     with folder(world) as checkpoints:

@@ -1,0 +1,253 @@
+"""A checkpoint directory belongs to one training: to its model, in its place; what cannot be read there is kept."""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from blob import Blob
+from checkpoint_steps import progress_at, restored, save, step_of, steps, synchronous
+
+from hvdtrain import Checkpointer, CheckpointError
+from hvdtrain.runs import checkpoint_folder
+from hvdtrain.runs.checkpoint_files import MANIFEST
+
+OTHER_MODEL = "belongs to one training: this model must not save there"
+IN_USE = "belongs to one training at a time"
+
+
+class Model:
+    """What a part may hold of a user's."""
+
+
+class Weights(Blob):
+    """A part that knows its model."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(b"weights")
+        self.model = model
+
+    @property
+    def trained(self) -> object:
+        return self.model
+
+
+def train(checkpoints: Checkpointer, model: Model, step: int) -> Path:
+    return checkpoints.save({"model.bin": Weights(model)}, progress=progress_at(step))
+
+
+def restore(folder: Path, model: Model) -> int:
+    return step_of(synchronous(folder).restore({"model.bin": Weights(model)}))
+
+
+def moved(folder: Path) -> None:
+    folder.rename(folder.with_name("moved"))
+
+
+def emptied(folder: Path) -> None:
+    for path in folder.iterdir():
+        shutil.rmtree(path)
+
+
+class TestModels:
+    @pytest.mark.parametrize("first_is_gone", [False, True])
+    def test_a_second_model_is_refused(self, tmp_path: Path, first_is_gone: bool) -> None:
+        """Whether or not the first one has been collected: k-fold in a loop may, or may not, hold it."""
+        checkpoints, first, second = synchronous(tmp_path, keep=1), Model(), Model()
+        train(checkpoints, first, 1)
+        if first_is_gone:
+            del first
+            gc.collect()
+            checkpoints.save({"extra.bin": Blob()}, progress=progress_at(2))  # of no model: lets no other one in
+        before = steps(tmp_path)
+        for again in (checkpoints, synchronous(tmp_path, keep=1)):
+            with pytest.raises(CheckpointError, match=OTHER_MODEL) as caught:
+                train(again, second, 3)
+            assert f"{tmp_path} has the checkpoints of another model" in caught.value.received
+            assert "Checkpointer('checkpoints/fold-2')" in caught.value.remedy
+            assert steps(tmp_path) == before
+        if not first_is_gone:
+            train(checkpoints, first, 4)
+            assert steps(tmp_path) == [4], "the first one goes on"
+
+    def test_negative_twin_what_knows_no_model_takes_the_place_of_the_first(self, tmp_path: Path) -> None:
+        train(synchronous(tmp_path, keep=1), Model(), 1)
+        synchronous(tmp_path, keep=1).save({"model.bin": Blob(b"of another model")}, progress=progress_at(2))
+        assert steps(tmp_path) == [2]
+
+    def test_each_in_its_own_directory(self, tmp_path: Path) -> None:
+        models = {tmp_path / f"fold-{number}": Model() for number in (1, 2, 3)}
+        for step in (1, 2):
+            for folder, model in models.items():
+                train(synchronous(folder), model, step)
+        assert [steps(folder) for folder in models] == [[1, 2]] * 3
+
+    def test_the_same_model_saves_through_any_checkpointer_of_the_directory(self, tmp_path: Path) -> None:
+        (tmp_path / "real").mkdir()
+        (tmp_path / "link").symlink_to(tmp_path / "real")
+        model, student = Model(), Model()
+        for step, name in enumerate(("real", "link", "real"), 1):
+            train(synchronous(tmp_path / name), model, step)
+        both = {"model.bin": Weights(model), "teacher.bin": Weights(student)}
+        synchronous(tmp_path / "real", keep=9).save(both, progress=progress_at(4))
+        train(synchronous(tmp_path / "real", keep=9), student, 5)  # which has been saved there, beside the model
+        assert steps(tmp_path / "real") == [1, 2, 3, 4, 5]
+
+    @pytest.mark.parametrize("copy_is_gone", [False, True])
+    def test_a_copy_that_is_evaluated_does_not_lock_the_training_out(self, tmp_path: Path, copy_is_gone: bool) -> None:
+        checkpoints, model, copy = synchronous(tmp_path), Model(), Model()
+        train(checkpoints, model, 1)
+        assert restore(tmp_path, copy) == 1
+        if copy_is_gone:
+            del copy
+            gc.collect()
+        train(checkpoints, model, 2)
+        assert steps(tmp_path) == [1, 2]
+
+    def test_a_teacher_does_not_lock_out_the_model_that_goes_on(self, tmp_path: Path) -> None:
+        save_of_a_run_before(tmp_path)
+        teacher, student, stranger = Model(), Model(), Model()
+        assert restore(tmp_path, teacher) == restore(tmp_path, student) == 1
+        train(synchronous(tmp_path), student, 2)
+        with pytest.raises(CheckpointError, match=OTHER_MODEL):
+            train(synchronous(tmp_path), stranger, 3)
+        train(synchronous(tmp_path), teacher, 4)  # it has restored, too
+        assert steps(tmp_path) == [1, 2, 4]
+
+    @pytest.mark.parametrize("away", [moved, shutil.rmtree, emptied])
+    @pytest.mark.parametrize("kept", [True, False])
+    def test_where_nothing_of_the_first_model_is_left_another_may_save(
+        self, tmp_path: Path, away: Callable[[Path], object], kept: bool
+    ) -> None:
+        """k-fold that clears, or moves, the directory after each fold; with a Checkpointer for each fold, or one."""
+        folder, checkpoints = tmp_path / "checkpoints", synchronous(tmp_path / "checkpoints")
+        first = Model()
+        train(checkpoints, first, 1)
+        away(folder)
+        if not kept:
+            checkpoints = synchronous(folder)
+            gc.collect()
+        train(checkpoints, Model(), 2)
+        assert steps(folder) == [2] and len({info.training for info in checkpoints.list()}) == 1
+        with pytest.raises(CheckpointError, match=OTHER_MODEL):
+            train(checkpoints, first, 3)
+
+
+def save_of_a_run_before(folder: Path) -> None:
+    """Leaves a checkpoint as another program would: this one knows nothing of it."""
+    elsewhere = folder / "elsewhere"
+    train(synchronous(elsewhere), Model(), 1).rename(folder / "epoch-0000-step-000001")
+    elsewhere.rmdir()
+
+
+class TestPlace:
+    """The directory is moved away, or deleted, while the training runs."""
+
+    @pytest.mark.parametrize("away", [moved, shutil.rmtree])
+    def test_the_next_save_makes_it_anew_and_takes_it(self, tmp_path: Path, away: Callable[[Path], object]) -> None:
+        folder, model = tmp_path / "checkpoints", Model()
+        one, other = synchronous(folder), synchronous(folder)
+        train(one, model, 1)
+        train(other, model, 2)
+        away(folder)
+        train(one, model, 3)
+        assert checkpoint_folder.taken_by(folder) == f"pid {os.getpid()}"
+        train(other, model, 4)  # by a Checkpointer that has taken what is gone
+        train(one, model, 5)
+        assert steps(folder) == [3, 4, 5] and checkpoint_folder.taken_by(folder) is not None
+        if away is moved:
+            assert steps(tmp_path / "moved") == [1, 2]
+            assert checkpoint_folder.taken_by(tmp_path / "moved") is None, "it is given back"
+
+    @pytest.mark.parametrize("away", [moved, shutil.rmtree])
+    def test_what_another_training_has_made_in_its_place_is_not_written_to(
+        self, tmp_path: Path, away: Callable[[Path], object]
+    ) -> None:
+        folder, model = tmp_path / "checkpoints", Model()
+        checkpoints = synchronous(folder)
+        train(checkpoints, model, 1)
+        away(folder)
+        folder.mkdir()
+        theirs = checkpoint_folder.Lock(folder)
+        for again in (checkpoints, synchronous(folder)):
+            with pytest.raises(CheckpointError, match=IN_USE) as caught:
+                train(again, model, 2)
+            assert f"{folder} is in use by pid {os.getpid()}" in caught.value.received
+            assert "give another directory" in caught.value.remedy
+            assert list(folder.iterdir()) == []
+        del theirs
+        train(checkpoints, model, 3)
+        assert steps(folder) == [3]
+
+    def test_negative_twin_a_lock_that_knows_no_place_writes_to_it(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(checkpoint_folder.Lock, "holds", lambda lock, directory: True)
+        folder, model = tmp_path / "checkpoints", Model()
+        checkpoints = synchronous(folder)
+        train(checkpoints, model, 1)
+        moved(folder)
+        folder.mkdir()
+        theirs = checkpoint_folder.Lock(folder)
+        train(checkpoints, model, 2)
+        assert steps(folder) == [2], "though another training has it"
+        del theirs
+
+
+def half(manifest: Path) -> None:
+    manifest.write_bytes(manifest.read_bytes()[:50])
+
+
+def flipped(manifest: Path) -> None:
+    manifest.write_bytes(manifest.read_bytes().replace(b'"step": 1', b'"step": 9'))
+
+
+def empty(manifest: Path) -> None:
+    manifest.write_bytes(b"")
+
+
+class TestManifests:
+    """Whose checkpoint it is, its manifest alone says: one that cannot be read may be of another training."""
+
+    def save_after(self, folder: Path, damage: Callable[[Path], object]) -> Path:
+        """Saves one that is damaged, and three newer ones, of which one is to be kept; returns the first."""
+        first = save(folder, 1)
+        damage(first / MANIFEST)
+        checkpoints = synchronous(folder, keep=1)
+        for step in (2, 3, 4):
+            checkpoints.save({"a.bin": Blob()}, progress=progress_at(step))
+        return first
+
+    @pytest.mark.parametrize("damage", [half, flipped, empty, Path.unlink])
+    def test_one_that_is_damaged_is_never_deleted(
+        self, tmp_path: Path, damage: Callable[[Path], object], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        kept: list[bytes] = []
+
+        def keep_and_damage(manifest: Path) -> None:
+            kept.append(manifest.read_bytes())
+            damage(manifest)
+
+        first = self.save_after(tmp_path, keep_and_damage)
+        assert [info.progress.step for info in synchronous(tmp_path).list() if info.ok] == [4]
+        assert capsys.readouterr().err.count(f"keeping {first}, which cannot be read: ") == 1
+        (first / MANIFEST).write_bytes(kept[0])
+        assert step_of(restored(tmp_path, which=first)) == 1, "all of it is still there"
+
+    def test_negative_twin_a_damaged_one_that_counts_as_its_own_goes(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        read = checkpoint_folder.read_info
+
+        def owned(path: Path) -> checkpoint_folder.Info:
+            info = read(path)
+            whose = [its.training for its in map(read, tmp_path.iterdir()) if its.ok]
+            return info if info.ok or not whose else replace(info, training=whose[0])
+
+        monkeypatch.setattr(checkpoint_folder, "read_info", owned)
+        assert not self.save_after(tmp_path, half).exists()
