@@ -7,7 +7,6 @@ import functools
 import inspect
 import operator
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -71,8 +70,8 @@ class Model(nn.Module):
         if session.options.channels_last:
             args = tuple(map(channels_last, args))
         batch = session.batches.now() if trains else None
-        seeing = session.proof.seeing_parts() if batch is not None and not session.compiled else nullcontext()
-        with explained("forward pass", session.sizes), session.precision.autocast(), seeing:
+        session.proof.pause()
+        with explained("forward pass", session.sizes), session.precision.autocast():
             out = session.precision.outputs((call or session.engine_model.call)(*args, **kwargs))
         if trains:
             session.entered = True

@@ -55,7 +55,7 @@ def test_a_rank_by_itself_has_another_loss(found: tuple[int, list[Any]]) -> None
 def test_means_with_divisors_of_their_own(engine: str, ranks: int, accumulate: int, tmp_path: Path) -> None:
     out = tmp_path / "found.json"
     program = PROGRAMS / "torch" / "terms.py"
-    run_ranks([program, engine, accumulate, out], ranks, launcher=LAUNCHERS[engine], timeout_s=120).check()
+    run_ranks([program, engine, str(accumulate), out], ranks, launcher=LAUNCHERS[engine], timeout_s=120).check()
     for report in json.loads(out.read_text()):
         assert max(report["loop"] + report["call"]) <= 1e-10, report
         assert ranks * accumulate == 1 or max(report["one weight"]) > 1e-4, report  # the twin

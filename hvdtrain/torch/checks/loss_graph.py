@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 
 # what changes neither a number nor how many are added up
 _PASS = {
@@ -110,6 +111,7 @@ class Reading:
         parts: each term may be one sample's part of a mean over them.
         nodes: the terms' operations.
         form: the paths to all of them: the same for the same code.
+        penalised: a part of it is computed of parameters alone.
     """
 
     terms: tuple[Term, ...]
@@ -119,6 +121,7 @@ class Reading:
     parts: bool
     nodes: tuple[Any, ...]
     form: frozenset[str]
+    penalised: bool
 
 
 class Reader:
@@ -146,6 +149,7 @@ class Reader:
             parts,
             tuple(found.nodes),
             frozenset(found.paths),
+            found.penalised,
         )
 
     def _walk(self, node: Any, term: Term, path: str, found: _Found) -> None:
@@ -158,6 +162,7 @@ class Reader:
                     self._walk(child, its_term, f"{path}{index}", found)
                 return
         if self._data_free(node, path):
+            found.penalised = True
             return
         found.paths.append(path)
         found.nodes.append(node)
@@ -230,6 +235,7 @@ class _Found:
     across: list[tuple[str, Term]] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
     nodes: list[Any] = field(default_factory=list)
+    penalised: bool = False
 
 
 def _of_mean(node: Any, term: Term, samples: int) -> Term:
@@ -339,6 +345,8 @@ def _of_parameters_alone(node: Any) -> bool:
         if len(seen) > _LOOKED_AT:
             return False
         now = stack.pop()
+        if isinstance(now, BackwardCFunction):  # compiled code, or a function of the user's: it may read anything
+            return False
         if hasattr(now, "variable"):
             shapes.add(now.variable.shape)
         for tensor in _saved(now):

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.module import register_module_forward_hook
-from torch.nn.utils.parametrize import ParametrizationList
+import torch
+from torch import Tensor
 
 from hvdtrain.core.errors import HvdtrainError
 from hvdtrain.core.world import World
-from hvdtrain.torch.checks.coupling import couples, of_one_each
 from hvdtrain.torch.checks.loss_graph import UNNAMED, Reader, Reading, Term
-from hvdtrain.torch.checks.sample_flow import meetings
+from hvdtrain.torch.checks.replay import CannotTry, Recording, Replay, meet, of_one_each, tolerance
 from hvdtrain.torch.checks.tally import Number, Tally, refusal
 from hvdtrain.torch.data.nested import tensors_of
 
@@ -25,7 +21,8 @@ _COUPLED = (
     " ratio or root of sums)"
 )
 _OUTPUTS = 256, 16  # that are held, of a loader's batch (a call for each sample), of calls that nobody counts
-_FORMS = 8  # of losses that are looked at: a second derivative each
+_RECORDED = 32  # first losses, each of which may be of a new form; then those that are tried anyway
+_FORMS = 8  # of losses that are tried as they come
 
 
 def _known(number: Number) -> float | None:
@@ -42,7 +39,8 @@ class LossProof:
         counted: batches come from a loader.
 
     Attributes:
-        outputs: of the model in the batch at hand, while they are wanted.
+        outputs: of the model in the batch at hand, each with its version, while they are wanted.
+        is_due: the loss at hand is tried whatever its form is: losses 1, 2, 4, 8 ..., and an epoch's first.
         problem: why no weight makes this rank's loss right; "" for no reason.
         suspicion: what the whole batch against its pieces has shown.
     """
@@ -54,63 +52,85 @@ class LossProof:
         self._held = _OUTPUTS[not counted]
         self._reader = Reader()
         self.needed = world.size * pieces > 1
-        self.outputs: list[Tensor] | None = [] if self.needed and verify else None
-        self._inner: list[tuple[nn.Module, Tensor]] = []  # what the model's parts gave, since batches were normalised
+        self.outputs: list[tuple[Tensor, int]] | None = [] if self.needed and verify else None
+        self._recording: Recording | None = None
+        self._losses = 0  # seen
+        self._epoch: object = None
+        self.is_due = False
         self.problem = self.suspicion = ""
         self._types: list[str] = []
         self._noted: set[str] = set()
         self._pieces = pieces
-        self._forms: set[frozenset[str]] = set()  # of losses that were looked at
+        self._forms: set[frozenset[str]] = set()  # of losses that were tried
+        self._new_form = False  # of the last loss, which was not recorded
         self._in_a_loop = False  # over samples, each by itself
         self._divided: dict[float, int] = {}  # numbers that divided sums, and over how many samples
 
-    @property
-    def is_first(self) -> bool:
-        """No loss has been looked at."""
-        return self.outputs is not None and not self._forms
+    def pause(self) -> None:
+        """Stops recording, as the model computes: what is recorded is the loss."""
+        if self._recording is not None:
+            self._recording.pause()
+
+    def forget(self) -> None:
+        """Drops what was recorded, and the outputs: no loss came of them."""
+        self.pause()
+        self._recording = None
+        if self.outputs is not None:
+            self.outputs = []
+
+    def tries(self, batch: Any) -> bool:
+        """Returns True if the next loss is tried whatever its form is: losses 1, 2, 4, 8 ..., and an epoch's first."""
+        next_one = self._losses + 1
+        is_due = next_one & self._losses == 0 or self._epoch != getattr(batch, "place", (0,))[0]
+        return self.outputs is not None and is_due
 
     def saw(self, out: Any, batch: Any = None) -> None:
         """Takes note of what the model gave for a batch whose backward pass is due; of the last call alone where none
         is (a validation pass with gradients), so that no graph is held for nothing."""
-        if self.outputs is not None:
-            before = self.outputs[-self._held :] if batch is not None and batch is self._batch else []
-            self.outputs, self._batch = [*before, *tensors_of(out)], batch
+        if self.outputs is None:
+            return
+        same = batch is not None and batch is self._batch
+        if not same:
+            self.forget()
+            self.is_due = self.tries(batch)
+        self.outputs = [*self.outputs[-self._held :], *((tensor, tensor._version) for tensor in tensors_of(out))]
+        self._batch = batch
+        if batch is not None and (self._losses < _RECORDED or self.is_due or self._new_form):
+            self._recording = self._recording or Recording()
+            self._recording.start()
 
-    @contextmanager
-    def seeing_parts(self) -> Iterator[None]:
-        """While it lasts, notes what the parts of the model give, for a model that gives nothing but its loss."""
-        hook = register_module_forward_hook(self._saw_part) if self.is_first else None
-        try:
-            yield
-        finally:
-            if hook is not None:
-                hook.remove()
+    def look_idle(self, loss: Tensor, weight: Number, tally: Tally) -> None:
+        """Has a batch of weight 0 refused whose outputs have a gradient; on a GPU, unless its weights have a penalty."""
+        self.pause()
+        if isinstance(weight, Tensor):
+            idle = (weight == 0) & (loss.detach().abs().to(weight.device) > 0)  # NaN is not greater
+            if not self._reader.read(loss, 0).penalised:
+                tally.problems = tally.problems + idle.double()
+        elif not weight and abs(loss.item()) > 0:
+            outputs = [tensor for tensor, _ in self.outputs or () if tensor.requires_grad]
+            found = torch.autograd.grad(loss, outputs, retain_graph=True, allow_unused=True) if outputs else (None,)
+            if not outputs or any(one is not None and bool(one.any()) for one in found):
+                self.found(f"a loss of {loss.item():g} with weight=0, which would not count", tally)
 
-    def _saw_part(self, part: nn.Module, args: tuple[Any, ...], out: Any) -> None:
-        if isinstance(part, _BatchNorm) and part.training:
-            self._inner = []  # samples meet in it, as they may
-        elif isinstance(part, ParametrizationList):
-            makers = set(part.modules())
-            self._inner = [(maker, tensor) for maker, tensor in self._inner if maker not in makers]
-        elif (
-            isinstance(out, Tensor)
-            and out.requires_grad
-            and any(isinstance(arg, Tensor) and arg.is_floating_point() for arg in args)
-        ):
-            self._inner = [*self._inner[-self._held :], (part, out)]
-
-    def look(self, loss: Tensor, weight: Number, samples: int, tally: Tally) -> None:
-        """Compares what the loss divides by with its weight, without asking a GPU for numbers; and on the first batch
-        with two samples that counts, and of a loss of another form, whether it compares them, which waits for a GPU."""
+    def look(
+        self, loss: Tensor, weight: Number, samples: int, tally: Tally, by_model: Callable[[], str] | None = None
+    ) -> None:
+        """Compares what the loss divides by with its weight, without asking a GPU for numbers; and tries whether it
+        compares samples, which waits for a GPU."""
+        self.pause()
         if not self.needed or (self._unseen and tally.given):
             return
         reading = self._reader.read(loss, samples)
         if self.outputs is not None:
-            if reading.form not in self._forms and samples > 1 and float(weight):
-                self._look_for_meetings(loss, samples, reading, tally)
-                self._forms.add(reading.form)
-            self._inner = []
-            self.outputs = [] if len(self._forms) < _FORMS else None
+            self._losses += 1
+            self._epoch = getattr(self._batch, "place", (0,))[0]
+            is_new = reading.form not in self._forms and len(self._forms) < _FORMS
+            if (self.is_due or is_new) and samples > 1 and float(weight):
+                self._new_form = self._recording is None
+                if self._recording is not None:
+                    self._try(loss, samples, reading, tally, by_model)
+                    self._forms.add(reading.form)
+            self.forget()
         self._read(reading, weight, samples, tally)
 
     def _read(self, reading: Reading, weight: Number, samples: int, tally: Tally) -> None:
@@ -164,24 +184,34 @@ class LossProof:
             if not counts:  # the error says what to do with a number of unknown meaning
                 self.found("", tally, weight)
 
-    def _look_for_meetings(self, loss: Tensor, samples: int, reading: Reading, tally: Tally) -> None:
-        outputs = self.outputs or []
-        told: bool | None = None
+    def _try(
+        self, loss: Tensor, samples: int, reading: Reading, tally: Tally, by_model: Callable[[], str] | None
+    ) -> None:
+        given = self.outputs or []
+        recorded = [(tensor, version) for tensor, version in given if tensor.requires_grad and tensor.dim()]
+        outputs = [tensor for tensor, _ in recorded]
+        assert self._recording is not None
+        if self.suspicion:
+            self.found(self.suspicion, tally)
+            self.suspicion = ""
+            return
         try:
-            told = couples(loss, outputs, samples)
-            if told is None:
-                inner = [t for _, t in self._inner if t.dim() and t.shape[0] == samples and samples not in t.shape[1:]]
-                told = couples(loss, inner, samples)
-        except (RuntimeError, NotImplementedError) as error:  # a loss that is differentiated once only
-            said = str(error).splitlines()[0]
-            self._note(f"whether the loss compares samples with each other cannot be told ({said})")
+            if outputs or by_model is None:
+                gap = meet(Replay(self._recording, loss, recorded), outputs, samples)
+            else:  # it gives its loss and nothing else
+                problem = by_model()
+                if problem:
+                    self.found(problem, tally)
+                return
+        except CannotTry as why:
+            self._note(f"whether the loss compares samples with each other cannot be tried: {why}")
+            return
         alone = bool(reading.one_by_one or reading.parts) and of_one_each(reading.nodes, outputs, samples)
         self._in_a_loop |= alone
-        met = meetings(loss, outputs, samples) or (() if alone else reading.one_by_one)
-        if met:
-            self.found(f"{_COUPLED} ({', '.join(met)})", tally)
-        elif told or self.suspicion:
-            self.found(_COUPLED if told else self.suspicion, tally)
+        if gap > tolerance(outputs):
+            self.found(_COUPLED, tally)
+        elif reading.one_by_one and not alone:
+            self.found(f"{_COUPLED} ({', '.join(reading.one_by_one)})", tally)
 
     def found(self, problem: str, tally: Tally, weight: Number = 1.0) -> None:
         """Has the update refused, on every rank, if the batch counts."""

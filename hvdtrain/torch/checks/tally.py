@@ -63,16 +63,6 @@ class Tally:
         elif weight:
             self.loss = self.loss + mean * coefficient
 
-    def look_idle(self, loss: Tensor, weight: Number) -> str:
-        """Counts a batch of weight 0 that has a loss as a problem; returns it in words, unless a GPU has it."""
-        if isinstance(weight, Tensor):
-            idle = (weight == 0) & (loss.detach().abs().to(weight.device) > 0)  # NaN is not greater
-            self.problems = self.problems + idle.double()
-        elif not weight and abs(loss.item()) > 0:
-            self.problems = self.problems + 1.0
-            return f"a loss of {loss.item():g} with weight=0, which would not count"
-        return ""
-
     def count_whole(self, loss: Tensor) -> None:
         """Adds a loss of the whole batch, by a number above 0 that is off as much as the loss is, as part of it or
         (of a small loss) as it is."""

@@ -325,8 +325,10 @@ def refuse_divided(loss: Tensor, accumulate: int) -> None:
         return
     factor = {"DivBackward0": other, "MulBackward0": 1 / other}.get(node.name())
     of = node.next_functions[0][0]
-    if factor is None or abs(factor.item() - accumulate) > 1e-6 * accumulate or of is None or "Add" in of.name():
-        return  # a sum of several losses may well be divided by their number
+    if factor is None or abs(factor.item() - accumulate) > 1e-6 * accumulate or of is None:
+        return
+    if not of.name().startswith("Mean") and getattr(of, "_saved_reduction", 0) != 1:
+        return  # a sum, of samples or of several losses, may well be divided by their number
     raise ConfigError(
         "with accumulate= each batch is given its mean loss: the update's mean is made of them",
         f"a loss that is divided by {accumulate}, with accumulate={accumulate}",

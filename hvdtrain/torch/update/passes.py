@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -14,7 +15,7 @@ from hvdtrain.core.errors import ConfigError, RanksLost
 from hvdtrain.torch.checks.loss_graph import recomputes_reentrantly
 from hvdtrain.torch.checks.nonfinite import Reading, first_bad_layer
 from hvdtrain.torch.checks.out_of_memory import explained
-from hvdtrain.torch.checks.pieces import pieces_differ
+from hvdtrain.torch.checks.pieces import model_differs, pieces_differ
 from hvdtrain.torch.checks.tally import SIZE, Number, Weight, weight_of, wrong
 from hvdtrain.torch.clock import CLOCK
 from hvdtrain.torch.data.nested import map_tensors, tensors_of
@@ -238,10 +239,10 @@ class Passes(Facade):
             yield
 
     def _prove_pieces(self, arguments: Arguments, y: Any, loss: Loss, weight: Weight) -> None:
-        """On the first batch: whether model and loss can be put together of two pieces of it."""
+        """Looks whether model and loss can be put together of two pieces of the batch, where a loss is tried."""
         session, proof = self.session, self.session.proof
         batch = session.batches.now()
-        if not proof.is_first or batch is None or batch.padding or isinstance(weight, (int, float, Tensor)):
+        if batch is None or batch.padding or isinstance(weight, (int, float, Tensor)) or not proof.tries(batch):
             return
         with session.gradients.differentiating():
             proof.suspicion = pieces_differ(session, self._model, arguments, y, loss, weight)
@@ -358,10 +359,11 @@ class Passes(Facade):
             given = None if weight is None else weight_of(weight, session.engine.device)
             amount, coefficient = gradients.begin(batch, given, session.precision.unit)
             if given is not None and not batch.padding:
-                session.proof.note_problem(gradients.tally.look_idle(loss, given))
+                session.proof.look_idle(loss, given, gradients.tally)
             if not batch.padding:
                 samples = batch.step.samples if batch.step is not None else session.samples_called()
-                session.proof.look(loss, amount, samples, gradients.tally)
+                again = partial(model_differs, session, loss, given=given is not None)
+                session.proof.look(loss, amount, samples, gradients.tally, again)
         gradients.add_loss(loss, amount, coefficient)
         CLOCK.enter("backward")
         sums = gradients.sums() if batch.is_last_micro_batch and not more else None
@@ -422,6 +424,7 @@ class Passes(Facade):
     def _take_turn(self, again: bool) -> Batch:
         """Returns the batch that is to be differentiated, if its turn has come."""
         session, gradients = self.session, self.session.gradients
+        session.proof.pause()
         batch = require_batch(session.batches.now())
         if self._failed is not None:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""Where samples meet in a loss: what its graph shows, against finite differences of two halves of the batch."""
+"""Where samples meet in a loss: the loss on other outputs, against finite differences of two halves of the batch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hvdtrain.torch.checks.sample_flow import meetings
+from hvdtrain.torch.checks.replay import CannotTry, Recording, Replay, meet, rows_of
 
 N, WIDE, HALF = 12, 3, 6
 MADE = torch.Generator().manual_seed(2)
@@ -83,8 +83,110 @@ def adds_up(loss: Callable[[Tensor], Tensor]) -> bool:
     return True
 
 
+def tried(loss: Callable[[Tensor], Tensor], rows: Tensor = REAL, samples: int = N) -> float:
+    """Returns how much samples' gradients depend on other samples' outputs."""
+    outputs = (rows + 0.1 * rows.roll(1, 0)) * torch.ones_like(rows[:1], requires_grad=True)
+    version = outputs._version
+    recording = Recording()
+    recording.start()
+    try:
+        value = loss(outputs)
+    finally:
+        recording.pause()
+    return meet(Replay(recording, value, [(outputs, version)]), [outputs], samples)
+
+
 @pytest.mark.parametrize("name", LOSSES)
 def test_samples_meet_where_halves_do_not_add_up(name: str) -> None:
-    outputs = REAL * torch.ones(WIDE, dtype=torch.float64, requires_grad=True)
-    found = meetings(LOSSES[name](outputs), [outputs], N)
-    assert bool(found) == (not adds_up(LOSSES[name])), found
+    assert (tried(LOSSES[name]) > 1e-9) == (not adds_up(LOSSES[name]))
+
+
+def without_gradient(loss: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Returns the same loss; what it computes first has no gradient."""
+
+    def detached(o: Tensor) -> Tensor:
+        with torch.no_grad():
+            others = loss(o)
+        return ((o - REAL) * others).mean()
+
+    return detached
+
+
+def random_targets(o: Tensor) -> Tensor:
+    """Draws noise for each sample, and writes into what it drew."""
+    noise = torch.empty_like(o).bernoulli_(0.5)
+    noise[:, 0] += torch.rand(N)
+    return F.dropout(o * noise, 0.3).square().mean()
+
+
+# what autograd's graph does not show
+UNSEEN: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
+    "advantages": (without_gradient(lambda o: (o - o.mean()) / o.std()), True),
+    "the median": (without_gradient(lambda o: o.median()), True),
+    "Sinkhorn": (without_gradient(lambda o: o.softmax(1) / o.softmax(1).sum(0)), True),
+    "targets of the sample": (without_gradient(lambda o: o.softmax(1)), False),
+    "noise": (random_targets, False),
+    "in place": (lambda o: (o * 1).mul_(2).index_add_(1, torch.tensor([0]), o[:, :1]).abs().mean(), False),
+}
+
+
+@pytest.mark.parametrize("name", UNSEEN)
+def test_what_has_no_gradient_is_seen(name: str) -> None:
+    loss, meets = UNSEEN[name]
+    assert (tried(loss) > 1e-9) is meets
+
+
+def clamped_in_place(o: Tensor) -> Tensor:
+    """Changes the outputs."""
+    return o.clamp_(min=-1).square().mean()
+
+
+def by_numpy(o: Tensor) -> Tensor:
+    """Leaves PyTorch: its gradient is that of a constant."""
+    return torch.from_numpy(o.detach().numpy().mean(0)).sum() * torch.ones((), requires_grad=True)
+
+
+@pytest.mark.parametrize(
+    ("loss", "why"), [(clamped_in_place, "changed in place"), (by_numpy, "gradient"), (lambda o: o.sum(), "rows")]
+)
+def test_what_cannot_be_tried_is_said(loss: Callable[[Tensor], Tensor], why: str) -> None:
+    rows = torch.randn(N - 1, WIDE, dtype=torch.float64) if why == "rows" else REAL
+    with pytest.raises(CannotTry, match=why):
+        tried(loss, rows)
+
+
+def test_recording_ends_beside_other_modes() -> None:
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as stack
+
+    recording, other = Recording(), Recording()
+    recording.start()
+    with other:
+        recording.pause()  # it is not the top one
+        torch.ones(2, 2) @ torch.ones(2, 2)
+    assert stack() == [recording] and len(other.operations) == 5 and not recording.operations
+    recording.pause()
+    assert not stack()
+    with other:
+        recording.start()
+    recording.pause()
+    assert not stack()
+
+
+@pytest.mark.parametrize(
+    ("shapes", "ways"),
+    [
+        ([(4, 2)], [[0, 1, 2, 3]]),
+        ([(4,), (4, 3)], [[0, 1, 2, 3] * 2]),
+        ([(8, 2)], [[0, 1, 2, 3, 0, 1, 2, 3], [0, 0, 1, 1, 2, 2, 3, 3]]),
+        ([(2, 4)], []),
+        ([(1, 2)] * 4, [[0, 1, 2, 3]]),
+        ([(3, 2), (1, 2)], [[0, 1, 2, 3]]),
+        ([(14, 4)], []),
+        ([(4, 4, 2)], [[0, 1, 2, 3], [0, 1, 2, 3]]),  # the batch may be either
+        ([(4, 2), (3, 2), (1, 2)], [[0, 1, 2, 3, 0, 1, 2, 3]]),
+        ([(3, 2), (3, 2)], []),
+    ],
+)
+def test_rows_are_samples_where_their_number_says_so(shapes: list[tuple[int, ...]], ways: list[list[int]]) -> None:
+    found = rows_of([torch.zeros(shape) for shape in shapes], 4)
+    assert [torch.cat([rows.samples for rows in way if rows is not None]).tolist() for way in found] == ways

@@ -1,0 +1,362 @@
+"""Tries whether samples meet in a loss: records the operations between the model's outputs and the loss, and runs them
+again with other outputs for a half of the samples.
+
+The gradient of a sample's outputs must not change when other samples have other outputs. The test needs no knowledge of
+an operation, of its derivative, or of what was computed without gradients.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+)
+from torch.utils._pytree import tree_flatten, tree_map
+
+# of the largest gradient: the operations and shapes are the same, so that only sums over samples are rounded otherwise
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
+COARSE = 5e-2
+_LONGEST = 5000  # operations
+_TERMS = 8  # of a loop over samples, that are looked at
+_SEEDED = torch.Tag.nondeterministic_seeded
+
+
+class CannotTry(Exception):
+    """The loss cannot be computed again from other outputs; the text says why."""
+
+
+@dataclass(frozen=True)
+class _Operation:
+    function: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    results: list[Any]
+    changed: list[Tensor]
+    drawn: list[Any]
+    with_gradient: bool
+
+
+class Recording(TorchDispatchMode):
+    """Records operations of one thread, from `start` to `stop`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._thread: int | None = None
+        self._off = False
+        self.operations: list[_Operation] = []
+
+    def start(self) -> None:
+        """Begins, or continues after `pause`."""
+        self._off = False
+        if self._thread is None:
+            self._thread = threading.get_ident()
+            self.__enter__()
+
+    def pause(self) -> None:
+        """Leaves the thread's stack of modes, or stays there without recording until it is the top one."""
+        if self._thread is None:
+            return
+        self._off = True
+        here = self._thread == threading.get_ident()  # another thread's stack cannot be reached
+        if here and (stack := _get_current_dispatch_mode_stack()) and (stack[-1] is self or self not in stack):
+            self._thread = None
+            self.__exit__(None, None, None)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Returns False: `torch._dynamo` is not imported for it, which takes a second."""
+        return False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Returns True: compiled code runs as it is, and is not seen."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        try:
+            result = func(*args, **kwargs)
+        except RuntimeError as error:
+            if "Expected a value of type 'Tensor'" not in str(error):
+                raise
+            # a tensor that autograd made of a number arrives as that number
+            args = tuple(torch.as_tensor(one) if isinstance(one, (int, float, complex)) else one for one in args)
+            result = func(*args, **kwargs)
+        if self._off or len(self.operations) > _LONGEST:
+            return result
+        changed = _changed(func, args, kwargs) if func._schema.is_mutable else []
+        results = tree_flatten(result)[0]
+        drawn = [one.clone() if isinstance(one, Tensor) else one for one in results] if _SEEDED in func.tags else []
+        self.operations.append(_Operation(func, args, kwargs, results, changed, drawn, torch.is_grad_enabled()))
+        return result
+
+
+def _changed(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Returns the tensors that an operation writes into."""
+    named = zip(func._schema.arguments, args, strict=False)
+    given = [(spec, value) for spec, value in named] + [
+        (spec, kwargs[spec.name]) for spec in func._schema.arguments if spec.name in kwargs
+    ]
+    written = [value for spec, value in given if spec.alias_info is not None and spec.alias_info.is_write]
+    return [tensor for value in written for tensor in _tensors(value)]
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    return (value for value in tree_flatten(values)[0] if isinstance(value, Tensor))
+
+
+def _place(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+class Replay:
+    """Computes a loss again from other outputs.
+
+    Args:
+        recording: of what computed it.
+        loss: a scalar.
+        outputs: of the model, and each one's version when the model returned it.
+
+    Raises:
+        CannotTry: the loss was not recorded, or what it was computed from has been changed since.
+    """
+
+    def __init__(self, recording: Recording, loss: Tensor, outputs: Sequence[tuple[Tensor, int]]) -> None:
+        if len(recording.operations) > _LONGEST:
+            raise CannotTry(f"it has more than {_LONGEST} operations")
+        if any(output._version != version for output, version in outputs):
+            raise CannotTry("an output of the model was changed in place")
+        self._loss, self._outputs = loss, [output for output, _ in outputs]
+        self._compiled = False
+        self._operations = self._needed(recording.operations)
+        names = {operation.function.__name__ for operation in self._operations}
+        self.normalises = any("batch_norm" in name for name in names)
+
+    def _needed(self, operations: Sequence[_Operation]) -> list[_Operation]:
+        """Returns the operations that the loss depends on."""
+        needed, made, kept = {_place(self._loss)}, set[int](), list[_Operation]()
+        for operation in operations:
+            made.update(map(_place, _tensors(operation.results)))
+        made -= {_place(tensor) for operation in operations for tensor in operation.changed if not made}
+        for operation in reversed(operations):
+            places = set(map(_place, _tensors([operation.results, operation.changed])))
+            if places & needed:
+                kept.append(operation)
+                needed |= set(map(_place, _tensors([operation.args, dict(operation.kwargs)])))
+        if not any(result is self._loss for operation in kept for result in operation.results):
+            raise CannotTry("it is computed by compiled code, by NumPy, or within the model")
+        first = {}
+        for operation in reversed(kept):  # in the order of the program
+            for tensor in operation.changed:
+                if _place(tensor) not in first:
+                    raise CannotTry("it writes into a tensor that was there before")
+            first.update((_place(tensor), operation) for tensor in _tensors(operation.results))
+        return kept[::-1]
+
+    def gradients(self, outputs: Sequence[Tensor]) -> list[Tensor]:
+        """Returns the gradients of the loss by the given outputs, which take the place of the model's.
+
+        Raises:
+            CannotTry: an operation refuses them.
+        """
+        leaves = [output.detach().clone().requires_grad_() for output in outputs]
+        now: dict[int, Any] = {
+            id(old): new.view_as(new) for old, new in zip(self._outputs, leaves, strict=True)
+        }
+
+        def given(value: Any) -> Any:
+            return now.get(id(value), value) if isinstance(value, Tensor) else value
+
+        device = outputs[0].device.type
+        try:
+            with torch.autocast(device, enabled=False):
+                for operation in self._operations:
+                    results = [one.clone() if isinstance(one, Tensor) else one for one in operation.drawn]
+                    if not results:
+                        args, kwargs = tree_map(given, (operation.args, dict(operation.kwargs)))
+                        with torch.set_grad_enabled(operation.with_gradient or self._compiled):
+                            results = tree_flatten(operation.function(*args, **kwargs))[0]
+                    now.update(
+                        (id(old), new) for old, new in zip(operation.results, results, strict=True) if new is not None
+                    )
+                loss = now[id(self._loss)]
+                if not loss.requires_grad and not self._compiled:
+                    self._compiled = True  # whose operations run without gradients
+                    return self.gradients(outputs)
+                if not loss.requires_grad:
+                    raise CannotTry("its gradient is not that of the operations that computed it")
+                found = torch.autograd.grad(loss.reshape(()), leaves, allow_unused=True)
+        except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError, AttributeError) as error:
+            raise CannotTry(f"its operations refuse other outputs: {str(error).splitlines()[0]}") from error
+        return [torch.zeros_like(leaf) if one is None else one for leaf, one in zip(leaves, found, strict=True)]
+
+
+class Rows(NamedTuple):
+    """Where samples lie in an output: of each place along a dimension the sample's number."""
+
+    dim: int
+    samples: Tensor
+
+
+def rows_of(outputs: Sequence[Tensor], samples: int) -> list[list[Rows | None]]:
+    """Returns the ways in which samples may lie in outputs; None for an output of which it is not known.
+
+    The first dimension is the batch, or copies of it, one after the other or side by side; calls for parts of the batch
+    give rows that come to the batch. Of three dimensions the second may be the batch, where it is as long as the first.
+    """
+    lengths = [len(output) if output.dim() else 0 for output in outputs]
+    parts = _parts(lengths, samples)
+    ways: list[list[Rows | None]] = []
+    for side_by_side, dim in ((False, 0), (True, 0), (False, 1)):
+        way: list[Rows | None] = []
+        for output, length, start in zip(outputs, lengths, parts, strict=True):
+            places, copies = torch.arange(length), length // samples if samples else 0
+            if start is not None:
+                way.append(Rows(0, places + start))
+            elif not copies or length % samples:
+                way.append(None)
+            elif copies > 1:
+                way.append(Rows(0, places // copies if side_by_side else places % samples))
+            else:
+                way.append(Rows(dim if output.dim() > 2 and output.shape[1] == samples else 0, places))
+        if any(one is not None for one in way) and not any(_same(way, other) for other in ways):
+            ways.append(way)
+    return ways
+
+
+def _parts(lengths: Sequence[int], samples: int) -> list[int | None]:
+    """Returns of each output the sample of its first row, if it is one of neighbours that come to the batch."""
+    found: list[int | None] = [None] * len(lengths)
+    first, total = 0, 0
+    for at, length in enumerate(lengths):
+        if length >= samples or not length:
+            first, total = at + 1, 0
+            continue
+        total += length
+        if total == samples:
+            starts = [sum(lengths[first:place]) for place in range(first, at + 1)]
+            found[first : at + 1] = starts
+        if total >= samples:
+            first, total = at + 1, 0
+    return found
+
+
+def _same(way: Sequence[Rows | None], other: Sequence[Rows | None]) -> bool:
+    pairs = zip(way, other, strict=True)
+    return all(a is b or (a and b and a.dim == b.dim and torch.equal(a.samples, b.samples)) for a, b in pairs)
+
+
+def meet(replay: Replay, outputs: Sequence[Tensor], samples: int) -> float:
+    """Returns by how much the gradient of samples changes with other samples' outputs, as part of the largest.
+
+    Raises:
+        CannotTry: the rows of the outputs are not samples, the operations draw conclusions from the outputs' values, or
+            give another gradient than before.
+    """
+    ways = rows_of(outputs, samples)
+    if not ways or samples < 2:
+        raise CannotTry(f"rows of the outputs are not samples: {[tuple(one.shape) for one in outputs][:3]}")
+    if replay.normalises:
+        raise CannotTry("it is normalised over the batch")
+    before = replay.gradients(outputs)
+    again = replay.gradients(outputs)
+    largest = max(float(one.abs().max()) for one in before if one.numel())
+    if not 0 < largest < math.inf:  # nothing to tell, or not a number: another check's
+        return 0.0
+    if max(float((a - b).abs().max()) for a, b in zip(before, again, strict=True)) > 0.5 * tolerance(outputs) * largest:
+        raise CannotTry("its operations give another gradient each time")
+    order = torch.randperm(samples, generator=torch.Generator().manual_seed(samples))
+    other = torch.empty_like(order).scatter_(0, order, order.roll(1))  # each sample's place is taken by another
+    mirrored = [float(o.detach().max()) + float(o.detach().min()) - o.detach() if o.numel() else o for o in outputs]
+
+    unknown = [
+        old for at, old in enumerate(before) if bool(old.any()) and all(way[at] is None for way in ways)
+    ]  # fmt: skip
+    if unknown:
+        raise CannotTry(f"rows of an output are not samples: {tuple(unknown[0].shape)}")
+
+    def gap(cut: int, way: Sequence[Rows | None]) -> float:
+        found = 0.0
+        for kept, values in product((torch.arange(samples) < cut, torch.arange(samples) >= cut), (outputs, mirrored)):
+            given = replay.gradients(_exchanged(values, outputs, way, kept, other))
+            for old, new, rows in zip(before, given, way, strict=True):
+                if rows is not None and bool(kept[rows.samples].any()):
+                    mine = torch.nonzero(kept[rows.samples]).flatten().to(old.device)
+                    found = max(found, float((new - old).index_select(rows.dim, mine).abs().max()) / largest)
+        return found
+
+    least = min(gap(samples // 2, way) for way in ways)
+    # samples that belong together, as pairs do, lie side by side and are on one rank
+    groups = [size for size in range(2, samples // 2 + 1) if samples % size == 0] if least > tolerance(outputs) else []
+    for size, way in product(groups, ways):
+        cuts = {size, samples - size, samples // size // 2 * size}
+        least = min(least, max(gap(cut, way) for cut in cuts))
+    return least
+
+
+def _exchanged(
+    values: Sequence[Tensor], outputs: Sequence[Tensor], way: Sequence[Rows | None], kept: Tensor, other: Tensor
+) -> list[Tensor]:
+    """Returns the outputs with other samples' values in the places of those that are not kept."""
+    found = []
+    parts: list[Tensor] = []  # of a batch that the model was called for in parts, from the part at hand on
+    for at, (output, rows) in enumerate(zip(outputs, way, strict=True)):
+        if rows is None:
+            found.append(output.detach())
+            continue
+        if len(rows.samples) >= len(other):
+            taken = _of_others(values[at].detach(), rows, other)
+        else:
+            if not parts:
+                every, end = [], at
+                while sum(map(len, every)) < len(other):
+                    every.append(values[end].detach())
+                    end += 1
+                mixed = _of_others(torch.cat(every), Rows(0, torch.arange(len(other))), other)
+                parts = list(mixed.split([len(one) for one in every]))
+            taken = parts.pop(0)
+        mine = kept[rows.samples].to(output.device)
+        mine = mine.view([-1 if dim == rows.dim else 1 for dim in range(output.dim())])
+        found.append(torch.where(mine, output.detach(), taken))
+    return found
+
+
+def _of_others(values: Tensor, rows: Rows, other: Tensor) -> Tensor:
+    """Returns in the place of each sample another one, of which there are as many rows."""
+    places = torch.argsort(rows.samples, stable=True).view(len(other), -1)
+    source = torch.empty_like(rows.samples)
+    source[places.flatten()] = places[other].flatten()
+    return values.index_select(rows.dim, source.to(values.device))
+
+
+def tolerance(tensors: Sequence[Tensor]) -> float:
+    """Returns the bound for differences of gradients: that of the coarsest type."""
+    return max(TOLERANCES.get(tensor.dtype, COARSE) for tensor in tensors)
+
+
+def of_one_each(nodes: Sequence[Any], outputs: list[Tensor], samples: int) -> bool:
+    """Returns True if none of a loss's terms depends on more than one sample; of many, eight are looked at."""
+    ways = rows_of(outputs, samples)
+    placed = [(o, rows) for o, rows in zip(outputs, ways[0], strict=True) if rows is not None] if ways else []
+    most = 0
+    for node in nodes[:: -(-len(nodes) // _TERMS)] if placed else ():
+        meta = node._input_metadata[0]
+        one = torch.ones(meta.shape, dtype=meta.dtype, device=meta.device)
+        edge = torch.autograd.graph.GradientEdge(node, 0)
+        found = torch.autograd.grad([edge], [o for o, _ in placed], [one], retain_graph=True, allow_unused=True)
+        on = [
+            rows.samples[g.movedim(rows.dim, 0).reshape(len(rows.samples), -1).ne(0).any(1).cpu()].tolist()
+            for g, (_, rows) in zip(found, placed, strict=True)
+            if g is not None
+        ]
+        most = max(most, len({sample for some in on for sample in some}))
+    return most == 1
