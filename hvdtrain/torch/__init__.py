@@ -37,7 +37,7 @@ __getattr__, __dir__, __all__ = public(__name__, {
     "data.loader": "Loader",
     "prediction": "predict",
     "data.workers": "Unreadable",
-    "evaluation": "classification corpus_metrics evaluate",
+    "evaluation": "classification corpus_metrics evaluate update_bn",
     "model": "Model",
     "update.optimizer": "Optimizer",
     "update.whole": "whole",
@@ -70,6 +70,7 @@ if TYPE_CHECKING:
     from hvdtrain.torch.evaluation import classification as classification
     from hvdtrain.torch.evaluation import corpus_metrics as corpus_metrics
     from hvdtrain.torch.evaluation import evaluate as evaluate
+    from hvdtrain.torch.evaluation import update_bn as update_bn
     from hvdtrain.torch.gathered import gather_in_order as gather_in_order
     from hvdtrain.torch.model import Model as Model
     from hvdtrain.torch.prediction import predict as predict

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 import torch_cases
-from harness import Result, run_ranks
+from harness import PROGRAMS, Result, run_ranks, together
 from limits import Limit
 
 PROGRAM = torch_cases.FOLDER / "promises.py"
@@ -47,3 +48,13 @@ def test_limits_of_the_loader(result: Result, limit: Limit) -> None:
         text = shown[row]
         told: dict[str, Any] = {verdict: float(text) if verdict == "exact" else text}
         limit(row, attack, **told)
+
+
+def test_statistics_of_averaged_weights_are_those_of_one_process() -> None:
+    program = PROGRAMS / "torch" / "averaged_weights.py"
+    ours, parts = together(
+        lambda: run_ranks([program, "1"], 3, timeout_s=90), lambda: run_ranks([program, "0"], 2, timeout_s=90)
+    )
+    gaps = [float(re.findall(r"gap (\S+)", done.check().out)[0]) for done in (ours, parts)]
+    assert gaps[0] < 1e-9 < 1e-2 < gaps[1]  # PyTorch's own reads each rank's part
+    assert "read rank 0's part of 52 samples" in parts.err and "rank 0's part" not in ours.err

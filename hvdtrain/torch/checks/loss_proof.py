@@ -100,7 +100,7 @@ class LossProof:
             self._recording.start()
 
     def look_idle(self, loss: Tensor, weight: Number, tally: Tally) -> None:
-        """Has a batch of weight 0 refused whose outputs have a gradient; on a GPU, unless its weights have a penalty."""
+        """Has a batch of weight 0 refused if its outputs have a gradient; on a GPU, unless weights have a penalty."""
         self.pause()
         if isinstance(weight, Tensor):
             idle = (weight == 0) & (loss.detach().abs().to(weight.device) > 0)  # NaN is not greater

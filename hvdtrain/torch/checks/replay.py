@@ -49,7 +49,7 @@ class Recording(TorchDispatchMode):
     """Records operations of one thread, from `start` to `stop`."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._thread: int | None = None
         self._off = False
         self.operations: list[_Operation] = []
@@ -59,7 +59,7 @@ class Recording(TorchDispatchMode):
         self._off = False
         if self._thread is None:
             self._thread = threading.get_ident()
-            self.__enter__()
+            self.__enter__()  # type: ignore[no-untyped-call]
 
     def pause(self) -> None:
         """Leaves the thread's stack of modes, or stays there without recording until it is the top one."""
@@ -69,7 +69,7 @@ class Recording(TorchDispatchMode):
         here = self._thread == threading.get_ident()  # another thread's stack cannot be reached
         if here and (stack := _get_current_dispatch_mode_stack()) and (stack[-1] is self or self not in stack):
             self._thread = None
-            self.__exit__(None, None, None)
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -154,7 +154,7 @@ class Replay:
                 needed |= set(map(_place, _tensors([operation.args, dict(operation.kwargs)])))
         if not any(result is self._loss for operation in kept for result in operation.results):
             raise CannotTry("it is computed by compiled code, by NumPy, or within the model")
-        first = {}
+        first: dict[int, _Operation] = {}
         for operation in reversed(kept):  # in the order of the program
             for tensor in operation.changed:
                 if _place(tensor) not in first:
@@ -169,9 +169,7 @@ class Replay:
             CannotTry: an operation refuses them.
         """
         leaves = [output.detach().clone().requires_grad_() for output in outputs]
-        now: dict[int, Any] = {
-            id(old): new.view_as(new) for old, new in zip(self._outputs, leaves, strict=True)
-        }
+        now: dict[int, Any] = {id(old): new.view_as(new) for old, new in zip(self._outputs, leaves, strict=True)}
 
         def given(value: Any) -> Any:
             return now.get(id(value), value) if isinstance(value, Tensor) else value
@@ -317,10 +315,9 @@ def _exchanged(
             taken = _of_others(values[at].detach(), rows, other)
         else:
             if not parts:
-                every, end = [], at
-                while sum(map(len, every)) < len(other):
-                    every.append(values[end].detach())
-                    end += 1
+                every = [values[at].detach()]
+                while sum(len(one) for one in every) < len(other):
+                    every.append(values[at + len(every)].detach())
                 mixed = _of_others(torch.cat(every), Rows(0, torch.arange(len(other))), other)
                 parts = list(mixed.split([len(one) for one in every]))
             taken = parts.pop(0)

@@ -76,6 +76,20 @@ def revert(model: nn.Module) -> None:
 
 
 @contextmanager
+def converted(model: nn.Module, engine: TorchEngine) -> Iterator[None]:
+    """While it lasts, every batch-norm layer of `model` normalises over all ranks, as `convert` makes it."""
+    before = [(layer, layer.__class__, layer in _engines) for layer in model.modules()]
+    convert(model, engine)
+    try:
+        yield
+    finally:
+        for layer, kind, had_engine in before:
+            layer.__class__ = kind
+            if not had_engine:
+                _engines.pop(layer, None)
+
+
+@contextmanager
 def sync_batchnorm_mode(mode: Mode) -> Iterator[None]:
     """How the layers treat forward passes while it lasts, see `Mode`."""
     global _mode

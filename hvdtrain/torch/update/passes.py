@@ -362,8 +362,8 @@ class Passes(Facade):
                 session.proof.look_idle(loss, given, gradients.tally)
             if not batch.padding:
                 samples = batch.step.samples if batch.step is not None else session.samples_called()
-                again = partial(model_differs, session, loss, given=given is not None)
-                session.proof.look(loss, amount, samples, gradients.tally, again)
+                by_model = partial(model_differs, session, loss, given=given is not None)
+                session.proof.look(loss, amount, samples, gradients.tally, by_model)
         gradients.add_loss(loss, amount, coefficient)
         CLOCK.enter("backward")
         sums = gradients.sums() if batch.is_last_micro_batch and not more else None
