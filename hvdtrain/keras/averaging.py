@@ -174,8 +174,8 @@ def attach(model: keras.Model, session: Session) -> None:
     if vars(model).get(KEY) is not session:
         model.train_function = None  # what was traced is another session's
         vars(model)[KEY] = session
-    if session.wants_first is None:
-        session.wants_first, session.step_loss, session.telling = BACKEND.notes()
+    if session.wants_batch is None:
+        session.wants_batch, session.step_loss, session.telling = BACKEND.notes()
     session.attached = True
     sync_batchnorm.synchronize(model, session)
     steps.wrap_train_function(model)
@@ -220,8 +220,8 @@ def _train_step(model: keras.Model, inner: Callable[[Any], Any], data: Any) -> A
     sync_batchnorm.of_step(session)
     steps.note_batch(session, data)
     samples, data, may_be_dead = _split_dead(data)
-    if not session.loss_proven and session.verify and not session.own_step:
-        BACKEND.keep_first(data, session)
+    if session.in_pieces and session.verify and not session.own_step:
+        BACKEND.keep_batch(data, session)
     # a batch without a sample must leave no trace in metrics and moving statistics; building metrics computes a loss,
     # which is not one of this step's
     local = [*_metric_variables(model, data), *sync_batchnorm.own_statistics(model)] if may_be_dead else []

@@ -212,7 +212,6 @@ class Changing(Member):
         self._data.redeal(world, place["whole"], (place["now"].epoch, place["steps"]))
         if self._comes:
             session.progress, self._began, self.skipped = place["now"], place["began"], place["steps"]
-            session.loss_proven = True
             session.compared.add("step")
             self.model._initial_epoch = place["now"].epoch
         elif session.fitting:

@@ -69,7 +69,7 @@ class Session:
         saving: what writes this `fit`'s checkpoints.
         records, step_loss: steps are recorded: the loss of the last step's global batch.
         own_step: the model's class has a `train_step` of its own.
-        kept_batch: this rank's first batch, kept until the loss is proven on it; wants_first: not kept yet.
+        tries: the loss is tried after this step, on its batch (`kept_batch`); wants_batch: that is not kept yet.
         live: weight of the batch in flight; `None` outside a train step (then all ranks weigh the same).
         ready: the checks of this `fit` are done.
         wants_broadcast: the callbacks asked for rank 0's state before the next step.
@@ -87,7 +87,8 @@ class Session:
         order: `Loader.identity` of what the last `fit` read, or that a checkpoint told; `None`: not known.
         said: the notes that are said once.
         first_epoch: `initial_epoch` of this `fit`.
-        executions: calls of the train function in this epoch.
+        executions: calls of the train function in this epoch; executed: in all.
+        in_pieces: a batch's loss is put together of those of the ranks' parts.
         stops_in_epoch: a stop within the epoch is shared (ranks ask each other after every step), or no `fit` runs.
         compared: what was compared over ranks in this `fit`: "step", or an optimizer's collectives.
         applying: the hooked optimizer is at work, with those it holds.
@@ -119,8 +120,9 @@ class Session:
     test_function: Any = None
     own_step: bool = False
     kept_batch: Any = None
-    wants_first: Any = None
-    loss_proven: bool = False
+    wants_batch: Any = None
+    tries: bool = False
+    in_pieces: bool = True
     telling: Any = None
     told: bool = False
     saving: Saves | None = None
@@ -143,6 +145,7 @@ class Session:
     said: set[str] = field(default_factory=set)
     first_epoch: int = 0
     executions: int = 0
+    executed: int = 0
     stops_in_epoch: bool = True
     compared: set[str] = field(default_factory=set)
     applying: bool = False

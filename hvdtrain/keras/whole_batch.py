@@ -85,7 +85,7 @@ def hook_loss(model: keras.Model, session: Session) -> None:
     """Makes `model.compute_loss` see the global batch within the steps of a prepared model."""
     if hook(model, "compute_loss", partial(_compute_loss, model)):
         model.train_function = model.test_function = None
-    session.loss_proven = True  # nothing is put together of pieces
+    session.in_pieces = False
 
 
 def _compute_loss(model: keras.Model, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

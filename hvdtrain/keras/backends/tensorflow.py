@@ -46,13 +46,13 @@ class TensorFlowBackend(OutsideOfSteps):
         return tf.where(dead, tf.zeros_like(samples), samples), shown
 
     def notes(self) -> tuple[Any, Any, Any]:
-        """A variable that is true, for `keep_first`, one for the number of `note_loss`, and one that `tell` makes 1; to
+        """A variable, for `keep_batch`, one for the number of `note_loss`, and one that `tell` makes 1; to
         be made outside of a step.
         """
         with tf.device("CPU:0"):
             telling = tf.Variable(0.0, trainable=False, dtype=tf.float64)
         loss = tf.Variable(float("nan"), trainable=False, dtype=tf.float64)
-        return tf.Variable(True, trainable=False), loss, telling
+        return tf.Variable(False, trainable=False), loss, telling
 
     def tell(self, session: Any) -> None:
         """This rank was preempted: the next step lets all others know."""
@@ -66,16 +66,21 @@ class TensorFlowBackend(OutsideOfSteps):
     def loss_noted(self, session: Any) -> float:
         return float(session.step_loss)
 
-    def keep_first(self, data: Any, session: Any) -> None:
-        """Keeps the first batch as `session.kept_batch`: in a traced step, when it runs for the first time."""
+    def want_batch(self, session: Any) -> None:
+        """The next step keeps its batch, if `session.tries`."""
+        session.kept_batch = None
+        session.wants_batch.assign(session.tries)
+
+    def keep_batch(self, data: Any, session: Any) -> None:
+        """Keeps a wanted batch as `session.kept_batch`."""
         leaves = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
         if tf.executing_eagerly():
-            if session.kept_batch is None:
+            if session.tries and session.kept_batch is None:
                 session.kept_batch = data
             return
         if not all(isinstance(leaf, tf.Tensor) for leaf in leaves):
             return  # ragged and sparse batches are not cut in pieces
-        wanted = session.wants_first
+        wanted = session.wants_batch
 
         def store(*arrays: Any) -> None:
             received = iter([np.array(array) for array in arrays])

@@ -127,9 +127,13 @@ class TorchBackend:
             session.step_loss = float(self.finish_sum(started)) / samples
         return float("nan") if session.step_loss is None else session.step_loss
 
-    def keep_first(self, data: Any, session: Any) -> None:
-        """Keeps the first batch as `session.kept_batch`."""
-        if session.kept_batch is None:
+    def want_batch(self, session: Any) -> None:
+        """The next step keeps its batch, if `session.tries`."""
+        session.kept_batch = None
+
+    def keep_batch(self, data: Any, session: Any) -> None:
+        """Keeps a wanted batch as `session.kept_batch`."""
+        if session.tries and session.kept_batch is None:
             session.kept_batch = data
 
     def timed_input(self, session: Any) -> AbstractContextManager[None]:

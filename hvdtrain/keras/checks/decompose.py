@@ -1,4 +1,4 @@
-"""Proves, on the user's own first batch, that the loss of a batch is put together from those of its pieces.
+"""Tries, on the user's own batches, whether the loss of a batch is put together from those of its pieces.
 
 N ranks compute the loss of their pieces; one process would compute that of the whole. The two agree for a mean over
 samples, labels, steps or weights, for a sum, and for terms without data; not for a loss that looks at a batch as a
@@ -31,13 +31,13 @@ TOLERANCE = {"float64": 1e-7, "float32": 2e-5}
 ROUGH = 3e-2
 
 
-def check(model: keras.Model, session: Session) -> None:
-    """Compares whole and pieces on this rank's first batch; collective.
+def check(model: keras.Model, session: Session, *, is_first: bool) -> None:
+    """Compares whole and pieces of this rank's last batch; of the first one, metrics as well; collective.
 
     Raises:
         ReplicaError: on every rank; the loss does not decompose.
     """
-    data, session.kept_batch, session.loss_proven = session.kept_batch, None, True
+    data, session.kept_batch = session.kept_batch, None
     normalising = [layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.BatchNormalization)]
     synchronized = [layer for layer in normalising if is_synchronized(layer)]
     of_torch = any(normalises(part) for _, module in replicas.torch_modules(model) for part in module.modules())
@@ -52,17 +52,32 @@ def check(model: keras.Model, session: Session) -> None:
             "this model's own train_step: that its loss is a mean over pieces of a batch is not checked; what it does"
             " to gradients it does to each rank's own, before the average (clipping: clipnorm= of the optimizer)",
         )
-    metrics = _other_metrics(model, data) if mine[0] != "differs" and not session.own_step else []
+    metrics = _other_metrics(model, data) if is_first and mine[0] != "differs" and not session.own_step else []
     reports, named = zip(*session.world.gather((mine, metrics)), strict=True)
     for kind, text in reports:
         if kind == "note":
-            session.say(text)
+            session.say(text, once=text)
             break
     for text in next((texts for texts in named if texts), []):
         session.say(
             f"not the metric of one process: {text}; keep sums over samples in its states, or one value a sample"
         )
-    if of_torch or len(synchronized) < len(normalising):
+    if is_first:
+        _say_of_layers(model, session, of_torch or len(synchronized) < len(normalising))
+    if any(kind == "differs" for kind, _ in reports):
+        raise ReplicaError(
+            "the loss of a batch must be the mean (or the sum) of those of its pieces: ranks compute pieces",
+            "\n".join(f"rank {rank}: {text}" for rank, (kind, text) in enumerate(reports) if kind == "differs"),
+            "prepare(model, data, whole=True): the loss of the global batch, whatever it is; or a loss that returns one"
+            " value per sample (Dice(axis=(1, 2, 3)), no ops.sum or ops.mean over the batch) and layers that look at each"
+            " sample by itself (batch normalisation: keras.layers.BatchNormalization); if each rank's own is meant, or"
+            " this is a false alarm, prepare(model, verify=False)",
+            shared=True,
+        )
+
+
+def _say_of_layers(model: keras.Model, session: Session, normalises_apart: bool) -> None:
+    if normalises_apart:
         session.say(
             "batch normalisation: each rank normalises by its own part of the global batch (keras.layers."
             "BatchNormalization and prepare(model, sync_batchnorm=True): by all of it)"
@@ -71,16 +86,6 @@ def check(model: keras.Model, session: Session) -> None:
     if moving:
         session.say(
             f"{', '.join(moving)}: follows each rank's own samples within an epoch; then all ranks get that of rank 0"
-        )
-    if any(kind == "differs" for kind, _ in reports):
-        raise ReplicaError(
-            "the loss of a batch must be the mean (or the sum) of those of its pieces: ranks compute pieces",
-            "\n".join(f"rank {rank}: {text}" for rank, (kind, text) in enumerate(reports) if kind == "differs"),
-            "a loss returns one value per sample (Dice(axis=(1, 2, 3)), a function without ops.sum or ops.mean over the"
-            " batch) and Keras averages, and layers look at each sample by itself (batch normalisation:"
-            " keras.layers.BatchNormalization); if each rank's own is meant, or this is a false alarm,"
-            " prepare(model, verify=False)",
-            shared=True,
         )
 
 
@@ -106,7 +111,7 @@ def _judge(model: keras.Model, data: Any, *, trains: bool, normalises: bool) -> 
         with _scratch(model):
             found = its = _compared(model, batch, rows, training=False)
             if not np.isfinite(its.whole):
-                return "note", f"the loss of the first batch is {its.whole}: it was not checked on pieces of a batch"
+                return "note", f"the loss of a batch is {its.whole}: it was not checked on pieces of a batch"
             if its.whole != its.again:
                 return (
                     "note",
@@ -128,8 +133,8 @@ def _judge(model: keras.Model, data: Any, *, trains: bool, normalises: bool) -> 
     if found.functions:
         return (
             "note",
-            "a loss returns one number for a batch: that it is a mean over samples is seen of the first batch only (not"
-            " where a later one holds masked labels); one value a sample is right on any",
+            "a loss returns one number for a batch: that it is a mean over samples is tried at steps 1, 2, 4, 8 ... and"
+            " an epoch's first; one value a sample is right on any",
         )
     return "fine", ""
 
