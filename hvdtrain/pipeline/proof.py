@@ -111,7 +111,7 @@ class Proof:
         """
         batch = batch_size(arguments)
         key = (_settings(loss), _settings(weight), layout((arguments, y), batch), _kinds(y))
-        step = self._steps[key] = self._steps.get(key, 0) + 1
+        step = self._steps.get(key, 0) + 1
         tried = self._tried.setdefault(key, {})
         new = {
             place: labels - tried.get(place, set())
@@ -119,12 +119,11 @@ class Proof:
             if len(labels | tried.get(place, set())) <= _LABELS
         }
         if (step & (step - 1) and not any(new.values())) or batch < 2:
+            self._steps[key] = step
             return
         chosen = _chosen(batch, y, new)
         some = _taken(arguments, chosen, batch)
         targets = _taken(y, chosen, batch)
-        for place, labels in _labels(targets).items():
-            tried[place] = tried.get(place, set()) | labels
         sizes = (1,) * len(chosen)
         try:
             whole, parts, drew = self._outputs(some, sizes)
@@ -138,6 +137,9 @@ class Proof:
         targets = map_tensors(lambda tensor: tensor.to(device), targets)
         rounding = 0.0 if rows else tolerance_of(*tensors_of((whole,)))
         Comparison(loss, weight, whole, parts, targets, sizes, rounding).check()
+        self._steps[key] = step  # one that was refused is tried as long as none passes
+        for place, labels in _labels(targets).items():
+            tried[place] = tried.get(place, set()) | labels
 
     def _outputs(self, arguments: tuple[Any, ...], sizes: Sequence[int]) -> tuple[Any, list[Any] | StageError, bool]:
         """Of a batch as one piece, and of its parts (or why there are none); and whether random numbers were drawn."""
