@@ -289,9 +289,10 @@ class Pipeline(nn.Module):
         inputs, gradients = (given.pieces, given.gradients) if isinstance(given, Inputs) else (given, [])
         several = len(inputs) > 1
         training = any(module.training for module in self.module.modules())
-        # with one micro-batch the layers themselves do what is right
+        # with one micro-batch the layers themselves do what is right, unless parts are repeated
+        repeats = any(stage.repeats for stage in self.stages)
         draws = rng.Draws(self._drawing, self.devices) if several and (head is not None or training) else None
-        gather = self.batch_norm == "batch" and several and training
+        gather = self.batch_norm == "batch" and (several or repeats) and training
         pooled = Pooled(module for stage in self.stages for module in stage.modules()) if gather else None
         self.timeline = []
         call = Call(

@@ -69,9 +69,9 @@ def check(model: keras.Model, session: Session, *, is_first: bool) -> None:
             "the loss of a batch must be the mean (or the sum) of those of its pieces: ranks compute pieces",
             "\n".join(f"rank {rank}: {text}" for rank, (kind, text) in enumerate(reports) if kind == "differs"),
             "prepare(model, data, whole=True): the loss of the global batch, whatever it is; or a loss that returns one"
-            " value per sample (Dice(axis=(1, 2, 3)), no ops.sum or ops.mean over the batch) and layers that look at each"
-            " sample by itself (batch normalisation: keras.layers.BatchNormalization); if each rank's own is meant, or"
-            " this is a false alarm, prepare(model, verify=False)",
+            " value per sample (Dice(axis=(1, 2, 3)), no ops.sum or ops.mean over the batch) and layers that look at"
+            " each sample by itself (batch normalisation: keras.layers.BatchNormalization); if each rank's own is"
+            " meant, or this is a false alarm, prepare(model, verify=False)",
             shared=True,
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
@@ -25,6 +26,7 @@ class Facts:
     Attributes:
         example: with what: a few samples.
         draws: nodes that take random numbers.
+        repeats: nodes that keep the generators' state, to repeat a part in the backward pass (checkpointing).
         changed_at: node -> the place (in the order of the graph) of the last operation that changes its value in place.
         may_cross: nodes whose value another stage can be given: tensors, numbers, None, nested tuples of them.
         tensors: node -> how many tensors its value holds.
@@ -34,6 +36,7 @@ class Facts:
 
     example: tuple[Any, ...]
     draws: set[fx.Node] = field(default_factory=set)
+    repeats: set[fx.Node] = field(default_factory=set)
     changed_at: dict[fx.Node, int] = field(default_factory=dict)
     may_cross: set[fx.Node] = field(default_factory=set)
     tensors: dict[fx.Node, int] = field(default_factory=dict)
@@ -109,7 +112,10 @@ class _Watch:
         for place, node in enumerate(self._graph.nodes):
             if node.op == "output":
                 break
-            value = next(given) if node.op == "placeholder" else self._call(node)
+            with mock.patch.object(torch, "get_rng_state", wraps=torch.get_rng_state) as asked:
+                value = next(given) if node.op == "placeholder" else self._call(node)
+            if asked.called:
+                self._facts.repeats.add(node)
             now = self._generators.get()
             if not all(map(torch.equal, now, state)):
                 self._facts.draws.add(node)

@@ -99,6 +99,7 @@ class Stretch:
         name: "layer1.0.conv1 .. layer1.0.relu".
         draws: it took random numbers, in training.
         may_draw: it did, or could with other settings of its layers, or by code of the user's.
+        repeats: it repeats a part of its own in the backward pass (`torch.utils.checkpoint`).
         mutates: it changes what it is given in place.
     """
 
@@ -111,6 +112,7 @@ class Stretch:
         self.name = span_name([label(chain.program, node) for node in work])
         self.draws = any(node in chain.facts.draws for node in work)
         self.may_draw = self.draws or any(_may_draw(chain.program, node) for node in work)
+        self.repeats = any(node in chain.facts.repeats for node in work)
         self.mutates = chain.changes_input(first)
 
     @cached_property

@@ -134,7 +134,7 @@ Found = dict[int, tuple[Bytes, list[Seconds]]]
 
 
 def _by_size(bench: SegmentBench, wanted: Sequence[Sequence[int]], repeats: int, timed: bool) -> Found:
-    """Returns measurements by micro-batch size, of the first sizes that can be run (batch norm over one value, memory)."""
+    """Returns measurements by micro-batch size, of the first sizes that can be run (batch norm, memory)."""
     found: Found = {}
     failure: Exception | None = None
     for sizes in wanted:
