@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,8 +32,14 @@ def inputs(samples: int = 6) -> tuple[Tensor, Tensor]:
     return torch.randn(samples, 4, generator=made, dtype=DOUBLE), torch.randint(0, 3, (samples,), generator=made)
 
 
-def split(model: nn.Module, x: Tensor, **options: object) -> Pipeline:
-    return hp.split(model, x, "cpu,cpu", **{"micro_batches": 3, "balance": "memory", **options})
+def split(model: nn.Module, x: Tensor, **options: Any) -> Pipeline:
+    settings: dict[str, Any] = {"micro_batches": 3, "balance": "memory", **options}
+    return hp.split(model, x, "cpu,cpu", **settings)
+
+
+def gradient(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
 
 
 # -- names ---------------------------------------------------------------------------------------------------------
@@ -72,8 +79,8 @@ def test_a_model_may_use_any_name_of_the_pipelines(kind: str) -> None:
         pipe.step(x, y, F.cross_entropy)
         pipe.micro_batches = 2  # the pipeline's, whatever the model has
         F.cross_entropy(plain(x), y).backward()
-        wanted = {key: value.grad for key, value in plain.named_parameters()}
-        found = {key: value.grad for key, value in pipe.named_parameters()}
+        wanted = {key: gradient(value) for key, value in plain.named_parameters()}
+        found = {key: gradient(value) for key, value in pipe.named_parameters()}
         assert list(pipe.state_dict()) == list(plain.state_dict()) and found.keys() == wanted.keys(), name
         assert all(torch.allclose(found[key], wanted[key], atol=1e-12) for key in wanted), name
         pipe.close()
@@ -95,13 +102,14 @@ class Checkpointed(nn.Module):
 def test_what_a_checkpointed_part_draws_is_drawn_again(schedule: str, remat: str) -> None:
     """The twin are other numbers in the second pass: the gradients are those of another mask."""
     x, _ = inputs()
-    model = nn.Sequential(nn.Identity(), Checkpointed(nn.Dropout(0.5)), Checkpointed(nn.Dropout(0.5)))
+    blocks = [Checkpointed(nn.Dropout(0.5)) for _ in range(2)]
+    model = nn.Sequential(nn.Identity(), *blocks)
     pipe = split(model, x, schedule=schedule, remat=remat, balance=[1, 1])
     seen = set()
     for _ in range(5):
         loss = pipe.step(x, x, lambda out, y: out.sum(1).mean())
-        for block in (model[1], model[2]):
-            assert float((block.weight.grad * block.weight).detach().sum() - loss) == pytest.approx(0.0, abs=1e-12)
+        for block in blocks:
+            assert float((gradient(block.weight) * block.weight).detach().sum() - loss) == pytest.approx(0.0, abs=1e-12)
             block.weight.grad = None
         seen.add(float(loss))
     assert len(seen) == 5
@@ -114,11 +122,11 @@ def test_batch_norm_in_a_checkpointed_part_moves_as_in_the_unsplit_model(
     schedule: str, remat: str, micro_batches: int
 ) -> None:
     x, y = inputs()
-    norms = [nn.BatchNorm1d(4, dtype=DOUBLE) for _ in range(2)]
+    norms: list[Any] = [nn.BatchNorm1d(4, dtype=DOUBLE) for _ in range(2)]
     model = nn.Sequential(
         nn.Linear(4, 4, dtype=DOUBLE), Checkpointed(norms[0]), Checkpointed(norms[1]), nn.Linear(4, 3, dtype=DOUBLE)
     )
-    plain = copy.deepcopy(model)
+    plain: Any = copy.deepcopy(model)
     pipe = split(model, x, schedule=schedule, remat=remat, micro_batches=micro_batches)
     pipe.step(x, y, F.cross_entropy)
     F.cross_entropy(plain(x), y).backward()
