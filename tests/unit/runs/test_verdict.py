@@ -135,7 +135,7 @@ def test_ranks_that_are_slow_in_turns_wait_for_each_other() -> None:
 
 def test_waits_come_from_the_events_since_the_last_start() -> None:
     one, other = {"steps": 2, "least_s": 0.5}, {"steps": 3, "least_s": 0.25}
-    events = [{"kind": "epoch", "waits": [one]}, {"kind": "start"}, {"kind": "epoch"}]
+    events: list[dict[str, Any]] = [{"kind": "epoch", "waits": [one]}, {"kind": "start"}, {"kind": "epoch"}]
     events += [{"kind": "epoch", "waits": [one, other]}, {"kind": "epoch", "waits": [other, other]}]
     assert waits_per_rank(events) == [Waits(5, 0.75), Waits(6, 0.5)]
 
