@@ -517,7 +517,9 @@ class Last(fit_callbacks.Callback):
         self._share_stop()
 
     def _share_stop(self) -> None:
+        before = self.session.clock.enter("communication")  # it waits for the ranks
         self.model.stop_training = _any(bool(self.model.stop_training), self.world)
+        self.session.clock.enter(before)
 
 
 @repeated

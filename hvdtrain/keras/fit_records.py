@@ -24,8 +24,8 @@ from hvdtrain.runs.preemption import tell_if_lost
 class Record(Callback):
     """Writes steps to the run log, and where their time went.
 
-    Keras tells apart: waiting for a batch (up to `on_train_batch_begin`, and what the step says itself), the step, and
-    what comes between two steps.
+    Keras tells apart: waiting for a batch (up to `on_train_batch_begin`, and what the step says itself), the step (from
+    the call of the train function: `checks.steps`), and what comes between two steps.
     """
 
     def __init__(self, session: Session, run: RunLog, count: Count) -> None:
@@ -44,7 +44,7 @@ class Record(Callback):
         self._seen = (0.0, 0.0)
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        self.session.clock.enter("train_step")
+        self.session.clock.enter("other")
         self._waited = float(self.session.waited)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -52,7 +52,7 @@ class Record(Callback):
         seconds, waited = self.session.clock.take(), float(self.session.waited) - self._waited
         if waited > 0:
             seconds["input"] = seconds.get("input", 0.0) + waited
-            seconds["train_step"] -= waited
+            seconds["train_step"] = seconds.get("train_step", 0.0) - waited
         now = self.session.progress
         self.run.step(
             step=now.step, epoch=now.epoch, samples_seen=now.samples_seen,

@@ -33,9 +33,13 @@ OTHER_SHARE = 0.15
 COMPUTE_SHARE = 0.75
 # shares of the whole run, and the seconds that they must come to: fewer are worth a word where they are most of it
 BETWEEN_SHARES = {"checkpoint": 0.05, "evaluation": 0.30}
-BETWEEN_S, MOST, MOST_S = 10.0, 0.5, 1.0
+BETWEEN_S = ((10.0, 0.05), (2.0, 0.25), (0.5, 0.5))  # seconds, and the share that makes them worth a word
 # in less time than this, the steps are too few to judge
 SHORT_S = 0.5
+# a rank that the others wait for is named from so many seconds on: shorter ones are noise
+NAMED_S = 0.5
+IN_TURNS_S = 0.01  # a step: less is noise of a busy machine
+IDLE_SHARE = 0.25  # of the node's cores
 
 Kind = Literal["unknown", "input", "communication", "uneven", "other", "compute", "nothing"]
 
@@ -47,17 +51,21 @@ class Facts:
     Attributes:
         workers: loader processes of each rank; 0: the training process decodes by itself; None: the data is in
             memory, and served from there; "unknown": the caller reads it in a way of its own.
-        free_cores: cores of this node on which neither ranks nor their loaders run.
+        free_cores: cores of this node on which neither ranks nor their loaders run; None: not known.
+        idle: the share of this node's cores that nothing ran on while the training did; None: not known.
         local_size: ranks on this node.
+        hosts: nodes of the job.
         compression: of the gradients that are sent; None for none.
         accumulate: batches of one update.
     """
 
     workers: int | None | Literal["unknown"] = "unknown"
-    free_cores: int = 0
+    free_cores: int | None = None
     local_size: int = 1
     compression: str | None = None
     accumulate: int = 1
+    idle: float | None = None
+    hosts: int = 1
 
 
 @dataclass(frozen=True)
@@ -78,13 +86,34 @@ class Verdict:
         return self.text
 
 
-def verdict(per_rank: Sequence[Mapping[str, float]], facts: Facts = Facts()) -> Verdict:
+@dataclass(frozen=True)
+class Waits:
+    """A rank's waiting for gradients, step by step.
+
+    Attributes:
+        steps: how many.
+        least_s: what its shortest waits would come to in all of them: what the gradients themselves cost. Longer ones
+            are for other ranks.
+    """
+
+    steps: int = 0
+    least_s: float = 0.0
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> Waits:
+        """Returns those of steps, by the shortest tenth."""
+        shortest = sorted(seconds)[: max(1, len(seconds) // 10)]
+        return cls(len(seconds), len(seconds) * shortest[-1] if shortest else 0.0)
+
+
+def verdict(per_rank: Sequence[Mapping[str, float]], facts: Facts = Facts(), waits: Sequence[Waits] = ()) -> Verdict:
     """Says what holds a step up.
 
     Args:
         per_rank: for each rank its seconds by phase, over any number of steps; phases that are not known count
             as "other".
         facts: about the machine and the settings.
+        waits: of each rank, if they are known.
     """
     seconds = [_by_phase(phases) for phases in per_rank]
     step_s = [sum(phases[name] for name in STEP) for phases in seconds]
@@ -95,7 +124,9 @@ def verdict(per_rank: Sequence[Mapping[str, float]], facts: Facts = Facts()) -> 
     if max(step_s) < SHORT_S:
         kind, finding = "nothing", f"nothing stands out: {max(step_s):.1g} s of steps are too short to judge"
     else:
-        kind, finding = _uneven(seconds, step_s) or _bound(shares, len(seconds), facts)
+        kind, finding = (
+            _uneven(seconds, step_s, facts) or _in_turns(seconds, waits, step_s) or _bound(shares, len(seconds), facts)
+        )
     lines = [finding, *_between(seconds, sum(step_s))]
     return Verdict(kind, "\n".join(lines), shares)
 
@@ -120,6 +151,20 @@ def phases_per_rank(events: Iterable[Mapping[str, Any]]) -> list[dict[str, float
     return total
 
 
+def waits_per_rank(events: Iterable[Mapping[str, Any]]) -> list[Waits]:
+    """Adds up every rank's waiting from a run's events, as `phases_per_rank` does its seconds."""
+    total: list[Waits] = []
+    for event in events:
+        if event.get("kind") in ("start", "resume"):
+            total = []
+        elif event.get("kind") == "epoch":
+            its = [Waits(**fields) for fields in event.get("waits") or []]
+            total += [Waits()] * (len(its) - len(total))
+            pairs = zip(total, its, strict=False)
+            total = [Waits(a.steps + b.steps, a.least_s + b.least_s) for a, b in pairs] + total[len(its) :]
+    return total
+
+
 def _by_phase(phases: Mapping[str, float]) -> dict[str, float]:
     """Seconds of every known phase; negative ones (a clock that was set back) count as 0."""
     known = dict.fromkeys((*STEP, *BETWEEN), 0.0)
@@ -128,15 +173,34 @@ def _by_phase(phases: Mapping[str, float]) -> dict[str, float]:
     return known
 
 
-def _uneven(seconds: Sequence[Mapping[str, float]], step_s: Sequence[float]) -> tuple[Kind, str] | None:
+def _in_turns(
+    seconds: Sequence[Mapping[str, float]], waits: Sequence[Waits], step_s: Sequence[float]
+) -> tuple[Kind, str] | None:
+    """Returns a finding if ranks wait for each other in turns: most of their waiting is not what each step costs."""
+    if len(seconds) < 2 or len(waits) != len(seconds):
+        return None
+    all_s = sum(phases["communication"] for phases in seconds)
+    others_s = all_s - sum(its.least_s for its in waits)
+    share, steps = others_s / sum(step_s), sum(its.steps for its in waits)
+    is_long = others_s >= max(all_s / 2, NAMED_S * len(seconds), IN_TURNS_S * steps)
+    if share < WAITING_SHARE or not is_long:
+        return None
+    return "uneven", (
+        f"uneven steps: {_percent(share)} of each step is spent waiting for other ranks, now one and now another; make"
+        " batches alike (lengths, augmentation), and look at what else runs on these cores"
+    )
+
+
+def _uneven(seconds: Sequence[Mapping[str, float]], step_s: Sequence[float], facts: Facts) -> tuple[Kind, str] | None:
     """Whether the ranks wait for one of them, and what it is slower at."""
     waits = [phases["communication"] + phases[TRAIN_STEP] for phases in seconds]
     last = waits.index(min(waits))
     others = [rank for rank in range(len(seconds)) if rank != last]
     if not others:
         return None
-    waiting = (statistics.median(waits[rank] for rank in others) - waits[last]) / statistics.median(step_s)
-    if waiting < WAITING_SHARE:
+    waiting_s = statistics.median(waits[rank] for rank in others) - waits[last]
+    waiting = waiting_s / statistics.median(step_s)
+    if waiting < WAITING_SHARE or waiting_s < NAMED_S:
         return None
     usual = {name: statistics.median(seconds[rank][name] for rank in others) for name in ("input", *COMPUTE, "other")}
     excess = {name: seconds[last][name] - usual[name] for name in usual}
@@ -146,7 +210,13 @@ def _uneven(seconds: Sequence[Mapping[str, float]], step_s: Sequence[float]) -> 
     doing = {"input": "waiting for data", "other": "outside the training step"}.get(cause, f"in {cause}")
     more = f"spends {seconds[last][cause] / usual[cause]:.1f} times" if usual[cause] > 0 else "alone spends"
     what = f"it {more} {'as long ' if usual[cause] > 0 else 'time '}{doing}"
-    remedy = "look at its disk and loader" if cause == "input" else "look at what else runs on its host"
+    computing = "look at what only this rank computes, or at what else runs on its " + (
+        "host" if facts.hosts > 1 else "cores"
+    )
+    remedy = {
+        "input": "look at its disk and loader",
+        "other": f"look at what only rank {last} runs between steps (logging, metrics, saves, callbacks)",
+    }.get(cause, computing)
     finding = f"uneven ranks: {_percent(waiting)} of each step is spent waiting for rank {last}"
     return "uneven", f"{finding}; {what}; {remedy}"
 
@@ -179,25 +249,29 @@ def _bound(shares: Mapping[str, float], size: int, facts: Facts) -> tuple[Kind, 
         return "input", f"input bound: {share} of each step waits for data; {_input_remedy(facts)}"
     if worst == "communication":
         found = f"communication bound: {share} of each step waits for gradients"
-        compress = "" if facts.compression else "send gradients in 16 bits (compression fp16) or "
+        compress = "" if facts.compression or facts.hosts == 1 else "send large gradients in 16 bits (fp16) or "
         rarer = f"reduce less often (accumulate {2 * facts.accumulate}, or a larger batch on each rank)"
         return "communication", f"{found}; {compress}{rarer}"
     code = "logging, metrics, callbacks or other code of the training loop"
-    return "other", f"{share} of each step is spent outside of it: {code}"
+    if shares["input"] < 0.001:
+        code = f"data that no loader of hvdtrain reads, {code}"
+    return "other", f"{share} of the training is spent outside of its steps: {code}"
 
 
 def _input_remedy(facts: Facts) -> str:
-    if facts.workers == "unknown":
-        return "try more workers, or less work for each sample (`hvdtrain bench input` measures which)"
     if facts.workers is None:
         return "the data is in memory: look at what else runs on these cores, or take larger batches"
-    each = facts.free_cores // max(1, facts.local_size)
-    if each > 0:
+    each = (facts.free_cores or 0) // max(1, facts.local_size)
+    if facts.workers != "unknown" and each > 0:
         more = each * facts.local_size
         plural = "s" * (more > 1)
         now = facts.workers + each
         return f"{more} more loader worker{plural} fit{'s' * (more == 1)} on this node (--workers {now} for each rank)"
-    return "all cores of this node are in use: store smaller pictures, or give each rank more cores"
+    less = "less work for each sample (`hvdtrain bench input` measures which)"
+    if facts.idle is not None and facts.idle < IDLE_SHARE:
+        return f"{_percent(1 - facts.idle)} of this node's cores are in use: {less}, or more cores"
+    idle = "" if facts.idle is None else f" ({_percent(facts.idle)} of this node's cores are idle)"
+    return f"try more workers{idle}, or {less}"
 
 
 def _between(seconds: Sequence[Mapping[str, float]], steps_s: float) -> list[str]:
@@ -208,7 +282,7 @@ def _between(seconds: Sequence[Mapping[str, float]], steps_s: float) -> list[str
         f"{name} takes {_percent(spent[name] / whole)} of the run: {remedy}"
         for name, remedy in BETWEEN.items()
         if spent[name] / whole >= BETWEEN_SHARES[name]
-        and spent[name] / len(seconds) >= (MOST_S if spent[name] / whole >= MOST else BETWEEN_S)
+        and any(spent[name] / len(seconds) >= long and spent[name] / whole >= share for long, share in BETWEEN_S)
     ]
 
 

@@ -22,14 +22,16 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TextIO
 
 from hvdtrain.core.errors import ConfigError, Preempted, ended_by, note_exits
 from hvdtrain.core.launchers import job_of
+from hvdtrain.core.resources import core_seconds, idle_share
 from hvdtrain.core.world import World
 from hvdtrain.runs import gpu, log_files, stats
-from hvdtrain.runs.bottleneck import Facts, phases_per_rank, verdict
+from hvdtrain.runs.bottleneck import Facts, Waits, phases_per_rank, verdict, waits_per_rank
 from hvdtrain.runs.clock import Tracing, traced_updates
 from hvdtrain.runs.folder import place_of
 from hvdtrain.runs.log_files import read_events, read_run
@@ -90,6 +92,7 @@ class RunLog:
         self._warned = self._warned_of_gpus = False
         self._window = log_files.Window()
         self._phase_totals: dict[str, float] = {}
+        self._waits: list[float] = []  # seconds of communication of each step since the last epoch's end
         self._first_step: Mapping[str, float] | None = None  # until an event has it, then empty
         self._epochs: list[dict[str, Any]] = []  # what the verdict reads
         self._options = dict(config), progress, tensorboard
@@ -98,7 +101,8 @@ class RunLog:
         self._writing = threading.Lock()  # checkpoints are noted by another thread
         self._saves: list[Mapping[str, Any]] = []
         self._before_end: Callable[[], object] | None = None
-        self.facts = Facts(local_size=world.local_size)
+        self.facts = Facts(local_size=world.local_size, hosts=-(-world.size // max(1, world.local_size)))
+        self._cores = core_seconds()
         updates = traced_updates(os.environ)
         world.on_main(self._open, resume)
         self._tracing = Tracing(updates, world, self.run_dir) if updates else None
@@ -252,6 +256,8 @@ class RunLog:
             self._gpus.start()  # what came before the first step is no training
         self._take_over()
         self._add_phases(seconds)
+        if "communication" in seconds:
+            self._waits.append(seconds["communication"])
         if self._first_step is None:
             self._first_step = dict(self._phase_totals)
         if self._tracing is not None:
@@ -280,15 +286,18 @@ class RunLog:
         self._add_phases(phases or {})
         reading = self._gpus.take() if self._gpus is not None else {}
         marked = self._tracing.take() if self._tracing else []
-        gathered = self.world.gather((self._phase_totals, self._first_step, reading, marked))
+        waits = asdict(Waits.of(self._waits))
+        gathered = self.world.gather((self._phase_totals, self._first_step, reading, marked, waits))
         self._take_over()
-        per_rank, first, readings, marks = map(list, zip(*gathered, strict=True))
-        self._phase_totals, self._first_step = {}, {}
+        per_rank, first, readings, marks, all_waits = map(list, zip(*gathered, strict=True))
+        self._phase_totals, self._first_step, self._waits = {}, {}, []
         self._end_window()
         self._window.spend(phases or {})  # the events of steps sum to the time of the run, too
         more: dict[str, Any] = {"gpus": readings} if any(readings) else {}
         if any(first):
             more["first_step"] = [its or {} for its in first]
+        if any(its["steps"] for its in all_waits):
+            more["waits"] = all_waits
         self.event("epoch", epoch=epoch, metrics=dict(metrics), seconds=seconds, ranks=per_rank, **more)
         if any(marks):
             self.event("marks", ranks=marks)
@@ -362,7 +371,8 @@ class RunLog:
             self.event("marks", ranks=[marks])
         if self._phase_totals and (self.world.size == 1 or not any(map(any, (its["ranks"] for its in self._epochs)))):
             self._epochs.append({"kind": "epoch", "ranks": [self._phase_totals]})  # what no epoch has closed
-        found = verdict(phases_per_rank(self._epochs) or [{}], self.facts)
+        facts = replace(self.facts, idle=idle_share(self._cores, core_seconds()))
+        found = verdict(phases_per_rank(self._epochs) or [{}], facts, waits_per_rank(self._epochs))
         text = "\n".join(filter(None, [str(found), gpu.told(epoch.get("gpus", ()) for epoch in self._epochs)]))
         measured = status == "finished" and found.kind != "unknown"
         if measured:

@@ -14,7 +14,7 @@ VERDICTS = {
     "slow disk": "for data; ",  # all ranks', or that of the rank that reads a little later than the others
     "slow augmentation": "input bound: ",
     "straggler": "uneven ranks: ",
-    "slow callbacks": " of each step is spent outside of it: ",
+    "slow callbacks": " of the training is spent outside of its steps: ",
     "frequent saves": "checkpoint takes ",
     "evaluation heavy": "evaluation takes ",
     "compute heavy": "compute ",

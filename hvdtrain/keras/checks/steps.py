@@ -39,6 +39,7 @@ def _alone(model: keras.Model, inner: Callable[[Any], Any]) -> Callable[[Any], A
     def train_function(data: Any) -> Any:
         session: Session = vars(model)[KEY]
         _end_if_told(session)
+        session.clock.enter("train_step")
         logs = inner(data)
         session.told = preemption.told()
         return logs
@@ -73,6 +74,7 @@ def _counting(model: keras.Model, inner: Callable[[Any], Any]) -> Callable[[Any]
         key = f"of {session.name.replace('hvdtrain.', 'model ')}"
 
         def run(data: Any) -> Any:
+            session.clock.enter("train_step")
             with session.world.tracker.update(key):  # it waits for the ranks
                 return inner(data)
 

@@ -178,9 +178,10 @@ class WalkedLoader(Loader):
 
         shapes = data_adapter_utils.get_tensor_spec([self[0], self[1]])
         found = tf.data.Dataset.from_generator(lambda: for_tensorflow(self.batches()), output_signature=shapes)
-        if self.source.by_tensorflow:
-            return found.prefetch(2)
         options = tf.data.Options()
+        options.autotune.enabled = False  # as of `Loader`
+        if self.source.by_tensorflow:
+            return found.prefetch(2).with_options(options)
         options.experimental_optimization.inject_prefetch = False  # it draws from Python's generators, as training does
         return found.with_options(options)
 
