@@ -58,3 +58,18 @@ def test_statistics_of_averaged_weights_are_those_of_one_process() -> None:
     gaps = [float(re.findall(r"gap (\S+)", done.check().out)[0]) for done in (ours, parts)]
     assert gaps[0] < 1e-9 < 1e-2 < gaps[1]  # PyTorch's own reads each rank's part
     assert "read rank 0's part of 52 samples" in parts.err and "rank 0's part" not in ours.err
+
+
+def test_a_seed_that_init_replaces_is_reported() -> None:
+    program = PROGRAMS / "torch" / "own_errors.py"
+    seeded, plain = together(
+        lambda: run_ranks([program, "seed", "7"], 1, launcher="none", timeout_s=60),
+        lambda: run_ranks([program, "seed"], 1, launcher="none", timeout_s=60),
+    )
+    assert "in place of the seed 7" in seeded.check().err and "seed=7" in seeded.err
+    assert "in place of" not in plain.check().err
+
+
+def test_batch_norm_of_one_value_names_the_tail() -> None:
+    done = run_ranks([PROGRAMS / "torch" / "own_errors.py", "tail"], 1, launcher="none", timeout_s=60)
+    assert done.returncode == 1 and 'tail="drop"' in done.err and "per_rank_batch 8" in done.err, done.text
