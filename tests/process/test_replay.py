@@ -101,6 +101,13 @@ def test_samples_meet_where_halves_do_not_add_up(name: str) -> None:
     assert (tried(LOSSES[name]) > 1e-9) == (not adds_up(LOSSES[name]))
 
 
+def test_samples_that_lie_side_by_side_may_meet() -> None:
+    """Groups of four are on one rank, though half of the batch is no number of them; one with a fifth is not."""
+    four = lambda o: (o.view(3, 4, WIDE)[:, :1] - o.view(3, 4, WIDE)).abs().mean()  # noqa: E731
+    assert tried(four) <= 1e-9
+    assert tried(lambda o: four(o.roll(1, 0))) > 1e-9
+
+
 def without_gradient(loss: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """Returns the same loss; what it computes first has no gradient."""
 

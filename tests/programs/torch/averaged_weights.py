@@ -1,4 +1,4 @@
-"""Weights averaged over epochs, whose batch-norm statistics are taken again; usage: averaged_weights.py OURS.
+"""Weights averaged over epochs, whose batch-norm statistics are taken again; usage: averaged_weights.py OURS SAMPLES
 
 OURS: 1 with `hvdtrain.torch.update_bn`, 0 with PyTorch's own on each rank.
 """
@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel, update_bn
 import hvdtrain
 import hvdtrain.torch as hvt
 
-SAMPLES, UPDATE = 52, 12  # the last update has 4
+SAMPLES, UPDATE = int(sys.argv[2]), 12
 torch.set_default_dtype(torch.float64)
 torch.manual_seed(1)
 X, Y = torch.randn(SAMPLES, 4), torch.randn(SAMPLES, 1)

@@ -30,6 +30,7 @@ X = torch.randn(SAMPLES, WIDE, generator=MADE)
 Y = torch.randint(0, KINDS, (SAMPLES,), generator=MADE)
 REAL = torch.randn(SAMPLES, KINDS, generator=MADE)
 HOLES = torch.where(torch.rand(SAMPLES, generator=MADE) < 0.4, -100, Y)
+HOLES[4:8] = -100  # a micro-batch of which no label counts
 NODES = [torch.randn(2 + at % 4, WIDE, generator=MADE) for at in range(SAMPLES)]
 CLASSES = torch.tensor([1.0, 3.0, 0.5, 2.0])
 MASK = (torch.rand(SAMPLES, KINDS, generator=MADE) < 0.7).double()
