@@ -300,9 +300,10 @@ class Passes(Facade):
         After the batch that completes an update, `p.grad` is the gradient of the mean loss over all ranks and
         micro-batches, sum(weight x gradient) / sum(weight), unscaled. Before, `p.grad` is None.
         On ddp and deepspeed clone a gradient to keep it: the next update uses its memory again, as PyTorch's own does.
-        At updates 1, 2, 4, 8 ..., and an epoch's first, the loss is tried: its operations run again with other outputs
-        for half of the samples (on a GPU this waits, and needs the loss's memory once more). Factors of the targets alone
-        that autograd does not see (weights divided by their batch mean) are found by `hvdtrain.torch.check(step, batch)`.
+        At updates 1, 2, 4, 8 ..., and an epoch's first, the loss is tried: its operations run again with other
+        outputs for half of the samples (on a GPU this waits, and needs the loss's memory once more). Factors of the
+        targets alone that autograd does not see (weights divided by their batch mean) are found by
+        `hvdtrain.torch.check(step, batch)`.
 
         Args:
             loss: a scalar, the mean over this rank's batch: of its samples, or of what `weight` counts; not a sum
