@@ -23,7 +23,7 @@ EXACT = [
 QUICK = [
     "ignore_class", "one_rank_ignored", "mask_zero", "masking_lstm", "mean_of_weights", "weights_zero_on_a_rank",
     "class_weight", "sum", "two_outputs", "none", "dice_of_the_batch", "balance_in_training", "batchnorm_of_ones_own",
-    "contrast_of_single_samples",
+    "contrast_of_single_samples", "divides_otherwise_later",
 ]  # fmt: skip
 REFUSED = {
     "none": ("ConfigError", "must be one number", "reduction=None in SparseCategoricalCrossentropy"),
@@ -31,6 +31,7 @@ REFUSED = {
     "balance_in_training": ("ReplicaError", "its pieces", "6 samples"),
     "batchnorm_of_ones_own": ("ReplicaError", "its pieces", "keras.layers.BatchNormalization"),
     "contrast_of_single_samples": ("ReplicaError", "its pieces", "2 samples"),
+    "divides_otherwise_later": ("ReplicaError", "its pieces", "6 samples", "whole=True"),
 }
 # what ranks that weigh by samples only get wrong
 BY_SAMPLES_WRONG = ["ignore_class", "mask_zero", "two_outputs", "sum"]
