@@ -144,8 +144,8 @@ def _end_of(where: Path, run: Mapping[str, Any] | None) -> str:
         return ""
     last = next((event for event in reversed(read_events(where)) if event.get("kind") in ("step", "epoch")), None)
     came = f"; its last event: {last['kind']} {last.get(last['kind'])}, {moment(last['time'])}" if last else ""
-    told = f"\n  {_PREEMPTED}: {_UNKNOWN}" if status == "preempted" else ""
-    return f"{where}: {'no end is recorded' if status == 'killed' else status}{came}{told}"
+    preempted = f"\n  {_PREEMPTED}: {_UNKNOWN}" if status == "preempted" else ""
+    return f"{where}: {'no end is recorded' if status == 'killed' else status}{came}{preempted}"
 
 
 def _of_record(where: Path, error: str) -> dict[str, Any]:

@@ -150,7 +150,7 @@ def _in_two(model: keras.Model, give: Callable[[str, Any], None], bound: inspect
         one for one in callbacks if not type(one).__module__.startswith("hvdtrain.") and not isinstance(one, _K.History)
     ]
     give("epochs", first + 1)
-    with _muted(users, "on_train_end") as ends:  # for them it is one training: a file is not begun anew within it
+    with _muted(users, "on_train_end") as ends:  # for them it is one training: they start no file again
         begun = model.fit(*bound.args, **bound.kwargs)
     if model.stop_training:
         for callback, logs in ends:

@@ -290,9 +290,7 @@ class TensorFlowBackend(OutsideOfSteps):
 
 
 def _note(session: Any, words: Any) -> None:
-    """Notes in the session whether a rank was preempted, or to leave: nobody need read a variable after each step for
-    it.
-    """
+    """Notes in the session whether a rank was preempted, or is to leave, so that no step reads a variable for it."""
 
     def noted() -> Any:
         with tf.control_dependencies([tf.numpy_function(session.note, tf.unstack(words), [])]):

@@ -208,7 +208,8 @@ def last_line(model: nn.Module, samples: Any, world: hvdtrain.World) -> str:
 
 def case_a_slow_loader_is_called_input_bound(world: hvdtrain.World) -> None:
     verdict = last_line(mlp(), SlowPictures(), world)
-    assert verdict.startswith("verdict: input bound: ") and "try more workers" in verdict, verdict
+    # whether more workers would help depends on the cores that are idle: other programs' work counts
+    assert verdict.startswith("verdict: input bound: ") and "less work for each sample" in verdict, verdict
 
 
 def case_a_heavy_model_is_called_compute_bound(world: hvdtrain.World) -> None:
