@@ -58,7 +58,9 @@ def cgroup_quota(root: Path = Path("/sys/fs/cgroup")) -> float:
 
 def core_seconds(path: Path = Path("/proc/stat")) -> tuple[float, float] | None:
     """Returns for how long this node's cores were idle, and for how long they were there, since it started, in ticks;
-    None where the kernel does not say."""
+    None where the kernel does not say, or this process may use a part of them only."""
+    if min(len(os.sched_getaffinity(0)), cgroup_quota()) < (os.cpu_count() or 1):
+        return None
     try:
         ticks = [float(text) for text in path.read_text().split("\n", 1)[0].split()[1:9]]
     except (OSError, ValueError):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any, Literal
 
 # the phases of a step; what else is measured (checkpoint, evaluation) lies between steps
@@ -105,6 +106,9 @@ class Waits:
         shortest = sorted(seconds)[: max(1, len(seconds) // 10)]
         return cls(len(seconds), len(seconds) * shortest[-1] if shortest else 0.0)
 
+    def __add__(self, other: Waits) -> Waits:
+        return Waits(self.steps + other.steps, self.least_s + other.least_s)
+
 
 def verdict(per_rank: Sequence[Mapping[str, float]], facts: Facts = Facts(), waits: Sequence[Waits] = ()) -> Verdict:
     """Says what holds a step up.
@@ -159,9 +163,7 @@ def waits_per_rank(events: Iterable[Mapping[str, Any]]) -> list[Waits]:
             total = []
         elif event.get("kind") == "epoch":
             its = [Waits(**fields) for fields in event.get("waits") or []]
-            total += [Waits()] * (len(its) - len(total))
-            pairs = zip(total, its, strict=False)
-            total = [Waits(a.steps + b.steps, a.least_s + b.least_s) for a, b in pairs] + total[len(its) :]
+            total = [a + b for a, b in zip_longest(total, its, fillvalue=Waits())]
     return total
 
 

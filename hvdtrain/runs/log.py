@@ -40,6 +40,7 @@ __all__ = ["RunLog", "read_events", "read_run", "run_status"]
 
 # what reached the operating system survives a killed process
 FLUSH_EVERY_S = 1.0
+_MOST_WAITS = 10_000  # that are kept, of an epoch that does not end
 _LOGS: weakref.WeakSet[RunLog] = weakref.WeakSet()  # of this program
 _RECORDED_VERSIONS = ("hvdtrain", "horovod", "numpy", "torch", "tensorflow", "tensorflow-cpu", "keras")
 
@@ -92,7 +93,8 @@ class RunLog:
         self._warned = self._warned_of_gpus = False
         self._window = log_files.Window()
         self._phase_totals: dict[str, float] = {}
-        self._waits: list[float] = []  # seconds of communication of each step since the last epoch's end
+        self._waited = Waits()  # for gradients, since the last epoch's end, but for the last steps
+        self._waits: list[float] = []  # of those, in seconds
         self._first_step: Mapping[str, float] | None = None  # until an event has it, then empty
         self._epochs: list[dict[str, Any]] = []  # what the verdict reads
         self._options = dict(config), progress, tensorboard
@@ -258,6 +260,8 @@ class RunLog:
         self._add_phases(seconds)
         if "communication" in seconds:
             self._waits.append(seconds["communication"])
+            if len(self._waits) == _MOST_WAITS:
+                self._waited, self._waits = self._waited + Waits.of(self._waits), []
         if self._first_step is None:
             self._first_step = dict(self._phase_totals)
         if self._tracing is not None:
@@ -286,11 +290,11 @@ class RunLog:
         self._add_phases(phases or {})
         reading = self._gpus.take() if self._gpus is not None else {}
         marked = self._tracing.take() if self._tracing else []
-        waits = asdict(Waits.of(self._waits))
+        waits = asdict(self._waited + Waits.of(self._waits))
         gathered = self.world.gather((self._phase_totals, self._first_step, reading, marked, waits))
         self._take_over()
         per_rank, first, readings, marks, all_waits = map(list, zip(*gathered, strict=True))
-        self._phase_totals, self._first_step, self._waits = {}, {}, []
+        self._phase_totals, self._first_step, self._waits, self._waited = {}, {}, [], Waits()
         self._end_window()
         self._window.spend(phases or {})  # the events of steps sum to the time of the run, too
         more: dict[str, Any] = {"gpus": readings} if any(readings) else {}

@@ -329,9 +329,10 @@ def serve(descriptor: int, parent: int) -> None:
 def _written(message: dict[str, Any], descriptors: list[int], folder: Folder, link: Link | None) -> dict[str, Any]:
     started = time.perf_counter()
     written = Written(**message["written"] | {"progress": Progress(**message["written"]["progress"])})
+    images = descriptors[: len(message["files"])]  # after them, the directory's
     files = {
         name: (partial(write_image, descriptor, size, entry), Share(**share))
-        for (name, (size, entry, share)), descriptor in zip(message["files"].items(), descriptors, strict=False)
+        for (name, (size, entry, share)), descriptor in zip(message["files"].items(), images, strict=True)
     }
     number = message["with"][1]
     try:

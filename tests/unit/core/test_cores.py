@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from hvdtrain.core import resources
 from hvdtrain.core.resources import Allowance, cgroup_quota, own_allowance, share_of, usable_cores, workers_for
 from hvdtrain.core.world import World
 
@@ -58,3 +59,20 @@ def test_this_process() -> None:
 )  # fmt: skip
 def test_workers(cores: float, on_gpu: bool, workers: int) -> None:
     assert workers_for(cores, on_gpu=on_gpu) == workers
+
+
+def test_idle_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(os.cpu_count() or 1)))
+    monkeypatch.setattr(resources, "cgroup_quota", lambda: math.inf)
+    stat = tmp_path / "stat"
+    readings = []
+    for line in ("cpu  100 0 50 800 40 0 10 0 0 0", "cpu  160 0 60 820 40 0 20 0 7 0"):
+        stat.write_text(f"{line}\ncpu0 1 2 3\n")
+        readings.append(resources.core_seconds(stat))
+    assert resources.idle_share(*readings) == 0.2  # 20 of 100 ticks
+    assert resources.idle_share(readings[0], readings[0]) is resources.idle_share(None, readings[1]) is None
+    stat.write_text("no such line")
+    assert resources.core_seconds(stat) is None is resources.core_seconds(tmp_path / "none")
+    monkeypatch.setattr(resources, "cgroup_quota", lambda: 0.5)
+    stat.write_text("cpu  100 0 50 800 40 0 10 0 0 0\n")
+    assert resources.core_seconds(stat) is None, "a container that may use a part of the node"

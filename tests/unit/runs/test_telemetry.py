@@ -15,7 +15,7 @@ from run_logs import one_step, open_log, strict
 
 from hvdtrain import LR, ConfigError
 from hvdtrain.runs.bottleneck import Facts
-from hvdtrain.runs.log import read_run
+from hvdtrain.runs.log import read_events, read_run
 from hvdtrain.runs.log_files import EVENT_EVERY_S, Line, Window, plain, to_json, write_json
 
 
@@ -266,6 +266,16 @@ class TestVerdict:
         run = read_run(tmp_path)
         assert run is not None and run["result"]["verdict"].startswith(said)
         assert run["result"]["shares"]["input"] == 0.5
+
+    def test_waits_are_folded_where_no_epoch_ends(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("hvdtrain.runs.log._MOST_WAITS", 10)
+        with open_log(tmp_path) as log:
+            for step in range(25):
+                one_step(log, step, communication=0.25, forward=1.0)
+            assert len(log._waits) < 10
+            log.epoch(0, {}, 10.0)
+        [epoch] = [event for event in read_events(tmp_path) if event["kind"] == "epoch"]
+        assert epoch["waits"] == [{"steps": 25, "least_s": 6.25}]
 
     def test_what_is_known_makes_its_advice_exact(self, tmp_path: Path) -> None:
         with open_log(tmp_path) as log:
