@@ -6,6 +6,8 @@
 #   scripts/test.sh --coverage          which lines run, in ranks and programs, too; fails below 90 %
 # Two files at a time: tests of ranks wait as long as they work. -n 0 for one after the other, in one process.
 case ${1:-} in -h | --help) sed -n '2,$s/^# \{0,1\}//p' "$0"; exit ;; esac
+# Images of Docker set it: each of some thousand ranks would compile PyTorch's sources once more, half of all the time.
+unset PYTHONDONTWRITEBYTECODE
 case ${1:-} in --smoke) HVDTRAIN_SETUP=test ;; *) HVDTRAIN_SETUP=dev ;; esac
 . "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 started=$SECONDS

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Iterator
@@ -37,14 +38,21 @@ class Launched:
         return Ended(self.process.returncode, out, err, self.folder)
 
     def until(self, *texts: str) -> None:
-        """Read the output until every text was there."""
-        missing = set(texts)
+        """Read the output until every text was there; a job that does not write them is ended."""
+        missing, read = set(texts), list[str]()
         assert self.process.stdout is not None
-        for line in self.process.stdout:
-            missing -= {text for text in missing if text in line}
-            if not missing:
-                return
-        raise AssertionError(f"ended without {missing}")
+        late = threading.Timer(TIMEOUT_S, kill_all, (self.token,))
+        late.start()
+        try:
+            for line in self.process.stdout:
+                read.append(line)
+                missing -= {text for text in missing if text in line}
+                if not missing:
+                    return
+        finally:
+            late.cancel()
+            late.join()
+        raise AssertionError(f"ended without {missing}: {read}")
 
     def belonging(self, part: str) -> list[psutil.Process]:
         """The processes of this job whose command holds `part`, the oldest first."""

@@ -125,8 +125,8 @@ def run_ranks(
         what: a module name, or the interpreter's arguments (["script.py", "--flag"] or ["-m", "module",
             "--flag"]).
         np: how many ranks.
-        launcher: "horovodrun", "horovodrun --mpi", "horovodrun --min-np" (an elastic job), "mpirun", "torchrun", or
-            "none" (one process, np must be 1).
+        launcher: "horovodrun", "horovodrun --mpi", "horovodrun --min-np" (an elastic job), "mpirun", "torchrun",
+            "torchrun --max-restarts=2", or "none" (one process, np must be 1).
         env: added to a clean environment (this process's, less every launcher's variables, threads pinned to
             one).
         timeout_s: then every rank's stack is printed, the whole tree killed, and the test failed.
@@ -231,8 +231,9 @@ def _launch(launcher: str, np: int, interpreter: str, logs: str) -> list[str]:
     if launcher == "none":
         assert np == 1, "one process without a launcher"
         return [interpreter]
-    if launcher == "torchrun":  # what goes through its log files is tagged by rank
-        options = ["--standalone", "--nproc-per-node", str(np), "--redirects", "3", "--tee", "3", "--log-dir", logs]
+    if launcher.startswith("torchrun"):  # what goes through its log files is tagged by rank
+        logged = ["--redirects", "3", "--tee", "3", "--log-dir", logs]
+        options = ["--standalone", "--nproc-per-node", str(np), *launcher.split()[1:], *logged]
         return [interpreter, "-m", "torch.distributed.run", *options, "--no-python", interpreter]
     if launcher in ("horovodrun", "horovodrun --mpi", "horovodrun --min-np"):
         # --gloo: a Horovod built with both would start mpirun
@@ -343,7 +344,7 @@ def _read(file: IO[bytes]) -> str:
 def _result(launcher: str, returncode: int, out: str, err: str, seconds: float, logs: str) -> Result:
     if launcher == "none":
         return Result(returncode, out, err, seconds, {0: out}, {0: err})
-    if launcher == "torchrun":
+    if launcher.startswith("torchrun"):
         ranks_output, ranks_error = (_torchrun_ranks(logs, stream) for stream in ("stdout", "stderr"))
         return Result(returncode, out, err, seconds, ranks_output, ranks_error)
     ranks: dict[str, dict[int, list[str]]] = {"stdout": {}, "stderr": {}}

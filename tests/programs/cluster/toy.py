@@ -16,17 +16,22 @@ RANK = os.environ["HOROVOD_RANK"]
 SLEEPER = "import signal, time; {} time.sleep(300)"
 
 
+def line(text: str) -> None:
+    """Write a line at once: a signal's line comes before or after it, and not within it."""
+    os.write(1, f"{text}\n".encode())
+
+
 def note(name: str) -> None:
     """Let a signal write a word, and go on."""
     number = signal.Signals[name]
-    signal.signal(number, lambda *_: print(f"got {name}", flush=True))
+    signal.signal(number, lambda *_: line(f"got {name}"))
 
 
 def end_at(name: str) -> None:
     """Let a signal end the rank in its own way."""
 
     def end(*_: object) -> None:
-        print(f"ending at {name}", flush=True)
+        line(f"ending at {name}")
         sys.exit(0)
 
     signal.signal(signal.Signals[name], end)
@@ -34,7 +39,7 @@ def end_at(name: str) -> None:
 
 def until(path: str) -> None:
     """Wait for a file."""
-    print("waiting", flush=True)
+    line("waiting")
     while not os.path.exists(path):
         time.sleep(0.01)
 
@@ -113,7 +118,7 @@ ACTIONS = {
     "partial": lambda text: (sys.stdout.write(text), sys.stdout.flush()),
     "bytes": lambda text: os.write(1, bytes.fromhex(text)),
     "sleep": lambda seconds: time.sleep(float(seconds)),
-    "wait": lambda seconds: (print("waiting", flush=True), time.sleep(float(seconds))),
+    "wait": lambda seconds: (line("waiting"), time.sleep(float(seconds))),
     "exit": lambda code: sys.exit(int(code)),
     "raise": lambda text: (_ for _ in ()).throw(ValueError(text)),
     "kill": lambda name: os.kill(os.getpid(), signal.Signals[name]),
