@@ -3,7 +3,7 @@
     horovodrun -np 2 python examples/moco.py
 
 Each sample is compared with its own other view and with the queue, which is the same on all ranks: so the loss is a
-mean over samples. The queue takes the keys of all ranks, in the order of the global batch (`gather_rows`).
+mean over samples. The queue takes the keys of all ranks, in the order of the global batch.
 """
 
 import copy
@@ -59,8 +59,7 @@ for epoch in loader.epochs(EPOCHS):  # + instead of: for epoch in range(EPOCHS):
         loss = cross_entropy(logits, torch.zeros(len(first), dtype=torch.long))
         optimizer.backward(loss)  # + instead of: loss.backward()
         optimizer.step()
-        keys = keys[: loader.step.samples]  # + none of a batch that only keeps a rank in step
-        keys = torch.cat(world.gather(keys))  # + each rank's, in their order
+        keys = hvt.whole(keys)  # + of all ranks, in the order of the global batch
         model.follow(keys)
     if world.is_main:  # + instead of: if True:
         print(f"epoch {epoch}: loss {loss:.4f}")

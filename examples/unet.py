@@ -2,12 +2,13 @@
 
     horovodrun -np 2 python examples/unet.py
 
-The loss is a mean over labelled pixels, of which each rank has another number.
+The loss is a mean over labelled pixels, of which each rank has another number, and one minus dice of the whole batch, a
+ratio of sums over all ranks' pixels.
 """
 
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, one_hot
 from torch.utils import data
 
 import hvdtrain  # +
@@ -38,6 +39,13 @@ class UNet(nn.Module):
         return self.out(self.up(torch.cat([fine, self.grow(coarse)], 1)))
 
 
+def dice_loss(outputs, labels):
+    known = (labels != UNLABELLED)[:, None]
+    here = one_hot(labels.clamp(max=2), 3).permute(0, 3, 1, 2) * known
+    found = outputs.softmax(1) * known
+    return 1 - (2 * (found * here).sum() + 1) / (found.sum() + here.sum() + 1)
+
+
 model = UNet()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 train = data.TensorDataset(images, masks)
@@ -47,8 +55,10 @@ model, optimizer = hvt.prepare(model, optimizer, loader)  # +
 for epoch in loader.epochs(EPOCHS):  # + instead of: for epoch in range(EPOCHS):
     for pictures, labels in loader:
         optimizer.zero_grad()
-        loss = cross_entropy(model(pictures), labels, ignore_index=UNLABELLED)
-        optimizer.backward(loss, weight=(labels != UNLABELLED).sum())  # + instead of: loss.backward()
+        outputs = model(pictures)
+        outputs, labels = hvt.whole(outputs, labels)  # +
+        loss = cross_entropy(outputs, labels, ignore_index=UNLABELLED) + dice_loss(outputs, labels)
+        optimizer.backward(loss)  # + instead of: loss.backward()
         optimizer.step()
     if world.is_main:  # + instead of: if True:
-        print(f"epoch {epoch}: loss {loss:.4f} a labelled pixel")
+        print(f"epoch {epoch}: loss {loss:.4f}")

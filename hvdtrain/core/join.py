@@ -36,6 +36,8 @@ from hvdtrain.core.startup import SAME_ON_ALL, load_triton_apart, use_tuned
 from hvdtrain.core.version import __version__
 from hvdtrain.core.world import World, current, per_rank, set_current
 
+_CHOSEN = 2**32  # seeds that a program sets are below it; those that PyTorch draws, of 53 bits, almost never
+
 
 def init(
     framework: Literal["torch", "keras"],
@@ -43,7 +45,7 @@ def init(
     engine: str = "auto",
     device: str = "auto",
     gpus_per_rank: int = 1,
-    seed: int = 0,
+    seed: int | None = None,
 ) -> World:
     """Joins the ranks the launcher started; pins this rank's GPU(s); seeds Python, numpy and the framework.
 
@@ -53,7 +55,7 @@ def init(
             start Horovod (torchrun, OpenPAI). `hvdtrain.core.engines.ENGINES` lists them all.
         device: "auto" takes GPUs where there are any, "cpu" none, "cuda" insists.
         gpus_per_rank: how many GPUs a rank uses (with "dataparallel" on a CPU: into how many pieces it cuts a batch).
-        seed: the same on every rank.
+        seed: the same on every rank; by default 0. It takes the place of a seed that was set before.
 
     Returns:
         The world; use it as a context manager, so that a clean end shuts the engine down.
@@ -69,6 +71,7 @@ def init(
         raise ConfigError('device must be "auto", "cpu" or "cuda"', f"device={device!r}")
     if isinstance(gpus_per_rank, bool) or not isinstance(gpus_per_rank, int) or gpus_per_rank < 1:
         raise ConfigError("gpus_per_rank must be a whole number >= 1", f"gpus_per_rank={gpus_per_rank!r}")
+    replaced, seed = _seeded() if seed is None else None, 0 if seed is None else seed
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
         raise ConfigError("seed must be a whole number, 0 <= seed < 2**32", f"seed={seed!r}")
     its = elastic.begin(os.environ)
@@ -115,6 +118,12 @@ def init(
     node, tracker = (0, Tracker()) if joining else _meet(comm, framework, seed, detected)
     world = World.on(comm, detected, seed=seed, node=node, tracker=tracker)
     set_current(world)
+    if replaced not in (None, seed) and earlier is None and world.is_main:
+        print(
+            f"hvdtrain: init() seeds Python, NumPy and {framework} with 0, in place of the seed {replaced} that was set"
+            f"\n  fix: hvdtrain.init({framework!r}, seed={replaced}), or set the seed after init()",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
     if its is not None:
         _let_it_change(world, its, framework)
     preemption.watch(comm.rank, tracker, os.environ)
@@ -122,6 +131,16 @@ def init(
         note_exits()
         _end_with_the_others(world)
     return world
+
+
+def _seeded() -> int | None:
+    """Returns the seed that the program has set, if it has: of Keras, or of PyTorch."""
+    rng = sys.modules.get("keras.src.utils.rng_utils")
+    found = rng.get_random_seed() if rng is not None else None
+    torch = sys.modules.get("torch")
+    if found is None and torch is not None and torch.initial_seed() < _CHOSEN:
+        found = torch.initial_seed()
+    return None if found is None else int(found)
 
 
 def _end_with_the_others(world: World) -> None:

@@ -128,8 +128,11 @@ def _diagnose(cards: Sequence[Card], sketches: Sequence[Any]) -> tuple[str, str]
     common = set.intersection(*(set(sketch.tolist()) for sketch in sketches))
     union = set.union(*(set(sketch.tolist()) for sketch in sketches))
     if not common and max(samples) - min(samples) <= 1:
-        guess = "it looks as if each rank got a part of the data, x[rank::size] or the like"
-        return f"{held}\nno sample in common: {guess}; or data made with another seed on every rank", ALL_THE_DATA
+        guess = "each rank got a part of the data (x[rank::size]), or lists its files in another order (os.listdir)"
+        return (
+            f"{held}\nno sample in common among those that were read: {guess}; or makes data with another seed",
+            f"{ALL_THE_DATA}; sort lists of files: sorted(os.listdir(folder))",
+        )
     if max(samples) != min(samples):
         return held + "\nother lengths", "give every rank the same files, read whole; " + ALL_THE_DATA
     if common == union:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
+from contextlib import ExitStack
 from types import ModuleType
 from typing import Any
 
@@ -51,6 +52,7 @@ class KerasWatch:
         self._variables: dict[int, tuple[Any, list[Any]]] = {}  # the optimizer, and what it updates
         self._in_function: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
         self._traced: list[int] | None = None
+        self._first: ExitStack | None = None  # what a function's first call runs inside of
         self._applying = 0
         self._tape = False
         self._compared: dict[int, int] = {}  # steps of each optimizer that ended with a comparison
@@ -71,6 +73,9 @@ class KerasWatch:
             try:
                 if self._traced is not None:
                     self._traced.append(number)
+                    if self._first is not None:  # it is a training step, which begins when it is traced
+                        self._first.enter_context(self._session.collective("a training step"))
+                        self._first = None
                     return original(optimizer, grads, variables)
                 self._before([number])
                 result = original(optimizer, grads, variables)
@@ -90,7 +95,8 @@ class KerasWatch:
             self._traced = []
             try:
                 if not known:
-                    result = original(function, *args, **kwargs)
+                    with ExitStack() as self._first:
+                        result = original(function, *args, **kwargs)
                 else:
                     self._before(known)
                     self._of_data(known[0], args)
@@ -98,7 +104,7 @@ class KerasWatch:
                         result = original(function, *args, **kwargs)
                 traced = sorted({*known, *self._traced})
             finally:
-                self._traced = None
+                self._traced = self._first = None
             if traced:
                 self._in_function[function] = traced
                 self._after(traced)

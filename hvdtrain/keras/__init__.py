@@ -36,7 +36,7 @@ from hvdtrain.keras.checks import rate, start
 from hvdtrain.keras.checks.replicas import fingerprint
 from hvdtrain.keras.data.create import loader
 from hvdtrain.keras.data.loader import Loader
-from hvdtrain.keras.evaluation import evaluate, predict
+from hvdtrain.keras.evaluation import evaluate, hook_reads, predict
 from hvdtrain.keras.session import (
     KEY,
     Session,
@@ -45,6 +45,7 @@ from hvdtrain.keras.session import (
     require_keras,
     session_of,
 )
+from hvdtrain.keras.whole_batch import whole
 from hvdtrain.runs.checkpoint import Checkpointer
 from hvdtrain.runs.log import RunLog
 
@@ -59,6 +60,7 @@ __all__ = [
     "predict",
     "prepare",
     "verify",
+    "whole",
 ]
 
 T = TypeVar("T")
@@ -76,6 +78,7 @@ def prepare(
     sync_batchnorm: bool = False,
     verify: bool = True,
     watch_every: int = 0,
+    whole: bool = False,
 ) -> T:
     """Makes a compiled model (or an optimizer) average its gradients over all ranks; in place.
 
@@ -100,6 +103,9 @@ def prepare(
             layers in training alike.
         verify: prove before the first step that gradients are averaged (under a second; see `verify`).
         watch_every: compare the replicas every so many steps; 0 is never.
+        whole: `compute_loss` (and so every loss that was given to `compile`) sees the global batch's `y`, `y_pred` and
+            `sample_weight`, of all ranks, in the order of the data: any loss is then that of one process. Metrics see
+            each rank's own rows, as without it.
 
     Returns:
         The same object.
@@ -122,11 +128,17 @@ def prepare(
     session = Session(
         world, compression, sparse_as_dense, verify, watch_every, lr=lr,
         per_rank_batch=_batch_of(data, lr, per_rank_batch), sync_batchnorm=sync_batchnorm,
-        samples=data.plan.samples * data.unit if isinstance(data, Loader) else 0,
+        samples=data.plan.samples * data.unit if isinstance(data, Loader) else 0, whole=whole,
     )  # fmt: skip
     if not session.alone:
         clock = session.clock  # not the session, which goes with the model
         world.tracker.phase = lambda: clock.phase
+    if whole and (isinstance(model, keras.optimizers.Optimizer) or elastic.active() is not None):
+        raise ConfigError(
+            "whole=True is for a compiled model's compute_loss, with ranks that stay",
+            "prepare(optimizer, whole=True)" if elastic.active() is None else "whole=True in an elastic job",
+            "prepare the compiled model; or hvdtrain.keras.whole(y, y_pred) in a train_step",
+        )
     if sync_batchnorm and isinstance(model, keras.optimizers.Optimizer):
         raise ConfigError(
             "sync_batchnorm synchronises the layers of a model",
@@ -145,6 +157,7 @@ def prepare(
     else:
         averaging.attach(model, session)
         fit.wrap_fit(model)
+        hook_reads(model)
     return model
 
 

@@ -20,7 +20,7 @@ from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.trainers.compile_utils import CompileLoss, CompileMetrics
 
 from hvdtrain.core.errors import ConfigError, ReplicaError
-from hvdtrain.keras import reduce, rng, sync_batchnorm, units
+from hvdtrain.keras import metric_states, reduce, rng, sync_batchnorm, units, whole_batch
 from hvdtrain.keras.backends.chosen import BACKEND
 from hvdtrain.keras.checks import replicas, start, steps
 from hvdtrain.keras.session import (
@@ -159,8 +159,8 @@ def _refuse_branch(optimizer: Any, session: Session) -> None:
         raise ReplicaError(
             # one sentence with the remedy in it: Keras re-raises errors from inside a cond with their first
             # part only
-            "the outermost optimizer must do the averaging: under mixed_float16 compile() wraps yours in a"
-            " LossScaleOptimizer, whose ranks may skip different steps; call hvdtrain.keras.prepare(model) after"
+            "the outermost optimizer must do the averaging: the ranks of a LossScaleOptimizer (which compile() puts"
+            " around yours under mixed_float16) may skip different steps; call hvdtrain.keras.prepare(model) after"
             " compile(), or give fit() hvdtrain.keras.callbacks(model)",
             f"gradients reached {type(optimizer).__name__} {optimizer.name!r} inside the wrapper",
         )
@@ -174,16 +174,18 @@ def attach(model: keras.Model, session: Session) -> None:
     if vars(model).get(KEY) is not session:
         model.train_function = None  # what was traced is another session's
         vars(model)[KEY] = session
-    if session.wants_first is None:
-        session.wants_first, session.step_loss, session.telling = BACKEND.notes()
+    if session.wants_batch is None:
+        session.wants_batch, session.step_loss, session.telling = BACKEND.notes()
     session.attached = True
     sync_batchnorm.synchronize(model, session)
     steps.wrap_train_function(model)
     if session.alone:
+        hook_own_steps(model)
         return
     _refuse_stateful(model)
-    units.check_reduction(model)
     hook_test_step(model)
+    if session.whole:
+        whole_batch.hook_loss(model, session)
     for index, optimizer in enumerate(optimizers_of(model)):
         hook_optimizer(optimizer, session, index)
     # Horovod's operations have no XLA kernel, nor does torch.compile see through them
@@ -196,6 +198,14 @@ def attach(model: keras.Model, session: Session) -> None:
     if hook(model, "train_step", functools.partial(_train_step, model)):
         session.own_step = type(model).train_step is not keras.Model.train_step
         model.train_function = None
+
+
+def hook_own_steps(model: keras.Model) -> None:
+    """Gives steps of the user's own a batch as `fit(x, y)` gives it; Keras' own take any."""
+    for name in ("train_step", "test_step"):
+        own = getattr(type(model), name) is not getattr(keras.Model, name)
+        if own and hook(model, name, lambda step, data: step(_as_keras_has_it(data))):
+            model.train_function = model.test_function = None
 
 
 def _refuse_stateful(model: keras.Model) -> None:
@@ -218,13 +228,14 @@ def _train_step(model: keras.Model, inner: Callable[[Any], Any], data: Any) -> A
     sync_batchnorm.of_step(session)
     steps.note_batch(session, data)
     samples, data, may_be_dead = _split_dead(data)
-    if not session.loss_proven and session.verify and not session.own_step:
-        BACKEND.keep_first(data, session)
+    if session.verify and not session.own_step:
+        BACKEND.keep_batch(data, session)
     # a batch without a sample must leave no trace in metrics and moving statistics; building metrics computes a loss,
     # which is not one of this step's
     local = [*_metric_variables(model, data), *sync_batchnorm.own_statistics(model)] if may_be_dead else []
     with (
         _live_batch(session, samples),
+        whole_batch.of_step(session),
         units.weighed(session, data),
         _all_averaged(model, session),
         rng.of_step(session),
@@ -232,7 +243,7 @@ def _train_step(model: keras.Model, inner: Callable[[Any], Any], data: Any) -> A
     ):
         before = BACKEND.copies([model._loss_tracker.total]) if session.records else []
         with BACKEND.unmoved_if_dead(samples, local) if may_be_dead else nullcontext():
-            logs = inner(data)
+            logs = metric_states.named(model, lambda: inner(_as_keras_has_it(data)), session)
         rng.check_saved(session)
         if before:
             BACKEND.note_loss(session, model._loss_tracker.total - before[0], f"{session.name}.loss")
@@ -278,7 +289,9 @@ def hook_test_step(model: keras.Model) -> None:
             if session.together and not session.alone:
                 around.enter_context(_live_batch(session, samples, at_once=False))
                 around.enter_context(units.weighed(session, data))
-            return inner(data)
+                if session.even:
+                    around.enter_context(whole_batch.of_step(session, trains=False))
+            return metric_states.named(model, lambda: inner(_as_keras_has_it(data)), session, "val_")
 
     if hook(model, "test_step", test_step):
         hook(model, "_symbolic_build", _without_marks)
@@ -326,6 +339,13 @@ def _split_dead(data: Any) -> tuple[Any, Any, bool]:
     return samples, (x, y, shown), sample_weight is not None
 
 
+def _as_keras_has_it(data: Any) -> Any:
+    """A batch as `fit(x, y)` gives it to a step: without a mark in place of weights, and `x` alone as it is."""
+    if not isinstance(data, tuple) or len(data) > 3:
+        return data
+    return keras.utils.pack_x_y_sample_weight(*keras.utils.unpack_x_y_sample_weight(data))
+
+
 def _before_step(model: keras.Model, session: Session, data: Any) -> None:
     """Checks, and at the first step of a model that was not built: build, broadcast, proof.
 
@@ -338,9 +358,23 @@ def _before_step(model: keras.Model, session: Session, data: Any) -> None:
         return
     with BACKEND.eager():
         if not is_built(model):
-            model._symbolic_build(data_batch=data)
+            _build(model, session, data)
             sync_batchnorm.synchronize(model, session)  # layers that were made just now
         start.start(model, session)
+
+
+def _build(model: keras.Model, session: Session, data: Any) -> None:
+    """Builds a model by a batch; without its loss where that is of what only its own train step makes of the batch."""
+    try:
+        return model._symbolic_build(data_batch=data)
+    except Exception:
+        if not session.own_step:
+            raise
+    loss, vars(model)["_compile_loss"] = model._compile_loss, None
+    try:
+        model._symbolic_build(data_batch=data)
+    finally:
+        vars(model)["_compile_loss"] = loss
 
 
 @contextmanager
@@ -362,7 +396,7 @@ def _live_batch(session: Session, samples: Any, *, at_once: bool = True) -> Iter
 
 
 def _metric_variables(model: keras.Model, data: Any) -> list[Any]:
-    if model._compile_metrics is not None and not model._compile_metrics.built:
+    if any(isinstance(metric, CompileMetrics) and not metric.built for metric in model.metrics):
         with BACKEND.eager():
             model._symbolic_build(data_batch=data)
     return [variable for metric in model.metrics for variable in metric.variables]

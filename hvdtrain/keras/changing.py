@@ -150,7 +150,7 @@ class Changing(Member):
         return self._logs
 
     def evaluate(self, evaluate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Replaces `evaluate` of the model: the validation within `fit` is done again where ranks are lost in it."""
+        """Runs `evaluate` of the model: the validation within `fit` is done again where ranks are lost in it."""
         if not self.session.fitting or not kwargs.get("_use_cached_eval_dataset"):
             return evaluate(*args, **kwargs)
         epoch = next(callback for callback in self.callbacks if isinstance(callback, Epoch))
@@ -212,7 +212,6 @@ class Changing(Member):
         self._data.redeal(world, place["whole"], (place["now"].epoch, place["steps"]))
         if self._comes:
             session.progress, self._began, self.skipped = place["now"], place["began"], place["steps"]
-            session.loss_proven = True
             session.compared.add("step")
             self.model._initial_epoch = place["now"].epoch
         elif session.fitting:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import keras
@@ -16,7 +18,7 @@ from hvdtrain.keras.checks import replicas
 from hvdtrain.keras.data.create import comes_in_batches, loader
 from hvdtrain.keras.data.loader import Loader
 from hvdtrain.keras.data.walked import open_ended
-from hvdtrain.keras.session import KEY, Session
+from hvdtrain.keras.session import KEY, Session, hook, session_of
 
 
 @repeated
@@ -42,16 +44,19 @@ def evaluate(
     data = _loader_of(data, per_rank_batch, world)
     with open_ended():
         if world.size == 1:
-            return dict(model.evaluate(data, verbose=0, return_dict=True))
+            averaging.hook_own_steps(model)
+            return dict(type(model).evaluate(model, data, verbose=0, return_dict=True))
         replicas.check_equal(model.trainable_weights, world, when="when they are evaluated")
-        vars(model).setdefault(KEY, Session(world))
+        session: Session = vars(model).setdefault(KEY, Session(world))
         averaging.hook_test_step(model)
         with averaging.together(model, even=True):
-            model.evaluate(data, verbose=0, return_dict=True)
+            type(model).evaluate(model, data, verbose=0, return_dict=True)  # past `hook_reads`
         mine = data.mine()
         if mine is None:
             mine = metric_states.seen(model)[1]
-        return metric_states.results(model, metric_states.states(model), world, mine)
+        logs = {name: log for log, name in session.logs.items()}
+        results = metric_states.results(model, metric_states.states(model), world, mine)
+        return {logs.get(f"val_{name}", f"val_{name}")[len("val_") :]: value for name, value in results.items()}
 
 
 def predict(
@@ -98,7 +103,7 @@ def predict(
 def _predicted(model: keras.Model, data: Loader, world: World) -> tuple[Any, list[Any]]:
     """Returns the structure of the outputs, and each rank's: where they belong, and what they are."""
     with open_ended():
-        outputs = model.predict(data, verbose=0)
+        outputs = type(model).predict(model, data, verbose=0)
     order = data.served_order()
     leaves = [np.asarray(leaf) for leaf in keras.tree.flatten(outputs)]
     short = [leaf.shape for leaf in leaves if leaf.ndim == 0 or len(leaf) < len(order)]
@@ -126,3 +131,36 @@ def _loader_of(data: Any, per_rank_batch: int | None, world: World) -> Loader:
     if not isinstance(data, Loader):
         data = loader(data, per_rank_batch, world=world, shuffle=False)
     return data.apart()
+
+
+def hook_reads(model: keras.Model) -> None:
+    """Makes `model.evaluate(loader)` and `model.predict(loader)` those of all ranks' samples."""
+    hook(model, "evaluate", partial(_of_all, model, evaluate))
+    hook(model, "predict", partial(_of_all, model, predict))
+
+
+def _of_all(
+    model: keras.Model,
+    of_all: Callable[..., Any],
+    original: Callable[..., Any],
+    x: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    session = session_of(model)
+    if of_all is evaluate and session is not None and session.changing is not None and session.fitting:
+        return session.changing.evaluate(original, x, *args, **kwargs)
+    own = not isinstance(x, Loader) or session is None or session.world.size == 1
+    if own or session is None or session.together or session.fitting:
+        return original(x, *args, **kwargs)
+    more = sorted(name for name in ("callbacks", "steps", "sample_weight", "y") if kwargs.get(name) is not None)
+    if args or more:
+        raise ConfigError(
+            f"model.{of_all.__name__}(loader) is of all ranks' samples, and takes nothing else",
+            ", ".join(more) or "more than the loader",
+            f"hvdtrain.keras.{of_all.__name__}(model, loader)",
+        )
+    logs = of_all(model, x, world=session.world)
+    if of_all is predict or kwargs.get("return_dict"):
+        return logs
+    return model._flatten_metrics_in_order(logs)

@@ -107,7 +107,6 @@ def _fit(model: keras.Model, inner: Callable[..., Any], *args: Any, **kwargs: An
         if not any(isinstance(callback, _K.History) for callback in _listed(callbacks)):
             callbacks = [*callbacks, _K.History()]  # which a rank that comes gets from another
         its.member = session.changing = Changing(model, session, its, _listed(callbacks))
-        hook(model, "evaluate", session.changing.evaluate)
         reading = session.changing.reads()
     give("callbacks", callbacks)
     moving_average.go_on(model, session, _listed(callbacks), within=within)

@@ -143,11 +143,16 @@ class Epoch(Callback):
         if validated:
             results = self.validated() if self.results is None else self.results
             known.update({f"val_{name}": value for name, value in results.items()})
+        known.update({log: known[name] for log, name in self.session.logs.items() if name in known})
         own = {k: float(v) for k, v in logs.items() if k not in known and isinstance(v, (int, float))}
-        if own:  # what a user's train step returns beside the metrics: mean over samples
-            data = self.session.fitted  # a train step may leave Keras' loss, which counts them, alone
-            mine = samples or (None if data is None else data.mine())
-            known.update(self.world.mean(own, weight=mine or 1.0))
+        for validates in (
+            False,
+            True,
+        ):  # what a user's step returns beside the metrics: Keras logs that of the last batch
+            last = {k: v for k, v in own.items() if k.startswith("val_") is validates}
+            data = validation_loader(self.model) if validates else self.session.fitted
+            if last:
+                known.update(self.world.mean(last, weight=samples or 1.0 if data is None else data.last_rows))
         logs.update({key: known[key] for key in logs if key in known})
 
     def validated(self) -> dict[str, float]:

@@ -7,6 +7,8 @@ right too. The sum is that of a metric's variables with Keras' default aggregati
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import keras
@@ -15,6 +17,7 @@ import numpy as np
 from hvdtrain.core.in_step.elastic import repeated
 from hvdtrain.core.world import World
 from hvdtrain.keras.backends.chosen import BACKEND
+from hvdtrain.keras.session import Session, map_leaves
 
 States = list[tuple[Any, np.ndarray]]
 
@@ -36,6 +39,37 @@ def computed(model: keras.Model) -> dict[str, np.ndarray]:
         return arrays
 
     return flat(model.get_metrics_result())
+
+
+def named(model: keras.Model, step: Callable[[], Any], session: Session, prefix: str = "") -> Any:
+    """Runs a step, and notes which metric's result each of its logs is: a step may return it under another name.
+
+    A metric that is given what `whole` joined, and that alone, gets this rank's own rows of it.
+    """
+    results: dict[int, tuple[str, Any]] = {}
+
+    def note(metric: Any, *args: Any) -> Any:
+        value = type(metric).result(metric, *args)
+        results[id(value)] = metric.name, value
+        return value
+
+    def update(metric: Any, *args: Any, **kwargs: Any) -> Any:
+        if all(leaf is None or id(leaf) in session.own for leaf in keras.tree.flatten((args, kwargs))):
+            args, kwargs = map_leaves(lambda leaf: session.own[id(leaf)][0], (args, kwargs))
+        return type(metric).update_state(metric, *args, **kwargs)
+
+    metrics = [metric for metric in model.metrics if not {"result", "update_state"} & set(vars(metric))]
+    for metric in metrics:
+        vars(metric).update(result=partial(note, metric), update_state=partial(update, metric))
+    try:
+        logs = step()
+    finally:
+        for metric in metrics:
+            del vars(metric)["result"], vars(metric)["update_state"]
+    returned = logs.items() if isinstance(logs, dict) else ()
+    found = {key: results[id(value)][0] for key, value in returned if id(value) in results}
+    session.logs.update({prefix + key: prefix + name for key, name in found.items()})
+    return logs
 
 
 def same(local: States, world: World) -> bool:

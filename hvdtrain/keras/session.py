@@ -69,7 +69,8 @@ class Session:
         saving: what writes this `fit`'s checkpoints.
         records, step_loss: steps are recorded: the loss of the last step's global batch.
         own_step: the model's class has a `train_step` of its own.
-        kept_batch: this rank's first batch, kept until the loss is proven on it; wants_first: not kept yet.
+        logs: which metric's result a log of the model's steps is, by their names ("val_..." of a test step).
+        tries: the loss is tried after this step, on its batch (`kept_batch`); wants_batch: that is not kept yet.
         live: weight of the batch in flight; `None` outside a train step (then all ranks weigh the same).
         ready: the checks of this `fit` are done.
         wants_broadcast: the callbacks asked for rank 0's state before the next step.
@@ -87,7 +88,8 @@ class Session:
         order: `Loader.identity` of what the last `fit` read, or that a checkpoint told; `None`: not known.
         said: the notes that are said once.
         first_epoch: `initial_epoch` of this `fit`.
-        executions: calls of the train function in this epoch.
+        executions: calls of the train function in this epoch; executed: in all.
+        in_pieces: a batch's loss is put together of those of the ranks' parts; else only what layers add to it.
         stops_in_epoch: a stop within the epoch is shared (ranks ask each other after every step), or no `fit` runs.
         compared: what was compared over ranks in this `fit`: "step", or an optimizer's collectives.
         applying: the hooked optimizer is at work, with those it holds.
@@ -95,6 +97,8 @@ class Session:
         first_batch: numbers of the first batch; `False` until there is one, `None` if it is not needed.
         proof: the result of the last verification.
         changing: of an elastic job's `fit`: its part in it (`hvdtrain.keras.changing`).
+        whole: `compute_loss` sees the global batch; joined: this step has gathered it; own: this rank's rows of
+            what was gathered, by its id; of_whole: the loss that is being computed is of it.
     """
 
     world: World
@@ -116,9 +120,11 @@ class Session:
     even: bool = False
     test_function: Any = None
     own_step: bool = False
+    logs: dict[str, str] = field(default_factory=dict)
     kept_batch: Any = None
-    wants_first: Any = None
-    loss_proven: bool = False
+    wants_batch: Any = None
+    tries: bool = False
+    in_pieces: bool = True
     telling: Any = None
     told: bool = False
     saving: Saves | None = None
@@ -141,6 +147,7 @@ class Session:
     said: set[str] = field(default_factory=set)
     first_epoch: int = 0
     executions: int = 0
+    executed: int = 0
     stops_in_epoch: bool = True
     compared: set[str] = field(default_factory=set)
     applying: bool = False
@@ -148,6 +155,10 @@ class Session:
     first_batch: Any = None
     proof: Any = None
     changing: Any = None
+    whole: bool = False
+    joined: bool = False
+    own: dict[int, tuple[Any, Any]] = field(default_factory=dict)
+    of_whole: bool = False
 
     def __post_init__(self) -> None:
         # Names the collectives: ranks prepare their models in the same order (checked at start). Counted on what joins
@@ -247,9 +258,12 @@ def first_made(kind: type, made: Callable[[Any], None]) -> AbstractContextManage
 
 def hook(owner: Any, name: str, function: Callable[..., Any]) -> bool:
     """The same for good, on this one object; once. Returns whether it was not done before."""
+    code = getattr(getattr(function, "func", function), "__code__", None)  # of a partial, or a method
     fresh = name not in vars(owner)
     if fresh:
         vars(owner)[name] = _around(getattr(owner, name), function)
+        vars(owner)[name].hooked = code
+    assert getattr(vars(owner)[name], "hooked", code) is code, f"{name} is hooked by something else"
     return fresh
 
 

@@ -43,6 +43,10 @@ class Layer:
         """A pass of this micro-batch comes; `again`: a recomputation, which shows nothing new."""
         self._micro, self._again = micro, again
 
+    def differentiate(self, micro: int) -> None:
+        """A backward pass of this micro-batch comes, which the user's own `torch.utils.checkpoint` may call it in."""
+        self.turn(micro, again=True)
+
     def _before(self, layer: nn.Module, arguments: tuple[Any, ...]) -> None:
         """The layer is called."""
 
@@ -63,6 +67,8 @@ class _Running(Layer):
         self._kept = {name: layer._buffers[name] for name in _OURS}
         self._momentum = layer.momentum
         self._seen: list[tuple[int, int, Tensor]] = []  # micro-batch, values in a channel, [mean, variance]
+        self._differentiates = False
+        self._calls: dict[tuple[int, bool], int] = {}  # of a micro-batch, in its forward or its backward pass
 
     def open(self) -> None:
         super().open()
@@ -70,10 +76,22 @@ class _Running(Layer):
         self.layer.momentum = 1.0
         self.layer._buffers["num_batches_tracked"] = None
 
+    def differentiate(self, micro: int) -> None:
+        """Such a call moves the statistics, as it does in the unsplit model; once, where the pass is in two parts."""
+        self.turn(micro, again=False)
+        self._differentiates = True
+
+    def turn(self, micro: int, *, again: bool) -> None:
+        super().turn(micro, again=again)
+        self._differentiates = False
+
     def _before(self, layer: nn.Module, arguments: tuple[Any, ...]) -> None:
         both = torch.zeros_like(self._kept["running_mean"].expand(2, -1))
         layer._buffers["running_mean"], layer._buffers["running_var"] = both[0], both[1]
-        if not self._again:
+        key = self._micro, self._differentiates
+        self._calls[key] = self._calls.get(key, 0) + (not self._again)
+        repeated = self._differentiates and self._calls[key] > self._calls.get((self._micro, False), 0)
+        if not self._again and not repeated:
             x = arguments[0]
             self._seen.append((self._micro, x.numel() // x.shape[1], both))
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.pipeline.microbatch import Weight, cut, is_differentiable, map_tensors, shares, tensors_of
@@ -36,6 +37,32 @@ def tolerance_of(*tensors: Tensor) -> float:
     if torch.float32 in types:
         return 2e-2 if tensors[0].is_cuda else 1e-3  # on GPUs TF32
     return 1e-8
+
+
+class Precision(TorchDispatchMode):
+    """Notes the coarsest type of numbers that a loss computes in: one that goes over to float32 rounds as float32."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._types = {torch.float64}
+
+    @property
+    def tolerance(self) -> float:
+        """Relative to the largest gradient."""
+        coarse = self._types - {torch.float64, torch.float32}
+        return 2e-2 if coarse else 1e-5 if torch.float32 in self._types else 1e-9
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, Tensor) and is_differentiable(tensor):
+                self._types.add(tensor.dtype.to_real())
+        return result
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Returns False: `torch._dynamo` is not imported for it, which takes a second."""
+        return False
 
 
 def agrees(whole: Tensor, parts: Sequence[Tensor]) -> bool:
@@ -97,6 +124,7 @@ class Comparison:
     def _gradients(self, wide: bool) -> tuple[float, list[float], list[Tensor], list[list[Tensor]]] | None:
         """Loss and gradients by the outputs, of the whole and of the parts; None where it draws random numbers."""
         inner = inner_loss(self._loss)
+        self._precision = Precision()
         with ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng([]))
             stack.enter_context(torch.enable_grad())
@@ -106,6 +134,7 @@ class Comparison:
                 stack.enter_context(preserved_state(inner))
                 if wide and sum(t.numel() for t in (*inner.parameters(), *inner.buffers())) < _LARGE:
                     inner = copy.deepcopy(inner).double()
+            stack.enter_context(self._precision)
             state = torch.get_rng_state()
             total, whole = self._one(inner, self._whole, self._targets, wide)
             if not torch.equal(state, torch.get_rng_state()):
@@ -149,7 +178,7 @@ class Comparison:
         largest = max((float(g.abs().max()) for g in whole if g.numel()), default=0.0)
         if not math.isfinite(total) or not math.isfinite(largest) or largest == 0:
             return  # there is nothing to compare
-        tolerance = max(self._rounding, 1e-9 if whole[0].dtype == torch.float64 else 1e-5)
+        tolerance = max(self._rounding, self._precision.tolerance)
         ours = shares(self._weight, self._pieces, self._sizes)
         if self._off(wanted, parts, ours) <= tolerance * largest:
             mean = sum(share * value for share, value in zip(ours, values, strict=True) if share)

@@ -14,8 +14,9 @@ from hvdtrain.core.errors import ConfigError
 from hvdtrain.pipeline.microbatch import is_differentiable, join, map_tensors, tensors_of
 from hvdtrain.pipeline.places import Mark, StageDevice, mark
 from hvdtrain.pipeline.plan.schedule import Action
-from hvdtrain.pipeline.rng import Generators
+from hvdtrain.pipeline.rng import Generators, alone
 from hvdtrain.pipeline.trace.parted import inputs_first
+from hvdtrain.pipeline.trace.segments import Segment
 
 Call = Any  # `worker.Call`, which makes these
 
@@ -121,17 +122,22 @@ class Passes:
         if stage.mutates:  # in place: a leaf must not be changed, nor what is needed to run the pass again
             values = map_tensors(torch.clone, values)
         with call.context.autocast():
-            if call.draws is None or not stage.may_draw:
+            if call.draws is None or not (stage.may_draw or stage.repeats):
                 return stage(values)
             for segment in stage.segments:
-                with self._stream(segment.index, micro, again=again) if segment.may_draw else nullcontext():
+                streams = segment.may_draw or segment.repeats
+                with self._stream(segment, micro, again=again) if streams else nullcontext():
                     values = segment(*values)
             return values
 
-    def _stream(self, what: Hashable, micro: int, *, again: bool) -> AbstractContextManager[None]:
+    def _stream(self, what: Segment | Hashable, micro: int, *, again: bool) -> AbstractContextManager[None]:
         """What draws a segment, or the loss, runs inside of."""
         draws = self._call.draws
-        return nullcontext() if draws is None else draws.of(self._generators, what, micro, again=again)
+        if draws is None:
+            return nullcontext()
+        if not isinstance(what, Segment):
+            return draws.of(self._generators, what, micro, again=again)
+        return draws.of(self._generators, what.index, micro, again=again, repeats=what.repeats)
 
     def _finish(self, outputs: Any, micro: int) -> Any:
         """The last stage's outputs are the model's."""
@@ -193,10 +199,13 @@ class Passes:
                 roots.append(output)
                 given.append(gradient)
         del outputs
-        if roots and not self._parted:
-            torch.autograd.backward(roots, given)
-        elif roots:
-            kept.weights = inputs_first(roots, given, tensors_of(kept.inputs))
+        for layer in self._norms:
+            layer.differentiate(micro)
+        with alone() if self._stage.repeats else nullcontext():
+            if roots and not self._parted:
+                torch.autograd.backward(roots, given)
+            elif roots:
+                kept.weights = inputs_first(roots, given, tensors_of(kept.inputs))
         if self.index:
             leaves = tensors_of(kept.inputs)
             gradients = [leaf.grad for leaf in leaves]
@@ -210,8 +219,11 @@ class Passes:
     def weight(self, micro: int) -> None:
         """What the backward pass has left: the gradients of the weights."""
         kept = self.kept.pop(micro)
-        while kept.weights:
-            kept.weights.pop()()
+        for layer in self._norms:
+            layer.differentiate(micro)
+        with alone() if self._stage.repeats else nullcontext():
+            while kept.weights:
+                kept.weights.pop()()
 
     def _repeat(self, kept: _Kept, micro: int) -> Any:
         """Runs the forward pass once more, now with its graph; buffers and generators end as they are."""

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase as _NORM
 from torch.utils import _pytree as pytree
 
 from hvdtrain.core.errors import ConfigError, is_out_of_memory
@@ -39,6 +40,8 @@ class Pipe(Protocol):
     """What is tried: a `Pipeline`."""
 
     module: nn.Module
+    micro_batches: int
+    batch_norm: str
 
     @property
     def devices(self) -> Sequence[torch.device]: ...
@@ -66,7 +69,8 @@ class Proof:
         self._tried: dict[Hashable, dict[int, set[int]]] = {}  # labels, by the place in the targets
 
     def of_model(self, arguments: tuple[Any, ...]) -> None:
-        """Outputs of the whole batch against those of two halves, in evaluation mode.
+        """Outputs of the whole batch against those of two halves, in evaluation mode; in training mode too, where it
+        draws nothing, and keeps nothing from pass to pass.
 
         Raises:
             ConfigError: they differ.
@@ -74,34 +78,45 @@ class Proof:
         """
         batch = batch_size(arguments)
         key = layout(arguments)
-        if key in self._models or batch < 2:
+        if key in self._models or batch < 2 or self._pipe.micro_batches == 1:  # then nothing is cut
             return
+        pipe = self._pipe
+        kinds = {type(module) for module in pipe.module.modules()}
+        moves = (
+            bool(pipe.counts) or any(True for _ in pipe.module.buffers()) or any(issubclass(k, _NORM) for k in kinds)
+        )
+        for training in (False,) if moves or pipe.batch_norm == "micro" else (False, True):
+            if not self._of_mode(arguments, batch, training):
+                break
+        self._models.add(key)
+
+    def _of_mode(self, arguments: tuple[Any, ...], batch: int, training: bool) -> bool:
+        """Returns False where nothing can be compared."""
         try:
-            whole, parts, drew = self._outputs(arguments, micro_batch_sizes(batch, 2))
+            whole, parts, drew = self._outputs(arguments, micro_batch_sizes(batch, 2), training)
         except StageError as error:
             if error.__cause__ is None or not is_out_of_memory(error.__cause__):
                 raise
-            warnings.warn(f"not shown that samples do not depend on each other: out of memory ({error})", stacklevel=3)
-            self._models.add(key)
-            return
-        if drew:  # in evaluation: no two results are the same
-            self._models.add(key)
-            return
+            warnings.warn(f"not shown that samples do not depend on each other: out of memory ({error})", stacklevel=4)
+            return False
+        if drew:  # no two results are the same
+            return False
         agree = isinstance(parts, list) and all(
             map(agrees, tensors_of((whole,)), zip(*(tensors_of((part,)) for part in parts), strict=True))
         )
         if not agree:
+            where = " in training mode" * training
             counts = "".join(f"; each pass changes {name}" for name, _ in self._pipe.counts)
             shapes = ", ".join(str(tuple(t.shape)) for t in tensors_of(arguments) if t.dim() and len(t) == batch)
             raise ConfigError(
                 "inputs of a batch are cut along dimension 0, and an output belongs to one sample",
-                f"other outputs from two halves of a batch of {batch} than from the whole; cut were inputs of shape"
-                f" {shapes}{'' if isinstance(parts, list) else f'; {parts.received.splitlines()[0]}'}{counts}",
+                f"other outputs from two halves of a batch of {batch} than from the whole{where}; cut were inputs of"
+                f" shape {shapes}{'' if isinstance(parts, list) else f'; {parts.received.splitlines()[0]}'}{counts}",
                 "an input that is as long as the batch by chance (a mask): split(..., chunk=[0, None]), 0 or None for\n"
                 "each argument; inputs [sequence, batch, ...]: a model that takes [batch, sequence, ...]; samples\n"
                 "that look at each other: micro_batches=1",
             )
-        self._models.add(key)
+        return True
 
     def of_loss(self, arguments: tuple[Any, ...], y: Any, loss: Callable[[Any, Any], Tensor], weight: Weight) -> None:
         """The loss of some samples together against that of each.
@@ -111,7 +126,7 @@ class Proof:
         """
         batch = batch_size(arguments)
         key = (_settings(loss), _settings(weight), layout((arguments, y), batch), _kinds(y))
-        step = self._steps[key] = self._steps.get(key, 0) + 1
+        step = self._steps.get(key, 0) + 1
         tried = self._tried.setdefault(key, {})
         new = {
             place: labels - tried.get(place, set())
@@ -119,12 +134,11 @@ class Proof:
             if len(labels | tried.get(place, set())) <= _LABELS
         }
         if (step & (step - 1) and not any(new.values())) or batch < 2:
+            self._steps[key] = step
             return
         chosen = _chosen(batch, y, new)
         some = _taken(arguments, chosen, batch)
         targets = _taken(y, chosen, batch)
-        for place, labels in _labels(targets).items():
-            tried[place] = tried.get(place, set()) | labels
         sizes = (1,) * len(chosen)
         try:
             whole, parts, drew = self._outputs(some, sizes)
@@ -138,13 +152,18 @@ class Proof:
         targets = map_tensors(lambda tensor: tensor.to(device), targets)
         rounding = 0.0 if rows else tolerance_of(*tensors_of((whole,)))
         Comparison(loss, weight, whole, parts, targets, sizes, rounding).check()
+        self._steps[key] = step  # one that was refused is tried as long as none passes
+        for place, labels in _labels(targets).items():
+            tried[place] = tried.get(place, set()) | labels
 
-    def _outputs(self, arguments: tuple[Any, ...], sizes: Sequence[int]) -> tuple[Any, list[Any] | StageError, bool]:
+    def _outputs(
+        self, arguments: tuple[Any, ...], sizes: Sequence[int], training: bool = False
+    ) -> tuple[Any, list[Any] | StageError, bool]:
         """Of a batch as one piece, and of its parts (or why there are none); and whether random numbers were drawn."""
         pipe = self._pipe
         generators = Generators(pipe.devices[-1])
         bare = without_batch_statistics(module for stage in pipe.stages for module in stage.modules())
-        with preserved_state(pipe.module, *pipe.devices), all_training(pipe.module, False), bare:
+        with preserved_state(pipe.module, *pipe.devices), all_training(pipe.module, training), bare:
             before = generators.everything()
             (whole,) = pipe._outputs(cut(arguments, (sum(sizes),)))
             drew = differ(before, generators.everything())

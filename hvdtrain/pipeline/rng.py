@@ -18,7 +18,7 @@ import re
 import threading
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +37,12 @@ _DRAWS = re.compile(
 # PyTorch's layers that draw, or will when their probability is raised
 _LAYERS = re.compile(r"Dropout|RReLU|FractionalMaxPool|MultiheadAttention|Transformer")
 _LOCK = threading.RLock()  # over the global generators
+
+
+def alone() -> AbstractContextManager[Any]:
+    """Returns what the backward pass of a stage that repeats a part of its own runs inside of: meanwhile the generators
+    are in the state of that part's first pass."""
+    return _LOCK
 
 
 def may_draw(module: nn.Module) -> bool:
@@ -183,16 +189,25 @@ class Draws:
         self._used = False
 
     @contextmanager
-    def of(self, generators: Generators, segment: Hashable, micro: int, *, again: bool = False) -> Iterator[None]:
+    def of(
+        self, generators: Generators, segment: Hashable, micro: int, *, again: bool = False, repeats: bool = False
+    ) -> Iterator[None]:
         """The stream of one segment for one micro-batch, from its start.
 
         Args:
             segment: its number, or what else draws.
             again: this pass is a repetition.
+            repeats: it repeats a part of its own later, from the generators' state of now: it draws from them.
         """
         watch = segment not in self._seen and not again
         seen = self._seen.get(segment) or Seen()
         seed = combined_seed(self._step_seed, segment if isinstance(segment, int) else "loss", micro)
+        if repeats:
+            with _LOCK, generators.swapped(seed):
+                first = generators.get()
+                yield
+                self._used = self._used or not all(map(torch.equal, first, generators.get()))
+            return
         stream = Stream(generators, seed, seen, watch=watch)
         with ExitStack() as stack:
             if watch or seen.elsewhere:

@@ -99,30 +99,53 @@ class Pipeline(nn.Module):
         super().__init__()
         for name in _PARTS:
             object.__setattr__(self, name, getattr(model, name))
-        # past nn.Module's bookkeeping: the model must not appear as a child, under a prefix
-        vars(self).update(module=model, training=model.training)
-        self.stages, self.segments = list(stages), list(segments)
-        self.stages_per_device = stages_per_device
-        self.devices = [stage.device for stage in self.stages[: len(stages) // stages_per_device]]
-        self.micro_batches, self.schedule, self.remat = micro_batches, schedule, remat
-        self.batch_norm = batch_norm
-        self.profile, self.chunk, self.offload = profile, chunk, offload
-        self.names = segments[0].chain.program.names
-        self.proofs = True
-        self.overlap = True
-        self.record = False
-        self.timeline: list[Span] = []
-        self._finishing = [False] * len(self.stages)
-        self._drawing: dict[Hashable, rng.Seen] = {}  # by segment
+        # past nn.Module's bookkeeping: the model must not appear as a child, under a prefix, and parts of it may have
+        # any name, the pipeline's too
+        own = vars(self)
+        own.update(module=model, training=model.training)
+        own.update(
+            stages=list(stages), segments=list(segments), stages_per_device=stages_per_device,
+            devices=[stage.device for stage in stages[: len(stages) // stages_per_device]],
+            micro_batches=micro_batches, schedule=schedule, remat=remat, batch_norm=batch_norm,
+            profile=profile, chunk=chunk, offload=offload, names=segments[0].chain.program.names,
+            proofs=True, overlap=True, record=False, timeline=[],
+        )  # fmt: skip
         paths = {module: path for path, module in model.named_modules()}
-        self.counts = [(f"{paths[owner]}.{name}", owner) for owner, name in segments[0].chain.facts.counts]
-        changing = {id(buffer) for stage in self.stages for buffer in stage.changing_buffers()}
-        self._moving = Moving(model, changing, self.counts)
-        self._busy = threading.Lock()
-        self._proof = Proof(weakref.proxy(self))  # no circle: threads end with the last reference
-        self._fixed = Fixed(segments[0].chain.program)
-        self._places = Places(self.devices)
+        counts = [(f"{paths[owner]}.{name}", owner) for owner, name in segments[0].chain.facts.counts]
+        changing = {id(buffer) for stage in stages for buffer in stage.changing_buffers()}
+        own.update(
+            counts=counts, _finishing=[False] * len(stages), _drawing={}, _moving=Moving(model, changing, counts),
+            _busy=threading.Lock(), _fixed=Fixed(segments[0].chain.program), _places=Places(self.devices),
+            _proof=Proof(weakref.proxy(self)),  # no circle: threads end with the last reference
+        )  # fmt: skip
+        for name, check in _CHECKS.items():
+            check(own[name])
         weakref.finalize(self, self._places.close)
+
+    stages: list[Stage]
+    segments: list[Segment]
+    stages_per_device: int
+    devices: list[torch.device]
+    micro_batches: int
+    schedule: Schedule
+    remat: Remat
+    batch_norm: Literal["batch", "micro"]
+    profile: Any
+    chunk: Chunk
+    offload: bool
+    names: Any
+    proofs: bool
+    overlap: bool
+    record: bool
+    timeline: list[Span]
+    counts: list[tuple[str, nn.Module]]
+    _finishing: list[bool]
+    _drawing: dict[Hashable, rng.Seen]  # by segment
+    _moving: Moving
+    _busy: threading.Lock
+    _fixed: Fixed
+    _places: Places
+    _proof: Proof
 
     # -- one batch -------------------------------------------------------------------------------------------
     def step(
@@ -266,9 +289,10 @@ class Pipeline(nn.Module):
         inputs, gradients = (given.pieces, given.gradients) if isinstance(given, Inputs) else (given, [])
         several = len(inputs) > 1
         training = any(module.training for module in self.module.modules())
-        # with one micro-batch the layers themselves do what is right
+        # with one micro-batch the layers themselves do what is right, unless parts are repeated
+        repeats = any(stage.repeats for stage in self.stages)
         draws = rng.Draws(self._drawing, self.devices) if several and (head is not None or training) else None
-        gather = self.batch_norm == "batch" and several and training
+        gather = self.batch_norm == "batch" and (several or repeats) and training
         pooled = Pooled(module for stage in self.stages for module in stage.modules()) if gather else None
         self.timeline = []
         call = Call(
@@ -404,8 +428,10 @@ class Pipeline(nn.Module):
         model = vars(self).get("module")
         if model is not None and name not in vars(self) and name in vars(model):
             setattr(model, name, value)
-            return
-        super().__setattr__(name, value)
+        elif name in vars(self):  # the pipeline's own, whatever a part of the model is called
+            vars(self)[name] = value
+        else:
+            super().__setattr__(name, value)
 
 
 def _check_micro_batches(value: Any) -> None:

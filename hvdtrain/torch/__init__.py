@@ -37,9 +37,10 @@ __getattr__, __dir__, __all__ = public(__name__, {
     "data.loader": "Loader",
     "prediction": "predict",
     "data.workers": "Unreadable",
-    "evaluation": "classification corpus_metrics evaluate",
+    "evaluation": "classification corpus_metrics evaluate update_bn",
     "model": "Model",
     "update.optimizer": "Optimizer",
+    "update.whole": "whole",
     "preparation": "prepare",
     "engines.shell": "unwrap",
 })  # fmt: skip
@@ -69,8 +70,10 @@ if TYPE_CHECKING:
     from hvdtrain.torch.evaluation import classification as classification
     from hvdtrain.torch.evaluation import corpus_metrics as corpus_metrics
     from hvdtrain.torch.evaluation import evaluate as evaluate
+    from hvdtrain.torch.evaluation import update_bn as update_bn
     from hvdtrain.torch.gathered import gather_in_order as gather_in_order
     from hvdtrain.torch.model import Model as Model
     from hvdtrain.torch.prediction import predict as predict
     from hvdtrain.torch.preparation import prepare as prepare
     from hvdtrain.torch.update.optimizer import Optimizer as Optimizer
+    from hvdtrain.torch.update.whole import whole as whole

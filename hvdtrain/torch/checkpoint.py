@@ -24,7 +24,7 @@ from hvdtrain.core.world import World, current
 from hvdtrain.runs.parts import Part, Progress, Saves
 from hvdtrain.runs.staging import StateFile
 from hvdtrain.torch import start
-from hvdtrain.torch.checks import nonfinite
+from hvdtrain.torch.checks import nonfinite, replicas
 from hvdtrain.torch.clock import CLOCK
 from hvdtrain.torch.data.random_state import restore_streams
 from hvdtrain.torch.engines import buffers
@@ -119,6 +119,7 @@ class ModelPart(Part):
 
     def collect(self) -> None:
         CLOCK.enter("checkpoint")
+        replicas.check_equal(self.module, self.world, "when the model is saved")
         buffers.synchronize(self.model, self.world)
         nonfinite.check_weights(self.module, self.world)
 

@@ -11,18 +11,22 @@ from typing import Any, Literal, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from hvdtrain.core.errors import ConfigError, ReplicaError
 from hvdtrain.core.in_step.elastic import repeated
 from hvdtrain.core.sharding import Step, check_evaluation
 from hvdtrain.core.world import World, fsum, given_or_current
+from hvdtrain.torch.checks import replicas
 from hvdtrain.torch.clock import CLOCK
 from hvdtrain.torch.data.create import loader
 from hvdtrain.torch.data.loader import Loader
 from hvdtrain.torch.data.nested import map_tensors
 from hvdtrain.torch.data.source import Augment
+from hvdtrain.torch.engine import engine_of
 from hvdtrain.torch.engines.buffers import synchronize
 from hvdtrain.torch.engines.shell import unwrap
+from hvdtrain.torch.engines.sync_batchnorm import converted, sync_batchnorm_mode
 from hvdtrain.torch.gathered import gather_in_order
 from hvdtrain.torch.metric_states import States, no_samples, numbers_of
 
@@ -98,6 +102,7 @@ def one_pass(
         if batches is None:
             assert per_rank_batch is not None  # checked
             batches = loader(data, per_rank_batch, world=world, shuffle=False, workers=workers, augment=augment)
+        replicas.check_equal(unwrap(model), world, "when the model is evaluated")
         synchronize(model, world)
         with evaluating(model):
             yield batches
@@ -105,6 +110,42 @@ def one_pass(
         if batches is not None and batches is not data:
             batches.close()
         CLOCK.enter(before)
+
+
+@repeated
+def update_bn(data: Any, model: nn.Module, *, per_rank_batch: int | None = None, world: World | None = None) -> None:
+    """Takes the running statistics of batch normalisation again, over all ranks' batches; collective.
+
+    As `torch.optim.swa_utils.update_bn` (Izmailov et al., arXiv 1803.05407, section 3.2): for averaged weights, or such
+    that were never trained with. The statistics are the mean of those of the global batches, on every rank.
+
+    Args:
+        data: as of `evaluate`; of a batch in a tuple or list the model takes the first part.
+        model: with its new weights, the same on every rank.
+        per_rank_batch, world: as of `evaluate`.
+
+    Raises:
+        ConfigError: as of `evaluate`, or batch-norm layers of a kind that is not known.
+        ReplicaError: the model is not the same on every rank.
+    """
+    world = given_or_current(world, "torch")
+    module = unwrap(model)
+    layers = [layer for layer in module.modules() if isinstance(layer, _BatchNorm) and layer.track_running_stats]
+    momenta = [layer.momentum for layer in layers]
+    if not layers:
+        return
+    with one_pass(model, data, per_rank_batch, world, "auto", None) as batches, converted(module, engine_of(world)):
+        for layer in layers:
+            layer.reset_running_stats()
+            layer.momentum = None  # the mean over batches
+        module.train()
+        try:
+            for batch, step in batches.one_pass(padded=True):
+                with sync_batchnorm_mode("uncounted" if step.padding else "counted"):
+                    module(batch[0] if isinstance(batch, (tuple, list)) else batch)
+        finally:
+            for layer, momentum in zip(layers, momenta, strict=True):
+                layer.momentum = momentum
 
 
 def _forward(model: nn.Module, batch: Any) -> tuple[Any, Any]:

@@ -7,7 +7,6 @@ import functools
 import inspect
 import operator
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.torch.checks.out_of_memory import explained
 from hvdtrain.torch.clock import CLOCK
-from hvdtrain.torch.session import Session, prepared_optimizers
+from hvdtrain.torch.session import Session, begins, prepared_optimizers
 from hvdtrain.torch.update.staged import channels_last, in_one_call
 
 # the module's own methods: names in state dicts, in parameter lists and in printed text are those of the plain module
@@ -63,14 +62,15 @@ class Model(nn.Module):
         if trains and CLOCK.phase == "other":  # no loader has said so
             CLOCK.enter("forward")
         if trains:
+            begins(session)
             session.batches.called((args, kwargs))
         if trains and (call is None or args or kwargs):  # to find the layer where a NaN began
             session.last_call, session.last_method = (args, kwargs), call
         if session.options.channels_last:
             args = tuple(map(channels_last, args))
         batch = session.batches.now() if trains else None
-        seeing = session.proof.seeing_parts() if batch is not None and not session.compiled else nullcontext()
-        with explained("forward pass", session.sizes), session.precision.autocast(), seeing:
+        session.proof.pause()
+        with explained("forward pass", session.sizes), session.precision.autocast():
             out = session.precision.outputs((call or session.engine_model.call)(*args, **kwargs))
         if trains:
             session.entered = True

@@ -188,8 +188,7 @@ def _place(
 ) -> None:
     """Puts model and optimizer state where they compute; parameters stay the same objects."""
     revert(model)  # an earlier `prepare` may have asked for it
-    if options.sync_batchnorm:
-        convert(model, engine_of(world))
+    convert(model, engine_of(world), every=options.sync_batchnorm)
     if staged is None:  # else each stage is where it belongs
         model.to(engine_of(world).device)
     if options.channels_last:

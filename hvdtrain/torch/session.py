@@ -153,10 +153,12 @@ class Session:
         every = self.gradients.parameters()
         return [(Piece(p, 0, p.numel()), p.grad) for p in every if p.grad is not None]
 
-    def handed_out(self, step: Step | None) -> None:
+    def handed_out(self, step: Step | None, batch: Any = None) -> None:
         """A batch has come from the loader: one that does not count leaves no trace in buffers, whoever runs what part
         of the model on it. None: there are no more."""
         self._empty_batch.close()
+        if step is not None and torch.is_grad_enabled():
+            begins(self)
         if self.before is not None and not self.gradients.gathering:
             self.before.note()
         if step is not None and step.padding:
@@ -166,6 +168,10 @@ class Session:
             self._empty_batch.enter_context(uncounting(self.module))
         if step is not None and self.options.accumulate > 1 and (step.number == 0 or not self.gradients.gathering):
             self._begun_with = random_streams(self.world.devices)
+        if step is not None and not step.padding and torch.is_grad_enabled() and self.staged is None:
+            self.proof.begin(batch, self.batches.now())
+        else:
+            self.proof.forget()
 
     def streams(self) -> dict[str, Any]:
         """Random numbers where a run goes on that has the weights of now: within an update, those it began with."""
@@ -190,6 +196,21 @@ class Session:
             f"rank {self.world.rank}: per_rank_batch {batch}, accumulate {options.accumulate}, amp {options.amp},"
             f" on {where}"
         )
+
+
+_at_hand: ref[Session] | None = None
+
+
+def begins(session: Session) -> None:
+    """The session's loader has handed out a batch to train on, or its model was called for one."""
+    global _at_hand
+    _at_hand = ref(session)
+
+
+def at_hand() -> Session | None:
+    """Returns the session whose batch is at hand: of the loader that handed out the last one, unless another model was
+    called since."""
+    return None if _at_hand is None else _at_hand()
 
 
 def session_of(module: nn.Module) -> Session | None:

@@ -28,7 +28,7 @@ def test_models_of_transformers(found: Found, limit: Limit) -> None:
     assert len(models) == 5 and worst <= TOLERANCE, models
     assert min(its["segments"] for its in models.values()) >= 16, models
     limit("P9f", "transformers' BERT, GPT-2, Llama, ViT and T5, by keyword, with masks", exact=worst)
-    assert "use_cache = False" in found["models"]["cached"]
+    assert "use_cache=False in kwargs=" in found["models"]["cached"]
 
 
 def test_decisions_by_forms_are_fixed_and_others_are_not(found: Found) -> None:

@@ -13,9 +13,12 @@ from harness import PROGRAMS, REPOSITORY, run_ranks
 
 PROGRAM = PROGRAMS / "examples" / "run.py"
 EXAMPLES = {
-    "torch": ["dcgan", "wgan_gp", "sam", "ppo", "moco", "ema", "moe", "seq2seq", "gpt2", "unet"],
+    "torch": [
+        "dcgan", "wgan_gp", "sam", "ppo", "moco", "ema", "moe", "seq2seq", "gpt2", "unet", "clip", "simclr",
+        "detection",
+    ],
     "keras": ["tabular", "multi_input"],
-}
+}  # fmt: skip
 ALL = [name for names in EXAMPLES.values() for name in names]
 LINES = 120
 TOLERANCE = {"gpt2": 1e-6}  # transformers takes the loss in float32

@@ -114,7 +114,7 @@ def test_a_rank_that_exits_with_a_code_has_failed_and_is_not_out_of_step(how: st
 
 
 def test_keras_ranks_that_part(tmp_path: Path, limit: Limit) -> None:
-    ways = ["evaluate_on_rank_0", "evaluate_in_on_main", "all_reduces_swapped"]
+    ways = ["evaluate_on_rank_0", "evaluate_in_on_main", "all_reduces_swapped", "callbacks_on_rank_0"]
     env = {"KERAS_BACKEND": "tensorflow"}
     raised, asked = together(
         lambda: start(KERAS, ways, tmp_path / "raise", **env),
@@ -124,6 +124,7 @@ def test_keras_ranks_that_part(tmp_path: Path, limit: Limit) -> None:
     limit("K15a", "if world.is_main: evaluate(...)", refused=errors["evaluate_on_rank_0"])
     limit("K15b", "on_main(evaluate, ...)", refused=errors["evaluate_in_on_main"])
     limit("K15c", "an all-reduce of one rank meets another of the other rank", refused=errors["all_reduces_swapped"])
+    limit("K28", "callbacks=hvk.callbacks(model) on rank 0 only", refused=errors["callbacks_on_rank_0"])
     check_ended(asked, tmp_path / "callback", "in update 3 of model 0")
 
 
@@ -152,7 +153,7 @@ def test_ranks_that_raise_on_every_engine(engine: str, launcher: str, tmp_path: 
 @pytest.mark.thorough
 @pytest.mark.parametrize("launcher", ["horovodrun", "mpirun"])
 def test_keras_on_torch_ranks_that_part(launcher: str, tmp_path: Path) -> None:
-    ways = ["evaluate_on_rank_0", "evaluate_in_on_main", "all_reduces_swapped"]
+    ways = ["evaluate_on_rank_0", "evaluate_in_on_main", "all_reduces_swapped", "callbacks_on_rank_0"]
     check_raised(start(KERAS, ways, tmp_path / "raise", launcher, KERAS_BACKEND="torch"), ways)
     done = start(KERAS, ["gather_in_a_callback"], tmp_path / "callback", launcher, KERAS_BACKEND="torch")
     check_ended(done, tmp_path / "callback", "in update 3 of model 0")

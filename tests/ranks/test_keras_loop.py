@@ -15,7 +15,7 @@ Outcomes = dict[int, dict[str, str]]
 # case -> row of docs/limits.md, what was tried, what each rank's error must say
 REFUSED = {
     "strided_data": ("K3a", "loader((x[rank::size], ...)), the classic Horovod line", "the data must be the same",
-                     "a part of the data, x[rank::size]", "give every rank all the data"),
+                     "each rank got a part of the data (x[rank::size])", "give every rank all the data"),
     "other_order": ("K3b", "the same data in another order per rank", "the same samples in another order"),
     "other_length": ("K3c", "60 samples on one rank, 64 on the other", "60 samples", "64 samples", "other lengths"),
     "other_seed": ("K3d", "loader(..., seed=rank)", "seed=0", "seed=1"),

@@ -23,14 +23,17 @@ EXACT = [
 QUICK = [
     "ignore_class", "one_rank_ignored", "mask_zero", "masking_lstm", "mean_of_weights", "weights_zero_on_a_rank",
     "class_weight", "sum", "two_outputs", "none", "dice_of_the_batch", "balance_in_training", "batchnorm_of_ones_own",
-    "contrast_of_single_samples",
+    "added_to_the_whole",
+    "contrast_of_single_samples", "divides_otherwise_later",
 ]  # fmt: skip
 REFUSED = {
     "none": ("ConfigError", "must be one number", "reduction=None in SparseCategoricalCrossentropy"),
     "dice_of_the_batch": ("ReplicaError", "its pieces", "6 samples", "Dice(axis=(1, 2, 3))", "verify=False"),
     "balance_in_training": ("ReplicaError", "its pieces", "6 samples"),
+    "added_to_the_whole": ("ReplicaError", "its pieces", "6 samples", "with whole=True too"),
     "batchnorm_of_ones_own": ("ReplicaError", "its pieces", "keras.layers.BatchNormalization"),
     "contrast_of_single_samples": ("ReplicaError", "its pieces", "2 samples"),
+    "divides_otherwise_later": ("ReplicaError", "its pieces", "6 samples", "whole=True"),
 }
 # what ranks that weigh by samples only get wrong
 BY_SAMPLES_WRONG = ["ignore_class", "mask_zero", "two_outputs", "sum"]
@@ -139,6 +142,8 @@ def test_what_does_not_decompose_is_refused(case: str, two: Outcome, limit: Limi
             assert text in error, error
     if case == "none":
         limit("A8b", "Keras, Loss(reduction=None)", refused=error)
+    if case == "divides_otherwise_later":
+        limit("K21a", "a loss that divides otherwise in a later batch than in the first", refused=error)
 
 
 @pytest.mark.thorough

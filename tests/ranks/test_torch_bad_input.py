@@ -12,16 +12,13 @@ from harness import PROGRAMS, Result, run_ranks
 from test_torch_resnet_ranks import BROKEN, SIDE, make_odd, record, run_program, write_pictures
 
 SHORT_OF_MEMORY = PROGRAMS / "torch" / "resnet_short_of_memory.py"
-WITHIN_S = 30  # about 5 on a quiet machine
 SMALL = ["--model", "resnet18", "--image-size", SIDE, "--per-rank-batch", 4]
 
 
 def refused(flags: list[object], ranks: int = 2, launcher: str = "horovodrun", **options: Any) -> Result:
     """Runs the program, which must end with an error; returns what it said."""
-    within_s = options.pop("within_s", WITHIN_S)
     result = run_program(launcher, ranks, *flags, **options)
     assert result.returncode not in (0, None), result.text
-    assert result.seconds <= within_s, result.text
     return result
 
 
@@ -99,8 +96,7 @@ def newest_checkpoint(run_dir: Path) -> Path:
 def test_wrong_class_count_in_a_checkpoint(trained: tuple[Path, Path], tmp_path: Path) -> None:
     write_pictures(tmp_path / "three", {"cross": 5, "frame": 5, "stripes": 5}, {"cross": 1, "frame": 1, "stripes": 1})
     saved = newest_checkpoint(trained[1])
-    result = refused([*SMALL, "--data", tmp_path / "three", "--weights", saved, "--run-dir", tmp_path / "run"],
-                     within_s=60)  # fmt: skip
+    result = refused([*SMALL, "--data", tmp_path / "three", "--weights", saved, "--run-dir", tmp_path / "run"])
     said = result.ranks_error[0]
     assert "fc.weight" in said and "(2, 512)" in said and "(3, 512)" in said, result.text
     assert "Traceback" not in said and "rank 0: " in said
@@ -111,7 +107,7 @@ def test_a_broken_file_is_refused_when_strict(tmp_path: Path) -> None:
     write_pictures(tmp_path / "data", {"cross": 6, "frame": 9}, {"cross": 1, "frame": 1})
     make_odd(tmp_path / "data" / "train")
     flags = [*SMALL, "--data", tmp_path / "data", "--run-dir", tmp_path / "run", "--epochs", 1]
-    result = refused([*flags, "--strict"], within_s=60)
+    result = refused([*flags, "--strict"])
     broken = str(tmp_path / "data" / "train" / BROKEN)
     named = [said for said in result.ranks_error.values() if broken in said]  # by the rank that came across it
     assert len(named) == 1 and "Traceback" not in named[0] and "fix: replace or remove it" in named[0], result.text
@@ -129,7 +125,7 @@ def test_nan_loss_stops_all_ranks_and_keeps_the_last_good_checkpoint(
     result = refused(
         [*SMALL, "--data", data, "--epochs", 3, "--lr", "1e30", "--run-dir", tmp_path / "run", "--resume",
          "--engine", engine],
-        launcher=launcher, within_s=60,
+        launcher=launcher,
     )  # fmt: skip
     said = "\n".join(result.ranks_error.values())
     for part in ("the loss is nan at step 7 (epoch 1)", "rank 0: nan", "rank 1: nan", "first bad layer: layer1"):
@@ -145,7 +141,7 @@ def test_nan_loss_stops_all_ranks_and_keeps_the_last_good_checkpoint(
 def test_out_of_memory_says_the_batch_and_what_to_try(trained: tuple[Path, Path], tmp_path: Path) -> None:
     flags = ["--model", "resnet18", "--data", trained[0], "--image-size", 512, "--per-rank-batch", 16,
              "--run-dir", tmp_path / "run"]  # fmt: skip
-    result = refused(flags, 1, "none", program=SHORT_OF_MEMORY, env={"SPARE_BYTES": str(300 << 20)}, within_s=60)
+    result = refused(flags, 1, "none", program=SHORT_OF_MEMORY, env={"SPARE_BYTES": str(300 << 20)})
     told_once(result, "out of memory", "16", "accumulate")
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from harness import PROGRAMS, Result, run_ranks
+from limits import Limit
 
 FOLDER = PROGRAMS / "torch"
 EXACT = {"ddp": 1e-10, "deepspeed": 1e-6}
@@ -146,6 +147,16 @@ def test_what_a_cluster_left_out_is_named(kind: str, missing: str) -> None:
     done = spawn([variables], *program)
     assert done.returncode == 1
     assert f"{missing} missing" in done.err or f"{missing} is missing" in done.err, done.text
+
+
+def test_a_ddp_job_comes_up_in_every_attempt(tmp_path: Path, limit: Limit) -> None:
+    """torchrun's agent keeps its store: ranks must not meet in what an earlier attempt left there."""
+    out = tmp_path / "attempt"
+    run_ranks(
+        [PROGRAMS / "torch" / "restarted.py", out], 2, launcher="torchrun --max-restarts=2", timeout_s=120
+    ).check()
+    assert out.read_text() == "2"
+    limit("T35", "torchrun --max-restarts=2: a ddp job that fails twice", mended="each attempt comes up")
 
 
 def test_a_rank_that_ended_is_noticed() -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 import torch_cases
-from harness import Result, run_ranks
+from harness import PROGRAMS, Result, run_ranks, together
 from limits import Limit
 
 PROGRAM = torch_cases.FOLDER / "promises.py"
@@ -47,3 +48,36 @@ def test_limits_of_the_loader(result: Result, limit: Limit) -> None:
         text = shown[row]
         told: dict[str, Any] = {verdict: float(text) if verdict == "exact" else text}
         limit(row, attack, **told)
+
+
+def test_statistics_of_averaged_weights_are_those_of_one_process(limit: Limit) -> None:
+    program = PROGRAMS / "torch" / "averaged_weights.py"
+    ours, parts = together(
+        lambda: run_ranks([program, "1", "50"], 3, timeout_s=90),  # of whose last two one rank has none
+        lambda: run_ranks([program, "0", "52"], 2, timeout_s=90),
+    )
+    gaps = [float(re.findall(r"gap (\S+)", done.check().out)[0]) for done in (ours, parts)]
+    assert gaps[0] < 1e-9 < 1e-2 < gaps[1]  # PyTorch's own reads each rank's part
+    assert "read rank 0's part of the samples" in parts.err and "rank 0's part" not in ours.err
+    limit("T26a", "averaged weights, hvt.update_bn(train, averaged)", exact=gaps[0])
+    said = next(line for line in parts.err.splitlines() if "read rank 0's part" in line).partition("hvdtrain: ")[2]
+    limit("T26b", "the same by PyTorch's own update_bn: each rank takes those of its part", mended=f"reported: {said}")
+
+
+def test_a_seed_that_init_replaces_is_reported(limit: Limit) -> None:
+    program = PROGRAMS / "torch" / "own_errors.py"
+    seeded, plain = together(
+        lambda: run_ranks([program, "seed", "7"], 1, launcher="none", timeout_s=60),
+        lambda: run_ranks([program, "seed"], 1, launcher="none", timeout_s=60),
+    )
+    assert "in place of the seed 7" in seeded.check().err and "seed=7" in seeded.err
+    assert "in place of" not in plain.check().err
+    said = next(line for line in seeded.err.splitlines() if "in place of the seed" in line).partition("hvdtrain: ")[2]
+    limit("T31", "torch.manual_seed(7) before init(), which sets a seed of its own", mended=f"reported: {said}")
+
+
+def test_batch_norm_of_one_value_names_the_tail(limit: Limit) -> None:
+    done = run_ranks([PROGRAMS / "torch" / "own_errors.py", "tail"], 1, launcher="none", timeout_s=60)
+    assert done.returncode == 1 and 'tail="drop"' in done.err and "per_rank_batch 8" in done.err, done.text
+    said = done.err[done.err.index("batch normalisation in training needs") :]
+    limit("T33d", "batch normalisation and a last batch of one sample", refused=said)

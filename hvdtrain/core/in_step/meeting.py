@@ -396,7 +396,7 @@ def described(state: State) -> str:
     done = f"after {state.get('steps', state['updates'])} update(s)"  # of the training: not a proof's, before the first
     if state["kind"] == END:
         return f"{state['line']}, {done}"
-    what = f"{state['kind']}, {done}"
+    what = f"{state['kind']}{' for ' * bool(state['key'])}{state['key']}, {done}"
     if state["kind"] == "update":
         what = " ".join(filter(None, ["update", str(state["number"]), state["key"]]))
     return f"in {what}: {state['line']}"

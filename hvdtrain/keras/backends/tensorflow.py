@@ -46,13 +46,13 @@ class TensorFlowBackend(OutsideOfSteps):
         return tf.where(dead, tf.zeros_like(samples), samples), shown
 
     def notes(self) -> tuple[Any, Any, Any]:
-        """A variable that is true, for `keep_first`, one for the number of `note_loss`, and one that `tell` makes 1; to
+        """A variable, for `keep_batch`, one for the number of `note_loss`, and one that `tell` makes 1; to
         be made outside of a step.
         """
         with tf.device("CPU:0"):
             telling = tf.Variable(0.0, trainable=False, dtype=tf.float64)
         loss = tf.Variable(float("nan"), trainable=False, dtype=tf.float64)
-        return tf.Variable(True, trainable=False), loss, telling
+        return tf.Variable(False, trainable=False), loss, telling
 
     def tell(self, session: Any) -> None:
         """This rank was preempted: the next step lets all others know."""
@@ -66,16 +66,21 @@ class TensorFlowBackend(OutsideOfSteps):
     def loss_noted(self, session: Any) -> float:
         return float(session.step_loss)
 
-    def keep_first(self, data: Any, session: Any) -> None:
-        """Keeps the first batch as `session.kept_batch`: in a traced step, when it runs for the first time."""
+    def want_batch(self, session: Any) -> None:
+        """The next step keeps its batch, if `session.tries`."""
+        session.kept_batch = None
+        session.wants_batch.assign(session.tries)
+
+    def keep_batch(self, data: Any, session: Any) -> None:
+        """Keeps a wanted batch as `session.kept_batch`."""
         leaves = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
         if tf.executing_eagerly():
-            if session.kept_batch is None:
+            if session.tries and session.kept_batch is None:
                 session.kept_batch = data
             return
         if not all(isinstance(leaf, tf.Tensor) for leaf in leaves):
             return  # ragged and sparse batches are not cut in pieces
-        wanted = session.wants_first
+        wanted = session.wants_batch
 
         def store(*arrays: Any) -> None:
             received = iter([np.array(array) for array in arrays])
@@ -197,6 +202,45 @@ class TensorFlowBackend(OutsideOfSteps):
             return total, gradient
 
         return summed(values)
+
+    def gather_rows(self, tensors: list[Any], samples: Any, total: Any, rank: int, name: str) -> list[Any]:
+        """Joins the ranks' tensors [n, ...]; those of a rank without samples are left out.
+
+        Gradients go to a rank's own rows, times total / samples: `weigh` takes that away again.
+        """
+        live = tf.cast(tf.not_equal(samples, 0), tf.int64)
+        # see `start_sum`: what Horovod is given must be no constant
+        rows = tf.cast(tf.stack([_rows(tensor) for tensor in tensors]), tf.int64) * live + tf.cast(
+            self._no_constant, tf.int64
+        )
+        every = self.hvd.allgather(rows, name=f"{name}.rows", ignore_name_scope=True)
+        starts = tf.reduce_sum(tf.reshape(every, [-1, len(tensors)])[:rank], 0)
+        factor = tf.math.divide_no_nan(total, samples)
+        return [
+            self._gathered(tensor, rows[at], starts[at], factor, f"{name}.{at}") for at, tensor in enumerate(tensors)
+        ]
+
+    def _gathered(self, tensor: Any, rows: Any, start: Any, factor: Any, name: str) -> Any:
+        def join(values: Any) -> Any:
+            kind, sent = values.dtype, values[:rows]
+            sent = tf.bitcast(sent, tf.uint16) if kind == tf.bfloat16 else sent
+            joined = self.hvd.allgather(sent, name=name, ignore_name_scope=True)
+            joined = tf.bitcast(joined, kind) if kind == tf.bfloat16 else joined
+            joined.set_shape([None, *values.shape[1:]])
+            return joined
+
+        if not tensor.dtype.is_floating:
+            return join(tensor)
+
+        @tf.custom_gradient
+        def gathered(values: Any) -> Any:
+            def gradient(upstream: Any) -> Any:
+                own = upstream[start : start + rows] * tf.cast(factor, upstream.dtype)
+                return tf.pad(own, [[0, tf.cast(_rows(values), tf.int64) - rows]] + [[0, 0]] * (len(values.shape) - 1))
+
+            return join(values), gradient
+
+        return gathered(tensor)
 
     def usable_here(self, tensor: Any) -> bool:
         """False for a value noted eagerly and used inside a nested traced function: it would be baked in."""

@@ -6,6 +6,7 @@ Twin of `tensorflow.py`; both implement the protocol in `chosen.py`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -126,9 +127,13 @@ class TorchBackend:
             session.step_loss = float(self.finish_sum(started)) / samples
         return float("nan") if session.step_loss is None else session.step_loss
 
-    def keep_first(self, data: Any, session: Any) -> None:
-        """Keeps the first batch as `session.kept_batch`."""
-        if session.kept_batch is None:
+    def want_batch(self, session: Any) -> None:
+        """The next step keeps its batch, if `session.tries`."""
+        session.kept_batch = None
+
+    def keep_batch(self, data: Any, session: Any) -> None:
+        """Keeps a wanted batch as `session.kept_batch`."""
+        if session.tries and session.kept_batch is None:
             session.kept_batch = data
 
     def timed_input(self, session: Any) -> AbstractContextManager[None]:
@@ -198,6 +203,30 @@ class TorchBackend:
         Gradients are those of the mean over all samples, for ranks whose own are weighed by `samples` afterwards.
         """
         return _Sum.apply(values, samples, name, self.hvd)
+
+    def gather_rows(self, tensors: list[Any], samples: float, total: float, rank: int, name: str) -> list[Any]:
+        """Joins the ranks' tensors [n, ...]; those of a rank without samples are left out.
+
+        Gradients go to a rank's own rows, times total / samples: `weigh` takes that away again.
+        """
+        rows = torch.tensor([tensor.shape[0] if samples else 0 for tensor in tensors])
+        with self.rank_losses():
+            every = self.hvd.allgather(rows, name=f"{name}.rows").reshape(-1, len(tensors))
+        starts = every[:rank].sum(0).tolist()
+        factor = total / samples if samples else 0.0
+        found = []
+        for number, (tensor, start) in enumerate(zip(tensors, starts, strict=True)):
+            sent = tensor.detach()[: int(rows[number])].contiguous()
+            joined = self._joined(sent, f"{name}.{number}")
+            found.append(_Rows.apply(tensor, joined, start, int(rows[number]), factor))
+        return found
+
+    def _joined(self, sent: torch.Tensor, name: str) -> torch.Tensor:
+        size = math.prod(sent.shape[1:]) * sent.element_size()  # of a row; bytes, for Horovod does not take all types
+        as_bytes = sent.reshape(-1).view(torch.uint8).reshape(len(sent), size)
+        with self.rank_losses():
+            received = self.hvd.allgather(as_bytes, name=name)
+        return received.reshape(-1).view(sent.dtype).reshape(-1, *sent.shape[1:])
 
     def usable_here(self, tensor: Any) -> bool:
         del tensor
@@ -320,6 +349,23 @@ class _Sum(torch.autograd.Function):
         weighed = upstream * ctx.samples if ctx.samples else torch.zeros_like(upstream)
         back = _Sum.apply(weighed, ctx.samples, f"{ctx.name}.gradient", ctx.hvd)
         return back / ctx.samples if ctx.samples else torch.zeros_like(back), None, None, None
+
+
+class _Rows(torch.autograd.Function):
+    """See `TorchBackend.gather_rows`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: torch.Tensor, joined: torch.Tensor, start: int, rows: int, factor: float
+    ) -> torch.Tensor:
+        ctx.shape, ctx.start, ctx.rows, ctx.factor = tensor.shape, start, rows, factor
+        return joined.to(tensor.device)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if not ctx.rows:
+            return upstream.new_zeros(ctx.shape), None, None, None, None
+        return upstream[ctx.start : ctx.start + ctx.rows] * ctx.factor, None, None, None, None
 
 
 def _checksum(value: torch.Tensor) -> torch.Tensor:

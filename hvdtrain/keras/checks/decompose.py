@@ -1,4 +1,4 @@
-"""Proves, on the user's own first batch, that the loss of a batch is put together from those of its pieces.
+"""Tries, on the user's own batches, whether the loss of a batch is put together from those of its pieces.
 
 N ranks compute the loss of their pieces; one process would compute that of the whole. The two agree for a mean over
 samples, labels, steps or weights, for a sum, and for terms without data; not for a loss that looks at a batch as a
@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import keras
@@ -29,15 +30,29 @@ ROWS = 16  # of the first batch: enough to tell, cheap for large models
 # of the loss: what rounding may do in float32, and in half precision
 TOLERANCE = {"float64": 1e-7, "float32": 2e-5}
 ROUGH = 3e-2
+ROUNDING = 0.05  # of the tolerance: of the loss of outputs that are 0, where the loss itself is next to nothing
 
 
-def check(model: keras.Model, session: Session) -> None:
-    """Compares whole and pieces on this rank's first batch; collective.
+_ADDED = (
+    "what layers add (add_loss) is of each rank's own rows, with whole=True too: add a mean over samples; or return"
+    " what it is made of, and compute it in compute_loss, or in a train_step of what hvk.whole(...) gives; if each"
+    " rank's own is meant, prepare(model, verify=False)"
+)
+_REMEDY = (
+    "prepare(model, data, whole=True): the loss of the global batch, whatever it is, but for what layers add"
+    " (add_loss); or a loss that returns one value per sample (Dice(axis=(1, 2, 3)), no ops.sum or ops.mean over the"
+    " batch) and layers that look at each sample by itself (batch normalisation: keras.layers.BatchNormalization); if"
+    " each rank's own is meant, or this is a false alarm, prepare(model, verify=False)"
+)
+
+
+def check(model: keras.Model, session: Session, *, is_first: bool) -> None:
+    """Compares whole and pieces of this rank's last batch; of the first one, metrics as well; collective.
 
     Raises:
         ReplicaError: on every rank; the loss does not decompose.
     """
-    data, session.kept_batch, session.loss_proven = session.kept_batch, None, True
+    data, session.kept_batch = session.kept_batch, None
     normalising = [layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.BatchNormalization)]
     synchronized = [layer for layer in normalising if is_synchronized(layer)]
     of_torch = any(normalises(part) for _, module in replicas.torch_modules(model) for part in module.modules())
@@ -45,24 +60,36 @@ def check(model: keras.Model, session: Session) -> None:
     if not session.own_step:
         # a synchronised one would wait for the other ranks, one of PyTorch refuses a single sample
         trains = not synchronized and not of_torch
-        mine = _judge(model, data, trains=trains, normalises=bool(normalising))
+        mine = _judge(model, data, trains=trains, normalises=bool(normalising), added=not session.in_pieces)
     else:
         mine = (
             "note",
             "this model's own train_step: that its loss is a mean over pieces of a batch is not checked; what it does"
             " to gradients it does to each rank's own, before the average (clipping: clipnorm= of the optimizer)",
         )
-    metrics = _other_metrics(model, data) if mine[0] != "differs" and not session.own_step else []
+    metrics = _other_metrics(model, data) if is_first and mine[0] != "differs" and not session.own_step else []
     reports, named = zip(*session.world.gather((mine, metrics)), strict=True)
     for kind, text in reports:
         if kind == "note":
-            session.say(text)
+            session.say(text, once=text)
             break
     for text in next((texts for texts in named if texts), []):
         session.say(
             f"not the metric of one process: {text}; keep sums over samples in its states, or one value a sample"
         )
-    if of_torch or len(synchronized) < len(normalising):
+    if is_first:
+        _say_of_layers(model, session, of_torch or len(synchronized) < len(normalising))
+    if any(kind == "differs" for kind, _ in reports):
+        raise ReplicaError(
+            "the loss of a batch must be the mean (or the sum) of those of its pieces: ranks compute pieces",
+            "\n".join(f"rank {rank}: {text}" for rank, (kind, text) in enumerate(reports) if kind == "differs"),
+            _REMEDY if session.in_pieces else _ADDED,
+            shared=True,
+        )
+
+
+def _say_of_layers(model: keras.Model, session: Session, normalises_apart: bool) -> None:
+    if normalises_apart:
         session.say(
             "batch normalisation: each rank normalises by its own part of the global batch (keras.layers."
             "BatchNormalization and prepare(model, sync_batchnorm=True): by all of it)"
@@ -71,16 +98,6 @@ def check(model: keras.Model, session: Session) -> None:
     if moving:
         session.say(
             f"{', '.join(moving)}: follows each rank's own samples within an epoch; then all ranks get that of rank 0"
-        )
-    if any(kind == "differs" for kind, _ in reports):
-        raise ReplicaError(
-            "the loss of a batch must be the mean (or the sum) of those of its pieces: ranks compute pieces",
-            "\n".join(f"rank {rank}: {text}" for rank, (kind, text) in enumerate(reports) if kind == "differs"),
-            "a loss returns one value per sample (Dice(axis=(1, 2, 3)), a function without ops.sum or ops.mean over the"
-            " batch) and Keras averages, and layers look at each sample by itself (batch normalisation:"
-            " keras.layers.BatchNormalization); if each rank's own is meant, or this is a false alarm,"
-            " prepare(model, verify=False)",
-            shared=True,
         )
 
 
@@ -93,8 +110,8 @@ def _of_several(data: Any, session: Session) -> Any:
     return tree.map_structure(lambda *own: None if own[0] is None else np.concatenate(own), *batches)
 
 
-def _judge(model: keras.Model, data: Any, *, trains: bool, normalises: bool) -> tuple[str, str]:
-    """Returns ("fine" | "differs" | "note", what was seen); local."""
+def _judge(model: keras.Model, data: Any, *, trains: bool, normalises: bool, added: bool = False) -> tuple[str, str]:
+    """Returns ("fine" | "differs" | "note", what was seen); of what layers `added` alone, or of all; local."""
     if data is None:
         return "fine", ""
     batch, rows = _first_rows(data)
@@ -104,16 +121,16 @@ def _judge(model: keras.Model, data: Any, *, trains: bool, normalises: bool) -> 
     tolerance = _tolerance(model)
     try:
         with _scratch(model):
-            found = its = _compared(model, batch, rows, training=False)
+            found = its = _compared(model, batch, rows, training=False, added=added)
             if not np.isfinite(its.whole):
-                return "note", f"the loss of the first batch is {its.whole}: it was not checked on pieces of a batch"
+                return "note", f"the loss of a batch is {its.whole}: it was not checked on pieces of a batch"
             if its.whole != its.again:
                 return (
                     "note",
                     "the model draws random numbers in inference: its loss was not checked on pieces of a batch",
                 )
             if trains and not its.differs(tolerance) and model._call_has_training_arg:
-                its = _compared(model, batch, rows, training=True)
+                its = _compared(model, batch, rows, training=True, added=added)
                 if not normalises and its.whole == its.again and np.isfinite(its.whole):
                     found = its
                 elif its.added != found.added:  # nothing to tell by: what is drawn, or normalised, is so for each piece
@@ -128,8 +145,8 @@ def _judge(model: keras.Model, data: Any, *, trains: bool, normalises: bool) -> 
     if found.functions:
         return (
             "note",
-            "a loss returns one number for a batch: that it is a mean over samples is seen of the first batch only (not"
-            " where a later one holds masked labels); one value a sample is right on any",
+            "a loss returns one number for a batch: that it is a mean over samples is tried at steps 1, 2, 4, 8 ... and"
+            " an epoch's first; one value a sample is right on any",
         )
     return "fine", ""
 
@@ -142,6 +159,7 @@ class _Compared:
         whole, again: of the batch, computed twice.
         together: of its pieces: the first so many samples (`first`), and the others.
         scale: the largest of batch and pieces.
+        untrained: of the batch, with outputs that are 0.
         functions: losses that return one number for a batch.
         added: losses that layers add.
     """
@@ -150,28 +168,34 @@ class _Compared:
     again: float
     together: float
     scale: float
+    untrained: float
     first: int
     functions: int
     added: int
 
     def differs(self, tolerance: float) -> bool:
-        return abs(self.whole - self.together) > tolerance * self.scale
+        return abs(self.whole - self.together) > tolerance * max(self.scale, ROUNDING * self.untrained)
 
 
-def _compared(model: keras.Model, batch: Any, rows: int, *, training: bool) -> _Compared:
-    first = max(1, rows // 4)
-    (whole, _, functions), (again, _, _) = (_loss(model, batch, training=training) for _ in range(2))
-    added = len(model.losses)
+def _compared(model: keras.Model, batch: Any, rows: int, *, training: bool, added: bool) -> _Compared:
+    first, loss = max(1, rows // 4), partial(_loss, model, training=training, added=added)
+    (whole, _, functions), (again, _, _) = (loss(batch) for _ in range(2))
+    losses = len(model.losses)
+    try:
+        untrained = abs(loss(batch, untrained=True)[0])
+    except Exception:  # a loss of the user's that is none of zeros
+        untrained = 0.0
     together, scale = 0.0, abs(whole)
     pieces = (slice(0, first), slice(first, rows))
     parts = [_cut(batch, piece) for piece in pieces]
-    known = [_loss(model, part, training=training)[1] for part in parts]
+    known = [loss(part)[1] for part in parts]
     for part, own, piece in zip(parts, known, pieces, strict=True):
         share = (piece.stop - piece.start) / rows
         weights = [_share(mine, all_, share) for mine, all_ in zip(own, _add(known), strict=True)]
-        of_piece = share * _loss(model, part, weights, training=training)[0]
+        of_piece = share * loss(part, weights)[0]
         together, scale = together + of_piece, max(scale, abs(of_piece))
-    return _Compared(whole, again, together, scale, first, functions, added)
+    untrained = untrained if np.isfinite(untrained) else 0.0
+    return _Compared(whole, again, together, scale, untrained, first, functions, losses)
 
 
 def _tolerance(model: keras.Model) -> float:
@@ -243,10 +267,16 @@ def _add(known: list[list[Any]]) -> list[float]:
 
 
 def _loss(
-    model: keras.Model, batch: Any, weights: list[float] | None = None, *, training: bool = False
+    model: keras.Model,
+    batch: Any,
+    weights: list[float] | None = None,
+    *,
+    training: bool = False,
+    untrained: bool = False,
+    added: bool = False,
 ) -> tuple[float, list[Any], int]:
-    """The loss of the outputs in inference or training mode, what each Keras loss in it divided by (`weights` multiply
-    those), and how many others return one number for a batch.
+    """The loss of the outputs in inference or training mode, or what layers `added` to it, what each Keras loss in it
+    divided by (`weights` multiply those), and how many others return one number for a batch.
     """
     divisors: list[Any] = []
     own = 0
@@ -263,6 +293,9 @@ def _loss(
     weight = map_leaves(lambda w: w + 0, weight)  # Keras on torch multiplies it in place
     with BACKEND.no_gradient(), units.observed(weigh, (x, y), whole):
         outputs = _predicted(model, x, training=training)
+        if added:
+            return float(sum(map(keras.ops.convert_to_numpy, model.losses), np.float64(0))), [], 0
+        outputs = map_leaves(keras.ops.zeros_like, outputs) if untrained else outputs
         loss = model._compute_loss(x=x, y=y, y_pred=outputs, sample_weight=weight, training=True)
     return float(keras.ops.convert_to_numpy(loss)), divisors, own
 

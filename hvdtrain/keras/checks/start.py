@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from typing import Any
 
 import keras
@@ -99,12 +100,30 @@ def _settings(model: keras.Model, session: Session) -> dict[str, Any]:
             "watch_every": session.watch_every,
             "averaging hook": is_hooked(model.optimizer),
         },
-        "compile": {"run_eagerly": model.run_eagerly, "steps_per_execution": model.steps_per_execution},
+        "compile": {
+            "run_eagerly": model.run_eagerly,
+            "steps_per_execution": model.steps_per_execution,
+            "loss": json.dumps(getattr(model, "loss", None), default=_described),
+            "loss_weights": json.dumps(getattr(model._compile_loss, "_user_loss_weights", None), default=float),
+        },
         "random state": "restored" if session.restored_random is not None else "fresh",
         "backend": keras.backend.backend(),
         "dtype policy": model.dtype_policy.name,
         "lr": repr(session.lr),
     }
+
+
+def _described(loss: Any) -> Any:
+    """A loss in words without addresses and paths, which are each process's own."""
+    code = getattr(loss, "__code__", None)
+    if code is not None:
+        return f"{loss.__qualname__} {zlib.crc32(code.co_code):08x}"
+    try:
+        settings = loss.get_config()
+    except (AttributeError, NotImplementedError):
+        settings = {}
+    plain = {key: value for key, value in settings.items() if isinstance(value, (str, int, float))}
+    return [type(loss).__name__, *sorted((key, value) for key, value in plain.items() if key != "name")]
 
 
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:

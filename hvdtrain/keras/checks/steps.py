@@ -67,6 +67,10 @@ def _counting(model: keras.Model, inner: Callable[[Any], Any]) -> Callable[[Any]
         _end_if_told(session)
         if preemption.told():
             BACKEND.tell(session)
+        is_first = "step" not in session.compared
+        session.tries = _tries(session, is_first)
+        if session.tries:
+            BACKEND.want_batch(session)
         key = f"of {session.name.replace('hvdtrain.', 'model ')}"
 
         def run(data: Any) -> Any:
@@ -76,9 +80,12 @@ def _counting(model: keras.Model, inner: Callable[[Any], Any]) -> Callable[[Any]
 
         logs = run(data) if session.changing is None else session.changing.update(run, data)
         session.executions += 1
-        if "step" not in session.compared:
+        session.executed += 1
+        if is_first:
             session.compared.add("step")
             _after_first(model, session)
+        if session.tries:
+            _try_loss(model, session, is_first)
         if model.stop_training and not session.stops_in_epoch:
             raise ReplicaError(
                 "all ranks stop at the same step",
@@ -98,8 +105,22 @@ def _after_first(model: keras.Model, session: Session) -> None:
         seen = session.world.gather(BACKEND.to_numpy(session.first_batch).tolist())
         if all(other == seen[0] for other in seen) and seen[0][1] > 0:
             raise same_work(f"the first batch is the same on all {session.world.size} ranks")
-    if session.verify and not session.loss_proven:
-        decompose.check(model, session)
+
+
+def _tries(session: Session, is_first: bool) -> bool:
+    """Returns True if the loss is tried at the next step, on all ranks: at steps 1, 2, 4, 8 ... and an epoch's first.
+
+    Ranks that come later count the steps of an epoch as the others do, and no others.
+    """
+    if not session.verify or (session.own_step and not is_first):
+        return False
+    is_due = session.changing is None and session.executed & (session.executed + 1) == 0
+    return is_first or is_due or session.executions == 0
+
+
+@repeated
+def _try_loss(model: keras.Model, session: Session, is_first: bool) -> None:
+    decompose.check(model, session, is_first=is_first)
 
 
 def note_batch(session: Session, data: Any) -> None:

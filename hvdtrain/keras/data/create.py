@@ -112,7 +112,36 @@ def _walk_of(data: Any, class_weight: Mapping[int, float] | None, seed: int) -> 
     def of_one(records: list[Any]) -> Any:
         return batch_of(records[0], class_weight)
 
+    if is_tf_dataset(data):
+        _check_tf_dataset(data)
     return Walk(stream_of(data), of_one, seed, by_tensorflow=is_tf_dataset(data))
+
+
+def _check_tf_dataset(data: Any) -> None:
+    """Raises `ConfigError` for a set of single samples, one without an end, and sparse tensors."""
+    import tensorflow as tf
+
+    specs = tf.nest.flatten(data.element_spec)
+    if any(isinstance(spec, tf.SparseTensorSpec) for spec in specs):
+        raise ConfigError(
+            "hvdtrain.keras.loader cannot deal sparse tensors",
+            f"a tf.data set of {data.element_spec}",
+            "dataset.map(lambda x, y: (tf.sparse.to_dense(x), y))",
+        )
+    shapes = [spec.shape for spec in specs if getattr(spec, "shape", None) is not None and spec.shape.rank is not None]
+    lengths = {shape[0] for shape in shapes if shape.rank} - {None}
+    if any(not shape.rank for shape in shapes) or len(lengths) > 1:
+        raise ConfigError(
+            "a tf.data set must come in batches, one for each rank in a step",
+            f"elements of shapes {', '.join(map(str, shapes))}",
+            "dataset.batch(32)",
+        )
+    if data.cardinality() == tf.data.INFINITE_CARDINALITY:
+        raise ConfigError(
+            "an epoch of a tf.data set must end",
+            "a set that repeats itself without end",
+            "leave .repeat() out: each epoch reads the set from its beginning; or .take(batches)",
+        )
 
 
 def _walking(

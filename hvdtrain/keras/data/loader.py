@@ -38,6 +38,7 @@ class Loader(Dealt, keras.utils.PyDataset, DataAdapter):
         unit: samples of what is dealt, as they are counted: of a batch those of a full one.
         epoch: the epoch whose order is being read.
         served: the steps of the last reading that have samples of this rank, and how many rows each had.
+        last_rows: this rank's in the last step that was read.
         next_epoch: the one to turn to, as our callbacks tell it (Keras does not); `None`: the one that follows.
     """
 
@@ -49,6 +50,7 @@ class Loader(Dealt, keras.utils.PyDataset, DataAdapter):
         self.source = source
         self.next_epoch: int | None = None
         self.served: list[tuple[Step, int]] = []
+        self.last_rows = 0
         self._entered = 0, 0  # (epoch, steps of it that were done) when the ranks have changed
         self.go_on(0, 0)
         known.add(self)
@@ -228,8 +230,9 @@ class Loader(Dealt, keras.utils.PyDataset, DataAdapter):
                 threads.shutdown(wait=True, cancel_futures=True)
 
     def _note(self, step: Step, batch: tuple[Any, ...], served: list[tuple[Step, int]]) -> None:
-        if not step.padding:
-            rows = len(next(leaf for leaf in keras.tree.flatten(batch[0]) if leaf is not None))
+        rows = len(next(leaf for leaf in keras.tree.flatten(batch[0]) if leaf is not None))
+        self.last_rows = 0 if step.padding else rows
+        if self.last_rows:
             served.append((step, rows))
 
     def served_order(self) -> np.ndarray:
@@ -253,6 +256,7 @@ class Loader(Dealt, keras.utils.PyDataset, DataAdapter):
 
     def get_torch_dataloader(self) -> Any:
         made = self._adapter.get_torch_dataloader()
+        made.collate_fn = lambda batch: batch  # PyTorch's own makes lists of tuples; a step of fit(x) is given x itself
         if self._rest:  # a restored state has behind it what PyTorch draws, as a seed for workers, when an epoch begins
             self._rest = False
             import torch

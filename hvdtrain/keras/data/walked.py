@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -12,7 +13,7 @@ from keras.src.trainers.data_adapters import data_adapter_utils
 from keras.src.trainers.epoch_iterator import EpochIterator
 
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.core.records import Head, Noted, check_ends, head
+from hvdtrain.core.records import STREAM, Head, Noted, check_ends, head
 from hvdtrain.core.streams import StreamPlan, StreamStep, walk
 from hvdtrain.core.world import World
 from hvdtrain.keras.data.drawing import OwnRng
@@ -20,6 +21,14 @@ from hvdtrain.keras.data.loader import Loader, for_tensorflow
 from hvdtrain.keras.data.sources import Batch
 from hvdtrain.keras.session import replaced
 
+OF_TENSORFLOW = replace(
+    STREAM,
+    name="the tf.data set",
+    one="batch",
+    many="batches",
+    again="shuffle by a seed that is made of the epoch: loader(lambda epoch: dataset.shuffle(n, seed=epoch)),"
+    " loader(lambda epoch: keras.utils.image_dataset_from_directory(..., seed=epoch)); or shuffle=False",
+)
 PEEKED = 2  # batches that are looked at before: what differs between them has no fixed length
 
 
@@ -73,7 +82,7 @@ class Walk:
                     self.peeked.append(self.collate([record]))
                 yield record
 
-        found = head(begin, PEEKED)
+        found = head(begin, PEEKED, OF_TENSORFLOW if self.by_tensorflow else STREAM)
         self.unstable = found.unstable
         self.weighted = bool(self.peeked) and self.peeked[0][2] is not None
         return found

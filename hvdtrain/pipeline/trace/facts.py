@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
@@ -25,6 +26,7 @@ class Facts:
     Attributes:
         example: with what: a few samples.
         draws: nodes that take random numbers.
+        repeats: nodes that keep the generators' state, to repeat a part in the backward pass (checkpointing).
         changed_at: node -> the place (in the order of the graph) of the last operation that changes its value in place.
         may_cross: nodes whose value another stage can be given: tensors, numbers, None, nested tuples of them.
         tensors: node -> how many tensors its value holds.
@@ -34,6 +36,7 @@ class Facts:
 
     example: tuple[Any, ...]
     draws: set[fx.Node] = field(default_factory=set)
+    repeats: set[fx.Node] = field(default_factory=set)
     changed_at: dict[fx.Node, int] = field(default_factory=dict)
     may_cross: set[fx.Node] = field(default_factory=set)
     tensors: dict[fx.Node, int] = field(default_factory=dict)
@@ -45,29 +48,57 @@ class Different(Exception):
     """A program does not do what its model does."""
 
 
+def run_once(program: Program, example: tuple[Any, ...]) -> None:
+    """Calls the model itself, before it is traced: what it keeps for later calls (tables, `lru_cache`) holds tensors
+    then, and no stand-ins.
+
+    Raises:
+        ConfigError: the model does not take the example, or assigns a buffer.
+    """
+    model, device = program.model, device_of(program.model)
+    buffers = [(path, module, dict(module._buffers)) for path, module in model.named_modules()]
+    assigned: list[str] = []
+    for arguments in (a_few(example), example):  # a model may want batches of a certain size
+        try:
+            for training in (True, False):
+                with all_training(model, training), preserved_state(model, device), torch.no_grad():
+                    program.call(to_device(arguments, device))
+                    assigned += [
+                        f"{path}.{name}".lstrip(".")
+                        for path, module, held in buffers
+                        for name, buffer in module._buffers.items()
+                        if buffer is not held.get(name)
+                    ]
+            if assigned:
+                break
+            return
+        except Exception as error:
+            failed = error
+    if assigned:
+        raise ConfigError(
+            "a model that is split must change its buffers in place",
+            f"{', '.join(dict.fromkeys(assigned))}: assigned in a forward pass",
+            "self.buffer.copy_(value) in place of self.buffer = value",
+        )
+    raise ConfigError(
+        "the model must accept the example",
+        message_of(failed),
+        "an example like the batches of training: shapes, types, devices; a tuple for several arguments",
+    ) from failed
+
+
 def look(program: Program, example: tuple[Any, ...]) -> Facts:
     """Runs the program on a few samples of the example, in both modes where they differ.
 
     Buffers, random state, training modes and gradients end as they were.
 
     Raises:
-        ConfigError: the model itself does not take the example.
         Different: the program cannot be run.
     """
     try:
         return _look(program, a_few(example))
     except Exception as error:
         first = error
-    model, device = program.model, device_of(program.model)
-    try:
-        with preserved_state(model, device), torch.no_grad():
-            program.call(to_device(example, device))
-    except Exception as error:
-        raise ConfigError(
-            "the model takes the example",
-            message_of(error),
-            "an example like the batches of training: shapes, types, devices; a tuple for several arguments",
-        ) from error
     try:  # a model may want batches of a certain size
         return _look(program, example)
     except Exception:
@@ -109,7 +140,10 @@ class _Watch:
         for place, node in enumerate(self._graph.nodes):
             if node.op == "output":
                 break
-            value = next(given) if node.op == "placeholder" else self._call(node)
+            with mock.patch.object(torch, "get_rng_state", wraps=torch.get_rng_state) as asked:
+                value = next(given) if node.op == "placeholder" else self._call(node)
+            if asked.called:
+                self._facts.repeats.add(node)
             now = self._generators.get()
             if not all(map(torch.equal, now, state)):
                 self._facts.draws.add(node)

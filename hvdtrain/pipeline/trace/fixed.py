@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 
 from hvdtrain.core.errors import ConfigError
@@ -29,7 +30,10 @@ class Fixed:
     def __init__(self, program: Program) -> None:
         named = list(program.model.named_modules())
         self._parts = [
-            (path, held, dict(held)) for path, module in named for held in (module._modules, module._parameters)
+            (path, held, dict(held))
+            for path, module in named
+            if not isinstance(module, torch.jit.ScriptModule)  # compiled: another part would be refused there
+            for held in (module._modules, module._parameters)
         ]
         followed = [(path, program.model.get_submodule(path)) for path in sorted(program.followed)]
         self._hooks = [(path, [getattr(module, name) for name in HOOKS]) for path, module in followed]
@@ -57,8 +61,7 @@ class Fixed:
         self._absent = [
             (paths[module], name, module) for module, name in program.read if module in paths and not _has(module, name)
         ]
-        outside = {one: None for _, module in followed for function in _functions(module) for one in _outside(function)}
-        self._outside = [(*one, seen) for one in outside if (seen := _seen(*one)) is not _NONE]
+        self._outside = {place: seen for (_, place), seen in outside(program).items() if place not in program.written}
 
     def check(self, *, training: bool) -> None:
         """Raises `ConfigError` for what has changed; hvdtrain's own hooks, which look for NaN, only for a step."""
@@ -82,9 +85,18 @@ class Fixed:
                 continue
             if type(now) is not type(was) or _picture(now) != picture or (picture is None and now is not was):
                 _refuse(name, f"is {_short(now)}; the trace has what it was then", "a buffer")
-        for name, place, names, seen in self._outside:
-            if _seen(name, place, names) != seen:
-                _refuse(f"{name}, outside of the model,", f"has changed; the trace has {_short(seen)}", "a buffer")
+        for place, seen in self._outside.items():
+            if _seen(*place) != seen:
+                _refuse(f"{place[0]}, outside of the model,", f"has changed; the trace has {_short(seen)}", "a buffer")
+
+
+def outside(program: Program) -> dict[tuple[str, Outside], Any]:
+    """Returns what forward methods mention of their surroundings, by module and place: the plain values there."""
+    followed = [(path, program.model.get_submodule(path)) for path in sorted(program.followed)]
+    found = {
+        (path, one): None for path, held in followed for function in _functions(held) for one in _outside(function)
+    }
+    return {key: seen for key in found if (seen := _seen(*key[1])) is not _NONE}
 
 
 def _held(module: nn.Module, name: str) -> Any:
@@ -117,7 +129,10 @@ class _Place:
             return _NONE
 
 
-def _outside(function: types.FunctionType) -> Iterator[tuple[str, _Place, frozenset[str]]]:
+Outside = tuple[str, _Place, frozenset[str]]  # name, where, and all names that the function mentions
+
+
+def _outside(function: types.FunctionType) -> Iterator[Outside]:
     """What a function mentions of its surroundings: name, place, and all names that it mentions."""
     names = frozenset(name for code in _codes(function) for name in code.co_names)
     loads = {step.argval for code in _codes(function) for step in dis.get_instructions(code) if "GLOBAL" in step.opname}
@@ -129,10 +144,26 @@ def _outside(function: types.FunctionType) -> Iterator[tuple[str, _Place, frozen
 def _seen(name: str, place: _Place, names: frozenset[str]) -> Any:
     """A value there, or an object's values that are mentioned (`settings.rate`); `_NONE` where it has none."""
     value = place(name)
-    if isinstance(value, (*_PLAIN, *_CONTAINERS)):
-        return _picture(value)
-    held = getattr(value, "__dict__", {})
+    if isinstance(value, _CONTAINERS):
+        return _plain_part(value)
+    if isinstance(value, _PLAIN):
+        return (value,)
+    kinds = value.__mro__ if isinstance(value, type) else type(value).__mro__
+    held = {key: one for where in (*reversed(kinds), value) for key, one in getattr(where, "__dict__", {}).items()}
     return {one: held[one] for one in names if isinstance(held.get(one, _NONE), _PLAIN)} or _NONE
+
+
+def _plain_part(value: Any, depth: int = 4) -> Any:
+    """Numbers and words in containers, and where; not tensors and other objects, which a forward may collect there."""
+    if isinstance(value, (set, frozenset)):
+        return {item for item in value if isinstance(item, _PLAIN)}
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    parts = [
+        (str(key), (item,) if isinstance(item, _PLAIN) else _plain_part(item, depth - 1))
+        for key, item in items
+        if isinstance(item, _PLAIN) or (depth and isinstance(item, _CONTAINERS))
+    ]
+    return [part for part in parts if part[1]]
 
 
 def _is_ours(hook: Any) -> bool:

@@ -30,6 +30,9 @@ class _Counted:
             length = self.tracer.length(self)
         return self.tracer.iter(self) if length is None else iter([self[index] for index in range(length)])
 
+    def __index__(self) -> int:
+        return int(self.tracer.number(self))
+
     def __len__(self) -> int:
         length = self.tracer.length(self)
         return fx.Proxy.__len__(self) if length is None else length  # type: ignore[arg-type]

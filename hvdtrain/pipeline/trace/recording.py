@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import builtins
 import inspect
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -14,11 +16,16 @@ from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from hvdtrain.pipeline.trace.proxy import Proxy
+from hvdtrain.pipeline.trace.shadow import SETTINGS, same_setting
+
 # make a tensor without being given one
 _MAKERS = (
     "arange", "empty", "eye", "full", "linspace", "logspace", "normal", "ones", "rand", "randint", "randn", "randperm",
     "tensor", "tril_indices", "triu_indices", "zeros",
 )  # fmt: skip
+# where no user's code is
+NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 _FACTORIES = {getattr(torch, name) for name in _MAKERS}
 
 
@@ -31,9 +38,19 @@ class _Factories(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _FACTORIES and not self._tracer.shadow.running:
+        if func in _FACTORIES and self._tracer.records:
             return self._tracer.create_proxy("call_function", func, args, kwargs)
         return func(*args, **kwargs)
+
+
+def _asking() -> str:
+    """The line that asks, "file:line", if it is a user's; it may ask by functions of `os`."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_globals["__name__"] in (__name__, "os", "collections.abc"):
+        frame = frame.f_back
+    if frame is None or frame.f_code.co_filename.startswith(NOT_THE_USERS):
+        return ""
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 @contextmanager
@@ -49,7 +66,7 @@ def patched(tracer: Any) -> Iterator[None]:
 
     def recorder(function: Any) -> Any:
         def record(*args: Any, **kwargs: Any) -> Any:
-            if tracer.shadow.running:
+            if not tracer.records:
                 return function(*args, **kwargs)
             return tracer.create_proxy("call_function", function, args, kwargs)
 
@@ -59,15 +76,23 @@ def patched(tracer: Any) -> Iterator[None]:
 
     def counted(value: Any) -> Any:
         """How many samples there are is asked in each pass: `x.view(len(x), -1)`."""
-        if not isinstance(value, fx.Proxy) or tracer.shadow.running:
+        if not isinstance(value, fx.Proxy) or not tracer.records:
             return length(value)
         known = tracer.length(value)
         return tracer.create_proxy("call_function", length, (value,), {}) if known is None else known
 
+    kind_of = builtins.isinstance
+
+    def is_a(value: Any, kinds: Any) -> bool:
+        """A user's `isinstance(x, Tensor)` is answered for what a stand-in stands for."""
+        if type(value) is not Proxy or not tracer.records or not _asking():
+            return kind_of(value, kinds)
+        return kind_of(value, kinds) or tracer.is_a(value, kinds)
+
     found = nn.Module.__getattribute__
 
     def noted(module: nn.Module, name: str) -> Any:
-        if not tracer.shadow.running and not name.startswith("__"):
+        if tracer.records and not name.startswith("__"):
             tracer.read.add((module, name))
         return found(module, name)
 
@@ -75,15 +100,45 @@ def patched(tracer: Any) -> Iterator[None]:
 
     def hooked(hooks: Any) -> Any:
         """Non-reentrant checkpointing and `save_on_cpu` of every release of PyTorch: a stand-in keeps nothing."""
-        if tracer.shadow.running:
+        if not tracer.records:
             return enter(hooks)
         raise ValueError(
             "torch.utils.checkpoint(use_reentrant=False), or save_on_cpu; remat='all' of split() does as much"
         )
 
+    def asked(name: str, answer: Any, *args: Any) -> Any:
+        """A setting that a submodule asks for is its own to ask in each pass: it is called as a whole. One that the
+        model's own forward asks for is fixed, and each pass compares."""
+        line = _asking()
+        if tracer.records and line:
+            if tracer.calls[-1].path:
+                raise ValueError(f"asks for a setting: {name}")
+            tracer.create_proxy("call_function", same_setting, (name, answer, line, *args), {})
+        return answer
+
+    def asker(name: str) -> Any:
+        return lambda *args: asked(name, SETTINGS[name](*args), *args)
+
+    environ = type(os.environ)
+    look_up = environ.__getitem__
+
+    def looked_up(variables: Any, name: str) -> str:
+        if variables is not os.environ:
+            return look_up(variables, name)
+        try:
+            value = look_up(variables, name)
+        except KeyError:
+            asked("environ", None, name)
+            raise
+        return asked("environ", value, name)
+
     with ExitStack() as patches:
+        for name in SETTINGS.keys() - {"environ"}:
+            patches.enter_context(mock.patch.object(torch, name, asker(name)))
+        patches.enter_context(mock.patch.object(environ, "__getitem__", looked_up))
         patches.enter_context(mock.patch.object(torch.autograd.graph.saved_tensors_hooks, "__enter__", hooked))
         patches.enter_context(mock.patch.object(builtins, "len", counted))
+        patches.enter_context(mock.patch.object(builtins, "isinstance", is_a))
         patches.enter_context(mock.patch.object(nn.Module, "__getattribute__", noted))
         patches.enter_context(mock.patch.object(torch.autograd.Function, "apply", classmethod(apply_or_record)))
         for name in _MAKERS:  # with stand-ins for sizes a call does not get as far as the mode below

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,14 +21,23 @@ from hvdtrain.pipeline.microbatch import SIMPLE, map_tensors
 from hvdtrain.pipeline.rng import draws_by_name, may_draw
 from hvdtrain.pipeline.trace import code
 from hvdtrain.pipeline.trace.cuts import Cut, find_cuts
-from hvdtrain.pipeline.trace.facts import Different, Facts, look
+from hvdtrain.pipeline.trace.facts import Different, Facts, look, run_once
 from hvdtrain.pipeline.trace.few import device_of, resized, to_device
+from hvdtrain.pipeline.trace.fixed import outside
 from hvdtrain.pipeline.trace.modes import innermost
 from hvdtrain.pipeline.trace.restore import all_training, attributes_of, changes, copied, preserved_state
-from hvdtrain.pipeline.trace.tracer import Program, parted, trace
+from hvdtrain.pipeline.trace.tracer import Program, parted, trace, users_line
 
 Object = TypeVar("Object")
-_DULL = {"getitem", "getattr", "check_fixed", "size", "OrderedDict"}  # names that do not tell where a segment is
+_DULL = {
+    "getitem",
+    "getattr",
+    "check_fixed",
+    "same",
+    "same_setting",
+    "size",
+    "OrderedDict",
+}  # names that do not tell where a segment is
 
 
 @dataclass
@@ -99,6 +110,7 @@ class Stretch:
         name: "layer1.0.conv1 .. layer1.0.relu".
         draws: it took random numbers, in training.
         may_draw: it did, or could with other settings of its layers, or by code of the user's.
+        repeats: it repeats a part of its own in the backward pass (`torch.utils.checkpoint`).
         mutates: it changes what it is given in place.
     """
 
@@ -111,6 +123,7 @@ class Stretch:
         self.name = span_name([label(chain.program, node) for node in work])
         self.draws = any(node in chain.facts.draws for node in work)
         self.may_draw = self.draws or any(_may_draw(chain.program, node) for node in work)
+        self.repeats = any(node in chain.facts.repeats for node in work)
         self.mutates = chain.changes_input(first)
 
     @cached_property
@@ -172,16 +185,27 @@ def segments(model: nn.Module, example: Any, names: tuple[str, ...] = ()) -> lis
     """
     arguments = example if isinstance(example, tuple) else (example,)
     _refuse_unmade(model)
+    run_once(Program(model, {}, {}, names=names), arguments)
     leaves: dict[str, str] = {}
     while True:
         program = trace(model, arguments, leaves, names)
+        before = outside(program)
         try:
-            return _checked(program, arguments)
+            found = _checked(program, arguments)
         except Different as error:
             # for example it asks whether its argument is a tensor, which a stand-in is not: call instead, from inside
             if not program.doubtful:
                 raise _not_the_same(error) from error
             leaves |= dict.fromkeys(innermost(program.doubtful), f"a trace does something else: {error}")
+            continue
+        written = {key for key, seen in outside(program).items() if before.get(key) != seen}  # by the passes of a check
+        inner = {path for path, _ in written} - {""}
+        if not inner:
+            if changed := ", ".join(sorted({place[0] for _, place in written})):
+                warnings.warn(f"the model's own forward changes {changed} only while it is split", stacklevel=4)
+            program.written.update(place for _, place in written)
+            return found
+        leaves |= dict.fromkeys(innermost(inner), "its forward changes what is outside of the model")
 
 
 def from_modules(
@@ -217,6 +241,7 @@ def from_modules(
         values[0].meta = {"path": paths.get(part) or type(part).__name__.lower(), "grad": True}
     graph.output(values[0])
     program.graphs = {True: graph, False: graph}
+    run_once(program, arguments)
     program.partners = {node: node for node in graph.nodes}
     try:
         return _checked(program, arguments, everywhere=True)
@@ -338,7 +363,7 @@ def _check(chain: Chain) -> None:
     whole = chain.function(0, len(chain.cuts) - 1, chain.program.bind, type(model).__name__)
     for training in (True, False):
         with all_training(model, training), torch.no_grad():
-            with preserved_state(model, device), torch.set_grad_enabled(training):
+            with preserved_state(model, device), torch.set_grad_enabled(training), _Kept() as kept:
                 before = attributes_of(model)
                 wanted = map_tensors(torch.detach, chain.program.call(to_device(few, device)))
                 changed = [(module, name, copied(value)) for module, name, value in changes(before)]
@@ -346,6 +371,8 @@ def _check(chain: Chain) -> None:
             _refuse_strange_outputs(wanted)
             if training:
                 chain.facts.counts = _counting(model, changed, lambda: chain.program.call(to_device(few, device)))
+            changed.clear()  # what the model held is gone now
+            kept.refuse()
             with preserved_state(model, device):
                 received = whole(*to_device(few, device))[0]
         if not same(wanted, received):
@@ -382,7 +409,8 @@ def _refuse_strange_outputs(outputs: Any) -> None:
             raise ConfigError(
                 "a model that is split returns tensors, numbers and None, in tuples, lists and dicts",
                 f"a {type(leaf).__name__} among its outputs",
-                "leave it out of them; of transformers' caches: model.config.use_cache = False",
+                "leave it out of them; of transformers' caches: use_cache=False in kwargs=, or in the config that the\n"
+                "model is built with",
             )
 
 
@@ -401,6 +429,45 @@ def _refuse_graphs(model: nn.Module, changed: Sequence[tuple[nn.Module, str, Any
                 " that of another micro-batch",
                 f"return it with the outputs; or, only to look at it, keep {name}.detach()",
             )
+
+
+class _Kept:
+    """Refuses a pass whose graph somebody holds after it, in an object that is no part of the model."""
+
+    def __init__(self) -> None:
+        self._saved: list[tuple[weakref.ref[_Saved], str]] = []  # with the line that computed
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._save, lambda saved: saved.tensor)
+
+    def __enter__(self) -> _Kept:
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._hooks.__exit__(*error)
+
+    def _save(self, tensor: Tensor) -> _Saved:
+        saved = _Saved(tensor.detach())  # not itself: an output would keep its own graph
+        self._saved.append((weakref.ref(saved), users_line()))
+        return saved
+
+    def refuse(self) -> None:
+        if any(saved() is not None for saved, _ in self._saved):
+            gc.collect()  # a circle of objects keeps nothing for long
+        lines = [line for saved, line in self._saved if saved() is not None]
+        if lines:
+            raise ConfigError(
+                "what is differentiated must go through a model's outputs: a loss that finds it elsewhere would read"
+                " that of another micro-batch",
+                f"an object outside of the model keeps a tensor with its graph, computed at {lines[-1]}",
+                "return it with the outputs; or, only to look at it, keep it detached: tensor.detach()",
+            )
+
+
+@dataclass(eq=False)
+class _Saved:
+    """A tensor that a graph keeps for its backward pass."""
+
+    tensor: Tensor
 
 
 def _counting(

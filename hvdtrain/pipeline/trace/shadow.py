@@ -7,6 +7,7 @@ in tensors, or on how many samples there are, is not looked up.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -58,6 +59,18 @@ class Shadow:
         if not isinstance(few, (tuple, list)) or not isinstance(more, (tuple, list)) or len(few) != len(more):
             return None
         return len(few), one is UNKNOWN or (isinstance(one, (tuple, list)) and len(one) == len(few))
+
+    def number(self, node: fx.Node, named: Callable[[Any], Any]) -> tuple[int, bool] | None:
+        """The number that a node is, and whether it is so for one sample, too; None as of `decided`."""
+        few, more, one = (self._value(node, samples, named) for samples in self._runs)
+        if type(few) is not int or few != more:
+            return None
+        return few, one is UNKNOWN or one == few
+
+    def is_a(self, node: fx.Node, kinds: Any, named: Callable[[Any], Any]) -> bool:
+        """Returns `isinstance` of what a node stands for; False where that cannot be looked up."""
+        few = self._value(node, FEW, named)
+        return few is not UNKNOWN and isinstance(few, kinds)
 
     def decided(self, node: fx.Node, named: Callable[[Any], Any]) -> tuple[bool, bool] | None:
         """How Python decides by a node's value, and whether it does so for one sample, too (a model may want more: then
@@ -128,13 +141,35 @@ def same(value: Any, fixed: int, where: str) -> None:
     Raises:
         RuntimeError: it would be another one now.
     """
-    now = bool(value) if isinstance(fixed, bool) else len(value)
+    now = bool(value) if isinstance(fixed, bool) else value if isinstance(value, int) else len(value)
     if now == fixed:
         return
-    by, remedy = "Python's loop or len() had items by shapes", "pad to one length"
+    by, remedy = "Python's loop, index or len() had items by shapes", "pad to one length"
     if isinstance(fixed, bool):
         by, remedy = "decided by shapes or types", "split it with an example of this shape and type"
     raise RuntimeError(
         f"{where}: {by}, and {now} instead of {fixed} when the model was split: {remedy}, or give parts of it, which"
         " are called as they are: split(..., modules=[...])"
     )
+
+
+# what the calling thread, or the process, has set: another answer at another time
+SETTINGS: dict[str, Callable[..., Any]] = {
+    "is_autocast_enabled": torch.is_autocast_enabled,
+    "get_autocast_dtype": torch.get_autocast_dtype,
+    "is_inference_mode_enabled": torch.is_inference_mode_enabled,
+    "environ": os.environ.get,
+}
+
+
+def same_setting(name: str, fixed: Any, where: str, *args: Any) -> None:
+    """In each pass, of a setting that the model's own forward has asked for (`fixed`: the answer then).
+
+    Raises:
+        RuntimeError: it would get another answer now.
+    """
+    if (now := SETTINGS[name](*args)) != fixed:
+        raise RuntimeError(
+            f"{where}: {name}({', '.join(map(repr, args))}) is {now!r}, and was {fixed!r} when the model was split:"
+            " split it under this setting; or ask in a submodule, which is called as it is"
+        )

@@ -13,10 +13,15 @@ A trace is one run with stand-ins for tensors: what Python decides in that run i
 from __future__ import annotations
 
 import collections
+import functools
+import gc
 import inspect
 import operator
+import threading
 import traceback
-from collections.abc import Callable, Sequence
+import types
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -40,7 +45,7 @@ from hvdtrain.pipeline.trace.shadow import Shadow, same
 # what depends on no stand-in is computed once, when the model is traced
 _DRAWN = "draws random numbers that a trace would fix (Python's, NumPy's, PyTorch's from a tensor of its own)"
 _OPENED = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-_WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+_WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel, torch.jit.ScriptModule)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -68,6 +73,7 @@ class Program:
         odd: a model's decision is another one for one sample alone.
         read: attributes that forwards looked at, of their own module or another.
         given: places in the example's arguments that held something, and not None.
+        written: places outside of the model that its own forward changes (see `fixed.outside`).
     """
 
     model: nn.Module
@@ -81,6 +87,7 @@ class Program:
     odd: bool = False
     read: frozenset[tuple[nn.Module, str]] = frozenset()
     given: frozenset[Any] = frozenset()
+    written: set[Any] = field(default_factory=set)
 
     def call(self, arguments: Sequence[Any]) -> Any:
         """The model itself."""
@@ -131,6 +138,10 @@ def trace(model: nn.Module, example: tuple[Any, ...], leaves: dict[str, str], na
         except Untraceable as error:
             _make_leaf(leaves, error.path, error.reason, model, error.line)
             continue
+        if kept := _taken_back([*runs[True].made, *runs[False].made]):
+            for path in kept:
+                _make_leaf(leaves, path, "its forward puts what it computes into an object outside of the model", model)
+            continue
         differing = dependent(runs[True].calls, runs[False].calls)
         differing = differing or differently_wired(runs[True].graph, runs[False].graph)
         for path in differing - {""}:
@@ -164,6 +175,68 @@ def _refuse(model: nn.Module) -> None:
         )
 
 
+def _taken_back(made: Sequence[weakref.ref[fx.Proxy]]) -> set[str]:
+    """Removes stand-ins from the lists, dicts, sets and objects that still hold them when a trace has ended.
+
+    Returns:
+        Paths of the modules whose forwards made these stand-ins.
+    """
+    if not any(stand_in() is not None for stand_in in made):
+        return set()
+    gc.collect()  # circles of what the trace itself has made
+    kept = [stand_in for one in made if (stand_in := one()) is not None]
+    frozen = bool(kept) and gc.get_freeze_count() > 0
+    if frozen:
+        gc.unfreeze()  # gc.get_referrers does not see frozen holders
+    removed = _removed(kept)
+    if frozen:
+        gc.freeze()
+    return {stand_in.node.meta["path"] for stand_in in kept if id(stand_in) in removed}
+
+
+def _removed(items: list[Any], depth: int = 3, own: tuple[int, ...] = ()) -> set[int]:
+    """Removes items, and tuples that hold them, from what may be changed but the lists in `own`, given by their ids;
+    returns the ids of those that were."""
+    wanted, found = {id(item) for item in items}, set[int]()
+    holders = gc.get_referrers(*items) if items and depth else []
+    own = (*own, id(items), id(holders))
+    for holder in holders:
+        if id(holder) in own or isinstance(holder, types.FrameType) or _is_of_a_cache(holder):
+            continue
+        if type(getattr(holder, "__dict__", None)) is dict:
+            holder = vars(holder)  # attributes that Python keeps in the object until somebody asks for the dict
+        inside = [item for item in _items(holder) if id(item) in wanted]
+        if isinstance(holder, tuple):
+            found |= {id(item) for item in inside} if _removed([holder], depth - 1, own) else set()
+        elif isinstance(holder, dict):
+            for name in [name for name, value in holder.items() if {id(name), id(value)} & wanted]:
+                del holder[name]
+        elif isinstance(holder, (list, collections.deque)):
+            left = [item for item in holder if id(item) not in wanted]
+            holder.clear()
+            holder.extend(left)
+        elif isinstance(holder, set):
+            holder -= set(inside)
+        elif isinstance(holder, types.CellType) and inside:
+            holder.cell_contents = None
+        if isinstance(holder, (dict, list, set, collections.deque, types.CellType)):
+            found |= {id(item) for item in inside}
+    return found
+
+
+def _is_of_a_cache(holder: Any) -> bool:
+    """Of `functools.lru_cache`, which finds no stand-in again: no real argument is equal to one."""
+    return any(isinstance(one, functools._lru_cache_wrapper) for one in gc.get_referrers(holder))
+
+
+def _items(holder: Any) -> Iterable[Any]:
+    if isinstance(holder, dict):
+        return [*holder, *holder.values()]
+    if isinstance(holder, types.CellType):
+        return [holder.cell_contents]
+    return holder if isinstance(holder, (tuple, list, set, collections.deque)) else ()
+
+
 def _make_leaf(leaves: dict[str, str], path: str, reason: str, model: nn.Module, line: str = "") -> None:
     if path == "" or path in leaves:
         where = f"\n{line}" if line else ""
@@ -189,12 +262,21 @@ class _Tracer(fx.Tracer):
         self.calls = [Call("")]
         self.attributes: dict[str, Any] = {}
         self.shadow = Shadow(model, example)
+        self._thread = threading.get_ident()
         self._fixed = set[tuple[fx.Node, str]]()
         self._autocast = _autocast_state()
         self.read = set[tuple[nn.Module, str]]()
+        self.made: list[weakref.ref[fx.Proxy]] = []
+
+    @property
+    def records(self) -> bool:
+        """What is called now is an operation of the model's: not the shadow's, nor another thread's."""
+        return not self.shadow.running and threading.get_ident() == self._thread
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
-        return Proxy(node, self)
+        made = Proxy(node, self)
+        self.made.append(weakref.ref(made))
+        return made
 
     def _named(self, target: Any) -> Any:
         return self.attributes[target] if target in self.attributes else operator.attrgetter(target)(self.root)
@@ -219,16 +301,28 @@ class _Tracer(fx.Tracer):
         self.shadow.odd |= not always
         return self.fixed(obj, length) if always else length
 
+    def number(self, obj: fx.Proxy) -> int:
+        """Of what a shape says, for Python's own `range` and lists."""
+        found = self.shadow.number(obj.node, self._named)
+        if found is None:
+            raise TypeError("Python needs a number that follows from data, or from how many samples there are")
+        number, always = found
+        self.shadow.odd |= not always
+        return self.fixed(obj, number) if always else number
+
+    def is_a(self, obj: fx.Proxy, kinds: Any) -> bool:
+        return self.shadow.is_a(obj.node, kinds, self._named)
+
     def fixed(self, obj: fx.Proxy, as_it_is: int) -> int:
         """A decision by a value, or its length; each pass asks again."""
         known = obj.node, repr(as_it_is)
         if known not in self._fixed:
             self._fixed.add(known)
-            self.create_proxy("call_function", same, (obj, as_it_is, _asking()), {})
+            self.create_proxy("call_function", same, (obj, as_it_is, users_line()), {})
         return as_it_is
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
-        if self.shadow.running:
+        if not self.records:
             return attr_val
         return super().getattr(attr, attr_val, parameter_proxy_cache)
 
@@ -254,7 +348,7 @@ class _Tracer(fx.Tracer):
         return m.__module__.startswith(("torch.nn.", "torch.ao.")) and not isinstance(m, _OPENED)
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if self.shadow.running:
+        if not self.records:
             return forward(*args, **kwargs)
         path = (self.submodule_paths or {}).get(m)
         if path is None:
@@ -367,7 +461,7 @@ class _Run:
             raise Untraceable(path, f"its forward changes {changed[1]!r} of its own")
         self.calls = tracer.calls[0]
         self.attributes = tracer.attributes
-        self.odd, self.read = tracer.shadow.odd, tracer.read
+        self.odd, self.read, self.made = tracer.shadow.odd, tracer.read, tracer.made
 
 
 def _is_open_encoder(module: nn.Module) -> bool:
@@ -390,10 +484,10 @@ def _autocast_state() -> tuple[Any, ...]:
     return tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda"))
 
 
-def _asking() -> str:
-    """The line of a model's code that asks."""
+def users_line() -> str:
+    """The line of a model's code that is being run: "file:line"."""
     frame = inspect.currentframe()
-    while frame is not None and frame.f_code.co_filename in _OWN:
+    while frame is not None and frame.f_code.co_filename.startswith(recording.NOT_THE_USERS):
         frame = frame.f_back
     return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 

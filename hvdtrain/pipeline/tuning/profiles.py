@@ -112,9 +112,11 @@ def profile(
     places = parse_devices(devices)
     whole = parts[0].chain.program.model
     batch = batch_size(arguments)
-    wanted = (
-        sorted({max(1, math.ceil(batch / 16)), max(1, math.ceil(batch / 4))}) if sizes is None else sorted(set(sizes))
-    )
+    # larger ones where the model takes no small ones: batch norm wants several values
+    shares = ((16, 4), (2,), (1,))
+    wanted = [sorted({max(1, math.ceil(batch / share)) for share in some}) for some in shares]
+    if sizes is not None:
+        wanted = [sorted(set(sizes))]
     with preserved_state(whole, *places), all_training(whole, None if whole.training else True):
         bench = SegmentBench(parts, arguments, places[0])
         found = on_device(stage_devices(places)[0], lambda: _by_size(bench, wanted, repeats, timed), bench.stopped)
@@ -131,23 +133,24 @@ def profile(
 Found = dict[int, tuple[Bytes, list[Seconds]]]
 
 
-def _by_size(bench: SegmentBench, sizes: Sequence[int], repeats: int, timed: bool) -> Found:
-    """Measurements by micro-batch size; sizes that cannot be run (batch norm over one value, memory) are left out."""
+def _by_size(bench: SegmentBench, wanted: Sequence[Sequence[int]], repeats: int, timed: bool) -> Found:
+    """Returns measurements by micro-batch size, of the first sizes that can be run (batch norm, memory)."""
     found: Found = {}
     failure: Exception | None = None
-    for size in sizes:
-        try:
-            kept = bench.bytes(size)  # and the layers have planned their work for this shape
-            found[size] = (kept, _repeated(bench, size, repeats) if timed else [])
-        except (RuntimeError, ValueError) as error:  # what layers raise; the first also for memory
-            failure = error
-    if not found:
-        raise ConfigError(
-            "a model can be measured with micro-batches of its example",
-            f"{sizes} samples: {type(failure).__name__}: {str(failure)[:300]}",
-            "other sizes=..., or balance=[...] by hand",
-        ) from failure
-    return found
+    for sizes in wanted:
+        for size in sizes:
+            try:
+                kept = bench.bytes(size)  # and the layers have planned their work for this shape
+                found[size] = (kept, _repeated(bench, size, repeats) if timed else [])
+            except (RuntimeError, ValueError) as error:  # what layers raise; the first also for memory
+                failure = error
+        if found:
+            return found
+    raise ConfigError(
+        "a model must run on micro-batches of its example to be measured",
+        f"{[size for sizes in wanted for size in sizes]} samples: {type(failure).__name__}: {str(failure)[:300]}",
+        "a larger example, or balance=[...]: segments of each stage",
+    ) from failure
 
 
 def _repeated(bench: SegmentBench, size: int, repeats: int) -> list[Seconds]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 
 # what changes neither a number nor how many are added up
 _PASS = {
@@ -110,6 +111,7 @@ class Reading:
         parts: each term may be one sample's part of a mean over them.
         nodes: the terms' operations.
         form: the paths to all of them: the same for the same code.
+        penalised: a part of it is computed of parameters alone.
     """
 
     terms: tuple[Term, ...]
@@ -119,6 +121,7 @@ class Reading:
     parts: bool
     nodes: tuple[Any, ...]
     form: frozenset[str]
+    penalised: bool
 
 
 class Reader:
@@ -127,9 +130,15 @@ class Reader:
     def __init__(self) -> None:
         self._free: dict[str, bool] = {}
 
-    def read(self, loss: Tensor, samples: int) -> Reading:
-        """Returns what a scalar loss of a batch is made of; 0 samples: their number is not known."""
-        found = _Found(samples)
+    def read(self, loss: Tensor, samples: int, given: float | None = None) -> Reading:
+        """Returns what a scalar loss of a batch is made of.
+
+        Args:
+            loss: a scalar.
+            samples: in the batch; 0: not known.
+            given: the weight, where the caller has given it: a factor of 1 / given divides by it.
+        """
+        found = _Found(samples, () if given is None else (given,))
         if loss.grad_fn is not None:
             self._walk(loss.grad_fn, Term(), "", found)
         single = samples > 0 and len(found.across) % samples == 0
@@ -146,18 +155,20 @@ class Reader:
             parts,
             tuple(found.nodes),
             frozenset(found.paths),
+            found.penalised,
         )
 
     def _walk(self, node: Any, term: Term, path: str, found: _Found) -> None:
         name = name_of(node)
         path = f"{path}/{name}"
         if len(path) < 2000 and not hasattr(node, "_saved_reduction"):
-            below = self._below(name, node, term, path, found.samples)
+            below = self._below(name, node, term, path, found)
             if below is not None:
                 for index, (child, its_term) in enumerate(below):
                     self._walk(child, its_term, f"{path}{index}", found)
                 return
         if self._data_free(node, path):
+            found.penalised = True
             return
         found.paths.append(path)
         found.nodes.append(node)
@@ -177,9 +188,9 @@ class Reader:
         else:
             found.unknown.append(name)
 
-    def _below(self, name: str, node: Any, term: Term, path: str, samples: int) -> list[tuple[Any, Term]] | None:
+    def _below(self, name: str, node: Any, term: Term, path: str, found: _Found) -> list[tuple[Any, Term]] | None:
         """Returns what a linear operation adds up, each with what it is divided by so far; None for any other."""
-        children = [child for child, _ in node.next_functions]
+        children, samples = [child for child, _ in node.next_functions], found.samples
         if name in _PASS:
             live = [child for child in children if child is not None]
             below = replace(term, element=True) if name in ("Stack", "Cat") and len(live) > 1 else term
@@ -204,8 +215,9 @@ class Reader:
                 return [(children[one], replace(term.by(other), what="the number that divides it", weight=UNNAMED))]
             if isinstance(other, Tensor) and other.device.type != "cpu":
                 return [(children[one], replace(term, divisor=term.divisor / other.detach()))]
-            counts = (float(samples), 2.0 * samples, float(_values(children[one])))
-            return [(children[one], term.by(1 / float(other), counts))] if float(other) else []
+            number = float(other.detach() if isinstance(other, Tensor) else other)
+            counts = (float(samples), 2.0 * samples, float(_values(children[one])), *found.given)
+            return [(children[one], term.by(1 / number, counts))] if number else []
         return None
 
     def _only(self, children: list[Any], path: str) -> int | None:
@@ -225,11 +237,13 @@ class Reader:
 @dataclass
 class _Found:
     samples: int
+    given: tuple[float, ...] = ()
     terms: list[Term] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
     across: list[tuple[str, Term]] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
     nodes: list[Any] = field(default_factory=list)
+    penalised: bool = False
 
 
 def _of_mean(node: Any, term: Term, samples: int) -> Term:
@@ -339,6 +353,8 @@ def _of_parameters_alone(node: Any) -> bool:
         if len(seen) > _LOOKED_AT:
             return False
         now = stack.pop()
+        if isinstance(now, BackwardCFunction):  # compiled code, or a function of the user's: it may read anything
+            return False
         if hasattr(now, "variable"):
             shapes.add(now.variable.shape)
         for tensor in _saved(now):
@@ -380,3 +396,18 @@ def nodes_of(loss: Tensor, ends: Sequence[Tensor]) -> Iterator[Any]:
         new = {child for child, _ in node.next_functions if child is not None} - seen
         seen |= new
         stack += new
+
+
+def leaves_of(loss: Tensor) -> list[Tensor]:
+    """Returns the tensors that a loss would put gradients into."""
+    waiting, seen, found = [loss.grad_fn], set(), []
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            found.append(variable)
+        waiting += [following for following, _ in node.next_functions]
+    return found

@@ -22,6 +22,7 @@ from hvdtrain.core.errors import NonFiniteError
 from hvdtrain.core.same_data import is_statistic
 from hvdtrain.core.world import World
 from hvdtrain.torch.data.nested import tensors_of
+from hvdtrain.torch.engines.buffers import preserved
 from hvdtrain.torch.engines.sync_batchnorm import sync_batchnorm_mode
 
 _LAG = 2
@@ -217,7 +218,8 @@ def first_bad_layer(
 
     hooks = [child.register_forward_hook(look, with_kwargs=True) for child in module.modules()]
     try:
-        with torch.no_grad(), sync_batchnorm_mode("alone"):  # the other ranks do not take part in this
+        # the other ranks do not take part in this
+        with torch.no_grad(), sync_batchnorm_mode("alone"), preserved(module, alone=True):
             (module if call is None else call)(*args, **kwargs)
     finally:
         for hook in hooks:

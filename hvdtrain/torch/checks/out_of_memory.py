@@ -1,11 +1,11 @@
-"""Out of memory, said with the numbers that matter and what to change."""
+"""Errors of a pass that come of the batch's size, with the numbers that matter and what to change."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from hvdtrain.core.errors import HvdtrainError, is_out_of_memory
+from hvdtrain.core.errors import ConfigError, HvdtrainError, is_out_of_memory
 
 _REMEDY = (
     "halve per_rank_batch and double accumulate: the same updates in half the memory;"
@@ -15,7 +15,7 @@ _REMEDY = (
 
 @contextmanager
 def explained(where: str, sizes: Callable[[], str], remedy: str = _REMEDY) -> Iterator[None]:
-    """Turns running out of memory into an error that names batch and remedy.
+    """Turns running out of memory, and batch norm of one value, into an error that names batch and remedy.
 
     Args:
         where: what was under way, for example "forward pass".
@@ -23,10 +23,20 @@ def explained(where: str, sizes: Callable[[], str], remedy: str = _REMEDY) -> It
         remedy: what to change.
 
     Raises:
-        HvdtrainError: out of memory; anything else passes as it is.
+        HvdtrainError: out of memory.
+        ConfigError: batch norm of one value; anything else passes as it is.
     """
     try:
         yield
+    except ValueError as error:
+        if "more than 1 value per channel" not in str(error):
+            raise
+        raise ConfigError(
+            "batch normalisation in training needs two values a channel, on each rank and in each micro-batch",
+            f"{sizes()}\n{error}",
+            'loader(..., tail="drop") leaves out a short last batch; or prepare(..., sync_batchnorm=True), which'
+            " normalises over all ranks",
+        ) from error
     except (RuntimeError, MemoryError) as error:
         if not _to_be_explained(error):
             raise

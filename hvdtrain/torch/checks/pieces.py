@@ -19,10 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.core.errors import ConfigError
+from hvdtrain.core.errors import ConfigError, HvdtrainError
 from hvdtrain.torch.checks.loss_graph import Reader
+from hvdtrain.torch.checks.replay import CannotTry
 from hvdtrain.torch.checks.tally import weight_of
-from hvdtrain.torch.data.nested import batch_size, cut
+from hvdtrain.torch.data.nested import batch_size, cut, tensors_of
 from hvdtrain.torch.data.random_state import preserved_rng
 from hvdtrain.torch.engines import buffers
 from hvdtrain.torch.engines.shell import unwrap
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 # of the largest value: rounding is far below, a wrong weight or a comparison of samples far above
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3}
 _COARSE = 5e-2
+_ROUNDING = 8.0  # times what the last digits of the weights change: a loss that is next to nothing is made of them
+_FITTED: Any = object()  # weights, of which only their sum is known
 _NORMS = (nn.modules.batchnorm._BatchNorm,)
 _DROPOUTS = (nn.modules.dropout._DropoutNd,)
 
@@ -123,7 +126,8 @@ def _check(step: Any, batch: Any, weight: Weight, samples: int, modules: list[nn
         still = _draws(step, batch)
     if still:
         notes.append("numbers drawn beside dropout differ between a batch and its pieces: the difference may be theirs")
-    best = _compare(step, batch, weight, samples, modules, draws, notes, "weight=" if weight else "samples")
+    words = "samples" if weight is None else "any numbers" if weight is _FITTED else "weight="
+    best = _compare(step, batch, weight, samples, modules, draws, notes, words)
     if best.exact or weight is not None:
         return best
     read = _compare(step, batch, None, samples, modules, draws, notes, "", read=True)
@@ -138,17 +142,22 @@ def _compare(
     first = samples - max(samples // 3, 1)
     whole, wanted, _ = _run(step, batch)
     total, loss, sums = 0.0, 0.0, dict[nn.Parameter, Tensor]()
-    for start, stop in ((0, first), (first, samples)):
-        piece = cut(batch, samples, start, stop)
-        value, gradients, terms = _run(step, piece)
-        amount = float(weight_of(weight(piece), whole.device)) if weight is not None else float(stop - start)
+    ends = ((0, first), (first, samples))
+    pieces = [cut(batch, samples, *end) for end in ends]
+    runs = [_run(step, piece) for piece in pieces]
+    shares = _fitted(wanted, *(gradients for _, gradients, _ in runs)) if weight is _FITTED else ()
+    for at, ((start, stop), piece, (value, gradients, terms)) in enumerate(zip(ends, pieces, runs, strict=True)):
+        if shares:
+            amount = shares[at]
+        else:
+            amount = float(weight_of(weight(piece), whole.device)) if weight is not None else float(stop - start)
         if read:
             if len(terms) != 1:
                 break
             amount, words = float(terms[0].divisor), terms[0].what
             notes = [*notes, f"give {terms[0].weight}"] if start == 0 else notes
         total += amount
-        if not amount and whole.isfinite():  # then the other piece is the whole, which says nothing
+        if not amount and not shares and whole.isfinite():  # then the other piece is the whole, which says nothing
             raise ConfigError(
                 "a check compares two pieces of a batch that count",
                 f"samples {start} to {stop - 1} of {samples} weigh 0, by {words or 'what the loss divides by'}",
@@ -177,7 +186,40 @@ def _compare(
     if torch.is_autocast_enabled(whole.device.type) or _amp(modules):
         tolerance = _COARSE
     exact = off <= tolerance and gap <= tolerance
+    if not exact and math.isfinite(off + gap):
+        of_loss, of_gradient = (_ROUNDING * noise for noise in _noise(step, batch, whole, wanted))
+        scale = max(abs(float(whole)), 1e-12)
+        exact = off <= max(tolerance, of_loss / scale) and gap <= max(tolerance, of_gradient / largest)
     return Check(exact, words, off, gap, "" if gap <= tolerance else worst, draws, tuple(notes))
+
+
+def _noise(step: Any, batch: Any, whole: Tensor, wanted: Mapping[nn.Parameter, Tensor]) -> tuple[float, float]:
+    """Returns by how much loss and gradient change where the last digits of the weights do."""
+    kept = [(parameter, parameter.detach().clone()) for parameter in wanted]
+    made = torch.Generator().manual_seed(1)
+    try:
+        for (
+            parameter,
+            before,
+        ) in kept:  # `data`: the user's graph needs them as they are, and has them again at its pass
+            drawn = torch.randn(before.shape, generator=made).to(before) * torch.finfo(before.dtype).eps
+            parameter.data.addcmul_(before, drawn)
+        loss, gradients, _ = _run(step, batch)
+    finally:
+        for parameter, before in kept:
+            parameter.data.copy_(before)
+    gaps = (float((gradients[p] - wanted[p]).abs().max()) for p in wanted if p in gradients and p.numel())
+    return float((loss - whole).abs()), max(gaps, default=0.0)
+
+
+def _fitted(wanted: Mapping[nn.Parameter, Tensor], *pieces: Mapping[nn.Parameter, Tensor]) -> tuple[float, float]:
+    """Returns the shares of two pieces that bring their gradients nearest to the whole's."""
+    over = [p for p in wanted if all(p in piece for piece in pieces)]
+    first, second = pieces
+    apart = sum(float(((wanted[p] - second[p]) * (first[p] - second[p])).sum()) for p in over)
+    length = sum(float((first[p] - second[p]).square().sum()) for p in over)
+    share = min(max(apart / length, 0.0), 1.0) if length else 0.5
+    return share, 1.0 - share
 
 
 def _loss(step: Any, batch: Any, seed: int) -> Tensor:
@@ -265,8 +307,15 @@ def _unchanged(modules: list[nn.Module]) -> Iterator[None]:
     """Puts buffers, modes, random streams and what a prepared model notes of its calls back at the end."""
     sessions = [session for module in modules if (session := session_of(module)) is not None]
     noted = [(s, s.last_call, s.last_method, s.proof.outputs) for s in sessions]
-    modes = [(layer, layer.training) for module in modules for layer in module.modules()]
-    kept = buffers.preserved(nn.ModuleList(modules))
+    for session in sessions:
+        session.proof.pause()
+    layers = [layer for module in modules for layer in module.modules()]
+    modes = [(layer, layer.training) for layer in layers]
+    rows: list[Any] = [
+        layer.weight for layer in layers if getattr(layer, "max_norm", None) is not None
+    ]  # a forward pass scales
+    scaled = [(row, row.detach().clone()) for row in rows]
+    kept = buffers.preserved(nn.ModuleList(modules), alone=True)
     # alone: the other ranks do not take part in this
     with torch.random.fork_rng(), preserved_rng(), kept, torch.enable_grad(), sync_batchnorm_mode("alone"):
         try:
@@ -278,6 +327,8 @@ def _unchanged(modules: list[nn.Module]) -> Iterator[None]:
                 session.last_call, session.last_method, session.proof.outputs = call, method, outputs
             for layer, mode in modes:
                 layer.training = mode
+            for row, before in scaled:
+                row.data.copy_(before)
 
 
 def pieces_differ(session: Session, model: Any, arguments: Any, y: Any, loss: Any, weight: Weight) -> str:
@@ -286,7 +337,7 @@ def pieces_differ(session: Session, model: Any, arguments: Any, y: Any, loss: An
 
     Args:
         model: prepared.
-        arguments: (args, kwargs) of its first batch.
+        arguments: (args, kwargs) of the batch.
         y: its targets.
         loss, weight: as of `Optimizer.forward_backward`.
     """
@@ -294,18 +345,55 @@ def pieces_differ(session: Session, model: Any, arguments: Any, y: Any, loss: An
     if samples < 2 or batch_size(y) != samples:
         return ""
     ofs = None if weight is None else lambda batch: weight(batch[1])  # type: ignore[operator]
-    modules = [session.module]
-    with _unchanged(modules):
+
+    def step(batch: Any) -> Tensor:
+        return loss(model(*batch[0][0], **batch[0][1]), batch[1])
+
+    with _unchanged([session.module]):
         try:
-            found = _check(
-                lambda batch: loss(model(*batch[0][0], **batch[0][1]), batch[1]),
-                (tuple(arguments), y),
-                ofs,
-                samples,
-                modules,
-            )
+            found = _check(step, (tuple(arguments), y), ofs, samples, [session.module])
         except Exception:  # a batch of another size is no business of this model: the real pass will say what is wrong
             return ""
+    return _refused(found)
+
+
+def model_differs(session: Session, loss: Tensor, *, given: bool) -> str:
+    """Returns why a loss that the model itself gives cannot be put together of pieces; "" where it can.
+
+    Args:
+        session: of the prepared model, which was called last for this loss.
+        given: the batch counts by a weight of the caller's, of which the pieces' parts are not known.
+
+    Raises:
+        CannotTry: the model gives several numbers, or its batch cannot be cut.
+    """
+    module, arguments, method = session.module, session.last_call, session.last_method
+    samples = batch_size(arguments)
+    if arguments is None:
+        raise CannotTry("parts of the model were called, and not the model")
+    if samples < 2:
+        raise CannotTry("the model was called on nothing that can be cut")
+
+    def step(batch: Any) -> Tensor:
+        call = method or module._call_impl  # without what torch.compile made of it, which would be compiled again
+        with session.precision.autocast():
+            out = call(*batch[0], **batch[1])
+        numbers = [tensor for tensor in tensors_of(out) if tensor.numel() == 1 and tensor.requires_grad]
+        if len(numbers) != 1:
+            raise CannotTry(f"the model gives {len(numbers)} numbers that have a gradient")
+        return numbers[0].reshape(())
+
+    with _unchanged([module]):
+        try:
+            found = _check(step, tuple(arguments), _FITTED if given else None, samples, [module])
+        except ConfigError as error:  # a piece has no label that counts, and the whole has
+            return f"model and loss of this batch: {error.received}"
+        except (RuntimeError, ValueError, IndexError, TypeError, KeyError, AssertionError, HvdtrainError) as error:
+            raise CannotTry(f"the model refuses a part of the batch: {str(error).splitlines()[0]}") from error
+    return _refused(found)
+
+
+def _refused(found: Check) -> str:
     if found.exact or not math.isfinite(found.loss) or any("may be theirs" in note for note in found.notes):
         return ""
     return f"model and loss of this batch: {found}"

@@ -74,6 +74,8 @@ def check_equal(module: nn.Module, world: World, when: str) -> None:
     Raises:
         ReplicaError: on every rank, naming the first parameter that differs, and who differs from rank 0.
     """
+    if world.size == 1:
+        return
     mine = checksums(dict(module.named_parameters()))
     digest = hashlib.sha256(repr(sorted(mine.items())).encode()).hexdigest()
     if len(set(world.gather(digest))) == 1:

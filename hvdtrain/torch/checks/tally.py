@@ -19,11 +19,13 @@ from hvdtrain.torch.checks.loss_graph import UNNAMED, Term
 
 Number = float | Tensor
 Weight = float | Tensor | Callable[[Any], Any] | None
-SIZE = 10  # of what travels
+SIZE = 12  # of what travels
 # squared relative deviation of divisor / weight: rounding of float32 is far below, one label of ten thousand above
 _UNEVEN = 1e-9
-_IDLE = 1e-200  # of a batch that has a loss, and weight 0
 _EXAMPLES = "weight=(y != -100).sum() for ignore_index, weight=class_weights[y].sum() for class weights"
+
+
+_SHARE = 1e-6
 
 
 class Tally:
@@ -34,10 +36,11 @@ class Tally:
         weight: sum of weights.
         divisors, squares: sums of d and d^2 / w, with d what the loss divides by: by the inequality of Cauchy and
             Schwarz (sum d)^2 = sum w x sum d^2 / w only where d / w is the same everywhere. NaN: not known. A batch
-            of weight 0 adds next to nothing, so that it shows only where no batch has a weight.
+            of weight 0 adds nothing.
         given: weights are the caller's; None before the first batch.
         problems: losses that no weight makes right.
         rates: the learning rates that the update begins with, as one number: that of all ranks.
+        whole: of losses of the whole batch, which every rank computes alike, as one number.
         told: 1 where this rank was preempted.
         leaves: 1 where this rank was told that the ranks are about to change.
         text: what this rank's loss divides by, in words; called where it is needed.
@@ -51,8 +54,10 @@ class Tally:
         self.given: bool | None = None
         self.problems: Number = 0.0
         self.rates: Number = 0.0
+        self.whole: Number = 0.0
         self.told = self.leaves = 0.0
         self.text: Callable[[], str] = lambda: "nothing was differentiated"
+        self._of_batch: list[Number] = []  # what the losses of the batch at hand divide by
 
     def count(self, mean: Number, weight: Number, coefficient: Number) -> None:
         """Adds a batch's mean loss; of weight 0 it may be NaN."""
@@ -62,34 +67,52 @@ class Tally:
         elif weight:
             self.loss = self.loss + mean * coefficient
 
-    def compare(self, terms: tuple[Term, ...], weight: Number, samples: int, loss: Tensor) -> None:
-        """Adds what the terms of a loss divide by; where the weight is 0, only that there is a loss."""
-        divisor = _together([double(term.divisor) for term in terms])
+    def count_whole(self, loss: Tensor) -> None:
+        """Adds a loss of the whole batch, by a number above 0 that is off as much as the loss is, as part of it or
+        (of a small loss) as it is."""
+        found = loss.detach()  # the text is kept, and not the graph
+        value = double(found)
+        if isinstance(value, Tensor):
+            self.whole = self.whole + torch.exp(torch.asinh(value))
+        else:
+            self.whole = self.whole + math.exp(math.asinh(min(value, 1e300)))
+        self.text = lambda: f"its loss of the whole batch is {float(found):.9g}"
+
+    def compare(self, terms: tuple[Term, ...], weight: Number, samples: int, *, more: bool = False) -> None:
+        """Adds what the terms of a loss divide by, unless the weight is 0.
+
+        Args:
+            terms: of the loss.
+            weight: of the batch.
+            samples: in it.
+            more: another loss of this batch was compared just before.
+        """
+        before = _together(self._of_batch) if more else 0.0
+        its = _together(_shared([(term.what, double(term.divisor)) for term in terms], samples))
+        self._of_batch = [*self._of_batch, its] if more else [its]
+        divisor = _together(self._of_batch)
         if isinstance(weight, Tensor) or isinstance(divisor, Tensor):
             on: Any = weight if isinstance(weight, Tensor) else divisor
             zero = torch.zeros((), dtype=torch.float64, device=on.device)
-            w, d = zero + weight, zero + divisor
-            idle = (d != 0) & (loss.detach().abs().to(on.device) > 0)  # NaN is not greater
-            self.divisors = self.divisors + torch.where(w == 0, zero, d)
-            self.squares = self.squares + torch.where(
-                w == 0, idle * _IDLE, torch.where(d == 0, zero, d.square() / w)
-            )  # fmt: skip
+            w, d, b = zero + weight, zero + divisor, zero + before
+            self.divisors = self.divisors + torch.where(w == 0, zero, d - b)
+            self.squares = self.squares + torch.where((w == 0) | (d == 0), zero, (d.square() - b.square()) / w)
         elif weight:
-            self.divisors = self.divisors + divisor
-            self.squares = self.squares + divisor**2 / weight
-        elif divisor and abs(float(loss.detach())) > 0:
-            self.squares = self.squares + _IDLE
+            self.divisors = self.divisors + divisor - before
+            self.squares = self.squares + (divisor**2 - before**2) / weight
 
         def text() -> str:
             shown = "; ".join(dict.fromkeys(f"it divides by {term.what} = {float(term.divisor):g}" for term in terms))
-            return f"{shown}; weighed by {float(weight):g}, {samples or 'an unknown number of'} samples"
+            known = f"{shown}; " if shown else ""
+            return f"{known}weighed by {float(weight):g}, {samples or 'an unknown number of'} samples"
 
-        self.text = text
+        first = self.text
+        self.text = (lambda: f"first loss: {first()}; next: {text()}") if more else text
 
     def tensor(self, device: torch.device) -> Tensor:
         """Returns float64 [SIZE], to be summed over ranks."""
         given = float(bool(self.given))
-        rates = (self.rates, self.rates**2)
+        rates = (self.rates, self.rates**2, self.whole, self.whole**2)
         weighed, words = (self.loss, self.weight, self.divisors, self.squares), (self.leaves, self.told)
         parts = (*weighed, given, self.problems, *rates, *words)
         if not any(isinstance(part, Tensor) for part in parts):
@@ -103,21 +126,26 @@ class Tally:
         return torch.stack(full)
 
 
+def uneven(weight: Any, divisors: Any, squares: Any) -> Any:
+    """Returns True if batches are not weighed by what their losses divide by, of sums as in `Tally`; not for NaN."""
+    product = weight * squares
+    return product - divisors**2 > _UNEVEN * product
+
+
 def wrong(sums: Tensor, ranks: int) -> Number:
     """Returns, of what `Tally.tensor` gave summed over ranks, 1 where the weights are not right, else 0; a scalar."""
     if sums.device.type == "cpu":  # where numbers cost less than tensors
-        _, weight, divisors, squares, given, problems, rates, rate_squares, *_ = sums.tolist()
-        product = weight * squares
-        apart = product - divisors**2 > _UNEVEN * product or (weight == 0 and squares > 0 and divisors == divisors)
+        _, weight, divisors, squares, given, problems, rates, rate_squares, whole, whole_squares, *_ = sums.tolist()
+        apart = uneven(weight, divisors, squares)
         own_rates = ranks * rate_squares - rates**2 > _UNEVEN * rates**2
+        apart = apart or ranks * whole_squares - whole**2 > _UNEVEN * whole**2
         return float(apart or given not in (0, ranks) or problems > 0 or own_rates)
-    _, weight, divisors, squares, given, problems, rates, rate_squares, *_ = sums
-    even = divisors.square()
-    product = weight * squares
-    uneven = (product - even > _UNEVEN * product) | ((weight == 0) & (squares > 0) & (even == even))  # NaN: unknown
+    _, weight, divisors, squares, given, problems, rates, rate_squares, whole, whole_squares, *_ = sums
+    apart = uneven(weight, divisors, squares)
     mixed = (given != 0) & (given != ranks)
     own_rates = ranks * rate_squares - rates.square() > _UNEVEN * rates.square()
-    return (uneven | mixed | (problems > 0) | own_rates).double()
+    apart = apart | (ranks * whole_squares - whole.square() > _UNEVEN * whole.square())
+    return (apart | mixed | (problems > 0) | own_rates).double()
 
 
 def refusal(
@@ -148,25 +176,39 @@ def refusal(
             ' world.mean({"loss": loss}, weight=samples)["loss"]',
             shared=True,
         )
+    if ranks * sums[9] - sums[8] ** 2 > _UNEVEN * sums[8] ** 2:
+        return ConfigError(
+            "a loss of the whole batch is the same on every rank",
+            "\n".join(f"rank {rank}: {text}" for rank, text in enumerate(texts)),
+            "give hvt.whole(...) everything that the loss reads: outputs, targets, masks, weights; a loss that draws"
+            " random numbers: optimizer.forward_backward(x, y, loss_fn, whole=True), which draws alike on all ranks",
+            shared=True,
+        )
     said = ["; ".join(filter(None, pair)) for pair in zip(problems, texts, strict=True)]
     lines = [f"rank {rank}: {text}" for rank, text in enumerate(said)]
     if any(problems):
         return ConfigError(
             "the loss of a batch must be a mean, put together of its pieces' means by their weights",
             "\n".join(lines),
-            "divide a sum by what it adds up (loss / len(x), or reduction='mean'); a loss that compares samples is"
-            " written so that each sample's part needs that sample alone, or its other samples are gathered from all"
-            " ranks; hvdtrain.torch.check(step, batch) shows what differs; prepare(..., verify=False) trains on each"
-            " rank's own comparisons",
+            "divide a sum by what it adds up (loss / len(x), (each * w).sum() / w.sum(), or reduction='mean'); several"
+            " means, each with its own divisor: optimizer.backward([(mean, divisor), ...]); any loss at all, of the"
+            " global batch: optimizer.forward_backward(x, y, loss_fn, whole=True), or of hvt.whole(model(x), y);"
+            " hvdtrain.torch.check(step, batch) shows what differs; prepare(..., verify=False) trains on each rank's"
+            " own comparisons",
             shared=True,
         )
     return ConfigError(
-        "each batch counts by what its mean loss divides by; samples, where nothing is said",
+        "weight= must equal the denominator of the mean loss (default: the number of samples)",
         "\n".join(lines),
-        f"optimizer.backward(loss, {types[0]}), or optimizer.forward_backward(x, y, loss_fn, weight=lambda y: ...)"
-        + ("; a sum over samples, and not over what that number counts, is divided by len(x)" * (types[0] == UNNAMED))
+        f"optimizer.backward(loss, {types[0]}), or optimizer.forward_backward(x, y, loss_fn, weight=lambda y: ...); a"
+        " sum of means with other divisors: optimizer.backward([(mean, divisor), ...])"
+        + (
+            "; a sum over samples, and not over what that number counts, is divided by len(x); a loss that is not 0"
+            " where nothing counts is one of hvt.whole(model(x), y)"
+        )
+        * (types[0] == UNNAMED)
         if len(types) == 1
-        else "divide all terms of the loss by the same count, and give it as weight=",
+        else "give each mean with its own divisor: optimizer.backward([(mean, divisor), ...])",
         shared=True,
     )
 
@@ -180,6 +222,21 @@ def weight_of(weight: Weight, device: torch.device) -> Number:
     if isinstance(weight, Tensor) and weight.numel() == 1 and weight.device.type != "cpu":
         return weight.detach().double().reshape(()).to(device)
     return weight_number(weight, _EXAMPLES)
+
+
+def _shared(terms: list[tuple[str, Number]], samples: int) -> list[Number]:
+    """Returns the divisors of terms; of terms of one kind that are shares of one mean over the samples (mixup's
+    `part * loss(y) + (1 - part) * loss(other)`), the samples."""
+    found: list[Number] = []
+    for what, divisor in terms:
+        kin = [one for other, one in terms if other == what]
+        shares = [1 / one if isinstance(one, Tensor) or one else math.inf for one in kin]
+        total = sum(shares) * samples if len(kin) > 1 else 0.0
+        if isinstance(total, Tensor):
+            found.append(torch.where((total - 1).abs() < _SHARE, float(samples), torch.as_tensor(divisor)))
+        else:
+            found.append(float(samples) if abs(total - 1) < _SHARE else divisor)
+    return found
 
 
 def _together(divisors: list[Number]) -> Number:

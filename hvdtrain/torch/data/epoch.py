@@ -17,7 +17,7 @@ TOGETHER = 2  # batches in a row that two loaders of one order may serve in turn
 
 
 class Follower(Training, Protocol):
-    """Receives the step of each batch as it is handed out; None at the end."""
+    """Receives each batch as it is handed out, with its step; None at the end."""
 
     @property
     def accumulate(self) -> int: ...
@@ -25,7 +25,7 @@ class Follower(Training, Protocol):
     def leaves(self) -> bool:
         """All ranks know that the ranks are about to change."""
 
-    def handed_out(self, step: Step | None) -> None: ...
+    def handed_out(self, step: Step | None, batch: Any = None) -> None: ...
 
 
 class Server(Protocol):
@@ -81,7 +81,7 @@ class Epoch:
             Epoch.running.discard(self)
             loader.end_loop()
             CLOCK.enter("other")
-            self._tell(None)
+            self._tell(None, None)
             raise StopIteration
         if loader.pads():  # what is saved, or dealt anew, begins with this batch
             end_if_told(loader.followers, loader.world)
@@ -92,13 +92,13 @@ class Epoch:
         loader.hand_out(batch, step)
         self.padding = step if step.padding else None
         self._count += 1
-        self._tell(step)
+        self._tell(step, batch)
         CLOCK.enter("forward")
         return batch
 
-    def _tell(self, step: Step | None) -> None:
+    def _tell(self, step: Step | None, batch: Any) -> None:
         for follower in self._loader.followers:
-            follower.handed_out(step)
+            follower.handed_out(step, batch)
 
     def _check_padding(self) -> None:
         """A batch that counts nothing must go where that is known."""

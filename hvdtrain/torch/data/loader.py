@@ -67,7 +67,7 @@ class Loader(Dealt):
         self._moves = 0
         self._restored = False  # into an epoch that is not the first; no loop has begun since
         self._left: tuple[int, int] | None = None  # (epoch, samples done) of a loop that ended before its epoch
-        self._left_reported = False
+        self._left_reported = self._part_reported = False
         self.differentiated: Step | None = None
         self.in_weights: Step | None = None
         self._served = WeakIdKeyDictionary()  # of each tensor that was handed out to train on, its step
@@ -344,6 +344,14 @@ class Loader(Dealt):
 
     def end_loop(self) -> None:
         """The loop that runs got its last batch; where it trained, every rank comes here."""
+        if self.world.size > 1 and self.world.is_main and not self._trained() and not self._part_reported:
+            self._part_reported = True
+            print(
+                "hvdtrain: a loop over a loader without optimizer.backward() read rank 0's part of the samples"
+                "\n  fix: what it computes is that part's; hvt.evaluate, hvt.predict and hvt.update_bn read every part,"
+                " and world.sum(...) adds up the ranks'",
+                file=sys.stderr, flush=True,
+            )  # fmt: skip
         self._end_of_loop(*self._after_loop())
 
     def _stop(self) -> None:
@@ -361,11 +369,15 @@ class Loader(Dealt):
         step: Step | None = self._served.get(tensor)
         return step
 
-    def one_pass(self) -> Generator[tuple[Any, Step], None, None]:
-        """Yields every batch of an epoch once, apart from training: position, `step` and the clock stay as they are."""
+    def one_pass(self, *, padded: bool = False) -> Generator[tuple[Any, Step], None, None]:
+        """Yields every batch of an epoch once, apart from training: position, `step` and the clock stay as they are.
+
+        Args:
+            padded: in each step, on every rank: where it has no samples left, with a batch that counts nothing.
+        """
         with closing(self._ready(0, 0)) as items:
             for batch, step in items:
-                if not step.padding:
+                if padded or not step.padding:
                     yield batch, step
 
     def all_skipped(self) -> list[tuple[str, str]]:

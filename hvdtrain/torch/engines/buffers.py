@@ -119,9 +119,13 @@ def unmoved_by_calls(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def preserved(module: nn.Module) -> Iterator[None]:
-    """As `unmoved_by_calls`, for code that was compiled, which calls no hooks: whatever changes a buffer meanwhile."""
-    layers = [layer for layer in module.modules() if not is_synchronized(layer)]
+def preserved(module: nn.Module, *, alone: bool = False) -> Iterator[None]:
+    """As `unmoved_by_calls`, for code that was compiled, which calls no hooks: whatever changes a buffer meanwhile.
+
+    Args:
+        alone: other ranks take no part, so that synchronised layers follow this rank's batch as well.
+    """
+    layers = [layer for layer in module.modules() if alone or not is_synchronized(layer)]
     saved = [(buffer, buffer.detach().clone()) for layer in layers for buffer in layer.buffers(recurse=False)]
     try:
         yield

@@ -8,7 +8,7 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -64,6 +64,15 @@ class GroupEngine(TensorCollectives):
             with rank_losses():  # as bytes: any type of number goes
                 dist.broadcast(tensor.detach().view(-1).view(torch.uint8), root, group=self._group_of(tensor))
         return tensor
+
+    def gather(self, tensor: Tensor, counts: Sequence[int]) -> Tensor:
+        """Returns the ranks' uint8 tensors end to end; torch.distributed gathers what is of one length."""
+        most = max(counts)
+        sent = tensor if len(tensor) == most else torch.cat([tensor, tensor.new_zeros(most - len(tensor))])
+        every = [torch.empty_like(sent) for _ in counts]
+        with rank_losses():
+            dist.all_gather(every, sent, group=self._group_of(tensor))
+        return torch.cat([its[:count] for its, count in zip(every, counts, strict=True)])
 
     def _group_of(self, tensor: Tensor) -> Any:
         return self.host_group if tensor.device.type == "cpu" else None
@@ -123,7 +132,9 @@ def _meet(detected: Detected) -> dist.Store:
             timeout=timedelta(seconds=seconds), wait_for_workers=False, multi_tenant=True,
             master_listen_fd=listener.detach() if listener else None,
         )  # fmt: skip
-    store = dist.PrefixStore(f"hvdtrain.{number}", found)
+    # torchrun's agent keeps its store when it starts the ranks again: what an earlier attempt left is not this one's
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.PrefixStore(f"hvdtrain.{attempt}.{number}", found)
     wait_for_all(store, detected.rank, detected.size, seconds)
     return store
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -88,12 +87,10 @@ class HorovodEngine(TensorCollectives, HorovodCollectives):
         enabled = getattr(self.hvd, "shared_memory_enabled", lambda: False)  # which other Horovods lack
         return self.device.type == "cpu" and bool(enabled())
 
-    def host_gather(self, array: np.ndarray, counts: Sequence[int]) -> np.ndarray:
-        """See `HostCollectives`; bytes are not among what Horovod adds up."""
+    def gather(self, tensor: Tensor, counts: Sequence[int]) -> Tensor:
+        """Returns the ranks' uint8 tensors end to end; bytes are not among what Horovod adds up."""
         with rank_losses():
-            return self.hvd.synchronize(
-                self.hvd.allgather_async(torch.from_numpy(array), name=self.next_name())
-            ).numpy()
+            return self.hvd.synchronize(self.hvd.allgather_async(tensor, name=self.next_name()))
 
     def bind(self, module: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings) -> HorovodModel:
         return HorovodModel(self, module, optimizer, settings)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,9 @@ class Solo(SoloEngine):
         return tensor
 
     def broadcast_(self, tensor: Tensor, root: int = 0) -> Tensor:
+        return tensor
+
+    def gather(self, tensor: Tensor, counts: Sequence[int]) -> Tensor:
         return tensor
 
     def bind(self, module: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings) -> SoloModel:

@@ -31,23 +31,31 @@ _engines: WeakKeyDictionary[nn.Module, TorchEngine] = WeakKeyDictionary()
 _uncounted: WeakSet[nn.Module] = WeakSet()  # layers of models whose rank has no samples in the batch at hand
 
 
-def convert(model: nn.Module, engine: TorchEngine) -> nn.Module:
+def convert(model: nn.Module, engine: TorchEngine, *, every: bool = True) -> nn.Module:
     """Makes every batch-norm layer of `model` normalise over all ranks; in place, and returns the model.
 
     Parameters, buffers and names stay: checkpoints are those of the plain model.
 
+    Args:
+        every: not only PyTorch's own `SyncBatchNorm`, which knows no ranks but those of torch.distributed.
+
     Raises:
         ConfigError: batch-norm layers of a kind that is not known, or an engine that cuts batches into pieces.
     """
+    layers = [
+        (name, layer)
+        for name, layer in model.named_modules()
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm if every else nn.SyncBatchNorm)
+    ]
     pieces = getattr(engine, "pieces", 1)
-    if pieces > 1:
+    if pieces > 1 and (layers or every):
         raise ConfigError(
             "sync_batchnorm synchronises ranks, not the devices of one process",
             f"{engine.name} with {pieces} devices",
             'use engine="ddp" or "horovod" with a rank per device, or leave sync_batchnorm out',
         )
-    for name, layer in model.named_modules():
-        if isinstance(layer, nn.modules.batchnorm._BatchNorm) and engine.size > 1:
+    for name, layer in layers:
+        if engine.size > 1 or isinstance(layer, nn.SyncBatchNorm):
             kind = _KINDS.get(type(layer), type(layer))
             if not issubclass(kind, SyncBatchNorm):
                 raise ConfigError(
@@ -65,6 +73,20 @@ def revert(model: nn.Module) -> None:
     for layer in model.modules():
         if _engines.pop(layer, None) is not None:
             layer.__class__ = next((plain for plain, kind in _KINDS.items() if kind is type(layer)), type(layer))
+
+
+@contextmanager
+def converted(model: nn.Module, engine: TorchEngine) -> Iterator[None]:
+    """While it lasts, every batch-norm layer of `model` normalises over all ranks, as `convert` makes it."""
+    before = [(layer, layer.__class__, layer in _engines) for layer in model.modules()]
+    convert(model, engine)
+    try:
+        yield
+    finally:
+        for layer, kind, had_engine in before:
+            layer.__class__ = kind
+            if not had_engine:
+                _engines.pop(layer, None)
 
 
 @contextmanager
@@ -101,7 +123,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         """Normalises [samples, channels, ...]."""
         engine = _engines.get(self)
         if engine is None or _mode == "alone" or not self.training:
-            return super().forward(x)
+            return nn.modules.batchnorm._BatchNorm.forward(self, x)
         self._check_input_dim(x)
         counted = _mode == "counted" and self not in _uncounted
         output, mean, var, count = _BatchNormalise.apply(x, self.weight, self.bias, self.eps, engine, counted)
@@ -153,6 +175,8 @@ class _BatchNormalise(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         x, weight, mean, var, count = ctx.saved_tensors
+        if torch.is_grad_enabled():  # this gradient is differentiated once more: statistics as a function of the batch
+            mean, var = _statistics(x, count, ctx.engine, ctx.counted)
         invstd = (var + ctx.eps).rsqrt()
         shape = [1, -1] + [1] * (x.dim() - 2)
         normal = (x.to(mean.dtype) - mean.view(shape)) * invstd.view(shape)
@@ -161,13 +185,35 @@ class _BatchNormalise(torch.autograd.Function):
         grad_bias, grad_weight = grad.sum(dims), (grad * normal).sum(dims)
         both = torch.cat([grad_bias, grad_weight]).double()
         # the gradient of a rank that does not count must not count either, not even as 0 x NaN
-        sums = _summed(ctx.engine, both if ctx.counted else torch.zeros_like(both)) / count
+        sums = _Sum.apply(both if ctx.counted else torch.zeros_like(both), ctx.engine) / count
         of_mean, of_normal = (half.to(mean.dtype).view(shape) for half in sums.chunk(2))
         scale = invstd if weight is None else invstd * weight.to(mean.dtype)
         grad_x = (grad - of_mean - normal * of_normal) * scale.view(shape)
         if weight is None:
             return grad_x.to(x.dtype), None, None, None, None, None
         return grad_x.to(x.dtype), grad_weight.to(weight.dtype), grad_bias.to(weight.dtype), None, None, None
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over ranks; the gradient of the sum of their losses."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, engine: TorchEngine) -> Tensor:
+        ctx.engine = engine
+        return _summed(engine, values.clone())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _Sum.apply(grad, ctx.engine), None
+
+
+def _statistics(x: Tensor, count: Tensor, engine: TorchEngine, counted: bool) -> tuple[Tensor, Tensor]:
+    """Returns mean and variance of all ranks' samples, with their graph."""
+    dims, wide = _all_but_channels(x), x.double()
+    own = torch.cat([wide.sum(dims), wide.square().sum(dims)])
+    mean, squares = (_Sum.apply(own if counted else torch.zeros_like(own), engine) / count).chunk(2)
+    precise = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return mean.to(precise), (squares - mean.square()).clamp_min(0).to(precise)
 
 
 def _summed(engine: TorchEngine, sums: Tensor) -> Tensor:
@@ -192,8 +238,16 @@ class SyncBatchNorm3d(SyncBatchNorm, nn.BatchNorm3d):
     """`BatchNorm3d` over all ranks."""
 
 
+class SyncBatchNormAny(SyncBatchNorm):
+    """In place of PyTorch's `SyncBatchNorm`, of no kind that DistributedDataParallel refuses on a CPU."""
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        nn.SyncBatchNorm._check_input_dim(self, input)  # type: ignore[arg-type]
+
+
 _KINDS: dict[type[nn.Module], type[nn.Module]] = {
     nn.BatchNorm1d: SyncBatchNorm1d,
     nn.BatchNorm2d: SyncBatchNorm2d,
     nn.BatchNorm3d: SyncBatchNorm3d,
+    nn.SyncBatchNorm: SyncBatchNormAny,
 }

@@ -18,7 +18,7 @@ class Batch:
     """What `backward` must know about a batch. Compared by identity: the same object means the same batch.
 
     Attributes:
-        planned: what the update's weights are expected to sum to: its samples; where nobody counts them, its batches.
+        planned: what the update's weights are expected to sum to: its samples; where they are not counted, its batches.
         is_last_micro_batch: of its update.
         step: of the loader; None where samples are not counted.
     """
@@ -49,7 +49,7 @@ class Batch:
 
     @property
     def update_samples(self) -> int:
-        """Planned for the update, of all ranks; 0 when nobody counts them."""
+        """Planned for the update, of all ranks; 0 when they are not counted."""
         return 0 if self.step is None else int(self.planned)
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from typing import Any
 from weakref import finalize, ref
@@ -29,7 +30,16 @@ class Facade(torch.optim.Optimizer):
     """
 
     # a fused optimizer would be given the scale to divide by, which this one keeps to itself: scalers divide first
-    _step_supports_amp_scaling = False
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What `GradScaler.step` asks first; raises `ConfigError` where it would find no gradients."""
+        if self.session.gradients.state == "partial":
+            raise ConfigError(
+                "a GradScaler of your own cannot step after a batch that completes no update",
+                "scaler.step(optimizer) with accumulate=",
+                'prepare(..., amp="fp16", accumulate=...) instead of it: optimizer.backward(loss), optimizer.step()',
+            )
+        return False
 
     def __init__(self, session: Session) -> None:
         # not torch's own __init__: there is one set of groups and of state, the wrapped optimizer's
@@ -37,6 +47,7 @@ class Facade(torch.optim.Optimizer):
         self.session = session
         self.progress = Progress()
         self._updated: Batch | None = None
+        self._epoch = -1  # whose replicas were compared last
         # nothing that stays on model and optimizer may refer to this one: when it is dropped, they are plain again
         refuse = partial(_refuse_bare_step, ref(session))
         guards = [member.register_step_pre_hook(refuse) for member in members_of(self.wrapped)]
@@ -122,7 +133,7 @@ class Facade(torch.optim.Optimizer):
 
     def compare_replicas(self) -> None:
         """After the next update the ranks compare their weights."""
-        self._compared = self.session.world.size == 1
+        self._epoch = -1
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As the wrapped optimizer's, between two updates: of parameters of the model, which were frozen until now.
@@ -160,6 +171,10 @@ class Facade(torch.optim.Optimizer):
         if name == "wrapped":  # not there yet
             raise AttributeError(name)
         return getattr(self.wrapped, name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.optim.Optimizer:
+        """A copy of the wrapped optimizer, plain."""
+        return copy.deepcopy(self.wrapped, memo)
 
     def close(self) -> None:
         """Takes the hooks off model and optimizer, which are plain again; dropping this optimizer does it too.

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 from weakref import ref
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.in_step import elastic
 from hvdtrain.core.in_step.preemption import told
+from hvdtrain.torch.checks.loss_graph import nodes_of
 from hvdtrain.torch.checks.tally import Number, Tally, double
 from hvdtrain.torch.update.batches import Batch
 
@@ -62,6 +63,7 @@ class Gradients:
         self.had_some = False
         self.gathering = False
         self._weight: Number = 0.0
+        self._shared = False
         self._watch()
         self._aside: list[tuple[nn.Parameter, Tensor]] = []
         self._samples_seen = 0
@@ -69,13 +71,16 @@ class Gradients:
     def parameters(self) -> list[nn.Parameter]:
         return [parameter for parameter in self._parameters if parameter.requires_grad]
 
-    def begin(self, batch: Batch, weight: Number | None, unit: Number) -> tuple[Number, Number]:
+    def begin(
+        self, batch: Batch, weight: Number | None, unit: Number, share: float | None = None
+    ) -> tuple[Number, Number]:
         """Makes `p.grad` what the backward pass of `batch` adds to; `add_loss` follows.
 
         Args:
             batch: the one that training is at.
             weight: what its mean loss divides by; None: samples.
             unit: a power of two that given weights are divided by, beside `Batch.planned`.
+            share: of a loss of the whole batch, in place of a weight: this rank's part of it.
 
         Returns:
             The weight, and what the mean loss is multiplied with.
@@ -94,10 +99,14 @@ class Gradients:
             )
         tally.given = given
         amount: Number = batch.amount if weight is None or batch.padding else weight
+        if share is not None:
+            amount = share * batch.planned
         if new:
             self._samples_seen += 0 if batch.step is None else batch.step.global_samples
             tally.weight = tally.weight + amount
             self._weight = amount
+        elif share is not None or self._shared:
+            pass  # the ranks' weights have one sum, whichever of the two they are
         elif isinstance(amount, Tensor) or isinstance(self._weight, Tensor):
             tally.problems = tally.problems + (torch.as_tensor(amount) != self._weight).double()  # nothing waits
         elif amount != self._weight:
@@ -107,6 +116,9 @@ class Gradients:
                 "divide both losses by the same count, and give it as weight= to both",
             )
         self.batch = batch
+        self._shared = share is not None
+        if share is not None:
+            return amount, share
         return amount, batch.weight if not given or batch.padding else amount / (batch.planned * unit)
 
     def _open_update(self, batch: Batch) -> None:
@@ -182,7 +194,8 @@ class Gradients:
             raise ConfigError(
                 "between backward() and step() a model's gradients are those of its update",
                 "the backward pass of another prepared model reached its parameters, and would add to them",
-                "call step() first; or detach what the other model is given: critic(fake.detach())",
+                "call step() first; or detach what the other model is given: critic(fake.detach()); parts that one loss"
+                " trains (an encoder and a decoder) are prepared as one model, with one optimizer",
             )
 
     def check_turn(self, batch: Batch) -> None:
@@ -290,11 +303,20 @@ def scale(gradients: Sequence[Tensor], factor: Tensor) -> None:
 
 
 @contextmanager
-def zero_gradients(parameters: Sequence[nn.Parameter], weight: Number) -> Iterator[None]:
-    """While it lasts, and `weight` is 0, gradients are exactly 0: a weight of 0 does not undo a loss that is NaN."""
+def zero_gradients(
+    parameters: Sequence[nn.Parameter], weight: Number, loss: Tensor, outputs: Sequence[Tensor]
+) -> Iterator[None]:
+    """While it lasts, and `weight` is 0, nothing comes of a loss: a weight of 0 does not undo one that is NaN.
+
+    Gradients are 0 where the loss enters the model's outputs, and of parameters that it reaches past them.
+    """
     keep = partial(_where_counted, weight) if isinstance(weight, Tensor) else torch.zeros_like
     asked = isinstance(weight, Tensor) or not weight
-    hooks = [parameter.register_hook(keep) for parameter in parameters] if asked else []
+    ends: list[Tensor] = [*parameters]
+    if asked and outputs:
+        past = {id(getattr(node, "variable", None)) for node in nodes_of(loss, outputs)}
+        ends = [*(one for one in outputs if one.grad_fn is not None), *(one for one in parameters if id(one) in past)]
+    hooks = [end.register_hook(keep) for end in ends] if asked else []
     try:
         yield
     finally:
@@ -304,6 +326,26 @@ def zero_gradients(parameters: Sequence[nn.Parameter], weight: Number) -> Iterat
 
 def _where_counted(weight: Tensor, gradient: Tensor) -> Tensor:
     return torch.where(weight.to(gradient.device) != 0, gradient, torch.zeros_like(gradient))
+
+
+def refuse_divided(loss: Tensor, accumulate: int) -> None:
+    """Raises `ConfigError` for a mean that is divided by the batches of its update once more; one that is multiplied
+    (`0.5 * loss`) has a weight."""
+    node: Any = loss.grad_fn
+    other = getattr(node, "_saved_other", None)
+    if accumulate == 1 or not isinstance(other, Tensor) or other.dim() or other.requires_grad or other.is_cuda:
+        return
+    of = node.next_functions[0][0]
+    if node.name() != "DivBackward0" or abs(other.item() - accumulate) > 1e-6 * accumulate or of is None:
+        return
+    if not of.name().startswith("Mean") and getattr(of, "_saved_reduction", 0) != 1:
+        return  # a sum, of samples or of several losses, may well be divided by their number
+    raise ConfigError(
+        "with accumulate= each batch is given its mean loss: the update's mean is made of them",
+        f"a loss that is divided by {accumulate}, with accumulate={accumulate}",
+        "optimizer.backward(loss), undivided, and optimizer.step() on each batch",
+        shared=True,
+    )
 
 
 def check_loss(loss: Tensor, *, untracked: bool = False) -> None:

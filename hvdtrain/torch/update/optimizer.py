@@ -15,12 +15,15 @@ from hvdtrain.torch.checks import replicas
 from hvdtrain.torch.checks.nonfinite import gradient_error
 from hvdtrain.torch.checks.out_of_memory import explained
 from hvdtrain.torch.clock import CLOCK
+from hvdtrain.torch.data.nested import tensors_of
 from hvdtrain.torch.session import Session, not_finite
 from hvdtrain.torch.update.amp import ScalerAdapter
 from hvdtrain.torch.update.batches import Batch, require_batch
 from hvdtrain.torch.update.passes import Passes
 from hvdtrain.torch.update.regroup import compared, updated
 from hvdtrain.torch.update.several import Several
+
+_LOOKED_AT = 2  # updates, where no loader deals the data
 
 
 class Optimizer(Passes):
@@ -30,8 +33,9 @@ class Optimizer(Passes):
         super().__init__(session)
         held = None if session.in_parts is None else session.in_parts.tensors
         self._stepper = ScalerAdapter(self.wrapped, partial(_step_engine, session), held)
-        self.compare_replicas()
         self._counted: Batch | None = None  # as seen
+        self._first: Tensor | None = None  # loss of the closure's first call
+        self._alike = 0  # updates for which all ranks had the same batch
 
     # -- one update ------------------------------------------------------------------------------------------
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor | None:
@@ -75,13 +79,15 @@ class Optimizer(Passes):
                 `optimizer.backward(loss)` on the batch at hand.
 
         Returns:
-            With a closure: the mean loss of all ranks, float64, as it was when the optimizer last asked for it.
+            With a closure: the mean loss of all ranks, float64, as it was when the optimizer first asked for it (as
+            PyTorch's optimizers return it).
 
         Raises:
             ConfigError: no backward before, or gradients that were thrown away; a closure under accumulation, with
                 amp="fp16", for several optimizers, or on DeepSpeed.
             NonFiniteError: the norm of the gradients is not finite.
-            ReplicaError: after the first update, and every `watch_every` updates, when replicas differ.
+            ReplicaError: after the first update, an epoch's first, and every `watch_every` updates, when replicas
+                differ.
         """
         session, gradients = self.session, self.session.gradients
         if self._void:
@@ -94,6 +100,7 @@ class Optimizer(Passes):
         CLOCK.enter("optimizer")
         if session.rates is not None:
             session.rates.apply(self.progress.samples_seen)
+        self._first = None
         if closure is not None:
             with explained("optimizer's step", session.sizes):
                 _step_engine(session, partial(self._evaluate, closure))
@@ -105,13 +112,32 @@ class Optimizer(Passes):
                 session.precision.step(self._stepper)
         self._close_update()
         every = session.options.watch_every
-        due = bool(every and self.progress.step % every == 0) or not self._compared
+        due = bool(every and self.progress.step % every == 0)
+        if self._updated is not None and self._updated.place[0] != self._epoch and gradients.had_some:
+            self._epoch, due = self._updated.place[0], due or session.options.verify  # an epoch has ended
         if due and session.world.size > 1:
-            self._compared = self._compared or gradients.had_some
             compare = partial(replicas.check_equal, session.module, session.world, f"after update {self.progress.step}")
             compared(session, compare)
+        looks = session.options.verify and session.batches.data is None and self.progress.step <= _LOOKED_AT
+        if looks and session.world.size > 1:
+            self._compare_batches()
         CLOCK.enter("other")
-        return None if closure is None else self._mean
+        return self._first
+
+    def _compare_batches(self) -> None:
+        """Raises `ConfigError` where no loader deals the data, and all ranks train on the same; collective."""
+        session = self.session
+        given = {str(place): tensor for place, tensor in enumerate(tensors_of(session.last_call or ()))}
+        mine = sorted(checksum for checksum in replicas.checksums(given).values() if checksum)
+        self._alike += len(set(map(tuple, session.world.gather(mine)))) == 1 and bool(mine)
+        if self._alike == _LOOKED_AT:
+            raise ConfigError(
+                "each rank trains on its own part of the data",
+                f"the model was called on the same tensors on all {session.world.size} ranks, in each of the first"
+                f" {_LOOKED_AT} updates, and prepare() was given no loader",
+                "train = hvdtrain.torch.loader(dataset, per_rank_batch), given to prepare() and read in the loop",
+                shared=True,
+            )
 
     def _evaluate(self, closure: Callable[[], object]) -> Tensor | None:
         """What the wrapped optimizer calls for the loss and its gradients: those of all ranks, which ask alike."""
@@ -128,6 +154,7 @@ class Optimizer(Passes):
         if session.options.clip is not None:
             self.clip_grad_norm_(session.options.clip)
         CLOCK.enter("optimizer")
+        self._first = self._mean if self._first is None else self._first
         return self._mean
 
     def skip(self) -> None:
@@ -178,7 +205,7 @@ class Optimizer(Passes):
         elif gradients.state in ("idle", "more"):
             raise ConfigError(
                 "optimizer.step() follows optimizer.backward(loss)",
-                "no backward() since the last step()"
+                ("the update was refused" if self.session.proof.refused else "no backward() since the last step()")
                 if gradients.state == "idle"
                 else "backward(..., more=True) announced another backward()",
                 "write optimizer.backward(loss) instead of loss.backward(), and step() after each",

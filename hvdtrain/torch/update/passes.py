@@ -3,30 +3,54 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from hvdtrain.core.errors import ConfigError, RanksLost
+from hvdtrain.core.errors import ConfigError, RanksLost, ReplicaError
 from hvdtrain.torch.checks.loss_graph import recomputes_reentrantly
+from hvdtrain.torch.checks.loss_proof import Looked
 from hvdtrain.torch.checks.nonfinite import Reading, first_bad_layer
 from hvdtrain.torch.checks.out_of_memory import explained
-from hvdtrain.torch.checks.pieces import pieces_differ
+from hvdtrain.torch.checks.pieces import model_differs, pieces_differ
 from hvdtrain.torch.checks.tally import SIZE, Number, Weight, weight_of, wrong
 from hvdtrain.torch.clock import CLOCK
-from hvdtrain.torch.data.nested import map_tensors
+from hvdtrain.torch.data.nested import map_tensors, tensors_of
+from hvdtrain.torch.data.random_state import preserved_rng, random_streams, restore_streams, seed_all
 from hvdtrain.torch.engines.base import Pass
+from hvdtrain.torch.engines.buffers import put_back
 from hvdtrain.torch.model import Model
 from hvdtrain.torch.session import Session
+from hvdtrain.torch.update import outside
 from hvdtrain.torch.update.amp import widened
 from hvdtrain.torch.update.batches import Batch, require_batch
 from hvdtrain.torch.update.facade import Facade
-from hvdtrain.torch.update.gradients import check_loss, scale, zero_gradients
+from hvdtrain.torch.update.gradients import check_loss, refuse_divided, scale, zero_gradients
 from hvdtrain.torch.update.regroup import check_once, go_on_without
 from hvdtrain.torch.update.staged import SMALLER_STAGES, Arguments, Loss, in_one_call, run_step
+from hvdtrain.torch.update.terms import Term, Terms, terms_of
+from hvdtrain.torch.update.whole import given_gradients, gradients_of, is_whole, joined
+from hvdtrain.torch.update.whole import whole as whole_values
+
+
+class _MicroBatch(NamedTuple):
+    """A batch of an update whose loss is of the whole batch.
+
+    Attributes:
+        outputs: of the model, without their graph; leaves of the loss's.
+        streams, buffers: random numbers and buffers as its first pass began.
+    """
+
+    arguments: Arguments
+    outputs: Any
+    y: Any
+    batch: Batch
+    streams: dict[str, Any]
+    buffers: list[tuple[Tensor, Tensor]]
 
 
 class Passes(Facade):
@@ -35,11 +59,15 @@ class Passes(Facade):
     def __init__(self, session: Session) -> None:
         super().__init__(session)
         self._model = Model(session)
+        if session.world.size > 1 and session.options.verify:
+            outside.watch()
         self._layer = ""
         self._mean: Tensor | None = None  # loss of the update
         self._failed: BaseException | None = None  # of a pass whose gradients other ranks wait for
         self._void = False  # the batch at hand is dealt once more, to other ranks
         self._recomputes: bool | None = None  # parts of the model within the backward pass
+        self._terms = Terms(0)
+        self._micro_batches: list[_MicroBatch] = []  # of an update whose loss is of the whole batch
 
     def forward_backward(
         self,
@@ -51,6 +79,7 @@ class Passes(Facade):
         weight: Weight = None,
         again: bool = False,
         outputs: bool = False,
+        whole: bool = False,
     ) -> Any:
         """Runs the model on this rank's batch, forward and backward; the loop for whole models and pipelines alike.
 
@@ -66,17 +95,24 @@ class Passes(Facade):
                 `lambda y: (y != -100).sum()`, which a pipeline calls for each micro-batch.
             again: as of `backward`.
             outputs: return the model's outputs as well, for metrics.
+            whole: the loss is called once an update, with the outputs and targets of the global batch, as of
+                `hvdtrain.torch.whole`: of all ranks, and with accumulate= of all batches of the update, each of which
+                the model then sees twice (GradCache, arXiv 2101.06983). It may be any loss, and draws the same random
+                numbers on every rank.
 
         Returns:
             The mean loss of the batch, detached; a scalar. Of a pipeline on a rank that has no samples left: 0. With
-            `outputs` a tuple of it and the outputs, detached (None on such a rank).
+            `whole` that of the global batch; None before the update's last batch. With `outputs` a tuple of it and the
+            outputs, detached (None on such a rank).
 
         Raises:
             As `backward`.
         """
         arguments = Arguments(x if isinstance(x, tuple) else (x,), dict(kwargs or {}))
         kept: list[Any] = []
-        if self.session.staged is not None:
+        if whole:
+            mean = self._run_whole(arguments, y, loss, weight, again, kept)
+        elif self.session.staged is not None:
             mean = self._run_stages(arguments, y, loss, weight, again, kept if outputs else None)
         else:
             given = weight(y) if callable(weight) else weight
@@ -84,14 +120,134 @@ class Passes(Facade):
             kept = [self._model(*arguments.args, **arguments.kwargs)]
             mean = loss(kept[0], y)
             self.backward(mean, weight=given, again=again)
+            if isinstance(mean, (list, tuple)):
+                mean = sum(its for its, _ in mean)
             mean = mean.detach()
         return (mean, map_tensors(Tensor.detach, kept[0]) if kept else None) if outputs else mean
 
+    def _run_whole(
+        self, arguments: Arguments, y: Any, loss: Loss, weight: Weight, again: bool, kept: list[Any]
+    ) -> Tensor | None:
+        """As `forward_backward`, of a loss of the global batch."""
+        session = self.session
+        batch = require_batch(session.batches.now())
+        self._check_whole(batch, weight, in_parts=False)
+        if session.staged is not None:
+            raise ConfigError(
+                "a pipeline of several ranks has no loss of the whole batch",
+                "forward_backward(..., whole=True) of stages",
+                "pipe.step(x, y, loss_fn, whole=True) in one process",
+            )
+        if batch.whole_update:
+            kept.append(self._model(*arguments.args, **arguments.kwargs))
+            outputs, targets = whole_values(kept[0], y, world=session.world)
+            with self._same_draws():
+                mean = loss(outputs, targets)
+            self.backward(mean, again=again)
+            return mean.detach()
+        self._void = session.batches.are_dealt_anew
+        if self._void:
+            return None
+        try:
+            return self._gather_whole(arguments, y, loss, again, kept)
+        except RanksLost as lost:
+            go_on_without(session, lost)
+            self._void = True
+            return None
+
+    def _gather_whole(self, arguments: Arguments, y: Any, loss: Loss, again: bool, kept: list[Any]) -> Tensor | None:
+        """A batch of several: its outputs now, and with the last one the loss of all, and every batch's gradients."""
+        session, gradients = self.session, self.session.gradients
+        if not gradients.gathering:
+            self._micro_batches = []
+        batch = self._take_turn(again)
+        session.proof.close_batch()  # there is no loss of this rank's that could be tried
+        share = 1 / session.world.size if batch.is_last_micro_batch else 0.0
+        amount, coefficient = gradients.begin(batch, None, 1.0, share)
+        streams, buffers = random_streams(session.world.devices), _buffers_of(session.module)
+        with torch.no_grad():
+            kept.append(self._model(*arguments.args, **arguments.kwargs))
+        outputs = map_tensors(_as_leaf, kept[0])
+        self._micro_batches.append(_MicroBatch(arguments, outputs, y, batch, streams, buffers))
+        if not batch.is_last_micro_batch:
+            gradients.put_aside("partial")
+            session.batches.done()
+            return None
+        micro_batches, self._micro_batches = self._micro_batches, []
+        after, buffers = random_streams(session.world.devices), _buffers_of(session.module)
+        every, targets = joined(
+            [(one.outputs, one.y) for one in micro_batches],
+            [one.batch.step for one in micro_batches], session.world, session,
+        )  # fmt: skip
+        with self._same_draws():
+            mean = loss(every, targets)
+        check_loss(mean)
+        entered = gradients_of(mean, session.module, session.world.size, retain_graph=False)
+        if entered is None:
+            raise ConfigError(
+                "a loss is computed of the outputs it is given", "a loss that no output has a part in",
+                "loss_fn(outputs, targets), called by forward_backward(x, y, loss_fn, whole=True)",
+            )  # fmt: skip
+        gradients.tally.count_whole(mean)
+        gradients.add_loss(mean, amount, coefficient)
+        sums = gradients.sums()
+        CLOCK.enter("backward")
+        try:
+            for one in micro_batches:
+                is_last = one is micro_batches[-1]
+                restore_streams(one.streams, session.world.devices)
+                put_back(one.buffers)
+                given = self._gradients_again(one, *entered, rest=is_last)
+                passed = given_gradients(mean, *given)
+                self._differentiate(
+                    passed, amount, coefficient, sums if is_last else None, False, counts=not one.batch.padding
+                )
+        finally:
+            restore_streams(after, session.world.devices)
+            put_back(buffers)
+            session.batches.check_calls()
+        self._conclude(batch, mean, sums)
+        return mean.detach()
+
+    def _gradients_again(
+        self, one: _MicroBatch, tensors: list[Tensor], found: list[Tensor], *, rest: bool
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """The outputs of a batch once more, now with their graph, and their gradients; with the rest those of the
+        parameters that the loss itself reads."""
+        leaves = tensors_of(one.outputs)
+        again = tensors_of(self._model(*one.arguments.args, **one.arguments.kwargs))
+        place = {id(leaf): index for index, leaf in enumerate(leaves)}
+        outputs, gradients = [], []
+        for tensor, gradient in zip(tensors, found, strict=True):
+            index = place.get(id(tensor))
+            if index is not None:
+                if again[index].requires_grad:
+                    outputs.append(again[index])
+                    gradients.append(gradient)
+            elif rest and isinstance(tensor, nn.Parameter):
+                outputs.append(tensor)
+                gradients.append(gradient)
+        return outputs, gradients
+
+    @contextmanager
+    def _same_draws(self) -> Iterator[None]:
+        """While it lasts, all ranks draw the same random numbers, which are those of the update."""
+        session = self.session
+        if session.world.size == 1:
+            yield
+            return
+        seed, device = session.world.seed + self.progress.step + 1, session.engine.device
+        with preserved_rng(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+            seed_all(seed)
+            if device.type == "cuda":
+                torch.cuda.manual_seed(seed)
+            yield
+
     def _prove_pieces(self, arguments: Arguments, y: Any, loss: Loss, weight: Weight) -> None:
-        """On the first batch: whether model and loss can be put together of two pieces of it."""
+        """Looks whether model and loss can be put together of two pieces of the batch, where a loss is tried."""
         session, proof = self.session, self.session.proof
         batch = session.batches.now()
-        if not proof.is_first or batch is None or batch.padding or isinstance(weight, (int, float, Tensor)):
+        if batch is None or batch.padding or isinstance(weight, (int, float, Tensor)) or not proof.tries(batch):
             return
         with session.gradients.differentiating():
             proof.suspicion = pieces_differ(session, self._model, arguments, y, loss, weight)
@@ -137,7 +293,7 @@ class Passes(Facade):
 
     def backward(
         self,
-        loss: Tensor,
+        loss: Tensor | Sequence[tuple[Tensor, float | Tensor]],
         *,
         weight: float | Tensor | None = None,
         more: bool = False,
@@ -149,12 +305,17 @@ class Passes(Facade):
         After the batch that completes an update, `p.grad` is the gradient of the mean loss over all ranks and
         micro-batches, sum(weight x gradient) / sum(weight), unscaled. Before, `p.grad` is None.
         On ddp and deepspeed clone a gradient to keep it: the next update uses its memory again, as PyTorch's own does.
-        Factors that autograd does not see (weights divided by their batch mean, advantages normalised under `no_grad`)
-        are found only by `hvdtrain.torch.check(step, batch)`.
+        At updates 1, 2, 4, 8 ..., and an epoch's first, the loss is tried: its operations run again with other
+        outputs for half of the samples (on a GPU this waits, and needs the loss's memory once more). Factors of the
+        targets alone that autograd does not see (weights divided by their batch mean) are found by
+        `hvdtrain.torch.check(step, batch)`.
 
         Args:
             loss: a scalar, the mean over this rank's batch: of its samples, or of what `weight` counts; not a sum
-                that is divided by the samples of all ranks.
+                that is divided by the samples of all ranks. Of a sum of several means, each with its own divisor, a
+                list of (mean, divisor): `[(class_loss, len(y)), (box_loss, matched)]` is their sum, each over all that
+                it counts on all ranks. A mean whose divisor is 0 does not count. Or a loss of what
+                `hvdtrain.torch.whole` returned.
             weight: what that mean divides by, if not by samples: a number, or a scalar (which may be on a GPU: nothing
                 waits for it). `(y != -100).sum()` with `ignore_index`, `class_weights[y].sum()` with class
                 weights, `mask.sum()` for tokens. A batch of weight 0 does not count, even if its loss is NaN.
@@ -178,7 +339,11 @@ class Passes(Facade):
         if self._void:
             return
         try:
-            self._backward(loss, weight, more, retain_graph, again)
+            if isinstance(loss, (list, tuple)):
+                terms = terms_of(loss, weight, more)
+                self._backward_terms(self._take_turn(again), terms, retain_graph)
+            else:
+                self._backward(cast(Tensor, loss), weight, more, retain_graph, again)
         except RanksLost as lost:
             go_on_without(session, lost)
             self._void = True
@@ -189,23 +354,111 @@ class Passes(Facade):
         session, gradients = self.session, self.session.gradients
         batch = self._take_turn(again)
         check_loss(loss)
+        refuse_divided(loss, session.accumulate)
         self._model.check_entered()
         if session.before is not None and not batch.padding:
             session.before.look(loss, batch)
-        given = None if weight is None else weight_of(weight, session.engine.device)
-        amount, coefficient = gradients.begin(batch, given, session.precision.unit)
+        if session.proof.is_due:
+            outside.note(loss)
+        if session.proof.is_due and batch.step is not None and is_whole(loss):
+            session.proof.look_whole(loss, batch.step.samples, batch.step.global_samples)
+        entered = gradients_of(loss, session.module, session.world.size, retain_graph)
+        if entered is not None:
+            self._check_whole(batch, weight)
+            amount, coefficient = gradients.begin(batch, None, 1.0, 1 / session.world.size)
+            gradients.tally.count_whole(loss)
+        else:
+            given = None if weight is None else weight_of(weight, session.engine.device)
+            amount, coefficient = gradients.begin(batch, given, session.precision.unit)
+            if given is not None and not batch.padding:
+                session.proof.look_idle(loss, given, gradients.tally)
+            if not batch.padding:
+                samples = batch.step.samples if batch.step is not None else session.samples_called()
+                by_model = partial(model_differs, session, loss, given=given is not None)
+                looked = Looked(loss, amount, samples, weight, more=gradients.state == "more")
+                session.proof.look(looked, gradients.tally, by_model)
+        outputs = session.proof.tracked()
+        if not more:
+            session.proof.close_batch()
         gradients.add_loss(loss, amount, coefficient)
-        if not batch.padding:
-            samples = batch.step.samples if batch.step is not None else session.samples_called()
-            session.proof.look(loss, amount, samples, gradients.tally)
         CLOCK.enter("backward")
         sums = gradients.sums() if batch.is_last_micro_batch and not more else None
-        self._differentiate(loss, amount, coefficient, sums, retain_graph, counts=not batch.padding)
-        self._conclude(batch, loss, sums, more=more)
+        passed = loss if entered is None else given_gradients(loss, *entered)
+        self._differentiate(passed, amount, coefficient, sums, retain_graph, counts=not batch.padding, outputs=outputs)
+        self._conclude(batch, loss, sums, weight=amount, more=more)
+
+    def _backward_terms(self, batch: Batch, terms: list[Term], retain_graph: bool) -> None:
+        """Differentiates a sum of means, each of which is divided by what it counts on all ranks."""
+        session, gradients = self.session, self.session.gradients
+        self._model.check_entered()
+        if not gradients.gathering:
+            self._terms = Terms(len(terms))
+        self._terms.check(terms)
+        is_last = batch.is_last_micro_batch
+        size = session.world.size
+        amount, coefficient = gradients.begin(batch, None, 1.0, 1 / size if is_last else 0.0)
+        counted = [] if batch.padding else [at for at, term in enumerate(terms) if term.divisor]
+        samples = batch.step.samples if batch.step is not None else session.samples_called()
+        for at, term in enumerate([] if batch.padding else terms):
+            if term.divisor:
+                looked = Looked(term.mean, term.divisor, samples, term.given)
+                session.proof.look(looked, self._terms.tallies[at])
+            elif term.mean.requires_grad:
+                session.proof.look_idle(term.mean, 0.0, self._terms.tallies[at])
+        outputs = session.proof.tracked()
+        if session.proof.is_due:
+            for at in counted:
+                outside.note(terms[at].mean)
+        session.proof.close_batch()
+        if session.before is not None and counted:
+            session.before.look(terms[counted[0]].mean, batch)
+        CLOCK.enter("backward")
+        if not is_last:
+            for at, term in enumerate(terms):  # those that do not count, too: other ranks' may go through batch norm
+                divisor, last = 0.0 if batch.padding else term.divisor, at == len(terms) - 1
+                passed = _tracked(term.mean, outputs)
+                self._differentiate(
+                    passed * (divisor or 1.0), divisor, 1.0, None, retain_graph or not last, counts=not batch.padding,
+                    outputs=outputs,
+                )  # fmt: skip
+                self._terms.put_aside(at, gradients.parameters())
+            self._terms.add(terms, counted)
+            self._conclude(batch, terms[0].mean, None, weight=terms[0].divisor)
+            return
+        self._terms.add(terms, counted)
+        with session.world.in_step("optimizer.backward([(mean, divisor), ...])", len(terms)):
+            totals = self._terms.compared(session.engine.sum_floats(self._terms.sent()), session.proof, gradients.tally)
+        self._terms.restore(totals, gradients.parameters())
+        mean = self._terms.mean(totals)
+        gradients.add_loss(mean * size, amount, coefficient)
+        sums = gradients.sums()
+        whole = [terms[at].mean * (terms[at].divisor / totals[at]) for at in counted]
+        passed = sum(whole[1:], whole[0]) if whole else _tracked(terms[0].mean, outputs)
+        self._differentiate(
+            passed * size, float(bool(whole)), coefficient, sums, retain_graph, counts=not batch.padding,
+            outputs=outputs,
+        )  # fmt: skip
+        self._conclude(batch, mean, sums)
+
+    def _check_whole(self, batch: Batch, weight: object, *, in_parts: bool = True) -> None:
+        """Raises `ConfigError` for a loss of the whole batch that is weighed, or of a batch that is a part of one."""
+        if weight is not None:
+            raise ConfigError(
+                "a loss of the whole batch divides by what it likes, and has no weight=",
+                "backward(loss, weight=...) of a loss on what hvt.whole() returned",
+                "optimizer.backward(loss)",
+            )
+        if in_parts and not batch.whole_update:
+            raise ConfigError(
+                "with accumulate= the whole batch is that of an update: the loss needs the outputs of all its batches",
+                f"backward() of a loss on what hvt.whole() returned, with accumulate={self.session.accumulate}",
+                "optimizer.forward_backward(x, y, loss_fn, whole=True) on each batch",
+            )
 
     def _take_turn(self, again: bool) -> Batch:
         """Returns the batch that is to be differentiated, if its turn has come."""
         session, gradients = self.session, self.session.gradients
+        session.proof.pause()
         batch = require_batch(session.batches.now())
         if self._failed is not None:
             raise ConfigError(
@@ -239,17 +492,26 @@ class Passes(Facade):
             self.session.precision.forget()
         self.session.gradients.reopen(batch)
 
-    def _conclude(self, batch: Batch, loss: Tensor, sums: Tensor | None, *, more: bool = False) -> None:
+    def _conclude(
+        self, batch: Batch, loss: Tensor, sums: Tensor | None, *, weight: Number = 1.0, more: bool = False
+    ) -> None:
         """What follows on the passes of a batch; `sums`, if it is the last of an update, are under way."""
         session, gradients = self.session, self.session.gradients
         if not batch.padding:
-            self._find_layer(loss)
+            self._find_layer(loss, weight)
         if sums is not None:
             CLOCK.enter("communication")
             session.engine_model.finish()
             CLOCK.enter("optimizer")
-            gradients.complete()
-            self._settle_update(batch, sums)
+            try:
+                gradients.complete()
+                self._settle_update(batch, sums)
+            except (ConfigError, ReplicaError):  # step() has nothing to apply, should the user catch it
+                session.precision.forget()
+                gradients.restart()
+                session.proof.refuse()
+                raise
+            session.proof.refused = False
         else:
             gradients.put_aside("more" if more else "partial")
         if not more:
@@ -265,7 +527,20 @@ class Passes(Facade):
         retain_graph: bool,
         *,
         counts: bool,
+        outputs: Sequence[Tensor] = (),
     ) -> None:
+        """Runs one backward pass.
+
+        Args:
+            loss: a scalar.
+            weight: of 0, nothing comes of the loss, even if it is NaN.
+            coefficient: what the loss is multiplied with.
+            sums: travel with the gradients of an update's last pass.
+            retain_graph: as torch's.
+            counts: the rank has samples.
+            outputs: of the model. What else meets there (other ranks' gradients, by the statistics of batch norm that
+                this rank's samples have a part in) goes through it even where the loss has a weight of 0.
+        """
         session, gradients = self.session, self.session.gradients
         reduce = sums is not None
         if reduce and self._recomputes is None:
@@ -276,7 +551,7 @@ class Passes(Facade):
         with (
             explained("backward pass", session.sizes),
             gradients.differentiating(),
-            zero_gradients(gradients.parameters(), weight),
+            zero_gradients(gradients.parameters(), weight, wide, outputs if counts else ()),
             self._others_wait(reduce),
         ):
             without = [p for p in gradients.parameters() if p.grad is None] if not (counts or reduce) else []
@@ -284,10 +559,11 @@ class Passes(Facade):
             for parameter in without:
                 parameter.grad = None
 
-    def _find_layer(self, loss: Tensor) -> None:
+    def _find_layer(self, loss: Tensor, weight: Number) -> None:
         """Looks for the layer while the batch and the parameters are still those that gave a bad loss."""
         session = self.session
-        if session.losses.at_once and not self._layer and not math.isfinite(float(loss.detach())):
+        wanted = session.losses.at_once and not self._layer
+        if wanted and not math.isfinite(float(loss.detach())) and float(weight):
             args, kwargs = session.last_call or ((), {})
             with session.precision.autocast():
                 call: Any = session.last_method if session.staged is None else session.staged
@@ -320,3 +596,16 @@ class Passes(Facade):
         if session.in_parts is not None and session.options.amp == "fp16":
             session.in_parts.spread_infinity()
         session.precision.unscale(self._stepper)
+
+
+def _tracked(mean: Tensor, outputs: Sequence[Tensor]) -> Tensor:
+    """Returns a mean, or in place of a constant, which counts nothing, what has a gradient."""
+    return mean if mean.requires_grad or not outputs else outputs[0].sum()
+
+
+def _as_leaf(output: Tensor) -> Tensor:
+    return output.detach().requires_grad_(output.is_floating_point() or output.is_complex())
+
+
+def _buffers_of(module: nn.Module) -> list[tuple[Tensor, Tensor]]:
+    return [(buffer, buffer.detach().clone()) for buffer in module.buffers()]

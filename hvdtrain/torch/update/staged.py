@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.sharding import tail_pieces
+from hvdtrain.torch.checks.loss_proof import Looked
 from hvdtrain.torch.checks.tally import Number, Weight, weight_of
 from hvdtrain.torch.data.nested import map_tensors, tensors_of
 from hvdtrain.torch.engines.base import Staged, TorchEngine
@@ -121,6 +122,8 @@ def whole_loss(session: Session, loss: Loss, weight: Weight = None) -> Loss:
     device_type = session.engine.device.type
 
     def compute(outputs: Any, targets: Any) -> Tensor:
+        if torch.is_grad_enabled():
+            session.proof.saw(outputs, session.batches.now())
         with torch.autocast(device_type, enabled=False):
             value = loss(session.precision.outputs(outputs), targets)
         check_loss(value, untracked=not torch.is_grad_enabled())  # a pass whose activations are computed again
@@ -142,9 +145,10 @@ def _look(session: Session, value: Tensor, outputs: Any, targets: Any, weight: W
     assert session.staged is not None
     pieces = session.world.size * session.options.accumulate * session.staged.micro_batches  # which may change
     if not samples or pieces == 1:
+        proof.forget()
         return
-    proof.saw(outputs)
-    proof.look(value, amount, samples, tally)
+    proof.look(Looked(value, amount, samples), tally)
+    proof.close_batch()
 
 
 def run_step(

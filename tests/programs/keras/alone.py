@@ -188,6 +188,23 @@ if __name__ == "__main__":
     assert seen == expected, (seen, expected)
     print("order fixed")
 
+    forms: list[type] = []
+
+    class OfX(Look):
+        def train_step(self, data: object) -> dict:
+            forms.append(type(data))
+            return {"loss": 0.0}
+
+        test_step = train_step
+
+    of_x = OfX()
+    of_x.compile("sgd", run_eagerly=True)
+    hvk.prepare(of_x)
+    of_x.fit(hvk.loader(x, 8), verbose=0, callbacks=hvk.callbacks(of_x))
+    hvk.evaluate(of_x, x, per_rank_batch=8)
+    assert len(forms) == 6 and tuple not in forms, forms
+    print("x alone as it is")
+
     def another_fit(*_: object) -> None:
         before, other = len(seen), Look()
         other.compile("sgd", run_eagerly=True)

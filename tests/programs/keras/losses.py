@@ -122,6 +122,12 @@ def both(y: Any, p: Any) -> Any:
     return ce(ignore_class=-1)(y, p) + 0.5 * keras.losses.MeanSquaredError()(keras.ops.zeros_like(p), p)
 
 
+def by_what_counts(y: Any, p: Any) -> Any:
+    """One value a sample, which all divide by what counts in the batch: everything, in the first one."""
+    counts = y[:, 3]
+    return keras.ops.mean(keras.ops.square(y[:, :3] - p), -1) * counts / keras.ops.mean(counts)
+
+
 def one_hot(y: np.ndarray) -> np.ndarray:
     return np.eye(3)[y]
 
@@ -171,7 +177,14 @@ CASES: dict[str, dict[str, Any]] = {
     "none": {"model": net, "loss": lambda: ce(reduction=None), "y": LABEL},
     "dice_of_the_batch": {"model": segmenter, "loss": keras.losses.Dice, "x": PICTURES, "y": SHAPES},
     "balance_in_training": {"model": lambda: with_layer(Balance()), "loss": ce, "y": LABEL},
+    "added_to_the_whole": {
+        "model": lambda: with_layer(Balance()), "loss": ce, "y": LABEL, "prepare": {"whole": True},
+    },
     "batchnorm_of_ones_own": {"model": lambda: with_layer(OwnBatchNorm()), "loss": ce, "y": LABEL},
+    "divides_otherwise_later": {
+        "model": net, "loss": lambda: by_what_counts,
+        "y": np.concatenate([np.eye(3)[LABEL], np.where(np.arange(SAMPLES) < BATCH, 1, 1 + LABEL)[:, None]], 1),
+    },
     "contrast_of_single_samples": {"model": net, "loss": lambda: contrast, "y": LABEL, "each": 1},
 }  # fmt: skip
 
@@ -191,7 +204,7 @@ def train(case: dict[str, Any], accumulate: int, samples: int) -> tuple[keras.Mo
         return model, history.history
     import hvdtrain.keras as hvk
 
-    hvk.prepare(model, verify=not os.environ.get("OFF"))
+    hvk.prepare(model, verify=not os.environ.get("OFF"), **case.get("prepare", {}))
     if os.environ.get("OFF"):
         off()
     size = int(os.environ["HOROVOD_SIZE"])

@@ -187,7 +187,7 @@ def data_of_tensorflow() -> str:
     model = trained(hvk.loader(of_epoch), 2)
     assert not (seen[0][0][0] == seen[1][0][0]).all()
     gaps.append(gap(model, plain([seen[0], seen[1]])))
-    refused(lambda: hvk.loader(samples.shuffle(41).batch(ROWS)), "read twice", "records(epoch)")
+    refused(lambda: hvk.loader(samples.shuffle(41).batch(ROWS)), "read twice", "lambda epoch: dataset.shuffle")
     data = hvk.loader(samples.batch(ROWS))
     model = net()
     model.compile(O.SGD(0.3), model.loss, jit_compile=False, steps_per_execution=4)

@@ -401,7 +401,7 @@ class Typed(nn.Module):
         self.inner = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Any) -> Tensor:
-        return self.inner(x) if isinstance(x, Tensor) else x
+        return self.inner(x) if type(x) is Tensor else x
 
 
 @case()

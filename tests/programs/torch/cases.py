@@ -26,6 +26,7 @@ def run_cases(namespace: Mapping[str, Any], world: hvdtrain.World) -> int:
             case(world)
         except Exception:
             problem = traceback.format_exc()
+            print(problem, file=sys.stderr, flush=True)  # the others may not come to the gather
         problems = [text for text in world.gather(problem) if text]
         failed += bool(problems)
         if world.is_main:

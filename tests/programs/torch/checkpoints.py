@@ -209,6 +209,7 @@ def case_the_model_file_is_plain(world: hvdtrain.World) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.second(self.first(x))
 
+    torch.manual_seed(6)  # the same weights on every rank
     model = Tied()
     checkpoints = Checkpointer(FOLDER / f"tied-{world.engine}-{world.size}")
     path = checkpoints.save(hvt.model_state(model), progress=hvdtrain.Progress())

@@ -244,7 +244,7 @@ def main() -> None:
         os.environ.pop("HVDTRAIN_CPU_DEVICES", None)
         if variable:
             os.environ["HVDTRAIN_CPU_DEVICES"] = variable
-        with hvdtrain.init("torch", engine="dataparallel", gpus_per_rank=gpus) as world:
+        with hvdtrain.init("torch", engine="dataparallel", gpus_per_rank=gpus, seed=4) as world:
             pieces.append([world.engine, world.size, world.comm.pieces])
     found["pieces"] = pieces
     print(json.dumps(found))

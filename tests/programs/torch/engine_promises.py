@@ -13,6 +13,7 @@ import torch.utils.checkpoint
 from cases import refused
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import hvdtrain
 import hvdtrain.torch as hvt
@@ -177,6 +178,29 @@ def case_methods_and_parts_leave_no_trace_of_an_empty_batch(world: hvdtrain.Worl
         assert world.size == 1 or any(world.gather(train.step.padding)), "nobody had an empty batch"
 
 
+def case_a_whole_batch_of_parts_lacks_what_an_empty_rank_was_given(world: hvdtrain.World) -> None:
+    def root(outputs: Tensor, y: Tensor) -> Tensor:
+        return cross_entropy(outputs, y).sqrt()
+
+    if getattr(world.comm, "pieces", 1) > 1:
+        return  # one process has the whole batch
+    whole = plain()
+    updates(whole, lambda model, x, y: root(model(x), y))
+    model, optimizer, train = prepared(world, plain())
+    for x, y in train:
+        optimizer.zero_grad()
+        optimizer.backward(root(*hvt.whole(model[2](model[1](model[0](x))), y)))
+        optimizer.step()
+    same(model, whole)
+
+
+def case_a_loop_that_trains_on_nothing_leaves_no_recording(world: hvdtrain.World) -> None:
+    model, _, train = prepared(world, plain(), points(16), accumulate=2)
+    for x, _ in train:
+        model(x)
+    assert not _get_current_dispatch_mode_stack()
+
+
 def parts(model: Any, x: Tensor, y: Tensor) -> Tensor:
     return cross_entropy(model.head(model.backbone(x)), y)
 
@@ -204,6 +228,18 @@ def case_synchronised_statistics_through_a_method_with_an_empty_rank(world: hvdt
         optimizer.backward(model.training_step(a, b))
         optimizer.step()
     same(model, whole)
+
+
+def case_a_loss_of_the_whole_batch_is_no_term(world: hvdtrain.World) -> None:
+    if world.size == 1:
+        return  # the whole batch is the rank's own
+    model, optimizer, train = prepared(world, nn.Linear(4, 3).double(), points(8))
+    for x, y in train:
+        outputs, targets = hvt.whole(model(x), y)
+        with refused("must be this rank's own", "optimizer.backward(loss)"):
+            optimizer.backward([(cross_entropy(outputs, targets), len(y))])
+        optimizer.backward(cross_entropy(outputs, targets))
+        optimizer.step()
 
 
 def case_mixed_precision_reaches_methods(world: hvdtrain.World) -> None:

@@ -53,7 +53,7 @@ class Training:
 
     accumulate = 1
 
-    def handed_out(self, step: Any) -> None:
+    def handed_out(self, step: Any, batch: Any = None) -> None:
         pass
 
 

@@ -422,7 +422,7 @@ CASES = {
     "sum over samples": Case(lambda o, y, *_: CE(o, y, reduction="sum") / len(y)),
     "sum over samples without NaN": Case(lambda o, y, *_: CE(o, y, reduction="none").nansum() / len(y)),
     "sum over samples, by those of an update": refused(
-        lambda o, y, *_: CE(o, y, reduction="none").sum() / UPDATE, "as if it were over those"
+        lambda o, y, *_: CE(o, y, reduction="none").sum() / UPDATE, "as one over the whole update is"
     ),
     "shares by the samples of an update": Case(
         lambda o, *_: (o.softmax(1).mean(0) * torch.tensor([3.0, 1.0, 2.0]) / torch.tensor(float(UPDATE))).sum()
@@ -497,7 +497,7 @@ CASES = {
     "weight penalty": Case(decayed),
     "anchored weights": Case(anchored),
     "auxiliary": Case(auxiliary),
-    "two counts": refused(two_counts, "divide all terms of the loss by the same count", HOLES),
+    "two counts": refused(two_counts, "give each mean with its own divisor", HOLES),
     "learned doubt": Case(unsure, Y, Unsure),
     "attention mask": Case(of(CE), Y, Attending),
     "layer norm": Case(of(CE), Y, normed),
@@ -508,7 +508,7 @@ CASES = {
     "tokens, one by one": weighted(tokens_one_by_one, TOKENS, "weight=", model=Sequence),
     "inner product": refused(inner_product, "a sum that nothing divides", REAL),
     "inner product with weights": weighted(weighted_product, Y, "weight=", lambda y: (y + 1).sum()),
-    "contrastive, within the model": refused(lambda o, *_: o * 1.0, ADDED, Y, Comparing),
+    "contrastive, within the model": refused(lambda o, *_: o * 1.0, "not the sum of its pieces", Y, Comparing),
     "mean, within the model": Case(lambda o, *_: o * 1.0, Y, Summing),
     "sequence first": Case(lambda o, y, *_: CE(o.mean(0), y), Y, SequenceFirst),
 }

@@ -32,7 +32,7 @@ from staged import (
     tied,
 )
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, one_hot
 
 import hvdtrain
 import hvdtrain.pipeline
@@ -420,6 +420,21 @@ def case_what_one_ranks_labels_show_is_refused_on_all(world: hvdtrain.World) -> 
     named = f"rank {world.size - 1}: " if world.size > 1 else ""
     with refused(f"{named}the weight of a micro-batch", "(y != -100).sum()", kind=ConfigError):
         optimizer.forward_backward(x, y, cross_entropy)
+
+
+def case_samples_that_meet_on_a_rank_are_refused_without_micro_batches(world: hvdtrain.World) -> None:
+    if world.size == 1:
+        return  # the whole batch is there
+    data = loader_of(world)
+    _, optimizer = quietly(pipe := cut(plain(), 1), sgd(pipe), data)
+    x, y = next(iter(data))
+
+    def dice(outputs: Tensor, y: Tensor) -> Tensor:
+        chance, wanted = outputs.sigmoid(), one_hot(y, 3)
+        return 1 - 2 * (chance * wanted).sum() / (chance.sum() + wanted.sum())
+
+    with refused("samples are compared with each other", kind=ConfigError):
+        optimizer.forward_backward(x, y, dice)
 
 
 def case_ranks_that_cut_in_different_places_are_told(world: hvdtrain.World) -> None:

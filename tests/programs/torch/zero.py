@@ -384,11 +384,11 @@ def case_weights_of_no_dimension(world: hvdtrain.World) -> None:
                     amp="fp16" if kind is torch.optim.Adam else None,
                 )
             for _ in range(3):
-                optimizer.backward((wrapped(torch.tensor([2.0])) - 3).square().mean())
+                optimizer.backward((wrapped(torch.tensor([2.0 + world.rank])) - 3).square().mean())
                 optimizer.step()
                 optimizer.load_state_dict(optimizer.state_dict())
                 plain.zero_grad()
-                (alone(torch.tensor([2.0])) - 3).square().mean().backward()
+                (alone(torch.arange(2.0, 2.0 + world.size)) - 3).square().mean().backward()
                 plain.step()
             for a, b in zip(model.parameters(), alone.parameters(), strict=True):
                 torch.testing.assert_close(a, b, rtol=0, atol=1e-3 if kind is torch.optim.Adam else 2e-6)

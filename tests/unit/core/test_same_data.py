@@ -55,10 +55,11 @@ LARGE = np.random.default_rng(2).normal(size=(4096, 400))  # more than is digest
 @pytest.mark.parametrize(
     ("parts", "said"),
     [
-        ([(X[r::2], Y[r::2]) for r in range(2)], "a part of the data, x[rank::size]"),
-        ([(X[r::7], Y[r::7]) for r in range(7)], "a part of the data, x[rank::size]"),  # 60 / 7: 9 and 8 samples
-        ([LARGE[r::2] for r in range(2)], "a part of the data, x[rank::size]"),
-        ([arrays(seed=r) for r in range(2)], "another seed on every rank"),
+        ([(X[r::2], Y[r::2]) for r in range(2)], "each rank got a part of the data (x[rank::size])"),
+        # 60 / 7: 9 and 8 samples
+        ([(X[r::7], Y[r::7]) for r in range(7)], "each rank got a part of the data (x[rank::size])"),
+        ([LARGE[r::2] for r in range(2)], "each rank got a part of the data (x[rank::size])"),
+        ([arrays(seed=r) for r in range(2)], "makes data with another seed"),
         ([(X, Y), (X[OTHER], Y[OTHER])], "the same samples in another order"),
         ([LARGE, LARGE[::-1]], "the same samples in another order"),
         ([(X, Y), (X[:40], Y[:40])], "other lengths"),

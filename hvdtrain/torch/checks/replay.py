@@ -1,0 +1,571 @@
+"""Tries whether samples meet in a loss: records the operations between the model's outputs and the loss, and runs them
+again with other outputs for a half of the samples.
+
+The gradient of a sample's outputs must not change when other samples have other outputs. The test needs no knowledge of
+an operation, of its derivative, or of what was computed without gradients.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+)
+from torch.utils._pytree import tree_flatten, tree_map
+
+# of the largest gradient: the operations and shapes are the same, so that only sums over samples are rounded otherwise
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
+COARSE = 5e-2
+_LONGEST = 5000  # operations
+_SMALL = 1 << 20  # bytes of what an operation gives before the model is called
+_COUNTED = 1e-6  # of gradients: an epsilon beside a count is below
+_TERMS = 8  # of a loop over samples, that are looked at
+_READS = torch.ops.aten._local_scalar_dense.default
+_SEEDED = torch.Tag.nondeterministic_seeded
+
+
+class CannotTry(Exception):
+    """The loss cannot be computed again from other outputs; the text says why."""
+
+
+@dataclass(frozen=True)
+class _Operation:
+    function: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    results: list[Any]
+    changed: list[Tensor]
+    drawn: list[Any]
+    with_gradient: bool
+    differentiates: bool  # of a backward pass, which reads what the forward pass has saved
+
+
+class Recording:
+    """Records operations of one thread, from `start` to `pause`."""
+
+    def __init__(self) -> None:
+        self._mode: _Mode | None = None
+        self._before = True
+        self.operations: list[_Operation] = []
+
+    def called(self) -> None:
+        """The model was called: all that follows is the loss's. What wrote into the batch before makes a recording of
+        what came before useless."""
+        if self._before and any(operation.changed for operation in self.operations):
+            self.operations.clear()
+        self._before = False
+
+    def start(self) -> None:
+        """Begins, or continues after `pause`."""
+        if self._mode is None:
+            self._mode = _Mode.of_this_thread()
+            self._mode.begin(self)
+
+    def pause(self) -> None:
+        """Stops until `start`."""
+        if self._mode is not None:
+            self._mode.end(self)
+            self._mode = None
+
+    @staticmethod
+    def leave() -> None:
+        """Leaves the thread's stack of modes if nothing is recorded: below another mode, `pause` could not."""
+        _Mode.of_this_thread().leave()
+
+    @property
+    def is_full(self) -> bool:
+        """It is longer than what is tried."""
+        return len(self.operations) > _LONGEST
+
+    def add(self, operation: _Operation) -> None:
+        """Notes an operation that was run."""
+        if self.is_full:
+            return
+        if self._before and sum(one.nbytes for one in _tensors(operation.results)) > _SMALL:
+            return  # a picture that is augmented: held for nothing
+        self.operations.append(operation)
+
+
+class _Mode(TorchDispatchMode):
+    """What a thread's recordings see operations by: on its stack of modes once, however many models are trained."""
+
+    _of = threading.local()
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._thread = threading.get_ident()
+        self._recordings: list[Recording] = []
+        self._entered = False
+
+    @classmethod
+    def of_this_thread(cls) -> _Mode:
+        if not hasattr(cls._of, "mode"):
+            cls._of.mode = cls()
+        mode: _Mode = cls._of.mode
+        return mode
+
+    def begin(self, recording: Recording) -> None:
+        self._recordings.append(recording)
+        if not self._entered:
+            self._entered = True
+            self.__enter__()  # type: ignore[no-untyped-call]
+
+    def end(self, recording: Recording) -> None:
+        """Leaves the stack with the last recording, if it can."""
+        self._recordings.remove(recording)
+        if self._thread == threading.get_ident():  # another thread's stack cannot be reached
+            self.leave()
+
+    def leave(self) -> None:
+        """Leaves the stack where nothing is recorded; stays there, idle, until it is the top one."""
+        if not self._entered or self._recordings:
+            return
+        # not in the stack: a mode of the program's that was entered before has left in our place, and is there for us
+        if (stack := _get_current_dispatch_mode_stack()) and (stack[-1] is self or self not in stack):
+            self._entered = False
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Returns False: `torch._dynamo` is not imported for it, which takes a second."""
+        return False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Returns True: compiled code runs as it is, and is not seen."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        try:
+            result = func(*args, **kwargs)
+        except RuntimeError as error:
+            if "Expected a value of type 'Tensor'" not in str(error):
+                raise
+            # a tensor that autograd made of a number arrives as that number
+            args = tuple(torch.as_tensor(one) if isinstance(one, (int, float, complex)) else one for one in args)
+            result = func(*args, **kwargs)
+        if all(recording.is_full for recording in self._recordings):
+            return result
+        changed = _changed(func, args, kwargs) if func._schema.is_mutable else []
+        results = tree_flatten(result)[0]
+        drawn = [one.clone() if isinstance(one, Tensor) else one for one in results] if _SEEDED in func.tags else []
+        differentiates = torch._C._current_autograd_node() is not None
+        operation = _Operation(func, args, kwargs, results, changed, drawn, torch.is_grad_enabled(), differentiates)
+        for recording in self._recordings:
+            recording.add(operation)
+        return result
+
+
+def _numbers(operations: Sequence[_Operation]) -> set[float]:
+    """Returns the numbers that were read from tensors (`.item()`, `float()`) and cannot be taken for others."""
+    read = [op.results[0] for op in operations if op.function is _READS]
+    drawn = [one for one in read if isinstance(one, float) and math.isfinite(one)]
+    return {one for one in drawn if not math.isclose(1000 * one, round(1000 * one))}
+
+
+def weights_like(recording: Recording, weight: object) -> list[object]:
+    """Returns what a weight may follow: itself, tensors that its number was read from (`int(n)`), or nothing."""
+    if isinstance(weight, Tensor):
+        return [weight, None]
+    read = [op for op in recording.operations if op.function is _READS and op.results[0] == weight]
+    return [*(op.args[0] for op in read), None]
+
+
+def _changed(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Returns the tensors that an operation writes into."""
+    named = zip(func._schema.arguments, args, strict=False)
+    given = [(spec, value) for spec, value in named] + [
+        (spec, kwargs[spec.name]) for spec in func._schema.arguments if spec.name in kwargs
+    ]
+    written = [value for spec, value in given if spec.alias_info is not None and spec.alias_info.is_write]
+    return [tensor for value in written for tensor in _tensors(value)]
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    return (value for value in tree_flatten(values)[0] if isinstance(value, Tensor))
+
+
+def _place(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+class Replay:
+    """Computes a loss again from other outputs.
+
+    Args:
+        recording: of what computed it.
+        loss: a scalar.
+        outputs: of the model, and each one's version when the model returned it.
+        given: tensors of the batch, and each one's version when it was handed out.
+        weight: what the loss is weighed by: gradients are those of weight x loss, as parts of the weight now.
+
+    Attributes:
+        targets: tensors of the batch that the loss depends on.
+        weighs: the weight was recorded as well, and follows outputs and targets.
+
+    Raises:
+        CannotTry: the loss was not recorded, or what it was computed from has been changed since.
+    """
+
+    def __init__(
+        self, recording: Recording, loss: Tensor, outputs: Sequence[tuple[Tensor, int]],
+        given: Sequence[tuple[Tensor, int]] = (), weight: object = None,
+    ) -> None:  # fmt: skip
+        if len(recording.operations) > _LONGEST:
+            raise CannotTry(f"it has more than {_LONGEST} operations")
+        if any(output._version != version for output, version in outputs):
+            raise CannotTry("an output of the model was changed in place")
+        self._loss, self._outputs = loss, [output for output, _ in outputs]
+        self._compiled = False
+        self._weight, self._numbers = weight, _numbers(recording.operations)
+        self._operations = self._needed(recording.operations)
+        self.weighs = isinstance(weight, Tensor) and any(weight is one for op in self._operations for one in op.results)
+        read = {id(one) for its in self._operations for one in _tensors([its.args, dict(its.kwargs)])}
+        self.targets = [one for one, version in given if id(one) in read and one._version == version]
+        names = {operation.function.__name__ for operation in self._operations}
+        self.normalises = any("batch_norm" in name for name in names)
+
+    def _needed(self, operations: Sequence[_Operation]) -> list[_Operation]:
+        """Returns the operations that the loss depends on."""
+        needed, kept = {_place(self._loss)}, list[_Operation]()
+        if isinstance(self._weight, Tensor):
+            needed.add(_place(self._weight))
+        numbers = set[float]()  # that were read from tensors
+        for operation in reversed(operations):
+            places = set(map(_place, _tensors([operation.results, operation.changed])))
+            if places & needed or (operation.function is _READS and operation.results[0] in numbers):
+                kept.append(operation)
+                values = tree_flatten((operation.args, dict(operation.kwargs)))[0]
+                needed |= set(map(_place, _tensors(values)))
+                numbers |= {value for value in values if isinstance(value, float) and value in self._numbers}
+        if not any(result is self._loss for operation in kept for result in operation.results):
+            raise CannotTry("it is computed by compiled code, by NumPy, or within the model")
+        made = set[int]()
+        for operation in reversed(kept):  # in the order of the program
+            if any(_place(tensor) not in made for tensor in operation.changed):
+                raise CannotTry("it writes into a tensor that was there before")
+            there = set(map(_place, _tensors([operation.args, dict(operation.kwargs)])))  # a view makes no memory
+            made.update(set(map(_place, _tensors(operation.results))) - (there - made))
+        return kept[::-1]
+
+    def features(self, samples: int) -> list[Tensor]:
+        """Returns what the model computed of a batch, a row for each sample, and the loss reads from attributes and
+        hooks: beside its outputs."""
+        own = [op for op in self._operations if not op.differentiates]
+        read = {id(one): one for op in own for one in _tensors([op.args, dict(op.kwargs)])}
+        made = {id(one) for op in self._operations for one in op.results} | {id(output) for output in self._outputs}
+        given = [one for key, one in read.items() if key not in made]
+        return [one for one in given if one.dim() and len(one) == samples and _of_a_batch(one)]
+
+    def gradients(self, outputs: Sequence[Tensor], targets: Sequence[Tensor] = ()) -> list[Tensor]:
+        """Returns the gradients of the loss by the given outputs, which take the place of the model's.
+
+        Args:
+            targets: take the place of `self.targets`, if there are any.
+
+        Raises:
+            CannotTry: an operation refuses them.
+        """
+        leaves = [output.detach().clone().requires_grad_() for output in outputs]
+        now: dict[int, Any] = {id(old): new.view_as(new) for old, new in zip(self._outputs, leaves, strict=True)}
+        now.update((id(old), new) for old, new in zip(self.targets, targets, strict=False))
+
+        numbers = dict[float, float]()
+
+        def given(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                return now.get(id(value), value)
+            return numbers.get(value, value) if isinstance(value, float) else value
+
+        device = outputs[0].device
+        try:
+            # what draws again, draws the same, and leaves the program's numbers alone
+            with (
+                torch.random.fork_rng([device] if device.type == "cuda" else []),
+                torch.autocast(device.type, enabled=False),
+            ):
+                for operation in self._operations:
+                    results = [one.clone() if isinstance(one, Tensor) else one for one in operation.drawn]
+                    if not results:
+                        args, kwargs = tree_map(given, (operation.args, dict(operation.kwargs)))
+                        with torch.set_grad_enabled(operation.with_gradient or self._compiled):
+                            results = tree_flatten(operation.function(*args, **kwargs))[0]
+                    if operation.function is _READS:
+                        numbers[operation.results[0]] = float(results[0])
+                        continue
+                    now.update(
+                        (id(old), new) for old, new in zip(operation.results, results, strict=True) if new is not None
+                    )
+                loss = now[id(self._loss)]
+                if not loss.requires_grad and not self._compiled:
+                    self._compiled = True  # whose operations run without gradients
+                    return self.gradients(outputs, targets)
+                if not loss.requires_grad:
+                    raise CannotTry("its gradient is not that of the operations that computed it")
+                found = torch.autograd.grad(loss.reshape(()), leaves, allow_unused=True)
+        except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError, AttributeError) as error:
+            raise CannotTry(f"its operations refuse other outputs: {str(error).splitlines()[0]}") from error
+        factor = self._weighed(now)
+        return [
+            torch.zeros_like(leaf) if one is None or not factor else one * factor
+            for leaf, one in zip(leaves, found, strict=True)
+        ]
+
+    def counts_nothing(self, outputs: Sequence[Tensor]) -> bool:
+        """Returns True if no outputs give a gradient: all targets are masked, say.
+
+        Raises:
+            CannotTry: as `gradients`.
+        """
+        other = [[times * output.detach() for output in outputs] for times in (1.0, -1.0, 1e4, -1e4)]
+        return not any(bool(one.any()) for values in other for one in self.gradients(values))
+
+    def _weighed(self, now: Mapping[int, Any]) -> float:
+        """Returns what the weight is now, as part of what it was."""
+        if not self.weighs:
+            return 1.0
+        assert isinstance(self._weight, Tensor)
+        return float(now[id(self._weight)].detach()) / float(self._weight.detach())
+
+
+_WITH_NUMBERS = {f"{name}Backward0" for name in ("Mul", "Add", "Sub", "Div", "Pow")} | {"MulBackward1", "RsubBackward1"}
+
+
+def _of_a_batch(tensor: Tensor) -> bool:
+    """Returns True if a graph has other inputs than parameters."""
+    seen, left = set[Any](), [tensor.grad_fn]
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        before = [its for its, _ in node.next_functions]
+        if node.name() in _WITH_NUMBERS:  # which have no edge, either
+            before = [its for its in before if its is not None]
+        leaf = getattr(node, "variable", None)
+        if None in before or (leaf is not None and not isinstance(leaf, torch.nn.Parameter)):
+            return True
+        left += before
+    return False
+
+
+class Rows(NamedTuple):
+    """Where samples lie in an output: of each place along a dimension the sample's number."""
+
+    dim: int
+    samples: Tensor
+
+
+def rows_of(outputs: Sequence[Tensor], samples: int) -> list[list[Rows | None]]:
+    """Returns the ways in which samples may lie in outputs; None for an output of which it is not known.
+
+    The first dimension is the batch, or copies of it, one after the other or side by side; calls for parts of the batch
+    give rows that come to the batch. Of three dimensions the second may be the batch, where it is as long as the first.
+    """
+    lengths = [len(output) if output.dim() else 0 for output in outputs]
+    parts = _parts(lengths, samples)
+    ways: list[list[Rows | None]] = []
+    for side_by_side, dim in ((False, 0), (True, 0), (False, 1)):
+        way: list[Rows | None] = []
+        for output, length, start in zip(outputs, lengths, parts, strict=True):
+            places, copies = torch.arange(length), length // samples if samples else 0
+            if start is not None:
+                way.append(Rows(0, places + start))
+            elif not copies or length % samples:
+                way.append(None)
+            elif copies > 1:
+                way.append(Rows(0, places // copies if side_by_side else places % samples))
+            else:
+                way.append(Rows(dim if output.dim() > 2 and output.shape[1] == samples else 0, places))
+        if any(one is not None for one in way) and not any(_same(way, other) for other in ways):
+            ways.append(way)
+    return ways
+
+
+def _parts(lengths: Sequence[int], samples: int) -> list[int | None]:
+    """Returns of each output the sample of its first row, if it is one of neighbours that come to the batch."""
+    found: list[int | None] = [None] * len(lengths)
+    first, total = 0, 0
+    for at, length in enumerate(lengths):
+        if length >= samples or not length:
+            first, total = at + 1, 0
+            continue
+        total += length
+        if total == samples:
+            starts = [sum(lengths[first:place]) for place in range(first, at + 1)]
+            found[first : at + 1] = starts
+        if total >= samples:
+            first, total = at + 1, 0
+    return found
+
+
+def _same(way: Sequence[Rows | None], other: Sequence[Rows | None]) -> bool:
+    pairs = zip(way, other, strict=True)
+    return all(a is b or (a and b and a.dim == b.dim and torch.equal(a.samples, b.samples)) for a, b in pairs)
+
+
+def meet(replay: Replay, outputs: Sequence[Tensor], samples: int) -> float:
+    """Returns by how much the gradient of samples changes with other samples' outputs, as part of the largest.
+
+    Raises:
+        CannotTry: the rows of the outputs are not samples, the operations draw conclusions from the outputs' values, or
+            give another gradient than before.
+    """
+    ways = rows_of(outputs, samples)
+    if not ways or samples < 2:
+        raise CannotTry(f"rows of the outputs are not samples: {[tuple(one.shape) for one in outputs][:3]}")
+    if replay.normalises:
+        raise CannotTry("it is normalised over the batch")
+    before = replay.gradients(outputs)
+    again = replay.gradients(outputs)
+    largest = max(float(one.abs().max()) for one in before if one.numel())
+    if not 0 < largest < math.inf:  # nothing to tell, or not a number: another check's
+        return 0.0
+    if max(float((a - b).abs().max()) for a, b in zip(before, again, strict=True)) > 0.5 * tolerance(outputs) * largest:
+        raise CannotTry("its operations give another gradient each time")
+    order = torch.randperm(samples, generator=torch.Generator().manual_seed(samples))
+    other = torch.empty_like(order).scatter_(0, order, order.roll(1))  # each sample's place is taken by another
+    mirrored = [float(o.detach().max()) + float(o.detach().min()) - o.detach() if o.numel() else o for o in outputs]
+
+    unknown = [
+        old for at, old in enumerate(before) if bool(old.any()) and all(way[at] is None for way in ways)
+    ]  # fmt: skip
+    if unknown:
+        raise CannotTry(f"rows of an output are not samples: {tuple(unknown[0].shape)}")
+
+    def gap(cut: int, way: Sequence[Rows | None]) -> float:
+        found = 0.0
+        for kept, values in product((torch.arange(samples) < cut, torch.arange(samples) >= cut), (outputs, mirrored)):
+            given = replay.gradients(_exchanged(values, outputs, way, kept, other))
+            for old, new, rows in zip(before, given, way, strict=True):
+                if rows is not None and bool(kept[rows.samples].any()):
+                    mine = torch.nonzero(kept[rows.samples]).flatten().to(old.device)
+                    found = max(found, float((new - old).index_select(rows.dim, mine).abs().max()) / largest)
+        return found
+
+    least = min(gap(samples // 2, way) for way in ways)
+    # samples that belong together, as pairs do, lie side by side and are on one rank
+    groups = [size for size in range(2, samples // 2 + 1) if samples % size == 0] if least > tolerance(outputs) else []
+    for size, way in product(groups, ways):
+        cuts = {size, samples - size, samples // size // 2 * size}
+        least = min(least, max(gap(cut, way) for cut in cuts))
+    return least
+
+
+def reweighed(replay: Replay, outputs: Sequence[Tensor], samples: int, given: bool) -> bool:
+    """Returns True if one sample's target changes what others count: weights of the batch's classes, or of their mean.
+
+    Where samples are mixed at random (mixup) it changes one or two others, which a sample's own batch may do.
+
+    Args:
+        given: the caller has given what divides the loss; then it may be one number for all samples, made of targets
+            (of a weight that was not recorded).
+
+    Raises:
+        CannotTry: as `meet`.
+    """
+    targets = [one for one in replay.targets if one.dim() and len(one) == samples]
+    if not targets or len(targets) < len(replay.targets):
+        return False
+    before = replay.gradients(outputs, targets)
+    for place in {0, samples // 3, 2 * samples // 3, samples - 1}:
+        others = [one.clone() for one in targets]
+        for one in others:
+            one[place] = one[(place + samples // 2) % samples]
+        after = replay.gradients(outputs, others)
+        if all(
+            _changes_others(before, after, way, place, given and not replay.weighs) for way in rows_of(outputs, samples)
+        ):
+            return True
+    return False
+
+
+def _changes_others(
+    before: Sequence[Tensor], after: Sequence[Tensor], way: Sequence[Rows | None], place: int, given: bool
+) -> bool:
+    """Returns True if many samples but the one at a place have other gradients, and (if `given`) not all the same
+    multiple of what they were."""
+    bound = max(tolerance(before), _COUNTED) * max(float(one.abs().max()) for one in before if one.numel())
+    changed, proportional, most = set[int](), given, 0
+    for old, new, rows in zip(before, after, way, strict=True):
+        if rows is None:
+            continue
+        most = max(most, 1 if int(rows.samples.max()) < 7 else 2)
+        mine = rows.samples != place
+        one, two = (g.movedim(rows.dim, 0).reshape(len(mine), -1)[mine.to(g.device)] for g in (old, new))
+        apart = (two - one).abs() > bound
+        changed |= set(rows.samples[mine][apart.any(1).cpu()].tolist())
+        factor = (one * two).sum() / one.square().sum().clamp(min=torch.finfo(one.dtype).tiny)
+        proportional = proportional and not bool(((two - factor * one).abs() > bound).any())
+    return len(changed) > most and not proportional
+
+
+def _along(mask: Tensor, tensor: Tensor, dim: int) -> Tensor:
+    """Returns a mask of samples as wide as a tensor."""
+    return mask.to(tensor.device).view([-1 if at == dim else 1 for at in range(tensor.dim())])
+
+
+def _exchanged(
+    values: Sequence[Tensor], outputs: Sequence[Tensor], way: Sequence[Rows | None], kept: Tensor, other: Tensor
+) -> list[Tensor]:
+    """Returns the outputs with other samples' values in the places of those that are not kept."""
+    found = []
+    parts: list[Tensor] = []  # of a batch that the model was called for in parts, from the part at hand on
+    for at, (output, rows) in enumerate(zip(outputs, way, strict=True)):
+        if rows is None:
+            found.append(output.detach())
+            continue
+        if len(rows.samples) >= len(other):
+            taken = _of_others(values[at].detach(), rows, other)
+        else:
+            if not parts:
+                every = [values[at].detach()]
+                while sum(len(one) for one in every) < len(other):
+                    every.append(values[at + len(every)].detach())
+                mixed = _of_others(torch.cat(every), Rows(0, torch.arange(len(other))), other)
+                parts = list(mixed.split([len(one) for one in every]))
+            taken = parts.pop(0)
+        found.append(torch.where(_along(kept[rows.samples], output, rows.dim), output.detach(), taken))
+    return found
+
+
+def _of_others(values: Tensor, rows: Rows, other: Tensor) -> Tensor:
+    """Returns in the place of each sample another one, of which there are as many rows."""
+    places = torch.argsort(rows.samples, stable=True).view(len(other), -1)
+    source = torch.empty_like(rows.samples)
+    source[places.flatten()] = places[other].flatten()
+    return values.index_select(rows.dim, source.to(values.device))
+
+
+def tolerance(tensors: Sequence[Tensor]) -> float:
+    """Returns the bound for differences of gradients: that of the coarsest type."""
+    return max(TOLERANCES.get(tensor.dtype, COARSE) for tensor in tensors)
+
+
+def of_one_each(nodes: Sequence[Any], outputs: list[Tensor], samples: int) -> bool:
+    """Returns True if none of a loss's terms depends on more than one sample; of many, eight are looked at."""
+    ways = rows_of(outputs, samples)
+    placed = [(o, rows) for o, rows in zip(outputs, ways[0], strict=True) if rows is not None] if ways else []
+    most = 0
+    for node in nodes[:: -(-len(nodes) // _TERMS)] if placed else ():
+        meta = node._input_metadata[0]
+        one = torch.ones(meta.shape, dtype=meta.dtype, device=meta.device)
+        edge = torch.autograd.graph.GradientEdge(node, 0)
+        found = torch.autograd.grad([edge], [o for o, _ in placed], [one], retain_graph=True, allow_unused=True)
+        on = [
+            rows.samples[g.movedim(rows.dim, 0).reshape(len(rows.samples), -1).ne(0).any(1).cpu()].tolist()
+            for g, (_, rows) in zip(found, placed, strict=True)
+            if g is not None
+        ]
+        most = max(most, len({sample for some in on for sample in some}))
+    return most == 1

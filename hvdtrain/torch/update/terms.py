@@ -1,0 +1,137 @@
+"""A loss that is a sum of means, each with a divisor of its own, as detection and multi-task losses are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hvdtrain.core.errors import ConfigError
+from hvdtrain.torch.checks.loss_proof import LossProof
+from hvdtrain.torch.checks.tally import Tally, uneven, weight_of
+from hvdtrain.torch.update.gradients import check_loss
+from hvdtrain.torch.update.whole import is_whole
+
+
+class Term(NamedTuple):
+    """One mean of this rank's batch.
+
+    Attributes:
+        mean: a scalar.
+        divisor: what it divides by.
+        given: the divisor, as the caller gave it.
+    """
+
+    mean: Tensor
+    divisor: float
+    given: object
+
+
+def terms_of(given: Sequence[Any], weight: object, more: bool) -> list[Term]:
+    """Returns the terms that `backward` was given.
+
+    Raises:
+        ConfigError: no pairs of a mean and its divisor; or `weight=`, or `more=True` beside them.
+    """
+    if weight is not None or more:
+        raise ConfigError(
+            "each mean of a list has its own divisor, and all are given at once",
+            "weight=" if weight is not None else "more=True",
+            "optimizer.backward([(mean, divisor), (mean, divisor)])",
+        )
+    terms = []
+    for pair in given:
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise ConfigError(
+                "a sum of means is a list of (mean, divisor)",
+                f"a {type(pair).__name__} in it",
+                "optimizer.backward([(class_loss, len(y)), (box_loss, matched)])",
+            )
+        mean, divisor = pair
+        number = float(weight_of(divisor, torch.device("cpu")))
+        check_loss(mean, untracked=not number)
+        if is_whole(mean):
+            raise ConfigError(
+                "a mean of a list must be this rank's own: the ranks' means are added up",
+                "a loss on what hvt.whole() returned, with a divisor",
+                "optimizer.backward(loss) for the loss of the whole batch; beside other means add up all of them, each"
+                " on what hvt.whole(...) gives",
+                shared=True,
+            )
+        terms.append(Term(mean, number, divisor))
+    if not terms:
+        raise ConfigError("backward() takes the loss", "an empty list", "optimizer.backward([(mean, divisor), ...])")
+    return terms
+
+
+class Terms:
+    """Of one update: what was counted, and the gradients of its batches but the last, by term."""
+
+    def __init__(self, terms: int) -> None:
+        self.counts = [0.0] * terms
+        self.tallies = [Tally() for _ in range(terms)]  # whether each mean divides by what it is given with
+        for its in self.tallies:
+            its.given = True
+        self._sums = [torch.zeros((), dtype=torch.float64)] * terms
+        self._aside: list[dict[nn.Parameter, Tensor]] = []
+
+    def add(self, terms: Sequence[Term], counted: Sequence[int]) -> None:
+        """Counts a batch's means, those at these places."""
+        for at in counted:
+            self.counts[at] += terms[at].divisor
+            self._sums[at] = (
+                self._sums[at].to(terms[at].mean.device) + terms[at].mean.detach().double() * terms[at].divisor
+            )
+
+    def check(self, terms: Sequence[Term]) -> None:
+        """Raises `ConfigError` where the update's other batches had more means, or fewer."""
+        if len(self.counts) != len(terms):
+            raise ConfigError(
+                "all batches of an update have the same means",
+                f"a list of {len(terms)} after one of {len(self.counts)}",
+                "give those that do not count with divisor 0",
+            )
+
+    def sent(self) -> list[float]:
+        """Returns what is summed over ranks."""
+        parts = [(its.divisors, its.squares, its.problems) for its in self.tallies]
+        return [*self.counts, *(float(one) for its in parts for one in its)]
+
+    def compared(self, sums: list[float], proof: LossProof, tally: Tally) -> list[float]:
+        """Returns what the means count on all ranks, of what `sent` gave; has means with other divisors refused."""
+        totals, rest = sums[: len(self.counts)], sums[len(self.counts) :]
+        wrong = []
+        for at, (total, its) in enumerate(zip(totals, self.tallies, strict=True)):
+            divisors, squares, problems = rest[3 * at : 3 * at + 3]
+            if problems or uneven(total, divisors, squares):
+                proof.refuse_list(tally)
+                wrong.append(f"mean {at + 1} of the list: {its.text()}")
+        if wrong:
+            tally.text = lambda: "; ".join(wrong)
+        return totals
+
+    def put_aside(self, place: int, parameters: Sequence[nn.Parameter]) -> None:
+        """Takes `p.grad` for the sum of a term."""
+        while len(self._aside) <= place:
+            self._aside.append({})
+        for parameter in parameters:
+            if parameter.grad is not None:
+                held = self._aside[place].get(parameter)
+                self._aside[place][parameter] = parameter.grad if held is None else held.add_(parameter.grad)
+                parameter.grad = None
+
+    def restore(self, totals: Sequence[float], parameters: Sequence[nn.Parameter]) -> None:
+        """Gives `p.grad` the gradient of the update's earlier batches, for totals of all ranks."""
+        for total, aside in zip(totals, self._aside, strict=False):
+            for parameter in parameters:
+                if parameter in aside:
+                    part = aside[parameter].mul_(1 / total)
+                    parameter.grad = part if parameter.grad is None else parameter.grad.add_(part)
+        self._aside = []
+
+    def mean(self, totals: Sequence[float]) -> Tensor:
+        """Returns this rank's part of the loss."""
+        parts = [its / total for its, total in zip(self._sums, totals, strict=True) if total]
+        return torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64)

@@ -1,0 +1,472 @@
+"""The outputs and targets of the global batch, for losses in which samples meet: nothing about the loss is guessed.
+
+Every rank computes one and the same loss of what all ranks' models gave. It differentiates that loss down to the
+outputs, keeps the rows that are its own, and takes them through its own model; the sum over ranks is then the gradient
+of one process (as GradCache does over micro-batches, arXiv 2101.06983). What the loss takes from the parameters
+themselves (a learned temperature) every rank has in full, and counts by its share.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+from weakref import WeakSet
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from hvdtrain.core.errors import ConfigError, RanksLost
+from hvdtrain.core.sharding import Step
+from hvdtrain.core.world import World, given_or_current
+from hvdtrain.torch.checks.loss_graph import leaves_of, nodes_of
+from hvdtrain.torch.data.nested import made_of, parts_of, tensors_of
+from hvdtrain.torch.engine import engine_of
+from hvdtrain.torch.session import Session, at_hand
+from hvdtrain.torch.update.regroup import go_on_without
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, np.generic)
+_SMALL = 1 << 20  # bytes: less is not reported
+_ALIGNED = 16  # any type of number may begin at such a byte
+_ITEMS = (str, bytes, bool, int, float)  # in a tuple: one for each sample
+_told: WeakSet[Session] = WeakSet()  # of outputs larger than the gradients
+
+
+@dataclass(frozen=True)
+class _Own:
+    """This rank's part of a joined tensor.
+
+    Attributes:
+        output: what this rank's model gave, with its graph.
+        start, stop: rows of the joined tensor that it is; None: it is the whole of it, on every rank alike.
+    """
+
+    output: Tensor
+    start: int | None
+    stop: int | None
+
+
+_owns: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # by joined tensor
+
+
+def whole(*values: Any, world: World | None = None) -> Any:
+    """Returns values of the global batch: what all ranks have of them, joined in the order of the data; collective.
+
+    For losses that need all samples at once (contrastive ones, dice of a batch, a common divisor):
+
+    ::
+
+        outputs, targets = hvt.whole(model(x), y)
+        loss = loss_fn(outputs, targets)     # any loss, on the global batch
+        optimizer.backward(loss)             # knows that the loss is of the global batch
+
+    The loss is the same on every rank, and its gradient that of one process with the global batch.
+
+    Args:
+        values: outputs and targets, nested in tuples, lists, mappings and data classes. Tensors and arrays [n, ...] are
+            joined along their first dimension, whatever n is on each rank; so are lists (and tuples of texts and
+            numbers) with one item a sample. Other lists and tuples are parts of a value. Scalars and other plain values
+            must be the same on every rank, and stay one.
+        world: the ranks; by default those of `hvdtrain.init`.
+
+    Returns:
+        One value where one was given, else a tuple. Outputs have a gradient where the ranks' own have one.
+
+    Raises:
+        ConfigError: on every rank; values of another kind or form, rows of other shapes, or scalars that differ.
+    """
+    world = given_or_current(world, "torch")
+    found = values if len(values) != 1 else values[0]
+    session = at_hand()
+    if world.size == 1 or (session is not None and session.batches.are_dealt_anew):
+        return found
+    try:
+        data = None if session is None else session.batches.data
+        return joined([found], [None if data is None else data.step], world, session)
+    except RanksLost as lost:
+        if session is None:
+            raise
+        go_on_without(session, lost)  # the batch at hand comes once more
+        return found
+
+
+def joined(own: Sequence[Any], steps: Sequence[Step | None], world: World, session: Session | None) -> Any:
+    """Returns the values of all ranks and of their micro-batches, in the order of the data; collective.
+
+    Args:
+        own: this rank's, of each micro-batch of an update; as many as on every rank.
+        steps: of the loader, which they are of.
+    """
+    mine: list[tuple[_Node, list[Tensor]]] = []
+    problem = ""
+    absent = [step is not None and step.padding for step in steps]
+    try:
+        for values, step, is_absent in zip(own, steps, absent, strict=True):
+            tensors: list[Tensor] = []
+            samples = None if step is None or is_absent else step.samples
+            mine.append((_described(values, "", samples, tensors), tensors))
+    except ConfigError as error:
+        problem = error.received
+    with world.in_step("hvt.whole()"):
+        reports: list[_Report] = world.gather((problem, absent, [node for node, _ in mine]))
+    problems = [f"rank {rank}: {its}" for rank, (its, _, _) in enumerate(reports) if its]
+    if problems:
+        raise _refused("\n".join(problems))
+    every = _of_all([tensors for _, tensors in mine], reports, world)
+    joiner = _Joiner(every)
+    found = joiner.value(own[0])
+    if session is not None and joiner.bytes > max(_SMALL, sum(p.nbytes for p in session.gradients.parameters())):
+        _tell(session, joiner.bytes)
+    return found
+
+
+@dataclass(frozen=True)
+class _Node:
+    """What one rank has at one place of the values.
+
+    Attributes:
+        kind: "rows", "scalar" (a tensor without dimensions), "array", "items", "parts", "plain".
+        path: for messages.
+        place: of its first tensor among the rank's.
+        content: of an array or a plain value.
+        form: shape and dtype of a tensor, what a container's must be on every rank.
+        names: of the parts.
+        tracked: it has a gradient.
+        parts: of it.
+        as_items, as_parts: a list may be read so.
+        likely: as parts, if both are possible: it has not as many items as rows.
+    """
+
+    kind: str
+    path: str
+    place: int
+    content: Any = None
+    form: tuple[Any, ...] = ()
+    tracked: bool = False
+    names: tuple[Any, ...] = ()
+    parts: tuple[_Node, ...] = ()
+    as_items: bool = False
+    as_parts: bool = True
+    likely: bool = False
+
+
+def _described(value: Any, path: str, samples: int | None, tensors: list[Tensor]) -> _Node:
+    place = len(tensors)
+    if isinstance(value, Tensor):
+        if value.layout != torch.strided:
+            raise _refused(f"{path or 'a value'} is a tensor of layout {value.layout}")
+        tensors.append(value)
+        form = (tuple(value.shape), value.dtype)
+        tracked = value.requires_grad and torch.is_grad_enabled()
+        return _Node("rows" if value.dim() else "scalar", path, place, form=form, tracked=tracked)
+    if isinstance(value, np.ndarray) and value.ndim:
+        return _Node("array", path, place, value)
+    if isinstance(value, (*_PLAIN, np.ndarray)):
+        return _Node("plain", path, place, value)
+    parts = parts_of(value)
+    if parts is None:
+        raise _refused(f"{path or 'a value'} is of type {type(value).__name__}")
+    described = tuple(
+        _described(part, f"{path}.{name}" if path else str(name), samples, tensors) for name, part in parts.items()
+    )
+    node = _Node(
+        "parts", path, place, names=tuple(parts), parts=described, tracked=any(one.tracked for one in described)
+    )
+    if isinstance(value, tuple) and value and all(isinstance(item, _ITEMS) for item in value):
+        return replace(node, kind="list", form=(len(value),), as_items=True, as_parts=False)
+    if isinstance(value, list):
+        its = tensors[place:]
+        rows = {len(tensor) if tensor.dim() else None for tensor in its}
+        # what has a row for each sample may be a part of a value; what is no tensor is a sample's
+        as_parts = bool(value) and all(tensors_of(item) for item in value) and len(rows) == 1 and None not in rows
+        return replace(
+            node, kind="list", form=(len(value),), as_items=not samples or len(value) == samples,
+            as_parts=as_parts and (not samples or rows == {samples}), likely=as_parts and rows != {len(value)},
+        )  # fmt: skip
+    return replace(node, form=(type(value).__name__ if not isinstance(value, Mapping) else "", *parts))
+
+
+_Report = tuple[str, list[bool], list[_Node]]  # what is wrong; of each micro-batch: no samples, the values
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """One rank's values of one micro-batch.
+
+    Attributes:
+        absent: the rank has no samples in it; what it has only shows the form.
+        tensors: in the order of `_Node.place`, on this rank's device.
+        own: this rank's, with their graph; None: another rank's piece.
+    """
+
+    rank: int
+    absent: bool
+    node: _Node
+    tensors: list[Tensor]
+    own: list[Tensor] | None
+
+
+class _Joiner:
+    """Puts pieces together.
+
+    Attributes:
+        bytes: of outputs with a gradient, all ranks'.
+    """
+
+    def __init__(self, pieces: Sequence[_Piece]) -> None:
+        present = [piece for piece in pieces if not piece.absent]
+        self._pieces = present or pieces  # the samples of all ranks are none
+        self._absent = [piece for piece in pieces if piece.absent and piece.own is not None] if present else []
+        self.bytes = 0
+
+    def value(self, example: Any) -> Any:
+        """Returns the joined value; `example` is one of this rank's own."""
+        return self._value([piece.node for piece in self._pieces], [piece.node for piece in self._absent], example)
+
+    def _value(self, nodes: Sequence[_Node], absent: Sequence[_Node], example: Any) -> Any:
+        kinds = {node.kind for node in nodes}
+        if len(kinds) > 1:
+            raise self._differ(nodes, lambda node: f"a value of kind {node.kind}")
+        (kind,) = kinds
+        if kind == "rows":
+            return self._rows(nodes, absent)
+        if kind == "scalar":
+            return self._scalar(nodes)
+        if kind == "plain":
+            first = nodes[0].content
+            if any(node.content != first and node.content == node.content for node in nodes):  # NaN is not itself
+                raise self._differ(nodes, lambda node: repr(node.content))
+            return first
+        if kind == "array":
+            if len({(node.content.shape[1:], node.content.dtype) for node in nodes}) > 1:
+                raise self._differ(nodes, lambda node: f"{node.content.shape} {node.content.dtype}")
+            return np.concatenate([node.content for node in nodes])
+        return self._list(nodes, absent, example) if kind == "list" else self._parts(nodes, absent, example)
+
+    def _list(self, nodes: Sequence[_Node], absent: Sequence[_Node], example: Any) -> Any:
+        as_parts = all(node.as_parts for node in nodes) and len({node.form for node in nodes}) == 1
+        as_items = all(node.as_items for node in nodes)
+        if as_parts and (not as_items or any(node.tracked or node.likely for node in nodes)):
+            return self._parts(nodes, absent, example)
+        if not as_items:
+            raise self._differ(nodes, lambda node: f"{node.form[0]} items")
+        one = example[0] if len(example) else None
+        items = [
+            self._item(item, piece, one) for piece, node in zip(self._pieces, nodes, strict=True) for item in node.parts
+        ]
+        return tuple(items) if isinstance(example, tuple) else items
+
+    def _item(self, node: _Node, piece: _Piece, example: Any) -> Any:
+        """One sample's value; in the form of one of this rank's own."""
+        if node.kind in ("rows", "scalar"):
+            tensor = piece.tensors[node.place]
+            own = [] if piece.own is None else [(piece.own[node.place], 0, len(tensor) if tensor.dim() else None)]
+            return self._leaf(tensor, own) if node.tracked else tensor
+        if node.kind in ("array", "plain"):
+            return node.content
+        shown = parts_of(example) or {}
+        its = {
+            name: self._item(part, piece, shown.get(name, next(iter(shown.values()), None)))
+            for name, part in zip(node.names, node.parts, strict=True)
+        }
+        if node.kind == "list":
+            return list(its.values())
+        return made_of(its, example) if shown and tuple(shown) == node.names else its
+
+    def _parts(self, nodes: Sequence[_Node], absent: Sequence[_Node], example: Any) -> Any:
+        if len({node.form for node in nodes}) > 1:
+            raise self._differ(nodes, lambda node: f"parts {', '.join(map(str, node.names))}")
+        shown = parts_of(example) or {}
+        alike = [node for node in absent if len(node.parts) == len(nodes[0].parts)]
+        its = {
+            name: self._value([node.parts[at] for node in nodes], [node.parts[at] for node in alike], shown.get(name))
+            for at, name in enumerate(nodes[0].names)
+        }
+        return made_of(its, example) if tuple(shown) == nodes[0].names else its
+
+    def _rows(self, nodes: Sequence[_Node], absent: Sequence[_Node]) -> Tensor:
+        if len({(node.form[0][1:], node.form[1]) for node in nodes}) > 1:
+            raise self._differ(nodes, lambda node: f"{tuple(node.form[0])} {node.form[1]}")
+        pieces = [piece.tensors[node.place] for piece, node in zip(self._pieces, nodes, strict=True)]
+        found = torch.cat(pieces)
+        if not any(node.tracked for node in nodes):
+            return found
+        self.bytes += found.nbytes
+        own, start = [], 0
+        for piece, node, tensor in zip(self._pieces, nodes, pieces, strict=True):
+            if piece.own is not None:
+                own.append((piece.own[node.place], start, start + len(tensor)))
+            start += len(tensor)
+        own += [
+            (piece.own[node.place], 0, 0)
+            for piece, node in zip(self._absent, absent, strict=False)
+            if piece.own is not None and node.kind == "rows"
+        ]
+        return self._leaf(found, own)
+
+    def _scalar(self, nodes: Sequence[_Node]) -> Tensor:
+        """One number of all ranks, as a temperature is."""
+        numbers = [piece.tensors[node.place] for piece, node in zip(self._pieces, nodes, strict=True)]
+        if not all(torch.allclose(number, numbers[0], rtol=1e-5, atol=0, equal_nan=True) for number in numbers):
+            lines = zip(self._pieces, numbers, strict=True)
+            shown = "\n".join(f"rank {piece.rank}: {number.item():g}" for piece, number in lines)
+            raise ConfigError(
+                "hvt.whole() joins what has a row for each sample; a single number is the same on every rank",
+                f"{nodes[0].path or 'a value'} is\n{shown}",
+                "give hvt.whole() what the number is made of, one row a sample, and compute it of all",
+                shared=True,
+            )
+        if not any(node.tracked for node in nodes):
+            return numbers[0]
+        own = next(
+            ((piece.own[node.place], None, None) for piece, node in zip(self._pieces, nodes, strict=True) if piece.own),
+            None,
+        )
+        return self._leaf(numbers[0].clone(), [] if own is None else [own])
+
+    def _leaf(self, tensor: Tensor, own: Sequence[tuple[Tensor, int | None, int | None]]) -> Tensor:
+        leaf = tensor.detach().requires_grad_()
+        _owns[leaf] = [_Own(*one) for one in own if one[0].requires_grad]
+        return leaf
+
+    def _differ(self, nodes: Sequence[_Node], shown: Callable[[_Node], str]) -> ConfigError:
+        lines = zip(self._pieces, nodes, strict=True)
+        text = "\n".join(f"rank {piece.rank}: {shown(node)}" for piece, node in lines)
+        return _refused(f"{nodes[0].path or 'a value'} differs between ranks\n{text}")
+
+
+def _refused(received: str) -> ConfigError:
+    return ConfigError(
+        "hvt.whole() joins tensors [n, ...] whose other dimensions are those of all ranks, lists of one item a sample,"
+        " and what is nested of them",
+        received,
+        "give it what the loss reads, padded to one shape; parts of a value in a tuple or a dict",
+        shared=True,
+    )
+
+
+def _of_all(own: Sequence[list[Tensor]], reports: Sequence[_Report], world: World) -> list[_Piece]:
+    """Returns all ranks' pieces, first those of the first micro-batch."""
+    engine = engine_of(world)
+    forms = [[[*_forms(node)] for node in nodes] for _, _, nodes in reports]
+    counts = [sum(_padded(_bytes(form)) for its in ranks for form in its) or _ALIGNED for ranks in forms]
+    sent = torch.zeros(counts[world.rank], dtype=torch.uint8, device=engine.device)
+    at = 0
+    for tensor in (tensor for tensors in own for tensor in tensors):
+        flat = tensor.detach().to(engine.device).contiguous().reshape(-1).view(torch.uint8)
+        sent[at : at + len(flat)] = flat
+        at += _padded(len(flat))
+    received = engine.gather(sent, counts)
+    pieces: list[list[_Piece]] = []
+    at = 0
+    for rank, ((_, absent, nodes), its_forms, count) in enumerate(zip(reports, forms, counts, strict=True)):
+        place, its = at, []
+        for number, (is_absent, node, micro_batch) in enumerate(zip(absent, nodes, its_forms, strict=True)):
+            tensors = []
+            for shape, dtype in micro_batch:
+                size = _bytes((shape, dtype))
+                tensors.append(received[place : place + size].view(dtype).reshape(shape))
+                place += _padded(size)
+            its.append(_Piece(rank, is_absent, node, tensors, own[number] if rank == world.rank else None))
+        pieces.append(its)
+        at += count
+    return [piece for micro_batch in zip(*pieces, strict=True) for piece in micro_batch]
+
+
+def _bytes(form: tuple[tuple[int, ...], torch.dtype]) -> int:
+    return math.prod(form[0]) * form[1].itemsize
+
+
+def _padded(size: int) -> int:
+    return -(-size // _ALIGNED) * _ALIGNED
+
+
+def _forms(node: _Node) -> Iterator[tuple[tuple[int, ...], torch.dtype]]:
+    if node.kind in ("rows", "scalar"):
+        yield node.form
+    for part in node.parts:
+        yield from _forms(part)
+
+
+def _tell(session: Session, size: int) -> None:
+    if session not in _told and session.world.is_main:
+        _told.add(session)
+        gradients = sum(parameter.nbytes for parameter in session.gradients.parameters())
+        print(
+            f"hvdtrain: hvt.whole() sends {size / 1e6:,.1f} MB of outputs an update, and {gradients / 1e6:,.1f} MB of"
+            " gradients; a loss in which samples do not meet needs only optimizer.backward(loss, weight=...)",
+            flush=True,
+        )
+
+
+class _Given(torch.autograd.Function):
+    """A scalar whose gradient by each tensor is known."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, gradients: Sequence[Tensor], *tensors: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, factor: Tensor) -> Any:
+        return None, None, *(gradient * factor.to(gradient.device, gradient.dtype) for gradient in ctx.gradients)
+
+
+def gradients_of(
+    loss: Tensor, module: nn.Module, size: int, retain_graph: bool
+) -> tuple[list[Tensor], list[Tensor]] | None:
+    """Returns where a loss of the whole batch enters this rank's graph, and its gradients there; None for another loss.
+
+    Args:
+        loss: a scalar.
+        module: the parameters that it may reach past the outputs.
+        size: ranks; the passes' gradients will be averaged over them.
+        retain_graph: as torch's, of the part of the graph from the loss to the joined outputs.
+    """
+    if not len(_owns):
+        return None
+    reached = leaves_of(loss)
+    joins = [tensor for tensor in reached if tensor in _owns]
+    if not joins:
+        return None
+    trained = {id(parameter) for parameter in module.parameters()}
+    direct = [tensor for tensor in reached if id(tensor) in trained]
+    local = {own.output.grad_fn for tensor in joins for own in _owns[tensor]} - {None}
+    if not local.isdisjoint(nodes_of(loss, ())):
+        raise ConfigError(
+            "a loss of the whole batch is computed of what hvt.whole() returned, all of it",
+            "a sum of it and of a loss on this rank's own outputs",
+            "give hvt.whole(...) all outputs and targets that the loss reads, and compute both parts of what it gives",
+            shared=True,
+        )
+    found = torch.autograd.grad(loss, [*joins, *direct], retain_graph=retain_graph, allow_unused=True)
+    outputs: list[Tensor] = []
+    gradients: list[Tensor] = []
+    for tensor, gradient in zip(joins, found, strict=False):
+        for own in _owns[tensor] if gradient is not None else ():
+            outputs.append(own.output)
+            if own.start is None:  # one number of all ranks
+                gradients.append(gradient)
+            elif own.start == own.stop:  # no sample of this rank's
+                gradients.append(torch.zeros_like(own.output))
+            else:
+                gradients.append(gradient[own.start : own.stop] * size)
+    for parameter, gradient in zip(direct, found[len(joins) :], strict=True):
+        if gradient is not None:
+            outputs.append(parameter)
+            gradients.append(gradient)
+    return outputs, gradients
+
+
+def is_whole(loss: Tensor) -> bool:
+    """Returns True if a loss is computed of what `whole` returned."""
+    return bool(len(_owns)) and any(tensor in _owns for tensor in leaves_of(loss))
+
+
+def given_gradients(loss: Tensor, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor:
+    """Returns the loss as a scalar whose gradient by each of the outputs is known."""
+    scalar: Tensor = _Given.apply(loss.detach(), gradients, *outputs)
+    return scalar

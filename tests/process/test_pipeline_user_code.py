@@ -1,0 +1,532 @@
+"""Models and losses as users write them, split: names, checkpointing of their own, other precisions, a refused step."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from harness import run_ranks
+from limits import Limit
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import hvdtrain.pipeline as hp
+from hvdtrain.core.errors import ConfigError
+from hvdtrain.pipeline.runtime import Pipeline
+from hvdtrain.pipeline.worker import StageError
+
+DOUBLE = torch.float64
+WAYS = [(schedule, remat) for schedule in ("1f1b", "gpipe", "zb-h1") for remat in ("never", "all")]
+
+
+@pytest.fixture(autouse=True)
+def inductors_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's checkpointing imports torch._inductor, which sets this variable where it is not set."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+
+
+def inputs(samples: int = 6) -> tuple[Tensor, Tensor]:
+    made = torch.Generator().manual_seed(1)
+    return torch.randn(samples, 4, generator=made, dtype=DOUBLE), torch.randint(0, 3, (samples,), generator=made)
+
+
+def split(model: nn.Module, x: Tensor, **options: Any) -> Pipeline:
+    settings: dict[str, Any] = {"micro_batches": 3, "balance": "memory", **options}
+    return hp.split(model, x, "cpu,cpu", **settings)
+
+
+def gradient(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+# -- names ---------------------------------------------------------------------------------------------------------
+class Named(nn.Module):
+    """Has a part, a parameter or a buffer of a given name."""
+
+    def __init__(self, name: str, kind: str) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4, dtype=DOUBLE), nn.Linear(4, 3, dtype=DOUBLE)
+        self._where = name, {"part": "_modules", "parameter": "_parameters", "buffer": "_buffers"}[kind]
+        value = torch.randn(4, dtype=DOUBLE)
+        if kind == "part":
+            self.add_module(name, nn.Linear(4, 4, dtype=DOUBLE))
+        elif kind == "parameter":
+            self.register_parameter(name, nn.Parameter(value))
+        else:
+            self.register_buffer(name, value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        name, where = self._where
+        own = getattr(self, where)[name]
+        x = torch.tanh(self.first(x))
+        return self.last(own(x) if isinstance(own, nn.Module) else x * own)
+
+
+@pytest.mark.parametrize("kind", ["part", "parameter", "buffer"])
+def test_a_model_may_use_any_name_of_the_pipelines(kind: str, limit: Limit) -> None:
+    x, y = inputs()
+    pipe = split(Named("other", kind), x)
+    names = {name for name in (*vars(pipe), *dir(Pipeline)) if name not in dir(nn.Module) and not name.startswith("_")}
+    pipe.close()
+    assert {"stages", "devices", "schedule", "chunk", "timeline"} <= names
+    worst = 0.0
+    for name in sorted(names - {"training"}):
+        model = Named(name, kind)
+        plain = copy.deepcopy(model)
+        pipe = split(model, x)
+        pipe.step(x, y, F.cross_entropy)
+        pipe.micro_batches = 2  # the pipeline's, whatever the model has
+        F.cross_entropy(plain(x), y).backward()
+        wanted = {key: gradient(value) for key, value in plain.named_parameters()}
+        found = {key: gradient(value) for key, value in pipe.named_parameters()}
+        assert list(pipe.state_dict()) == list(plain.state_dict()) and found.keys() == wanted.keys(), name
+        gaps = [float((found[key] - wanted[key]).abs().max()) for key in wanted]
+        worst = max(worst, *gaps)
+        assert worst < 1e-12, (name, gaps)
+        pipe.close()
+    limit("P13", f"a {kind} of the user's, called as the pipeline's {len(names)} attributes are", exact=worst)
+
+
+# -- checkpointing of the user's own ---------------------------------------------------------------------------------
+class Checkpointed(nn.Module):
+    """Repeats a part in the backward pass, with weights that show what was drawn: gradient x weight is the output."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part, self.weight = part, nn.Parameter(torch.ones(4, dtype=DOUBLE))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(lambda x: self.part(x * self.weight), x, use_reentrant=False)
+
+
+@pytest.mark.parametrize(("schedule", "remat"), WAYS)
+def test_what_a_checkpointed_part_draws_is_drawn_again(schedule: str, remat: str) -> None:
+    """The twin are other numbers in the second pass: the gradients are those of another mask."""
+    x, _ = inputs()
+    blocks = [Checkpointed(nn.Dropout(0.5)) for _ in range(2)]
+    model = nn.Sequential(nn.Identity(), *blocks)
+    pipe = split(model, x, schedule=schedule, remat=remat, balance=[1, 1])
+    seen = set()
+    for _ in range(5):
+        loss = pipe.step(x, x, lambda out, y: out.sum(1).mean())
+        for block in blocks:
+            assert float((gradient(block.weight) * block.weight).detach().sum() - loss) == pytest.approx(0.0, abs=1e-12)
+            block.weight.grad = None
+        seen.add(float(loss))
+    assert len(seen) == 5
+    pipe.close()
+
+
+@pytest.mark.parametrize(("schedule", "remat"), WAYS)
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_batch_norm_in_a_checkpointed_part_moves_as_in_the_unsplit_model(
+    schedule: str, remat: str, micro_batches: int, limit: Limit
+) -> None:
+    x, y = inputs()
+    norms: list[Any] = [nn.BatchNorm1d(4, dtype=DOUBLE) for _ in range(2)]
+    model = nn.Sequential(
+        nn.Linear(4, 4, dtype=DOUBLE), Checkpointed(norms[0]), Checkpointed(norms[1]), nn.Linear(4, 3, dtype=DOUBLE)
+    )
+    plain: Any = copy.deepcopy(model)
+    pipe = split(model, x, schedule=schedule, remat=remat, micro_batches=micro_batches)
+    pipe.step(x, y, F.cross_entropy)
+    F.cross_entropy(plain(x), y).backward()
+    assert [int(norm.num_batches_tracked) for norm in norms] == [2, 2]
+    gap = float((norms[0].running_mean - plain[1].part.running_mean).abs().max())
+    assert gap < 1e-12
+    pipe.close()
+    if micro_batches == 3:
+        how = f"{schedule}, remat={remat!r}"
+        limit("P14", f"statistics of batch normalisation in torch.utils.checkpoint, {how}", exact=gap)
+
+
+# -- losses ----------------------------------------------------------------------------------------------------------
+HOLES = torch.tensor([-100, 1, -100, 2, 0, 1])
+CLASSES = torch.tensor([1.0, 2.0, 0.5])
+FLOATS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], bool]] = {
+    "float()": (lambda out, y: F.cross_entropy(out.float(), y), True),
+    "log_softmax(dtype=)": (lambda out, y: F.nll_loss(F.log_softmax(out, 1, dtype=torch.float32), y), True),
+    "bfloat16": (lambda out, y: F.cross_entropy(out.bfloat16(), y), True),
+    "float(), class weights": (lambda out, y: F.cross_entropy(out.float(), y, weight=CLASSES), False),
+    "float(), dice": (lambda out, y: 1 - out.float().softmax(1).sum() / (out.float().square().sum() + 1), False),
+}
+
+
+@pytest.mark.parametrize("name", FLOATS)
+def test_a_loss_is_tried_in_the_precision_that_it_computes_in(name: str, limit: Limit) -> None:
+    loss, right = FLOATS[name]
+    x, y = inputs()
+    model = nn.Sequential(nn.Linear(4, 4, dtype=DOUBLE), nn.Linear(4, 3, dtype=DOUBLE))
+    wanted = float(loss(model(x), y))
+    pipe = split(model, x)
+    if right:
+        assert float(pipe.step(x, y, loss)) == pytest.approx(wanted, rel=1e-2)
+        limit("P12a", f"a loss in another precision: {name}", mended="it trains; the loss is the unsplit model's")
+    else:
+        with pytest.raises(ConfigError) as refusal:
+            pipe.step(x, y, loss)
+        limit("P12b", f"a wrong loss in another precision: {name}", refused=refusal.value)
+    pipe.close()
+
+
+def test_a_refused_step_is_refused_as_often_as_it_is_tried(limit: Limit) -> None:
+    x, y = inputs()
+    pipe = split(nn.Sequential(nn.Linear(4, 4, dtype=DOUBLE), nn.Linear(4, 3, dtype=DOUBLE)), x)
+    for targets in (y, y, y, y, y):
+        pipe.step(x, targets, F.cross_entropy)
+    for _ in range(4):  # steps 6 to 9
+        with pytest.raises(ConfigError) as refusal:
+            pipe.step(x, HOLES, F.cross_entropy)
+    limit("P11", "a refused step, tried again four times", refused=refusal.value)
+    pipe.step(x, HOLES, F.cross_entropy, weight=lambda y: (y != -100).sum())
+    pipe.step(x, y, F.cross_entropy)
+    pipe.close()
+
+
+def test_a_model_is_measured_at_sizes_that_it_takes(limit: Limit) -> None:
+    x, y = inputs(4)
+    parts = [nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 3)]
+    model = nn.Sequential(*(part.to(DOUBLE) for part in parts))
+    pipe = split(model, x, micro_batches=2, balance="time")
+    pipe.step(x, y, F.cross_entropy)
+    pipe.close()
+    limit("P15", "batch normalisation and batches of 4, of which one sample is a micro-batch", mended="it is split")
+
+
+# -- what is outside of the model --------------------------------------------------------------------------------------
+class Outside:
+    """What a forward may reach and no module holds."""
+
+    listed: list[Any] = []
+    tables: dict[Any, Tensor] = {}
+    last: Any = None
+    scale = 1.0
+
+
+class Scaled(Outside):
+    """Its scale is its class's."""
+
+
+OUTSIDE, SCALED, COUNT = Outside(), Scaled(), [0]
+
+
+@functools.lru_cache
+def table(width: int) -> Tensor:
+    return torch.arange(width, dtype=DOUBLE)
+
+
+def counts(x: Tensor) -> Tensor:
+    COUNT[0] += 1
+    return x
+
+
+def is_listed(x: Tensor) -> Tensor:
+    OUTSIDE.listed.append(("mean", x.detach().mean()))
+    return x
+
+
+def is_kept(x: Tensor) -> Tensor:
+    OUTSIDE.last = x.detach()
+    return x
+
+
+def is_differentiated(x: Tensor) -> Tensor:
+    OUTSIDE.last = x.square().mean()
+    return x
+
+
+def is_tabled(x: Tensor) -> Tensor:
+    if "table" not in OUTSIDE.tables:
+        OUTSIDE.tables["table"] = torch.arange(x.shape[1], dtype=DOUBLE)
+    return x + OUTSIDE.tables["table"]
+
+
+def is_scaled(x: Tensor) -> Tensor:
+    return x * SCALED.scale
+
+
+def is_cast(x: Tensor) -> Tensor:
+    return x * 2 if torch.is_autocast_enabled("cpu") else x
+
+
+def is_set(x: Tensor) -> Tensor:
+    return x * 2 if os.environ.get("HVDTRAIN_TEST_MODE") == "2" else x
+
+
+def is_looped(x: Tensor) -> Tensor:
+    return torch.stack([x[:, column] * column for column in range(x.shape[1])], 1)
+
+
+def is_a_tensor(x: Tensor) -> Tensor:
+    if not isinstance(x, Tensor):
+        raise TypeError("a tensor is needed")
+    return x * 2
+
+
+class Does(nn.Module):
+    def __init__(self, does: Callable[[Tensor], Tensor] | None) -> None:
+        super().__init__()
+        self.linear, self.does = nn.Linear(4, 4, dtype=DOUBLE), does
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.linear(x))
+        return x if self.does is None else self.does(x)
+
+
+class Net(nn.Module):
+    """Does something itself, or in a part."""
+
+    def __init__(self, does: Callable[[Tensor], Tensor], *, itself: bool) -> None:
+        super().__init__()
+        self.a, self.b, self.c = Does(None if itself else does), nn.Linear(4, 4, dtype=DOUBLE), Does(None)
+        self.does = does if itself else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.c(self.b(self.a(x)))
+        return x if self.does is None else self.does(x)
+
+
+@pytest.fixture
+def outside() -> Iterator[None]:
+    yield
+    OUTSIDE.listed.clear()
+    OUTSIDE.tables.clear()
+    table.cache_clear()
+    OUTSIDE.last, Outside.scale, COUNT[0] = None, 1.0, 0
+
+
+def check_equal(model: nn.Module, context: Callable[[], Any] = torch.enable_grad) -> None:
+    """Splits, changes nothing, and compares; `context` only lasts while the parts run."""
+    x, y = inputs()
+    plain = copy.deepcopy(model)
+    pipe = split(model, x)
+    with context():
+        loss = pipe.step(x, y, F.cross_entropy)
+        wanted = F.cross_entropy(plain(x), y)
+    wanted.backward()
+    assert float(loss) == pytest.approx(float(wanted.detach()), abs=1e-12)
+    for one, other in zip(pipe.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(gradient(one), gradient(other), atol=1e-12)
+    pipe.close()
+
+
+@pytest.mark.parametrize("itself", [True, False])
+@pytest.mark.parametrize("does", [table, is_tabled, is_looped, is_a_tensor])
+@pytest.mark.usefixtures("outside")
+def test_a_model_computes_what_it_does_unsplit(does: Callable[..., Tensor], itself: bool, limit: Limit) -> None:
+    """Tables that its first call fills, Python's own loops over columns, a question for a type."""
+    model = Net((lambda x: x + table(x.shape[1])) if does is table else does, itself=itself)
+    check_equal(model)
+    x, _ = inputs()
+    model(x)  # no stand-in was left for it
+    assert all(type(one) is Tensor for one in OUTSIDE.tables.values())
+    if itself and does is is_tabled:
+        limit(
+            "P18", "a table that the model's first call fills", mended="numbers are in it, and the model works unsplit"
+        )
+
+
+@pytest.mark.parametrize("does", [counts, is_listed, is_kept])
+@pytest.mark.usefixtures("outside")
+def test_a_part_that_writes_outside_of_the_model_is_called(does: Callable[[Tensor], Tensor], limit: Limit) -> None:
+    """The twin is one that is traced: nothing would be written any more."""
+    x, y = inputs()
+    model = Net(does, itself=False)
+    pipe = split(model, x)
+    COUNT[0], OUTSIDE.last = 0, None
+    OUTSIDE.listed.clear()
+    pipe.step(x, y, F.cross_entropy)
+    pipe.close()
+    found = {"counts": COUNT[0] > 0, "is_listed": len(OUTSIDE.listed) > 0, "is_kept": OUTSIDE.last is not None}
+    assert found[does.__name__] and all(type(mean) is Tensor for _, mean in OUTSIDE.listed)
+    if does is is_listed:
+        limit("P16", "a layer that puts an auxiliary loss into a registry outside of the model", mended="it is called")
+
+
+@pytest.mark.parametrize("does", [is_listed, is_kept])
+@pytest.mark.usefixtures("outside")
+def test_a_forward_that_puts_stand_ins_outside_is_refused(does: Callable[[Tensor], Tensor]) -> None:
+    x, _ = inputs()
+    with pytest.raises(ConfigError, match="puts what it computes into an object outside of the model"):
+        split(Net(does, itself=True), x)
+    assert all(type(mean) is Tensor for _, mean in OUTSIDE.listed) and type(OUTSIDE.last) in (Tensor, type(None))
+
+
+def test_nor_may_it_put_them_into_a_variable_of_a_function() -> None:
+    last: Tensor | None = None
+
+    def keeps(x: Tensor) -> Tensor:
+        nonlocal last
+        last = x.mean()
+        return x
+
+    x, _ = inputs()
+    with pytest.raises(ConfigError, match="puts what it computes into an object outside of the model"):
+        split(Net(keeps, itself=True), x)
+    assert last is None
+
+
+@pytest.mark.parametrize("before", ["nothing", "frozen"])
+def test_it_is_refused_in_a_new_process(before: str) -> None:
+    """In a process that has split no other model: attributes have no dict yet, and start-up has frozen the holders."""
+    code = f"""import gc, torch, hvdtrain.pipeline
+class Outside: pass
+outside, listed = Outside(), []
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+    def forward(self, x):
+        outside.last = self.a(x)
+        listed.append(("last", outside.last))
+        return self.b(outside.last)
+{"gc.freeze()" if before == "frozen" else ""}
+try:
+    hvdtrain.pipeline.split(Net(), torch.randn(6, 4), "cpu,cpu", micro_batches=3, balance="memory")
+except hvdtrain.core.errors.ConfigError as error:
+    kinds = {{type(one).__name__ for _, one in listed}}
+    print("outside of the model" in str(error), hasattr(outside, "last"), kinds)"""
+    assert run_ranks(["-c", code], 1, launcher="none").check().out.split() == ["True", "False", "{'Tensor'}"]
+
+
+@pytest.mark.usefixtures("outside")
+def test_a_forward_that_counts_by_itself_is_reported() -> None:
+    x, _ = inputs()
+    with pytest.warns(UserWarning, match="the model's own forward changes COUNT only while it is split"):
+        split(Net(counts, itself=True), x).close()
+
+
+@pytest.mark.parametrize("itself", [True, False])
+@pytest.mark.usefixtures("outside")
+def test_a_graph_that_is_kept_outside_of_the_model_is_refused(itself: bool) -> None:
+    x, _ = inputs()
+    with pytest.raises(ConfigError) as refused:
+        split(Net(is_differentiated, itself=itself), x)
+    assert "must go through a model's outputs" in str(refused.value) or itself
+    assert type(OUTSIDE.last) in (Tensor, type(None))
+
+
+@pytest.mark.parametrize("does", [is_cast, is_set])
+@pytest.mark.usefixtures("outside")
+def test_a_setting_is_asked_for_in_each_pass(
+    does: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch, limit: Limit
+) -> None:
+    """Of a part: both answers are right. Of the model's own forward: another answer is refused."""
+
+    def other() -> Any:
+        monkeypatch.setenv("HVDTRAIN_TEST_MODE", "2")
+        return torch.autocast("cpu", torch.bfloat16, enabled=does is is_cast)
+
+    check_equal(Net(does, itself=False))
+    check_equal(Net(does, itself=False), other)
+    monkeypatch.delenv("HVDTRAIN_TEST_MODE", raising=False)
+    check_equal(Net(does, itself=True))
+    with pytest.raises(StageError, match="when the model was split") as refused:
+        check_equal(Net(does, itself=True), other)
+    if does is is_cast:
+        limit("P17a", "a part that asks whether autocast is on", mended="it asks in each pass")
+        limit("P17b", "a model's own forward that asks so, after the split", refused=refused.value)
+
+
+@pytest.mark.usefixtures("outside")
+def test_a_setting_of_a_class_is_fixed() -> None:
+    x, y = inputs()
+    pipe = split(Net(is_scaled, itself=True), x)
+    pipe.step(x, y, F.cross_entropy)
+    Outside.scale = 2.0
+    with pytest.raises(ConfigError, match="SCALED, outside of the model, has changed"):
+        pipe.step(x, y, F.cross_entropy)
+    pipe.close()
+
+
+def test_a_scripted_part_is_called_as_it_is(limit: Limit) -> None:
+    x, y = inputs()
+    part = torch.jit.script(nn.Sequential(nn.Linear(4, 4, dtype=DOUBLE), nn.Tanh()))
+    model = nn.Sequential(nn.Linear(4, 4, dtype=DOUBLE), part, nn.Linear(4, 3, dtype=DOUBLE))
+    F.cross_entropy(model(x), y).backward()
+    wanted = [gradient(parameter).clone() for parameter in model.parameters()]
+    model.zero_grad()
+    pipe = split(model, x)
+    pipe.step(x, y, F.cross_entropy)
+    assert all(torch.allclose(gradient(p), g, atol=1e-12) for p, g in zip(model.parameters(), wanted, strict=True))
+    pipe.close()
+    with pytest.raises(ConfigError, match="a plain model is split") as refused:
+        split(part, x)
+    limit("P19a", "a part compiled by torch.jit.script", mended="it is called as it is")
+    limit("P19b", "a model that is one such part", refused=refused.value)
+
+
+class Assigns(nn.Module):
+    """Keeps the largest value it has seen."""
+
+    largest: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("largest", torch.zeros((), dtype=DOUBLE))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.largest = torch.maximum(self.largest, x.detach().abs().max())
+        return x
+
+
+class Centres(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0) if self.training else x
+
+
+def test_a_buffer_that_is_assigned_is_refused() -> None:
+    x, _ = inputs()
+    part = Assigns()
+    model = nn.Sequential(nn.Linear(4, 4, dtype=DOUBLE), part, nn.Linear(4, 3, dtype=DOUBLE))
+    with pytest.raises(ConfigError, match="1.largest: assigned in a forward pass"):
+        split(model, x)
+    assert float(part.largest) == 0
+
+
+def test_samples_that_meet_in_training_alone_are_refused() -> None:
+    x, _ = inputs()
+    model = nn.Sequential(nn.Linear(4, 4, dtype=DOUBLE), Centres(), nn.Linear(4, 3, dtype=DOUBLE))
+    with pytest.raises(ConfigError, match="than from the whole in training mode"):
+        split(model, x)
+
+
+# -- beside other threads --------------------------------------------------------------------------------------------
+def test_what_another_thread_does_is_no_part_of_the_model() -> None:
+    """Each kind of call that tracing records, of a thread that runs in the middle of the trace."""
+    other, answers = nn.Linear(4, 4, dtype=DOUBLE), list[tuple[type, ...]]()
+
+    def elsewhere() -> None:
+        try:
+            home, rows = os.environ.get("NOT_SET"), torch.arange(2)
+            answers.append((type(home), type(rows), type(other(torch.ones(1, 4, dtype=DOUBLE))), type(other.weight)))
+        except Exception as error:
+            answers.append((type(error),))
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 4, dtype=DOUBLE), nn.Linear(4, 3, dtype=DOUBLE)
+
+        def forward(self, x: Tensor) -> Tensor:
+            thread = threading.Thread(target=elsewhere)
+            thread.start()
+            thread.join()
+            return self.last(torch.tanh(self.first(x)))
+
+    x, _ = inputs()
+    model = Model()
+    wanted = model(x)
+    pipe = split(copy.deepcopy(model), x)
+    assert set(answers) == {(type(None), Tensor, Tensor, nn.Parameter)}
+    with torch.no_grad():
+        assert torch.equal(pipe(x), wanted)

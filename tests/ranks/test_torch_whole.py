@@ -1,0 +1,91 @@
+"""Losses of the global batch: 49 in which samples meet, on ranks and over batches, have the weights of one process."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import PROGRAMS, run_ranks
+from limits import Limit
+
+PROGRAM = PROGRAMS / "torch" / "whole.py"
+LAUNCHERS = {"horovod": "horovodrun", "ddp": "torchrun"}
+LOSSES = re.findall(r"^@loss\ndef (\w+)", PROGRAM.read_text(encoding="utf-8"), re.MULTILINE)
+# engine, ranks, batches of an update; the others stand for what they add
+WAYS = [("horovod", 2, 1), ("horovod", 3, 3)]
+MORE = [("horovod", 1, 1), ("horovod", 1, 3), ("horovod", 2, 3), ("horovod", 3, 1), ("ddp", 2, 1), ("ddp", 3, 3)]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[*WAYS, *(pytest.param(way, marks=pytest.mark.thorough) for way in MORE)],
+    ids=lambda way: "-".join(map(str, way)),
+)
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, list[Any]]:
+    engine, ranks, accumulate = request.param
+    out = tmp_path_factory.mktemp("whole") / "found.json"
+    run_ranks([PROGRAM, engine, accumulate, out], ranks, launcher=LAUNCHERS[engine], timeout_s=400).check()
+    return ranks, [one for report in json.loads(out.read_text()) for one in report]
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_of_the_whole_batch_is_that_of_one_process(name: str, found: tuple[int, list[Any]]) -> None:
+    _, reports = found
+    mine = [one for one in reports if one["loss"] == name and one["way"] != "own rows"]
+    assert mine
+    for one in mine:
+        assert max(one["errors"]) <= 1e-10, one
+
+
+def test_a_rank_by_itself_has_another_loss(found: tuple[int, list[Any]], limit: Limit) -> None:
+    """The twin: without the whole batch a loss is refused, or its weights are others."""
+    ranks, reports = found
+    alone = [one for one in reports if one["way"] == "own rows"]
+    assert len(alone) == ranks * len(LOSSES)
+    if ranks > 1:
+        whole = [max(one["errors"]) for one in reports if one["way"] != "own rows"]
+        limit("T34", f"{len(LOSSES)} losses in which samples meet, {ranks} ranks, the whole batch", exact=max(whole))
+        assert all("refused" in one or one["errors"][0] > 1e-6 for one in alone), alone
+
+
+@pytest.mark.parametrize(
+    ("engine", "ranks", "accumulate"),
+    [("horovod", 2, 3), ("horovod", 3, 1), *(pytest.param(*way, marks=pytest.mark.thorough) for way in MORE)],
+)
+def test_means_with_divisors_of_their_own(
+    engine: str, ranks: int, accumulate: int, tmp_path: Path, limit: Limit
+) -> None:
+    out = tmp_path / "found.json"
+    program = PROGRAMS / "torch" / "terms.py"
+    run_ranks([program, engine, str(accumulate), out], ranks, launcher=LAUNCHERS[engine], timeout_s=120).check()
+    worst = 0.0
+    for report in json.loads(out.read_text()):
+        worst = max(worst, *report["loop"], *report["call"])
+        assert worst <= 1e-10, report
+        assert ranks * accumulate == 1 or max(report["one weight"]) > 1e-4, report  # the twin
+    limit("T30", f"three means with divisors of their own, {ranks} ranks, accumulate={accumulate}", exact=worst)
+
+
+def test_values_of_every_form_are_joined(tmp_path: Path) -> None:
+    out = tmp_path / "found.json"
+    run_ranks([PROGRAMS / "torch" / "joined.py", out], 3, timeout_s=120).check()
+    reports = json.loads(out.read_text())
+    assert all(report == reports[0] for report in reports)  # the same on every rank
+    joined, errors = reports[0]
+    rows = [[0, 0], [1, 1], [1, 1], [2, 2], [2, 2], [2, 2]]
+    assert joined["rows"] == ["torch.float32", rows] and joined["bfloat16"] == ["torch.bfloat16", rows]
+    assert joined["array"] == [[row[0]] * 3 for row in rows]
+    assert joined["texts"] == ["list", "00", "10", "11", "20", "21", "22"]
+    assert joined["tuple of texts"][0] == "tuple" and joined["numbers"] == ["list", 0, 10, 11, 20, 21, 22]
+    assert [box["name"] for box in joined["boxes"][1:]] == ["0-0", "1-0", "1-1", "2-0", "2-1", "2-2"]
+    assert [len(its[1]) for its in joined["uneven"][1:]] == [2, 2, 3, 2, 3, 4]
+    assert joined["parts"]["maps"] == ["list", joined["rows"], ["torch.float32", [[2 * a, 2 * b] for a, b in rows]]]
+    assert joined["named"] == ["Pair", joined["rows"], joined["rows"]] and joined["held"][0] == "Held"
+    assert (
+        joined["one number"] == ["torch.float32", 2.5] and joined["text"] == "same" and joined["no items"] == ["list"]
+    )
+    assert len(joined["empty on rank 0"][1]) == 6
+    assert all(str(text).startswith("ConfigError: ") for text in errors.values()), errors
