@@ -76,6 +76,10 @@ def test_stages_that_share_cores_slow_each_other(found: dict[str, Any]) -> None:
     assert case["locked"][1] < 0.7, "the twin: they wait for each other"
 
 
+def test_each_thread_has_layers_of_its_own(found: dict[str, Any]) -> None:
+    assert len(found["weights_made_in_each_pass"]["speeds"]) == 2
+
+
 def test_on_disk_and_back(found: dict[str, Any]) -> None:
     assert found["on_disk"]["same"]
     assert "Profile.save" in found["on_disk"]["error"]

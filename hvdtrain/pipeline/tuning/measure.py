@@ -77,15 +77,20 @@ class SegmentBench:
         example: arguments of the model.
         device: if the model is elsewhere, copies of its parts are measured: all at once, or, where that does not fit,
             one after the other.
+
+    Attributes:
+        segments: the chain.
+        fits: the whole of it, on the device.
+        stopped: ends what is being measured.
     """
 
     def __init__(self, segments: Sequence[Segment], example: tuple[Any, ...], device: torch.device) -> None:
-        self._segments, self._example, self._device = segments, example, device
+        self.segments, self._example, self._device = segments, example, device
         self._chain = segments[0].chain
         self._clock = Clock(device)
         self._is_here = device_of(self._chain.program.model) == device
         self.fits = True
-        self.stopped = threading.Event()  # ends what is being measured
+        self.stopped = threading.Event()
         self._copies: Copies | None = None  # the latest
         self._calls, self._whole = self._bind(range(len(segments)))
 
@@ -97,9 +102,9 @@ class SegmentBench:
         else:
             self._copies = copies = Copies(chain, self._device)
             bind, moved = copies.bind, (device_of(chain.program.model), self._device)
-        calls = [chain.function(index, index + 1, bind, self._segments[index].name, moved) for index in indices]
-        whole = chain.function(0, len(self._segments), bind, "whole", moved) if len(indices) > 1 else calls[0]
-        if indices[-1] == len(self._segments) - 1:
+        calls = [chain.function(index, index + 1, bind, self.segments[index].name, moved) for index in indices]
+        whole = chain.function(0, len(self.segments), bind, "whole", moved) if len(indices) > 1 else calls[0]
+        if indices[-1] == len(self.segments) - 1:
             calls[-1] = _with_loss(calls[-1])
         return calls, _with_loss(whole)
 
@@ -131,22 +136,38 @@ class SegmentBench:
     def _seconds(self, samples: int) -> Seconds:
         clock, marks = self._clock, []
         values = self.batch(samples)
-        for index, segment in enumerate(self._segments):
-            call = self._call(index)
-            given = map_tensors(torch.clone, values) if segment.mutates else values
-            start = clock.now()
-            outputs = call(*given)
-            middle = clock.now()
-            del given
-            backward(outputs)
-            marks.append((start, middle, clock.now()))
-            values = map_tensors(as_leaf, outputs)
-            del outputs
+        for index in range(len(self.segments)):
+            values, *its = self._one(index, values)
+            marks.append(its)
         pairs = [(clock.between(a, b), clock.between(b, c)) for a, b, c in marks]
         found = Seconds([forward for forward, _ in pairs], [back for _, back in pairs])
         if self.fits:
             found.whole_forward, found.whole_backward = self.whole(samples)
         return found
+
+    def _one(self, index: int, values: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any, Any, Any]:
+        """Runs a segment forward and backward; returns what the next one is given, and the times before, between and
+        after."""
+        call = self._call(index)
+        given = map_tensors(torch.clone, values) if self.segments[index].mutates else values
+        start = self._clock.now()
+        outputs = call(*given)
+        middle = self._clock.now()
+        del given
+        backward(outputs)
+        return map_tensors(as_leaf, outputs), start, middle, self._clock.now()
+
+    def inputs(self, samples: int) -> list[tuple[Any, ...]]:
+        """Returns what each segment is given."""
+        found = [self.batch(samples)]
+        for index in range(len(self.segments) - 1):
+            found.append(self._one(index, found[-1])[0])
+        return found
+
+    def stretch(self, indices: Sequence[int], inputs: Sequence[tuple[Any, ...]]) -> float:
+        """Returns the seconds of these segments, forward and backward, each on what `inputs` has for it."""
+        ends = [self._one(index, inputs[index])[1:] for index in indices]
+        return sum(self._clock.between(start, end) for start, _, end in ends)
 
     def whole(self, samples: int) -> tuple[float, float]:
         """Seconds of one forward and one backward pass through all segments."""
@@ -171,7 +192,7 @@ class SegmentBench:
         found = Bytes()
         alive: list[Any] = []  # no address is used twice
         values = self.batch(samples)
-        for index, segment in enumerate(self._segments):
+        for index, segment in enumerate(self.segments):
             call = self._call(index)
             own = set(fixed)
             given = map_tensors(torch.clone, values) if segment.mutates else values

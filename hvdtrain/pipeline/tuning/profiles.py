@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import statistics
@@ -10,6 +11,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -229,35 +231,41 @@ def _pools(bench: SegmentBench, places: Sequence[torch.device], size: int) -> di
     on_cpu = [device for device, place in zip(stage_devices(places), places, strict=True) if place.type == "cpu"]
     if len(on_cpu) < 2 or places[0].type != "cpu":
         return {}
-    alone, slots = _seconds_together(bench, on_cpu[:1], size), cpu_slots(len(on_cpu))
-    speeds = [1.0] + [
-        min(1.0, alone / _seconds_together(bench, on_cpu[:count], size))
-        for count in range(2, (slots or len(on_cpu)) + 1)
-    ]
+    slots, parts, inputs = cpu_slots(len(on_cpu)), bench.segments, bench.inputs(size)
+    speeds = [1.0]
+    for count in range(2, (slots or len(on_cpu)) + 1):
+        # each thread has segments of its own, as stages have: some layers (weight_norm) serve one thread at a time
+        ends = [len(parts) * at // count for at in range(count + 1)]
+        stretches = [range(start, stop) for start, stop in itertools.pairwise(ends) if start < stop]
+        alone = [seconds for each in stretches for seconds in _together(bench, on_cpu, [each], inputs, count)]
+        speeds.append(min(1.0, sum(alone) / sum(_together(bench, on_cpu, stretches, inputs))))
     return {CPU_POOL: Pool(tuple(speeds), slots)}
 
 
-def _seconds_together(bench: SegmentBench, some: Sequence[Any], size: int) -> float:
-    """Seconds of a pass while all of these run one after the other: the lower quartile, as others may disturb."""
-    ready, enough = threading.Barrier(len(some)), threading.Event()
+def _together(
+    bench: SegmentBench, some: Sequence[Any], stretches: Sequence[Sequence[int]], inputs: Sequence[Any], times: int = 1
+) -> list[float]:
+    """Seconds of each stretch while all of them run side by side, for a part of the time if there are several `times`:
+    the lower quartile, as others may disturb."""
+    ready, enough = threading.Barrier(len(stretches)), threading.Event()
 
-    def work() -> list[float]:
+    def work(indices: Sequence[int]) -> float:
         taken: list[float] = []
         try:
-            bench.whole(size)
+            bench.stretch(indices, inputs)
         except BaseException:
             ready.abort()  # the others do not wait for this one
             raise
         ready.wait()
         start = time.perf_counter()
-        while not enough.is_set():
-            taken.append(sum(bench.whole(size)))
-            if time.perf_counter() - start > CONTENTION_S and len(taken) > 2:
+        while not enough.is_set() or not taken:
+            taken.append(bench.stretch(indices, inputs))
+            if time.perf_counter() - start > CONTENTION_S / times and len(taken) > 2:
                 enough.set()  # the others end as well: none goes on alone
-        return taken
+        return sorted(taken)[len(taken) // 4]
 
-    passes = sorted(seconds for taken in together(some, [work] * len(some), bench.stopped) for seconds in taken)
-    return passes[len(passes) // 4]
+    works = [partial(work, indices) for indices in stretches]
+    return together(some[: len(works)], works, bench.stopped)
 
 
 def _link(a: torch.device, b: torch.device) -> Link:

@@ -181,6 +181,14 @@ def contention() -> Any:
 
 
 @case
+def weights_made_in_each_pass() -> Any:
+    """The weight that a pass has computed lies in the layer, where another thread's pass would replace it."""
+    layers = [nn.utils.weight_norm(nn.Linear(8, 8)) for _ in range(4)]
+    found = profile(nn.Sequential(*layers), torch.randn(8, 8), "cpu,cpu", sizes=[2])
+    return {"speeds": found.pools["cpu"].speeds}
+
+
+@case
 def on_disk() -> Any:
     found = profile(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(8, 8), "cpu,cpu")
     with tempfile.TemporaryDirectory() as folder:
