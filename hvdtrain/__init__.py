@@ -12,24 +12,26 @@ from hvdtrain.core import public
 from hvdtrain.core.version import __version__ as __version__
 
 __getattr__, __dir__, __all__ = public(__name__, {
-    "cluster.function": "run",
+    "cluster.function.function": "run",
     "cluster.launch.job": "Timeouts",
     "core.errors": "CheckpointError ConfigError HvdtrainError LauncherError MainRankError NonFiniteError "
         "Preempted ReplicaError exit_with",
-    "core.join": "init",
+    "world.join": "init",
     "core.launchers": "Detected detect gpus_for",
     "core.lr": "LR",
     "core.sharding": "Plan Step contiguous",
-    "core.world": "World current",
-    "runs.checkpoint": "Checkpointer",
-    "runs.log": "RunLog",
-    "runs.parts": "Progress",
+    "world.world": "World current",
+    "checkpoint.checkpoint": "Checkpointer",
+    "record.log": "RunLog",
+    "checkpoint.parts": "Progress",
 })  # fmt: skip
 
 __all__ += ["__version__"]
 
 if TYPE_CHECKING:
-    from hvdtrain.cluster.function import run as run
+    from hvdtrain.checkpoint.checkpoint import Checkpointer as Checkpointer
+    from hvdtrain.checkpoint.parts import Progress as Progress
+    from hvdtrain.cluster.function.function import run as run
     from hvdtrain.cluster.launch.job import Timeouts as Timeouts
     from hvdtrain.core.errors import CheckpointError as CheckpointError
     from hvdtrain.core.errors import ConfigError as ConfigError
@@ -40,7 +42,6 @@ if TYPE_CHECKING:
     from hvdtrain.core.errors import Preempted as Preempted
     from hvdtrain.core.errors import ReplicaError as ReplicaError
     from hvdtrain.core.errors import exit_with as exit_with
-    from hvdtrain.core.join import init as init
     from hvdtrain.core.launchers import Detected as Detected
     from hvdtrain.core.launchers import detect as detect
     from hvdtrain.core.launchers import gpus_for as gpus_for
@@ -48,8 +49,7 @@ if TYPE_CHECKING:
     from hvdtrain.core.sharding import Plan as Plan
     from hvdtrain.core.sharding import Step as Step
     from hvdtrain.core.sharding import contiguous as contiguous
-    from hvdtrain.core.world import World as World
-    from hvdtrain.core.world import current as current
-    from hvdtrain.runs.checkpoint import Checkpointer as Checkpointer
-    from hvdtrain.runs.log import RunLog as RunLog
-    from hvdtrain.runs.parts import Progress as Progress
+    from hvdtrain.record.log import RunLog as RunLog
+    from hvdtrain.world.join import init as init
+    from hvdtrain.world.world import World as World
+    from hvdtrain.world.world import current as current

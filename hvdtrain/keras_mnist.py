@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import hvdtrain
-from hvdtrain.core import flags, startup
+from hvdtrain.core import flags
 from hvdtrain.core.launchers import Detected
-from hvdtrain.core.world import World
 from hvdtrain.datasets import load_mnist
-from hvdtrain.runs import folder
+from hvdtrain.record import folder
+from hvdtrain.world import startup
+from hvdtrain.world.world import World
 
 PROGRAM = "hvdtrain.keras_mnist"
 

@@ -17,12 +17,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from hvdtrain.core import flags, startup
+from hvdtrain.core import flags
 from hvdtrain.core.errors import ConfigError, install_command
 from hvdtrain.core.launchers import Detected
 from hvdtrain.pipeline.plan.schedule import REMATS, SCHEDULES
-from hvdtrain.runs import folder, stats
+from hvdtrain.record import folder, stats
 from hvdtrain.vision.trials import Job, Settings, built, compare, sweep, tune
+from hvdtrain.world import startup
 
 PROGRAM = "hvdtrain.pipeline_resnet"
 BUSY = 0.5  # load a core, from which a note says so

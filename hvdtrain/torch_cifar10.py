@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import hvdtrain  # +
-from hvdtrain.core import flags, startup
+from hvdtrain.core import flags
 from hvdtrain.core.launchers import Detected
-from hvdtrain.core.world import World
 from hvdtrain.datasets import load_cifar10, load_digits
-from hvdtrain.runs import folder
+from hvdtrain.record import folder
+from hvdtrain.world import startup
+from hvdtrain.world.world import World
 
 PROGRAM = "hvdtrain.torch_cifar10"
 

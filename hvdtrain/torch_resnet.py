@@ -16,17 +16,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hvdtrain
-from hvdtrain.core import flags, startup
-from hvdtrain.core.engines import ENGINES
+from hvdtrain.comm.engines import ENGINES
+from hvdtrain.core import flags
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.launchers import Detected
-from hvdtrain.core.resources import usable_cores
-from hvdtrain.core.world import World
 from hvdtrain.pipeline.plan.schedule import REMATS, SCHEDULES
-from hvdtrain.runs import folder
-from hvdtrain.runs.bottleneck import Facts
+from hvdtrain.record import folder
+from hvdtrain.record.bottleneck import Facts
 from hvdtrain.vision import pictures, pipelines
 from hvdtrain.vision.recipes import RECIPES, Settings, nearest_batch, smallest_batch
+from hvdtrain.world import startup
+from hvdtrain.world.resources import usable_cores
+from hvdtrain.world.world import World
 
 if TYPE_CHECKING:
     import torch

@@ -21,7 +21,7 @@ from pathlib import Path
 PROBE = """
 import json, os, sys, time
 from hvdtrain import current, keras_mnist
-from hvdtrain.core import startup
+from hvdtrain.world import startup
 
 marks = []
 def noted(owner, name, label, last=False):
@@ -42,7 +42,7 @@ noted(startup, "import_modules", "TensorFlow, Keras, Horovod imported")
 noted(keras_mnist.hvdtrain, "init", "hvdtrain.init")
 train = keras_mnist.train
 def trained(args, world):
-    from hvdtrain.keras.checks import start, steps
+    from hvdtrain.keras.state import start, steps
     noted(keras_mnist, "load_mnist", "data, compared")
     noted(start, "start", "run log, model, broadcast, proof")
     noted(steps, "_after_first", "first update, replicas and loss compared", last=True)

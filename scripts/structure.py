@@ -1,7 +1,9 @@
 #!/usr/bin/env python
 """Counts what holds the package together: files and lines a folder, floors of imports between folders, circles.
 
-    scripts/structure.py            a table; exit code 1 where a circle is
+A folder stands on those that it imports, at any depth; no two may reach each other.
+
+    scripts/structure.py            a table; exit code 1 where there is a circle
     scripts/structure.py --tree     the tree as docs/architecture.md shows it
 
 Imports inside functions and under TYPE_CHECKING count as well.
@@ -48,13 +50,20 @@ def imports(found: Mapping[str, Path]) -> Graph:
     return graph
 
 
-def folder_of(module: str) -> str:
-    """Returns the first folder below the package; a program is its own."""
-    return module.split(".")[1]
+def between_folders(graph: Graph, found: Mapping[str, Path], root: Path = ROOT) -> Graph:
+    """Returns which folders each folder imports, by their names in full; a program is a folder of its own."""
+    homes = {name: name for name in found}
+    for name, path in found.items():
+        if path.parent != root / PACKAGE:
+            homes[name] = ".".join(path.parent.relative_to(root).parts)
+    folders: Graph = {}
+    for name, others in graph.items():
+        folders.setdefault(homes[name], set()).update(homes[other] for other in others)
+    return {name: others - {name} for name, others in folders.items()}
 
 
 def circles(graph: Mapping[str, Iterable[str]]) -> list[str]:
-    """Returns the modules of a circle, or nothing."""
+    """Returns the modules or folders of a circle, or nothing."""
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
@@ -62,14 +71,8 @@ def circles(graph: Mapping[str, Iterable[str]]) -> list[str]:
     return []
 
 
-def floors(graph: Mapping[str, Iterable[str]]) -> dict[str, int]:
+def floors(folders: Mapping[str, Iterable[str]]) -> dict[str, int]:
     """Returns the floor of every folder: one above the highest that it imports, 0 for one that imports none."""
-    folders: Graph = {}
-    for name, others in graph.items():
-        own = folders.setdefault(folder_of(name), set())
-        own |= {folder_of(other) for other in others}
-    for name, others in folders.items():
-        others.discard(name)
     floor: dict[str, int] = {}
     for name in TopologicalSorter(folders).static_order():
         floor[name] = 1 + max((floor[other] for other in folders[name]), default=-1)
@@ -96,15 +99,17 @@ def main(argv: list[str] | None = None) -> int:
     if args.tree:
         print(tree(found))
         return 0
-    graph, circle = imports(found), circles(imports(found))
-    floor = {} if circle else floors(graph)
+    graph = imports(found)
+    folders = between_folders(graph, found)
+    circle = circles(graph) or circles(folders)
+    floor = {} if circle else floors(folders)
     importers = {name: sum(name in others for others in graph.values()) for name in graph}
     print(f"{'folder':28} {'files':>5} {'lines':>6} {'floor':>5}")
     for folder in sorted({path.parent for path in found.values()}):
         files = sorted(folder.glob("*.py"))
         lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files)
-        name = str(folder.relative_to(ROOT))
-        print(f"{name:28} {len(files):5} {lines:6} {floor.get(name.split('/')[1], '') if '/' in name else '':>5}")
+        name = ".".join(folder.relative_to(ROOT).parts)
+        print(f"{name:28} {len(files):5} {lines:6} {floor.get(name, ''):>5}")
     rooms = {folder for folder in (path.parent for path in found.values())}
     print(f"\n{len(found)} modules in {len(rooms)} folders; {len(set(floor.values()))} floors;"
           f" {sum(count == 1 for count in importers.values())} modules with one importer")  # fmt: skip

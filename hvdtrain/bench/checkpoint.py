@@ -17,11 +17,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.bench.report import begin, finish, measured_on, progress, versions
 from hvdtrain.bench.train import ONE_THREAD
+from hvdtrain.bench.turns.report import begin, finish, measured_on, progress, versions
 from hvdtrain.core.errors import HvdtrainError
 from hvdtrain.core.flags import whole
-from hvdtrain.runs import stats
+from hvdtrain.record import stats
 
 ARMS = {
     "torch": ("PyTorch", ["--framework=torch"], {}),

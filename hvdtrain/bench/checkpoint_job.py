@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import hvdtrain
-from hvdtrain.runs.parts import Part
+from hvdtrain.checkpoint.parts import Part
 
 PROGRAM = "hvdtrain.bench.checkpoint_job"
 WIDTH = 1000  # of a layer: 4 MB, and as much of the optimizer's momentum

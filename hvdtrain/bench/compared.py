@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.bench import keras_job, torch_job
-from hvdtrain.bench.report import measured_on, progress, versions
-from hvdtrain.bench.turns import InterleavedJobs, launched
-from hvdtrain.cluster.doctor import probe
+from hvdtrain.bench.turns.report import measured_on, progress, versions
+from hvdtrain.bench.turns.turns import InterleavedJobs, launched
+from hvdtrain.cluster.hosts import probe
 from hvdtrain.core.errors import ConfigError, install_command
-from hvdtrain.runs import stats
+from hvdtrain.record import stats
 
 THREADS = {"TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 PROCESS_BYTES = 2 << 30  # about what one of ResNet-50 holds, with its framework

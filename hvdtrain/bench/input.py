@@ -24,15 +24,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain.bench import keras_input
-from hvdtrain.bench.report import begin, finish, measured_on, progress
+from hvdtrain.bench.turns.report import begin, finish, measured_on, progress
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.flags import whole
-from hvdtrain.runs import stats
+from hvdtrain.record import stats
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from hvdtrain.core.world import World
+    from hvdtrain.world.world import World
 
 MEMORY_TARGET = 10.0
 WHOLE = ", decoded whole"
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
 def measure(args: argparse.Namespace, result: dict[str, Any]) -> None:
     """Adds the figures of both parts."""
     import hvdtrain
-    from hvdtrain.torch.engine import device_of
+    from hvdtrain.torch.engines.engine import device_of
 
     with hvdtrain.init("torch", engine="solo", device=args.device) as world:
         result["device"] = str(device_of(world))
@@ -251,7 +251,7 @@ def _data_loaders(dataset: Any, batch: int, workers: Sequence[int], world: World
 def _plain(dataset: Any, batch: int, workers: int, world: World, pin: bool) -> Start:
     from torch.utils.data import DataLoader
 
-    from hvdtrain.torch.engine import device_of
+    from hvdtrain.torch.engines.engine import device_of
 
     device = device_of(world)
 

@@ -17,10 +17,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.bench.report import measured_on, progress
-from hvdtrain.core import startup
+from hvdtrain.bench.turns.report import measured_on, progress
 from hvdtrain.core.launchers import detect
-from hvdtrain.runs import stats
+from hvdtrain.record import stats
+from hvdtrain.world import startup
 
 QUEUE, SHORT, LONG = 10, 2, 50  # Keras' own, and what is tried besides
 QUEUE_OF = ", max_queue_size="

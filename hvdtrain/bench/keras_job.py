@@ -12,11 +12,12 @@ from typing import Any
 
 import hvdtrain
 from hvdtrain.bench.torch_job import CLASSES, TOY, peak_memory
-from hvdtrain.core import flags, startup
-from hvdtrain.core.in_step.turns import orders
+from hvdtrain.comm.turns import orders
+from hvdtrain.core import flags
 from hvdtrain.core.launchers import Detected
 from hvdtrain.datasets import load_mnist
 from hvdtrain.keras_mnist import network
+from hvdtrain.world import startup
 
 PROGRAM = "hvdtrain.bench.keras_job"
 # models of `torch_job`, too: by torchvision's name, Keras' own

@@ -19,20 +19,20 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from hvdtrain.bench.report import begin, finish, measured_on, progress
+from hvdtrain.bench.turns.report import begin, finish, measured_on, progress
 from hvdtrain.core.errors import ConfigError, HvdtrainError
 from hvdtrain.core.flags import whole
 from hvdtrain.core.launchers import detect
-from hvdtrain.core.resources import keep_freed_memory
-from hvdtrain.core.startup import share_cores
 from hvdtrain.pipeline.plan.schedule import SCHEDULES
-from hvdtrain.runs import stats
+from hvdtrain.record import stats
 from hvdtrain.vision import trials
+from hvdtrain.world.resources import keep_freed_memory
+from hvdtrain.world.startup import share_cores
 
 if TYPE_CHECKING:
     import torch
 
-    from hvdtrain.pipeline.runtime import Pipeline
+    from hvdtrain.pipeline.run.runtime import Pipeline
 
 # targets, as ratios of time; and of the time that the schedule's bubble leaves
 NAIVE_TARGET, RIVAL_TARGET, ONE_STAGE_TARGET, EFFICIENCY_TARGET, PREDICTION_TARGET = 1 / 1.6, 1.0, 1.02, 0.93, 0.10

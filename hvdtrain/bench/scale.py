@@ -16,16 +16,16 @@ from statistics import median
 from typing import Any
 
 from hvdtrain.bench.comm.model import link_cost
-from hvdtrain.bench.report import begin, finish, measured_on, progress, versions
 from hvdtrain.bench.torch_job import LAUNCHED_BY
 from hvdtrain.bench.torch_train import THREADS
-from hvdtrain.bench.turns import InterleavedJobs, launched
+from hvdtrain.bench.turns.report import begin, finish, measured_on, progress, versions
+from hvdtrain.bench.turns.turns import InterleavedJobs, launched
 from hvdtrain.core.errors import install_command
 from hvdtrain.core.flags import whole
-from hvdtrain.core.startup import find_modules
 from hvdtrain.pipeline.plan.costs import Link
 from hvdtrain.pipeline.plan.scaling import BACKWARD, Bucket, Network, Training, predict
-from hvdtrain.runs import stats
+from hvdtrain.record import stats
+from hvdtrain.world.startup import find_modules
 
 SUMS = (1 << 18, 1 << 20, 5 << 20)  # bytes: what a link is told from
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from hvdtrain.core.in_step.turns import orders
+from hvdtrain.comm.turns import orders
 
 Step = Callable[[], Any]
 CLASSES, TOY = 1000, "toy"
@@ -120,7 +120,7 @@ def _device(args: argparse.Namespace, local_rank: int) -> Any:
 
 
 def _device_of(world: Any) -> Any:
-    from hvdtrain.torch.engine import device_of
+    from hvdtrain.torch.engines.engine import device_of
 
     return device_of(world)
 

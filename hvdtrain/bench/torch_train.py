@@ -16,11 +16,11 @@ from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
-from hvdtrain.bench.report import measured_on, progress, versions
 from hvdtrain.bench.torch_job import LAUNCHED_BY, NEEDS
-from hvdtrain.bench.turns import InterleavedJobs, launched
+from hvdtrain.bench.turns.report import measured_on, progress, versions
+from hvdtrain.bench.turns.turns import InterleavedJobs, launched
 from hvdtrain.core.errors import install_command
-from hvdtrain.runs import stats
+from hvdtrain.record import stats
 
 # what is run on several ranks, hvdtrain first
 PEERS = ("hvdtrain", "horovod", "ddp", "accelerate", "fabric")

@@ -28,12 +28,12 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.bench import compared, torch_train, tune
-from hvdtrain.bench.report import begin, finish, measured_on, progress, versions
 from hvdtrain.bench.torch_train import LIMIT
-from hvdtrain.bench.turns import CLOCKS, InterleavedJobs, Turns, launched
+from hvdtrain.bench.turns.report import begin, finish, measured_on, progress, versions
+from hvdtrain.bench.turns.turns import CLOCKS, InterleavedJobs, Turns, launched
 from hvdtrain.core import flags
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.runs import stats
+from hvdtrain.record import stats
 
 OVERHEAD_TARGET = 1.02
 SCALING_BLOCKS = 2  # of a round of part 2

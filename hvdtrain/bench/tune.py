@@ -21,14 +21,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.bench import report
-from hvdtrain.bench.turns import InterleavedJobs, launched
+from hvdtrain.bench.turns import report
+from hvdtrain.bench.turns.turns import InterleavedJobs, launched
+from hvdtrain.comm.turns import TRAINING
 from hvdtrain.core.errors import ConfigError, HvdtrainError
-from hvdtrain.core.in_step.hang import HANG_VARIABLE
-from hvdtrain.core.in_step.turns import TRAINING
-from hvdtrain.core.startup import BUCKET_BYTES, COMPRESSION, THREADS, TUNABLE, TUNED, machine_shape
-from hvdtrain.runs import stats
-from hvdtrain.runs.folder import REHEARSAL
+from hvdtrain.record import stats
+from hvdtrain.record.folder import REHEARSAL
+from hvdtrain.watch.hang import HANG_VARIABLE
+from hvdtrain.world.startup import BUCKET_BYTES, COMPRESSION, THREADS, TUNABLE, TUNED, machine_shape
 
 MARGIN = 0.02  # faster by less is not worth a file
 CLEARLY = 1.1  # slower in every turn by so much: no more turns
@@ -171,7 +171,7 @@ def knobs_of(what: str, ranks: int, cores: int, *, launchers: Sequence[str], com
     """Returns what may be turned for a training; what is worst when it is wrong comes first; pure.
 
     Args:
-        what: trains, on what, as `hvdtrain.core.in_step.turns.updated` is told.
+        what: trains, on what, as `hvdtrain.comm.turns.updated` is told.
         ranks, cores: of this machine.
         launchers: that are there.
         compression: whether gradients may travel as float16, which changes results.

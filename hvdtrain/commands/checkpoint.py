@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Writes it, and says what was written."""
-    from hvdtrain.runs.checkpoint_folder import read_info
+    from hvdtrain.checkpoint.checkpoint_folder import read_info
     from hvdtrain.torch import exchange
 
     if args.way == "export":

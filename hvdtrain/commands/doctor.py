@@ -14,15 +14,16 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.cluster.doctor import findings, probe
+from hvdtrain.cluster.doctor import findings
 from hvdtrain.cluster.doctor.examine import Report, examined
 from hvdtrain.cluster.doctor.findings import GIB, Facts, bytes_text, known
 from hvdtrain.cluster.doctor.network import GIGABIT, Links
+from hvdtrain.cluster.hosts import probe
+from hvdtrain.cluster.hosts.ssh import Ssh
 from hvdtrain.cluster.launch.job import Timeouts
-from hvdtrain.cluster.ssh import Ssh
 from hvdtrain.commands import host_flags
 from hvdtrain.core import flags
-from hvdtrain.runs import stats
+from hvdtrain.record import stats
 
 EPILOG = """\
 examples:

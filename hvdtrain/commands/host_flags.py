@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.cluster.hosts import Host, asked_for
+from hvdtrain.cluster.hosts.hosts import Host, asked_for
+from hvdtrain.cluster.hosts.ssh import Ssh
 from hvdtrain.cluster.launch.job import Job
-from hvdtrain.cluster.ssh import Ssh
 from hvdtrain.core import flags
 
 _FLAGS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {

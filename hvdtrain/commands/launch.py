@@ -17,18 +17,19 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.cluster.hosts import Host
+from hvdtrain.cluster.hosts.hosts import Host
+from hvdtrain.cluster.hosts.protocol import BEAT_S
 from hvdtrain.cluster.launch import discovery, environment, launcher
 from hvdtrain.cluster.launch.failures import Restarts
 from hvdtrain.cluster.launch.job import Elastic
 from hvdtrain.cluster.launch.launcher import Failure, Heard, Job, Outcome, Plan, Timeouts
 from hvdtrain.cluster.launch.output import Display, Logs, failure_block, report
-from hvdtrain.cluster.protocol import BEAT_S
+from hvdtrain.comm.engines import TRACE_VARIABLE
 from hvdtrain.commands import command_lines, host_flags
-from hvdtrain.core import flags, launchers, startup
-from hvdtrain.core.engines import TRACE_VARIABLE
+from hvdtrain.core import flags, launchers
 from hvdtrain.core.errors import PREEMPTED_CODE, ConfigError, LauncherError
-from hvdtrain.core.in_step.hang import HANG_VARIABLE
+from hvdtrain.watch.hang import HANG_VARIABLE
+from hvdtrain.world import startup
 
 EPILOG = """\
 examples:

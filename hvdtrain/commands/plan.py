@@ -17,12 +17,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hvdtrain.core import flags, startup
+from hvdtrain.core import flags
 from hvdtrain.core.errors import ConfigError, install_command
 from hvdtrain.pipeline.plan.costs import Device, Link, SegmentCost
 from hvdtrain.pipeline.plan.partition import in_words
 from hvdtrain.pipeline.tuning.planner import Cluster, Plan, Speed, as_json, described, forward_flops, plans
-from hvdtrain.runs import stats
+from hvdtrain.record import stats
+from hvdtrain.world import startup
 
 if TYPE_CHECKING:
     import torch

@@ -19,8 +19,8 @@ import tokenize
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from hvdtrain.cluster.function.rehearsal import Ranks, import_shared, imported_by, slots_of
 from hvdtrain.cluster.launch import processes
-from hvdtrain.cluster.rehearsal import Ranks, import_shared, imported_by, slots_of
 from hvdtrain.core import flags
 from hvdtrain.core.errors import ConfigError, LauncherError
 
@@ -120,7 +120,7 @@ def say(text: str) -> None:
 
 
 def _folder(wanted: Path | None) -> Path:
-    from hvdtrain.runs.folder import next_folder
+    from hvdtrain.record.folder import next_folder
 
     try:
         if wanted is None:
@@ -137,9 +137,9 @@ def _folder(wanted: Path | None) -> Path:
 def _variables(np: int, cores: int, folder: Path) -> dict[str, str]:
     """What ranks get that have far too few cores: patience, one thread each, and no GPU, which cannot be forked."""
     from hvdtrain.cluster.launch import environment
-    from hvdtrain.core.in_step.arrival import TIMEOUT_VARIABLE
-    from hvdtrain.core.in_step.hang import HANG_VARIABLE
-    from hvdtrain.runs.folder import REHEARSAL
+    from hvdtrain.comm.arrival import TIMEOUT_VARIABLE
+    from hvdtrain.record.folder import REHEARSAL
+    from hvdtrain.watch.hang import HANG_VARIABLE
 
     crowd = np / cores
     patience = {
@@ -250,7 +250,7 @@ def _memory(memory: Mapping[int, tuple[int, int]]) -> Iterator[str]:
 
 def _rates(folder: Path) -> Iterator[str]:
     """The learning rate of the last update that a run log has noted."""
-    from hvdtrain.runs.log_files import read_events
+    from hvdtrain.record.log_files import read_events
 
     for path in sorted((folder / "written").glob("**/run.json")):
         rates = [event["lr"] for event in read_events(path.parent) if event.get("lr") is not None]

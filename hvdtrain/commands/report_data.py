@@ -12,8 +12,8 @@ from typing import Any
 
 from hvdtrain.commands.why import why
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.runs.bottleneck import BETWEEN, STEP, Facts, phases_per_rank, verdict
-from hvdtrain.runs.log import read_events, read_run, run_status
+from hvdtrain.record.bottleneck import BETWEEN, STEP, Facts, phases_per_rank, verdict
+from hvdtrain.record.log import read_events, read_run, run_status
 
 PHASES = (*STEP, *BETWEEN)
 MOST_POINTS = 1000  # of a curve: more than a screen has pixels to tell apart

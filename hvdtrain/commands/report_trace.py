@@ -11,8 +11,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.runs.clock import PHASES, TIMELINE, Mark
-from hvdtrain.runs.log import read_events
+from hvdtrain.record.clock import PHASES, TIMELINE, Mark
+from hvdtrain.record.log import read_events
 
 Event = dict[str, Any]
 _PHASES, _UPDATES, _LOG, _SAVES = range(4)  # rows of a rank

@@ -18,7 +18,7 @@ from statistics import fmean
 from typing import Any, get_args
 
 from hvdtrain.commands.plan import GIGABIT, LATENCY_US, LINK_GBPS, NETWORK_GBPS, computable, save
-from hvdtrain.core import flags, startup
+from hvdtrain.core import flags
 from hvdtrain.core.errors import ConfigError, install_command
 from hvdtrain.pipeline.plan.costs import Link
 from hvdtrain.pipeline.plan.scaling import (
@@ -33,9 +33,10 @@ from hvdtrain.pipeline.plan.scaling import (
     predict,
     remedies,
 )
-from hvdtrain.runs import stats
-from hvdtrain.runs.bottleneck import BETWEEN, STEP, TRAIN_STEP, phases_per_rank
-from hvdtrain.runs.log import read_events, read_run
+from hvdtrain.record import stats
+from hvdtrain.record.bottleneck import BETWEEN, STEP, TRAIN_STEP, phases_per_rank
+from hvdtrain.record.log import read_events, read_run
+from hvdtrain.world import startup
 
 EFFICIENCIES = (0.90, 0.75, 0.50)
 UNITS = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}

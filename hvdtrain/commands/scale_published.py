@@ -10,11 +10,11 @@ import argparse
 from typing import Any, NamedTuple
 
 from hvdtrain.commands.plan import GIGABIT, save
-from hvdtrain.core import startup
 from hvdtrain.core.errors import install_command
 from hvdtrain.pipeline.plan.costs import Link
 from hvdtrain.pipeline.plan.scaling import BACKWARD, Bucket, Network, Step, Training, predict
-from hvdtrain.runs import stats
+from hvdtrain.record import stats
+from hvdtrain.world import startup
 
 BATCH = 64
 MODELS = {"Inception V3": ("inception_v3", 299), "ResNet-101": ("resnet101", 224), "VGG-16": ("vgg16", 224)}

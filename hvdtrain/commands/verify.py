@@ -25,14 +25,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hvdtrain.cluster.doctor.probe import gpu_count
+from hvdtrain.cluster.doctor.verify_rank import FAILED, MARK, PROGRAM
+from hvdtrain.cluster.hosts.probe import gpu_count
 from hvdtrain.cluster.launch import environment, launcher
-from hvdtrain.cluster.verify_rank import FAILED, MARK, PROGRAM
 from hvdtrain.commands import host_flags
-from hvdtrain.core import flags, startup
+from hvdtrain.core import flags
 from hvdtrain.core.errors import ConfigError, build_horovod_command, install_command
 from hvdtrain.core.launchers import Detected, detect
 from hvdtrain.horovod_build.prove_rank import TOO_LATE
+from hvdtrain.world import startup
 
 FRAMEWORKS = ("torch", "keras")
 LIMIT_S = 120.0

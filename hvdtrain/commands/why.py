@@ -15,10 +15,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hvdtrain.comm.arrival import names_of
+from hvdtrain.comm.ring import AFTERMATH, FOLDER, read_ring
 from hvdtrain.core.errors import PREEMPTED_CODE, ConfigError, HvdtrainError
-from hvdtrain.core.in_step.arrival import names_of
-from hvdtrain.core.in_step.ring import AFTERMATH, FOLDER, read_ring
-from hvdtrain.runs.log import read_events, read_run, run_status
+from hvdtrain.record.log import read_events, read_run, run_status
 
 _READS = "hvdtrain why needs a run's directory, a launcher's folder of logs, or the file of a hang"
 _TOGETHER_S = 2.0  # pages are written once a second

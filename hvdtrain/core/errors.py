@@ -2,7 +2,7 @@
 
 Programs print them without a traceback and end with exit code 2, with anything else that fails with 1 (`exit_with`):
 so `hvdtrain launch --max-restarts` knows what would be refused again. Ranks that wait for one another at different
-places end with 76, those that wait for one that hangs with 75 (`hvdtrain.core.in_step.watch`): they are blocked, and
+places end with 76, those that wait for one that hangs with 75 (`hvdtrain.watch.watch`): they are blocked, and
 can raise nothing. A job that was preempted ends with 85 (`Preempted`).
 """
 
@@ -307,7 +307,7 @@ def exit_with(program: str, error: BaseException, rank: int) -> NoReturn:
         sys.stdout.flush()
     print(describe(program, error, rank), file=sys.stderr, flush=True)
     code = EXIT_CODE if isinstance(error, HvdtrainError) else FAULT_CODE
-    world_module = sys.modules.get("hvdtrain.core.world")  # which may not have been imported
+    world_module = sys.modules.get("hvdtrain.world.world")  # which may not have been imported
     world = world_module.current() if world_module is not None else None
     if world is not None and world.engine != "solo":
         world.tracker.fails(error)

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.core.world import World
 from hvdtrain.datasets.download import fill_cache
 from hvdtrain.datasets.images import Images, contents, count_of, load_same, not_usable, start_of
+from hvdtrain.world.world import World
 
 if TYPE_CHECKING:
     import numpy as np

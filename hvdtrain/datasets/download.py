@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.core.world import World
 from hvdtrain.datasets.images import together
+from hvdtrain.world.world import World
 
 ANSWER_WITHIN_S = 8.0  # name look-up, connection and first answer together
 STALL_AFTER_S = 10.0

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hvdtrain.core.errors import ConfigError, ReplicaError
-from hvdtrain.core.world import World
 from hvdtrain.datasets.images import together
+from hvdtrain.world.world import World
 
 if TYPE_CHECKING:
     import numpy as np

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from hvdtrain.core.errors import ConfigError, HvdtrainError
-from hvdtrain.core.world import World
+from hvdtrain.world.world import World
 
 if TYPE_CHECKING:
     import numpy as np

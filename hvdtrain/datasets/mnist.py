@@ -10,10 +10,10 @@ import os
 from functools import partial
 from pathlib import Path
 
-from hvdtrain.core.world import World
 from hvdtrain.datasets import digits, files
 from hvdtrain.datasets.download import fill_cache
 from hvdtrain.datasets.images import Images, as_rgb, count_of, load_same, together
+from hvdtrain.world.world import World
 
 # The file, and the SHA-256, of keras.datasets.mnist (keras/src/datasets/mnist.py)
 MNIST_URL = "https://storage.googleapis.com/tensorflow/tf-keras-datasets/mnist.npz"

@@ -13,10 +13,10 @@ from contextlib import ExitStack
 from types import ModuleType
 from typing import Any
 
-from hvdtrain.core import same_data
-from hvdtrain.core.in_step.lines import user_line
+from hvdtrain.comm.lines import user_line
 from hvdtrain.guard.hooks import Hook, wrap
 from hvdtrain.guard.session import Session
+from hvdtrain.world import same_data
 
 _COLLECTIVE = (
     "allreduce", "grouped_allreduce", "allgather", "broadcast", "broadcast_variables", "broadcast_object",

@@ -18,15 +18,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from hvdtrain.comm.lines import user_line
+from hvdtrain.comm.link import WELCOME, Link, connect
 from hvdtrain.core import flags, launchers
 from hvdtrain.core.errors import GUARD_CODE, ConfigError
-from hvdtrain.core.in_step import watch
-from hvdtrain.core.in_step.hang import HANG_VARIABLE
-from hvdtrain.core.in_step.lines import user_line
-from hvdtrain.core.in_step.link import WELCOME, Link, connect
-from hvdtrain.core.in_step.meeting import END, OFF, Place
 from hvdtrain.guard import rates
 from hvdtrain.guard.judge import Finding, Judge, as_json
+from hvdtrain.watch import watch
+from hvdtrain.watch.hang import HANG_VARIABLE
+from hvdtrain.watch.meeting import END, OFF, Place
 
 PROGRAM = "hvdtrain guard"
 _TICK_S = 0.1

@@ -9,10 +9,10 @@ import weakref
 from types import ModuleType
 from typing import Any
 
-from hvdtrain.core import same_data
-from hvdtrain.core.in_step.lines import user_line
+from hvdtrain.comm.lines import user_line
 from hvdtrain.guard.hooks import wrap
 from hvdtrain.guard.session import Session
+from hvdtrain.world import same_data
 
 _BATCHES = 2  # of each optimizer, whose contents are compared
 _SEEN = 64  # pieces of an update, at most

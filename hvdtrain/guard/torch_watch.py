@@ -8,7 +8,7 @@ import weakref
 from types import ModuleType
 from typing import Any
 
-from hvdtrain.core.in_step.lines import user_line
+from hvdtrain.comm.lines import user_line
 from hvdtrain.guard.hooks import Hook, wrap
 from hvdtrain.guard.session import Session
 from hvdtrain.guard.torch_batches import BatchWatch, ranks_of

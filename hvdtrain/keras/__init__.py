@@ -23,21 +23,14 @@ from typing import Any, TypeVar
 import hvdtrain.keras.backends.supported  # noqa: F401  # isort: skip  (before Keras starts a backend we refuse)
 import keras
 
+from hvdtrain.checkpoint.checkpoint import Checkpointer
+from hvdtrain.comm import elastic
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.core.in_step import elastic
-from hvdtrain.core.in_step.proof import Proof
 from hvdtrain.core.lr import LR
-from hvdtrain.core.startup import COMPRESSION
-from hvdtrain.core.world import World, given_or_current
+from hvdtrain.core.proof import Proof
 from hvdtrain.keras import averaging, fit, fit_callbacks, fit_records
 from hvdtrain.keras.backends.chosen import BACKEND
-from hvdtrain.keras.checkpoint import model_state
-from hvdtrain.keras.checks import rate, start
-from hvdtrain.keras.checks.replicas import fingerprint
-from hvdtrain.keras.data.create import loader
-from hvdtrain.keras.data.loader import Loader
-from hvdtrain.keras.evaluation import evaluate, hook_reads, predict
-from hvdtrain.keras.session import (
+from hvdtrain.keras.backends.session import (
     KEY,
     Session,
     leaves_of,
@@ -45,9 +38,16 @@ from hvdtrain.keras.session import (
     require_keras,
     session_of,
 )
-from hvdtrain.keras.whole_batch import whole
-from hvdtrain.runs.checkpoint import Checkpointer
-from hvdtrain.runs.log import RunLog
+from hvdtrain.keras.checkpoint import model_state
+from hvdtrain.keras.data.create import loader
+from hvdtrain.keras.data.loader import Loader
+from hvdtrain.keras.evaluation import evaluate, hook_reads, predict
+from hvdtrain.keras.state import rate, start
+from hvdtrain.keras.state.replicas import fingerprint
+from hvdtrain.keras.state.whole_batch import whole
+from hvdtrain.record.log import RunLog
+from hvdtrain.world.startup import COMPRESSION
+from hvdtrain.world.world import World, given_or_current
 
 __all__ = [
     "Loader",
@@ -237,7 +237,7 @@ def verify(model: keras.Model, *, world: World | None = None) -> Proof:
     """
     require_keras(model)
     require_compiled(model)
-    from hvdtrain.keras.checks import average
+    from hvdtrain.keras.state import average
 
     found = session_of(model) or session_of(model.optimizer)
     if found is not None and world is not None and world.comm is not found.world.comm:

@@ -20,10 +20,8 @@ from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.trainers.compile_utils import CompileLoss, CompileMetrics
 
 from hvdtrain.core.errors import ConfigError, ReplicaError
-from hvdtrain.keras import metric_states, reduce, rng, sync_batchnorm, units, whole_batch
 from hvdtrain.keras.backends.chosen import BACKEND
-from hvdtrain.keras.checks import replicas, start, steps
-from hvdtrain.keras.session import (
+from hvdtrain.keras.backends.session import (
     HOOKS,
     KEY,
     LiveBatch,
@@ -37,6 +35,7 @@ from hvdtrain.keras.session import (
     optimizers_of,
     replaced,
 )
+from hvdtrain.keras.state import metric_states, reduce, replicas, rng, start, steps, sync_batchnorm, units, whole_batch
 
 
 # -------------------------------------------------------------------- the optimizer

@@ -1,6 +1,6 @@
 """A `fit` of an elastic job: what it does when ranks are gone or have come, and what of it goes to whom.
 
-How ranks go over to the next formation: `hvdtrain.core.in_step.elastic`. An update that fails has half happened: part
+How ranks go over to the next formation: `hvdtrain.comm.elastic`. An update that fails has half happened: part
 of its graph had run. So all variables are copied before each, and put back; then the ranks that are left come to terms,
 the rest of the epoch is dealt anew, and the update is made of a new batch, within the same call of Keras' train
 function: `fit` and its callbacks notice nothing. A new process enters Keras' loop in the middle.
@@ -17,15 +17,14 @@ from weakref import ref
 import keras
 import numpy as np
 
+from hvdtrain.checkpoint.parts import Progress
+from hvdtrain.comm.elastic import Elastic, Member
 from hvdtrain.core.errors import RanksLost
-from hvdtrain.core.in_step.elastic import Elastic, Member
-from hvdtrain.keras import rng
 from hvdtrain.keras.backends.chosen import BACKEND
-from hvdtrain.keras.checks import replicas
+from hvdtrain.keras.backends.session import Session
 from hvdtrain.keras.data.loader import Loader, known
 from hvdtrain.keras.fit_callbacks import Epoch
-from hvdtrain.keras.session import Session
-from hvdtrain.runs.parts import Progress
+from hvdtrain.keras.state import replicas, rng
 
 Steps = Iterator[tuple[int, int, Any]]
 _PLAIN = (bool, int, float, str, type(None), np.ndarray, np.generic)

@@ -19,14 +19,21 @@ from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.saving import saving_lib
 from keras.src.saving.saving_lib import H5IOStore
 
+from hvdtrain.checkpoint.parts import ExtraPart, Part, Progress
+from hvdtrain.checkpoint.staging import StateFile
 from hvdtrain.core.errors import CheckpointError, ConfigError
-from hvdtrain.core.world import World
-from hvdtrain.keras import moving_average, rng
 from hvdtrain.keras.backends.chosen import BACKEND
-from hvdtrain.keras.checks import replicas
-from hvdtrain.keras.session import KEY, Session, is_built, optimizers_of, replaced, require_compiled, session_of
-from hvdtrain.runs.parts import ExtraPart, Part, Progress
-from hvdtrain.runs.staging import StateFile
+from hvdtrain.keras.backends.session import (
+    KEY,
+    Session,
+    is_built,
+    optimizers_of,
+    replaced,
+    require_compiled,
+    session_of,
+)
+from hvdtrain.keras.state import moving_average, replicas, rng
+from hvdtrain.world.world import World
 
 
 def check_saveable(model: keras.Model) -> None:

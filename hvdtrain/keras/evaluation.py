@@ -9,16 +9,16 @@ from typing import Any
 import keras
 import numpy as np
 
+from hvdtrain.comm.elastic import repeated
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.core.in_step.elastic import repeated
 from hvdtrain.core.sharding import check_evaluation
-from hvdtrain.core.world import World, given_or_current
-from hvdtrain.keras import averaging, metric_states
-from hvdtrain.keras.checks import replicas
+from hvdtrain.keras import averaging
+from hvdtrain.keras.backends.session import KEY, Session, hook, session_of
 from hvdtrain.keras.data.create import comes_in_batches, loader
 from hvdtrain.keras.data.loader import Loader
 from hvdtrain.keras.data.walked import open_ended
-from hvdtrain.keras.session import KEY, Session, hook, session_of
+from hvdtrain.keras.state import metric_states, replicas
+from hvdtrain.world.world import World, given_or_current
 
 
 @repeated

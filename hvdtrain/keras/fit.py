@@ -17,21 +17,21 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvdtrain.core import same_data
+from hvdtrain.comm import elastic
+from hvdtrain.comm.elastic import repeated
 from hvdtrain.core.errors import ConfigError, ReplicaError
-from hvdtrain.core.in_step import elastic
-from hvdtrain.core.in_step.elastic import repeated
-from hvdtrain.core.world import World
-from hvdtrain.keras import fit_callbacks, fit_records, moving_average
+from hvdtrain.keras import fit_callbacks, fit_records
 from hvdtrain.keras.backends.chosen import BACKEND
+from hvdtrain.keras.backends.session import KEY, Session, hook, leaves_of
 from hvdtrain.keras.changing import Changing
-from hvdtrain.keras.checks import start
-from hvdtrain.keras.checks.changing_fit import check_elastic
-from hvdtrain.keras.checks.steps import same_work
-from hvdtrain.keras.checks.stopping import may_stop
 from hvdtrain.keras.data.loader import Loader
 from hvdtrain.keras.data.walked import open_ended
-from hvdtrain.keras.session import KEY, Session, hook, leaves_of
+from hvdtrain.keras.state import moving_average, start
+from hvdtrain.keras.state.changing_fit import check_elastic
+from hvdtrain.keras.state.steps import same_work
+from hvdtrain.keras.state.stopping import may_stop
+from hvdtrain.world import same_data
+from hvdtrain.world.world import World
 
 _K = keras.callbacks
 _SET = (_K.ReduceLROnPlateau, _K.LambdaCallback)  # of Keras' own, those that may set something at an epoch's end

@@ -14,18 +14,18 @@ from typing import Any
 import keras
 import numpy as np
 
+from hvdtrain.checkpoint.parts import Progress
+from hvdtrain.comm import turns
+from hvdtrain.comm.elastic import note_progress
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.core.in_step import turns
-from hvdtrain.core.in_step.elastic import note_progress
 from hvdtrain.core.lr import LR
-from hvdtrain.keras import averaging, metric_states
+from hvdtrain.keras import averaging
 from hvdtrain.keras.backends.chosen import BACKEND
-from hvdtrain.keras.checks import replicas, start
-from hvdtrain.keras.checks.rate import rate_of
-from hvdtrain.keras.checks.steps import ended_early
+from hvdtrain.keras.backends.session import Session, is_built, is_hooked, missing_hook
 from hvdtrain.keras.data.loader import Loader
-from hvdtrain.keras.session import Session, is_built, is_hooked, missing_hook
-from hvdtrain.runs.parts import Progress
+from hvdtrain.keras.state import metric_states, replicas, start
+from hvdtrain.keras.state.rate import rate_of
+from hvdtrain.keras.state.steps import ended_early
 
 
 class Callback(keras.callbacks.Callback):

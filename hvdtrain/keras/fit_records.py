@@ -9,23 +9,23 @@ from typing import Any
 
 import numpy as np
 
+from hvdtrain.checkpoint.checkpoint import Checkpointer
+from hvdtrain.checkpoint.preemption import tell_if_lost
 from hvdtrain.core.errors import ConfigError, HvdtrainError, NonFiniteError
-from hvdtrain.keras import metric_states
 from hvdtrain.keras.backends.chosen import BACKEND
+from hvdtrain.keras.backends.session import Session
 from hvdtrain.keras.checkpoint import check_saveable, model_state
-from hvdtrain.keras.checks.rate import rate_of
 from hvdtrain.keras.fit_callbacks import Callback, Count
-from hvdtrain.keras.session import Session
-from hvdtrain.runs.checkpoint import Checkpointer
-from hvdtrain.runs.log import RunLog
-from hvdtrain.runs.preemption import tell_if_lost
+from hvdtrain.keras.state import metric_states
+from hvdtrain.keras.state.rate import rate_of
+from hvdtrain.record.log import RunLog
 
 
 class Record(Callback):
     """Writes steps to the run log, and where their time went.
 
     Keras tells apart: waiting for a batch (up to `on_train_batch_begin`, and what the step says itself), the step (from
-    the call of the train function: `checks.steps`), and what comes between two steps.
+    the call of the train function: `state.steps`), and what comes between two steps.
     """
 
     def __init__(self, session: Session, run: RunLog, count: Count) -> None:
@@ -181,7 +181,7 @@ class Save(Callback):
         finally:
             self.session.clock.enter(before)
 
-    # ---- of a fit that is preempted (`hvdtrain.runs.parts.Saves`)
+    # ---- of a fit that is preempted (`hvdtrain.checkpoint.parts.Saves`)
     @property
     def order(self) -> str:
         return str(self.checkpointer.directory)

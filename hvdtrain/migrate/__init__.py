@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from hvdtrain.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from hvdtrain.migrate.source import Finding
+    from hvdtrain.migrate.script.source import Finding
 
 EPILOG = """\
 examples:
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     """
     try:
         from hvdtrain.migrate.convert import convert
-        from hvdtrain.migrate.plan import TARGETS
+        from hvdtrain.migrate.script.plan import TARGETS
     except ModuleNotFoundError as error:
         if error.name != "libcst":
             raise

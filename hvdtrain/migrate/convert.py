@@ -6,9 +6,12 @@ from dataclasses import dataclass
 
 import libcst as cst
 
-from hvdtrain.migrate import ddp, keras_calls, keras_wrapping, ranks, torch_calls, training, wrapping
-from hvdtrain.migrate.plan import DDP, HVDTRAIN, Plan, Target
-from hvdtrain.migrate.source import Finding, Source, children, code, find, walk
+from hvdtrain.migrate import ddp
+from hvdtrain.migrate.keras import calls as keras_calls
+from hvdtrain.migrate.keras import wrapping as keras_wrapping
+from hvdtrain.migrate.script import ranks, torch_calls, training, wrapping
+from hvdtrain.migrate.script.plan import DDP, HVDTRAIN, Plan, Target
+from hvdtrain.migrate.script.source import Finding, Source, children, code, find, walk
 
 _MODULES = ("horovod.torch", "horovod.tensorflow.keras", "horovod.keras", "horovod.tensorflow")
 

@@ -112,8 +112,7 @@ def _alike_in_hvdtrain() -> None:
     """The streams of random numbers stay the script's own: hvdtrain gives each rank others."""
     import hvdtrain
     import hvdtrain.keras
-    from hvdtrain.keras import rng
-    from hvdtrain.keras.checks import start
+    from hvdtrain.keras.state import rng, start
 
     def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with _kept_streams():

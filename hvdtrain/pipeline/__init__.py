@@ -19,7 +19,7 @@ from hvdtrain.core import public
 
 # looked up on first use: planning needs no framework
 __getattr__, __dir__, __all__ = public(__name__, {
-    "runtime": "Pipeline StageError",
+    "run.runtime": "Pipeline StageError",
     "splitting": "split",
     "tuning.planner": "plans",
     "tuning.plots": "plot",

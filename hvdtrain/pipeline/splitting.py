@@ -9,20 +9,20 @@ import torch
 from torch import nn
 
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.core.resources import keep_freed_memory
-from hvdtrain.pipeline.devices import parse_devices
-from hvdtrain.pipeline.microbatch import Chunk, batch_size, flat, marked
 from hvdtrain.pipeline.plan import schedule as plan
 from hvdtrain.pipeline.plan.costs import stage_costs
 from hvdtrain.pipeline.plan.partition import partition
 from hvdtrain.pipeline.plan.simulate import simulate
-from hvdtrain.pipeline.stage import build_stages
+from hvdtrain.pipeline.run.stage import build_stages
 from hvdtrain.pipeline.trace.meta import Initialise, made_by_stages
 from hvdtrain.pipeline.trace.segments import Segment, from_modules, segments
 from hvdtrain.pipeline.tuning.profiles import Profile, profile
+from hvdtrain.pipeline.values.devices import parse_devices
+from hvdtrain.pipeline.values.microbatch import Chunk, batch_size, flat, marked
+from hvdtrain.world.resources import keep_freed_memory
 
 if TYPE_CHECKING:
-    from hvdtrain.pipeline.runtime import Pipeline
+    from hvdtrain.pipeline.run.runtime import Pipeline
 
 BatchNorm = Literal["batch", "micro"]
 Balance = Literal["time", "memory"]
@@ -54,7 +54,7 @@ def split(
         example: a batch of the size that will be trained with: a tensor [batch, ...], or a tuple of arguments.
         devices: one for each stage (but see `stages_per_device`): ["cuda:0", "cuda:1"] or "cuda:0,cuda:1"; "cpu,cpu" is
             two stages on the CPU, each with its share of the cores (`hvdtrain.init` before the model is built: see
-            `hvdtrain.core.resources`).
+            `hvdtrain.world.resources`).
         micro_batches: parts that a batch is cut into; "auto": what the measured costs predict to be fastest.
         balance: which segments a stage gets: "time" measures them and makes the slowest stage as fast as possible,
             "memory" makes the fullest stage as small as possible; or the number of segments of each stage.
@@ -101,7 +101,7 @@ def split(
         )  # fmt: skip
         stages = build_stages(model, parts, sizes, places * chunks)
         unmade.fill(initialise)
-    from hvdtrain.pipeline.runtime import Pipeline
+    from hvdtrain.pipeline.run.runtime import Pipeline
 
     pipe = Pipeline(
         model, stages, micro_batches=count, schedule=schedule, remat=remat, batch_norm=batch_norm, segments=parts,

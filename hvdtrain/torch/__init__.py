@@ -26,9 +26,9 @@ from hvdtrain.core import public
 # looked up on first use: `init("torch")` needs none of them, and evaluation alone needs no training parts
 __getattr__, __dir__, __all__ = public(__name__, {
     "checkpoint": "model_state",
-    "checks.averaging": "Proof verify",
-    "checks.pieces": "Check check",
-    "checks.replicas": "fingerprint",
+    "update.averaging": "Proof verify",
+    "update.pieces": "Check check",
+    "engines.replicas": "fingerprint",
     "collectives": "broadcast gather reduce",
     "data.augment": "CIFAR10_MEAN CIFAR10_STD IMAGENET_MEAN IMAGENET_STD crop_flip normalise",
     "data.create": "loader",
@@ -38,7 +38,7 @@ __getattr__, __dir__, __all__ = public(__name__, {
     "prediction": "predict",
     "data.workers": "Unreadable",
     "evaluation": "classification corpus_metrics evaluate update_bn",
-    "model": "Model",
+    "update.model": "Model",
     "update.optimizer": "Optimizer",
     "update.whole": "whole",
     "preparation": "prepare",
@@ -47,12 +47,8 @@ __getattr__, __dir__, __all__ = public(__name__, {
 
 
 if TYPE_CHECKING:
-    from hvdtrain.core.in_step.proof import Proof as Proof
+    from hvdtrain.core.proof import Proof as Proof
     from hvdtrain.torch.checkpoint import model_state as model_state
-    from hvdtrain.torch.checks.averaging import verify as verify
-    from hvdtrain.torch.checks.pieces import Check as Check
-    from hvdtrain.torch.checks.pieces import check as check
-    from hvdtrain.torch.checks.replicas import fingerprint as fingerprint
     from hvdtrain.torch.collectives import broadcast as broadcast
     from hvdtrain.torch.collectives import gather as gather
     from hvdtrain.torch.collectives import reduce as reduce
@@ -66,14 +62,18 @@ if TYPE_CHECKING:
     from hvdtrain.torch.data.images import ImageFiles as ImageFiles
     from hvdtrain.torch.data.loader import Loader as Loader
     from hvdtrain.torch.data.workers import Unreadable as Unreadable
+    from hvdtrain.torch.engines.replicas import fingerprint as fingerprint
     from hvdtrain.torch.engines.shell import unwrap as unwrap
     from hvdtrain.torch.evaluation import classification as classification
     from hvdtrain.torch.evaluation import corpus_metrics as corpus_metrics
     from hvdtrain.torch.evaluation import evaluate as evaluate
     from hvdtrain.torch.evaluation import update_bn as update_bn
     from hvdtrain.torch.gathered import gather_in_order as gather_in_order
-    from hvdtrain.torch.model import Model as Model
     from hvdtrain.torch.prediction import predict as predict
     from hvdtrain.torch.preparation import prepare as prepare
+    from hvdtrain.torch.update.averaging import verify as verify
+    from hvdtrain.torch.update.model import Model as Model
     from hvdtrain.torch.update.optimizer import Optimizer as Optimizer
+    from hvdtrain.torch.update.pieces import Check as Check
+    from hvdtrain.torch.update.pieces import check as check
     from hvdtrain.torch.update.whole import whole as whole

@@ -19,20 +19,19 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from hvdtrain.checkpoint.parts import Part, Progress, Saves
+from hvdtrain.checkpoint.staging import StateFile
 from hvdtrain.core.errors import CheckpointError, ConfigError
-from hvdtrain.core.world import World, current
-from hvdtrain.runs.parts import Part, Progress, Saves
-from hvdtrain.runs.staging import StateFile
-from hvdtrain.torch import start
-from hvdtrain.torch.checks import nonfinite, replicas
-from hvdtrain.torch.clock import CLOCK
-from hvdtrain.torch.data.random_state import restore_streams
-from hvdtrain.torch.engines import buffers
+from hvdtrain.torch.engines import buffers, replicas
 from hvdtrain.torch.engines.shell import unwrap
 from hvdtrain.torch.plain_files import Extra, read, revived, write, write_tensors
-from hvdtrain.torch.session import Session
+from hvdtrain.torch.update import nonfinite, start
 from hvdtrain.torch.update.optimizer import Optimizer
+from hvdtrain.torch.update.session import Session
 from hvdtrain.torch.update.several import kind_of
+from hvdtrain.torch.values.clock import CLOCK
+from hvdtrain.torch.values.random_state import restore_streams
+from hvdtrain.world.world import World, current
 
 if TYPE_CHECKING:
     from hvdtrain.torch.data.loader import Loader

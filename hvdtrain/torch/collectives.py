@@ -7,11 +7,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from hvdtrain.comm.elastic import repeated
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.core.in_step.elastic import repeated
-from hvdtrain.core.world import World, given_or_current
-from hvdtrain.torch.engine import engine_of
 from hvdtrain.torch.engines.buffers import broadcast_
+from hvdtrain.torch.engines.engine import engine_of
+from hvdtrain.world.world import World, given_or_current
 
 _OPS = ("mean", "sum", "min", "max")
 

@@ -13,22 +13,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from hvdtrain.comm.elastic import repeated
 from hvdtrain.core.errors import ConfigError, ReplicaError
-from hvdtrain.core.in_step.elastic import repeated
 from hvdtrain.core.sharding import Step, check_evaluation
-from hvdtrain.core.world import World, fsum, given_or_current
-from hvdtrain.torch.checks import replicas
-from hvdtrain.torch.clock import CLOCK
 from hvdtrain.torch.data.create import loader
 from hvdtrain.torch.data.loader import Loader
-from hvdtrain.torch.data.nested import map_tensors
 from hvdtrain.torch.data.source import Augment
-from hvdtrain.torch.engine import engine_of
+from hvdtrain.torch.engines import replicas
 from hvdtrain.torch.engines.buffers import synchronize
+from hvdtrain.torch.engines.engine import engine_of
 from hvdtrain.torch.engines.shell import unwrap
 from hvdtrain.torch.engines.sync_batchnorm import converted, sync_batchnorm_mode
 from hvdtrain.torch.gathered import gather_in_order
 from hvdtrain.torch.metric_states import States, no_samples, numbers_of
+from hvdtrain.torch.values.clock import CLOCK
+from hvdtrain.torch.values.nested import map_tensors
+from hvdtrain.world.world import World, fsum, given_or_current
 
 # (outputs, targets) -> {name: [n], one value a sample; or a pair, values and weights}
 Metrics = Callable[[Any, Any], Mapping[str, Any]]

@@ -28,14 +28,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from hvdtrain.checkpoint.checkpoint import Checkpointer
+from hvdtrain.checkpoint.checkpoint_files import read_manifest
+from hvdtrain.checkpoint.parts import Part, Progress
+from hvdtrain.checkpoint.staging import StateFile
 from hvdtrain.core.errors import CheckpointError, ConfigError
-from hvdtrain.core.world import World
-from hvdtrain.runs.checkpoint import Checkpointer
-from hvdtrain.runs.checkpoint_files import read_manifest
-from hvdtrain.runs.parts import Part, Progress
-from hvdtrain.runs.staging import StateFile
 from hvdtrain.torch.dcp_tree import check_kept, cut, like, nested, outline
 from hvdtrain.torch.plain_files import read, revived, write, write_tensors
+from hvdtrain.world.world import World
 
 MODEL, TRAINING, OURS = "model.safetensors", "training.pt", "hvdtrain"
 _PREFIXES = ("module.", "_orig_mod.")  # of DistributedDataParallel and torch.compile

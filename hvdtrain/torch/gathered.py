@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hvdtrain.comm import elastic
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.core.in_step import elastic
 from hvdtrain.core.sharding import Step
-from hvdtrain.core.world import World, given_or_current
-from hvdtrain.torch.data.nested import made_of, map_tensors, parts_of
+from hvdtrain.torch.values.nested import made_of, map_tensors, parts_of
+from hvdtrain.world.world import World, given_or_current
 
 _NUMBERS = (bool, int, float, complex, np.generic)
 

@@ -16,9 +16,9 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from torch.serialization import get_crc32_options, set_crc32_options
 
+from hvdtrain.checkpoint.parts import ExtraPart
+from hvdtrain.checkpoint.staging import StateFile
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.runs.parts import ExtraPart
-from hvdtrain.runs.staging import StateFile
 from hvdtrain.torch.engines.buffers import once
 
 _SCALARS = (bool, int, float, str)

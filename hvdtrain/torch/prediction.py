@@ -8,14 +8,14 @@ from typing import Any, Literal
 import numpy as np
 from torch import nn
 
+from hvdtrain.comm.elastic import repeated
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.core.in_step.elastic import repeated
 from hvdtrain.core.sharding import Step
-from hvdtrain.core.world import World, given_or_current
-from hvdtrain.torch.data.nested import map_tensors, tensors_of
 from hvdtrain.torch.data.source import Augment
 from hvdtrain.torch.evaluation import one_pass
 from hvdtrain.torch.gathered import gather_in_order, lengths, reordered
+from hvdtrain.torch.values.nested import map_tensors, tensors_of
+from hvdtrain.world.world import World, given_or_current
 
 
 @repeated

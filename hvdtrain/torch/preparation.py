@@ -11,32 +11,32 @@ from weakref import ref
 import torch
 from torch import nn
 
+from hvdtrain.comm import elastic
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.core.in_step import elastic
 from hvdtrain.core.lr import LR
-from hvdtrain.core.startup import COMPRESSION
-from hvdtrain.core.world import World, given_or_current
-from hvdtrain.torch import start
-from hvdtrain.torch.checks.averaging import prove
-from hvdtrain.torch.checks.in_step import Noted
-from hvdtrain.torch.checks.loss_proof import LossProof
-from hvdtrain.torch.checks.nonfinite import Losses
-from hvdtrain.torch.checks.refusals import check_model, check_optimizer, check_plain
-from hvdtrain.torch.clock import CLOCK
-from hvdtrain.torch.engine import engine_of
 from hvdtrain.torch.engines.base import PartedEngineModel, Settings, Staged, staged_or_none
+from hvdtrain.torch.engines.engine import engine_of
 from hvdtrain.torch.engines.shell import ModelShell, is_compiled, unwrap
 from hvdtrain.torch.engines.sync_batchnorm import convert, revert
-from hvdtrain.torch.model import Model
-from hvdtrain.torch.session import Options, Rates, Session, prepared_optimizers
+from hvdtrain.torch.losses.loss_proof import LossProof
+from hvdtrain.torch.trained import Trained
+from hvdtrain.torch.update import start
 from hvdtrain.torch.update.amp import Precision
+from hvdtrain.torch.update.averaging import prove
 from hvdtrain.torch.update.batches import Batches
 from hvdtrain.torch.update.gradients import Gradients
+from hvdtrain.torch.update.in_step import Noted
+from hvdtrain.torch.update.model import Model
+from hvdtrain.torch.update.nonfinite import Losses
 from hvdtrain.torch.update.optimizer import Optimizer
+from hvdtrain.torch.update.refusals import check_model, check_optimizer, check_plain
 from hvdtrain.torch.update.regroup import check_elastic
+from hvdtrain.torch.update.session import Options, Rates, Session, prepared_optimizers
 from hvdtrain.torch.update.several import Several
 from hvdtrain.torch.update.staged import check_staged
-from hvdtrain.torch.update.trained import Trained
+from hvdtrain.torch.values.clock import CLOCK
+from hvdtrain.world.startup import COMPRESSION
+from hvdtrain.world.world import World, given_or_current
 
 if TYPE_CHECKING:
     from hvdtrain.torch.data.loader import Loader

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from hvdtrain import datasets
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.core.world import World
 from hvdtrain.datasets import cifar10, files
 from hvdtrain.datasets.images import together
+from hvdtrain.world.world import World
 
 if TYPE_CHECKING:
     import numpy as np

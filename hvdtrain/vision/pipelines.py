@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from hvdtrain.core import flags
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.core.resources import usable_cores
-from hvdtrain.core.world import World
 from hvdtrain.vision.recipes import Settings
+from hvdtrain.world.resources import usable_cores
+from hvdtrain.world.world import World
 
 if TYPE_CHECKING:
     import torch

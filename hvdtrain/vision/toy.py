@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.pipeline import split
-from hvdtrain.runs import stats
+from hvdtrain.record import stats
 
 UPDATES, SAMPLES, FEATURES, OUTPUTS, RATE = 10, 20, 10, 5, 0.1
 SAME = 1e-10

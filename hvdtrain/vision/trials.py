@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 from hvdtrain.core.errors import is_out_of_memory
 from hvdtrain.pipeline.tuning import plots
 from hvdtrain.pipeline.tuning.search_size import micro_batches_for, split_size
-from hvdtrain.runs import stats
+from hvdtrain.record import stats
 
 if TYPE_CHECKING:
     import torch
 
-    from hvdtrain.pipeline.runtime import Pipeline
+    from hvdtrain.pipeline.run.runtime import Pipeline
 
 LEAST_REPEATS = 3
 Variant = Callable[..., None]

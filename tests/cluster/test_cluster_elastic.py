@@ -20,7 +20,7 @@ from harness import PROGRAMS
 from test_cluster_ends import wait_for
 from test_cluster_launch import Ended, Launched, launched
 
-from hvdtrain.cluster.hosts import Host
+from hvdtrain.cluster.hosts.hosts import Host
 from hvdtrain.cluster.launch.discovery import asked, command_in
 from hvdtrain.core.errors import ConfigError
 

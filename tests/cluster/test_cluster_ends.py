@@ -19,7 +19,7 @@ from harness import clean_environment, processes_of
 from test_cluster_launch import LAUNCH, TIMEOUT_S, TOY, launch, launched
 
 from hvdtrain.cluster.doctor import examine
-from hvdtrain.cluster.hosts import parse_hosts
+from hvdtrain.cluster.hosts.hosts import parse_hosts
 from hvdtrain.cluster.launch.agents import Agents
 from hvdtrain.cluster.launch.job import Job, Timeouts
 
@@ -198,7 +198,7 @@ def test_names_are_looked_up_at_the_same_time(monkeypatch, limit):
         time.sleep(0.25)
         return True
 
-    monkeypatch.setattr("hvdtrain.cluster.ssh.is_this_machine", looked_up)
+    monkeypatch.setattr("hvdtrain.cluster.hosts.ssh.is_this_machine", looked_up)
     started = time.monotonic()
     agents = Agents(Job(["true"], parse_hosts(",".join(names)), 40, python="/bin/true"), None)
     seconds = time.monotonic() - started

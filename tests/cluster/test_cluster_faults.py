@@ -20,7 +20,7 @@ from cluster_hosts import Cluster, cluster
 from harness import PROGRAMS
 from pictures import write_folder
 
-from hvdtrain.runs.log import read_events
+from hvdtrain.record.log import read_events
 
 STEPS = PROGRAMS / "cluster" / "steps.py"
 START_S = 120  # until ranks have imported their framework, on a busy machine

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.cluster.hosts import parse_hosts
+from hvdtrain.cluster.hosts.hosts import parse_hosts
 from hvdtrain.cluster.launch.launcher import Job, Outcome, Timeouts, run
 from hvdtrain.core.errors import LauncherError
 
@@ -16,7 +16,7 @@ AGENT = """#!{python} -S
 import sys
 sys.path.insert(0, {packages!r})
 from hvdtrain.cluster.launch.agent import hello
-from hvdtrain.cluster.protocol import Decoder, encode, mark_of
+from hvdtrain.cluster.hosts.protocol import Decoder, encode, mark_of
 
 MARK = mark_of(sys.argv[-1])
 

@@ -16,7 +16,7 @@ from cluster_breakages import changed, sh
 from cluster_hosts import Cluster, cluster
 from harness import PROGRAMS, Result
 
-from hvdtrain.cluster.data_path import GIVEN_UP_S, LOOK_S, DataPath, Reach
+from hvdtrain.cluster.hosts.data_path import GIVEN_UP_S, LOOK_S, DataPath, Reach
 
 TOY = PROGRAMS / "cluster" / "toy.py"
 LAUNCH = ["hvdtrain", "launch", "-H", "host1:1,host2:1"]
@@ -69,7 +69,7 @@ def test_every_address_of_an_interface_has_its_own_network(hosts: Cluster) -> No
     """Also the second one, and that of an alias (eth0:1), which is one of the interface itself."""
     added = [["10.90.0.1/20"], ["10.91.0.1/16", "label", "lo:1"]]
     program = (
-        "from hvdtrain.cluster.addresses import interfaces; from hvdtrain.cluster.doctor import probe;"
+        "from hvdtrain.cluster.hosts.addresses import interfaces; from hvdtrain.cluster.hosts import probe;"
         " print(*interfaces(probe.interfaces())['lo'])"
     )
     try:

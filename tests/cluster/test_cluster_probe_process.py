@@ -17,9 +17,10 @@ from typing import Any
 import psutil
 import pytest
 
-from hvdtrain.cluster.doctor import probe, probe_links
+from hvdtrain.cluster.doctor import probe_links
 from hvdtrain.cluster.doctor.sessions import Sessions
-from hvdtrain.cluster.ssh import Ssh
+from hvdtrain.cluster.hosts import probe
+from hvdtrain.cluster.hosts.ssh import Ssh
 
 
 class Session(Sessions):

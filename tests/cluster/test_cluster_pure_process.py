@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 
-from hvdtrain.cluster.hosts import Host, assign
+from hvdtrain.cluster.hosts.hosts import Host, assign
 
 
 def test_ranks_are_assigned_as_horovodrun_does():

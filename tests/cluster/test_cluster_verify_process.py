@@ -9,7 +9,7 @@ import cluster_hosts
 import pytest
 from harness import Result, run_ranks, tool
 
-from hvdtrain.cluster.verify_rank import MARK
+from hvdtrain.cluster.doctor.verify_rank import MARK
 
 # ---- real ranks
 
@@ -64,7 +64,7 @@ BROKEN = """\
 import copy, sys, types
 import torch
 import hvdtrain.torch
-from hvdtrain.cluster import verify_rank as rank, verify_toy as toy
+from hvdtrain.cluster.doctor import verify_rank as rank, verify_toy as toy
 prepare = hvdtrain.torch.prepare
 def plain(model, optimizer):
     model, _ = prepare(model, optimizer)

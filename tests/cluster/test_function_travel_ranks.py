@@ -237,7 +237,7 @@ def test_with_processes_that_multiprocessing_spawns(tmp_path):
 def test_a_traceback_shows_the_callers_lines(tmp_path, cell):
     text = """
     def user_line():
-        from hvdtrain.core.in_step.lines import user_line
+        from hvdtrain.comm.lines import user_line
         return user_line()  # here
     def fail():
         raise ValueError("x")  # there

@@ -263,7 +263,7 @@ def test_compose_starts_two_hosts_without_rights_that_share_a_key_volume() -> No
 
 
 def test_composes_training_is_a_command_line_that_hvdtrain_takes() -> None:
-    from hvdtrain.cluster.hosts import parse_hosts
+    from hvdtrain.cluster.hosts.hosts import parse_hosts
     from hvdtrain.commands import launch
 
     command = re.fullmatch(r"\$\{HVDTRAIN_COMMAND:-(.*)\}", compose()["services"]["node1"]["command"])

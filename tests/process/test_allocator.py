@@ -6,7 +6,7 @@ from harness import run_ranks
 
 PROGRAM = """
 import resource, threading, torch
-from hvdtrain.core.resources import keep_freed_memory
+from hvdtrain.world.resources import keep_freed_memory
 
 def work():
     for _ in range(10):

@@ -10,13 +10,13 @@ import psutil
 import pytest
 from harness import clean_environment
 
-from hvdtrain.bench import turns
-from hvdtrain.bench.turns import Arm, InterleavedJobs
+from hvdtrain.bench.turns import turns
+from hvdtrain.bench.turns.turns import Arm, InterleavedJobs
 from hvdtrain.core.errors import HvdtrainError
 
 PROGRAM = """
 import sys, threading, time
-from hvdtrain.core.in_step.turns import orders
+from hvdtrain.comm.turns import orders
 ticks = 0
 def tick():
     global ticks

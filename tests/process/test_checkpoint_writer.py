@@ -13,7 +13,7 @@ from checkpoint_steps import synchronous
 from harness import PROGRAMS, REPOSITORY, Result, clean_environment, run_ranks
 from run_logs import strict
 
-from hvdtrain.runs.log import read_run
+from hvdtrain.record.log import read_run
 
 PROGRAM = PROGRAMS / "core" / "checkpoint_writer.py"
 

@@ -11,8 +11,8 @@ from hvdtrain.core.errors import HUNG_CODE
 PROGRAM = """
 import os, socket, sys, threading
 from hvdtrain.core import errors
-from hvdtrain.core.in_step import watch
-from hvdtrain.core.in_step.link import Link
+from hvdtrain.watch import watch
+from hvdtrain.comm.link import Link
 
 mine, other = socket.socketpair()
 error = ["the rule", "what came", "the remedy"]
@@ -35,7 +35,7 @@ def test_what_the_thread_has_found_is_told_by_the_exit_code(end: str) -> None:
 
 FAILS = """
 import socket
-from hvdtrain.core.in_step import watch
+from hvdtrain.watch import watch
 
 class Odd:
     socket = None
@@ -46,7 +46,7 @@ watch.end_all(["the rule", "what came", "the remedy"], 0, [Odd()], "hvdtrain", 7
 """
 PROXY = """
 import multiprocessing.pool, weakref
-from hvdtrain.core.in_step import watch
+from hvdtrain.watch import watch
 
 class Gone: pass
 gone = Gone()

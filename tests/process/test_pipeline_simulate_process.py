@@ -12,7 +12,7 @@ from stub_pipelines import stage
 from hvdtrain.pipeline.plan.costs import Link, Pool
 from hvdtrain.pipeline.plan.schedule import REMATS, SCHEDULES, Action, actions, micro_batch_sizes, recomputed
 from hvdtrain.pipeline.plan.simulate import simulate
-from hvdtrain.pipeline.threads import FairSemaphore
+from hvdtrain.pipeline.values.threads import FairSemaphore
 
 # ---- real threads
 

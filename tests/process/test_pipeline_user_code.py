@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 import hvdtrain.pipeline as hp
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.pipeline.runtime import Pipeline
-from hvdtrain.pipeline.worker import StageError
+from hvdtrain.pipeline.run.runtime import Pipeline
+from hvdtrain.pipeline.run.worker import StageError
 
 DOUBLE = torch.float64
 WAYS = [(schedule, remat) for schedule in ("1f1b", "gpipe", "zb-h1") for remat in ("never", "all")]

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hvdtrain.torch.checks.replay import CannotTry, Recording, Replay, meet, rows_of
+from hvdtrain.torch.losses.replay import CannotTry, Recording, Replay, meet, rows_of
 
 N, WIDE, HALF = 12, 3, 6
 MADE = torch.Generator().manual_seed(2)

@@ -8,7 +8,7 @@ import pytest
 from harness import run_ranks
 from run_logs import strict
 
-from hvdtrain.runs.log import read_run, run_status
+from hvdtrain.record.log import read_run, run_status
 
 # each step is an event, which is in a buffer for the first second
 PROGRAM = """

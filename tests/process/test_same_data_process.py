@@ -8,7 +8,7 @@ import sys
 from harness import clean_environment
 
 CODE = """
-from hvdtrain.core.same_data import glance
+from hvdtrain.world.same_data import glance
 print(list(glance([{"one", "two", "three"}, {"key": {"x", "y"}}, {name: 1 for name in {"a", "b", "c"}}])))
 """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from harness import PROGRAMS, Result, run_ranks, together
 
-from hvdtrain.core.in_step import arrival
+from hvdtrain.comm import arrival
 
 LATE = PROGRAMS / "core" / "late.py"
 

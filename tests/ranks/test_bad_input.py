@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 from harness import Result, run_ranks
 
-from hvdtrain.core.world import World
-from hvdtrain.runs.log import RunLog
+from hvdtrain.record.log import RunLog
+from hvdtrain.world.world import World
 
 NOWHERE = "http://127.0.0.1:9/mnist.npz"  # the discard port: nobody listens
 

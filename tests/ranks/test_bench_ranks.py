@@ -15,7 +15,7 @@ from matplotlib.image import imread
 from hvdtrain.bench import compared, torch_train, train
 from hvdtrain.bench.checkpoint import ARMS
 from hvdtrain.core.errors import HvdtrainError
-from hvdtrain.runs import stats
+from hvdtrain.record import stats
 
 
 def test_report_says_when_the_target_is_missed() -> None:

@@ -16,7 +16,7 @@ from checkpoint_steps import restored, save, step_of, steps, synchronous
 from harness import PROGRAMS, REPOSITORY, clean_environment, quick_folder, run_ranks
 
 from hvdtrain import CheckpointError, Progress
-from hvdtrain.runs.checkpoint_files import MANIFEST
+from hvdtrain.checkpoint.checkpoint_files import MANIFEST
 
 FOLDER = PROGRAMS / "core"
 

@@ -16,10 +16,10 @@ import pytest
 from harness import PROGRAMS, Result, run_ranks, together
 from parted_ranks import NAMED_WITHIN_S
 
+from hvdtrain.comm.ring import FOLDER, RUN_VARIABLE
 from hvdtrain.commands.why import why
 from hvdtrain.core.errors import HUNG_CODE
-from hvdtrain.core.in_step.hang import HANG_VARIABLE
-from hvdtrain.core.in_step.ring import FOLDER, RUN_VARIABLE
+from hvdtrain.watch.hang import HANG_VARIABLE
 
 TORCH, KERAS = PROGRAMS / "torch" / "hang.py", PROGRAMS / "keras" / "hang.py"
 RULE = "no rank may let the others wait for long in a collective operation"
@@ -120,7 +120,7 @@ def killed_when_parted(folder: Path) -> Iterator[None]:
         while time.monotonic() < until and not (folder / "parted.1").exists():
             over.wait(0.1)
         over.wait(2.0)
-        from hvdtrain.core.in_step.ring import read_ring
+        from hvdtrain.comm.ring import read_ring
 
         page = read_ring(folder / FOLDER / "rank-1.ring")
         if page is not None:

@@ -12,7 +12,7 @@ from harness import PROGRAMS, Result, run_ranks, together
 from limits import Limit
 from parted_ranks import ENDING, NAMED_WITHIN_S, RULE
 
-from hvdtrain.core.in_step import watch
+from hvdtrain.watch import watch
 
 HERE = Path(__file__).parent
 TORCH, KERAS = PROGRAMS / "torch" / "out_of_step.py", PROGRAMS / "keras" / "out_of_step.py"

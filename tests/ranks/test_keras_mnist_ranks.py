@@ -14,7 +14,7 @@ from limits import Limit
 
 from hvdtrain import keras_mnist
 from hvdtrain.datasets import digits
-from hvdtrain.runs.log import read_events
+from hvdtrain.record.log import read_events
 
 FEW = 403  # prime: an uneven tail on any number of ranks
 

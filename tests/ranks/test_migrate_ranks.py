@@ -16,8 +16,8 @@ from horovod_scripts import FOLDER
 
 from hvdtrain.core.errors import HvdtrainError
 from hvdtrain.migrate.convert import convert
-from hvdtrain.migrate.plan import DDP, HVDTRAIN, Target
 from hvdtrain.migrate.prove import Proof, Run, compare, prove, run
+from hvdtrain.migrate.script.plan import DDP, HVDTRAIN, Target
 
 TRAINER = "torch_trainer_class.py"
 OTHERS = (

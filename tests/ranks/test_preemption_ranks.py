@@ -147,7 +147,7 @@ def test_keras(backend: str, tmp_path: Path) -> None:
 
 FORKED = """
 import os, signal, sys, time, hvdtrain
-from hvdtrain.core.in_step import preemption
+from hvdtrain.watch import preemption
 with hvdtrain.init("torch"):
     child = os.fork()
     if child == 0:

@@ -84,7 +84,7 @@ def test_ready_and_proven_within_a_minute_without_a_compiler(wheels, machine, tm
     assert cpu_s < LIMIT_S, f"{cpu_s:.0f} s of processor time"
     # what hvdtrain sees of it
     program = (
-        "from hvdtrain.cluster.doctor import probe; from hvdtrain.runs import stats\n"
+        "from hvdtrain.cluster.hosts import probe; from hvdtrain.record import stats\n"
         "print(probe._packages()['horovod'], stats.versions('horovod')['horovod'])"
     )
     shown = subprocess.run(

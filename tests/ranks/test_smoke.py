@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from harness import PROGRAMS, Result, run_ranks
 
-from hvdtrain.core.in_step.hang import HANG_VARIABLE
+from hvdtrain.watch.hang import HANG_VARIABLE
 
 SMOKE = PROGRAMS / "smoke"
 TORCH, KERAS = SMOKE / "torch_train.py", SMOKE / "keras_train.py"

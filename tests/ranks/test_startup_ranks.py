@@ -17,7 +17,7 @@ from harness import run_ranks
 def test_notes_on_file_descriptor_2(asked: bool, fails: bool) -> None:
     """Hidden unless asked for or the import fails; and the descriptor works again afterwards."""
     code = (
-        "import os, sys, contextlib\nfrom hvdtrain.core.startup import quiet\n"
+        "import os, sys, contextlib\nfrom hvdtrain.world.startup import quiet\n"
         "with contextlib.suppress(ValueError), quiet():\n"
         " os.write(2, b'NOTE\\n')\n"
         f" if {fails}: raise ValueError\n"

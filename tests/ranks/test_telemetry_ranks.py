@@ -20,7 +20,7 @@ from limits import Limit
 from run_logs import one_step, open_log, strict
 
 from hvdtrain import ConfigError
-from hvdtrain.runs.log import read_events, read_run, run_status
+from hvdtrain.record.log import read_events, read_run, run_status
 
 FOLDER = PROGRAMS / "core"
 

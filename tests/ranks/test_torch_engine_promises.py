@@ -9,7 +9,7 @@ import torch_cases
 from harness import Result, run_ranks
 from limits import Limit
 
-from hvdtrain.core import engines
+from hvdtrain.comm import engines
 
 PROGRAM = "loops.py"  # which runs the cases of both
 PROMISES = [*torch_cases.names("engine_promises.py"), *torch_cases.names(PROGRAM)]

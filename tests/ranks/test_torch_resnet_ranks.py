@@ -13,7 +13,7 @@ import pytest
 from harness import PROGRAMS, Result, run_ranks
 from PIL import Image
 
-from hvdtrain.runs.log import read_events
+from hvdtrain.record.log import read_events
 
 PROGRAM = PROGRAMS / "torch" / "resnet_that_dies.py"
 BROKEN = "frame/7.jpg"

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from harness import Result, run_ranks
 
+from hvdtrain.comm.ring import FOLDER
 from hvdtrain.commands.why import why
-from hvdtrain.core.in_step.ring import FOLDER
-from hvdtrain.core.in_step.watch import AFTER_VARIABLE
+from hvdtrain.watch.watch import AFTER_VARIABLE
 
 PROGRAM = """
 import os, sys, torch, hvdtrain

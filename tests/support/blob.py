@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from hvdtrain.runs.parts import Part
-from hvdtrain.runs.staging import StateFile
+from hvdtrain.checkpoint.parts import Part
+from hvdtrain.checkpoint.staging import StateFile
 
 
 class Blob(Part):

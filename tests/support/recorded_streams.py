@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hvdtrain.pipeline import places
+from hvdtrain.pipeline.values import places
 
 CPU = torch.device("cpu")
 Clock = dict[int, int]  # by stream: how many of its operations are over

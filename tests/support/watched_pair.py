@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.core.in_step import watch
+from hvdtrain.watch import watch
 
 
 class Ended:

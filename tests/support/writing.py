@@ -7,5 +7,5 @@ import psutil
 
 def writer() -> psutil.Process:
     """Return this process's."""
-    (found,) = [its for its in psutil.Process().children() if "hvdtrain.runs.writer" in " ".join(its.cmdline())]
+    (found,) = [its for its in psutil.Process().children() if "hvdtrain.checkpoint.writer" in " ".join(its.cmdline())]
     return found

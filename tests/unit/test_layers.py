@@ -1,10 +1,11 @@
 """Which folder may import which, read from the sources (imports inside functions and under TYPE_CHECKING count too).
 
-    core < runs, datasets, horovod_build < torch | keras | pipeline | guard < vision | cluster | migrate < programs
-    < bench < commands
+    core < comm < watch < world < record < checkpoint, datasets, horovod_build < torch | keras | pipeline | guard
+    < vision | cluster | migrate < programs < bench < commands
 
-A folder imports what stands further left; those side by side between bars never import each other. The core knows the
-standard library, and inside functions numpy, tqdm, tensorboard, mpi4py and pynvml; an adapter its own framework.
+A folder imports what stands further left; those side by side between bars never import each other. What stands below
+the adapters knows the standard library, and inside functions numpy, tqdm, tensorboard, mpi4py and pynvml; an adapter
+its own framework.
 """
 
 from __future__ import annotations
@@ -21,7 +22,11 @@ from harness import REPOSITORY
 PACKAGE = "hvdtrain"
 FLOORS = (
     {"core"},
-    {"runs", "datasets", "horovod_build"},
+    {"comm"},
+    {"watch"},
+    {"world"},
+    {"record"},
+    {"checkpoint", "datasets", "horovod_build"},
     {"torch", "keras", "pipeline", "guard"},
     {"vision", "cluster", "migrate"},
     {"keras_mnist", "torch_resnet", "torch_cifar10", "pipeline_resnet"},
@@ -35,17 +40,16 @@ NEIGHBOURS = {("pipeline_resnet", "torch_resnet")}
 # within their floor's reach of frameworks: which part knows which
 FRAMEWORKS = {"torch", "torchvision", "tensorflow", "keras", "horovod", "deepspeed", "jax"}
 OWN_FRAMEWORKS = {
-    "core": set(),
-    "runs": set(),
+    **dict.fromkeys(("core", "comm", "watch", "world", "record", "checkpoint"), set()),
     "torch": {"torch", "torchvision", "deepspeed", "horovod"},
     "keras": {"keras", "tensorflow", "torch", "horovod"},
     "pipeline": {"torch"},
     "guard": {"torch"},
 }  # fmt: skip
-# what core and runs may use besides the standard library, but only inside functions
+# what the lowest floors may use besides the standard library, but only inside functions
 LATE = {"numpy", "tqdm", "tensorboard", "mpi4py", "pynvml"}
 # the front door: its names come from everywhere, so nothing that it names may ask for it
-FACADE = {"core", "runs"}
+FACADE = {"core", "comm", "watch", "world", "record", "checkpoint"}
 
 
 @dataclass(frozen=True)
@@ -133,20 +137,21 @@ def test_every_folder_has_its_floor() -> None:
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("core.world", "import numpy"),
-        ("core.world", "def f():\n    import torch"),
-        ("core.world", "from hvdtrain.keras import prepare"),
-        ("core.world", "from hvdtrain import __version__"),
+        ("world.world", "import numpy"),
+        ("world.world", "def f():\n    import torch"),
+        ("world.world", "from hvdtrain.keras import prepare"),
+        ("world.world", "from hvdtrain import __version__"),
         ("core.shard", "from .. import commands"),
         ("core.lr", "import hvdtrain.datasets"),
-        ("runs.checkpoint", "from hvdtrain import World"),
+        ("checkpoint.checkpoint", "from hvdtrain import World"),
+        ("comm.engines", "def f():\n    from hvdtrain.watch import hang"),
         ("keras.engine", "import hvdtrain.torch"),
         ("keras.engine", "from ..torch import prepare"),
         ("keras.engine", "import deepspeed"),
         ("keras.fit_callbacks", "def f():\n    from hvdtrain.vision import recipes"),
         ("torch.loader", "import tensorflow as tf"),
         ("torch.loader", "def f():\n    import keras"),
-        ("vision.recipes", "from hvdtrain.cluster import hosts"),
+        ("vision.recipes", "from hvdtrain.cluster.hosts import hosts"),
         ("guard.session", "import hvdtrain.torch"),
         ("torch_resnet", "from hvdtrain import bench"),
         ("bench.train", "from hvdtrain import commands"),
@@ -163,7 +168,7 @@ def test_negative_twin(module: str, source: str) -> None:
         ("core.shard", "def f():\n    import numpy as np"),
         ("core.shard", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import numpy"),
         ("keras.engine", "import keras, tensorflow, numpy\nimport horovod.tensorflow\nfrom . import backends"),
-        ("keras.engine", "import hvdtrain\nfrom hvdtrain import World\nfrom hvdtrain.core.world import Detected"),
+        ("keras.engine", "import hvdtrain\nfrom hvdtrain import World\nfrom hvdtrain.world.world import Detected"),
         ("keras_mnist", "import hvdtrain\nfrom hvdtrain.keras import prepare\nfrom hvdtrain import datasets"),
         ("pipeline_resnet", "from hvdtrain import torch_resnet"),
         ("__main__", "from hvdtrain.bench import train"),

@@ -21,8 +21,8 @@ BOTH = {
     "evaluate": ("torch/evaluation.py", "keras/evaluation.py"),
     "predict": ("torch/prediction.py", "keras/evaluation.py"),
     "model_state": ("torch/checkpoint.py", "keras/checkpoint.py"),
-    "verify": ("torch/checks/averaging.py", "keras/__init__.py"),
-    "fingerprint": ("torch/checks/replicas.py", "keras/checks/replicas.py"),
+    "verify": ("torch/update/averaging.py", "keras/__init__.py"),
+    "fingerprint": ("torch/engines/replicas.py", "keras/state/replicas.py"),
     "go_on": ("torch/data/loader.py", "keras/data/loader.py"),
 }
 PACKAGES = ("hvdtrain", "hvdtrain.torch", "hvdtrain.keras", "hvdtrain.pipeline", "hvdtrain.datasets")

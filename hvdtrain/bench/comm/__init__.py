@@ -23,13 +23,13 @@ from typing import Any
 from hvdtrain.bench.comm import model, narrow
 from hvdtrain.bench.comm.report import draw, report
 from hvdtrain.bench.comm.ways import WAYS
-from hvdtrain.bench.report import begin, finish, progress
-from hvdtrain.bench.turns import InterleavedJobs, launched
+from hvdtrain.bench.turns.report import begin, finish, progress
+from hvdtrain.bench.turns.turns import InterleavedJobs, launched
 from hvdtrain.core.errors import ConfigError, install_command
 from hvdtrain.core.flags import positive, whole
-from hvdtrain.core.startup import find_modules
 from hvdtrain.pipeline.plan.scaling import Bucket
-from hvdtrain.runs.stats import rotated
+from hvdtrain.record.stats import rotated
+from hvdtrain.world.startup import find_modules
 
 LEAST_FACTOR = 4  # three sizes: two to fit, one between
 BLOCK_S, MOST_REPEATS = 0.1, 200

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.bench.comm.ways import WAYS, Links
-from hvdtrain.core.in_step.turns import orders
+from hvdtrain.comm.turns import orders
 
 
 class ByMessages:

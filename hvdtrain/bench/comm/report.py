@@ -9,8 +9,8 @@ from statistics import median
 from typing import Any
 
 from hvdtrain.bench.comm.model import COUNTS, crossings
-from hvdtrain.bench.report import measured_on, versions
-from hvdtrain.runs import stats
+from hvdtrain.bench.turns.report import measured_on, versions
+from hvdtrain.record import stats
 
 TABLED = 4  # a factor between the sizes of a table: all are in the file
 FIT_TARGET = 0.15

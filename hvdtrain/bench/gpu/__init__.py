@@ -21,9 +21,9 @@ from typing import Any
 
 from hvdtrain.bench.gpu.plan import CHECKS, Check, command, environment
 from hvdtrain.bench.gpu.process import Outcome, outcome_of
-from hvdtrain.bench.report import begin, finish, measured_on, progress, versions
+from hvdtrain.bench.turns.report import begin, finish, measured_on, progress, versions
 from hvdtrain.core.flags import whole
-from hvdtrain.runs import stats
+from hvdtrain.record import stats
 
 LEAST_S = 15.0  # what a check is begun with
 

@@ -21,8 +21,8 @@ from hvdtrain.bench.gpu.found import Goal, arguments, main, say
 from hvdtrain.bench.gpu.speed import CLASSES, REAL, TINY, Sizes, in_turns, prepared
 from hvdtrain.bench.input import write_pictures
 from hvdtrain.datasets import load_folder
-from hvdtrain.runs import stats
-from hvdtrain.torch.engine import device_of
+from hvdtrain.record import stats
+from hvdtrain.torch.engines.engine import device_of
 
 IN_MEMORY = 1.05  # a step from the loader, against one whose batch lies there
 

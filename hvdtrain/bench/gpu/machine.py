@@ -6,7 +6,7 @@ import importlib.util
 import os
 
 from hvdtrain.bench.gpu.found import Goal, arguments, main, say
-from hvdtrain.runs import stats
+from hvdtrain.record import stats
 
 
 def check() -> None:

@@ -16,7 +16,7 @@ import hvdtrain
 import hvdtrain.torch as hvt
 from hvdtrain.bench.gpu.found import Goal, apart, arguments, main, not_here, say
 from hvdtrain.bench.gpu.shared import through_main_memory
-from hvdtrain.torch.engine import device_of
+from hvdtrain.torch.engines.engine import device_of
 
 SAMPLES, GLOBAL_BATCH, EPOCHS = 17, 8, 3
 EXACT, ROUNDING = 1e-10, 1e-5

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 import hvdtrain
 import hvdtrain.torch as hvt
 from hvdtrain.bench.gpu.found import Goal, arguments, main, say
-from hvdtrain.runs import stats
-from hvdtrain.torch.engine import device_of
+from hvdtrain.record import stats
+from hvdtrain.torch.engines.engine import device_of
 
 CLASSES, OVERHEAD = 1000, 1.01
 Step = Callable[[], Any]

@@ -16,15 +16,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.cluster import addresses
 from hvdtrain.cluster.doctor import findings, live, machine, network, software
 from hvdtrain.cluster.doctor.findings import ClusterFacts, Facts, Finding
 from hvdtrain.cluster.doctor.network import Folder, Links
 from hvdtrain.cluster.doctor.sessions import Sessions
+from hvdtrain.cluster.hosts import addresses
+from hvdtrain.cluster.hosts.ssh import SshProblem
 from hvdtrain.cluster.launch.job import Job
-from hvdtrain.cluster.ssh import SshProblem
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.runs import stats
+from hvdtrain.record import stats
 
 FLOW_S = 0.2
 # packets that a firewall drops are given up after that

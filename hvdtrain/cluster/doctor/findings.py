@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from hvdtrain.cluster.ssh import Kind, SshProblem
+from hvdtrain.cluster.hosts.ssh import Kind, SshProblem
 
 Facts = Mapping[str, Any]
 MIB, GIB = 1 << 20, 1 << 30

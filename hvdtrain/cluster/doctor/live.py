@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hvdtrain.cluster.doctor.findings import ClusterFacts, Finding, known
-from hvdtrain.cluster.hosts import Host
+from hvdtrain.cluster.hosts.hosts import Host
 from hvdtrain.cluster.launch import environment, launcher
 from hvdtrain.cluster.launch.job import Job, Timeouts
 from hvdtrain.core.errors import HvdtrainError

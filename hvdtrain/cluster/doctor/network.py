@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hvdtrain.cluster.addresses import Chosen
 from hvdtrain.cluster.doctor.findings import FULL_BYTES, ClusterFacts, Facts, Finding, Severity, known, listed, odd_ones
+from hvdtrain.cluster.hosts.addresses import Chosen
 from hvdtrain.core.errors import ConfigError
 
 CLOCK_LIMIT_S = 1.0

@@ -14,9 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.cluster.channel import Channel
-from hvdtrain.cluster.protocol import Message
-from hvdtrain.cluster.ssh import Ssh, SshProblem, are_this_machine, not_started
+from hvdtrain.cluster.hosts.channel import Channel
+from hvdtrain.cluster.hosts.protocol import Message
+from hvdtrain.cluster.hosts.ssh import Ssh, SshProblem, are_this_machine, not_started
 from hvdtrain.core.errors import ConfigError
 
 Request = Mapping[str, Any]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from hvdtrain.cluster.hosts import Host, Slot
+from hvdtrain.cluster.hosts.hosts import Host, Slot
 
 
 @dataclass(frozen=True)

@@ -25,17 +25,17 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from hvdtrain.cluster.data_path import DataPath, Reach
-from hvdtrain.cluster.doctor import probe
+from hvdtrain.cluster.hosts import probe
+from hvdtrain.cluster.hosts.data_path import DataPath, Reach
+from hvdtrain.cluster.hosts.protocol import BEAT_S, WINDOW, Decoder, Message, encode, mark_of
 from hvdtrain.cluster.launch import processes
 from hvdtrain.cluster.launch.environment import is_of_a_host
 from hvdtrain.cluster.launch.processes import TICK_S, guard, sweep
 from hvdtrain.cluster.launch.rank import ANSWERS, ELASTIC, PASSED_ON, Rank, StartError, ask, rendezvous_process
-from hvdtrain.cluster.protocol import BEAT_S, WINDOW, Decoder, Message, encode, mark_of
-from hvdtrain.core.in_step.preemption import ASKS, ENDING, ENDS
-from hvdtrain.core.in_step.ring import LAUNCH, forget_launch
-from hvdtrain.core.resources import cgroup_quota
+from hvdtrain.comm.ring import LAUNCH, forget_launch
 from hvdtrain.core.version import __version__
+from hvdtrain.watch.preemption import ASKS, ENDING, ENDS
+from hvdtrain.world.resources import cgroup_quota
 
 MOST_BUFFERED_BYTES = 1 << 20  # of output that the connection has not taken yet; then the ranks wait
 

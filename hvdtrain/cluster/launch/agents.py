@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import hvdtrain
-from hvdtrain.cluster.channel import Channel
-from hvdtrain.cluster.hosts import Host
+from hvdtrain.cluster.hosts.channel import Channel
+from hvdtrain.cluster.hosts.hosts import Host
+from hvdtrain.cluster.hosts.protocol import BEAT_S, Message, encode
+from hvdtrain.cluster.hosts.ssh import SshProblem, are_this_machine, is_this_machine, not_started
 from hvdtrain.cluster.launch.failures import Tracebacks
 from hvdtrain.cluster.launch.job import Job
-from hvdtrain.cluster.protocol import BEAT_S, Message, encode
-from hvdtrain.cluster.ssh import SshProblem, are_this_machine, is_this_machine, not_started
 from hvdtrain.core.errors import ConfigError, LauncherError
 from hvdtrain.core.version import SAFE_PATH, __version__
 

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from hvdtrain.cluster.hosts import Host, parse_hosts
+from hvdtrain.cluster.hosts.hosts import Host, parse_hosts
 from hvdtrain.core.errors import ConfigError
 
 EVERY_S = 1.0

@@ -10,7 +10,9 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from hvdtrain.cluster.hosts import Host, Slot
+from hvdtrain.cluster.hosts.hosts import Host, Slot
+from hvdtrain.cluster.hosts.links import Pair, to_drop
+from hvdtrain.cluster.hosts.protocol import BEAT_S, Message
 from hvdtrain.cluster.launch import actions
 from hvdtrain.cluster.launch.agents import Agents, Connection
 from hvdtrain.cluster.launch.discovery import Discovery
@@ -19,10 +21,8 @@ from hvdtrain.cluster.launch.job import Job, Plan
 from hvdtrain.cluster.launch.members import Limits, Members
 from hvdtrain.cluster.launch.rank import ELASTIC, ELASTIC_SIZE, ELASTIC_SLOT
 from hvdtrain.cluster.launch.running import Heard, Running, places
-from hvdtrain.cluster.links import Pair, to_drop
-from hvdtrain.cluster.protocol import BEAT_S, Message
+from hvdtrain.comm import arrival
 from hvdtrain.core.errors import EXIT_CODE, HOST_LOST_CODE, HUNG_CODE, OUT_OF_STEP_CODE, PREEMPTED_CODE, ConfigError
-from hvdtrain.core.in_step import arrival
 from hvdtrain.core.version import __version__
 
 _ENDS_THE_JOB = (EXIT_CODE, HUNG_CODE, OUT_OF_STEP_CODE)

@@ -9,9 +9,9 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hvdtrain.cluster.addresses import Chosen
-from hvdtrain.cluster.doctor import probe
-from hvdtrain.cluster.hosts import Slot
+from hvdtrain.cluster.hosts import probe
+from hvdtrain.cluster.hosts.addresses import Chosen
+from hvdtrain.cluster.hosts.hosts import Slot
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.launchers import MADE_UP_PORT
 

@@ -10,13 +10,13 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from hvdtrain.cluster.addresses import Chosen, Interfaces, choose, interfaces, joined
-from hvdtrain.cluster.hosts import Host, Slot, assign
+from hvdtrain.cluster.hosts.addresses import Chosen, Interfaces, choose, interfaces, joined
+from hvdtrain.cluster.hosts.hosts import Host, Slot, assign
+from hvdtrain.cluster.hosts.protocol import Message
+from hvdtrain.cluster.hosts.ssh import Ssh
 from hvdtrain.cluster.launch import environment
-from hvdtrain.cluster.protocol import Message
-from hvdtrain.cluster.ssh import Ssh
+from hvdtrain.comm.arrival import check_interface
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.core.in_step.arrival import check_interface
 
 
 def working_directory() -> str:

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from hvdtrain.cluster.hosts import Host, Slot, numbered
+from hvdtrain.cluster.hosts.hosts import Host, Slot, numbered
 from hvdtrain.cluster.launch.actions import (
     Action,
     Fail,

@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any, TextIO
 
-from hvdtrain.cluster.hosts import Host, Slot
+from hvdtrain.cluster.hosts.hosts import Host, Slot
 from hvdtrain.cluster.launch.failures import Failure
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.runs.folder import next_folder
+from hvdtrain.record.folder import next_folder
 
 _LOOK_S = 0.1
 LONGEST_LINE = 1000

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
-from hvdtrain.core.in_step.ring import LAUNCH
+from hvdtrain.comm.ring import LAUNCH
 
 TICK_S = 0.1
 # linux/prctl.h

@@ -18,8 +18,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hvdtrain.cluster.launch import processes
-from hvdtrain.core.in_step.preemption import is_default
 from hvdtrain.core.version import SAFE_PATH
+from hvdtrain.watch.preemption import is_default
 
 DRAIN_S = 0.5  # how long a rank's pipes are read after its end, if something that it started keeps them open
 LOOK_EVERY_S = 0.5  # at whether a rank is stopped

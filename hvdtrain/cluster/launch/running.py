@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hvdtrain.cluster import addresses
-from hvdtrain.cluster.hosts import Host, Slot
+from hvdtrain.cluster.hosts import addresses
+from hvdtrain.cluster.hosts.hosts import Host, Slot
+from hvdtrain.cluster.hosts.links import Look, Pair, to_drop
+from hvdtrain.cluster.hosts.protocol import Message
 from hvdtrain.cluster.launch import environment
 from hvdtrain.cluster.launch.agents import Agents, Connection
 from hvdtrain.cluster.launch.failures import (
@@ -26,8 +28,6 @@ from hvdtrain.cluster.launch.failures import (
 )
 from hvdtrain.cluster.launch.job import Job, Plan, make_plan
 from hvdtrain.cluster.launch.rank import ANSWERS, ELASTIC, ELASTIC_SIZE, ELASTIC_SLOT, PASSED_ON, RETURNED
-from hvdtrain.cluster.links import Look, Pair, to_drop
-from hvdtrain.cluster.protocol import Message
 from hvdtrain.core.errors import HOST_LOST_CODE, NOT_STARTED_CODE, PREEMPTED_CODE, LauncherError
 from hvdtrain.core.slurm import port_of
 

@@ -17,8 +17,8 @@ import numpy as np
 import tensorflow as tf
 from keras.src.backend.tensorflow.trainer import TFEpochIterator
 
+from hvdtrain.keras.backends.session import KEY, first_made, map_leaves
 from hvdtrain.keras.backends.tensorflow_host import OutsideOfSteps
-from hvdtrain.keras.session import KEY, first_made, map_leaves
 
 # bfloat16 and the unsigned types are missing from the type list of Horovod's TensorFlow operations.
 REDUCIBLE = frozenset({"float16", "float32", "float64"})

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.core import same_data
-from hvdtrain.core.engines import losses_in
-from hvdtrain.core.same_data import PRIME
+from hvdtrain.comm.engines import losses_in
+from hvdtrain.world import same_data
+from hvdtrain.world.same_data import PRIME
 
 _HIDDEN_RANDOM = {
     "Multinomial", "ParameterizedTruncatedNormal", "RandomGamma", "RandomPoissonV2", "RandomShuffle",

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from keras.src.backend.torch.trainer import TorchEpochIterator
 
-from hvdtrain.core.engines import losses_in
-from hvdtrain.core.same_data import PRIME
-from hvdtrain.keras.session import first_made, map_leaves
+from hvdtrain.comm.engines import losses_in
+from hvdtrain.keras.backends.session import first_made, map_leaves
+from hvdtrain.world.same_data import PRIME
 
 REDUCIBLE = frozenset({torch.float16, torch.float32, torch.float64})
 _INTEGER_OF_WIDTH = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

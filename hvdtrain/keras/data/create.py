@@ -8,15 +8,15 @@ from typing import Any, Literal
 import keras
 from keras.src.trainers.data_adapters import is_tf_dataset, is_torch_dataloader
 
-from hvdtrain.core import same_data
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.core.records import check_heads, stream_of
 from hvdtrain.core.sharding import Plan
-from hvdtrain.core.streams import StreamPlan
-from hvdtrain.core.world import World, given_or_current
 from hvdtrain.keras.data.loader import Loader
 from hvdtrain.keras.data.sources import Arrays, Batches, Items, Source, batch_of, rows_of, stacked
 from hvdtrain.keras.data.walked import Walk, WalkedLoader, first_rows
+from hvdtrain.world import same_data
+from hvdtrain.world.records import check_heads, stream_of
+from hvdtrain.world.streams import StreamPlan
+from hvdtrain.world.world import World, given_or_current
 
 
 def loader(

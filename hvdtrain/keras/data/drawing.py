@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.core.streams import epoch_seed
+from hvdtrain.world.streams import epoch_seed
 
 
 class OwnRng:

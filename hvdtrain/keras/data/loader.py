@@ -15,12 +15,12 @@ import numpy as np
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 
+from hvdtrain.comm import elastic
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.core.in_step import elastic
 from hvdtrain.core.sharding import Dealt, Plan, Step
-from hvdtrain.core.world import World
+from hvdtrain.keras.backends.session import NO_SAMPLE, map_leaves
 from hvdtrain.keras.data.sources import Batch, Source
-from hvdtrain.keras.session import NO_SAMPLE, map_leaves
+from hvdtrain.world.world import World
 
 known: WeakSet[Loader] = WeakSet()
 

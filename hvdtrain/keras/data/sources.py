@@ -8,10 +8,10 @@ from typing import Any, Protocol
 import keras
 import numpy as np
 
-from hvdtrain.core import same_data
 from hvdtrain.core.errors import ConfigError
+from hvdtrain.keras.backends.session import map_leaves
 from hvdtrain.keras.data.drawing import OwnRng
-from hvdtrain.keras.session import map_leaves
+from hvdtrain.world import same_data
 
 Batch = tuple[Any, Any, Any]  # x, y and sample weights; None is what is not there
 

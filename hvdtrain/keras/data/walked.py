@@ -13,13 +13,13 @@ from keras.src.trainers.data_adapters import data_adapter_utils
 from keras.src.trainers.epoch_iterator import EpochIterator
 
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.core.records import STREAM, Head, Noted, check_ends, head
-from hvdtrain.core.streams import StreamPlan, StreamStep, walk
-from hvdtrain.core.world import World
+from hvdtrain.keras.backends.session import replaced
 from hvdtrain.keras.data.drawing import OwnRng
 from hvdtrain.keras.data.loader import Loader, for_tensorflow
 from hvdtrain.keras.data.sources import Batch
-from hvdtrain.keras.session import replaced
+from hvdtrain.world.records import STREAM, Head, Noted, check_ends, head
+from hvdtrain.world.streams import StreamPlan, StreamStep, walk
+from hvdtrain.world.world import World
 
 OF_TENSORFLOW = replace(
     STREAM,

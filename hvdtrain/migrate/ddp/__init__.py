@@ -7,13 +7,13 @@ from typing import Any
 
 import libcst as cst
 
-from hvdtrain.migrate import ranks, torch_calls, training, wrapping
 from hvdtrain.migrate.ddp import start, updates
 from hvdtrain.migrate.ddp.calls import HANDLERS, REASONS, move_imports, move_init, names_taken
 from hvdtrain.migrate.ddp.models import Models
-from hvdtrain.migrate.plan import DDP, Plan
-from hvdtrain.migrate.ranks import Arguments
-from hvdtrain.migrate.source import bind, code, is_chain, literal, walk
+from hvdtrain.migrate.script import ranks, torch_calls, training, wrapping
+from hvdtrain.migrate.script.plan import DDP, Plan
+from hvdtrain.migrate.script.ranks import Arguments
+from hvdtrain.migrate.script.source import bind, code, is_chain, literal, walk
 
 __all__ = ["move", "move_imports", "names_taken"]
 

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import libcst as cst
 
-from hvdtrain.migrate import ranks, torch_calls
 from hvdtrain.migrate.ddp.start import refuse_root
-from hvdtrain.migrate.plan import Plan
-from hvdtrain.migrate.ranks import Arguments, Handler
-from hvdtrain.migrate.source import code, literal, tail
+from hvdtrain.migrate.script import ranks, torch_calls
+from hvdtrain.migrate.script.plan import Plan
+from hvdtrain.migrate.script.ranks import Arguments, Handler
+from hvdtrain.migrate.script.source import code, literal, tail
 
 # what the new script imports, by what needs it
 LINES = {

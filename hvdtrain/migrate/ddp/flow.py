@@ -11,8 +11,8 @@ from typing import Any, TypeAlias
 
 import libcst as cst
 
-from hvdtrain.migrate.source import Source, calls, code, find, is_chain, owner_of, tail, walk
-from hvdtrain.migrate.torch_calls import without_gradients
+from hvdtrain.migrate.script.source import Source, calls, code, find, is_chain, owner_of, tail, walk
+from hvdtrain.migrate.script.torch_calls import without_gradients
 
 # where a name is assigned, and the name; attributes are told apart by their last name only
 Variable: TypeAlias = tuple[Any, str]

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 import libcst as cst
 
 from hvdtrain.migrate.ddp.flow import SAME, Flow, Giver, Variable
-from hvdtrain.migrate.plan import Plan, own_nodes
-from hvdtrain.migrate.source import Source, calls, code, find, names_in, tail, walk
-from hvdtrain.migrate.torch_calls import without_gradients
-from hvdtrain.migrate.wrapping import Wrap, is_parameter
+from hvdtrain.migrate.script.plan import Plan, own_nodes
+from hvdtrain.migrate.script.source import Source, calls, code, find, names_in, tail, walk
+from hvdtrain.migrate.script.torch_calls import without_gradients
+from hvdtrain.migrate.script.wrapping import Wrap, is_parameter
 
 # the same of the wrapped model as of the plain one
 _SAME = ("train", "eval", "training", "parameters", "zero_grad")

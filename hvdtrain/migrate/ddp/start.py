@@ -6,9 +6,9 @@ import re
 
 import libcst as cst
 
-from hvdtrain.migrate.plan import Plan, assignments, made_of, own_nodes
-from hvdtrain.migrate.source import Source, calls, code, find, is_chain, literal, owner_of
-from hvdtrain.migrate.wrapping import Wrap
+from hvdtrain.migrate.script.plan import Plan, assignments, made_of, own_nodes
+from hvdtrain.migrate.script.source import Source, calls, code, find, is_chain, literal, owner_of
+from hvdtrain.migrate.script.wrapping import Wrap
 
 # what horovodrun and mpirun tell each rank, and torchrun does not
 _VARIABLES = re.compile("(HOROVOD|OMPI_COMM_WORLD|PMI|PMIX)_((LOCAL|CROSS|NODE)_)?(RANK|SIZE)")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import libcst as cst
 
-from hvdtrain.migrate import torch_calls, training
 from hvdtrain.migrate.ddp.flow import Paths
 from hvdtrain.migrate.ddp.models import Models
-from hvdtrain.migrate.plan import Plan
-from hvdtrain.migrate.source import calls, code, is_chain, literal, names_in, owner_of, tail, walk
+from hvdtrain.migrate.script import torch_calls, training
+from hvdtrain.migrate.script.plan import Plan
+from hvdtrain.migrate.script.source import calls, code, is_chain, literal, names_in, owner_of, tail, walk
 
 _AVERAGES = "Horovod averages at the step, DistributedDataParallel in a backward() behind a call of the wrapped model"
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.pipeline.microbatch import unmarked
+from hvdtrain.pipeline.values.microbatch import unmarked
 
 
 def name_of(model: nn.Module, names: Sequence[str], count: int, index: int) -> str:

@@ -11,12 +11,12 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.pipeline.microbatch import SIMPLE, tensors_of
-from hvdtrain.pipeline.rng import Generators
 from hvdtrain.pipeline.trace.code import forgotten
 from hvdtrain.pipeline.trace.few import a_few, device_of, to_device
 from hvdtrain.pipeline.trace.restore import all_training, preserved_state
 from hvdtrain.pipeline.trace.tracer import Program
+from hvdtrain.pipeline.values.microbatch import SIMPLE, tensors_of
+from hvdtrain.pipeline.values.rng import Generators
 
 
 @dataclass

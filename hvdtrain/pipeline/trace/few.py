@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.pipeline.microbatch import batch_size, map_tensors, unmarked
+from hvdtrain.pipeline.values.microbatch import batch_size, map_tensors, unmarked
 
 FEW = 2  # samples
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.version import add_note
-from hvdtrain.pipeline.microbatch import is_differentiable
+from hvdtrain.pipeline.values.microbatch import is_differentiable
 
 Initialise = Callable[[nn.Module], object]
 

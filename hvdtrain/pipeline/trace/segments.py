@@ -17,8 +17,6 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.pipeline.microbatch import SIMPLE, map_tensors
-from hvdtrain.pipeline.rng import draws_by_name, may_draw
 from hvdtrain.pipeline.trace import code
 from hvdtrain.pipeline.trace.cuts import Cut, find_cuts
 from hvdtrain.pipeline.trace.facts import Different, Facts, look, run_once
@@ -27,6 +25,8 @@ from hvdtrain.pipeline.trace.fixed import outside
 from hvdtrain.pipeline.trace.modes import innermost
 from hvdtrain.pipeline.trace.restore import all_training, attributes_of, changes, copied, preserved_state
 from hvdtrain.pipeline.trace.tracer import Program, parted, trace, users_line
+from hvdtrain.pipeline.values.microbatch import SIMPLE, map_tensors
+from hvdtrain.pipeline.values.rng import draws_by_name, may_draw
 
 Object = TypeVar("Object")
 _DULL = {

@@ -15,9 +15,9 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from hvdtrain.pipeline.microbatch import batch_size
 from hvdtrain.pipeline.trace.few import FEW, device_of, resized, to_device
 from hvdtrain.pipeline.trace.restore import attributes_of, draw_states, redrawn, restored
+from hvdtrain.pipeline.values.microbatch import batch_size
 
 UNKNOWN: Any = object()
 # what asks a tensor for its form, not for its numbers

@@ -33,7 +33,6 @@ from torch.nn import functional as F
 from torch.nn.modules import transformer
 
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.pipeline.microbatch import is_named, known_to_pytree
 from hvdtrain.pipeline.trace import recording
 from hvdtrain.pipeline.trace.arguments import check_fixed, name_of, places_given
 from hvdtrain.pipeline.trace.few import device_of
@@ -41,6 +40,7 @@ from hvdtrain.pipeline.trace.modes import Call, dependent, differently_wired, ke
 from hvdtrain.pipeline.trace.proxy import Proxy
 from hvdtrain.pipeline.trace.restore import all_training, attributes_of, draw_states, preserved_state, redrawn, restored
 from hvdtrain.pipeline.trace.shadow import Shadow, same
+from hvdtrain.pipeline.values.microbatch import is_named, known_to_pytree
 
 # what depends on no stand-in is computed once, when the model is traced
 _DRAWN = "draws random numbers that a trace would fix (Python's, NumPy's, PyTorch's from a tensor of its own)"

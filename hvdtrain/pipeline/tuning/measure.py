@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from hvdtrain.core.errors import is_out_of_memory
-from hvdtrain.pipeline.context import Context
-from hvdtrain.pipeline.microbatch import batch_size, map_tensors, tensors_of
-from hvdtrain.pipeline.places import StageDevice
-from hvdtrain.pipeline.stage import Copies
-from hvdtrain.pipeline.threads import side_by_side
+from hvdtrain.pipeline.run.stage import Copies
 from hvdtrain.pipeline.trace.few import device_of, resized, to_device
 from hvdtrain.pipeline.trace.segments import Segment
+from hvdtrain.pipeline.values.context import Context
+from hvdtrain.pipeline.values.microbatch import batch_size, map_tensors, tensors_of
+from hvdtrain.pipeline.values.places import StageDevice
+from hvdtrain.pipeline.values.threads import side_by_side
 
 Call = Callable[..., tuple[Any, ...]]
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hvdtrain.core.errors import ConfigError, install_command
-from hvdtrain.runs.stats import spread as spread_of
+from hvdtrain.record.stats import spread as spread_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -14,16 +14,16 @@ from typing import Any
 
 from torch import Tensor
 
-from hvdtrain.pipeline.devices import CPU_POOL, cpu_slots
-from hvdtrain.pipeline.microbatch import batch_size, cut, flat, marked
 from hvdtrain.pipeline.plan.costs import Curve, Device, Link, Pool, StageCost, stage_costs
 from hvdtrain.pipeline.plan.schedule import Remat, recomputed, stage_orders
 from hvdtrain.pipeline.plan.simulate import Span, pool_speeds, simulate
-from hvdtrain.pipeline.runtime import Pipeline
+from hvdtrain.pipeline.run.runtime import Pipeline
+from hvdtrain.pipeline.run.worker import StageError
 from hvdtrain.pipeline.trace.restore import preserved_state
 from hvdtrain.pipeline.trace.tracer import parted
 from hvdtrain.pipeline.tuning.unsplit import seconds_of
-from hvdtrain.pipeline.worker import StageError
+from hvdtrain.pipeline.values.devices import CPU_POOL, cpu_slots
+from hvdtrain.pipeline.values.microbatch import batch_size, cut, flat, marked
 
 MICRO_BATCHES = 3  # of a step that is timed, where the batch has so many: enough for the stages to overlap
 ROUNDS, ROUNDS_S = 4, 1.0  # such steps of one size: at most, and for how long more are begun

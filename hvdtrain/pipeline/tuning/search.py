@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from hvdtrain.runs.stats import Interval, ratio_of_means, rotated
+from hvdtrain.record.stats import Interval, ratio_of_means, rotated
 
 LEAST_ROUNDS, MOST_ROUNDS = 3, 6  # with fewer than 3 runs an interval says nothing
 CLOSE_ENOUGH = 1.03  # times the fastest: what lies below may be chosen instead

@@ -12,12 +12,12 @@ from hvdtrain.core.errors import ConfigError, is_out_of_memory
 from hvdtrain.pipeline.plan.schedule import Schedule, micro_batch_sizes, usual_counts
 from hvdtrain.pipeline.tuning.plots import SplitCurve
 from hvdtrain.pipeline.tuning.search import REFERENCE, Search
-from hvdtrain.runs.stats import Interval, mean_of, ratio_of_means, rotated
+from hvdtrain.record.stats import Interval, mean_of, ratio_of_means, rotated
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from hvdtrain.pipeline.runtime import Pipeline
+    from hvdtrain.pipeline.run.runtime import Pipeline
     from hvdtrain.pipeline.tuning.unsplit import Unsplit
 
 Loss = Callable[[Any, Any], "Tensor"]
@@ -182,8 +182,8 @@ def tune(
         SplitDoesNotPay: with `require`; the verdict has the numbers.
         StageError: nothing could be run.
     """
-    from hvdtrain.pipeline.microbatch import batch_size, flat
     from hvdtrain.pipeline.tuning.predict import predict, preserved
+    from hvdtrain.pipeline.values.microbatch import batch_size, flat
 
     started = time.perf_counter()
     batch = batch_size(flat(x, kwargs, pipe.names))
@@ -309,8 +309,8 @@ class _Runs:
 
     def _seconds(self, count: int, one: Unsplit | None) -> float:
         """Infinite for what cannot be run: too little memory, a layer that cannot take so few samples."""
+        from hvdtrain.pipeline.run.worker import StageError
         from hvdtrain.pipeline.tuning.unsplit import seconds_of
-        from hvdtrain.pipeline.worker import StageError
 
         model: Any = self.pipe if one is None else one
         if one is None:

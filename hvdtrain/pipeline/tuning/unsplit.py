@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.core.errors import is_out_of_memory
-from hvdtrain.pipeline.devices import core_blocks
-from hvdtrain.pipeline.microbatch import map_tensors
+from hvdtrain.pipeline.values.devices import core_blocks
+from hvdtrain.pipeline.values.microbatch import map_tensors
 
 if TYPE_CHECKING:
-    from hvdtrain.pipeline.runtime import Pipeline
+    from hvdtrain.pipeline.run.runtime import Pipeline
 
 
 class Unsplit:

@@ -9,20 +9,20 @@ from typing import Any, Literal
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from hvdtrain.core import same_data
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.core.records import BATCH_SAMPLER, SAMPLER, STREAM, check_heads, stream_of
-from hvdtrain.core.resources import usable_cores, workers_for
 from hvdtrain.core.sharding import Plan
-from hvdtrain.core.streams import StreamPlan
-from hvdtrain.core.world import World, given_or_current
 from hvdtrain.torch.data.loader import Loader
 from hvdtrain.torch.data.memory import Memory, Rows, memory_of
 from hvdtrain.torch.data.processes import Processes
 from hvdtrain.torch.data.source import Augment
 from hvdtrain.torch.data.streams import Get, Streamed, StreamLoader, drawn_by_epoch
 from hvdtrain.torch.data.workers import Workers
-from hvdtrain.torch.engine import device_of
+from hvdtrain.torch.engines.engine import device_of
+from hvdtrain.world import same_data
+from hvdtrain.world.records import BATCH_SAMPLER, SAMPLER, STREAM, check_heads, stream_of
+from hvdtrain.world.resources import usable_cores, workers_for
+from hvdtrain.world.streams import StreamPlan
+from hvdtrain.world.world import World, given_or_current
 
 
 def augment_of(data: Any) -> Augment | None:

@@ -6,12 +6,12 @@ from collections.abc import Iterable
 from typing import Any, Protocol
 from weakref import WeakSet
 
+from hvdtrain.checkpoint.preemption import Training, end_if_told
+from hvdtrain.comm import elastic
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.core.in_step import elastic
 from hvdtrain.core.sharding import Plan, Step
-from hvdtrain.core.world import World
-from hvdtrain.runs.preemption import Training, end_if_told
-from hvdtrain.torch.clock import CLOCK
+from hvdtrain.torch.values.clock import CLOCK
+from hvdtrain.world.world import World
 
 TOGETHER = 2  # batches in a row that two loaders of one order may serve in turns
 

@@ -14,17 +14,17 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from hvdtrain.checkpoint.preemption import end_if_told
+from hvdtrain.comm import elastic
 from hvdtrain.core.errors import ConfigError, RanksLost
-from hvdtrain.core.in_step import elastic
 from hvdtrain.core.sharding import ORDER_RULE, Dealt, Plan, Step
-from hvdtrain.core.world import World
-from hvdtrain.runs.preemption import end_if_told
 from hvdtrain.torch.data.draws import uniforms
 from hvdtrain.torch.data.epoch import Epoch, Follower
-from hvdtrain.torch.data.nested import tensors_of, to_device
 from hvdtrain.torch.data.prefetch import Ahead
 from hvdtrain.torch.data.source import Augment, Fetched, Source
-from hvdtrain.torch.engine import device_of
+from hvdtrain.torch.engines.engine import device_of
+from hvdtrain.torch.values.nested import tensors_of, to_device
+from hvdtrain.world.world import World
 
 WARNED_FILES = 3  # unreadable files that are named as they come; all are in `Loader.skipped`
 known: WeakSet[Loader] = WeakSet()

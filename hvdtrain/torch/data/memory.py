@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.core.same_data import Digest, of_arrays
 from hvdtrain.core.sharding import Step
 from hvdtrain.torch.data.source import Fetched
+from hvdtrain.world.same_data import Digest, of_arrays
 
 FREE_PART = 0.25  # of a GPU's free memory that data may take; the rest is the training's
 

@@ -16,9 +16,9 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader, get_worker_info
 
 from hvdtrain.core.errors import ConfigError, HvdtrainError
-from hvdtrain.core.records import STREAM
 from hvdtrain.core.version import add_note
 from hvdtrain.torch.data.forks import worker_context
+from hvdtrain.world.records import STREAM
 
 
 @dataclass(frozen=True)

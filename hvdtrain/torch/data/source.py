@@ -7,8 +7,8 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from hvdtrain.core.same_data import Digest
 from hvdtrain.core.sharding import Step
+from hvdtrain.world.same_data import Digest
 
 # (batch [n, ...], uniforms float64 [n, augment.draws]) -> batch; for example `hvdtrain.torch.crop_flip`
 Augment = Callable[[Tensor, Tensor], Tensor]

@@ -15,16 +15,16 @@ from torch.utils.data import Dataset, IterableDataset, default_collate
 from torch.utils.data._utils import worker as torch_worker
 
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.core.records import STREAM, Head, Kind, Noted, check_ends, head
 from hvdtrain.core.sharding import Step
-from hvdtrain.core.streams import StreamPlan, StreamStep, epoch_seed, walk
-from hvdtrain.core.world import World
 from hvdtrain.torch.data.loader import Loader
 from hvdtrain.torch.data.memory import Memory
 from hvdtrain.torch.data.processes import Processes, Reader, answers
-from hvdtrain.torch.data.random_state import OwnRng, preserved_rng
 from hvdtrain.torch.data.source import Augment, Fetched
 from hvdtrain.torch.data.workers import Failures, Together, read_batch, together_of, two_of
+from hvdtrain.torch.values.random_state import OwnRng, preserved_rng
+from hvdtrain.world.records import STREAM, Head, Kind, Noted, check_ends, head
+from hvdtrain.world.streams import StreamPlan, StreamStep, epoch_seed, walk
+from hvdtrain.world.world import World
 
 Begin = Callable[[int], Iterator[Any]]  # the stream of an epoch
 

@@ -18,12 +18,12 @@ import torch
 from torch.utils.data import Subset, default_collate, get_worker_info
 
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.core.same_data import Digest, of_items
 from hvdtrain.core.sharding import Step
 from hvdtrain.torch.data.draws import SEED_STREAM, words
 from hvdtrain.torch.data.processes import Processes, Reader, answers, located
-from hvdtrain.torch.data.random_state import drawn_since, generators, preserved_rng, seed_all
 from hvdtrain.torch.data.source import Fetched
+from hvdtrain.torch.values.random_state import drawn_since, generators, preserved_rng, seed_all
+from hvdtrain.world.same_data import Digest, of_items
 
 # More than this many unreadable samples, and more than this part of what was read: the data is broken, not a file.
 BAD_SAMPLES, BAD_PART = 8, 0.1

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.core.engines import Engine, HostCollectives
+from hvdtrain.comm.elastic import place_on_host
+from hvdtrain.comm.engines import Engine, HostCollectives
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.core.in_step.elastic import place_on_host
 from hvdtrain.core.launchers import Detected, gpus_for
 
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -219,7 +219,7 @@ class PartedEngineModel(EngineModel, Protocol):
 
 @runtime_checkable
 class TorchEngine(Engine, Protocol):
-    """`hvdtrain.core.engines.Engine`, plus tensors. Collective methods are called in the same order on every rank.
+    """`hvdtrain.comm.engines.Engine`, plus tensors. Collective methods are called in the same order on every rank.
 
     Attributes:
         runs_stages: whether it takes a model that runs its own passes (`Staged`).

@@ -8,12 +8,12 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.core.same_data import is_statistic
-from hvdtrain.core.world import World
-from hvdtrain.torch.checks.replicas import checksums
-from hvdtrain.torch.engine import engine_of
+from hvdtrain.torch.engines.engine import engine_of
+from hvdtrain.torch.engines.replicas import checksums
 from hvdtrain.torch.engines.shell import unwrap
 from hvdtrain.torch.engines.sync_batchnorm import is_synchronized
+from hvdtrain.world.same_data import is_statistic
+from hvdtrain.world.world import World
 
 _CHUNK_BYTES = 1 << 26
 

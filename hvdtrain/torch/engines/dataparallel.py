@@ -21,10 +21,10 @@ from torch.nn.parallel import parallel_apply, replicate
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.launchers import Detected
-from hvdtrain.torch.data.nested import batch_size, cut, made_of, parts_of, to_device
 from hvdtrain.torch.engines.base import Settings, pick_devices
 from hvdtrain.torch.engines.shell import is_compiled
 from hvdtrain.torch.engines.solo import Solo, SoloModel
+from hvdtrain.torch.values.nested import batch_size, cut, made_of, parts_of, to_device
 
 CPU_DEVICES_VARIABLE = "HVDTRAIN_CPU_DEVICES"
 UNEVEN = 1.1  # times what the others hold

@@ -16,12 +16,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.launchers import Detected
-from hvdtrain.core.startup import stderr_to
-from hvdtrain.torch.clock import CLOCK
 from hvdtrain.torch.engines.base import HALVES, Pass, Settings, step_of
 from hvdtrain.torch.engines.group import GroupEngine, join, rank_losses
 from hvdtrain.torch.engines.reducer import Reducer, Wait
 from hvdtrain.torch.engines.shell import trainable, trains_others
+from hvdtrain.torch.values.clock import CLOCK
+from hvdtrain.world.startup import stderr_to
 
 _BUCKET_BYTES = 25 << 20
 # PyTorch 2.14 renamed broadcast_buffers

@@ -19,9 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hvdtrain.core.engines import mpi_communicator
-from hvdtrain.core.errors import HvdtrainError, LauncherError, RanksLost, ends_badly
-from hvdtrain.core.in_step.arrival import (
+from hvdtrain.comm.arrival import (
     Rendezvous,
     attempts,
     listen_to_ranks,
@@ -29,6 +27,8 @@ from hvdtrain.core.in_step.arrival import (
     wait_for_all,
     watched_mpi,
 )
+from hvdtrain.comm.engines import mpi_communicator
+from hvdtrain.core.errors import HvdtrainError, LauncherError, RanksLost, ends_badly
 from hvdtrain.core.launchers import Detected, meeting_point
 from hvdtrain.torch.engines.base import EngineModel, Settings, TensorCollectives, pick_devices
 

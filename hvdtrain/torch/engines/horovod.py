@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.core.engines import HorovodCollectives, losses_in
+from hvdtrain.comm.engines import HorovodCollectives, losses_in
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.launchers import Detected
-from hvdtrain.core.startup import BUCKET_BYTES
 from hvdtrain.torch.engines.base import Settings, TensorCollectives, pick_devices, step_of
 from hvdtrain.torch.engines.reducer import Reducer, Wait
+from hvdtrain.world.startup import BUCKET_BYTES
 
 USUAL_BUCKET_BYTES = {"cpu": 5 << 20, "cuda": 25 << 20}  # on a CPU: sent while it is still in a cache
 

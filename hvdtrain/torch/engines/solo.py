@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.core.engines import SoloEngine
+from hvdtrain.comm.engines import SoloEngine
 from hvdtrain.core.launchers import Detected
 from hvdtrain.torch.engines.base import Pass, Settings, device_of, pick_devices, step_of
 

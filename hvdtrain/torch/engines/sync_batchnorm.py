@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.core.world import current
 from hvdtrain.torch.engines.base import TorchEngine
+from hvdtrain.world.world import current
 
 # counted: part of the statistics. uncounted: takes part in the sums with zeros. alone: no collective at all, for a
 # forward pass that the other ranks do not make.

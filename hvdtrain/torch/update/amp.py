@@ -13,8 +13,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from hvdtrain.torch.data.nested import map_tensors
 from hvdtrain.torch.engines.base import HALVES, as_parameters
+from hvdtrain.torch.values.nested import map_tensors
 
 
 class Precision:

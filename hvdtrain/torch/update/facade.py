@@ -10,15 +10,15 @@ from weakref import finalize, ref
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from hvdtrain.checkpoint.parts import Progress
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.runs.parts import Progress
-from hvdtrain.torch.checks.refusals import check_held
-from hvdtrain.torch.clock import CLOCK
 from hvdtrain.torch.engines.base import EngineModel
-from hvdtrain.torch.session import Session, rates_of
 from hvdtrain.torch.update.batches import Batch
 from hvdtrain.torch.update.gradients import Gradients
+from hvdtrain.torch.update.refusals import check_held
+from hvdtrain.torch.update.session import Session, rates_of
 from hvdtrain.torch.update.several import members_of
+from hvdtrain.torch.values.clock import CLOCK
 
 
 class Facade(torch.optim.Optimizer):

@@ -16,12 +16,12 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
+from hvdtrain.comm import elastic
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.core.in_step import elastic
-from hvdtrain.core.in_step.preemption import told
-from hvdtrain.torch.checks.loss_graph import nodes_of
-from hvdtrain.torch.checks.tally import Number, Tally, double
+from hvdtrain.torch.losses.loss_graph import nodes_of
+from hvdtrain.torch.losses.tally import Number, Tally, double
 from hvdtrain.torch.update.batches import Batch
+from hvdtrain.watch.preemption import told
 
 # idle: backward() is next. more: another backward() for the same batch was announced. partial: a micro-batch is done
 # that is not the last of its update. ready: p.grad is the gradient of the global batch, and step() is next.

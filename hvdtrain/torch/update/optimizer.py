@@ -9,19 +9,19 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from hvdtrain.checkpoint.parts import Progress
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.runs.parts import Progress
-from hvdtrain.torch.checks import replicas
-from hvdtrain.torch.checks.nonfinite import gradient_error
-from hvdtrain.torch.checks.out_of_memory import explained
-from hvdtrain.torch.clock import CLOCK
-from hvdtrain.torch.data.nested import tensors_of
-from hvdtrain.torch.session import Session, not_finite
+from hvdtrain.torch.engines import replicas
 from hvdtrain.torch.update.amp import ScalerAdapter
 from hvdtrain.torch.update.batches import Batch, require_batch
+from hvdtrain.torch.update.nonfinite import gradient_error
 from hvdtrain.torch.update.passes import Passes
 from hvdtrain.torch.update.regroup import compared, updated
+from hvdtrain.torch.update.session import Session, not_finite
 from hvdtrain.torch.update.several import Several
+from hvdtrain.torch.values.clock import CLOCK
+from hvdtrain.torch.values.nested import tensors_of
+from hvdtrain.torch.values.out_of_memory import explained
 
 _LOOKED_AT = 2  # updates, where no loader deals the data
 

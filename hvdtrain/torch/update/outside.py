@@ -11,8 +11,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.torch.checks.loss_graph import leaves_of
-from hvdtrain.torch.session import prepared_optimizers, session_of
+from hvdtrain.torch.losses.loss_graph import leaves_of
+from hvdtrain.torch.update.session import prepared_optimizers, session_of
 
 _reached = WeakTensorKeyDictionary()  # parameters of no prepared model that a loss would put gradients into
 _watching = False

@@ -12,29 +12,29 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.core.errors import ConfigError, RanksLost, ReplicaError
-from hvdtrain.torch.checks.loss_graph import recomputes_reentrantly
-from hvdtrain.torch.checks.loss_proof import Looked
-from hvdtrain.torch.checks.nonfinite import Reading, first_bad_layer
-from hvdtrain.torch.checks.out_of_memory import explained
-from hvdtrain.torch.checks.pieces import model_differs, pieces_differ
-from hvdtrain.torch.checks.tally import SIZE, Number, Weight, weight_of, wrong
-from hvdtrain.torch.clock import CLOCK
-from hvdtrain.torch.data.nested import map_tensors, tensors_of
-from hvdtrain.torch.data.random_state import preserved_rng, random_streams, restore_streams, seed_all
 from hvdtrain.torch.engines.base import Pass
 from hvdtrain.torch.engines.buffers import put_back
-from hvdtrain.torch.model import Model
-from hvdtrain.torch.session import Session
+from hvdtrain.torch.losses.loss_graph import recomputes_reentrantly
+from hvdtrain.torch.losses.loss_proof import Looked
+from hvdtrain.torch.losses.tally import SIZE, Number, Weight, weight_of, wrong
 from hvdtrain.torch.update import outside
 from hvdtrain.torch.update.amp import widened
 from hvdtrain.torch.update.batches import Batch, require_batch
 from hvdtrain.torch.update.facade import Facade
 from hvdtrain.torch.update.gradients import check_loss, refuse_divided, scale, zero_gradients
+from hvdtrain.torch.update.model import Model
+from hvdtrain.torch.update.nonfinite import Reading, first_bad_layer
+from hvdtrain.torch.update.pieces import model_differs, pieces_differ
 from hvdtrain.torch.update.regroup import check_once, go_on_without
+from hvdtrain.torch.update.session import Session
 from hvdtrain.torch.update.staged import SMALLER_STAGES, Arguments, Loss, in_one_call, run_step
 from hvdtrain.torch.update.terms import Term, Terms, terms_of
 from hvdtrain.torch.update.whole import given_gradients, gradients_of, is_whole, joined
 from hvdtrain.torch.update.whole import whole as whole_values
+from hvdtrain.torch.values.clock import CLOCK
+from hvdtrain.torch.values.nested import map_tensors, tensors_of
+from hvdtrain.torch.values.out_of_memory import explained
+from hvdtrain.torch.values.random_state import preserved_rng, random_streams, restore_streams, seed_all
 
 
 class _MicroBatch(NamedTuple):

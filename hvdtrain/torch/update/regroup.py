@@ -1,6 +1,6 @@
 """What a training loop does when ranks are gone: the update under way is left out, and its batch comes once more.
 
-How ranks go over to the next formation: `hvdtrain.core.in_step.elastic`.
+How ranks go over to the next formation: `hvdtrain.comm.elastic`.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from weakref import ref
 
 import torch
 
+from hvdtrain.checkpoint.parts import Part
+from hvdtrain.checkpoint.staging import StateFile
+from hvdtrain.comm import elastic, turns
 from hvdtrain.core.errors import ConfigError, RanksLost, ReplicaError
-from hvdtrain.core.in_step import elastic, turns
-from hvdtrain.runs.parts import Part
-from hvdtrain.runs.staging import StateFile
 
 if TYPE_CHECKING:
-    from hvdtrain.torch.session import Session
+    from hvdtrain.torch.update.session import Session
 
 OWN = ("model.safetensors", "training.pt")
 RULE = "an elastic job trains one model and its optimizer, in a loop that can do a batch once more"

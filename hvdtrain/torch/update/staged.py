@@ -11,14 +11,14 @@ from torch import Tensor
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.sharding import tail_pieces
-from hvdtrain.torch.checks.loss_proof import Looked
-from hvdtrain.torch.checks.tally import Number, Weight, weight_of
-from hvdtrain.torch.data.nested import map_tensors, tensors_of
 from hvdtrain.torch.engines.base import Staged, TorchEngine
 from hvdtrain.torch.engines.sync_batchnorm import is_synchronized
-from hvdtrain.torch.session import Options, Session
+from hvdtrain.torch.losses.loss_proof import Looked
+from hvdtrain.torch.losses.tally import Number, Weight, weight_of
 from hvdtrain.torch.update.amp import widened
 from hvdtrain.torch.update.gradients import check_loss
+from hvdtrain.torch.update.session import Options, Session
+from hvdtrain.torch.values.nested import map_tensors, tensors_of
 
 Loss = Callable[[Any, Any], Tensor]
 # what helps when a stage is out of memory

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.torch.checks.loss_proof import LossProof
-from hvdtrain.torch.checks.tally import Tally, uneven, weight_of
+from hvdtrain.torch.losses.loss_proof import LossProof
+from hvdtrain.torch.losses.tally import Tally, uneven, weight_of
 from hvdtrain.torch.update.gradients import check_loss
 from hvdtrain.torch.update.whole import is_whole
 

@@ -10,7 +10,7 @@ from cluster_disks import play
 from failure_job import PROGRAM, Job
 
 AGENT = "hvdtrain.cluster.launch.agent"
-WRITER = "hvdtrain.runs.writer"
+WRITER = "hvdtrain.checkpoint.writer"
 DISK_BYTES = 4 << 20
 # classic BPF: a random number above 30 % of 2**32 is no match; what matches goes to the class that drops
 LOSE_30_PERCENT = f"4,32 0 0 {0xFFFFF000 + 56},37 0 1 {int(0.3 * 2**32)},6 0 0 0,6 0 0 {2**32 - 1}"

@@ -24,8 +24,8 @@ import horovod.torch as hvd
 import torch
 from horovod.common.exceptions import HorovodInternalError
 
+from hvdtrain.comm.arrival import Rendezvous, wait_for_all
 from hvdtrain.core.errors import LauncherError
-from hvdtrain.core.in_step.arrival import Rendezvous, wait_for_all
 
 LINE = socket.socket(fileno=int(os.environ["HVDTRAIN_AGENT_FD"]))
 NEW = os.environ.get("HVDTRAIN_ELASTIC") == "new"

@@ -18,10 +18,10 @@ from pathlib import Path
 from blob import Common, content, state_of
 
 from hvdtrain import Checkpointer, CheckpointError, MainRankError, Progress, World, init
-from hvdtrain.runs import together
-from hvdtrain.runs import writer as writer_module
-from hvdtrain.runs.checkpoint_files import read_manifest
-from hvdtrain.runs.writer import Writer
+from hvdtrain.checkpoint import together
+from hvdtrain.checkpoint import writer as writer_module
+from hvdtrain.checkpoint.checkpoint_files import read_manifest
+from hvdtrain.checkpoint.writer import Writer
 
 LOSSES = {1: 0.5, 2: 0.7, 3: 0.8, 4: 0.4, 5: 0.6, 6: 0.9}
 # started, not forked: a child that is forked beside Horovod's threads may stop inside of fork

@@ -21,9 +21,9 @@ from typing import Any
 from blob import content, state_of
 
 from hvdtrain import Checkpointer, Progress
-from hvdtrain.runs import checkpoint, checkpoint_files, checkpoint_folder, staging
-from hvdtrain.runs.checkpoint_folder import Folder, Written
-from hvdtrain.runs.staging import StateFile
+from hvdtrain.checkpoint import checkpoint, checkpoint_files, checkpoint_folder, staging
+from hvdtrain.checkpoint.checkpoint_folder import Folder, Written
+from hvdtrain.checkpoint.staging import StateFile
 
 TRACED = {module.__file__ for module in (checkpoint, checkpoint_files, checkpoint_folder, staging, shutil)}
 

@@ -25,9 +25,9 @@ from hvdtrain import (
     exit_with,
     init,
 )
-from hvdtrain.runs import checkpoint_files, together
-from hvdtrain.runs.checkpoint_files import read_manifest
-from hvdtrain.runs.staging import StateFile
+from hvdtrain.checkpoint import checkpoint_files, together
+from hvdtrain.checkpoint.checkpoint_files import read_manifest
+from hvdtrain.checkpoint.staging import StateFile
 
 SIZE_BYTES = 10_000
 

@@ -19,9 +19,9 @@ from blob import content, state_of
 from writing import writer
 
 from hvdtrain import Checkpointer, CheckpointError, HvdtrainError, Progress, RunLog, World
+from hvdtrain.checkpoint import writer as writer_module
+from hvdtrain.checkpoint.checkpoint_folder import Lock
 from hvdtrain.core.errors import exit_with
-from hvdtrain.runs import writer as writer_module
-from hvdtrain.runs.checkpoint_folder import Lock
 
 FOLDER = Path(sys.argv[1])
 SIZE_BYTES = 3_000_000
@@ -275,7 +275,7 @@ def case_one_that_waits_is_not_written_where_another_training_is() -> None:
 
 
 def case_negative_twin_a_directory_known_by_its_name_only() -> None:
-    any_place = "from hvdtrain.runs import checkpoint_folder; checkpoint_folder.is_at = lambda *_: True; "
+    any_place = "from hvdtrain.checkpoint import checkpoint_folder; checkpoint_folder.is_at = lambda *_: True; "
     writer_module.Writer.main = any_place + writer_module.MAIN
     folder, error = _swapped_while_one_waits()
     assert error is None and [path.name for path in folder.iterdir()] == ["epoch-0000-step-000002"]

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hvdtrain.core.engines import Engine, SoloEngine
+from hvdtrain.comm.engines import Engine, SoloEngine
 from hvdtrain.core.launchers import Detected
 
 BLIND = False
@@ -61,4 +61,4 @@ class TorchEngine:
 _package = types.ModuleType("hvdtrain.torch")
 _package.__path__ = []
 sys.modules["hvdtrain.torch"] = _package
-sys.modules["hvdtrain.torch.engine"] = sys.modules[__name__]
+sys.modules["hvdtrain.torch.engines.engine"] = sys.modules[__name__]

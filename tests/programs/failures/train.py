@@ -24,8 +24,8 @@ from torch import nn
 
 import hvdtrain
 import hvdtrain.torch as hvt
+from hvdtrain.comm import elastic
 from hvdtrain.core import launchers
-from hvdtrain.core.in_step import elastic
 
 SAMPLES, EPOCHS, PER_RANK, EVERY = 403, 2, 4, 10
 AT = 13  # the update that a fault comes with

@@ -177,7 +177,7 @@ def watch_cost() -> str:
     hvk.prepare(model)
     hvk.verify(model)
     from hvdtrain.keras.backends.chosen import BACKEND as backend
-    from hvdtrain.keras.checks import replicas
+    from hvdtrain.keras.state import replicas
 
     variables = replicas.replicated(model)
     checksums = backend.make_checksums(variables)

@@ -20,10 +20,10 @@ import keras  # noqa: E402
 import numpy as np  # noqa: E402
 
 import hvdtrain  # noqa: E402
-from hvdtrain.core.in_step import elastic  # noqa: E402
-from hvdtrain.core.in_step.elastic import Elastic  # noqa: E402
-from hvdtrain.runs.bottleneck import INPUT_SHARE  # noqa: E402
-from hvdtrain.runs.log import read_run  # noqa: E402
+from hvdtrain.comm import elastic  # noqa: E402
+from hvdtrain.comm.elastic import Elastic  # noqa: E402
+from hvdtrain.record.bottleneck import INPUT_SHARE  # noqa: E402
+from hvdtrain.record.log import read_run  # noqa: E402
 
 
 def train(prepared: bool) -> keras.Model:

@@ -22,7 +22,7 @@ import numpy as np
 
 import hvdtrain
 import hvdtrain.keras as hvk
-from hvdtrain.core.in_step import elastic
+from hvdtrain.comm import elastic
 
 BETAS, EPSILON = (0.875, 0.9375), 2.0**-20  # which float32 holds: Keras casts to it
 SLOW_S = 0.2  # an update takes while there are fewer ranks than at first: a new process takes seconds

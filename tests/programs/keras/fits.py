@@ -21,7 +21,7 @@ from common import loss as crossentropy
 from jobs import RANK, SIZE, O, case, hvk, run_cases, world
 
 import hvdtrain
-from hvdtrain.runs.bottleneck import Facts
+from hvdtrain.record.bottleneck import Facts
 
 keras.config.set_floatx("float64")
 K = keras.callbacks
@@ -498,7 +498,7 @@ def counts_every_step_of_an_execution() -> str:
     data = deal(X[:48], Y[:48])
     callbacks = hvk.callbacks(model, run=_Log())
     compared = []
-    from hvdtrain.keras.checks import replicas
+    from hvdtrain.keras.state import replicas
 
     original = replicas.check_equal
     replicas.check_equal = lambda *a, when, **k: (compared.append(when), original(*a, when=when, **k))[1]
@@ -766,7 +766,7 @@ def callbacks_in_a_list_of_keras() -> str:
 @case
 def proves_the_loss_quickly() -> str:
     """No note and no refusal for clean programs, in under two seconds; nothing moves."""
-    from hvdtrain.keras.checks import decompose
+    from hvdtrain.keras.state import decompose
 
     model = net(layers=[L.Dropout(0.5), L.LayerNormalization()], metrics=["accuracy"])
     hvk.prepare(model)

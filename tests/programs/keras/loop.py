@@ -19,7 +19,7 @@ from jobs import CASES, RANK, SIZE, O, case, compiled, data, fit, hvk, run_cases
 
 import hvdtrain
 from hvdtrain import LR
-from hvdtrain.keras.checks.stopping import may_stop
+from hvdtrain.keras.state.stopping import may_stop
 
 CASES.clear()  # those of `accepted` belong to catches.py
 K = keras.callbacks

@@ -218,7 +218,7 @@ def off() -> None:
     """The negative twin: ranks weigh by samples only."""
     from contextlib import nullcontext
 
-    from hvdtrain.keras import units as _units
+    from hvdtrain.keras.state import units as _units
 
     _units.weighed = lambda *arguments, **options: nullcontext()
 

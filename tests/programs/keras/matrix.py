@@ -208,7 +208,7 @@ def train(name: str, case: dict[str, Any], world: Any, hvk: Any) -> tuple[keras.
     callbacks = hvk.callbacks(model)
     if case.get("off") and world.size > 1:
         callbacks[0].on_train_begin = switch_off(callbacks[0])
-    from hvdtrain.keras.checks import replicas
+    from hvdtrain.keras.state import replicas
 
     with mock.patch.object(replicas, "check_equal", replicas.check_equal):  # `switch_off` takes it away for this fit
         history = model.fit(data, epochs=2, verbose=0, callbacks=callbacks)
@@ -219,7 +219,7 @@ def switch_off(start: Any) -> Callable[..., None]:
     """After all checks have passed, gives the optimizer its own ``apply`` back, and keeps the comparisons of replicas
     from seeing it: what an averaging that fails looks like.
     """
-    from hvdtrain.keras.checks import replicas
+    from hvdtrain.keras.state import replicas
 
     original = start.on_train_begin
 

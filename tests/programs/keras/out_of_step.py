@@ -66,7 +66,7 @@ def gather_in_a_callback(world: World) -> None:
 
 def all_reduces_swapped(world: World) -> None:
     """Called eagerly, TensorFlow's operations ignore their names: each rank took the other's sum for its own."""
-    from hvdtrain.keras.checks import replicas
+    from hvdtrain.keras.state import replicas
 
     part = [keras.Variable(np.ones(2, "float32")), keras.Variable(np.full(2, 5.0, "float32"))]
     beacon.parts()

@@ -13,9 +13,9 @@ import numpy as np
 
 import hvdtrain
 import hvdtrain.keras as hvk
-from hvdtrain.keras.session import session_of
-from hvdtrain.runs.bottleneck import phases_per_rank
-from hvdtrain.runs.log import read_events
+from hvdtrain.keras.backends.session import session_of
+from hvdtrain.record.bottleneck import phases_per_rank
+from hvdtrain.record.log import read_events
 
 FOLDER = Path(sys.argv[1])
 X, Y = np.arange(24.0).reshape(24, 1), np.arange(24.0).reshape(24, 1)

@@ -16,7 +16,7 @@ import numpy as np
 from writing import writer
 
 import hvdtrain
-from hvdtrain.core.in_step import preemption
+from hvdtrain.watch import preemption
 
 world = hvdtrain.init("keras", seed=3)
 import hvdtrain.keras as hvk  # noqa: E402

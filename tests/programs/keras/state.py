@@ -22,11 +22,10 @@ from common import L, images, numpy_of, weights_of
 from jobs import RANK, SIZE, compiled, fit, hvk, world
 
 import hvdtrain
-from hvdtrain.core import engines
+from hvdtrain.comm import engines
 from hvdtrain.core.errors import HvdtrainError, NonFiniteError
-from hvdtrain.keras import rng
 from hvdtrain.keras.backends.chosen import BACKEND
-from hvdtrain.keras.checks import replicas
+from hvdtrain.keras.state import replicas, rng
 
 CASES: list[Callable[[], None]] = []
 

@@ -26,14 +26,14 @@ from torch.utils.checkpoint import checkpoint
 
 import hvdtrain.pipeline
 from hvdtrain.core.errors import HvdtrainError
-from hvdtrain.pipeline.microbatch import tensors_of
-from hvdtrain.pipeline.places import Places
 from hvdtrain.pipeline.plan.schedule import REMATS, SCHEDULES
-from hvdtrain.pipeline.runtime import Pipeline
+from hvdtrain.pipeline.run.runtime import Pipeline
+from hvdtrain.pipeline.run.worker import Call
 from hvdtrain.pipeline.trace.parted import inputs_first
 from hvdtrain.pipeline.trace.segments import segments
 from hvdtrain.pipeline.tuning.search_size import tune
-from hvdtrain.pipeline.worker import Call
+from hvdtrain.pipeline.values.microbatch import tensors_of
+from hvdtrain.pipeline.values.places import Places
 
 torch.set_default_dtype(torch.float64)
 torch.set_num_threads(2)

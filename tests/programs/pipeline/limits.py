@@ -25,9 +25,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import hvdtrain.pipeline
 from hvdtrain.core.errors import HvdtrainError
-from hvdtrain.pipeline import passes as _passes
-from hvdtrain.pipeline import rng
-from hvdtrain.pipeline.runtime import Pipeline
+from hvdtrain.pipeline.run import passes as _passes
+from hvdtrain.pipeline.run.runtime import Pipeline
+from hvdtrain.pipeline.values import rng
 
 torch.set_default_dtype(torch.float64)
 WIDTH, BATCH = 4, 6

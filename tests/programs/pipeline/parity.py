@@ -19,10 +19,10 @@ from models import BATCH, CLASSES, MODELS
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from hvdtrain.pipeline import passes
 from hvdtrain.pipeline.plan.schedule import REMATS, SCHEDULES, micro_batch_sizes
-from hvdtrain.pipeline.runtime import Pipeline
-from hvdtrain.pipeline.stage import Stage, build_stages
+from hvdtrain.pipeline.run import passes
+from hvdtrain.pipeline.run.runtime import Pipeline
+from hvdtrain.pipeline.run.stage import Stage, build_stages
 from hvdtrain.pipeline.trace.segments import Segment, segments
 
 LOSS = nn.CrossEntropyLoss()

@@ -14,8 +14,9 @@ from torch import nn
 
 from hvdtrain import __main__
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.pipeline import devices, split
+from hvdtrain.pipeline import split
 from hvdtrain.pipeline.tuning import planner
+from hvdtrain.pipeline.values import devices
 
 FOLDER = Path(sys.argv[1])
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.pipeline import Profile, profile
-from hvdtrain.pipeline.stage import build_stages
+from hvdtrain.pipeline.run.stage import build_stages
 from hvdtrain.pipeline.trace.segments import segments
 from hvdtrain.pipeline.tuning import measure
 from hvdtrain.pipeline.tuning.measure import SegmentBench

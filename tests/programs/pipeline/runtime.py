@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 import hvdtrain.pipeline
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.pipeline import passes as _passes
-from hvdtrain.pipeline import rng
 from hvdtrain.pipeline.plan.schedule import actions
-from hvdtrain.pipeline.runtime import Pipeline, StageError
-from hvdtrain.pipeline.threads import FairSemaphore
+from hvdtrain.pipeline.run import passes as _passes
+from hvdtrain.pipeline.run.runtime import Pipeline, StageError
+from hvdtrain.pipeline.values import rng
+from hvdtrain.pipeline.values.threads import FairSemaphore
 
 MSE = nn.MSELoss()
 X, Y = torch.randn(12, 16), torch.randn(12, 4)

@@ -17,12 +17,12 @@ from split_models import CASES
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from hvdtrain.pipeline import stage as _stage
-from hvdtrain.pipeline.microbatch import map_tensors, tensors_of
-from hvdtrain.pipeline.stage import Stage, build_stages
+from hvdtrain.pipeline.run import stage as _stage
+from hvdtrain.pipeline.run.stage import Stage, build_stages
 from hvdtrain.pipeline.trace import segments as _segments
 from hvdtrain.pipeline.trace.restore import all_training
 from hvdtrain.pipeline.trace.segments import Segment, segments
+from hvdtrain.pipeline.values.microbatch import map_tensors, tensors_of
 
 TOLERANCE = 1e-12
 

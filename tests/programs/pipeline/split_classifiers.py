@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torchvision.models.maxvit import MaxVit
 
-from hvdtrain.pipeline.stage import Stage, build_stages
+from hvdtrain.pipeline.run.stage import Stage, build_stages
 from hvdtrain.pipeline.trace.restore import all_training
 from hvdtrain.pipeline.trace.segments import segments
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.pipeline import split, splitting
-from hvdtrain.pipeline.stage import build_stages
+from hvdtrain.pipeline.run.stage import build_stages
 from hvdtrain.pipeline.trace.meta import made_by_stages
 from hvdtrain.pipeline.trace.segments import from_modules, segments
 

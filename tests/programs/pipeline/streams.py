@@ -18,10 +18,10 @@ from recorded_streams import CPU, Recorder, gpu
 from torch import Tensor, nn
 
 import hvdtrain.pipeline
-from hvdtrain.pipeline.places import Places
 from hvdtrain.pipeline.plan.schedule import REMATS, SCHEDULES
-from hvdtrain.pipeline.runtime import Pipeline
-from hvdtrain.pipeline.worker import Call
+from hvdtrain.pipeline.run.runtime import Pipeline
+from hvdtrain.pipeline.run.worker import Call
+from hvdtrain.pipeline.values.places import Places
 
 torch.set_default_dtype(torch.float64)
 torch.set_num_threads(1)  # for so little work more would only wait for each other

@@ -18,12 +18,12 @@ from torch import nn
 
 import hvdtrain.pipeline
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.pipeline import devices
 from hvdtrain.pipeline.plan.costs import Curve, Device, StageCost
 from hvdtrain.pipeline.plan.schedule import Remat, micro_batch_sizes
 from hvdtrain.pipeline.plan.simulate import simulate
 from hvdtrain.pipeline.tuning import predict, unsplit
 from hvdtrain.pipeline.tuning.search_size import SplitDoesNotPay, tune
+from hvdtrain.pipeline.values import devices
 
 PASS_S, SAMPLE_S = 0.002, 0.002  # of a forward pass, and besides for each sample; backward twice
 ATTEMPTS = 4  # a machine that is busy for a moment is measured again

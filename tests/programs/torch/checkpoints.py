@@ -24,9 +24,9 @@ from torch.nn.functional import cross_entropy
 
 import hvdtrain
 import hvdtrain.torch as hvt
+from hvdtrain.checkpoint import together
+from hvdtrain.checkpoint.checkpoint_files import read_manifest
 from hvdtrain.core.errors import CheckpointError, ConfigError
-from hvdtrain.runs import together
-from hvdtrain.runs.checkpoint_files import read_manifest
 from hvdtrain.torch import checkpoint
 
 Checkpointer = functools.partial(hvdtrain.Checkpointer, together=True)

@@ -21,8 +21,8 @@ from torch.utils.data import Dataset, DistributedSampler
 import hvdtrain
 import hvdtrain.torch as hvt
 from hvdtrain.core.errors import ConfigError, ReplicaError
-from hvdtrain.core.world import World
 from hvdtrain.datasets import load_folder
+from hvdtrain.world.world import World
 
 SAMPLES, GLOBAL_BATCH, CLASSES = 53, 12, 5
 

@@ -23,7 +23,7 @@ from torch import nn
 
 import hvdtrain
 import hvdtrain.torch as hvt
-from hvdtrain.core.in_step import elastic
+from hvdtrain.comm import elastic
 
 SLOW_S = 0.2
 SAMPLES, CLASSES, FEATURES, PER_RANK, BASE, GAMMA, DECAY = 150, 3, 6, 4, 0.05, 0.995, 0.9

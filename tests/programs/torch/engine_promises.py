@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 import hvdtrain
 import hvdtrain.torch as hvt
 from hvdtrain.core.errors import ConfigError, ReplicaError
-from hvdtrain.torch import session
-from hvdtrain.torch.checks.nonfinite import NonFiniteError
+from hvdtrain.torch.update import session
+from hvdtrain.torch.update.nonfinite import NonFiniteError
 
 SAMPLES = 25  # three updates of 8, and one sample: on two ranks one has none
 

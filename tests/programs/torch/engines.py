@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 import hvdtrain
-from hvdtrain.torch.clock import CLOCK
 from hvdtrain.torch.engines.base import Pass, Settings, TorchEngine
 from hvdtrain.torch.engines.sync_batchnorm import convert, is_synchronized, sync_batchnorm_mode
+from hvdtrain.torch.values.clock import CLOCK
 
 DTYPES = ("float16", "bfloat16", "float32", "float64", "int8", "uint8", "int16", "int32", "int64")
 

@@ -15,7 +15,7 @@ from torchmetrics import classification, regression, wrappers
 
 import hvdtrain.torch as hvt
 from hvdtrain.core.errors import HvdtrainError
-from hvdtrain.core.world import World
+from hvdtrain.world.world import World
 
 SENTENCES, LENGTH, CLASSES = 23, 6, 4
 

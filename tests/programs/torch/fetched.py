@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, Subset
 
 import hvdtrain.torch as hvt
 from hvdtrain.core.errors import HvdtrainError
-from hvdtrain.core.world import World
+from hvdtrain.world.world import World
 
 SAMPLES = 22
 

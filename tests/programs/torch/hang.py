@@ -23,8 +23,8 @@ from torch.utils.data import DataLoader, Dataset
 import hvdtrain
 import hvdtrain.torch as hvt
 from hvdtrain import Checkpointer, World
-from hvdtrain.runs.parts import Part
-from hvdtrain.runs.staging import StateFile
+from hvdtrain.checkpoint.parts import Part
+from hvdtrain.checkpoint.staging import StateFile
 
 STEPS = 3
 

@@ -18,10 +18,10 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as TF
 
 import hvdtrain.torch as hvt
-from hvdtrain.core.world import World
 from hvdtrain.datasets import load_folder
-from hvdtrain.torch.clock import CLOCK
 from hvdtrain.torch.data import augment, images
+from hvdtrain.torch.values.clock import CLOCK
+from hvdtrain.world.world import World
 
 MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.3, 0.1)
 

@@ -23,11 +23,11 @@ import hvdtrain
 import hvdtrain.torch as hvt
 from hvdtrain.core import sharding
 from hvdtrain.core.errors import ConfigError, HvdtrainError
-from hvdtrain.core.world import World
-from hvdtrain.torch.clock import CLOCK
 from hvdtrain.torch.data import forks, prefetch
 from hvdtrain.torch.data.draws import uniforms, words
-from hvdtrain.torch.data.nested import tensors_of
+from hvdtrain.torch.values.clock import CLOCK
+from hvdtrain.torch.values.nested import tensors_of
+from hvdtrain.world.world import World
 
 
 class Acted:

@@ -9,7 +9,7 @@ import torch
 
 import hvdtrain
 import hvdtrain.torch as hvt
-from hvdtrain.core.in_step.ring import own_folder
+from hvdtrain.comm.ring import own_folder
 
 with hvdtrain.init("torch") as world:
     lost = world.rank == 1 and os.environ["HVDTRAIN_ELASTIC"] == "1"

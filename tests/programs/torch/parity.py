@@ -24,11 +24,11 @@ from torch import Tensor, nn
 
 import hvdtrain
 import hvdtrain.torch as hvt
-from hvdtrain.torch import start as _start
-from hvdtrain.torch.checks.nonfinite import NonFiniteError
 from hvdtrain.torch.engines.base import Pass
 from hvdtrain.torch.update import batches, gradients
 from hvdtrain.torch.update import passes as _passes
+from hvdtrain.torch.update import start as _start
+from hvdtrain.torch.update.nonfinite import NonFiniteError
 from hvdtrain.torch.update.optimizer import Optimizer
 
 GLOBAL_BATCH = 8

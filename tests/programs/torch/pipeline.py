@@ -39,13 +39,13 @@ import hvdtrain.pipeline
 import hvdtrain.torch as hvt
 from hvdtrain import torch_resnet
 from hvdtrain.core.errors import ConfigError, ReplicaError
-from hvdtrain.pipeline import devices
 from hvdtrain.pipeline.tuning import planner
 from hvdtrain.pipeline.tuning.planner import Plan
-from hvdtrain.torch.checks.nonfinite import NonFiniteError
+from hvdtrain.pipeline.values import devices
 from hvdtrain.torch.engines.dataparallel import DataParallelEngine
 from hvdtrain.torch.engines.group import GroupEngine
 from hvdtrain.torch.engines.horovod import HorovodEngine
+from hvdtrain.torch.update.nonfinite import NonFiniteError
 from hvdtrain.vision import classifiers, pipelines
 from hvdtrain.vision.recipes import RECIPES, Settings
 

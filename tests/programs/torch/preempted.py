@@ -18,8 +18,8 @@ from writing import writer
 
 import hvdtrain
 import hvdtrain.torch as hvt
-from hvdtrain.core.in_step import preemption
-from hvdtrain.torch.checks.nonfinite import Losses
+from hvdtrain.torch.update.nonfinite import Losses
+from hvdtrain.watch import preemption
 
 folder, place, number, who = [*sys.argv[1:], "", "0", "none"][:4]
 

@@ -19,12 +19,10 @@ from torch.nn.functional import cross_entropy
 import hvdtrain
 import hvdtrain.torch as hvt
 from hvdtrain.core.errors import ConfigError, ReplicaError
-from hvdtrain.torch import start
-from hvdtrain.torch.checks import averaging
-from hvdtrain.torch.checks.nonfinite import NonFiniteError
 from hvdtrain.torch.engines import buffers as _buffers
 from hvdtrain.torch.engines.base import Pass
-from hvdtrain.torch.update import amp
+from hvdtrain.torch.update import amp, averaging, start
+from hvdtrain.torch.update.nonfinite import NonFiniteError
 
 LAST = -1  # the rank at which something is different
 

@@ -6,7 +6,7 @@ import os
 import sys
 
 from hvdtrain import torch_resnet
-from hvdtrain.runs import checkpoint
+from hvdtrain.checkpoint import checkpoint
 
 saves = 0
 submit = checkpoint.Checkpointer._submit

@@ -11,8 +11,8 @@ from torch.nn.functional import cross_entropy
 
 import hvdtrain
 import hvdtrain.torch as hvt
-from hvdtrain.core import startup
 from hvdtrain.core.launchers import Detected
+from hvdtrain.world import startup
 
 
 def work(detected: Detected) -> None:

@@ -23,10 +23,9 @@ from torch.nn.functional import cross_entropy, normalize
 
 import hvdtrain
 import hvdtrain.torch as hvt
-from hvdtrain.core import engines
+from hvdtrain.comm import engines
 from hvdtrain.core.errors import ConfigError, HvdtrainError, NonFiniteError, ReplicaError
-from hvdtrain.torch.checks import replicas
-from hvdtrain.torch.engines import buffers
+from hvdtrain.torch.engines import buffers, replicas
 
 SAMPLES, BATCH = 24, 8  # of all ranks: 3 updates an epoch
 

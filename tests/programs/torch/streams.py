@@ -31,7 +31,7 @@ from torch.utils.data import (
 import hvdtrain
 import hvdtrain.torch as hvt
 from hvdtrain.core.errors import ConfigError, HvdtrainError, ReplicaError
-from hvdtrain.core.world import World
+from hvdtrain.world.world import World
 
 RECORDS, GLOBAL_BATCH = 25, 12
 

@@ -18,10 +18,10 @@ from torch.nn.functional import cross_entropy
 import hvdtrain
 import hvdtrain.torch as hvt
 from hvdtrain.core.errors import ConfigError, HvdtrainError, NonFiniteError
-from hvdtrain.runs.log import read_run
-from hvdtrain.torch.checks.nonfinite import Losses, Reading
-from hvdtrain.torch.checks.tally import SIZE, Tally, wrong
-from hvdtrain.torch.clock import CLOCK, Clock
+from hvdtrain.record.log import read_run
+from hvdtrain.torch.losses.tally import SIZE, Tally, wrong
+from hvdtrain.torch.update.nonfinite import Losses, Reading
+from hvdtrain.torch.values.clock import CLOCK, Clock
 
 
 # -- precision ----------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ FOLDER, FAULTS, SEED = Path(sys.argv[1]), int(sys.argv[2]), int((sys.argv[3:] or
 RATE, PER_EPOCH, PATIENCE_S = 40, SAMPLES // BATCH, 120
 TRAIN, WRITER, AGENT = (
     str(Path(__file__).with_name("train.py")),
-    "hvdtrain.runs.writer",
+    "hvdtrain.checkpoint.writer",
     "hvdtrain.cluster.launch.agent",
 )
 DRAW = random.Random(SEED)

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from bench_arguments import arguments
 
-from hvdtrain.bench import torch_train, train, turns
+from hvdtrain.bench import torch_train, train
+from hvdtrain.bench.turns import turns
 from hvdtrain.core.errors import ConfigError, LauncherError
-from hvdtrain.runs import stats
+from hvdtrain.record import stats
 
 
 def test_ratio_of_pairs_is_blind_to_a_slow_while() -> None:

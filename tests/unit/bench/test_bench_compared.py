@@ -11,7 +11,7 @@ from bench_arguments import arguments
 from hvdtrain.bench import compared, torch_job, train
 from hvdtrain.bench.compared import WAYS, Way
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.runs import stats
+from hvdtrain.record import stats
 
 ALONE, APART, OTHER, FAR = (Way(f"PyTorch, {compared.ALONE}", "alone", 1), Way(f"PyTorch, {compared.APART}", "alone"),
                             Way("other", "ddp"), Way("far", "fabric"))  # fmt: skip

@@ -13,11 +13,11 @@ import pytest
 
 from hvdtrain.bench import input as bench
 from hvdtrain.bench import keras_input
-from hvdtrain.core.engines import SoloEngine
+from hvdtrain.comm.engines import SoloEngine
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.launchers import ALONE
-from hvdtrain.core.world import World
-from hvdtrain.runs import stats
+from hvdtrain.record import stats
+from hvdtrain.world.world import World
 
 
 def arguments(*flags: str) -> argparse.Namespace:

@@ -11,7 +11,7 @@ import pytest
 
 from hvdtrain.bench import pipeline
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.runs import stats
+from hvdtrain.record import stats
 
 
 def arguments(*flags: str) -> argparse.Namespace:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from harness import clean_environment
 
-from hvdtrain.bench.turns import InterleavedJobs
+from hvdtrain.bench.turns.turns import InterleavedJobs
 
 
 def test_an_address_needs_the_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdtrain.__main__ import _end
-from hvdtrain.cluster.addresses import Chosen
 from hvdtrain.cluster.doctor import examine, findings, machine, software
 from hvdtrain.cluster.doctor import network as checks_network
 from hvdtrain.cluster.doctor.findings import ClusterFacts, Finding, odd_ones
 from hvdtrain.cluster.doctor.network import Folder, Links
-from hvdtrain.cluster.hosts import Host
+from hvdtrain.cluster.hosts.addresses import Chosen
+from hvdtrain.cluster.hosts.hosts import Host
 from hvdtrain.cluster.launch import launcher
 from hvdtrain.cluster.launch.job import Job
 from hvdtrain.cluster.launch.running import Outcome

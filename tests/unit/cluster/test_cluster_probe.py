@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.cluster.doctor import probe
 from hvdtrain.cluster.doctor.sessions import source
+from hvdtrain.cluster.hosts import probe
 
 
 def test_the_probe_is_plain_old_python() -> None:

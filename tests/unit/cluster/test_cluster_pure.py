@@ -14,10 +14,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.cluster.addresses import Chosen, choose, interfaces, source_towards
-from hvdtrain.cluster.doctor import probe
 from hvdtrain.cluster.doctor.sessions import Sessions
-from hvdtrain.cluster.hosts import Host, assign, parse_hosts, read_hostfile
+from hvdtrain.cluster.hosts import probe
+from hvdtrain.cluster.hosts.addresses import Chosen, choose, interfaces, source_towards
+from hvdtrain.cluster.hosts.hosts import Host, assign, parse_hosts, read_hostfile
+from hvdtrain.cluster.hosts.protocol import Decoder, encode, mark_of
+from hvdtrain.cluster.hosts.ssh import Ssh, SshProblem, explain, is_this_machine, not_started, without_key
 from hvdtrain.cluster.launch import environment
 from hvdtrain.cluster.launch.failures import (
     RankEnd,
@@ -30,8 +32,6 @@ from hvdtrain.cluster.launch.failures import (
 )
 from hvdtrain.cluster.launch.job import Job, make_plan
 from hvdtrain.cluster.launch.rank import LONGEST_BYTES, LineSplitter
-from hvdtrain.cluster.protocol import Decoder, encode, mark_of
-from hvdtrain.cluster.ssh import Ssh, SshProblem, explain, is_this_machine, not_started, without_key
 from hvdtrain.commands import command_lines, launch
 from hvdtrain.core.errors import ConfigError
 
@@ -223,7 +223,7 @@ def test_keys_that_ssh_cannot_use_are_named(monkeypatch, tmp_path, keygen, agent
     key.touch()
     (tmp_path / "k ey.pub").write_text("ssh-ed25519 AAAA me@here")
     says = {"ssh": f"port 22\nidentityfile {key}\nidentityfile ~/.ssh/none", "ssh-keygen": keygen, "ssh-add": agent}
-    monkeypatch.setattr("hvdtrain.cluster.ssh._output", lambda command: says[command[0]])
+    monkeypatch.setattr("hvdtrain.cluster.hosts.ssh._output", lambda command: says[command[0]])
     found = without_key(DENIED, "h", Ssh())
     assert what in found.what and fix in found.fix and found.kind == "denied", found
 

@@ -12,12 +12,9 @@ import numpy as np
 import pytest
 
 from hvdtrain import __main__
-from hvdtrain.cluster import verify_toy as toy
-from hvdtrain.cluster.launch import launcher
-from hvdtrain.cluster.launch.agents import OnLine
-from hvdtrain.cluster.launch.launcher import Failure, Outcome
-from hvdtrain.cluster.verify_rank import MARK
-from hvdtrain.cluster.verify_toy import (
+from hvdtrain.cluster.doctor import verify_toy as toy
+from hvdtrain.cluster.doctor.verify_rank import MARK
+from hvdtrain.cluster.doctor.verify_toy import (
     BATCH,
     INPUTS,
     OUTPUTS,
@@ -29,6 +26,9 @@ from hvdtrain.cluster.verify_toy import (
     own_start,
     samples,
 )
+from hvdtrain.cluster.launch import launcher
+from hvdtrain.cluster.launch.agents import OnLine
+from hvdtrain.cluster.launch.launcher import Failure, Outcome
 from hvdtrain.commands import verify
 from hvdtrain.core.errors import ConfigError
 
@@ -223,7 +223,7 @@ def test_it_starts_its_ranks_on_the_hosts(monkeypatch: pytest.MonkeyPatch, capsy
     assert verify.run(arguments(*flags)) == 0
     (job,) = jobs
     assert [str(host) for host in job.hosts] == ["h1:2", "h2:2"] and job.np == 4
-    assert list(job.argv[2:]) == ["hvdtrain.cluster.verify_rank", "torch", "7", "4"]
+    assert list(job.argv[2:]) == ["hvdtrain.cluster.doctor.verify_rank", "torch", "7", "4"]
     assert job.network == "10.0.0.0/8" and job.ssh.port == 3
     assert "averaging  ok      off by 0" in capsys.readouterr().out
 

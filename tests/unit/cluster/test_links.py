@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.cluster.links import Look, to_drop
+from hvdtrain.cluster.hosts.links import Look, to_drop
 
 ADDRESSES = {name: f"10.0.0.{number}" for number, name in enumerate(["c", "a", "b"], 1)}  # in the job's order
 

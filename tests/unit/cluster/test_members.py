@@ -8,7 +8,7 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdtrain.cluster.hosts import Host, assign
+from hvdtrain.cluster.hosts.hosts import Host, assign
 from hvdtrain.cluster.launch import actions
 from hvdtrain.cluster.launch.members import (
     MOST_FORMATIONS,

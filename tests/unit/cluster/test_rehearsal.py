@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.cluster.rehearsal import imported_by, slots_of
+from hvdtrain.cluster.function.rehearsal import imported_by, slots_of
 from hvdtrain.commands import rehearse
-from hvdtrain.runs import folder
+from hvdtrain.record import folder
 
 
 @pytest.mark.parametrize(

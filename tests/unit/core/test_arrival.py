@@ -11,8 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from hvdtrain.comm import arrival
 from hvdtrain.core.errors import ConfigError, LauncherError
-from hvdtrain.core.in_step import arrival
 from hvdtrain.core.launchers import Detected
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.core import resources
-from hvdtrain.core.resources import Allowance, cgroup_quota, own_allowance, share_of, usable_cores, workers_for
-from hvdtrain.core.world import World
+from hvdtrain.world import resources
+from hvdtrain.world.resources import Allowance, cgroup_quota, own_allowance, share_of, usable_cores, workers_for
+from hvdtrain.world.world import World
 
 
 def ranks(*cores: tuple[int, ...], host: str = "a", quota: float = math.inf) -> list[Allowance]:

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
+from hvdtrain.comm import elastic
+from hvdtrain.comm.elastic import Elastic
 from hvdtrain.core.errors import ConfigError, RanksLost, ReplicaError
-from hvdtrain.core.in_step import elastic
-from hvdtrain.core.in_step.elastic import Elastic
 from hvdtrain.core.launchers import detect, gpus_for
 
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from launcher_variables import HOROVODRUN, MPIJOB, OPEN_MPI, OPENPAI, SRUN, TORCHRUN
 
-from hvdtrain.core.engines import ENGINES, HorovodCollectives, choose_engine
+from hvdtrain.comm.engines import ENGINES, HorovodCollectives, choose_engine
 from hvdtrain.core.errors import ConfigError, LauncherError
 from hvdtrain.core.launchers import LAUNCHERS, Detected, detect
 
@@ -71,7 +71,7 @@ def test_a_horovod_built_without_what_the_launcher_needs(
 ) -> None:
     """conda-forge's has no Gloo: started over it, its extension ends in a segmentation fault."""
     hvd = SimpleNamespace(mpi_built=lambda: has == "mpi", gloo_built=lambda: has == "gloo", init=None)
-    monkeypatch.setattr("hvdtrain.core.engines.start_horovod", lambda *_: pytest.fail("started"))
+    monkeypatch.setattr("hvdtrain.comm.engines.start_horovod", lambda *_: pytest.fail("started"))
     with pytest.raises(LauncherError, match=f"this Horovod has no {lacks}") as caught:
         HorovodCollectives.join(hvd, detect(environ), ())
     assert remedy in caught.value.remedy and "build-horovod" in caught.value.remedy
@@ -83,7 +83,7 @@ def test_ranks_that_wait_leave_the_cores_alone(users: dict[str, str], monkeypatc
     quiet = {"HOROVOD_IDLE_CYCLE_TIME": "20", "OMPI_MCA_mpi_yield_when_idle": "1"}
     monkeypatch.setattr(os, "environ", dict(users))
     found: list[dict[str, str]] = []
-    monkeypatch.setattr("hvdtrain.core.engines.start_horovod", lambda *_: found.append(dict(os.environ)))
+    monkeypatch.setattr("hvdtrain.comm.engines.start_horovod", lambda *_: found.append(dict(os.environ)))
     place = {name: lambda: 0 for name in ("rank", "size", "cross_rank", "local_rank", "local_size")}
     HorovodCollectives.join(SimpleNamespace(mpi_built=lambda: True, init=None, **place), detect(OPEN_MPI), ())
     assert {name: found[0][name] for name in quiet} == {**quiet, **users}

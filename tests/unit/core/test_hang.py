@@ -19,11 +19,12 @@ from typing import Any
 import pytest
 from watched_pair import Ended
 
+from hvdtrain.comm import ring
 from hvdtrain.core.errors import HUNG_CODE, ConfigError
-from hvdtrain.core.in_step import bundle, hang, looks, ring, rounds, watch
-from hvdtrain.core.in_step.looks import CIRCLES, MOVING, STILL, Look, movement
-from hvdtrain.core.in_step.meeting import Tracker
 from hvdtrain.core.launchers import Detected
+from hvdtrain.watch import bundle, hang, looks, rounds, watch
+from hvdtrain.watch.looks import CIRCLES, MOVING, STILL, Look, movement
+from hvdtrain.watch.meeting import Tracker
 
 UPDATE = {"kind": "update", "number": 4, "key": "of model 1", "line": "a.py:1: backward()", "updates": 3, "meetings": 2,
           "agreed": False}  # fmt: skip

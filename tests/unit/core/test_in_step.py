@@ -16,14 +16,14 @@ from typing import Any
 import pytest
 from watched_pair import Ended
 
+from hvdtrain.comm.engines import SoloEngine
+from hvdtrain.comm.lines import user_line
+from hvdtrain.comm.ring import FOLDER
 from hvdtrain.commands.why import why
-from hvdtrain.core.engines import SoloEngine
 from hvdtrain.core.errors import OUT_OF_STEP_CODE, ConfigError
-from hvdtrain.core.in_step import watch
-from hvdtrain.core.in_step.lines import user_line
-from hvdtrain.core.in_step.meeting import State, Tracker, deadlocked, out_of_step
-from hvdtrain.core.in_step.ring import FOLDER
 from hvdtrain.core.launchers import Detected
+from hvdtrain.watch import watch
+from hvdtrain.watch.meeting import State, Tracker, deadlocked, out_of_step
 
 LEFT = "what is collective must be done before the ranks part"
 

@@ -14,10 +14,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from hvdtrain.comm import elastic
 from hvdtrain.core.errors import PREEMPTED_CODE, ConfigError, Preempted
-from hvdtrain.core.in_step import elastic, preemption
-from hvdtrain.core.in_step.meeting import Tracker
-from hvdtrain.core.in_step.preemption import ASKS, ENDING, ENDS, Notice, told, wanted
+from hvdtrain.watch import preemption
+from hvdtrain.watch.meeting import Tracker
+from hvdtrain.watch.preemption import ASKS, ENDING, ENDS, Notice, told, wanted
 
 TERM, USR1 = signal.SIGTERM, signal.SIGUSR1
 

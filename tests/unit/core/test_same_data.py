@@ -21,7 +21,7 @@ import pytest
 from PIL import Image
 
 from hvdtrain import ReplicaError
-from hvdtrain.core import same_data
+from hvdtrain.world import same_data
 
 
 def refusal(parts: list[Any], digest: Callable[[Any], same_data.Digest] = same_data.of_arrays) -> str:

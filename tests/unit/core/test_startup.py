@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.core import flags, launchers, startup
+from hvdtrain.core import flags, launchers
 from hvdtrain.core.errors import ConfigError, LauncherError
 from hvdtrain.core.launchers import ALONE, Detected
-from hvdtrain.runs import folder
+from hvdtrain.record import folder
+from hvdtrain.world import startup
 
 
 def test_flag_types() -> None:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.core.records import BATCH_SAMPLER, HEAD, STREAM, Noted, head, stream_of
 from hvdtrain.core.sharding import Plan
-from hvdtrain.core.streams import StreamPlan, StreamStep, walk
+from hvdtrain.world.records import BATCH_SAMPLER, HEAD, STREAM, Noted, head, stream_of
+from hvdtrain.world.streams import StreamPlan, StreamStep, walk
 
 
 def steps_of(

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
+from hvdtrain.comm.engines import SoloEngine
 from hvdtrain.commands import launch
-from hvdtrain.core import join, startup
-from hvdtrain.core.engines import SoloEngine
 from hvdtrain.core.errors import ConfigError, ReplicaError
 from hvdtrain.core.launchers import ALONE, Detected
+from hvdtrain.world import join, startup
 
 TWO = Detected("horovodrun", 0, 2, 0, 2, 0, None)
 

@@ -9,9 +9,9 @@ import pickle
 import numpy as np
 import pytest
 
-from hvdtrain.core.engines import Engine, SoloEngine
+from hvdtrain.comm.engines import Engine, SoloEngine
 from hvdtrain.core.errors import ConfigError, HvdtrainError, ReplicaError
-from hvdtrain.core.world import World, fsum
+from hvdtrain.world.world import World, fsum
 
 
 class TestSolo:

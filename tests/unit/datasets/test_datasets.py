@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 
 from hvdtrain.core.errors import ConfigError, ReplicaError
-from hvdtrain.core.world import World
 from hvdtrain.datasets import digits, files, load_mnist, mnist
 from hvdtrain.datasets import download as download_module
 from hvdtrain.datasets.download import download
 from hvdtrain.datasets.images import Images
+from hvdtrain.world.world import World
 
 ARRAYS = ("x_train", "y_train", "x_test", "y_test")
 

@@ -9,7 +9,7 @@ import pytest
 from horovod_scripts import FOLDER
 
 from hvdtrain.migrate.convert import convert
-from hvdtrain.migrate.plan import TARGETS, Target
+from hvdtrain.migrate.script.plan import TARGETS, Target
 
 MODEL = """\
 import horovod.torch as hvd

@@ -10,7 +10,7 @@ import pytest
 from horovod_scripts import FOLDER
 
 from hvdtrain.migrate.convert import Conversion, convert
-from hvdtrain.migrate.plan import DDP
+from hvdtrain.migrate.script.plan import DDP
 
 HEAD = """\
 import horovod.torch as hvd

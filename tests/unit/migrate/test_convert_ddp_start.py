@@ -6,7 +6,7 @@ import pytest
 from test_convert_ddp import LOOP, WRAP, moved, refused
 
 from hvdtrain.migrate.convert import convert
-from hvdtrain.migrate.plan import DDP
+from hvdtrain.migrate.script.plan import DDP
 
 WHOLE = "model.parameters()"
 SENT = "hvd.broadcast_parameters(model.state_dict(), root_rank=0)\n"

@@ -19,7 +19,7 @@ from limits import Limit
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.pipeline.tuning import plots, search_size
 from hvdtrain.pipeline.tuning.search import REFERENCE, Search
-from hvdtrain.runs.stats import Interval, mean_of, ratio_of_means, student
+from hvdtrain.record.stats import Interval, mean_of, ratio_of_means, student
 
 CANDIDATES = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32]
 

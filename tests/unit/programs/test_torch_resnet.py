@@ -8,8 +8,8 @@ import pytest
 
 from hvdtrain import torch_resnet
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.core.world import World
 from hvdtrain.vision import pipelines
+from hvdtrain.world.world import World
 
 # ---- flags
 

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from limits import Limit
 
 from hvdtrain import CheckpointError, ConfigError, NonFiniteError, Progress
-from hvdtrain.runs import checkpoint_folder
-from hvdtrain.runs.checkpoint_files import MANIFEST, read_manifest, write_manifest
-from hvdtrain.runs.staging import StateFile
+from hvdtrain.checkpoint import checkpoint_folder
+from hvdtrain.checkpoint.checkpoint_files import MANIFEST, read_manifest, write_manifest
+from hvdtrain.checkpoint.staging import StateFile
 
 sys.path.insert(0, str(PROGRAMS))
 from blob import Blob, state_of
@@ -313,7 +313,7 @@ class TestDamage:
                     return read_manifest(folder)
 
                 for module in ("checkpoint", "checkpoint_folder"):
-                    monkeypatch.setattr(f"hvdtrain.runs.{module}.read_manifest", failing)
+                    monkeypatch.setattr(f"hvdtrain.checkpoint.{module}.read_manifest", failing)
 
         checkpoints = synchronous(tmp_path, keep=1)
         whole = (save(tmp_path, 1) / MANIFEST).read_bytes()
@@ -393,6 +393,6 @@ class TestDamage:
     ) -> None:
         save(tmp_path, 1)
         (save(tmp_path, 2) / "a.bin").write_bytes(b"?" * 100)
-        monkeypatch.setattr("hvdtrain.runs.checkpoint.verify", lambda folder, files: None)
+        monkeypatch.setattr("hvdtrain.checkpoint.checkpoint.verify", lambda folder, files: None)
         with pytest.raises(AssertionError):
             restored(tmp_path)

@@ -14,8 +14,8 @@ from blob import Blob
 from checkpoint_steps import progress_at, restored, save, step_of, steps, synchronous
 
 from hvdtrain import Checkpointer, CheckpointError
-from hvdtrain.runs import checkpoint_folder
-from hvdtrain.runs.checkpoint_files import MANIFEST
+from hvdtrain.checkpoint import checkpoint_folder
+from hvdtrain.checkpoint.checkpoint_files import MANIFEST
 
 OTHER_MODEL = "belongs to one training: this model must not save there"
 IN_USE = "belongs to one training at a time"

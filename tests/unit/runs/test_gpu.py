@@ -15,10 +15,10 @@ from pynvml_stand_in import BUSY, IDLE, StandIn
 from run_logs import one_step, strict
 
 from hvdtrain import RunLog, World
-from hvdtrain.core.engines import SoloEngine
+from hvdtrain.comm.engines import SoloEngine
 from hvdtrain.core.launchers import ALONE
-from hvdtrain.runs import gpu
-from hvdtrain.runs.log import read_run
+from hvdtrain.record import gpu
+from hvdtrain.record.log import read_run
 
 
 class Driver:

@@ -14,8 +14,8 @@ import pytest
 from run_logs import one_step, open_log, strict
 
 from hvdtrain import ConfigError
-from hvdtrain.runs import log_files
-from hvdtrain.runs.log import read_run
+from hvdtrain.record import log_files
+from hvdtrain.record.log import read_run
 
 ABSENT = 2**22 + 1  # no process has a larger number than 2**22 (proc(5), pid_max)
 SINCE = "since 2026-01-02T03:04:05+00:00"

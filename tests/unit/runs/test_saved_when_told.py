@@ -9,9 +9,9 @@ import pytest
 from blob import Blob
 
 from hvdtrain import Checkpointer, Preempted, Progress
-from hvdtrain.core.world import World
-from hvdtrain.runs.parts import Part, Saves
-from hvdtrain.runs.preemption import end_if_told
+from hvdtrain.checkpoint.parts import Part, Saves
+from hvdtrain.checkpoint.preemption import end_if_told
+from hvdtrain.world.world import World
 
 
 class Trained(Blob):

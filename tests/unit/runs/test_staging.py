@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdtrain import CheckpointError
-from hvdtrain.runs.checkpoint_files import joined, seal, verify
-from hvdtrain.runs.staging import Images, Share, StateFile, write_image
+from hvdtrain.checkpoint.checkpoint_files import joined, seal, verify
+from hvdtrain.checkpoint.staging import Images, Share, StateFile, write_image
 
 WRITES = st.lists(st.tuples(st.integers(0, 300), st.binary(max_size=200)), max_size=8)
 

@@ -14,9 +14,9 @@ import pytest
 from run_logs import one_step, open_log, strict
 
 from hvdtrain import LR, ConfigError
-from hvdtrain.runs.bottleneck import Facts
-from hvdtrain.runs.log import read_events, read_run
-from hvdtrain.runs.log_files import EVENT_EVERY_S, Line, Window, plain, to_json, write_json
+from hvdtrain.record.bottleneck import Facts
+from hvdtrain.record.log import read_events, read_run
+from hvdtrain.record.log_files import EVENT_EVERY_S, Line, Window, plain, to_json, write_json
 
 
 class TestRecord:
@@ -268,7 +268,7 @@ class TestVerdict:
         assert run["result"]["shares"]["input"] == 0.5
 
     def test_waits_are_folded_where_no_epoch_ends(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("hvdtrain.runs.log._MOST_WAITS", 10)
+        monkeypatch.setattr("hvdtrain.record.log._MOST_WAITS", 10)
         with open_log(tmp_path) as log:
             for step in range(25):
                 one_step(log, step, communication=0.25, forward=1.0)

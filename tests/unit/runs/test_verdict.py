@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.runs.bottleneck import BETWEEN, STEP, Facts, Waits, phases_per_rank, verdict, waits_per_rank
+from hvdtrain.record.bottleneck import BETWEEN, STEP, Facts, Waits, phases_per_rank, verdict, waits_per_rank
 
 BUSY = {"input": 0.02, "forward": 0.3, "backward": 0.55, "communication": 0.05, "optimizer": 0.08}
 

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from hvdtrain import __main__
+from hvdtrain.comm import ring
+from hvdtrain.comm.ring import FOLDER, UPDATE, open_ring
 from hvdtrain.commands.why import pages_in_words, why
 from hvdtrain.core.errors import ConfigError, RanksLost
-from hvdtrain.core.in_step import ring
-from hvdtrain.core.in_step.ring import FOLDER, UPDATE, open_ring
-from hvdtrain.runs.log_files import lock, write_json
+from hvdtrain.record.log_files import lock, write_json
 
 
 def hang(folder: Path, name: str, received: str, age_s: float = 0.0) -> Path:

@@ -1,0 +1,1 @@
+"""Jobs that take turns, and what every benchmark prints."""

@@ -1,0 +1,63 @@
+"""What every benchmark does around its measuring: it looks first, says how far it is, and writes down what came out."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hvdtrain.core import flags
+from hvdtrain.core.errors import ConfigError
+from hvdtrain.core.launchers import detect
+from hvdtrain.record import stats
+
+
+def begin(bench: str, args: argparse.Namespace, rule: str) -> dict[str, Any]:
+    """A result without figures yet.
+
+    Args:
+        bench: its name, as on the command line.
+        rule: why it is not started by a launcher.
+
+    Raises:
+        ConfigError: started by a launcher, or no place for the result.
+    """
+    if detect(os.environ).launcher != "none":
+        raise ConfigError(rule, "started by a launcher", f"hvdtrain bench {bench}")
+    flags.check_file("--out", args.out, parents=True)  # minutes of measuring must not end in an error about it
+    return {
+        "format": 1, "bench": bench, "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "machine": stats.machine(),
+        "settings": {key: value for key, value in vars(args).items() if isinstance(value, (int, float, str, list))},
+    }  # fmt: skip
+
+
+def progress(text: str) -> None:
+    """Goes to standard error, so that the table can be piped."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def finish(args: argparse.Namespace, result: dict[str, Any], report: Callable[[Mapping[str, Any]], str]) -> int:
+    """Writes every sample, prints the tables; returns 0, whatever the figures are."""
+    result["load_after"] = round(os.getloadavg()[0], 2)
+    flags.write_file("--out", args.out, json.dumps(result, indent=1) + "\n")
+    print(report(result))
+    print(f"every sample: {args.out}", flush=True)
+    return 0
+
+
+def measured_on(result: Mapping[str, Any]) -> str:
+    """The machine, and what else it had to do."""
+    machine = result["machine"]
+    return (
+        f"{machine['processor']}, {machine['cores_usable']} cores, load {machine['load_1min']} before,"
+        f" {result['load_after']} after"
+    )
+
+
+def versions(result: Mapping[str, Any]) -> str:
+    """Of all packages, in a line."""
+    return " ".join(f"{name} {version}" for name, version in result["machine"]["versions"].items())

@@ -1,0 +1,500 @@
+"""Checkpoints that a kill at any instant, a full disk or a flipped bit cannot turn into a loss.
+
+How they lie on disk: `hvdtrain.checkpoint.checkpoint_folder`. What does not match its checksum is passed over for the
+last good one, with a message. Training waits for a copy of its state in memory; a process of its own writes it
+(`hvdtrain.checkpoint.writer`).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+from weakref import WeakValueDictionary, ref
+
+from hvdtrain.checkpoint import preemption
+from hvdtrain.checkpoint.checkpoint_files import MANIFEST, STRIPED, direction_of, local_copy, read_manifest, verify
+from hvdtrain.checkpoint.checkpoint_folder import (
+    Folder,
+    Info,
+    Lock,
+    Written,
+    fill,
+    name_of,
+    read_info,
+    taken_by,
+    unusable_info,
+)
+from hvdtrain.checkpoint.parts import Part, Progress
+from hvdtrain.checkpoint.together import Together
+from hvdtrain.checkpoint.writer import Writer, running, started
+from hvdtrain.comm import elastic
+from hvdtrain.comm.elastic import repeated
+from hvdtrain.core.errors import CheckpointError, ConfigError, HvdtrainError, MainRankError
+from hvdtrain.record.folder import place_of
+from hvdtrain.record.log import RunLog
+from hvdtrain.world.world import World, current
+
+# directories that this process has taken; several Checkpointers of one program share a lock
+_LOCKS: WeakValueDictionary[Path, Lock] = WeakValueDictionary()
+# directory to the training that this program saves there: a new one, or that of the checkpoint it has restored
+_TRAININGS: dict[Path, str] = {}
+# directory to the models of that training
+_TRAINED: dict[Path, list[ref[Any]]] = {}
+
+
+def _models_of(state: Mapping[str, Part]) -> list[object]:
+    return [model for part in state.values() if (model := part.trained) is not None]
+
+
+class Checkpointer:
+    """Saves and restores the state of training in `directory`.
+
+    Args:
+        directory: made at the first save; belongs to one training at a time (a lock that ends with the process). Others
+            can read it meanwhile. Checkpoints of an earlier training that this one did not restore stay there.
+        world: default: the world of the last `init()`, else one process.
+        keep: how many of the newest to keep.
+        best: the metric by which one more is kept, however old; None: none.
+        asynchronous: training goes on while a checkpoint is written: rank 0 takes memory for one more state, for two
+            where a disk is slower than the saves come. False: it waits.
+        run: the run's record, which gets an event for every save: how long training waited, when it was on disk, bytes.
+        together: ranks that see the directory each write a part of what all of them have
+            (`hvdtrain.checkpoint.together`). False: rank 0 writes all. None: together where training waits for it.
+        mode: whether "min" or "max" of it is best; None: as its name says (losses and errors "min", accuracies "max").
+
+    Raises:
+        ConfigError: an argument is wrong, or the metric's name does not say which way is better.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        world: World | None = None,
+        keep: int = 3,
+        best: str | None = "val_loss",
+        mode: Literal["min", "max"] | None = None,
+        asynchronous: bool = True,
+        together: bool | None = None,
+        run: RunLog | None = None,
+    ) -> None:
+        if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
+            raise ConfigError("keep must be a whole number >= 1", f"keep={keep!r}")
+        if mode not in ("min", "max", None):
+            raise ConfigError('mode must be "min" or "max"', f"mode={mode!r}")
+        self.directory = place_of(directory).absolute()  # wherever the program goes
+        self.folder = Folder(self.directory, keep, best, mode or ("min" if best is None else direction_of(best)))
+        self.asynchronous = asynchronous
+        self.run = run
+        self._world = world
+        self._known: list[Path] = []
+        self._lock: Lock | None = None
+        self._best_is_missing = False
+        if (world or current()) is not None and self.world.is_main:
+            self._look()
+        self._together = Together(self.folder, self.directory, off=asynchronous if together is None else not together)
+
+    @property
+    def world(self) -> World:
+        return self._world or current() or World.solo()
+
+    @property
+    def _place(self) -> Path:
+        """The directory by the one name that all spellings of it have."""
+        return self.directory.resolve()
+
+    def _look(self) -> None:
+        """Reports at the start what would otherwise come to light at the first save."""
+        problem = self.folder.why_unmakeable()
+        if problem is None and self._place not in _LOCKS and (owner := taken_by(self.directory)) is not None:
+            problem = f"it is in use by {owner}; its checkpoints can be read"
+        if problem is not None:
+            print(f"hvdtrain: save() cannot write to {self.directory}: {problem}", file=sys.stderr, flush=True)
+
+    def _take(self) -> None:
+        """Makes the directory and takes it for this training; call it on rank 0."""
+        self.folder.make()
+        known = [lock for lock in (self._lock, _LOCKS.get(self._place)) if lock is not None]
+        # it may have been moved away, or deleted, since this one took it, and another one of this program took it anew
+        self._lock = next((lock for lock in known if lock.holds(self._place)), None)
+        try:
+            self._lock = _LOCKS[self._place] = self._lock or Lock(self._place)
+        except CheckpointError:
+            if elastic.active() is None:  # else the lost rank 0 may still have it: taken at a later save
+                raise
+        except OSError as error:
+            raise self.folder.not_written(error) from error
+
+    # -- saving ----------------------------------------------------------------------------------------------
+    def save(
+        self, state: Mapping[str, Part], *, progress: Progress, metrics: Mapping[str, float] | None = None
+    ) -> Path:
+        """Takes one checkpoint; collective: the parts bring their state together, and rank 0 copies it.
+
+        It is there once its directory is; `wait` waits for that, and so does whatever looks for checkpoints on rank 0,
+        and the end of the program. Where two are still being written, the first of them is waited for.
+
+        Args:
+            state: file name to what goes into it.
+            progress: where training stands.
+            metrics: of all ranks together; `best` is looked up here.
+
+        Returns:
+            The checkpoint's directory.
+
+        Raises:
+            CheckpointError: it, or an earlier one, could not be written; others are untouched (`MainRankError` on ranks
+                other than 0). After an earlier one failed, this one is not taken: save again.
+            NonFiniteError: weights are not finite: nothing is written, earlier ones are untouched.
+            ReplicaError: ranks are not at the same point of the training.
+        """
+        path = self._save_all(state, progress, {name: float(value) for name, value in (metrics or {}).items()})
+        preemption.remember(self, state)
+        return path
+
+    @repeated
+    def _save_all(self, state: Mapping[str, Part], progress: Progress, metrics: dict[str, float]) -> Path:
+        noted = Noted(self.run, progress) if self.run is not None and self.world.is_main else None
+        self.world.agree("progress at a checkpoint", progress)
+        for part in state.values():
+            part.collect()
+        self._report_missing_best(metrics)
+        written = Written(progress, metrics, self.world.size, time.time())
+        path = None
+        if self.world.size > 1 and not self._together.off and elastic.active() is None:  # a rank may be lost meanwhile
+            path = self._save_together(state, written, noted)
+        if path is None:
+            # in an elastic job another rank may be the one to save next
+            path, _TRAININGS[self._place] = self.world.on_main(self._save, state, written, noted)
+        if noted is not None:
+            noted.went_on(self._settle)
+        return path
+
+    def _report_missing_best(self, metrics: Mapping[str, float]) -> None:
+        """Reports once that no best checkpoint is kept, as its metric is not among those that are given."""
+        best = self.folder.best_metric
+        if self._best_is_missing or not metrics or best is None or best in metrics:
+            return
+        self._best_is_missing = True
+        if self.world.is_main:
+            names = ", ".join(map(repr, metrics))
+            print(
+                f"hvdtrain: no best checkpoint is kept: save() got the metrics {names}, and not {best!r}\n"
+                f"  fix: Checkpointer(..., best={next(iter(metrics))!r}), or best=None",
+                file=sys.stderr, flush=True,
+            )  # fmt: skip
+
+    def on_preemption(self, state: Mapping[str, Part]) -> None:
+        """Says what to save where the job is preempted (SIGTERM, SIGUSR1) before the first `save` or `restore`.
+
+        Raises:
+            CheckpointError: on rank 0: another training has the directory.
+        """
+        if self.world.is_main:
+            self._take()
+        preemption.remember(self, state, saved=False)
+
+    def _prepare(self, state: Mapping[str, Part]) -> Writer | None:
+        _check_names(state)
+        self._take()
+        self._check_trained(state)
+        if self._place not in _TRAININGS:
+            self.folder.report_others()
+            _TRAININGS[self._place] = uuid.uuid4().hex
+        self.folder.training = _TRAININGS[self._place]
+        writer = started() if self.asynchronous else running()
+        if writer is not None:
+            if self.asynchronous:
+                writer.wait_for_room()  # before it is asked what failed: what is waited for here may fail, too
+            writer.check(self.folder.directory)
+        return writer
+
+    def _check_trained(self, state: Mapping[str, Part]) -> None:
+        """Raises `CheckpointError` for a model of another training than the one that this program saves here."""
+        models, known = _models_of(state), _TRAINED.get(self._place)
+        if known and models and not any(model is one() for one in known for model in models):
+            if self._has_own():
+                raise CheckpointError(
+                    "a checkpoint directory belongs to one training: this model must not save there",
+                    f"{self.directory} has the checkpoints of another model of this program",
+                    "give each its own, Checkpointer('checkpoints/fold-2'); or go on with that training: restore it"
+                    " first",
+                )
+            _TRAINED.pop(self._place, None)
+            _TRAININGS.pop(self._place, None)
+        self._note_trained(state)
+
+    def _has_own(self) -> bool:
+        """Whether the directory has checkpoints of this program's training: it may have been emptied since."""
+        self._settle()
+        training = _TRAININGS.get(self._place)
+        return any(info.is_unknown or info.training == training for info in self.folder.list())
+
+    def _note_trained(self, state: Mapping[str, Part]) -> None:
+        """Adds models to those of the training that this program saves here."""
+        known = _TRAINED.get(self._place, [])
+        there = [one for one in known if one() is not None]
+        new = [ref(model) for model in _models_of(state) if not any(model is one() for one in there)]
+        _TRAINED[self._place] = there + new or known  # whose models are gone: another one must not follow unasked
+
+    def _save_together(self, state: Mapping[str, Part], written: Written, noted: Noted | None) -> Path | None:
+        """Has the ranks write one together; collective. None: rank 0 is to write it alone."""
+        world, together = self.world, self._together
+        stripe_bytes = world.on_main(self._planned, state)
+        if stripe_bytes is None:
+            return None
+        if not self.asynchronous:
+            path = together.write_here(world, state, written, stripe_bytes)
+            return path if path is None or noted is None else noted.sealed(path)
+        return together.write_later(world, state, written, stripe_bytes, started(), noted)
+
+    def _planned(self, state: Mapping[str, Part]) -> int | None:
+        self._prepare(state)
+        if not self.asynchronous:
+            self._settle()
+        return self._together.stripe_bytes(state, self.world.size)
+
+    def _save(self, state: Mapping[str, Part], written: Written, noted: Noted | None) -> tuple[Path, str]:
+        """Returns the checkpoint's directory and the training."""
+        writer = self._prepare(state)
+        if writer is not None and self.asynchronous:
+            try:
+                with writer.lock:
+                    return self._submit(writer, state, written, noted), self.folder.training
+            except OSError as error:
+                print(f"hvdtrain: this checkpoint is written before training goes on: {error}", file=sys.stderr)
+        self._settle()
+        path = self.folder.add(written, name_of(written.progress), {name: part.write for name, part in state.items()})
+        return path if noted is None else noted.sealed(path), self.folder.training
+
+    def _submit(self, writer: Writer, state: Mapping[str, Part], written: Written, noted: Noted | None) -> Path:
+        writer.start()
+        images = writer.images()
+        files = {name: images.file(name) for name in state}
+        for name, file in files.items():
+            fill(file, state[name].write)
+        return writer.submit(images, files, self.folder, written, noted=noted)
+
+    def wait(self) -> None:
+        """Waits until every checkpoint that was taken is on disk; collective.
+
+        Raises:
+            CheckpointError: one could not be written (`MainRankError` on ranks other than 0).
+        """
+        self.world.on_main(self._check)
+
+    def _settle(self) -> None:
+        writer = running()
+        if writer is not None:
+            writer.wait(self.folder.directory)
+
+    def _check(self) -> None:
+        self._settle()
+        writer = running()
+        if writer is not None:
+            writer.check(self.folder.directory)
+
+    # -- looking ---------------------------------------------------------------------------------------------
+    def list(self) -> list[Info]:
+        """Returns the checkpoints this process can see, oldest first; damaged ones too, with `ok=False`."""
+        self._settle()
+        return self.folder.list()
+
+    def latest(self) -> Info | None:
+        """Returns the newest good checkpoint, or None."""
+        return next(iter(self._ranking("latest")), None)
+
+    def best(self) -> Info | None:
+        """Returns the good checkpoint with the best `best` metric (the newer of equals), or None."""
+        return next(iter(self._ranking("best")), None)
+
+    def _ranking(self, which: str) -> Sequence[Info]:
+        self._settle()
+        return self.folder.ranking(which)
+
+    # -- restoring -------------------------------------------------------------------------------------------
+    def restore(self, state: Mapping[str, Part], *, which: str | os.PathLike[str] = "latest") -> Progress | None:
+        """Loads one checkpoint on every rank; collective.
+
+        Rank 0 chooses, and its choice is what every rank gets: ranks that do not see that checkpoint (no
+        shared file system, or a stale one) are sent its bytes. Where another program saves into the directory and has
+        deleted it meanwhile, a newer one is chosen.
+
+        Args:
+            state: file name to what takes its content; files of the checkpoint that are not named here are
+                left alone.
+            which: "latest", "best", or the path of one checkpoint.
+
+        Returns:
+            The progress, or None when there is no checkpoint at all.
+
+        Raises:
+            CheckpointError: none of the checkpoints is good, the one at `which` is not, none has the metric
+                for "best", it lacks a file that `state` names, or a rank could not load it (`MainRankError`
+                on ranks other than 0 where rank 0 found out).
+        """
+        while True:
+            try:
+                progress = self._restore(state, os.fspath(which))
+                break
+            except (CheckpointError, MainRankError) as error:
+                everywhere = getattr(error, "error_type", "CheckpointError") == "CheckpointError"
+                if not everywhere or not self.world.on_main(self._are_replaced):
+                    raise
+        if progress is not None:
+            preemption.remember(self, state)
+        return progress
+
+    def _are_replaced(self) -> bool:
+        """Whether another program saves here: one that was looked at is not there any more, and a new one is."""
+        known, self._known = self._known, []
+        new = [info for info in self.folder.list() if info.path not in known]  # which may be gone again by now
+        return bool(new) and not all(path.exists() for path in known)
+
+    @repeated
+    def _restore(self, state: Mapping[str, Part], which: str) -> Progress | None:
+        chosen = self.world.on_main(self._choose, which, sorted(state))
+        if chosen is None:
+            return None
+        name, manifest = chosen
+        # every rank looks in its own directory: paths may differ between hosts, names do not
+        path = self.directory / name if which in ("latest", "best") else Path(which)
+        files = {name: manifest["files"][name] for name in sorted(state)}
+        with local_copy(self.world, path, files) as (folder, failure):
+            self._load(state, folder, failure)
+        progress = Progress(**manifest["progress"])
+        if path.parent == self.directory:
+            _TRAININGS[self._place] = manifest.get("training", "")
+            self._note_trained(state)
+        for part in state.values():
+            part.restored(progress)
+        return progress
+
+    def _choose(self, which: str, names: Sequence[str]) -> tuple[str, dict[str, Any]] | None:
+        """Returns the name and manifest of the checkpoint to restore, every checksum read."""
+        writer = running()
+        if writer is not None:
+            writer.wait()  # of all: a path may be of another directory
+        if which in ("latest", "best"):
+            known = self.folder.list()
+            ranking = self.folder.ranking(which, known)
+            if not known:
+                return None
+        else:
+            known = ranking = [read_info(Path(which))]
+        self._known = [info.path for info in known] if which in ("latest", "best") else []
+        unusable = {info.path: info for info in known if not info.ok}
+        for info in ranking:
+            try:
+                manifest = read_manifest(info.path)
+                verify(info.path, manifest["files"])
+            except (OSError, HvdtrainError) as error:
+                unusable[info.path] = unusable_info(info, error)
+                continue
+            _check_has(manifest, names, info.path)
+            _report_fallback(info, [its for its in unusable.values() if its.path.exists()])
+            return info.path.name, manifest
+        if which == "best" and not unusable:
+            raise CheckpointError(
+                f"the best checkpoint is the one with the best {self.folder.best_metric}",
+                f"none of {len(known)} in {self.directory} has it as a finite number",
+                'restore which="latest", or give save() that metric',
+            )
+        raise CheckpointError(
+            "no checkpoint is whole",
+            "\n".join(f"{path}: {info.problem}" for path, info in unusable.items()),
+            "give another checkpoint or directory; to start anew, move this one away",
+        )
+
+    def _load(self, state: Mapping[str, Part], folder: Path, failure: Exception | None) -> None:
+        """Loads every part; when one rank fails, all raise, so that none trains on alone."""
+        try:
+            names = sorted(state) if failure is None else ()
+            for name in names:
+                state[name].check(folder / name)
+            for name in names:
+                state[name].load(folder / name)
+        except Exception as error:
+            failure = error
+        reports = self.world.gather(None if failure is None else f"{type(failure).__name__}: {failure}")
+        if isinstance(failure, CheckpointError) and len(set(reports)) == 1:
+            failure.shared = True
+            raise failure  # every rank says the same: once is enough
+        if any(reports):
+            raise CheckpointError(
+                "every rank must be able to load the checkpoint",
+                "\n".join(f"rank {rank}: {report}" for rank, report in enumerate(reports) if report),
+                "the model, optimizer or versions may not be those that saved it",
+                shared=True,
+            ) from failure
+
+
+class Noted:
+    """What the run's record says of one save: written when training has gone on, and the checkpoint is there."""
+
+    def __init__(self, run: RunLog, progress: Progress) -> None:
+        self._run, self._began = run, time.perf_counter()
+        self._fields: dict[str, Any] = {"step": progress.step, "epoch": progress.epoch}
+        self._lock = threading.Lock()
+
+    def went_on(self, wait: Callable[[], object]) -> None:
+        """Training goes on; `wait()` waits until the checkpoint is there."""
+        self._run.before_end(wait)
+        self._note(blocked_s=time.perf_counter() - self._began)
+
+    def sealed(self, path: Path) -> Path:
+        """The checkpoint is there."""
+        found = read_manifest(path)
+        size = sum(sealed["bytes"] for sealed in found["files"].values())
+        how = "together" if found["format"] == STRIPED else "rank 0"
+        self._note(sealed_s=time.perf_counter() - self._began, bytes=size, written_by=how, path=path.name)
+        return path
+
+    def failed(self) -> None:
+        """It will not be."""
+        self._note(sealed_s=None)
+
+    def _note(self, **known: Any) -> None:
+        with self._lock:
+            self._fields |= known
+            if not {"blocked_s", "sealed_s"} <= self._fields.keys():
+                return
+        self._run.checkpoint(self._fields)
+
+
+def _report_fallback(chosen: Info, unusable: Iterable[Info]) -> None:
+    """Says which checkpoints that cannot be used would have come before `chosen`."""
+    newer = [  # saved later, or maybe: a run that went back to an earlier step saves lower ones
+        info
+        for info in unusable
+        if info.progress.step >= chosen.progress.step or not 0 < info.sequence < chosen.sequence
+    ]
+    for info in newer:
+        kind = "damaged" if info.damaged else "unreadable"
+        print(f"hvdtrain: passing over the {kind} checkpoint {info.path}: {info.problem}", file=sys.stderr)
+    if newer:
+        print(f"hvdtrain: falling back to {chosen.path}, the last good one", file=sys.stderr, flush=True)
+
+
+def _check_names(state: Mapping[str, Part]) -> None:
+    for name in state:
+        if not name or name == MANIFEST or Path(name).name != name or name.startswith("."):
+            raise ConfigError("a checkpoint's parts are plain file names", repr(name))
+    if not state:
+        raise ConfigError("a checkpoint needs at least one part")
+
+
+def _check_has(manifest: dict[str, Any], names: Sequence[str], path: Path) -> None:
+    missing = sorted(set(names) - set(manifest["files"]))
+    if missing:
+        raise CheckpointError(
+            "a checkpoint must have every file that is to be restored",
+            f"{path} lacks {', '.join(missing)}; it has {', '.join(sorted(manifest['files']))}",
+            "restore with the same framework, and the same kind of model and optimizer, that saved it",
+        )

@@ -1,0 +1,427 @@
+"""One folder of checkpoints: how one is written, which are there, which go.
+
+A checkpoint is a directory, written under a temporary name, forced to disk and renamed: it is there whole or not at
+all. Its manifest has the size and SHA-256 of every file, and a digest of itself. Older ones are deleted only after a
+newer one is complete.
+
+    checkpoints/epoch-0003-step-000042/manifest.json  model.keras  random.npz
+
+A process of its own may do it (`hvdtrain.checkpoint.writer`): nothing here needs the ranks, or a framework.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import itertools
+import math
+import os
+import re
+import shutil
+import socket
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from hvdtrain.checkpoint.checkpoint_files import (
+    LAYOUT,
+    MANIFEST,
+    STRIPED,
+    Sealed,
+    read_manifest,
+    seal,
+    sync_directory,
+    write_manifest,
+)
+from hvdtrain.checkpoint.parts import Progress
+from hvdtrain.checkpoint.staging import ALL, Share, StateFile
+from hvdtrain.core.errors import CheckpointError, HvdtrainError
+from hvdtrain.core.version import __version__
+from hvdtrain.record.log_files import plain
+
+_NAME = re.compile(r"epoch-(\d+)-step-(\d+)(?:\.(\d+))?")
+LINK = "link"  # a socket, for a moment
+_UNFINISHED = re.compile(rf"\.(?:writing|deleting|{LINK})-(?P<host>.+)-(?P<pid>\d+)-[^-]+")
+_ABANDONED_S = 24 * 3600.0
+LOCKS = Path("/proc/locks")
+_NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)  # the last: NFS, of what is only read
+
+
+class Lock:
+    """A directory that this process has taken, until the object goes; the kernel gives it back however that ends.
+
+    The directory itself is locked: nothing is written there, so that a full disk, or a copy, has no trace of it.
+
+    Raises:
+        CheckpointError: another process has it.
+        OSError: it cannot be read.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._descriptor = descriptor = os.open(directory, os.O_RDONLY)
+        weakref.finalize(self, os.close, descriptor).atexit = False  # at the end the kernel does
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CheckpointError(
+                "a checkpoint directory belongs to one training at a time: this one must not save there",
+                f"{directory} is in use by {_holder(directory)}",
+                "give another directory, or end that training first",
+            ) from None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS_HERE:
+                raise
+
+    def holds(self, directory: Path) -> bool:
+        """Whether it is still the directory that was taken, which may have been moved away."""
+        return is_at(self._descriptor, directory)
+
+
+def is_at(descriptor: int, directory: Path) -> bool:
+    """Whether an open directory is still the one of that name."""
+    return os.path.samestat(os.fstat(descriptor), directory.stat())
+
+
+def taken_by(directory: Path) -> str | None:
+    """Returns the process that has taken a directory, or None if no process has."""
+    try:
+        descriptor = os.open(directory, os.O_RDONLY)
+    except OSError:
+        return None  # it is not there yet
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return _holder(directory)
+    except OSError:  # a file system without locks
+        pass
+    finally:
+        os.close(descriptor)
+    return None
+
+
+def _holder(directory: Path) -> str:
+    """Names the process that has locked a directory, as far as this host knows it."""
+    try:
+        inode, locks = f":{directory.stat().st_ino}", LOCKS.read_text(encoding="ascii")
+    except OSError:  # a container may hide the list
+        return "another process"
+    for line in locks.splitlines():
+        words = line.split()  # 1: FLOCK ADVISORY WRITE 2382 fe:00:1234 0 EOF
+        if words[1] == "FLOCK" and words[5].endswith(inode):
+            return f"pid {words[4]}"
+    return "another process"
+
+
+@dataclass(frozen=True)
+class Info:
+    """One checkpoint on disk.
+
+    Attributes:
+        path: its directory.
+        progress, metrics: as they were saved; from the name alone, and empty, when the manifest is not readable.
+        ok: the manifest is whole and every file has its size (checksums are read on restore).
+        sequence: grows with every save into the directory; 0 when the manifest is damaged or cannot be read.
+        problem: what is wrong, when not ok.
+        training: the training that saved it; "" if it is not known.
+        damaged: it is wrong for good: files lack, or are not as they were saved. False for what cannot be read now
+            (a permission, an I/O error, a newer format): another day, or another host, may read it.
+    """
+
+    path: Path
+    progress: Progress
+    metrics: dict[str, float]
+    ok: bool
+    sequence: int = 0
+    problem: str = ""
+    damaged: bool = False
+    training: str = ""
+
+    @property
+    def is_unknown(self) -> bool:
+        """True if the manifest cannot be read, so that it may be of any training."""
+        return not self.ok and not self.training
+
+
+@dataclass(frozen=True)
+class Written:
+    """What is known of a checkpoint before its files: what its manifest says besides."""
+
+    progress: Progress
+    metrics: Mapping[str, float]
+    world_size: int
+    unix_s: float
+
+
+@dataclass
+class Folder:
+    """The checkpoints in `directory`; arguments as of `hvdtrain.Checkpointer`.
+
+    Attributes:
+        training: the training that saves here; it deletes no checkpoint of another one.
+        opened: a descriptor of the directory, which must still be there; None: whatever is there.
+    """
+
+    directory: Path
+    keep: int
+    best_metric: str | None
+    mode: Literal["min", "max"]
+    training: str = ""
+    opened: int | None = None
+
+    def __post_init__(self) -> None:
+        self._reported: set[Path] = set()
+
+    # -- writing ---------------------------------------------------------------------------------------------
+    def make(self) -> None:
+        """Makes the directory.
+
+        Raises:
+            CheckpointError: it cannot be made.
+        """
+        try:
+            if not self.directory.is_dir():
+                self.directory.mkdir(parents=True, exist_ok=True)
+                sync_directory(self.directory.parent)
+            self.directory = self.directory.resolve()  # one name for all who write there
+        except OSError as error:
+            raise self.not_written(error) from error
+
+    def open(self) -> int:
+        """Returns a descriptor of the directory.
+
+        Raises:
+            CheckpointError: it is not there, or cannot be read.
+        """
+        try:
+            return os.open(self.directory, os.O_RDONLY)
+        except OSError as error:
+            raise self.not_written(error) from error
+
+    def why_unmakeable(self) -> str | None:
+        """Returns why this user cannot make the directory; None if it is there (perhaps only to be read), or can be."""
+        place = self.directory
+        while not place.exists():
+            place = place.parent
+        if place == self.directory and place.is_dir():
+            return None
+        if not place.is_dir():
+            return f"{place} is not a directory"
+        return None if os.access(place, os.W_OK | os.X_OK) else f"{place} is not writable by user {os.getuid()}"
+
+    def report_others(self) -> None:
+        """Reports checkpoints of another training, which this one leaves alone."""
+        if there := [info for info in self.list() if info.ok]:
+            print(
+                f"hvdtrain: {self.directory} holds {len(there)} checkpoint(s) of another training, which was not"
+                f" restored: they are kept beside the newest {self.keep} of this one",
+                file=sys.stderr, flush=True,
+            )  # fmt: skip
+
+    def add(self, written: Written, name: str, parts: Mapping[str, Callable[[StateFile], object]]) -> Path:
+        """Writes one checkpoint; then deletes older ones.
+
+        Args:
+            written: what it is of.
+            name: of its directory, if nothing else has it.
+            parts: file name to what writes the file.
+
+        Raises:
+            CheckpointError: it cannot be written, earlier ones are untouched.
+        """
+        with self.begun(parts) as temporary:
+            files = {part: put(temporary / part, write) for part, write in parts.items()}
+            return self.complete(temporary, written, name, files)
+
+    @contextmanager
+    def begun(self, parts: Iterable[str]) -> Iterator[Path]:
+        """Gives a directory, with empty files, for what is to become a checkpoint; goes when it does not.
+
+        Raises:
+            CheckpointError: in place of an OSError.
+        """
+        temporary = None
+        try:
+            temporary = self.begin(parts)
+            yield temporary
+        except BaseException as error:
+            if temporary is not None:
+                self.abandon(temporary)
+            if isinstance(error, OSError):
+                raise self.not_written(error) from error
+            raise
+
+    def begin(self, parts: Iterable[str]) -> Path:
+        """Makes such a directory."""
+        if self.opened is not None and not is_at(self.opened, self.directory):
+            raise CheckpointError(
+                "a checkpoint must be written whole",
+                f"{self.directory} was moved away, or deleted, before it was written, and another one is there now",
+                "save again; to move checkpoints, wait() for them first",
+            )
+        self._sweep()
+        temporary = self._unfinished("writing")
+        temporary.mkdir()
+        try:
+            for part in parts:
+                StateFile.on_disk(temporary / part).close()
+        except BaseException:
+            self.abandon(temporary)
+            raise
+        return temporary
+
+    def abandon(self, temporary: Path) -> None:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+    def complete(self, temporary: Path, written: Written, name: str, files: Mapping[str, Sealed]) -> Path:
+        """Makes a checkpoint of files that are on disk; then deletes older ones."""
+        known = [info.sequence for info in self.list()]
+        # one whose number cannot be read may have any: that of a clock is greater than it was
+        sequence = 1 + max(known + [0 if all(known) else time.time_ns() // 1_000_000])
+        whole = all(isinstance(sealed["sha256"], str) for sealed in files.values())
+        body = {
+            "format": LAYOUT if whole else STRIPED, "sequence": sequence, "progress": asdict(written.progress),
+            "metrics": plain({metric: float(value) for metric, value in written.metrics.items()}),
+            "training": self.training, "files": files, "saved_unix_s": round(written.unix_s, 3),
+            "world_size": written.world_size,
+            "versions": {"hvdtrain": __version__, "python": ".".join(map(str, sys.version_info[:3]))},
+        }  # fmt: skip
+        write_manifest(temporary / MANIFEST, body)
+        sync_directory(temporary)
+        final = self.directory / self.free_name(name)
+        os.rename(temporary, final)
+        sync_directory(self.directory)
+        self._retain()
+        return final
+
+    def not_written(self, error: OSError) -> CheckpointError:
+        return CheckpointError(
+            "a checkpoint must be written whole",
+            f"{self.directory}: {error.strerror or error}",
+            "make room (earlier checkpoints are untouched), or give another directory",
+        )
+
+    def free_name(self, name: str, taken: Sequence[str] = ()) -> str:
+        """Returns `name`, or one like it that nothing has: a resumed run comes by the same step again: "name.2"."""
+        base = name.partition(".")[0]
+        names = itertools.chain([name], (f"{base}.{again}" for again in itertools.count(2)))
+        return next(name for name in names if name not in taken and not (self.directory / name).exists())
+
+    def _unfinished(self, what: str) -> Path:
+        return self.directory / f".{what}-{socket.gethostname()}-{os.getpid()}-{time.time_ns():x}"
+
+    def _retain(self) -> None:
+        """Deletes what is neither among the newest `keep` good ones nor the best."""
+        try:
+            infos = [info for info in self.list() if info.training == self.training]
+            good = [info for info in infos if info.ok]
+            kept = {info.path for info in [*good[-self.keep :], *self.ranking("best", infos)[:1]]}
+            oldest_kept_step = min((info.progress.step for info in good if info.path in kept), default=0)
+            for info in [*infos, *(info for info in self.list() if info.is_unknown)]:
+                # a damaged one goes when it is older than all that is kept: until then it is reported
+                if info.path in kept or not (info.ok or info.progress.step < oldest_kept_step):
+                    continue
+                if not info.is_unknown and (info.ok or info.damaged):
+                    self._delete(info.path)
+                elif info.path not in self._reported:
+                    self._reported.add(info.path)
+                    print(f"hvdtrain: keeping {info.path}, which cannot be read: {info.problem}", file=sys.stderr)
+        except OSError as error:  # the new checkpoint is safe, and that is what was asked for
+            print(f"hvdtrain: could not delete an old checkpoint: {error}", file=sys.stderr, flush=True)
+
+    def _delete(self, path: Path) -> None:
+        """Rename, then delete: a kill in between leaves rubbish that is swept, not half a checkpoint."""
+        doomed = self._unfinished("deleting")
+        os.rename(path, doomed)
+        shutil.rmtree(doomed)
+
+    def _sweep(self) -> None:
+        """Removes what killed processes left half-written; never what a living one is writing."""
+        for path in self.directory.iterdir():
+            match = _UNFINISHED.fullmatch(path.name)
+            if match is not None and _is_abandoned(path, match["host"], int(match["pid"])):
+                if path.is_dir():
+                    shutil.rmtree(path, ignore_errors=True)
+                else:
+                    path.unlink(missing_ok=True)
+
+    # -- looking ---------------------------------------------------------------------------------------------
+    def list(self) -> list[Info]:
+        """Returns the checkpoints this process can see, oldest first; damaged ones too, with `ok=False`."""
+        if not self.directory.is_dir():
+            return []
+        infos = [read_info(path) for path in self.directory.iterdir() if _NAME.fullmatch(path.name)]
+        return sorted(infos, key=lambda info: (info.sequence or math.inf, info.progress.step, info.path.name))
+
+    def ranking(self, which: str, listed: Sequence[Info] | None = None) -> Sequence[Info]:
+        """Returns the good checkpoints, the one to prefer first; of those that `list` gave, or gives."""
+        good = [info for info in reversed(self.list() if listed is None else listed) if info.ok]
+        if which == "latest":
+            return good
+        name = self.best_metric or ""
+        ranked = [info for info in good if math.isfinite(info.metrics.get(name, math.nan))]
+        return sorted(ranked, key=lambda info: info.metrics[name], reverse=self.mode == "max")
+
+
+def name_of(progress: Progress) -> str:
+    """Returns the name of a checkpoint's directory."""
+    return f"epoch-{progress.epoch:04d}-step-{progress.step:06d}"
+
+
+def put(path: Path, write: Callable[[StateFile], object], share: Share = ALL) -> Sealed:
+    """Writes a file that `Folder.begin` has made, or a share of it, and forces it to disk."""
+    with StateFile.on_disk(path, share, made=True) as file:
+        fill(file, write)
+        return seal(file)
+
+
+def fill(file: StateFile, write: Callable[[StateFile], object]) -> None:
+    """Has a part written; where that failed for want of room, says so: libraries do in words of their own.
+
+    Raises:
+        OSError: there is no room.
+    """
+    try:
+        write(file)
+    except Exception as error:
+        if file.failure is not None and file.failure is not error:
+            raise file.failure from error
+        raise
+
+
+def read_info(path: Path) -> Info:
+    """Returns what is known of a checkpoint without reading its files."""
+    match = _NAME.fullmatch(path.name)
+    info = Info(path, Progress(int(match[1]), int(match[2])) if match else Progress(), {}, False)
+    try:
+        manifest = read_manifest(path)
+        progress, training = Progress(**manifest["progress"]), manifest.get("training", "")
+        info = Info(path, progress, manifest["metrics"], True, manifest["sequence"], training=training)
+        for name, sealed in manifest["files"].items():
+            found = (path / name).stat().st_size
+            if found != sealed["bytes"]:
+                raise CheckpointError("a file has its size", f"{name} has {found} bytes instead of {sealed['bytes']}")
+            (path / name).open("rb").close()  # what cannot be read is not good, and not damaged either
+    except (OSError, HvdtrainError) as error:
+        return unusable_info(info, error)
+    return info
+
+
+def unusable_info(info: Info, error: OSError | HvdtrainError) -> Info:
+    damaged = isinstance(error, (CheckpointError, FileNotFoundError, NotADirectoryError, IsADirectoryError))
+    problem = (error.received or error.rule) if isinstance(error, HvdtrainError) else (error.strerror or str(error))
+    return replace(info, ok=False, problem=problem, damaged=damaged)
+
+
+def _is_abandoned(path: Path, host: str, pid: int) -> bool:
+    """Whether no process can be writing there any more: it is gone, or a day has passed."""
+    if host == socket.gethostname() and (pid == os.getpid() or not Path(f"/proc/{pid}").exists()):
+        return True
+    try:
+        return time.time() - path.stat().st_mtime > _ABANDONED_S
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,151 @@
+"""The parts of a checkpoint: what each one does, and the part that holds objects of the user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from hvdtrain.checkpoint.staging import StateFile
+from hvdtrain.core.errors import CheckpointError, ConfigError
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where training stands; counts are of all ranks together.
+
+    Attributes:
+        epoch: the epoch to go on with, counted from 0.
+        step: updates done.
+        samples_seen: samples since the start of training.
+        samples_in_epoch: samples done in `epoch`.
+    """
+
+    epoch: int = 0
+    step: int = 0
+    samples_seen: int = 0
+    samples_in_epoch: int = 0
+
+
+class Saves(Protocol):
+    """Saves once more what a checkpointer was given.
+
+    Attributes:
+        order: the same on every rank.
+    """
+
+    @property
+    def order(self) -> str: ...
+    def parts(self) -> dict[str, Part]:
+        """Returns what is saved, made anew."""
+
+    def save(self) -> str:
+        """Saves, unless that was done after the last update; returns what is there, in words. Collective."""
+
+
+class Part:
+    """One file of a checkpoint."""
+
+    def collect(self) -> None:
+        """Called on every rank before `write`; may be collective: brings together what rank 0 is going to write.
+
+        Raises:
+            HvdtrainError: the state is not worth keeping, or could not be restored exactly.
+        """
+
+    def replicated_bytes(self) -> int:
+        """Returns about how many bytes `write` will write, if it writes the same on every rank; 0: it does not."""
+        return 0
+
+    def write(self, file: StateFile) -> None:
+        """Writes the state; called on rank 0, while training waits, and where it is replicated on others too."""
+        raise NotImplementedError
+
+    def check(self, path: Path) -> None:
+        """Called on every rank, of all parts before any is loaded: refuses what `load` could not take, changes nothing.
+
+        Raises:
+            CheckpointError: it is of something else.
+        """
+
+    def load(self, path: Path) -> None:
+        """Takes the state from `path`; called on every rank, with the same content."""
+        raise NotImplementedError
+
+    def restored(self, progress: Progress) -> None:
+        """Called on every rank when all parts are loaded, with the progress that was saved with them."""
+
+    # -- when the job is preempted: `hvdtrain.checkpoint.preemption` -------------------------------------------------
+    @property
+    def progress(self) -> Progress | None:
+        """Where the training stands that this is a part of, if it knows."""
+        return None
+
+    def again(self) -> Callable[[], Part]:
+        """Returns what makes this part once more, without holding what trains."""
+        return lambda: self
+
+    @property
+    def trained(self) -> object | None:
+        """The model whose training this is a part of, if it knows."""
+        return None
+
+    def saved_by(self, saver: Saves) -> None:
+        """Called on every rank when a checkpointer knows the state that this is a part of."""
+
+
+class ExtraPart(Part):
+    """Objects beside model and optimizer (averages of weights, schedulers, counters), as rank 0 has them.
+
+    Args:
+        extra: name to an object with `state_dict` and `load_state_dict`, or to a plain value: numbers, text, arrays,
+            tensors, and dicts, lists and tuples of those. A restore loads objects, arrays and tensors in place, and
+            puts other values into `extra`.
+    """
+
+    def __init__(self, extra: MutableMapping[str, Any]) -> None:
+        if not isinstance(extra, MutableMapping) or not all(isinstance(name, str) for name in extra):
+            raise ConfigError(
+                "extra= is a dict of names and what a checkpoint holds under them",
+                f"{type(extra).__name__}: {extra!r:.100}",
+                'extra={"ema": ema, "scheduler": scheduler}',
+            )
+        self.extra = extra
+
+    def state_of(self, value: Any) -> Any:
+        """What is saved of one object."""
+        return value.state_dict() if hasattr(value, "state_dict") else value
+
+    def put_back(self, value: Any, saved: Any) -> Any:
+        """Loads one object; returns what takes its place."""
+        if hasattr(value, "load_state_dict"):
+            value.load_state_dict(saved)
+            return value
+        return saved
+
+    def states(self) -> dict[str, Any]:
+        return {name: self.state_of(value) for name, value in self.extra.items()}
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Loads every object.
+
+        Raises:
+            CheckpointError: one is not in the checkpoint, or does not fit; it is named.
+        """
+        missing = sorted(self.extra.keys() - saved.keys())
+        if missing:
+            raise CheckpointError(
+                "a checkpoint must have everything that extra= names",
+                f"it lacks {', '.join(missing)}; it has {', '.join(sorted(saved)) or 'nothing'}",
+                "leave out what the run that saved it did not have",
+            )
+        for name, value in list(self.extra.items()):
+            try:
+                self.extra[name] = self.put_back(value, saved[name])
+            except Exception as error:
+                raise CheckpointError(
+                    f"what was saved as extra[{name!r}] must fit the {type(value).__name__} that takes it",
+                    f"{type(error).__name__}: {error}",
+                    "make it as the run did that saved it",
+                ) from error

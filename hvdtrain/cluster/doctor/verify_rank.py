@@ -1,0 +1,91 @@
+"""A rank of `hvdtrain verify`: trains the toy in one framework, compares all ranks' numbers, says what it found.
+
+    python -m hvdtrain.cluster.doctor.verify_rank torch|keras LIMIT_S [EXPECTED_SIZE]
+
+Rank 0 prints the findings as a line of JSON. Exit code 1: something does not hold. After LIMIT_S seconds the rank ends
+itself, with exit code 124: whatever it waits for will not come.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import socket
+import sys
+import time
+from dataclasses import asdict
+from typing import Any
+
+import hvdtrain
+from hvdtrain.cluster.doctor import verify_toy as toy
+from hvdtrain.core.launchers import Detected
+from hvdtrain.horovod_build import prove_rank
+from hvdtrain.record import stats
+from hvdtrain.world import startup
+from hvdtrain.world.world import World
+
+PROGRAM = "hvdtrain.cluster.doctor.verify_rank"
+MARK = "HVDTRAIN-VERIFY "
+FAILED = 1
+
+
+def main() -> int:
+    framework, limit_s = sys.argv[1], float(sys.argv[2])
+    expected_size = int(sys.argv[3]) if len(sys.argv) > 3 else None
+    prove_rank.end_after(limit_s)
+    found: dict[str, Any] = {}
+
+    def work(detected: Detected) -> None:
+        needed = _modules(framework, detected)
+        startup.find_modules(needed)
+        startup.share_cores(detected)
+        startup.import_modules(needed)
+        with hvdtrain.init(framework) as world:  # type: ignore[arg-type]
+            found.update(verified(framework, world, expected_size))
+
+    startup.run_program(PROGRAM, work)
+    return 0 if found["ok"] else FAILED
+
+
+def verified(framework: str, world: World, expected_size: int | None = None) -> dict[str, Any]:
+    """Trains, and returns what was found, the same on every rank; collective."""
+    started = time.perf_counter()
+    ranks = world.gather(toy.TRAIN[framework](card(world)))
+    checks = toy.checks(ranks, expected_size)
+    found = {
+        "framework": framework,
+        "versions": ranks[0].versions | stats.versions("hvdtrain", "horovod"),
+        "launcher": world.launcher,
+        "engine": world.engine,
+        "ranks": [its.card for its in ranks],
+        "checks": [asdict(check) for check in checks],
+        "proof": ranks[0].proof,
+        "ok": all(check.ok for check in checks),
+        "training_seconds": round(time.perf_counter() - started, 3),
+    }
+    if world.is_main:
+        print(MARK + json.dumps(found), flush=True)
+    world.barrier()  # a launcher ends all ranks with the first that fails: none before rank 0 has spoken
+    return found
+
+
+def card(world: World) -> dict[str, Any]:
+    """Who this rank is. Its GPUs by what it sees and which of it: launchers may show each rank others."""
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
+    return {
+        "rank": world.rank, "size": world.size, "local_rank": world.local_rank, "local_size": world.local_size,
+        "host": socket.gethostname(), "pid": os.getpid(), "devices": [f"{index} of {seen}" for index in world.devices],
+    }  # fmt: skip
+
+
+def _modules(framework: str, detected: Detected) -> dict[str, str]:
+    if framework == "torch":
+        return startup.torch_modules("auto", detected, torchvision=False)
+    if not os.environ.get("KERAS_BACKEND"):
+        os.environ["KERAS_BACKEND"] = "tensorflow" if importlib.util.find_spec("tensorflow") else "torch"
+    return startup.keras_modules(os.environ["KERAS_BACKEND"], detected)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

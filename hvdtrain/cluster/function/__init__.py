@@ -1,0 +1,1 @@
+"""A function on N ranks, and a job rehearsed on this machine."""

@@ -1,0 +1,237 @@
+"""`hvdtrain.run`: calls a function on N ranks, from a program or a notebook, and returns what each of them returned."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import signal
+import sys
+import sysconfig
+from collections.abc import Callable, Mapping, Sequence
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any, Literal, TextIO, get_args
+
+from hvdtrain.cluster.function.function_rank import BOOT, RAISED, UNFIT
+from hvdtrain.cluster.hosts.hosts import Host, asked_for
+from hvdtrain.cluster.hosts.ssh import Ssh
+from hvdtrain.cluster.launch import environment, launcher
+from hvdtrain.cluster.launch.job import Job, Timeouts
+from hvdtrain.cluster.launch.output import FULL
+from hvdtrain.cluster.launch.rank import RESULT
+from hvdtrain.core import launchers
+from hvdtrain.core.errors import ConfigError, LauncherError, install_command
+
+Output = Literal["all", "main", "none"]
+_LAST_LINES = 12
+_RULE = "every rank must come to the function's end"
+
+
+def run(
+    function: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    np: int | None = None,
+    hosts: str | None = None,
+    hostfile: str | Path | None = None,
+    env: Mapping[str, str] | None = None,
+    output: Output = "all",
+    network: str | None = None,
+    python: str = sys.executable,
+    ssh_port: int | None = None,
+    identity: str | None = None,
+    timeouts: Timeouts | None = None,
+) -> list[Any]:
+    """Calls `function(*args, **kwargs)` on every rank of a new job; returns what each returned, in rank order.
+
+    The ranks are processes of their own, started as `hvdtrain launch` starts them, in the working directory of this
+    one; when one fails, all end. The function, its arguments and what it returns travel pickled (cloudpickle), so it
+    may be defined in a notebook's cell, in a script without an `if __name__ == "__main__"`, or be a lambda. What it
+    refers to travels with it when it stands in that cell or script; a module is imported on the rank. Large data is
+    better read within the function than passed.
+
+    Args:
+        function: what every rank calls; begins with `hvdtrain.init(...)`.
+        args, kwargs: what it is called with, the same on every rank.
+        np: how many ranks; None: one a slot of the hosts, which then must be given.
+        hosts: "host1:4,host2:4"; None: those of the Slurm job around, else this machine.
+        hostfile: a file with lines like "host1 slots=4", in place of `hosts`.
+        env: variables for the ranks, besides those of this process (on other hosts less what looks secret).
+        output: what ranks write is shown here: of "all" with the rank in front, of rank 0 ("main"), or of "none".
+        network, python, ssh_port, identity: as the flags of `hvdtrain launch`.
+        timeouts: when the job is ended; an `hvdtrain.Timeouts`.
+
+    Raises:
+        ConfigError: this process is itself a rank; an argument is wrong; the function cannot be pickled.
+        LauncherError: the job could not be started, or a rank failed: it says which first, and its last lines. What
+            that rank raised is its `__cause__`, where it can be pickled. Or a result cannot be read here.
+        KeyboardInterrupt: the user ended the job. No rank is left in any case; then a SIGTERM or SIGHUP does to this
+            process what it does otherwise.
+    """
+    _need_cloudpickle()
+    from hvdtrain.cluster.function import function_pickle
+
+    _refuse_within_a_job()
+    wrong = [
+        what
+        for holds, what in (
+            (callable(function), f"function={function!r}: what every rank calls"),
+            (np is None or (type(np) is int and np > 0), f"np={np!r}: a whole number, at least 1"),
+            (isinstance(args, (list, tuple)), f"args={args!r}: a list or tuple"),
+            (hosts is None or isinstance(hosts, str), f'hosts={hosts!r}: "host1:4,host2:4"'),
+            (output in get_args(Output), f"output={output!r}: one of {', '.join(get_args(Output))}"),
+            (all(isinstance(text, str) for pair in (env or {}).items() for text in pair), f"env={env!r}: strings"),
+            (isinstance(timeouts, (Timeouts, type(None))), f"timeouts={timeouts!r}: an hvdtrain.Timeouts"),
+        )
+        if not holds
+    ]
+    if wrong:
+        raise ConfigError("hvdtrain.run was called with what it does not take", "\n".join(wrong))
+    job_hosts = asked_for(hosts, Path(hostfile) if hostfile is not None else None, os.environ)
+    if job_hosts is None and np is None:
+        raise ConfigError("hvdtrain.run needs the number of ranks", "neither np nor hosts", "hvdtrain.run(train, np=2)")
+    job_hosts = job_hosts or [Host("localhost", np or 1)]
+    try:
+        call, classes = function_pickle.dump_call(function, tuple(args), dict(kwargs or {}))
+    except Exception as error:  # a pickler raises what the objects raise
+        rule = "the function of hvdtrain.run, its arguments and what it refers to must be picklable"
+        remedy = "open files, locks, generators and connections within the function"
+        received = f"{function_pickle.why_not(function, args, kwargs or {})}{type(error).__name__}: {error}"
+        raise ConfigError(rule, received, remedy) from error
+    timeouts = timeouts or Timeouts()
+    about = {"grace_s": timeouts.grace_s, "modules": _loaded_by_path()}
+    job = Job(
+        [python, "-c", BOOT],
+        job_hosts,
+        np or sum(host.slots for host in job_hosts),
+        env=environment.passed(os.environ) | dict(env or {}),
+        python=python,
+        ssh=Ssh(ssh_port, identity),
+        network=network,
+        timeouts=timeouts,
+        given=f"{json.dumps(_places_of_modules())}\n{json.dumps(about)}\n".encode() + call,
+    )
+    answers: dict[int, list[str]] = {rank: [] for rank in range(job.np)}
+    show = _display(output)
+
+    def take(rank: int, stream: str, line: str) -> None:
+        if stream == "result":
+            answers[rank].append(line)
+        else:
+            show(rank, sys.stdout if stream == "stdout" else sys.stderr, line)
+
+    outcome = launcher.run(job, on_line=take)
+    if (number := outcome.interrupted) is not None:
+        signal.raise_signal(number)  # whose handler is the user's own again
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
+        raise LauncherError(_RULE, f"the job was ended by {signal.Signals(number).name}, which did not end its caller")
+    if outcome.failed is not None:
+        failed = outcome.failed
+        lines = answers.get(failed.rank, []) if failed.rank is not None else []
+        cause, why_none = _loaded(lines, classes) if lines[-1:] == [RAISED] else (None, "")
+        raise _failure(failed, lines, why_none) from cause
+    return [_returned(rank, answers.pop(rank), classes) for rank in range(job.np)]
+
+
+def _need_cloudpickle() -> None:
+    try:
+        import cloudpickle  # noqa: F401
+    except ImportError:
+        rule = "hvdtrain.run needs cloudpickle, here and on the hosts"
+        raise ConfigError(rule, f"none in {sys.executable}", install_command("build")) from None
+
+
+def _refuse_within_a_job() -> None:
+    here = launchers.detect(os.environ)
+    if here.size > 1 or RESULT in os.environ:
+        rule = "hvdtrain.run starts the ranks itself"
+        received = f"this process is rank {here.rank} of {here.size}, started by {here.launcher}"
+        raise ConfigError(rule, received, "start the program once: python train.py; or call the function itself")
+
+
+def _places_of_modules() -> list[str]:
+    """`sys.path` without what the interpreter itself puts there, which may be another one's on another host."""
+    names = ("stdlib", "platstdlib", "purelib", "platlib")
+    own = {os.path.realpath(path) for name in names if (path := sysconfig.get_path(name))}
+    stdlib = os.path.realpath(sysconfig.get_path("stdlib"))
+
+    def is_own(place: str) -> bool:
+        real = os.path.realpath(place)
+        inside = real.startswith(stdlib + os.sep) and f"{os.sep}site-packages" not in real
+        return real in own or inside or bool(place.endswith(".zip") and not os.path.exists(place))
+
+    def where_it_was(place: str) -> str:
+        """A relative one is as old as what was imported from there; the working directory may be another by now."""
+        return place if os.path.isabs(place) else getattr(sys.path_importer_cache.get(place), "path", place)
+
+    return [where_it_was(place) for place in sys.path if not place or not is_own(place)]
+
+
+def _loaded_by_path() -> dict[str, tuple[str, list[str] | None]]:
+    """The modules that are in no place for modules, or not any more, and where they came from."""
+    found = {}
+    for name, module in list(sys.modules.items()):
+        about = getattr(module, "__dict__", {})
+        file, folders = about.get("__file__"), about.get("__path__")
+        # a name with a dot is found by its package
+        if "." in name or name.startswith("__") or not isinstance(file, str) or not os.path.isfile(file):
+            continue
+        if PathFinder.find_spec(name) is None:
+            found[name] = os.path.abspath(file), [os.path.abspath(its) for its in folders] if folders else None
+    return found
+
+
+def _display(output: Output) -> Callable[[int, TextIO, str], None]:
+    full: list[TextIO] = []
+
+    def show(rank: int, stream: TextIO, line: str) -> None:
+        if stream in full or not (output == "all" or (output == "main" and rank == 0)):
+            return
+        encoding = getattr(stream, "encoding", None) or "utf-8"
+        line = line.encode(encoding, "backslashreplace").decode(encoding)
+        try:
+            print(f"[{rank}] {line}" if output == "all" else line, file=stream, flush=True)
+        except OSError as error:
+            if error.errno not in FULL:  # whoever read it is gone
+                raise
+            full.append(stream)  # which costs the output, not the job
+            with contextlib.suppress(OSError):
+                print(f"hvdtrain.run: no more output: {error.strerror}", file=sys.stderr, flush=True)
+
+    return show
+
+
+# ---- what came back: pieces in base64, how the function ended
+
+
+def _loaded(lines: Sequence[str], classes: Sequence[type]) -> tuple[Any, str]:
+    """What pieces hold; or nothing, and why."""
+    from hvdtrain.cluster.function import function_pickle
+
+    if len(lines) == 1:
+        return None, ""
+    try:
+        return function_pickle.load(b"".join(map(base64.b64decode, lines[:-1])), classes), ""
+    except Exception as error:  # an unpickler raises what the objects raise
+        return None, f"cannot be read here: {type(error).__name__}: {error}"
+
+
+def _returned(rank: int, lines: Sequence[str], classes: Sequence[type]) -> Any:
+    value, why_none = _loaded(lines, classes)
+    if why_none:
+        rule = "what the function returns must be readable by its caller"
+        remedy = "return numbers, arrays, state_dict() and the like, or put the class into a module that both import"
+        raise LauncherError(rule, f"what rank {rank} returned {why_none}", remedy)
+    return value
+
+
+def _failure(failed: launcher.Failure, lines: Sequence[str], why_none: str) -> LauncherError:
+    why = f"{failed.why}; the function {UNFIT[1:]}" if lines[-1:] == [UNFIT] else failed.why
+    last = "\n".join(f"  | {line}" for line in failed.lines[-_LAST_LINES:])
+    received = f"{failed.who} failed first, after {failed.after_s:.1f} s: {why}"
+    parts = [received, f"what it raised {why_none}" if why_none else "", last]
+    return LauncherError(_RULE, "\n".join(filter(None, parts)))

@@ -1,0 +1,160 @@
+"""The line between this rank and its host's agent (of `hvdtrain launch`): JSON objects, one a line, both ways.
+
+The rank says how many updates are done, once a second at most and at its end, and, where the job is elastic, what
+`hvdtrain.comm.elastic` has to say. A thread of its own listens: what the launcher says may have to break what
+the main thread is blocked in.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import queue
+import select
+import socket
+import threading
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any
+
+from hvdtrain.core.errors import before_end
+
+DESCRIPTOR = "HVDTRAIN_AGENT_FD"
+_TICK_S = 1.0
+
+Form = Mapping[str, Any]  # where a rank is in the next formation: rank, size, ..., address and port
+
+
+class AgentLine:
+    """This rank's end of the line.
+
+    Args:
+        descriptor: of a connected socket.
+
+    Attributes:
+        formation: that this rank is in, counted from 1; 0: in none so far.
+        asked_to_leave: the newest formation that the launcher wants to be left at an update.
+        dismissed: there is no place for this process any more.
+        cut: breaks what the ranks of this formation are connected by.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        os.set_inheritable(descriptor, False)
+        self._socket = socket.socket(fileno=descriptor)
+        self._lock = threading.Lock()
+        self._forms: queue.SimpleQueue[Form | None] = queue.SimpleQueue()
+        self._pid = os.getpid()
+        self.formation = self.asked_to_leave = 0
+        self.dismissed = False
+        self.cut: Callable[[], None] = lambda: None
+        self._noted = self._told = (0, 0)  # formation, updates
+        atexit.register(self._tell_at_end)
+        before_end(self._tell_at_end)
+        threading.Thread(target=self._listen, name="hvdtrain agent", daemon=True).start()
+
+    def say(self, **words: Any) -> None:
+        """Tells the launcher; what ends with this process need not be heard."""
+        with self._lock, contextlib.suppress(OSError):
+            self._socket.sendall(json.dumps(words).encode() + b"\n")
+
+    def note(self, updates: int) -> None:
+        """So many updates are done: said now, if it is the first one of a formation, else within a second."""
+        self._noted = self.formation, updates
+        if self._told[0] != self.formation or not self._told[1]:
+            self._tell()
+
+    def _tell_at_end(self) -> None:
+        """How far it came counts where a job fails twice: not what was told up to a second before."""
+        if os.getpid() == self._pid:
+            self._tell()
+
+    def _tell(self) -> None:
+        noted = self._noted
+        if noted != self._told:
+            self._told = noted
+            self.say(do="updates", count=noted[1], formation=noted[0])
+
+    def next_form(self) -> Form | None:
+        """Waits for the next formation; None: nobody is there any more to make one."""
+        return self._forms.get()
+
+    def _listen(self) -> None:
+        rest, poll = b"", select.poll()
+        poll.register(self._socket, select.POLLIN)
+        while True:
+            found = poll.poll(1000 * _TICK_S)
+            self._tell()
+            if not found:
+                continue
+            try:
+                data = self._socket.recv(1 << 16)
+            except OSError:
+                data = b""
+            if not data:
+                self._forms.put(None)
+                return
+            *lines, rest = (rest + data).split(b"\n")
+            for line in lines:
+                self._take(json.loads(line))
+
+    def _take(self, said: Mapping[str, Any]) -> None:
+        if said["do"] == "form":
+            self._forms.put(said)
+        elif said["do"] == "regroup":
+            self.asked_to_leave = max(self.asked_to_leave, int(said["formation"]))
+        elif said["do"] == "dismiss":
+            self.dismissed = True
+        elif said["do"] == "abort" and int(said["formation"]) == self.formation:
+            self.cut()
+
+
+def line_of(environ: MutableMapping[str, str]) -> AgentLine | None:
+    """Returns this process's line, which its own children do not get; None where no agent has given it one."""
+    text = environ.pop(DESCRIPTOR, "")
+    try:
+        return AgentLine(int(text)) if text else None
+    except (OSError, ValueError):  # a program between agent and rank that closes what it does not know
+        return None
+
+
+class Connections:
+    """The TCP connections that an engine has opened, which nothing but their end makes it give up."""
+
+    def __init__(self) -> None:
+        self._before: set[str] = set()
+        self._own: dict[int, str] = {}
+        self._open = False
+
+    @contextlib.contextmanager
+    def noted(self) -> Any:
+        """While it lasts, connections that are opened are the engine's."""
+        self._before, self._open = set(_sockets().values()), True
+        try:
+            yield
+        finally:
+            self._own, self._open = self._opened(), False
+
+    def _opened(self) -> dict[int, str]:
+        return {number: name for number, name in _sockets().items() if name not in self._before}
+
+    def cut(self) -> None:
+        """Ends them, under whoever reads or writes; by any thread."""
+        for number, name in (self._opened() if self._open else self._own).items():
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as found:  # closed meanwhile
+                if found.family == socket.AF_INET and found.type == socket.SOCK_STREAM and _name(number) == name:
+                    found.shutdown(socket.SHUT_RDWR)
+
+
+def _sockets() -> dict[int, str]:
+    """This process's sockets: descriptor, and what names it for good."""
+    found = {}
+    for number in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):
+            if (name := _name(number)).startswith("socket:"):
+                found[number] = name
+    return found
+
+
+def _name(descriptor: int) -> str:
+    return os.readlink(f"/proc/self/fd/{descriptor}")

@@ -1,0 +1,378 @@
+"""Ranks that go on when some are gone, and take in new ones, without any of them starting again.
+
+A *formation* is the set of processes that are one world. When one of them is gone, a collective operation fails on all
+others, maybe not on all at the same one: it has completed on some. They leave their engine, wait for the launcher to
+say who they are in the next formation, and compare how far each has come. All are in the same operation, or one behind:
+
+- an update that one rank has completed is complete: the others get its weights, and go on after that update;
+- one that nobody has completed is left out: its samples are dealt again, to those that are there;
+- any other operation that one rank has completed gives the others its result; else all do it again.
+
+New ranks come in between two updates: the launcher asks for it, the word travels with an update, and all leave their
+engine before the next batch. A new process runs the program from its top; what is collective there gives what it gave
+rank 0, until its loop over epochs begins.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import os
+import pickle
+import sys
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar, cast
+
+from hvdtrain.comm.agent import AgentLine, Form, line_of
+from hvdtrain.core.errors import ConfigError, HvdtrainError, RanksLost, ReplicaError
+
+VARIABLE, ANSWERS = "HVDTRAIN_ELASTIC", "HVDTRAIN_ELASTIC_ANSWERS"
+SIZE, SLOT = "HVDTRAIN_ELASTIC_SIZE", "HVDTRAIN_ELASTIC_SLOT"  # of the first formation; of this host's, and how many
+NEW = "new"
+_PIECE_BYTES = 96 << 10
+_MOST_BYTES = 64 << 20  # of what new ranks are told of the set-up
+_NOTHING: Any = object()
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Answers = list[tuple[str, Any]]  # of collective operations: what was asked, what came
+
+
+class Report(NamedTuple):
+    """What a rank says of itself in a new formation.
+
+    Attributes:
+        new: it has trained nothing so far.
+        updates, done: updates, and other operations, that it has completed.
+        operation: it was in one that is no update.
+        reported: the launcher knows what the set-up gave.
+        place: where its loop goes on.
+    """
+
+    new: bool
+    updates: int
+    done: int
+    operation: bool
+    reported: bool
+    place: Any
+
+
+class Member(Protocol):
+    """What trains on this rank: the model, and the loop.
+
+    Attributes:
+        updates: done.
+    """
+
+    @property
+    def updates(self) -> int: ...
+    def place(self) -> Any:
+        """Where the loop goes on after the updates that are done, and what it needs there; picklable."""
+
+    def state(self) -> bytes:
+        """All that is trained."""
+
+    def take(self, state: bytes, *, new: bool) -> None:
+        """Takes another rank's state; `new`: this process has trained nothing so far."""
+
+    def go_on(self, place: Any, *, late: bool) -> None:
+        """The ranks have changed: goes on at a place that a rank has given; `late`: others had completed the update
+        that this rank was in."""
+
+
+class Elastic:
+    """What one process needs to stay in the job when its world changes.
+
+    Args:
+        line: to the launcher.
+        new: this process was started into a job that runs.
+        answers: what the set-up gave rank 0, for a new process.
+
+    Attributes:
+        join: enters a formation; the world is that of its ranks afterwards.
+        leave: ends what is left of the engine; `cut`: not together with the others.
+        gather: of the formation that was joined: everybody's object.
+        broadcast: the same: the object of one rank.
+        member: what trains; None before it is prepared.
+        joining: a new process that has not met the others yet.
+    """
+
+    join: Callable[[Form], None]
+    leave: Callable[..., None]
+    gather: Callable[[Any], list[Any]]
+    broadcast: Callable[[Any, int], Any]
+
+    def __init__(self, line: AgentLine, *, new: bool, answers: Answers) -> None:
+        self.line, self.joining = line, new
+        line.formation = 0 if new else 1
+        self.member: Member | None = None
+        self._inside = False
+        self._done = 0  # operations
+        self._last: Any = None  # what the last one gave
+        self._replayed = answers
+        self._setup: Answers = []
+        self._head: Answers = []  # of the epoch
+        self._recording: Answers | None = None if new else self._setup
+        self._reported = new  # rank 0's set-up is known to the launcher
+
+    # -- collective operations that are no updates ---------------------------------------------------------------
+    def run(self, name: str, operation: Callable[[], T]) -> T:
+        """Returns what the operation gives, whoever is there in the end."""
+        if self._replayed or self.joining:
+            return cast(T, self._replay(name))
+        while True:
+            self._inside = True
+            try:
+                result = operation()
+            except RanksLost as lost:
+                if self.member is None:
+                    raise
+                self._inside = False
+                found = self.regroup(lost, operation=True)
+                if found is _NOTHING:
+                    continue
+                result = found
+            finally:
+                self._inside = False
+            self._done, self._last = self._done + 1, result
+            if self._recording is not None:
+                self._recording.append((name, result))
+            return result
+
+    def without_repeating(self, operation: Callable[[], None]) -> None:
+        """Does an operation that nobody repeats."""
+        before, self._inside = self._inside, True
+        try:
+            operation()
+        finally:
+            self._inside = before
+
+    @property
+    def inside(self) -> bool:
+        """This rank is in an operation that is repeated as a whole."""
+        return self._inside
+
+    def _replay(self, name: str) -> Any:
+        asked, result = self._replayed.pop(0) if self._replayed else ("nothing more", None)
+        if asked != name:
+            raise ReplicaError(
+                "a new rank comes by the same collective operations as the others did, before its loop begins",
+                f"{name}, where rank 0 had {asked}",
+                "what is collective must not depend on time, on files that change, or on the rank",
+            )
+        return result
+
+    # -- training ------------------------------------------------------------------------------------------------
+    @property
+    def wants_to_leave(self) -> bool:
+        """The launcher has asked for another formation; to be said with the next update."""
+        return self.line.asked_to_leave >= self.line.formation > 0
+
+    def updated(self) -> None:
+        """An update is complete; the first one shows that the set-up was."""
+        if not self._reported:
+            self._reported = True
+            if os.environ["HOROVOD_RANK"] == "0":
+                self._send_answers(self._setup)
+
+    def _send_answers(self, recorded: Answers) -> None:
+        try:
+            data = pickle.dumps(recorded)
+        except Exception as error:  # what users' functions return
+            print(f"hvdtrain: no new ranks can join: what the set-up gave cannot be pickled: {error}", file=sys.stderr)
+            return
+        if len(data) > _MOST_BYTES:
+            print(f"hvdtrain: no new ranks can join: the set-up gave {len(data) >> 20} MiB", file=sys.stderr)
+            return
+        for start in range(0, len(data), _PIECE_BYTES):
+            text = base64.b64encode(data[start : start + _PIECE_BYTES]).decode()
+            self.line.say(do="answers", data=text, last=start + _PIECE_BYTES >= len(data))
+
+    def begin_epoch(self) -> None:
+        """The loop over an epoch is about to begin; a new process meets the others here."""
+        if self.joining:
+            self.regroup(None)
+        else:
+            self._head = self._recording = []
+
+    def in_epoch(self) -> None:
+        """There is a batch: what is collective at the head of the epoch has been done."""
+        self._recording = None
+        if self._replayed:
+            raise ReplicaError(
+                "a new rank comes by the same collective operations as the others did at the head of the epoch",
+                f"{self._replayed[0][0]} of the others was not called",
+                "what is collective must not depend on time, on files that change, or on the rank",
+            )
+
+    def regroup(self, lost: RanksLost | None, *, operation: bool = False, joinable: bool = True) -> Any:
+        """Goes over to the next formation.
+
+        Args:
+            lost: what failed; None: all ranks have agreed to leave, or this one is new.
+            operation: that was an operation which is repeated, and no update.
+            joinable: a new rank, which begins with the next batch, comes by all that is collective from here on.
+
+        Returns:
+            The operation's result, if another rank has it; `_NOTHING` if not.
+        """
+        member = self.member
+        if member is None:
+            raise ConfigError(
+                "an elastic job trains what prepare was given, over a loader's epochs",
+                "a loop over epochs without a prepared model",
+                "hvt.prepare(model, optimizer, train), then for epoch in train.epochs(...); or"
+                " hvdtrain.keras.prepare(model, data), then model.fit(data, ...)",
+            )
+        cut = lost is not None
+        while True:
+            try:
+                self._form(cut=cut, joinable=joinable and not operation)
+                return self._settle(member, operation)
+            except RanksLost:
+                cut = True
+
+    def _form(self, *, cut: bool, joinable: bool) -> None:
+        self.leave(cut=cut)
+        self.line.say(do="wait", formation=self.line.formation, joinable=joinable, empty=self.joining)
+        form = self.line.next_form()
+        if form is None:
+            raise HvdtrainError(
+                "an elastic job has a launcher", "its agent is gone", "read what hvdtrain launch has said"
+            )
+        self.line.formation = int(form["formation"])
+        self.join(form)
+
+    def _settle(self, member: Member, operation: bool) -> Any:
+        """Compares how far everybody has come, and makes all equal."""
+        new, mine = self.joining, member.updates
+        place = None if new else member.place()
+        reports = self.gather(Report(new, mine, self._done, operation, self._reported, place))
+        old = [rank for rank, its in enumerate(reports) if not its.new]
+        updates = max(reports[rank].updates for rank in old)
+        source = next(rank for rank in old if reports[rank].updates == updates)
+        if any(its.new or its.updates < updates for its in reports):
+            sends = os.environ["HOROVOD_RANK"] == str(source)
+            sent = (member.state(), self._head, self._done) if sends else None
+            state, head, done = self.broadcast(sent, source)
+            if new or mine < updates:
+                member.take(state, new=new)
+            if new:
+                self.joining, self._done = False, done
+                self._head, self._replayed = head, list(head)  # the next new one may be fed by this one
+        result = self._result(reports, old, operation)
+        self._reported = any(its.reported for its in reports)
+        member.go_on(reports[source].place, late=not new and mine < updates)
+        return result
+
+    def _result(self, reports: Sequence[Report], old: Sequence[int], operation: bool) -> Any:
+        """Returns what the others have got of the operation that this rank was in; collective."""
+        done = max(reports[rank].done for rank in old)
+        if not any(reports[rank].operation and reports[rank].done < done for rank in old):
+            return _NOTHING
+        last = self.broadcast(self._last, next(rank for rank in old if reports[rank].done == done))
+        return last if operation and self._done < done else _NOTHING
+
+
+_active: Elastic | None = None
+_line: AgentLine | None = None
+
+
+def begin(environ: MutableMapping[str, str]) -> Elastic | None:
+    """Returns what this process needs where the job is elastic; None where it is not. Once a process.
+
+    A new process gets the place of the last rank of the first formation, until it joins: what it does before is what
+    that rank has done.
+
+    Raises:
+        ConfigError: variables of the launcher's without its line.
+    """
+    global _active, _line
+    if _active is not None:
+        return _active
+    _line = _line or line_of(environ)
+    kind = environ.get(VARIABLE, "")
+    if not kind:
+        return None
+    if _line is None:
+        raise ConfigError(
+            "a rank of an elastic job has a line to its launcher",
+            f"{VARIABLE}={kind}, and no such line",
+            "start the program itself, or through what keeps open descriptors (bash does, sudo does not)",
+        )
+    answers: Answers = []
+    if kind == NEW:
+        size = int(environ[SIZE])
+        answers = pickle.loads(Path(environ[ANSWERS]).read_bytes())  # of rank 0 of this job, through its launcher
+        numbers: dict[str, object] = {"RANK": size - 1, "SIZE": size, "CROSS_RANK": 0, "CROSS_SIZE": 1}
+        slot, slots = _slot(environ)
+        local_size = min(slots, size)
+        numbers |= {"LOCAL_RANK": min(slot, local_size - 1), "LOCAL_SIZE": local_size}
+        environ.update({f"HOROVOD_{name}": str(number) for name, number in numbers.items()})
+        environ.update({"HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "HOROVOD_GLOO_RENDEZVOUS_PORT": "9"})
+        environ.setdefault("HOROVOD_HOSTNAME", "127.0.0.1")
+    _active = Elastic(_line, new=kind == NEW, answers=answers)
+    return _active
+
+
+def _slot(environ: Mapping[str, str]) -> tuple[int, int]:
+    slot, slots = environ[SLOT].split("/")
+    return int(slot), int(slots)
+
+
+def place_on_host(local_rank: int, local_size: int) -> tuple[int, int]:
+    """Returns what a process's GPU goes by, and of how many: a new one's slot, which nobody else on its host has,
+    while local ranks are counted anew with each formation."""
+    its = _active
+    return (local_rank, local_size) if its is None or not its.joining else _slot(os.environ)
+
+
+def active() -> Elastic | None:
+    """Returns what this process has where the job is elastic."""
+    return _active
+
+
+def hint() -> str:
+    """Returns what may be the cause where ranks do not do the same, and new ones have come."""
+    if _active is None or _active.line.formation < 2:
+        return ""
+    return (
+        "a rank that has joined began at the program's top: what the loop counts and keeps in variables must follow"
+        " from epoch and optimizer.progress, or be given to extra=\n(docs/torch.md#ranks-that-come-and-go); else "
+    )
+
+
+def note_progress(updates: int) -> None:
+    """Tells the launcher, if it is `hvdtrain launch`, how many updates of the run are done."""
+    if _line is not None:
+        _line.note(updates)
+
+
+def line() -> AgentLine | None:
+    """Returns this process's line to its launcher, if it has one."""
+    return _line
+
+
+def repeated(function: Callable[P, T]) -> Callable[P, T]:
+    """Makes a collective function one that elastic ranks repeat as a whole when some of them are gone.
+
+    Its result is the same on every rank, can be pickled, and doing it again does no harm.
+    """
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        its = _active
+        if its is None or its.inside:
+            return function(*args, **kwargs)
+        return its.run(function.__qualname__, lambda: function(*args, **kwargs))
+
+    return call
+
+
+def variables_of(form: Form) -> dict[str, str]:
+    """Returns what Horovod reads of the next formation."""
+    names = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
+    found = {f"HOROVOD_{name.upper()}": str(form[name]) for name in names}
+    address = {"HOROVOD_GLOO_RENDEZVOUS_ADDR": str(form["address"])}
+    return found | address | {"HOROVOD_GLOO_RENDEZVOUS_PORT": str(form["port"])}

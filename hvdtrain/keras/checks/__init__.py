@@ -1,1 +1,0 @@
-"""What is proven of a fit: before it starts, after its first step, and around each."""

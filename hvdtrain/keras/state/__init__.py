@@ -1,0 +1,1 @@
+"""State that makes replicas, what a batch weighs, and what is proven of a fit."""

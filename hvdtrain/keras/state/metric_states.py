@@ -1,0 +1,141 @@
+"""Metrics over all ranks: the *states* of the metrics are summed and the result computed anew.
+
+So each sample counts once, whatever the shares, and metrics that are no means (AUC, precision, RMSE) are
+right too. The sum is that of a metric's variables with Keras' default aggregation; a metric that declares
+`mean` is averaged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import keras
+import numpy as np
+
+from hvdtrain.comm.elastic import repeated
+from hvdtrain.keras.backends.chosen import BACKEND
+from hvdtrain.keras.backends.session import Session, map_leaves
+from hvdtrain.world.world import World
+
+States = list[tuple[Any, np.ndarray]]
+
+
+def states(model: keras.Model) -> States:
+    """Returns the metric variables of a model with this rank's values; local."""
+    return [(v, BACKEND.to_numpy(v).copy()) for metric in model.metrics for v in metric.variables]
+
+
+def computed(model: keras.Model) -> dict[str, np.ndarray]:
+    """Returns what the metrics give of their states as they are; a metric that gives a dict, by the names in it, as
+    Keras' own logs have it (`keras.src.utils.python_utils.pythonify_logs`)."""
+
+    def flat(found: dict[str, Any]) -> dict[str, np.ndarray]:
+        arrays: dict[str, np.ndarray] = {}
+        for name, value in found.items():
+            nested = isinstance(value, dict)
+            arrays |= flat(value) if nested else {name: np.asarray(keras.ops.convert_to_numpy(value))}
+        return arrays
+
+    return flat(model.get_metrics_result())
+
+
+def named(model: keras.Model, step: Callable[[], Any], session: Session, prefix: str = "") -> Any:
+    """Runs a step, and notes which metric's result each of its logs is: a step may return it under another name.
+
+    A metric that is given what `whole` joined, and that alone, gets this rank's own rows of it.
+    """
+    results: dict[int, tuple[str, Any]] = {}
+
+    def note(metric: Any, *args: Any) -> Any:
+        value = type(metric).result(metric, *args)
+        results[id(value)] = metric.name, value
+        return value
+
+    def update(metric: Any, *args: Any, **kwargs: Any) -> Any:
+        if all(leaf is None or id(leaf) in session.own for leaf in keras.tree.flatten((args, kwargs))):
+            args, kwargs = map_leaves(lambda leaf: session.own[id(leaf)][0], (args, kwargs))
+        return type(metric).update_state(metric, *args, **kwargs)
+
+    metrics = [metric for metric in model.metrics if not {"result", "update_state"} & set(vars(metric))]
+    for metric in metrics:
+        vars(metric).update(result=partial(note, metric), update_state=partial(update, metric))
+    try:
+        logs = step()
+    finally:
+        for metric in metrics:
+            del vars(metric)["result"], vars(metric)["update_state"]
+    returned = logs.items() if isinstance(logs, dict) else ()
+    found = {key: results[id(value)][0] for key, value in returned if id(value) in results}
+    session.logs.update({prefix + key: prefix + name for key, name in found.items()})
+    return logs
+
+
+def same(local: States, world: World) -> bool:
+    """True if all ranks have the same states: they evaluated the same samples; collective."""
+    if not local:
+        return False
+    flat = np.concatenate([np.asarray(a, np.float64).reshape(-1) for _, a in local])
+    world.agree("set of metrics", flat.size)
+    ends = _reduced(np.concatenate([flat, -flat]), "min", "hvdtrain.metrics.same")
+    low, high = ends[: flat.size], -ends[flat.size :]
+    return bool(high.any() and np.allclose(low, high, rtol=1e-6, atol=0))
+
+
+def results(model: keras.Model, local: States, world: World, samples: float, *, same: bool = False) -> dict[str, float]:
+    """Returns the metrics of all ranks' samples together; collective. This rank's states stay what they are.
+
+    Args:
+        model: whose metrics.
+        local: this rank's states.
+        world: several ranks.
+        samples: unused by summed states; the weight of states that are averaged.
+        same: all ranks evaluated the same samples, which count once.
+    """
+    total = _sum(local, world, samples, all_means=same)
+    keep = states(model)
+    try:
+        _assign(total)
+        return {name: array if array.ndim else float(array) for name, array in computed(model).items()}  # type: ignore[misc]
+    finally:
+        _assign(keep)
+
+
+def _sum(local: States, world: World, samples: float, *, all_means: bool) -> States:
+    if not local:
+        return []
+    means = [all_means or getattr(v, "aggregation", "sum") == "mean" for v, _ in local]
+    weighted = [
+        np.asarray(a, np.float64) * (samples if m else 1.0) if samples or not m else np.zeros(a.shape)
+        for (_, a), m in zip(local, means, strict=True)
+    ]
+    flat = np.concatenate([*(a.reshape(-1) for a in weighted), [samples]])
+    world.agree("set of metrics", [(tuple(a.shape), m) for a, m in zip(weighted, means, strict=True)])
+    flat = _reduced(flat, "sum", "hvdtrain.metrics")
+    *parts, all_samples = np.split(flat, np.cumsum([a.size for a in weighted]))
+    out = []
+    for (variable, value), part, mean in zip(local, parts, means, strict=True):
+        part = part / max(all_samples[0], 1e-300) if mean else part
+        out.append((variable, part.reshape(value.shape).astype(value.dtype)))
+    return out
+
+
+@repeated
+def _reduced(values: np.ndarray, op: str, name: str) -> np.ndarray:
+    return BACKEND.host_allreduce(values, op, name)
+
+
+def _assign(values: States) -> None:
+    for variable, value in values:
+        variable.assign(value)
+
+
+def seen(model: keras.Model) -> tuple[float, float]:
+    """Returns the loss summed over this rank's samples, and their number, since its metric was reset; 0 if the step
+    does not use it.
+    """
+    tracker: Any = getattr(model, "_loss_tracker", None)
+    if getattr(tracker, "count", None) is None:
+        return 0.0, 0.0
+    return float(BACKEND.to_numpy(tracker.total)), float(BACKEND.to_numpy(tracker.count))

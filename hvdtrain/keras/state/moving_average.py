@@ -1,0 +1,112 @@
+"""The weights themselves, where an optimizer with `use_ema` trains one epoch in two fits.
+
+Keras writes the average over the weights at the end of each `fit`. Two fits of whole epochs are what they are in
+plain Keras. But the rest of an epoch that was stopped is a `fit` of its own (`Loader.go_on`): it and its
+neighbours are one training, as if nothing had been stopped, and what follows goes on with the weights as the last
+step left them; so does a checkpoint that is written in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+
+from hvdtrain.core.errors import ConfigError
+from hvdtrain.keras.backends.chosen import BACKEND
+from hvdtrain.keras.backends.session import Session, leaves_of, optimizers_of
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Weights and their averages, as the last step left them, and whether their `fit` began within an epoch."""
+
+    values: Sequence[Any]
+    began_within: bool
+
+
+def _averaged(model: keras.Model) -> list[Any]:
+    """The weights that have an average, each followed by it."""
+    found: list[Any] = []
+    for leaf in leaves_of(model.optimizer):
+        if getattr(leaf, "use_ema", False) and leaf.built:
+            pairs = zip(leaf._trainable_variables, leaf._model_variables_moving_average, strict=True)
+            found += [variable for pair in pairs if pair[1] is not None for variable in pair]
+    return found
+
+
+def _overwritten(model: keras.Model) -> list[Any]:
+    """The same, if weights and averages are equal bit for bit, as the end of `fit` leaves them; else none."""
+    found = _averaged(model)
+    pairs = zip(found[::2], found[1::2], strict=True)
+    same = (np.array_equal(BACKEND.to_numpy(weight), BACKEND.to_numpy(average)) for weight, average in pairs)
+    return found if all(same) else []
+
+
+def keep(model: keras.Model, session: Session, *, began_within: bool) -> None:
+    """Keeps weights and averages, before anybody writes or swaps the ones over the others."""
+    session.kept_weights = Kept(BACKEND.copies(_averaged(model)), began_within)
+
+
+def _not_swapped(callbacks: Sequence[Any]) -> None:
+    """Tells those of the last fit, too, that the weights themselves are in the model: they would swap them first."""
+    for callback in callbacks:
+        if isinstance(callback, keras.callbacks.SwapEMAWeights):
+            callback._ema_weights_in_model = False
+
+
+def check(model: keras.Model) -> None:
+    """Looks at a model before its first update, and before `fit`: Keras on torch builds the optimizer there by itself.
+
+    Raises:
+        ConfigError: an average of weights that another optimizer updates would end `fit` in their place.
+    """
+    several = len(optimizers_of(model)) > 1
+    if several and any(getattr(leaf, "use_ema", False) and not leaf.built for leaf in leaves_of(model.optimizer)):
+        raise ConfigError(
+            "of several optimizers, one with use_ema knows its weights before fit, which ends with the averages",
+            f"{model.optimizer.name} (model.optimizer) is not built",
+            "model.optimizer.build(the variables that it updates), before fit",
+            shared=True,
+        )
+
+
+def go_on(model: keras.Model, session: Session, callbacks: Sequence[Any], *, within: bool) -> None:
+    """Before a `fit` that begins `within` an epoch, or follows one that did: puts the weights themselves back."""
+    check(model)
+    kept, session.kept_weights = session.kept_weights, None
+    if session.loaded:  # a checkpoint has the weights themselves, whatever an earlier fit left in the model
+        session.loaded = False
+        _not_swapped(callbacks)
+    variables = _overwritten(model)
+    if variables and kept is not None and (within or kept.began_within):
+        BACKEND.put_back(variables, kept.values)
+        _not_swapped(callbacks)
+        session.say(
+            "use_ema: goes on with the weights themselves, as one fit would; Keras had written the average over them at"
+            " the end of the last fit, which ended or began within an epoch"
+        )
+    elif variables and session.saves:
+        session.say(
+            "use_ema: goes on from the average, which Keras wrote over the weights at the end of the last fit; a run"
+            " that is resumed from the last checkpoint of a fit goes on with the weights themselves, as in one fit:"
+            " train in one fit(epochs=...), and both are the same",
+            once="average",
+        )
+
+
+@contextmanager
+def themselves(model: keras.Model, session: Session) -> Iterator[None]:
+    """Inside, the model has the weights that training goes on with."""
+    variables = _overwritten(model) if session.kept_weights is not None else []
+    before = BACKEND.copies(variables)
+    if variables:
+        BACKEND.put_back(variables, session.kept_weights.values)
+    try:
+        yield
+    finally:
+        BACKEND.put_back(variables, before)

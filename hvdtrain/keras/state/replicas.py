@@ -1,0 +1,299 @@
+"""The state that makes replicas: which variables, are they equal, make them equal."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from hvdtrain.comm.elastic import repeated
+from hvdtrain.comm.engines import CHUNK_BYTES
+from hvdtrain.core.errors import NonFiniteError, ReplicaError
+from hvdtrain.keras.backends.chosen import BACKEND
+from hvdtrain.keras.backends.session import leaves_of, optimizers_of
+from hvdtrain.world.same_data import is_statistic
+from hvdtrain.world.world import World
+
+
+# -------------------------------------------------------------------- which variables
+def _unique(variables: Sequence[Any]) -> list[Any]:
+    return list({id(variable): variable for variable in variables}.values())
+
+
+def optimizer_variables(model: keras.Model) -> list[Any]:
+    """Iteration counters, learning rates, slots, loss scales of all the model's optimizers."""
+    return _unique([variable for optimizer in optimizers_of(model) for variable in state_of(optimizer)])
+
+
+def state_of(optimizer: Any) -> list[Any]:
+    """An optimizer's variables, and those that it does not list."""
+    return [*optimizer.variables, *unlisted(optimizer)]
+
+
+def unlisted(optimizer: Any) -> list[Any]:
+    """Variables that an optimizer holds, and Keras neither lists nor saves: Nadam's within a `LossScaleOptimizer`."""
+    listed = {id(variable) for variable in optimizer.variables}
+    held = [v for leaf in leaves_of(optimizer) for v in vars(leaf).values() if isinstance(v, keras.Variable)]
+    return [variable for variable in held if id(variable) not in listed]
+
+
+def accumulators(model: keras.Model) -> list[Any]:
+    """Gradients accumulated so far: the one part of an optimizer that is each rank's own between updates."""
+    found: list[Any] = []
+    for optimizer in optimizers_of(model):
+        for leaf in leaves_of(optimizer):
+            found += [v for v in getattr(leaf, "_accumulated_gradients", []) if v is not None]
+    return found
+
+
+def replicated(model: keras.Model) -> list[Any]:
+    """Variables that are bit-equal on all ranks after every step: trainable weights and optimizer state."""
+    own = {id(variable) for variable in accumulators(model)}
+    return [v for v in _unique([*model.trainable_weights, *optimizer_variables(model)]) if id(v) not in own]
+
+
+def everything(model: keras.Model) -> list[Any]:
+    """All variables: weights, metric states, seed generators, optimizer state."""
+    metrics = [variable for metric in model.metrics for variable in metric.variables]
+    return _unique([*model.variables, *untrained(model), *metrics, *optimizer_variables(model)])
+
+
+class Buffer:
+    """A buffer of a PyTorch module in a Keras layer, as what is asked of a `keras.Variable`; to Keras it is none."""
+
+    def __init__(self, path: str, value: Any) -> None:
+        self.path, self.value = path, value
+        self.dtype, self.shape = str(value.dtype).removeprefix("torch."), tuple(value.shape)
+
+    def assign(self, value: Any) -> None:
+        self.value.copy_(keras.ops.convert_to_tensor(value))
+
+
+def torch_modules(model: keras.Model) -> list[tuple[str, Any]]:
+    """The PyTorch modules that Keras layers hold, each with its layer's path."""
+    wrapped = [layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.TorchModuleWrapper)]
+    return [(layer.path or layer.name, layer.module) for layer in wrapped]
+
+
+def untrained(model: keras.Model) -> list[Any]:
+    """What is not trained, and may follow each rank's own samples."""
+    buffers = [
+        Buffer(f"{path}/{name.replace('.', '/')}", buffer)
+        for path, module in torch_modules(model)
+        for name, buffer in module.named_buffers()
+    ]
+    return [*model.non_trainable_weights, *buffers]
+
+
+def path_of(variable: Any) -> str:
+    return str(getattr(variable, "path", None) or variable.name)
+
+
+# -------------------------------------------------------------------- equal?
+def fingerprint(model: keras.Model) -> str:
+    """Returns the SHA-256 (hex) of all the model's weights, moving statistics included; local, not
+    collective.
+
+    Equal on all ranks whenever the replicas are equal: after every epoch, and after `fit`.
+    """
+    digest = hashlib.sha256()
+    for variable in model.weights:
+        value = BACKEND.to_numpy(variable)
+        digest.update(f"{value.dtype}{value.shape}".encode())
+        digest.update(np.ascontiguousarray(value).tobytes())
+    return digest.hexdigest()
+
+
+def check_equal(
+    variables: Sequence[Any], world: World, checksums: Callable[[], np.ndarray] | None = None, *, when: str
+) -> None:
+    """Compares one checksum per variable over several ranks (`checksums`: a function for it that is made once);
+    collective, the same two small all-reduces on every rank.
+
+    Raises:
+        ReplicaError: on every rank, naming the first variable that differs and each rank's values.
+    """
+    if not variables:
+        return
+    differing = _differing(BACKEND.checksums(variables) if checksums is None else checksums(), world)
+    if not differing.size:
+        return
+    first = variables[int(differing[0])]
+    value = np.asarray(BACKEND.to_numpy(first)).astype(np.float64)
+    reports = world.gather((_summary(value), value.reshape(-1)[:_MANY]))
+    where, values = _first_difference([values for _, values in reports])
+    lines = [
+        f"rank {rank}: {summary}, element {where}: {float(values[rank]) if len(values) else float('nan')!r}"
+        for rank, (summary, _) in enumerate(reports)
+    ]
+    raise ReplicaError(
+        f"replicas must be equal {when}: {differing.size} of {len(variables)} variables differ, first {path_of(first)}",
+        "\n".join(lines),
+        "start all ranks from rank 0's state: fit(callbacks=[*hvdtrain.keras.callbacks(model), ...]), and change"
+        " weights and learning rates on every rank alike or on none (a callback on rank 0 only does not; nor does one"
+        " that goes by the logs of a batch, which are each rank's own: world.mean(logs) is the same on all)",
+        shared=True,
+    )
+
+
+@repeated
+def _differing(checksums: np.ndarray, world: World) -> np.ndarray:
+    """Returns which of the ranks' checksums differ; collective."""
+    with world.in_step("comparison of the replicas"):
+        low_high = BACKEND.host_allreduce(np.concatenate([checksums, ~checksums]), "min", "hvdtrain.watch")
+    return np.flatnonzero(low_high[: len(checksums)] != ~low_high[len(checksums) :])
+
+
+def _is_statistic(variable: Any) -> bool:
+    return is_statistic(path_of(variable)) and "float" in str(variable.dtype)
+
+
+def _is_finite(value: Any) -> bool:
+    """A sum tells it in one pass, unless finite values have one that is not."""
+    finite = keras.ops.isfinite
+    return bool(finite(keras.ops.sum(value))) or bool(keras.ops.all(finite(value)))
+
+
+def check_finite(model: keras.Model, world: World) -> None:
+    """Refuses weights that are no use to anybody: a trained one or a moving statistic that is not finite; collective.
+
+    Raises:
+        NonFiniteError: on every rank.
+    """
+    watched = [*model.trainable_weights, *filter(_is_statistic, model.non_trainable_weights)]
+    bad = [path_of(v) for v in watched if not _is_finite(v.value)]
+    reports = world.gather(bad)
+    if any(reports):
+        raise NonFiniteError(
+            "weights that are not finite are not saved: training has diverged",
+            "\n".join(f"rank {rank}: {', '.join(names[:3])}" for rank, names in enumerate(reports) if names),
+            "lower the learning rate, clip gradients (clipnorm=1.0 of the optimizer), or stop at a NaN loss"
+            " (keras.callbacks.TerminateOnNaN); earlier checkpoints are untouched: restore one, here or in a new run",
+            shared=True,
+        )
+
+
+_MANY = 1 << 16
+
+
+def _summary(value: np.ndarray) -> str:
+    return f"sum {value.sum():.9g}, largest {np.abs(value).max() if value.size else 0.0:.9g}"
+
+
+def _first_difference(values: Sequence[np.ndarray]) -> tuple[int, list[float]]:
+    """Returns the first flat index where ranks differ (among those compared), and each rank's value there."""
+    table = np.stack(values)
+    differing = np.flatnonzero((table != table[0]).any(axis=0))
+    where = int(differing[0]) if differing.size else 0
+    return where, table[:, where].tolist() if table.shape[1] else []
+
+
+# -------------------------------------------------------------------- make equal
+def check_same_variables(variables: Sequence[Any], world: World) -> None:
+    """Refuses ranks whose models have other variables, which would hang or mix up a broadcast; collective.
+
+    Names are free to differ (they count layers made in the process); number, shapes and dtypes are not.
+    """
+    mine = [(tuple(v.shape), str(v.dtype)) for v in variables]
+    reports = world.gather((mine, [path_of(v) for v in variables]))
+    first = reports[0][0]
+    for _, (theirs, _paths) in enumerate(reports):
+        if theirs == first:
+            continue
+        pairs = zip(first, theirs, strict=False)
+        where = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(theirs)))
+        lines = [
+            f"rank {rank}: {len(signature)} variables, number {where} is "
+            + (f"{paths[where]} {signature[where]}" if where < len(paths) else "absent")
+            for rank, (signature, paths) in enumerate(reports)
+        ]
+        raise ReplicaError(
+            "every rank must build the same model and optimizer",
+            "\n".join(lines),
+            "build and compile the model from the same flags and data shapes on every rank",
+            shared=True,
+        )
+
+
+def broadcast(variables: Sequence[Any], world: World, root: int = 0) -> None:
+    """Sets variables to root's values, bit for bit and whatever the dtype; collective."""
+    for group in _groups(variables):
+        mine = [np.array(BACKEND.to_numpy(v), order="C", copy=True) for v in group]  # keeps 0-d shapes
+        data = b"".join(value.tobytes() for value in mine)
+        received = _sent(data, world, root)
+        if world.rank == root:
+            continue
+        start = 0
+        for variable, value in zip(group, mine, strict=True):
+            part = np.frombuffer(received, np.uint8, value.nbytes, start).view(value.dtype).reshape(value.shape)
+            variable.assign(part)
+            start += value.nbytes
+
+
+@repeated
+def _sent(data: bytes, world: World, root: int) -> bytes:
+    with world.in_step("broadcast of variables"):
+        return world.comm.broadcast_bytes(data if world.rank == root else None, root)
+
+
+def average(variables: Sequence[Any], world: World) -> None:
+    """Sets float variables to their mean over ranks, others (counters) to rank 0's value; collective."""
+    if world.size == 1 or not variables:
+        return
+    floats = [v for v in variables if "float" in str(v.dtype)]
+    others = [v for v in variables if "float" not in str(v.dtype)]
+    if floats:
+        values = [BACKEND.to_numpy(v) for v in floats]
+        flat = np.concatenate([np.asarray(value, np.float64).reshape(-1) for value in values])
+        flat = _mean(flat, world)
+        parts = np.split(flat, np.cumsum([value.size for value in values[:-1]]))
+        for variable, value, part in zip(floats, values, parts, strict=True):
+            variable.assign(part.reshape(value.shape).astype(value.dtype))
+    if others:
+        broadcast(others, world)
+
+
+@repeated
+def _mean(values: np.ndarray, world: World) -> np.ndarray:
+    with world.in_step("average of statistics"):
+        return BACKEND.host_allreduce(values, "sum", "hvdtrain.average") / world.size
+
+
+def average_statistics(model: keras.Model, world: World) -> None:
+    """Makes what is not trained equal on all ranks: the mean of moving statistics (BatchNorm's), rank 0's value of
+    anything else that differs; collective.
+
+    Statistics follow each rank's own samples. Averaged, the replicas are equal as a whole, and a checkpoint that
+    rank 0 writes is the state of every rank. What is equal already (frozen layers) does not travel.
+    """
+    variables = untrained(model)
+    if world.size == 1 or not variables:
+        return
+    differ = [variables[index] for index in _differing(BACKEND.checksums(variables), world)]
+    average([v for v in differ if _is_statistic(v)], world)
+    broadcast([v for v in differ if not _is_statistic(v)], world)
+
+
+def parted(model: keras.Model, world: World) -> list[str]:
+    """Names what is neither trained nor a moving statistic, and differs by rank (a layer's codebook); collective."""
+    variables = [v for v in untrained(model) if not _is_statistic(v)]
+    if not variables:
+        return []
+    return [path_of(variables[index]) for index in _differing(BACKEND.checksums(variables), world)]
+
+
+def _groups(variables: Sequence[Any]) -> list[list[Any]]:
+    """Splits variables so that no group is much more than one message."""
+    groups: list[list[Any]] = []
+    size = CHUNK_BYTES
+    for variable in variables:
+        nbytes = int(np.prod(variable.shape)) * 8
+        if size + nbytes > CHUNK_BYTES:
+            groups.append([])
+            size = 0
+        groups[-1].append(variable)
+        size += nbytes
+    return groups

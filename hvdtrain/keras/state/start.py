@@ -1,0 +1,143 @@
+"""What happens once before the first step of a `fit`: agreement, rank 0's state, random streams, proof."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from typing import Any
+
+import keras
+
+from hvdtrain.comm.elastic import repeated
+from hvdtrain.keras.backends.session import Session, is_hooked, missing_hook, optimizers_of
+from hvdtrain.keras.state import moving_average, replicas, rng
+
+
+def start(model: keras.Model, session: Session) -> None:
+    """Makes sure that training from here is right on all ranks, or raises; collective.
+
+    Broadcasts rank 0's state first if the callbacks asked for it; without the callbacks replicas that differ
+    are an error (a forgotten broadcast).
+    """
+    if session.alone:
+        _build(model)  # as on many ranks: some optimizers start from the weights as they then are
+        _put_random_state(model, session)
+        session.ready = True
+        return
+    if not is_hooked(model.optimizer):
+        raise missing_hook(model.name, model.optimizer)
+    _build(model)
+    session.proof = _made_equal(model, session)
+    session.wants_broadcast = False
+    _put_random_state(model, session)
+    session.ready = True
+
+
+@repeated
+def _made_equal(model: keras.Model, session: Session) -> Any:
+    """Returns the proof that it worked, where one is asked for."""
+    world = session.world
+    check_agreement(model, session)
+    variables = [*model.trainable_weights, *replicas.untrained(model), *replicas.optimizer_variables(model)]
+    replicas.check_same_variables(variables, world)
+    if session.wants_broadcast:
+        if session.streams_set and session.restored_random is None:  # not the first fit: each rank goes on accumulating
+            own = {id(variable) for variable in replicas.accumulators(model)}
+            variables = [variable for variable in variables if id(variable) not in own]
+        replicas.broadcast(variables, world)
+    if session.verify and session.proof is None and world.size > 1:  # an elastic job may begin with one
+        from hvdtrain.keras.state import average
+
+        proof = average.prove(model, session)
+        session.say(str(proof))
+        return proof
+    replicas.check_equal(replicas.replicated(model), world, when="when training starts")
+    return session.proof
+
+
+def _put_random_state(model: keras.Model, session: Session) -> None:
+    """Last of all, because building a model draws random numbers."""
+    if session.restored_random is not None:
+        rng.restore(model, session.restored_random)
+        session.restored_random, session.saves = None, True
+    elif not session.streams_set:
+        rng.split_streams(model, session.world)
+    session.streams_set = True
+
+
+def check_agreement(model: keras.Model, session: Session) -> None:
+    """Compares what every rank must have set alike; collective.
+
+    Raises:
+        ReplicaError: on every rank, naming the first setting that differs, with each rank's value.
+    """
+    settings = _flat(_settings(model, session))
+    session.world.agree_all(
+        {key: settings[key] for key in sorted(settings, key=lambda key: ("learning_rate" not in key, key))},
+        "every rank must train with the same {}",
+        lambda key: (
+            "scale the learning rate by the number of ranks, not by the rank; hvdtrain.LR does it for you"
+            if "learning_rate" in key
+            else "give all ranks the same value: same flags, same code path"
+        ),
+    )
+
+
+def _settings(model: keras.Model, session: Session) -> dict[str, Any]:
+    return {
+        "optimizer": [
+            {"class": type(optimizer).__name__, **json.loads(json.dumps(optimizer.get_config(), default=repr))}
+            for optimizer in optimizers_of(model)
+        ],
+        "prepare": {
+            "order of prepare() calls": session.name,
+            "compression": session.compression,
+            "sparse_as_dense": session.sparse_as_dense,
+            "sync_batchnorm": session.sync_batchnorm,
+            "verify": session.verify,
+            "broadcast": session.wants_broadcast,
+            "watch_every": session.watch_every,
+            "averaging hook": is_hooked(model.optimizer),
+        },
+        "compile": {
+            "run_eagerly": model.run_eagerly,
+            "steps_per_execution": model.steps_per_execution,
+            "loss": json.dumps(getattr(model, "loss", None), default=_described),
+            "loss_weights": json.dumps(getattr(model._compile_loss, "_user_loss_weights", None), default=float),
+        },
+        "random state": "restored" if session.restored_random is not None else "fresh",
+        "backend": keras.backend.backend(),
+        "dtype policy": model.dtype_policy.name,
+        "lr": repr(session.lr),
+    }
+
+
+def _described(loss: Any) -> Any:
+    """A loss in words without addresses and paths, which are each process's own."""
+    code = getattr(loss, "__code__", None)
+    if code is not None:
+        return f"{loss.__qualname__} {zlib.crc32(code.co_code):08x}"
+    try:
+        settings = loss.get_config()
+    except (AttributeError, NotImplementedError):
+        settings = {}
+    plain = {key: value for key, value in settings.items() if isinstance(value, (str, int, float))}
+    return [type(loss).__name__, *sorted((key, value) for key, value in plain.items() if key != "name")]
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested dicts and lists as one dict with dotted keys, without names (they count objects made in the process)."""
+    if not isinstance(value, (dict, list)):
+        return {prefix: value}
+    out: dict[str, Any] = {}
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+        if key != "name":
+            out.update(_flat(item, f"{prefix}.{key}" if prefix else str(key)))
+    return out
+
+
+def _build(model: keras.Model) -> None:
+    """Makes the optimizer's slots, for all weights; raises what `moving_average.check` does."""
+    if not model.optimizer.built:
+        moving_average.check(model)
+        model.optimizer.build(model.trainable_variables)

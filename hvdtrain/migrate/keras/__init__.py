@@ -1,0 +1,1 @@
+"""Scripts on Horovod's Keras."""

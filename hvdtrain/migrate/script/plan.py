@@ -1,0 +1,321 @@
+"""What becomes of each node of a script: decided by the modules beside this one, and carried out here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import libcst as cst
+from libcst import metadata
+
+from hvdtrain.migrate.script.source import (
+    KERAS_SIGNATURES,
+    SIGNATURES,
+    Finding,
+    Source,
+    Statement,
+    bind,
+    calls,
+    children,
+    code,
+    is_chain,
+    walk,
+)
+
+Expression = Callable[[Any], cst.BaseExpression]
+Statements = Callable[[Any], Sequence[Any]]
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a script is moved to.
+
+    Attributes:
+        name: as `--to` has it.
+        title: what averages gradients there.
+        wrap: what an optimizer's wrapping becomes.
+        init: what starts it.
+        alone: why that is called without a condition.
+        loss: what becomes of a loss, for who averages it within.
+        words: its functions of tensors, by what they do.
+    """
+
+    name: str
+    title: str
+    wrap: str
+    init: str
+    alone: str
+    loss: str
+    words: Mapping[str, str]
+
+
+HVDTRAIN = Target(
+    "hvdtrain",
+    title="hvdtrain",
+    wrap="hvt.prepare",
+    init="hvdtrain.init",
+    alone="one process is a world of one",
+    loss="optimizer.backward(loss)",
+    words={"reduce": "hvt.reduce", "gather": "hvt.gather", "broadcast": "hvt.broadcast", "fp16": '"fp16"'},
+)
+DDP = Target(
+    "ddp",
+    title="DistributedDataParallel",
+    wrap="DistributedDataParallel",
+    init="dist.init_process_group",
+    alone="torchrun --nproc-per-node 1 starts one process",
+    loss="loss.backward()",
+    words={
+        "reduce": "reduce_tensor", "gather": "gather_tensors", "broadcast": "broadcast_tensor",
+        "fp16": "fp16_compress_hook",
+    },
+)  # fmt: skip
+TARGETS = {target.name: target for target in (HVDTRAIN, DDP)}
+
+
+@dataclass
+class Plan:
+    """The changes of one script.
+
+    Attributes:
+        source: the script.
+        module: of Horovod, that the script trains with.
+        target: what it is moved to.
+        expressions: what takes a node's place, of the node with the changes within it.
+        statements: the same of a statement of a block; several, or none.
+        around: what goes around statements of a block, from one to another, as text.
+        refused: what cannot be moved.
+        notes: what is moved, and should be known.
+        needs: what the new script uses, by its name there: modules, functions, the world.
+        world_scope: where `world` is assigned; None: nowhere.
+    """
+
+    source: Source
+    module: str = "horovod.torch"
+    target: Target = HVDTRAIN
+    expressions: dict[cst.CSTNode, Expression] = field(default_factory=dict)
+    statements: dict[cst.CSTNode, Statements] = field(default_factory=dict)
+    around: dict[tuple[cst.CSTNode, cst.CSTNode], str] = field(default_factory=dict)
+    refused: set[Finding] = field(default_factory=set)
+    notes: set[Finding] = field(default_factory=set)
+    needs: set[str] = field(default_factory=set)
+    world_scope: metadata.Scope | None = None
+    _settled: set[cst.CSTNode] = field(default_factory=set)
+
+    @property
+    def prefix(self) -> str:
+        """How Horovod's names begin, in this script."""
+        return f"{self.module}."
+
+    @property
+    def framework(self) -> str:
+        return "torch" if self.module == "horovod.torch" else "keras"
+
+    @property
+    def signatures(self) -> Mapping[str, str]:
+        """The parameters of Horovod's functions, by the names of these."""
+        return SIGNATURES if self.framework == "torch" else KERAS_SIGNATURES
+
+    def bind(self, call: cst.Call, name: str) -> dict[str, cst.BaseExpression]:
+        """The arguments of a call of Horovod's function `name`, which can be told."""
+        return bind(call, name, self.signatures) or {}
+
+    def calls(self, name: str) -> list[cst.Call]:
+        """The calls of Horovod's function `name`."""
+        return [call for call in calls(self.source.module) if self.source.qualified(call.func) == self.prefix + name]
+
+    def refuse(self, node: cst.CSTNode, reason: str) -> None:
+        self.refused.add(Finding(self.source.line(node), reason))
+
+    def note(self, node: cst.CSTNode, text: str) -> None:
+        self.notes.add(Finding(self.source.line(node), text))
+
+    def use(self, what: str) -> str:
+        """The target's name for what Horovod does, which the new script needs."""
+        found = self.target.words[what]
+        self.needs.add(found.split(".")[0])
+        return found
+
+    def settle(self, node: cst.CSTNode | None) -> None:
+        """Nothing else need be said of the names in a node."""
+        if node is not None:
+            self._settled.add(node)
+            for child in children(node):
+                self.settle(child)
+
+    def is_settled(self, node: cst.CSTNode) -> bool:
+        return node in self._settled
+
+    def replace(self, node: cst.CSTNode, text: str | Callable[[Any], str]) -> None:
+        """Puts an expression in a node's place: its text, or what gives it of the node with its changes."""
+
+        def written(updated: Any) -> cst.BaseExpression:
+            found = cst.parse_expression(text if isinstance(text, str) else text(updated))
+            parentheses = {name: getattr(updated, name) for name in ("lpar", "rpar") if getattr(updated, name, ())}
+            return found.with_changes(**parentheses) if parentheses and not getattr(found, "lpar", ()) else found
+
+        self.expressions[node] = written
+
+    def rewrite(self, statement: Statement, texts: Callable[[Any], Sequence[str]]) -> None:
+        """Puts statements in one's place, given as text; none of them: it goes."""
+
+        def written(updated: Any) -> Sequence[Any]:
+            made: list[Any] = [self._parsed(text) for text in texts(updated)]
+            if made:
+                kept: dict[str, Any] = {"leading_lines": updated.leading_lines}
+                if len(made) == 1 and all(isinstance(one, cst.SimpleStatementLine) for one in (updated, made[0])):
+                    kept["trailing_whitespace"] = updated.trailing_whitespace
+                made[0] = made[0].with_changes(**kept)
+            return made
+
+        self.statements[statement] = written
+
+    def follow(self, statement: Statement, texts: Sequence[str]) -> None:
+        """Puts functions behind a statement, whatever else becomes of it, and two blank lines behind them."""
+        made = [self._parsed(text) for text in texts]
+        block = self.source.block(statement)
+        rest = block[block.index(statement) + 1 :]
+        blank = sum(not line.comment for line in rest[0].leading_lines) if rest else 2
+        footer = [cst.EmptyLine(indent=False)] * max(0, 2 - blank)
+        made[-1] = made[-1].with_deep_changes(made[-1].body, footer=footer)
+        self._add(statement, made)
+
+    def then(self, statement: Statement, texts: Sequence[str]) -> None:
+        """Puts statements behind one, whatever else becomes of it."""
+        self._add(statement, [self._parsed(text) for text in texts])
+
+    def _add(self, statement: Statement, made: Sequence[Any]) -> None:
+        before = self.statements.get(statement, lambda updated: [updated])
+        self.statements[statement] = lambda updated: [*before(updated), *made]
+
+    def _parsed(self, text: str) -> Any:
+        return cst.parse_statement(text, self.source.module.config_for_parsing)
+
+    def remove(self, statement: Statement) -> None:
+        self.rewrite(statement, lambda _: [])
+
+    def apply(self) -> str:
+        """Returns the new script."""
+        changed = self.source.module.visit(_Rewriter(self))
+        assert isinstance(changed, cst.Module)
+        return changed.code
+
+
+class _Rewriter(cst.CSTTransformer):
+    def __init__(self, plan: Plan) -> None:
+        super().__init__()
+        self._plan = plan
+
+    def on_leave(self, original_node: Any, updated_node: Any) -> Any:
+        change = self._plan.expressions.get(original_node)
+        if change is not None:
+            return change(updated_node)
+        if isinstance(original_node, (cst.Module, cst.IndentedBlock)):
+            return self._block(original_node, updated_node)
+        return updated_node
+
+    def _block(self, original: Any, updated: Any) -> Any:
+        body: list[Any] = []
+        begins: dict[cst.CSTNode, int] = {}
+        waiting: list[cst.EmptyLine] = []
+        for before, after in zip(original.body, updated.body, strict=True):
+            begins[before] = len(body)
+            change = self._plan.statements.get(before)
+            made = [after] if change is None else list(change(after))
+            if not made:  # what is said above it stays, unless it is about Horovod
+                waiting = [*waiting, *(line for line in after.leading_lines if "horovod" not in code(line).lower())]
+                continue
+            while waiting and not waiting[-1].comment and (len(waiting) > 1 or _begins_blank(made[0])):
+                waiting.pop()
+            if waiting:
+                made[0] = made[0].with_changes(leading_lines=[*waiting, *made[0].leading_lines])
+                waiting = []
+            body += made
+            for (first, last), text in self._plan.around.items():
+                if last is before:
+                    body[begins[first] :] = [_inside(text, body[begins[first] :])]
+        return updated.with_changes(body=body)
+
+
+def _inside(text: str, body: Sequence[Any]) -> Any:
+    """A compound statement, as text without its block, around others."""
+    made: Any = cst.parse_statement(f"{text}\n    pass\n")
+    inner = [body[0].with_changes(leading_lines=[]), *body[1:]]
+    return made.with_changes(leading_lines=body[0].leading_lines, body=cst.IndentedBlock(inner))
+
+
+def _begins_blank(statement: Any) -> bool:
+    return bool(statement.leading_lines) and not statement.leading_lines[0].comment
+
+
+def arguments_of(plan: Plan, call: cst.Call, name: str) -> dict[str, cst.BaseExpression] | None:
+    """A call's arguments; None, and refused, where they cannot be told."""
+    found = bind(call, name, plan.signatures)
+    if found is None or set(found) - set(plan.signatures[name].split()):
+        plan.refuse(call, f"the arguments of hvd.{name} cannot be told")
+        return None
+    for other in found.values():
+        if plan.source.qualified(other) == plan.prefix + "global_process_set":
+            plan.settle(other)
+    return found
+
+
+def statement_of(plan: Plan, call: cst.CSTNode, what: str) -> cst.SimpleStatementLine | None:
+    """The line of its own that a call is; None, and refused, where it is a part of something else."""
+    source = plan.source
+    found = source.statement(call)
+    parent = source.parent(call)
+    if isinstance(found, cst.SimpleStatementLine) and len(found.body) == 1 and isinstance(parent, cst.Expr):
+        return found
+    plan.refuse(call, f"{what} is moved where it is a line of its own, and nothing is made of what it returns")
+    return None
+
+
+def condition_above(source: Source, node: cst.CSTNode) -> cst.CSTNode | None:
+    """What may keep a statement from running once, within its function: an `if`, a loop, a `try`."""
+    for one in source.above(node):
+        if isinstance(one, (cst.FunctionDef, cst.ClassDef)):
+            return None
+        if isinstance(one, (cst.For, cst.While, cst.Try)):
+            return one
+        if isinstance(one, cst.If) and "__name__" not in code(one.test):
+            return one
+    return None
+
+
+def target_of(statement: cst.CSTNode | None) -> tuple[cst.BaseExpression | None, cst.BaseExpression | None]:
+    """(what is assigned to, what is assigned) of `name = value`; (None, value) of `return value`; else two None."""
+    if not isinstance(statement, cst.SimpleStatementLine):
+        return None, None
+    [small] = statement.body if len(statement.body) == 1 else [None]
+    if isinstance(small, cst.Assign) and len(small.targets) == 1:
+        return small.targets[0].target, small.value
+    if isinstance(small, (cst.AnnAssign, cst.AugAssign)):
+        return small.target, small.value
+    if isinstance(small, cst.Return):
+        return None, small.value
+    return None, None
+
+
+def assignments(source: Source, name: str, before: cst.CSTNode) -> list[cst.BaseExpression]:
+    """What is assigned to a name, in the same function, above a node; the nearest first."""
+    function, line = source.function(before), source.line(before)
+    found = []
+    for node in own_nodes(function):
+        if isinstance(node, cst.SimpleStatementLine) and source.line(node) < line:
+            target, value = target_of(node)
+            if value is not None and is_chain(target) and code(target) == name:
+                found.append(value)
+    return found[::-1]
+
+
+def made_of(source: Source, node: cst.BaseExpression | None, before: cst.CSTNode) -> cst.BaseExpression | None:
+    """What a name was last given above a node, in the same function; what is no name, itself."""
+    return next(iter(assignments(source, code(node), before)), None) if is_chain(node) else node
+
+
+def own_nodes(function: cst.CSTNode) -> list[cst.CSTNode]:
+    """The nodes of a function, without those of functions within it."""
+    inner = (cst.FunctionDef, cst.Lambda)
+    return list(walk(function, lambda node: node is function or not isinstance(node, inner)))[1:]

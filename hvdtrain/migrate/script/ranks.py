@@ -1,0 +1,248 @@
+"""Who the ranks are, in scripts of every framework: `hvd.init`, `hvd.rank`, and what is done by `world`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import libcst as cst
+from libcst import metadata
+
+from hvdtrain.migrate.script.plan import Plan, condition_above, statement_of
+from hvdtrain.migrate.script.source import Source, calls, code, is_chain, literal, walk
+
+Arguments = dict[str, cst.BaseExpression]
+Mover: TypeAlias = Callable[[Plan, cst.Call, str], None]
+Handler: TypeAlias = Callable[[Plan, cst.Call, str, Arguments], None]
+SETS_REASON = "process sets: hvdtrain trains one model on all ranks"
+RUN_REASON = "horovod.run is moved where it is called, with args=, kwargs=, np=, hosts= and hostfile="
+SEEDS = (
+    "torch.manual_seed", "numpy.random.seed", "random.seed", "tensorflow.random.set_seed",
+    "keras.utils.set_random_seed", "tensorflow.keras.utils.set_random_seed",
+)  # fmt: skip
+
+# of the global generators
+_ORDERS = (
+    "torch.randperm", "random.shuffle", "random.sample", "numpy.random.shuffle", "numpy.random.permutation",
+    "numpy.random.choice", "torch.utils.data.random_split",
+)  # fmt: skip
+
+
+def inits(plan: Plan) -> Iterator[tuple[cst.Call, cst.SimpleStatementLine]]:
+    """The one `hvd.init()`, and its line; others are refused."""
+    source, found = plan.source, plan.calls("init")
+    for call in found:
+        plan.settle(call)
+        if call is not found[0]:
+            plan.refuse(call, f"a second hvd.init(): {plan.target.init} is called once")
+            continue
+        statement = statement_of(plan, call, "hvd.init()")
+        if statement is None:
+            continue
+        if call.args:
+            plan.refuse(call, f"hvd.init with arguments: {plan.target.init} takes all ranks")
+        elif condition_above(source, call) is not None:
+            plan.refuse(
+                call,
+                f"hvd.init() under a condition: {plan.target.init} is always called, and {plan.target.alone}",
+            )
+        yield call, statement
+
+
+def move_init(plan: Plan) -> None:
+    """`hvd.init()` becomes `world = hvdtrain.init("torch")`, or "keras", which is who knows of the ranks."""
+    source = plan.source
+    for call, statement in inits(plan):
+        if "world" not in source.names():
+            plan.world_scope = source.scope(call)
+        plan.needs.add("hvdtrain")
+        plan.rewrite(
+            statement,
+            lambda _: [f'{"world = " if "world" in plan.needs else ""}hvdtrain.init("{plan.framework}")'],
+        )
+        _note_seeds(plan, call)
+
+
+def _note_seeds(plan: Plan, init: cst.Call) -> None:
+    """hvdtrain.init seeds: what was seeded before it is seeded anew."""
+    source = plan.source
+    for call in calls(source.module):
+        if source.qualified(call.func) in SEEDS and source.is_above(call, init):
+            library = {"torch": "PyTorch", "keras": "Keras"}[plan.framework]
+            plan.note(call, f"hvdtrain.init seeds Python, numpy and {library} anew: give it seed=, or seed after it")
+
+
+def ranks(plan: Plan, node: cst.CSTNode) -> str:
+    """The world, as a node can name it."""
+    plan.needs.add("hvdtrain")
+    scope = plan.source.scope(node)
+    while plan.world_scope is not None and scope is not None:
+        if scope is plan.world_scope:
+            plan.needs.add("world")
+            return "world"
+        if isinstance(scope, metadata.GlobalScope):
+            break
+        scope = scope.parent
+    return "hvdtrain.current()"
+
+
+LINES = {
+    "hvdtrain": "import hvdtrain",
+    "hvk": "import hvdtrain.keras as hvk",
+    "hvt": "import hvdtrain.torch as hvt",
+}
+
+
+def move_imports(plan: Plan, imports: Sequence[cst.SimpleStatementLine], lines: Mapping[str, str]) -> None:
+    """The first import of Horovod in each scope becomes those that are needed.
+
+    Args:
+        plan: whose `needs` say which.
+        imports: of Horovod.
+        lines: statements, by what needs them.
+    """
+    seen: list[Any] = []
+    for statement in imports:
+        scope = plan.source.scope(statement)
+        texts = [line for name, line in lines.items() if name in plan.needs] if scope not in seen else []
+        seen.append(scope)
+        plan.rewrite(statement, constantly(texts))
+
+
+def constantly(texts: Sequence[str]) -> Callable[[Any], Sequence[str]]:
+    """What rewrites a statement, whatever it was."""
+    return lambda _: texts
+
+
+def attribute(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> None:
+    plan.replace(call, f"{ranks(plan, call)}.{name}")
+
+
+def method(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> None:
+    plan.replace(call, f"{ranks(plan, call)}.{name}()")
+
+
+def initialized(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> None:
+    plan.needs.add("hvdtrain")
+    plan.replace(call, "(hvdtrain.current() is not None)")
+
+
+def shutdown(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> None:
+    statement = statement_of(plan, call, "hvd.shutdown()")
+    if statement is not None:
+        plan.remove(statement)  # a world is left at the program's end
+
+
+def root_of(arguments: Arguments) -> str:
+    root = literal(arguments.get("root_rank"))
+    return "" if root in ("", "0") else f", {root}"
+
+
+def send(plan: Plan, call: cst.Call, name: str, does: str) -> None:
+    """The call becomes one of `does`, with the first of its arguments, and whose it is."""
+    first = plan.signatures[name].split()[0]
+    plan.needs.add(does.split(".")[0])
+
+    def written(updated: cst.Call) -> str:
+        found = plan.bind(updated, name)
+        return f"{does}({code(found[first])}{root_of(found)})"
+
+    plan.replace(call, written)
+
+
+def object_of(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> None:
+    send(plan, call, name, f"{ranks(plan, call)}.{'broadcast' if name == 'broadcast_object' else 'gather'}")
+
+
+def move_run(plan: Plan, call: cst.Call, name: str) -> None:
+    """`horovod.run(f, args=(...), np=2)` starts ranks from Python; hvdtrain's have Gloo between them."""
+    names = ["func", "args", "kwargs", "np"][: len(call.args)]
+    names = [names[i] if arg.keyword is None else arg.keyword.value for i, arg in enumerate(call.args)]
+    if any(arg.star for arg in call.args) or set(names) - {*_RUN, *_RUN_DROPPED}:
+        plan.refuse(call, RUN_REASON)
+        return
+    plan.needs.add("hvdtrain")
+
+    def written(updated: cst.Call) -> str:
+        kept = [(name, code(arg.value)) for name, arg in zip(names, updated.args, strict=True) if name in _RUN]
+        return f"hvdtrain.run({', '.join(text if name == 'func' else f'{name}={text}' for name, text in kept)})"
+
+    plan.replace(call, written)
+
+
+_RUN = ("func", "args", "kwargs", "np", "hosts", "hostfile")
+_RUN_DROPPED = ("use_gloo", "use_mpi", "verbose")
+
+
+def uses(plan: Plan) -> Iterator[tuple[cst.Name | cst.Attribute, str]]:
+    """Every use of Horovod that is left, settled here, and what it means; what may be another's too is refused."""
+    source = plan.source
+    for node in list(walk(source.module)):
+        meanings = source.meanings(node)
+        if not is_chain(node) or not any(name.startswith("horovod") for name in meanings) or plan.is_settled(node):
+            continue
+        outer = source.parent(node)
+        if isinstance(outer, cst.AsName) or (isinstance(outer, cst.Attribute) and outer.attr is node):
+            continue
+        plan.settle(node)
+        if len(meanings) > 1:
+            plan.refuse(node, f"{code(node)} is not Horovod's only: whether it is here cannot be told")
+        else:
+            yield node, meanings.pop()
+
+
+def move_rest(
+    plan: Plan, movers: Mapping[str, Mover], reasons: Mapping[str, str], kept: Mapping[str, Callable[..., None]] = {}
+) -> None:
+    """Moves every use of Horovod that is left, or refuses it.
+
+    Args:
+        plan: gets the changes.
+        movers: what moves a call, by the name of Horovod's function.
+        reasons: why what has none is refused, by how its name begins; "" for the rest.
+        kept: what moves a name that is not called, by that name.
+    """
+    for node, meaning in uses(plan):
+        outer, short = plan.source.parent(node), meaning.removeprefix(plan.prefix)
+        if isinstance(outer, cst.Call) and outer.func is node and short in movers:
+            movers[short](plan, outer, short)
+        elif short in ("Compression.fp16", "Compression.none"):
+            plan.replace(node, plan.use("fp16") if short.endswith("fp16") else "None")
+        elif short in kept:
+            kept[short](plan, node, short)
+        elif short in (plan.module, "horovod"):
+            plan.refuse(node, f"{code(node)} itself as a value: what is done with it cannot be told")
+        else:
+            name = "synchronize" if short.endswith(("_async", "_async_")) else short
+            found = next(reason for begin, reason in reasons.items() if name.startswith(begin))
+            plan.refuse(node, found if found != reasons[""] else f"{code(node)} {found}")
+
+
+# -- orders that ranks draw alike, each by itself, and share out by rank -------------------------------------------
+def refuse_shared_orders(plan: Plan) -> None:
+    """Refuses orders drawn behind `hvt.prepare` in a script that takes parts of something by its rank."""
+    source = plan.source
+    if not (wraps := plan.calls("DistributedOptimizer")):
+        return
+    shares = _shares_out(source)
+    for call in calls(source.module):
+        known = source.qualified(call.func) in _ORDERS and "generator" not in "".join(code(arg) for arg in call.args)
+        if not known or any(source.is_above(call, wrap) for wrap in wraps):
+            continue
+        if source.qualified(call.func) == "torch.utils.data.random_split":
+            plan.note(call, "where this runs after hvt.prepare, each rank splits in its own way: give it a generator")
+        elif shares:
+            plan.refuse(
+                call,
+                f"{code(call.func)}: an order that all ranks draw alike, and share out by rank; after hvt.prepare each"
+                " rank draws its own: give it a generator of its own, seeded by the epoch",
+            )
+
+
+def _shares_out(source: Source) -> bool:
+    """Whether a part is taken by rank: x[hvd.rank()::hvd.size()], range(hvd.rank(), ...)."""
+    return any(
+        source.mentions(node, "horovod.torch.rank")
+        for node in walk(source.module)
+        if isinstance(node, cst.Slice) or (isinstance(node, cst.Call) and code(node.func) in ("range", "islice"))
+    )

@@ -1,0 +1,368 @@
+"""Backward passes and the steps that follow them: whose optimizer differentiates, and which pass is the last."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import libcst as cst
+
+from hvdtrain.migrate.script.plan import Plan, own_nodes, target_of
+from hvdtrain.migrate.script.source import (
+    Source,
+    calls,
+    code,
+    find,
+    is_chain,
+    literal,
+    names_in,
+    owner_of,
+    runs_later,
+    tail,
+    walk,
+)
+
+_LEAVES = (cst.Continue, cst.Break, cst.Return)
+_PURE = ("len", "int", "float", "max", "min", "ceil", "floor", "size", "numel")
+
+
+def trainers(source: Source) -> set[str]:
+    """Names of the script's functions that train, or call one that does."""
+    functions = list(find(source.module, cst.FunctionDef))
+    found: set[str] = set()
+    while True:
+        new = {f.name.value for f in functions if any(_trains(call, found) for call in calls(f.body))} - found
+        if not new:
+            return found
+        found |= new
+
+
+def _trains(call: cst.Call, known: set[str]) -> bool:
+    return owner_of(call, "backward", "step") is not None or tail(call.func) in known
+
+
+def trains(statement: cst.CSTNode, known: set[str]) -> bool:
+    """Whether weights may change while a statement runs."""
+    return any(_trains(call, known) for call in calls(statement, now=True)) and not runs_later(statement)
+
+
+@dataclass
+class Optimizers:
+    """What is known of the script's optimizers.
+
+    Attributes:
+        prepared: the last identifiers of those that are prepared, with the number of passes of each ("" for 1).
+        plain: of those that nobody wraps.
+        wrapped: the last identifiers of what is wrapped, also under another name.
+        makers: functions that return prepared ones, with their places in the tuple returned (-1: no tuple).
+    """
+
+    prepared: dict[str, str] = field(default_factory=dict)
+    plain: set[str] = field(default_factory=set)
+    wrapped: set[str] = field(default_factory=set)
+    makers: dict[str, dict[int, str]] = field(default_factory=dict)
+
+    def knows(self, optimizer: cst.BaseExpression) -> bool:
+        """Whether it is prepared, or wrapped under this name."""
+        return tail(optimizer) in self.prepared or tail(optimizer) in self.wrapped
+
+    def spread(self, source: Source) -> None:
+        """Follows them through functions that return them, to what is assigned there."""
+        functions = list(find(source.module, cst.FunctionDef))
+        lines = list(find(source.module, cst.SimpleStatementLine))
+        for _ in range(3):  # functions that return what others returned
+            for function in functions:
+                self.makers.setdefault(function.name.value, {}).update(self._returned(function))
+            for target, value in map(target_of, lines):
+                if target is not None and value is not None:
+                    self._assign(source, target, value)
+        self.plain -= set(self.prepared)
+
+    def _returned(self, function: cst.FunctionDef) -> dict[int, str]:
+        found = {}
+        for node in own_nodes(function):
+            if isinstance(node, cst.Return) and node.value is not None:
+                parts = [e.value for e in node.value.elements] if isinstance(node.value, cst.Tuple) else []
+                for place, part in [(-1, node.value), *enumerate(parts)]:
+                    if is_chain(part) and tail(part) in self.prepared:
+                        found[place] = self.prepared[tail(part)]
+        return found
+
+    def _assign(self, source: Source, target: cst.BaseExpression, value: cst.BaseExpression) -> None:
+        targets = [e.value for e in target.elements] if isinstance(target, cst.Tuple) else []
+        if targets and isinstance(value, cst.Tuple):
+            for one, its in zip(targets, value.elements, strict=False):
+                self._assign(source, one, its.value)
+        elif is_chain(value) and tail(value) in self.prepared and tail(target):
+            self.prepared.setdefault(tail(target), self.prepared[tail(value)])
+        elif isinstance(value, cst.Call):
+            for place, passes in self.makers.get(tail(value.func), {}).items():
+                one = target if place < 0 else targets[place] if place < len(targets) else target
+                if tail(one):
+                    self.prepared.setdefault(tail(one), passes)
+            name = source.qualified(value.func)
+            if name.startswith("torch.optim.") and "lr_scheduler" not in name and tail(target):
+                self.plain.add(tail(target))
+
+
+@dataclass
+class Step:
+    """The step that follows a backward pass.
+
+    Attributes:
+        optimizer: whose.
+        call: of `step`.
+        loops: that the pass is in and the step is not.
+        tests: `if`s that the step is under and the pass is not.
+    """
+
+    optimizer: cst.BaseExpression
+    call: cst.Call
+    loops: list[cst.For | cst.While]
+    tests: list[cst.If]
+
+
+def step_after(source: Source, optimizers: Optimizers, backward: cst.Call) -> list[Step]:
+    """The steps that follow a pass in its function, up to the next pass: the first is its own."""
+    own = [owner_of(call, "zero_grad") for call in calls(source.function(backward))]
+    zeroed = {code(owner) for owner in own if owner is not None}
+    loops: list[cst.For | cst.While] = []
+    at = source.statement(backward)
+    while at is not None:
+        block = list(source.block(at))
+        found: list[Step] = []
+        for statement in block[block.index(at) + 1 :]:
+            for call in calls(statement, now=True):
+                if found and owner_of(call, "backward") is not None:
+                    return found
+                known = (one for one in stepped(call) if optimizers.knows(one) or is_chain(one) and code(one) in zeroed)
+                if (optimizer := next(known, None)) is not None:
+                    around = list(source.above(statement))
+                    tests = [one for one in source.above(call) if isinstance(one, cst.If) and one not in around]
+                    found.append(Step(optimizer, call, loops, tests))
+        if found:
+            return found
+        outer = next(source.above(source.parent(at) or at), None)
+        if isinstance(outer, (cst.For, cst.While)):
+            loops = [*loops, outer]
+        if outer is None or isinstance(outer, (cst.FunctionDef, cst.Module)):
+            return []
+        at = source.statement(outer)
+    return []
+
+
+def stepped(call: cst.Call) -> list[cst.BaseExpression]:
+    """What may be the optimizer that a call steps: its object, or what a gradient scaler is given."""
+    owner = owner_of(call, "step")
+    return [] if owner is None else [owner, *(arg.value for arg in call.args[:1])]
+
+
+def passes(source: Source) -> list[cst.Call]:
+    """The calls of loss.backward(); not those of torch.autograd.backward and the like, or of the script's classes."""
+    return [
+        call
+        for call in calls(source.module)
+        if (loss := owner_of(call, "backward")) is not None
+        and not _is_own(loss)
+        and not source.qualified(loss).startswith("torch.")
+    ]
+
+
+def refuse_other_passes(plan: Plan) -> None:
+    """Refuses `backward` that is no method of a loss, called there."""
+    source = plan.source
+    for node in find(source.module, cst.Attribute):
+        if tail(node) == "backward" and not _is_own(node.value):
+            outer = source.parent(node)
+            called = isinstance(outer, cst.Call) and outer.func is node
+            if not called or source.qualified(node).startswith("torch."):
+                plan.refuse(node, f"{code(node)}: what is moved is loss.backward(), called there")
+
+
+def _is_own(owner: cst.BaseExpression) -> bool:
+    return code(owner).startswith("super(") or code(owner) in ("self", "cls")
+
+
+def move_backward(plan: Plan, optimizers: Optimizers, call: cst.Call) -> None:
+    """`loss.backward()` becomes `optimizer.backward(loss)`, of the optimizer whose step follows."""
+    if refuse_arguments(plan, call):
+        return None
+    steps = step_after(plan.source, optimizers, call)
+    optimizer = steps[0].optimizer if steps else _only(plan, optimizers, call)
+    if optimizer is None or is_of_one_rank(plan, optimizers, call, optimizer):
+        return None
+    if others := [step.optimizer for step in steps if code(step.optimizer) != code(optimizer)]:
+        both = f"{code(optimizer)}, {code(others[0])}"
+        return plan.refuse(
+            call, f"one backward() for several optimizers: prepare them as one, hvt.prepare(model, [{both}])"
+        )
+    more = more_passes(plan, optimizers, call, steps, code(optimizer))
+    if more is None:
+        return None
+    if steps:
+        note_clipping(plan, call, steps[0])
+
+    def written(updated: cst.Call) -> str:
+        assert isinstance(updated.func, cst.Attribute)
+        rest = "".join(f", {code(arg.with_changes(comma=cst.MaybeSentinel.DEFAULT))}" for arg in updated.args)
+        return f"{code(optimizer)}.backward({code(updated.func.value)}{more}{rest})"
+
+    plan.replace(call, written)
+    return None
+
+
+def refuse_arguments(plan: Plan, call: cst.Call) -> bool:
+    """Whether a backward pass is refused for what it is given."""
+    strange = [literal(arg.keyword) or "an argument" for arg in call.args if literal(arg.keyword) != "retain_graph"]
+    if strange:
+        plan.refuse(call, f"backward({strange[0]}=...): averaged gradients are those of one loss, without it")
+    return bool(strange)
+
+
+def is_of_one_rank(plan: Plan, optimizers: Optimizers, call: cst.Call, optimizer: cst.BaseExpression) -> bool:
+    """Whether a pass is for an optimizer that nobody wraps; one that is wrapped, and steps by itself, is refused."""
+    if tail(optimizer) in optimizers.prepared or tail(optimizer) not in optimizers.plain | optimizers.wrapped:
+        return False
+    if tail(optimizer) in optimizers.wrapped:
+        plan.refuse(call, f"{code(optimizer)} steps, which DistributedOptimizer wraps under another name")
+    return True
+
+
+def note_clipping(plan: Plan, backward: cst.Call, step: Step) -> None:
+    """Gradients that Horovod still has on their way are clipped there; here they are averaged."""
+    source = plan.source
+    clips, waits = False, False
+    for call in calls(source.function(backward)):
+        if source.line(backward) < source.line(call) <= source.line(step.call):
+            waits |= tail(call.func) == "synchronize" and code(step.optimizer) in code(call.func)
+            if tail(call.func).startswith("clip_grad_") and not waits and not clips:
+                clips = True
+                plan.note(
+                    call,
+                    f"clipped before Horovod has averaged; with {plan.target.title} backward() has: another, right,"
+                    " result",
+                )
+
+
+def closures(source: Source, optimizers: Optimizers) -> list[cst.Call]:
+    """The calls of step(closure), of prepared optimizers: Horovod averages nothing that the closure differentiates."""
+    owners = ((call, owner_of(call, "step")) for call in calls(source.module) if call.args)
+    return [call for call, owner in owners if owner is not None and tail(owner) in optimizers.prepared]
+
+
+def _only(plan: Plan, optimizers: Optimizers, call: cst.Call) -> cst.BaseExpression | None:
+    """The one optimizer there is, where the function of a backward pass can name it."""
+    function = plan.source.function(call)
+    found: dict[str, cst.BaseExpression] = {
+        code(node): node for node in walk(function) if is_chain(node) and tail(node) in optimizers.prepared
+    }
+    if not found:
+        found = {code(node): node for node in _reachable(plan, optimizers, call)}
+    if len(found) == 1:
+        return next(iter(found.values()))
+    plan.refuse(
+        call,
+        "no step() of a wrapped optimizer follows in this function: whose gradients these are cannot be told;"
+        " write optimizer.backward(loss) with the optimizer that hvt.prepare returns",
+    )
+    return None
+
+
+def _reachable(plan: Plan, optimizers: Optimizers, call: cst.Call) -> list[cst.BaseExpression]:
+    """Prepared optimizers that a method has as attributes of its object, or a function as names of the module."""
+    source = plan.source
+    owner = next((one for one in source.above(call) if isinstance(one, cst.ClassDef)), None)
+    if owner is not None:
+        attributes = [node for node in find(owner, cst.Attribute) if code(node.value) == "self"]
+        return [node for node in attributes if tail(node) in optimizers.prepared]
+    targets = [target for target, _ in map(target_of, source.module.body)]
+    return [target for target in targets if isinstance(target, cst.Name) and target.value in optimizers.prepared]
+
+
+def more_passes(plan: Plan, optimizers: Optimizers, call: cst.Call, steps: list[Step], optimizer: str) -> str | None:
+    """The argument that tells a pass that others of the same update follow; None where it is refused."""
+    source = plan.source
+    passes = optimizers.prepared.get(tail(cst.parse_expression(optimizer)), "")
+    if passes in ("", "1"):
+        return ""
+    if not steps:
+        plan.refuse(call, "of several passes an update which is the last cannot be told: no step() follows here")
+        return None
+    loops, tests = steps[0].loops, steps[0].tests
+    between = [
+        node
+        for node in walk(source.function(call))
+        if isinstance(node, (cst.Call, *_LEAVES)) and source.line(call) < source.line(node) < source.line(steps[0].call)
+    ]
+    later = any(owner_of(node, "backward") is not None for node in between)
+    if any(isinstance(node, _LEAVES) for node in between):
+        plan.refuse(call, "of several passes an update which is the last cannot be told: the step may be left out")
+        return None
+    if not loops and not tests:
+        return ", more=True" if later else ""
+    if len(loops) == 1 and not tests and not later:
+        bounds = _range(loops[0])
+        if bounds is not None and _asks_only(loops[0]) and not names_in(bounds) & stored(loops[0].body):
+            return f", more={code(bounds)}"
+    if not loops and len(tests) == 1 and not later and tests[0].orelse is None:
+        names = names_in(tests[0].test)
+        if _asks_only(tests[0].test) and not names & _stored_between(source, call, tests[0]):
+            return f", more={_negated(tests[0].test)}"
+    plan.refuse(
+        call,
+        f"backward_passes_per_step={passes}: which pass is the last of an update cannot be told here; it can in"
+        " `for i in range(...)` before the step, and where an `if` of the same block holds the step",
+    )
+    return None
+
+
+def _asks_only(node: cst.CSTNode) -> bool:
+    """Whether a condition, or the bounds of a loop, can be computed twice: what they call changes nothing."""
+    node = node.iter if isinstance(node, cst.For) else node
+    inner = list(walk(node))[1 if isinstance(node, cst.Call) and code(node.func) == "range" else 0 :]
+    return not any(
+        isinstance(one, (cst.NamedExpr, cst.Await)) or (isinstance(one, cst.Call) and tail(one.func) not in _PURE)
+        for one in inner
+    )
+
+
+def _range(loop: cst.CSTNode) -> cst.BaseExpression | None:
+    """Whether another turn of `for i in range(...)` follows, as the script can ask it."""
+    if not isinstance(loop, cst.For) or not isinstance(loop.target, cst.Name) or loop.orelse is not None:
+        return None
+    over = loop.iter
+    if not isinstance(over, cst.Call) or code(over.func) != "range" or any(a.star or a.keyword for a in over.args):
+        return None
+    values = [code(arg.value).strip() for arg in over.args]
+    if any(isinstance(node, (cst.Break, cst.Continue)) for node in walk(loop.body)):
+        return None
+    step, end = values[2] if len(values) == 3 else 1, values[min(1, len(values) - 1)]
+    return cst.parse_expression(f"{loop.target.value} + {step} < {end}")
+
+
+def stored(node: cst.CSTNode) -> set[str]:
+    """The names that a node assigns to."""
+    found: set[str] = set()
+    for one in walk(node):
+        targets: list[cst.CSTNode] = []
+        if isinstance(one, cst.Assign):
+            targets = [target.target for target in one.targets]
+        elif isinstance(one, (cst.AugAssign, cst.AnnAssign, cst.NamedExpr, cst.For)):
+            targets = [one.target]
+        found = found.union(*map(names_in, targets))
+    return found
+
+
+def _stored_between(source: Source, call: cst.Call, test: cst.If) -> set[str]:
+    start, top = source.statement(call), source.statement(test)
+    assert start is not None and top is not None
+    block = list(source.block(start))
+    between = block[block.index(start) : block.index(top)] if top in block else []
+    return set().union(*map(stored, between))
+
+
+def _negated(test: cst.BaseExpression) -> str:
+    if isinstance(test, cst.Comparison) and len(test.comparisons) == 1:
+        target = test.comparisons[0]
+        if isinstance(target.operator, cst.Equal):
+            return f"{code(test.left)} != {code(target.comparator)}"
+    return f"not ({code(test)})"

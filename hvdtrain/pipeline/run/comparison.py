@@ -1,0 +1,273 @@
+"""A loss of some samples together against that of each: the gradients by the outputs say what each part weighs."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hvdtrain.core.errors import ConfigError
+from hvdtrain.pipeline.trace.restore import preserved_state
+from hvdtrain.pipeline.values.microbatch import Weight, cut, is_differentiable, map_tensors, shares, tensors_of
+
+_LARGE = 1_000_000  # numbers of a loss with a network in it, which is not copied
+
+
+def inner_loss(loss: Any) -> Any:
+    """The user's own function; what is around it may keep count of its calls."""
+    while hasattr(loss, "__wrapped__"):
+        loss = loss.__wrapped__
+    return loss
+
+
+def tolerance_of(*tensors: Tensor) -> float:
+    """Relative to the largest number."""
+    if any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")):
+        return 0.1
+    types = {tensor.dtype.to_real() for tensor in tensors if is_differentiable(tensor)}
+    if types & {torch.float16, torch.bfloat16}:
+        return 0.1
+    if torch.float32 in types:
+        return 2e-2 if tensors[0].is_cuda else 1e-3  # on GPUs TF32
+    return 1e-8
+
+
+class Precision(TorchDispatchMode):
+    """Notes the coarsest type of numbers that a loss computes in: one that goes over to float32 rounds as float32."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._types = {torch.float64}
+
+    @property
+    def tolerance(self) -> float:
+        """Relative to the largest gradient."""
+        coarse = self._types - {torch.float64, torch.float32}
+        return 2e-2 if coarse else 1e-5 if torch.float32 in self._types else 1e-9
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, Tensor) and is_differentiable(tensor):
+                self._types.add(tensor.dtype.to_real())
+        return result
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Returns False: `torch._dynamo` is not imported for it, which takes a second."""
+        return False
+
+
+def agrees(whole: Tensor, parts: Sequence[Tensor]) -> bool:
+    """Whether an output of the whole is that of its parts; one without samples is for the loss to judge."""
+    at = sample_dimension(whole, parts)
+    if at is None:
+        return whole.dim() == 0 or all(part.shape == whole.shape for part in parts) and whole.shape[0] == 1
+    joined = torch.cat(list(parts), at)
+    if not is_differentiable(whole):
+        return bool((joined == whole).float().mean() > 0.99) if whole.numel() else True
+    wide = torch.complex128 if whole.is_complex() else torch.float64
+    one, other = joined.to(wide), whole.to(wide)
+    largest = float(other.abs().nan_to_num(0, 0, 0).max()) if other.numel() else 0.0
+    return bool(one.allclose(other, rtol=0, atol=tolerance_of(whole) * largest, equal_nan=True))
+
+
+def sample_dimension(whole: Tensor, parts: Sequence[Tensor]) -> int | None:
+    for at in range(whole.dim()):
+        rest = [(*t.shape[:at], *t.shape[at + 1 :]) for t in (whole, *parts)]
+        if sum(part.shape[at] for part in parts if part.dim() > at) == whole.shape[at] and len(set(rest)) == 1:
+            return at
+    return None
+
+
+def real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+class Comparison:
+    """One loss, of some samples together and of each."""
+
+    def __init__(
+        self,
+        loss: Any,
+        weight: Weight,
+        whole: Any,
+        parts: Sequence[Any],
+        targets: Any,
+        sizes: Sequence[int],
+        rounding: float,
+    ) -> None:
+        self._loss, self._weight, self._targets, self._sizes = loss, weight, targets, sizes
+        self._rounding = rounding
+        self._pieces = cut(targets, sizes)
+        self._whole, self._parts = whole, parts
+
+    def check(self) -> None:
+        for wide in (True, False):
+            try:
+                found = self._gradients(wide)
+            except ConfigError:
+                raise
+            except Exception:
+                continue  # in float64 it does not run, or not with one sample; the step itself runs it as it is
+            if found is not None:
+                self._judge(*found)
+            return
+
+    def _gradients(self, wide: bool) -> tuple[float, list[float], list[Tensor], list[list[Tensor]]] | None:
+        """Loss and gradients by the outputs, of the whole and of the parts; None where it draws random numbers."""
+        inner = inner_loss(self._loss)
+        self._precision = Precision()
+        with ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng([]))
+            stack.enter_context(torch.enable_grad())
+            for kind in ("cpu", "cuda"):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+            if isinstance(inner, nn.Module):
+                stack.enter_context(preserved_state(inner))
+                if wide and sum(t.numel() for t in (*inner.parameters(), *inner.buffers())) < _LARGE:
+                    inner = copy.deepcopy(inner).double()
+            stack.enter_context(self._precision)
+            state = torch.get_rng_state()
+            total, whole = self._one(inner, self._whole, self._targets, wide)
+            if not torch.equal(state, torch.get_rng_state()):
+                return None
+            pairs = [self._one(inner, part, piece, wide) for part, piece in zip(self._parts, self._pieces, strict=True)]
+        return total, [value for value, _ in pairs], whole, [gradients for _, gradients in pairs]
+
+    @staticmethod
+    def _one(loss: Any, outputs: Any, targets: Any, wide: bool) -> tuple[float, list[Tensor]]:
+        def leaf(tensor: Tensor) -> Tensor:
+            if not is_differentiable(tensor):
+                return tensor
+            kind = torch.complex128 if tensor.is_complex() else torch.float64
+            return tensor.detach().to(kind if wide else tensor.dtype, copy=True).requires_grad_()
+
+        leaves = map_tensors(leaf, (outputs,))
+        given = map_tensors(lambda t: t.double() if wide and t.is_floating_point() else t, (targets,))
+        value = loss(leaves[0], given[0])
+        asked = [tensor for tensor in tensors_of(leaves) if tensor.requires_grad]
+        found = torch.autograd.grad(value.sum(), asked, allow_unused=True)
+        return float(value.detach()), [
+            real(torch.zeros_like(tensor) if gradient is None else gradient.detach())
+            for tensor, gradient in zip(asked, found, strict=True)
+        ]
+
+    def _judge(self, total: float, values: Sequence[float], whole: list[Tensor], parts: list[list[Tensor]]) -> None:
+        if self._weight is None and any(tensor.dim() == 0 and bool(tensor) for tensor in whole):
+            raise ConfigError(
+                "a micro-batch counts by what its mean loss divides by",
+                "the loss is made of one number that the model returns: what that divides by cannot be seen",
+                "step(..., weight=lambda y: (y != -100).sum()) for labels that are left out, (y[:, 1:] != -100).sum()\n"
+                "where the model shifts them (causal language models), weight=len for a mean over samples; or outputs\n"
+                "with an entry for each sample",
+            )
+        # such numbers have a gradient of 1, whatever they divide by
+        kept = [at for at, tensor in enumerate(whole) if tensor.dim()]
+        whole, parts = [whole[at] for at in kept], [[part[at] for at in kept] for part in parts]
+        if not whole:
+            return
+        wanted = self._by_part(whole, parts)
+        largest = max((float(g.abs().max()) for g in whole if g.numel()), default=0.0)
+        if not math.isfinite(total) or not math.isfinite(largest) or largest == 0:
+            return  # there is nothing to compare
+        tolerance = max(self._rounding, self._precision.tolerance)
+        ours = shares(self._weight, self._pieces, self._sizes)
+        if self._off(wanted, parts, ours) <= tolerance * largest:
+            mean = sum(share * value for share, value in zip(ours, values, strict=True) if share)
+            if abs(mean - total) <= 10 * tolerance * max(abs(total), 1.0):
+                return
+        found = [_ratio(want, part) for want, part in zip(wanted, parts, strict=True)]
+        if self._off(wanted, parts, found) > 10 * tolerance * largest:
+            raise ConfigError(
+                "the loss of a batch is the weighted mean of the losses of its micro-batches",
+                "a loss whose gradient for one sample depends on the other samples of the batch",
+                "step(..., whole=True), which calls it once; micro_batches=1; or a mean over samples, tokens or pixels",
+            )
+        self._refuse(ours, found)
+
+    def _by_part(self, whole: list[Tensor], parts: list[list[Tensor]]) -> list[list[Tensor]]:
+        """The whole's gradients by part."""
+        columns = []
+        for tensor, its in zip(whole, zip(*parts, strict=True), strict=True):
+            at = sample_dimension(tensor, its)
+            rows = None if at is None else [part.shape[at] for part in its]  # several rows a sample, too
+            columns.append([tensor / len(its)] * len(its) if rows is None else tensor.split(rows, at or 0))
+        return [list(row) for row in zip(*columns, strict=True)]
+
+    @staticmethod
+    def _off(wanted: list[list[Tensor]], parts: list[list[Tensor]], weights: Sequence[float]) -> float:
+        worst = 0.0
+        for want, part, weight in zip(wanted, parts, weights, strict=True):
+            for a, b in zip(want, part, strict=True):
+                gap = (a - weight * b if weight else a).abs().max()
+                worst = max(worst, float(gap.nan_to_num(math.inf)))
+        return worst
+
+    def _refuse(self, ours: Sequence[float], found: Sequence[float]) -> None:
+        if all(abs(one - 1) < 1e-4 for one in found):
+            raise ConfigError(
+                "the loss of a batch is the weighted mean of the losses of its micro-batches",
+                "a sum over samples: the batch's loss is that of its micro-batches added up",
+                'reduction="mean"; or divide by the samples given: lambda out, y: loss(out, y) / len(y)',
+            )
+        names = [text for text, weights in _candidates(self._loss, self._pieces) if _alike(weights, found)]
+        raise ConfigError(
+            "the weight of a micro-batch is what its mean loss divides by",
+            f"single samples have the shares {_formatted(found)} of this loss, counted would be {_formatted(ours)}",
+            f"step(x, y, loss, weight={names[0]}), or what else fits these samples and is what the loss divides by"
+            if names
+            else "weight=: a function of the targets that counts what the mean is over (tokens, pixels, valid labels,\n"
+            "class weights)",
+        )
+
+
+def _ratio(wanted: list[Tensor], part: list[Tensor]) -> float:
+    """How much of the part's gradient the whole's has there."""
+    if not any(bool(tensor.any()) for tensor in wanted):
+        return 0.0
+    products = [(float((a * b).sum()), float((b * b).sum())) for a, b in zip(wanted, part, strict=True)]
+    below = sum(square for _, square in products)
+    return sum(product for product, _ in products) / below if below else 0.0
+
+
+def _alike(weights: Sequence[float], found: Sequence[float]) -> bool:
+    total, all_found = sum(weights), sum(found)
+    if not total or not all_found or abs(all_found - 1) > 1e-3:
+        return False
+    return all(abs(w / total - f) < 1e-4 for w, f in zip(weights, found, strict=True))
+
+
+def _formatted(numbers: Sequence[float]) -> str:
+    return ", ".join(f"{number:.3g}" for number in numbers)
+
+
+def _candidates(loss: Any, pieces: Sequence[Any]) -> Iterator[tuple[str, list[float]]]:
+    """What a mean loss often divides by: the text of a function of the targets, and its values for these."""
+    inner = inner_loss(loss)
+    classes = getattr(inner, "weight", None)
+    ignored = dict.fromkeys([getattr(inner, "ignore_index", -100), -100, -1, 0, 255])
+    for path, leaf in pytree.tree_flatten_with_path(pieces[0])[0]:
+        if not isinstance(leaf, Tensor):
+            continue
+        name = f"y{pytree.keystr(path)}"
+        leaves = [dict(pytree.tree_flatten_with_path(piece)[0])[path] for piece in pieces]
+        if leaf.is_floating_point() or leaf.dtype == torch.bool:
+            yield f"lambda y: {name}.sum()", [float(one.sum()) for one in leaves]
+            continue
+        if (
+            isinstance(classes, Tensor)
+            and int(leaf.min()) >= 0
+            and all(int(one.max()) < len(classes) for one in leaves)
+        ):
+            its = classes.detach().to(leaf.device)
+            yield f"lambda y: loss.weight[{name}].sum()", [float(its[one].sum()) for one in leaves]
+        for value in ignored:
+            yield f"lambda y: ({name} != {value}).sum()", [float((one != value).sum()) for one in leaves]

@@ -1,0 +1,293 @@
+"""Right or refused: a batch in micro-batches is what the batch is as a whole.
+
+Two things have to hold, and are tried on real batches, without touching the model:
+
+* an output belongs to one sample: the outputs of the whole batch are those of its parts. A model that looks at other
+  samples, or an input that is as long as the batch by chance and so was cut, is found;
+* the loss of the whole is the weighted mean of the losses of its parts: the gradients by the outputs say so, and what
+  each part weighs.
+
+Batch-norm in training is the known exception; here it is in evaluation mode.
+"""
+
+from __future__ import annotations
+
+import types
+import warnings
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase as _NORM
+from torch.utils import _pytree as pytree
+
+from hvdtrain.core.errors import ConfigError, is_out_of_memory
+from hvdtrain.pipeline.plan.schedule import micro_batch_sizes
+from hvdtrain.pipeline.run.batchnorm import without_batch_statistics
+from hvdtrain.pipeline.run.comparison import Comparison, agrees, inner_loss, tolerance_of
+from hvdtrain.pipeline.run.worker import StageError
+from hvdtrain.pipeline.trace.restore import all_training, preserved_state
+from hvdtrain.pipeline.values.microbatch import Weight, batch_size, cut, is_differentiable, map_tensors, tensors_of
+from hvdtrain.pipeline.values.rng import Generators, differ
+
+SAMPLES = 12  # that a loss is tried with
+_SPREAD = 5  # of them wherever they are, if there is room; the others by their targets
+_LABELS = 64  # classes that are tried one by one
+
+
+class Pipe(Protocol):
+    """What is tried: a `Pipeline`."""
+
+    module: nn.Module
+    micro_batches: int
+    batch_norm: str
+
+    @property
+    def devices(self) -> Sequence[torch.device]: ...
+
+    @property
+    def counts(self) -> Sequence[tuple[str, nn.Module]]: ...
+
+    @property
+    def stages(self) -> Sequence[Any]: ...
+
+    def _outputs(self, pieces: Sequence[tuple[Any, ...]]) -> list[Any]: ...
+
+
+class Proof:
+    """What was tried, and is not tried again: by the shape of inputs, and by loss.
+
+    A loss is tried in its first step, the second, the fourth, the eighth..., and when a label comes that it was not
+    tried with: not every batch has something to ignore, or a sample of a rare class.
+    """
+
+    def __init__(self, pipe: Pipe) -> None:
+        self._pipe = pipe
+        self._models: set[Hashable] = set()
+        self._steps: dict[Hashable, int] = {}
+        self._tried: dict[Hashable, dict[int, set[int]]] = {}  # labels, by the place in the targets
+
+    def of_model(self, arguments: tuple[Any, ...]) -> None:
+        """Outputs of the whole batch against those of two halves, in evaluation mode; in training mode too, where it
+        draws nothing, and keeps nothing from pass to pass.
+
+        Raises:
+            ConfigError: they differ.
+            StageError: the model does not take the batch, or a half of it.
+        """
+        batch = batch_size(arguments)
+        key = layout(arguments)
+        if key in self._models or batch < 2 or self._pipe.micro_batches == 1:  # then nothing is cut
+            return
+        pipe = self._pipe
+        kinds = {type(module) for module in pipe.module.modules()}
+        moves = (
+            bool(pipe.counts) or any(True for _ in pipe.module.buffers()) or any(issubclass(k, _NORM) for k in kinds)
+        )
+        for training in (False,) if moves or pipe.batch_norm == "micro" else (False, True):
+            if not self._of_mode(arguments, batch, training):
+                break
+        self._models.add(key)
+
+    def _of_mode(self, arguments: tuple[Any, ...], batch: int, training: bool) -> bool:
+        """Returns False where nothing can be compared."""
+        try:
+            whole, parts, drew = self._outputs(arguments, micro_batch_sizes(batch, 2), training)
+        except StageError as error:
+            if error.__cause__ is None or not is_out_of_memory(error.__cause__):
+                raise
+            warnings.warn(f"not shown that samples do not depend on each other: out of memory ({error})", stacklevel=4)
+            return False
+        if drew:  # no two results are the same
+            return False
+        agree = isinstance(parts, list) and all(
+            map(agrees, tensors_of((whole,)), zip(*(tensors_of((part,)) for part in parts), strict=True))
+        )
+        if not agree:
+            where = " in training mode" * training
+            counts = "".join(f"; each pass changes {name}" for name, _ in self._pipe.counts)
+            shapes = ", ".join(str(tuple(t.shape)) for t in tensors_of(arguments) if t.dim() and len(t) == batch)
+            raise ConfigError(
+                "inputs of a batch are cut along dimension 0, and an output belongs to one sample",
+                f"other outputs from two halves of a batch of {batch} than from the whole{where}; cut were inputs of"
+                f" shape {shapes}{'' if isinstance(parts, list) else f'; {parts.received.splitlines()[0]}'}{counts}",
+                "an input that is as long as the batch by chance (a mask): split(..., chunk=[0, None]), 0 or None for\n"
+                "each argument; inputs [sequence, batch, ...]: a model that takes [batch, sequence, ...]; samples\n"
+                "that look at each other: micro_batches=1",
+            )
+        return True
+
+    def of_loss(self, arguments: tuple[Any, ...], y: Any, loss: Callable[[Any, Any], Tensor], weight: Weight) -> None:
+        """The loss of some samples together against that of each.
+
+        Raises:
+            ConfigError: it is not their mean by these weights; says which would be right, if any.
+        """
+        batch = batch_size(arguments)
+        key = (_settings(loss), _settings(weight), layout((arguments, y), batch), _kinds(y))
+        step = self._steps.get(key, 0) + 1
+        tried = self._tried.setdefault(key, {})
+        new = {
+            place: labels - tried.get(place, set())
+            for place, labels in _labels(y).items()
+            if len(labels | tried.get(place, set())) <= _LABELS
+        }
+        if (step & (step - 1) and not any(new.values())) or batch < 2:
+            self._steps[key] = step
+            return
+        chosen = _chosen(batch, y, new)
+        some = _taken(arguments, chosen, batch)
+        targets = _taken(y, chosen, batch)
+        sizes = (1,) * len(chosen)
+        try:
+            whole, parts, drew = self._outputs(some, sizes)
+        except StageError:
+            return  # the step itself will say what there is to say
+        # the same outputs both times, where they can be cut: two forward passes differ by their rounding
+        rows = all(tensor.dim() and len(tensor) == len(chosen) for tensor in tensors_of((whole,)))
+        if rows or drew or not isinstance(parts, list):  # or it wants more than one sample
+            parts = cut(whole, sizes)
+        device = self._pipe.devices[-1]
+        targets = map_tensors(lambda tensor: tensor.to(device), targets)
+        rounding = 0.0 if rows else tolerance_of(*tensors_of((whole,)))
+        Comparison(loss, weight, whole, parts, targets, sizes, rounding).check()
+        self._steps[key] = step  # one that was refused is tried as long as none passes
+        for place, labels in _labels(targets).items():
+            tried[place] = tried.get(place, set()) | labels
+
+    def _outputs(
+        self, arguments: tuple[Any, ...], sizes: Sequence[int], training: bool = False
+    ) -> tuple[Any, list[Any] | StageError, bool]:
+        """Of a batch as one piece, and of its parts (or why there are none); and whether random numbers were drawn."""
+        pipe = self._pipe
+        generators = Generators(pipe.devices[-1])
+        bare = without_batch_statistics(module for stage in pipe.stages for module in stage.modules())
+        with preserved_state(pipe.module, *pipe.devices), all_training(pipe.module, training), bare:
+            before = generators.everything()
+            (whole,) = pipe._outputs(cut(arguments, (sum(sizes),)))
+            drew = differ(before, generators.everything())
+            try:
+                return whole, pipe._outputs(cut(arguments, sizes)), drew
+            except StageError as error:
+                return whole, error, drew
+
+
+def layout(values: Any, batch: int | None = None) -> Hashable:
+    """What decides how values are cut: which tensors are as long as the batch."""
+    samples = batch_size(values) if batch is None else batch
+    leaves, spec = pytree.tree_flatten(values)
+
+    def of(leaf: Any) -> Hashable:
+        if not isinstance(leaf, Tensor):
+            return type(leaf).__name__
+        return leaf.dim(), leaf.dtype, leaf.dim() > 0 and len(leaf) == samples
+
+    return str(spec), tuple(map(of, leaves))
+
+
+def _is_label(tensor: Tensor) -> bool:
+    return not is_differentiable(tensor)
+
+
+def _kinds(y: Any) -> Hashable:
+    """Which numbers that a loss may divide by there are, and whether all samples have as many: a step in which they
+    first have not is like no step before. On a GPU one would have to wait for it."""
+    return tuple(
+        tuple((bool(numbers.any()), _alike(numbers)) for numbers in _counted(t))
+        for t in tensors_of((y,))
+        if not t.is_cuda and not t.is_complex() and t.dim()
+    )
+
+
+def _counted(tensor: Tensor) -> Iterator[Tensor]:
+    """Yields, of each sample [batch], how many labels are negative or values NaN, how many are 0, and their sum."""
+    rows = tensor.detach().reshape(len(tensor), -1) if tensor.numel() else tensor.new_zeros(len(tensor), 1)
+    for left_out in (rows < 0 if _is_label(rows) else rows.isnan(), rows == 0):
+        yield left_out.sum(1) if left_out.any() else torch.zeros(1, device=rows.device)  # most often there is none
+    sums = rows.sum(1, dtype=torch.promote_types(rows.dtype, torch.float32) if rows.is_floating_point() else None)
+    if rows.is_floating_point() and _alike(sums, 1e-4):
+        sums = rows.sum(1, dtype=torch.float64)  # slower; rounding is no difference
+    yield sums
+
+
+def _alike(numbers: Tensor, tolerance: float = 1e-9) -> bool:
+    low, high = map(float, numbers.aminmax())
+    return high - low <= tolerance * max(abs(low), abs(high))
+
+
+def _labels(y: Any) -> dict[int, set[int]]:
+    """Places in the targets -> which labels there are, where these are few."""
+    found = {}
+    for place, labels in enumerate(tensors_of((y,))):
+        if labels.is_cuda or not _is_label(labels) or not labels.numel():
+            continue
+        flat = labels.detach().reshape(-1).long()
+        low, high = int(flat.min()), int(flat.max())
+        if high - low < 1024:  # no sorting: there may be a label a pixel
+            there = torch.zeros(high - low + 1, dtype=torch.bool)
+            there[flat - low] = True
+            found[place] = {low + at for at in there.nonzero().reshape(-1).tolist()}
+    return found
+
+
+def loss_key(loss: Any) -> Hashable:
+    """The same for a function that is made anew in every step."""
+    loss = inner_loss(loss)
+    if hasattr(loss, "func") and hasattr(loss, "keywords"):  # functools.partial
+        return loss_key(loss.func), repr(loss.keywords)
+    code = getattr(getattr(loss, "__func__", loss), "__code__", None)
+    return loss if code is None else code
+
+
+def _settings(function: Any, depth: int = 3) -> Hashable:
+    """`loss_key`, and what else says which loss it is: what a closure holds, the settings of a module."""
+    inner, key = inner_loss(function), loss_key(function)
+    if isinstance(inner, nn.Module):
+        plain = {name: value for name, value in vars(inner).items() if isinstance(value, (str, bool, type(None)))}
+        # class weights that are changed in place; a buffer of another module may change in every step
+        fixed = isinstance(inner, nn.modules.loss._Loss)
+        buffers = tuple((n, b._version if fixed else 0) for n, b in inner._buffers.items() if b is not None)
+        return key, repr(sorted(plain.items())), buffers
+    held: list[Hashable] = []
+    for cell in getattr(inner, "__closure__", None) or () if depth else ():
+        try:
+            value = cell.cell_contents
+        except ValueError:  # empty
+            continue
+        for one in value.values() if type(value) is dict else (value,):
+            if isinstance(one, (str, bool, type(None))):
+                held.append(one)
+        if isinstance(value, (nn.Module, types.FunctionType)):
+            held.append(_settings(value, depth - 1))
+    return key, tuple(held)
+
+
+def _chosen(batch: int, y: Any, new: dict[int, set[int]]) -> list[int]:
+    """Samples to try: those with most and with fewest of what a loss may leave out, those with labels that it was not
+    tried with, and others spread over the batch."""
+    extreme: list[int] = []
+    rare: list[int] = []
+    for place, labels in enumerate(tensors_of((y,))):
+        if not labels.dim() or len(labels) != batch or not labels.numel() or labels.is_complex():
+            continue
+        rows = labels.detach().reshape(batch, -1)
+        uneven = [numbers.nan_to_num() for numbers in _counted(rows) if len(numbers) == batch]
+        extreme += [int(at) for numbers in uneven for at in (numbers.argmax(), numbers.argmin())]
+        if _is_label(rows):
+            rows = rows.long()
+            lowest = (rows == rows.min()).sum(1)
+            extreme += [int(lowest.argmax()), int(lowest.argmin()), int((rows == rows.max()).sum(1).argmax())]
+            rare += [int((rows == label).sum(1).argmax()) for label in sorted(new.get(place, ()))[:SAMPLES]]
+        else:
+            values = rows.nan_to_num()
+            extreme += [int(values.amin(1).argmin()), int(values.amax(1).argmax())]
+    spread = [int(at) for at in torch.linspace(0, batch - 1, min(batch, _SPREAD)).round()]
+    return list(dict.fromkeys([*extreme, *rare, *spread]))[:SAMPLES]
+
+
+def _taken(values: Any, samples: list[int], batch: int) -> Any:
+    def take(leaf: Tensor) -> Tensor:
+        return leaf[samples] if leaf.dim() and len(leaf) == batch else leaf
+
+    return map_tensors(take, values)

@@ -1,0 +1,455 @@
+"""A split model: runs its stages side by side over micro-batches, and looks like the model it was made of."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from hvdtrain.core.errors import ConfigError
+from hvdtrain.pipeline.plan.schedule import (
+    REMATS,
+    SCHEDULES,
+    Action,
+    Remat,
+    Schedule,
+    actions,
+    micro_batch_sizes,
+    recomputed,
+    stage_orders,
+)
+from hvdtrain.pipeline.plan.simulate import Span
+from hvdtrain.pipeline.run.batchnorm import Moving, Pooled
+from hvdtrain.pipeline.run.passes import Head
+from hvdtrain.pipeline.run.proof import Proof, loss_key
+from hvdtrain.pipeline.run.stage import Stage
+from hvdtrain.pipeline.run.worker import Call, StageError
+from hvdtrain.pipeline.trace.arguments import check_given
+from hvdtrain.pipeline.trace.fixed import Fixed
+from hvdtrain.pipeline.trace.segments import Segment
+from hvdtrain.pipeline.values import rng
+from hvdtrain.pipeline.values.inputs import Inputs
+from hvdtrain.pipeline.values.microbatch import (
+    Chunk,
+    Weight,
+    batch_size,
+    cut,
+    flat,
+    join,
+    map_tensors,
+    marked,
+    shares,
+)
+from hvdtrain.pipeline.values.places import Places
+
+__all__ = ["Pipeline", "StageError"]
+
+Loss = Callable[[Any, Any], Tensor]
+# what makes a module's parts and names; a split model shares them with the module
+_PARTS = (
+    "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_state_dict_hooks",
+    "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
+)  # fmt: skip
+
+
+class Pipeline(nn.Module):
+    """What `hvdtrain.pipeline.split` returns.
+
+    Parameters, buffers, their names and state dicts are those of the unsplit model, which they belong to.
+
+    Attributes:
+        module: the unsplit model; its parts lie on the stages' devices.
+        stages, segments: what it was cut into.
+        devices: of the stages: number i is on device i % len(devices).
+        micro_batches, schedule, remat: how a batch goes through; they may be changed between steps.
+        batch_norm: "batch": running statistics follow whole batches; "micro": micro-batches.
+        profile: what the cut was measured by; None if it was given.
+        chunk: which arguments have samples; see `split`.
+        names: of the arguments that are given by keyword.
+        offload: what is kept for backward passes waits in the host's memory.
+        counts: attributes of modules that each pass in training changes again, and whose they are.
+        proofs: False leaves out what a loss's first steps are checked for: that its mean is that of micro-batches.
+        overlap: False lets one stage work at a time (to compare with).
+        timeline: with `record`, what the last call did: (stage, kind, micro-batch, start, end), in seconds.
+    """
+
+    holds_users_module = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        stages: Sequence[Stage],
+        *,
+        segments: Sequence[Segment],
+        micro_batches: int,
+        schedule: Schedule = "1f1b",
+        remat: Remat = "never",
+        batch_norm: Literal["batch", "micro"] = "batch",
+        profile: Any = None,
+        chunk: Chunk = None,
+        offload: bool = False,
+        stages_per_device: int = 1,
+    ) -> None:
+        super().__init__()
+        for name in _PARTS:
+            object.__setattr__(self, name, getattr(model, name))
+        # past nn.Module's bookkeeping: the model must not appear as a child, under a prefix, and parts of it may have
+        # any name, the pipeline's too
+        own = vars(self)
+        own.update(module=model, training=model.training)
+        own.update(
+            stages=list(stages), segments=list(segments), stages_per_device=stages_per_device,
+            devices=[stage.device for stage in stages[: len(stages) // stages_per_device]],
+            micro_batches=micro_batches, schedule=schedule, remat=remat, batch_norm=batch_norm,
+            profile=profile, chunk=chunk, offload=offload, names=segments[0].chain.program.names,
+            proofs=True, overlap=True, record=False, timeline=[],
+        )  # fmt: skip
+        paths = {module: path for path, module in model.named_modules()}
+        counts = [(f"{paths[owner]}.{name}", owner) for owner, name in segments[0].chain.facts.counts]
+        changing = {id(buffer) for stage in stages for buffer in stage.changing_buffers()}
+        own.update(
+            counts=counts, _finishing=[False] * len(stages), _drawing={}, _moving=Moving(model, changing, counts),
+            _busy=threading.Lock(), _fixed=Fixed(segments[0].chain.program), _places=Places(self.devices),
+            _proof=Proof(weakref.proxy(self)),  # no circle: threads end with the last reference
+        )  # fmt: skip
+        for name, check in _CHECKS.items():
+            check(own[name])
+        weakref.finalize(self, self._places.close)
+
+    stages: list[Stage]
+    segments: list[Segment]
+    stages_per_device: int
+    devices: list[torch.device]
+    micro_batches: int
+    schedule: Schedule
+    remat: Remat
+    batch_norm: Literal["batch", "micro"]
+    profile: Any
+    chunk: Chunk
+    offload: bool
+    names: Any
+    proofs: bool
+    overlap: bool
+    record: bool
+    timeline: list[Span]
+    counts: list[tuple[str, nn.Module]]
+    _finishing: list[bool]
+    _drawing: dict[Hashable, rng.Seen]  # by segment
+    _moving: Moving
+    _busy: threading.Lock
+    _fixed: Fixed
+    _places: Places
+    _proof: Proof
+
+    # -- one batch -------------------------------------------------------------------------------------------
+    def step(
+        self,
+        x: Any,
+        y: Any,
+        loss: Loss,
+        *,
+        kwargs: Mapping[str, Any] | None = None,
+        weight: Weight = None,
+        factor: float | Tensor = 1.0,
+        whole: bool = False,
+        outputs: bool = False,
+    ) -> Any:
+        """Forward and backward pass of a batch, in micro-batches; gradients add up in `p.grad`, and in those of
+        arguments with `requires_grad`.
+
+        The gradient is `factor * sum(w_i * g_i) / sum(w_i)`: that of `factor` times the mean loss over the batch,
+        where w_i is what the mean loss of micro-batch i divides by.
+
+        Args:
+            x: the model's argument, or a tuple of its arguments. Tensors [batch, ...] are cut; tensors of another
+                length go to every micro-batch whole.
+            y: the targets, nested in any way; every tensor is [batch, ...].
+            loss: `loss(output, target)`: the mean over what it is given.
+            kwargs: the model's keyword arguments: those that it was split with.
+            weight: what that mean divides by. None: samples. Else a function of the targets, called with those of each
+                micro-batch, that adds up over them: `lambda y: (y != -100).sum()`. A micro-batch of weight 0 counts
+                nothing, whatever is in it, and its loss is not called. With one micro-batch a number will do. The step
+                waits for weights that are computed on a GPU.
+            factor: of the gradient.
+            whole: the loss is called once, with the outputs and targets of the whole batch (a contrastive loss): all
+                forward passes come before it, as in "gpipe".
+            outputs: return them as well, for metrics.
+
+        Returns:
+            The mean loss over the batch, detached, without the factor; on the last stage's device. With `outputs` a
+            tuple of it and the model's outputs, detached.
+
+        Raises:
+            ConfigError: fewer samples than micro-batches, targets of another length, a loss that is not a scalar, a
+                weight that is not a number >= 0, or one for several micro-batches; other keyword arguments.
+            StageError: a stage failed. The gradients are those from before this step.
+        """
+        if not torch.is_grad_enabled():
+            raise ConfigError("a step differentiates", "step() under torch.no_grad()", "call the pipeline: pipe(x)")
+        arguments = self._arguments(x, kwargs)
+        batch = batch_size(arguments)
+        sizes = micro_batch_sizes(batch, max(1, min(self.micro_batches, batch)))
+        self._moving.check(self.remat, len(sizes) if self.batch_norm == "batch" else 1)
+        head = self._head(loss, y, sizes, weight, factor, whole, outputs)
+        chunks, rows = self.stages_per_device, len(self.devices)
+        schedule: Schedule = "gpipe" if whole else self.schedule
+        orders = [actions(schedule, row, rows, len(sizes), chunks) for row in range(rows)]
+        again = [recomputed(self.remat, order) for order in stage_orders(schedule, rows, len(sizes), chunks)]
+        with self._alone(training=True), self._gradients_or_as_before():
+            if self.proofs and len(sizes) > 1:
+                self._proof.of_model(arguments)
+                if not whole:
+                    self._proof.of_loss(arguments, y, loss, weight)
+            for stage in self.stages:
+                stage.refresh()
+            inputs = Inputs(arguments, sizes)
+            losses = self._call(inputs, orders, again, head)
+            for stage in self.stages:
+                stage.return_gradients()
+            inputs.return_gradients()
+        counted = [loss * share for loss, share in zip(losses, head.weights, strict=False) if share]
+        mean = torch.stack(counted).sum() if counted else torch.zeros((), device=self.devices[-1])
+        return (mean, join(head.outputs, sizes)) if outputs else mean
+
+    def _arguments(self, x: Any, kwargs: Mapping[str, Any] | None) -> tuple[Any, ...]:
+        arguments = flat(x, kwargs, self.names)
+        check_given(self.module, self.names, self.segments[0].chain.program.given, arguments)
+        return marked(arguments, self.chunk, self.names)
+
+    @staticmethod
+    def _head(
+        loss: Loss, y: Any, sizes: Sequence[int], weight: Weight, factor: Any, whole: bool, outputs: bool
+    ) -> Head:
+        kept = [None] * len(sizes) if outputs else []
+        if not whole:
+            targets = cut(y, sizes, every="targets")
+            return Head(loss, targets, shares(weight, targets, sizes), factor, loss_key(loss), outputs=kept)
+        if weight is not None:
+            raise ConfigError("a loss that sees the whole batch divides by what it likes", "whole=True with a weight")
+        return Head(loss, [y], [1.0], factor, loss_key(loss), outputs=kept, sizes=sizes)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The outputs for a batch, without gradients.
+
+        Args:
+            args, kwargs: the model's; see `step`. A batch smaller than the number of micro-batches is cut into single
+                samples.
+
+        Raises:
+            ConfigError: in training with gradients enabled, where `step` is meant; other keyword arguments.
+            StageError: a stage failed.
+        """
+        if torch.is_grad_enabled() and self.module.training:
+            raise ConfigError(
+                "a pipeline is trained by step(), which runs forward and backward passes side by side",
+                "the pipeline was called in training mode, with gradients",
+                "loss = pipe.step(x, y, loss_fn); to look at outputs: with torch.no_grad(), or pipe.eval()",
+            )
+        arguments = self._arguments(*map_tensors(torch.detach, (args, kwargs)))
+        batch = batch_size(arguments)
+        sizes = micro_batch_sizes(batch, min(self.micro_batches, batch)) if batch else (0,)
+        with self._alone():
+            return join(self._outputs(cut(arguments, sizes)), sizes)
+
+    def check_example(self, arguments: tuple[Any, ...]) -> None:
+        """Refuses a model whose outputs for two halves of a batch are not those of the whole; changes nothing.
+
+        Args:
+            arguments: of the model.
+
+        Raises:
+            ConfigError: they are not.
+            StageError: a stage failed.
+        """
+        with self._alone():
+            self._proof.of_model(arguments)
+
+    def _outputs(self, pieces: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Of micro-batches, without gradients."""
+        chunks = range(self.stages_per_device)
+        orders = [[Action("forward", i, chunk) for chunk in chunks for i in range(len(pieces))] for _ in self.devices]
+        for stage in self.stages:
+            stage.refresh()
+        with torch.inference_mode() if torch.is_inference_mode_enabled() else torch.no_grad():
+            return self._call(pieces, orders, [frozenset()] * len(self.stages), None)
+
+    def _call(
+        self,
+        given: Inputs | Sequence[tuple[Any, ...]],
+        orders: Sequence[Sequence[Action]],
+        again: Sequence[frozenset[int]],
+        head: Head | None,
+    ) -> list[Any]:
+        inputs, gradients = (given.pieces, given.gradients) if isinstance(given, Inputs) else (given, [])
+        several = len(inputs) > 1
+        training = any(module.training for module in self.module.modules())
+        # with one micro-batch the layers themselves do what is right, unless parts are repeated
+        repeats = any(stage.repeats for stage in self.stages)
+        draws = rng.Draws(self._drawing, self.devices) if several and (head is not None or training) else None
+        gather = self.batch_norm == "batch" and (several or repeats) and training
+        pooled = Pooled(module for stage in self.stages for module in stage.modules()) if gather else None
+        self.timeline = []
+        call = Call(
+            stages=self.stages,
+            places=self._places,
+            orders=orders,
+            recompute=again,
+            inputs=inputs,
+            gradients=gradients if isinstance(given, Inputs) and given.wanted else None,
+            head=head,
+            offload=self.offload,
+            pooled=pooled,
+            draws=draws,
+            finishing=self._finishing,
+            timeline=self.timeline if self.record else None,
+            turn=nullcontext() if self.overlap else threading.Lock(),
+        )
+        try:
+            with pooled.gathering() if pooled else nullcontext():
+                results = call.run()
+                if draws is not None:
+                    draws.check(repeats=any(again))
+            return results
+        finally:
+            if draws is not None:
+                draws.close()
+
+    @contextmanager
+    def _alone(self, *, training: bool = False) -> Iterator[None]:
+        if not self._busy.acquire(blocking=False):
+            raise ConfigError("a pipeline works on one batch at a time", "a call from a second thread")
+        try:
+            self._fixed.check(training=training)
+            yield
+        finally:
+            self._finishing[:] = [False] * len(self._finishing)
+            self._busy.release()
+
+    @contextmanager
+    def _gradients_or_as_before(self) -> Iterator[None]:
+        """A step that ends halfway leaves no gradients that somebody could take for whole ones, and no memory; those
+        of earlier steps are put back, from a copy: gradients add up in place."""
+        before = [(p, None if p.grad is None else p.grad.detach().clone()) for p in self.module.parameters()]
+        try:
+            yield
+        except BaseException:
+            for parameter, gradient in before:
+                parameter.grad = gradient
+            for stage in self.stages:
+                for _, proxy in stage.proxies:
+                    proxy.grad = None
+            raise
+
+    # -- who owns what ---------------------------------------------------------------------------------------
+    def owned_parameters(self) -> list[list[nn.Parameter]]:
+        """The model's parameters by stage, and at the end those that several stages use; each once."""
+        shared = {id(owner) for stage in self.stages for owner, _ in stage.proxies}
+        proxies = {id(proxy) for stage in self.stages for _, proxy in stage.proxies}
+        seen: set[int] = set()
+        groups: list[list[nn.Parameter]] = []
+        for stage in self.stages:
+            mine = [p for p in stage.parameters() if id(p) not in shared | proxies | seen]
+            seen |= {id(p) for p in mine}
+            groups.append(mine)
+        # parameters that no stage uses get no gradient
+        return [*groups, [p for p in self.module.parameters() if id(p) not in seen]]
+
+    def finishing(self, group: int) -> bool:
+        """Whether a stage is in the backward pass that completes its gradients of this step; for gradient hooks.
+
+        Args:
+            group: as in `owned_parameters`; shared parameters are complete only when the step ends.
+        """
+        return group < len(self._finishing) and self._finishing[group]
+
+    def close(self) -> None:
+        """Ends the threads of the stages, as the end of the pipeline does; the next call begins new ones."""
+        self._places.close()
+
+    # -- like the unsplit model ------------------------------------------------------------------------------
+    def train(self, mode: bool = True) -> Pipeline:
+        self.training = mode
+        self.module.train(mode)
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.load_state_dict(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """A plain copy of the unsplit model, as `torch.optim.swa_utils.AveragedModel` wants; its parts lie where the
+        stages have theirs."""
+        return copy.deepcopy(self.module, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ConfigError(
+            "a pipeline is not pickled: it works on the devices, and with the objects, of the model it was made of",
+            "copy.copy, pickle or torch.save of a pipeline",
+            "save pipe.state_dict(), or pipe.module; copy.deepcopy(pipe) is a copy of the unsplit model",
+        )
+
+    def extra_repr(self) -> str:
+        where = ", ".join(f"{stage.name} on {stage.device}" for stage in self.stages)
+        return f"{where}; {self.micro_batches} micro-batches, {self.schedule}, remat={self.remat}"
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Pipeline:
+        raise ConfigError(
+            "a split model stays on its devices, in its types",
+            "to(), cuda(), half() or the like on a pipeline",
+            "change the model before hvdtrain.pipeline.split(model, ...)",
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":  # not there yet
+                raise
+        return getattr(self.module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        check = _CHECKS.get(name)
+        if check is not None:
+            check(value)
+        if isinstance(value, (nn.Module, nn.Parameter)):
+            raise ConfigError(
+                "a model is complete before it is split: no stage would use a new part",
+                f"{name} = {type(value).__name__}(...) on a pipeline",
+                "add it to the model, and split again",
+            )
+        model = vars(self).get("module")
+        if model is not None and name not in vars(self) and name in vars(model):
+            setattr(model, name, value)
+        elif name in vars(self):  # the pipeline's own, whatever a part of the model is called
+            vars(self)[name] = value
+        else:
+            super().__setattr__(name, value)
+
+
+def _check_micro_batches(value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError("micro_batches is a whole number >= 1", f"micro_batches={value!r}")
+
+
+def _check_word(name: str, words: Sequence[str]) -> Callable[[Any], None]:
+    def check(value: Any) -> None:
+        if value not in words:
+            raise ConfigError(f"{name} is one of {', '.join(map(repr, words))}", f"{name}={value!r}")
+
+    return check
+
+
+_CHECKS: dict[str, Callable[[Any], None]] = {
+    "micro_batches": _check_micro_batches,
+    "schedule": _check_word("schedule", SCHEDULES),
+    "remat": _check_word("remat", REMATS),
+    "batch_norm": _check_word("batch_norm", ("batch", "micro")),
+}

@@ -1,0 +1,1 @@
+"""Micro-batches, devices, threads and random numbers: what everything in a pipeline stands on."""

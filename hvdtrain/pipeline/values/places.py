@@ -1,0 +1,270 @@
+"""Where the stages of a pipeline work: threads with cores of their own, or streams of GPUs; and how values come there.
+
+On CPUs every stage has a thread: nothing else would let two of them compute at once. GPUs compute by themselves: the
+calling thread issues what all stages do, in the order of the schedule.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hvdtrain.pipeline.plan.schedule import AHEAD
+from hvdtrain.pipeline.values.devices import core_blocks, cpu_slots
+from hvdtrain.pipeline.values.microbatch import map_tensors, tensors_of
+from hvdtrain.pipeline.values.threads import Crew, FairSemaphore
+
+# By device, what tells when the values that lie there are: those of the CPU are there at once, unless a GPU sends them.
+Mark = dict[torch.device, Any]
+
+
+def where(tensor: Tensor) -> torch.device:
+    """A tensor's device."""
+    return tensor.device
+
+
+def mark(values: Any) -> Mark:
+    """After the last operation so far of the current stream of each GPU where values lie."""
+    found: Mark = {}
+    for tensor in tensors_of(values):
+        device = where(tensor)
+        if device.type == "cuda" and device not in found:
+            found[device] = torch.cuda.Event()
+            found[device].record(torch.cuda.current_stream(device))
+    return found
+
+
+class StageDevice:
+    """One stage's device, as the thread that works for the stage uses it; a CPU: operations are done when they return.
+
+    Args:
+        device: the CPU.
+        cores: the stage's own; empty: one thread on any; None: it works in the caller's thread, as that is.
+        turns: that passes take with those of other stages; None: there are cores for all.
+    """
+
+    def __init__(
+        self, device: torch.device, cores: tuple[int, ...] | None = None, turns: FairSemaphore | None = None
+    ) -> None:
+        self.device = device
+        self.cores = cores
+        self._turns = turns
+
+    def settle(self) -> None:
+        """What the stage's thread does first: cores and number of threads are its own, and end with it."""
+        if self.cores is None:
+            return
+        if self.cores and os.sched_getaffinity(0) != set(self.cores):
+            os.sched_setaffinity(0, self.cores)
+        count = max(1, len(self.cores))
+        if torch.get_num_threads() != count:
+            torch.set_num_threads(count)
+
+    def turn(self) -> AbstractContextManager[None]:
+        """What each pass runs inside."""
+        return self._turns.taken() if self._turns else nullcontext()
+
+    def offloading(self, here: Collection[int]) -> AbstractContextManager[Any]:
+        """While it lasts, what autograd keeps waits in the host's memory; on a CPU it is there.
+
+        Args:
+            here: where storages begin that stay on the device anyhow.
+        """
+        return nullcontext()
+
+    def bring(self, values: Any, there: Mark) -> Any:
+        """Values from another stage, or from outside, on this device; leaves that want gradients stay such leaves."""
+        for event in there.values():
+            event.synchronize()
+        if all(where(tensor) == self.device for tensor in tensors_of(values)):
+            return values
+        return map_tensors(lambda t: t.detach().to(self.device).requires_grad_(t.requires_grad), values)
+
+
+class Lanes:
+    """The streams on which values come to a GPU while it computes: made once, and one for each device they come from.
+
+    A copy between GPUs runs on the current stream of the one it comes from, and into memory of the current stream of
+    the one it goes to (ATen/native/cuda/Copy.cu): a lane has one on each.
+    """
+
+    def __init__(self) -> None:
+        self._streams: dict[tuple[torch.device, torch.device, torch.device], Any] = {}
+        self._lock = threading.Lock()
+        self._from_host: Any = None
+
+    def bring(self, tensor: Tensor, device: torch.device, there: Mark, compute: Any) -> Tensor:
+        """A copy on another device, which `compute` may read from now on.
+
+        Args:
+            there: when the tensor is.
+        """
+        source = where(tensor)
+        into = self._stream(source, device, on=device)
+        if source.type == "cuda":
+            out = self._stream(source, device, on=source)
+            out.wait_event(there[source])
+            with torch.cuda.stream(into), torch.cuda.stream(out):
+                copy = copied(tensor, device)
+            tensor.record_stream(out)
+        else:
+            with torch.cuda.stream(into):
+                if source in there:
+                    into.wait_event(there[source])
+                copy = copied(pinned(tensor), device)
+            if source not in there:  # the caller's
+                self._from_host = torch.cuda.Event()
+                self._from_host.record(into)
+        compute.wait_stream(into)
+        # the allocator must not hand the copy's memory on while the computing stream reads it
+        copy.record_stream(compute)
+        return copy
+
+    def to_host(self, tensor: Tensor, compute: Any) -> tuple[Tensor, Mark]:
+        """A copy of what `compute` has made in the host's memory, and when it is there."""
+        source, host = where(tensor), torch.device("cpu")
+        out = self._stream(source, host, on=source)
+        out.wait_stream(compute)
+        with torch.cuda.stream(out):
+            copy = copied_to_host(tensor)
+            event = torch.cuda.Event()
+            event.record(out)
+        tensor.record_stream(out)
+        return copy, {host: event}
+
+    def host_is_read(self) -> None:
+        """Waits until what the caller has on the host was read, so that it may be changed."""
+        event, self._from_host = self._from_host, None
+        if event is not None:
+            event.synchronize()
+
+    def _stream(self, source: torch.device, target: torch.device, *, on: torch.device) -> Any:
+        with self._lock:
+            if (source, target, on) not in self._streams:
+                self._streams[source, target, on] = torch.cuda.Stream(on)
+            return self._streams[source, target, on]
+
+
+def copied(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy that this thread does not wait for."""
+    return tensor.detach().to(device, non_blocking=True)
+
+
+def copied_to_host(tensor: Tensor) -> Tensor:
+    """A copy in memory that a GPU writes by itself; this thread does not wait for it."""
+    host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+    return host.copy_(tensor.detach(), non_blocking=True)
+
+
+def pinned(tensor: Tensor) -> Tensor:
+    """A tensor of the CPU in memory that a GPU reads by itself."""
+    return tensor if tensor.is_pinned() else tensor.pin_memory()
+
+
+class CudaDevice(StageDevice):
+    """A GPU: operations are queued on the caller's stream; values come on streams of their own, so that the next
+    micro-batch arrives while this one is computed.
+
+    Memory that two streams use comes back when the host sees that both are done with it. So that this is soon, the host
+    waits where it is further ahead than `AHEAD` passes: the GPU always has one more to go on with.
+    """
+
+    def __init__(self, device: torch.device, lanes: Lanes) -> None:
+        super().__init__(device)
+        self._compute = torch.cuda.current_stream(device)
+        self._lanes = lanes
+        self._queued: deque[Any] = deque()
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        while len(self._queued) >= AHEAD:
+            self._queued.popleft().synchronize()
+        with torch.cuda.device(self.device), torch.cuda.stream(self._compute):
+            yield
+            done = torch.cuda.Event(blocking=True)  # who waits for it sleeps
+            done.record(self._compute)
+        self._queued.append(done)
+
+    def offloading(self, here: Collection[int]) -> AbstractContextManager[Any]:
+        def pack(tensor: Tensor) -> Any:
+            stays = where(tensor) != self.device or tensor.untyped_storage().data_ptr() in here
+            return tensor if stays else self._lanes.to_host(tensor, self._compute)
+
+        def unpack(packed: Any) -> Tensor:
+            return (
+                packed
+                if isinstance(packed, Tensor)
+                else self._lanes.bring(packed[0], self.device, packed[1], self._compute)
+            )
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+    def bring(self, values: Any, there: Mark) -> Any:
+        if self.device in there:
+            self._compute.wait_event(there[self.device])
+
+        def here(tensor: Tensor) -> Tensor:
+            if where(tensor) == self.device:
+                return tensor
+            copy = self._lanes.bring(tensor, self.device, there, self._compute)
+            return copy.requires_grad_(tensor.requires_grad)
+
+        return map_tensors(here, values)
+
+
+def stage_devices(devices: Sequence[torch.device], lanes: Lanes | None = None) -> list[StageDevice]:
+    """Where each stage works. On the CPU they share out the cores; with fewer cores than stages, passes take turns."""
+    on_cpu = [index for index, device in enumerate(devices) if device.type == "cpu"]
+    blocks = dict(zip(on_cpu, core_blocks(len(on_cpu)), strict=True)) if on_cpu else {}
+    alone, slots = len(devices) == 1, cpu_slots(len(on_cpu))
+    turns = FairSemaphore(slots) if slots else None
+    lanes = lanes or Lanes()
+    return [
+        CudaDevice(device, lanes)
+        if device.type == "cuda"
+        else StageDevice(device, None if alone else blocks.get(index, ()), turns)
+        for index, device in enumerate(devices)
+    ]
+
+
+class Places:
+    """What lasts from one call of a pipeline to the next: threads and streams.
+
+    Attributes:
+        threads: each stage has one; else the calling thread issues what all do.
+    """
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._devices, self._lanes = list(devices), Lanes()
+        self.threads = len(devices) > 1 and any(device.type == "cpu" for device in devices)
+        self._crew: Crew | None = None
+        self._placed: Any = None
+
+    def stage_devices(self) -> list[StageDevice]:
+        """For one call: with the cores and the streams that the calling thread has now."""
+        return stage_devices(self._devices, self._lanes)
+
+    def run(self, at: Sequence[StageDevice], works: Sequence[Callable[[], None]], stop: Callable[[], None]) -> None:
+        """Each stage's work in the stage's thread; see `Crew.run`."""
+        placed = os.sched_getaffinity(0), [one.cores for one in at]
+        if self._crew is None or not self._crew.is_here or placed != self._placed:
+            self.close()  # threads, and those that OpenMP made for them, stay on the cores they began with
+            self._crew, self._placed = Crew("hvdtrain pipeline stage"), placed
+        self._crew.run(works, stop)
+
+    def host_is_read(self) -> None:
+        """See `Lanes.host_is_read`."""
+        self._lanes.host_is_read()
+
+    def close(self) -> None:
+        """The threads end."""
+        crew, self._crew = self._crew, None
+        if crew is not None:
+            crew.close()

@@ -1,0 +1,1 @@
+"""What a run leaves behind about itself: its log, and where its time went."""

@@ -1,0 +1,292 @@
+"""Where the time of a training step went, in plain words: what holds it up, and what to try.
+
+Pure: it reads the seconds by phase that every rank measured (run.json's neighbour `events.jsonl` has them).
+
+Ranks that train together end each step together: whoever is done early waits in "communication". So the rank that
+waits least is the one the others wait for, and its waiting is what communication itself costs; anything above it is
+waiting for that rank. Where communication cannot be told from the rest of a step ("train_step", of Keras) the same
+finds the rank that is slow at its input or at other code, and none that is slow at computing.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any, Literal
+
+# the phases of a step; what else is measured (checkpoint, evaluation) lies between steps
+COMPUTE = ("forward", "backward", "optimizer")
+# all of these and the communication together: what Keras does in one call
+TRAIN_STEP = "train_step"
+STEP = ("input", *COMPUTE, TRAIN_STEP, "communication", "other")
+BETWEEN = {
+    "checkpoint": "save less often, or to a faster disk",
+    "evaluation": "evaluate less often, or with a larger batch",
+}
+# shares of a step from which on a phase is worth a word: below, nothing is gained by working on it
+INPUT_SHARE = 0.10
+COMMUNICATION_SHARE = 0.20
+WAITING_SHARE = 0.10
+OTHER_SHARE = 0.15
+# above it the model itself is what a step is made of
+COMPUTE_SHARE = 0.75
+# shares of the whole run, and the seconds that they must come to: fewer are worth a word where they are most of it
+BETWEEN_SHARES = {"checkpoint": 0.05, "evaluation": 0.30}
+BETWEEN_S = ((10.0, 0.05), (2.0, 0.25), (0.5, 0.5))  # seconds, and the share that makes them worth a word
+# in less time than this, the steps are too few to judge
+SHORT_S = 0.5
+# a rank that the others wait for is named from so many seconds on: shorter ones are noise
+NAMED_S = 0.5
+IN_TURNS_S = 0.01  # a step: less is noise of a busy machine
+IDLE_SHARE = 0.25  # of the node's cores
+
+Kind = Literal["unknown", "input", "communication", "uneven", "other", "compute", "nothing"]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the advice depends on.
+
+    Attributes:
+        workers: loader processes of each rank; 0: the training process decodes by itself; None: the data is in
+            memory, and served from there; "unknown": the caller reads it in a way of its own.
+        free_cores: cores of this node on which neither ranks nor their loaders run; None: not known.
+        idle: the share of this node's cores that nothing ran on while the training did; None: not known.
+        local_size: ranks on this node.
+        hosts: nodes of the job.
+        compression: of the gradients that are sent; None for none.
+        accumulate: batches of one update.
+    """
+
+    workers: int | None | Literal["unknown"] = "unknown"
+    free_cores: int | None = None
+    local_size: int = 1
+    compression: str | None = None
+    accumulate: int = 1
+    idle: float | None = None
+    hosts: int = 1
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What holds the training up.
+
+    Attributes:
+        kind: in one word; "unknown" when nothing was measured, "nothing" when nothing stands out.
+        text: in plain words, one finding a line, the most important first.
+        shares: of a step, by phase, mean over ranks; they sum to 1. Phases between steps are not among them.
+    """
+
+    kind: Kind
+    text: str
+    shares: dict[str, float] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True)
+class Waits:
+    """A rank's waiting for gradients, step by step.
+
+    Attributes:
+        steps: how many.
+        least_s: what its shortest waits would come to in all of them: what the gradients themselves cost. Longer ones
+            are for other ranks.
+    """
+
+    steps: int = 0
+    least_s: float = 0.0
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> Waits:
+        """Returns those of steps, by the shortest tenth."""
+        shortest = sorted(seconds)[: max(1, len(seconds) // 10)]
+        return cls(len(seconds), len(seconds) * shortest[-1] if shortest else 0.0)
+
+    def __add__(self, other: Waits) -> Waits:
+        return Waits(self.steps + other.steps, self.least_s + other.least_s)
+
+
+def verdict(per_rank: Sequence[Mapping[str, float]], facts: Facts = Facts(), waits: Sequence[Waits] = ()) -> Verdict:
+    """Says what holds a step up.
+
+    Args:
+        per_rank: for each rank its seconds by phase, over any number of steps; phases that are not known count
+            as "other".
+        facts: about the machine and the settings.
+        waits: of each rank, if they are known.
+    """
+    seconds = [_by_phase(phases) for phases in per_rank]
+    step_s = [sum(phases[name] for name in STEP) for phases in seconds]
+    if not seconds or sum(step_s) <= 0:
+        return Verdict("unknown", "no step was measured")
+    shares = {name: sum(phases[name] for phases in seconds) / sum(step_s) for name in STEP}
+    kind: Kind
+    if max(step_s) < SHORT_S:
+        kind, finding = "nothing", f"nothing stands out: {max(step_s):.1g} s of steps are too short to judge"
+    else:
+        kind, finding = (
+            _uneven(seconds, step_s, facts) or _in_turns(seconds, waits, step_s) or _bound(shares, len(seconds), facts)
+        )
+    lines = [finding, *_between(seconds, sum(step_s))]
+    return Verdict(kind, "\n".join(lines), shares)
+
+
+def phases_per_rank(events: Iterable[Mapping[str, Any]]) -> list[dict[str, float]]:
+    """Adds up every rank's seconds by phase from a run's events (`hvdtrain.record.log.read_events`), without the first
+    step, which compiles.
+
+    Only the last start or resumption counts: before it the run may have had another number of ranks.
+    """
+    total: list[dict[str, float]] = []
+    for event in events:
+        if event.get("kind") in ("start", "resume"):
+            total = []
+        elif event.get("kind") == "epoch":
+            ranks = event.get("ranks") or []
+            total += [{} for _ in ranks[len(total) :]]
+            for sign, its in ((1, ranks), (-1, event.get("first_step") or [])):
+                for mine, phases in zip(total, its, strict=False):
+                    for name, value in phases.items():
+                        mine[name] = mine.get(name, 0.0) + sign * value
+    return total
+
+
+def waits_per_rank(events: Iterable[Mapping[str, Any]]) -> list[Waits]:
+    """Adds up every rank's waiting from a run's events, as `phases_per_rank` does its seconds."""
+    total: list[Waits] = []
+    for event in events:
+        if event.get("kind") in ("start", "resume"):
+            total = []
+        elif event.get("kind") == "epoch":
+            its = [Waits(**fields) for fields in event.get("waits") or []]
+            total = [a + b for a, b in zip_longest(total, its, fillvalue=Waits())]
+    return total
+
+
+def _by_phase(phases: Mapping[str, float]) -> dict[str, float]:
+    """Seconds of every known phase; negative ones (a clock that was set back) count as 0."""
+    known = dict.fromkeys((*STEP, *BETWEEN), 0.0)
+    for name, value in phases.items():
+        known[name if name in known else "other"] += max(0.0, value)
+    return known
+
+
+def _in_turns(
+    seconds: Sequence[Mapping[str, float]], waits: Sequence[Waits], step_s: Sequence[float]
+) -> tuple[Kind, str] | None:
+    """Returns a finding if ranks wait for each other in turns: most of their waiting is not what each step costs."""
+    if len(seconds) < 2 or len(waits) != len(seconds):
+        return None
+    all_s = sum(phases["communication"] for phases in seconds)
+    others_s = all_s - sum(its.least_s for its in waits)
+    share, steps = others_s / sum(step_s), sum(its.steps for its in waits)
+    is_long = others_s >= max(all_s / 2, NAMED_S * len(seconds), IN_TURNS_S * steps)
+    if share < WAITING_SHARE or not is_long:
+        return None
+    return "uneven", (
+        f"uneven steps: {_percent(share)} of each step is spent waiting for other ranks, now one and now another; make"
+        " batches alike (lengths, augmentation), and look at what else runs on these cores"
+    )
+
+
+def _uneven(seconds: Sequence[Mapping[str, float]], step_s: Sequence[float], facts: Facts) -> tuple[Kind, str] | None:
+    """Whether the ranks wait for one of them, and what it is slower at."""
+    waits = [phases["communication"] + phases[TRAIN_STEP] for phases in seconds]
+    last = waits.index(min(waits))
+    others = [rank for rank in range(len(seconds)) if rank != last]
+    if not others:
+        return None
+    waiting_s = statistics.median(waits[rank] for rank in others) - waits[last]
+    waiting = waiting_s / statistics.median(step_s)
+    if waiting < WAITING_SHARE or waiting_s < NAMED_S:
+        return None
+    usual = {name: statistics.median(seconds[rank][name] for rank in others) for name in ("input", *COMPUTE, "other")}
+    excess = {name: seconds[last][name] - usual[name] for name in usual}
+    cause = max(excess, key=lambda name: excess[name])
+    if cause == "input" and usual["input"] >= INPUT_SHARE * statistics.median(step_s):
+        return None  # all wait for data; one of them a little longer, and the others then for that one
+    doing = {"input": "waiting for data", "other": "outside the training step"}.get(cause, f"in {cause}")
+    more = f"spends {seconds[last][cause] / usual[cause]:.1f} times" if usual[cause] > 0 else "alone spends"
+    what = f"it {more} {'as long ' if usual[cause] > 0 else 'time '}{doing}"
+    computing = "look at what only this rank computes, or at what else runs on its " + (
+        "host" if facts.hosts > 1 else "cores"
+    )
+    remedy = {
+        "input": "look at its disk and loader",
+        "other": f"look at what only rank {last} runs between steps (logging, metrics, saves, callbacks)",
+    }.get(cause, computing)
+    finding = f"uneven ranks: {_percent(waiting)} of each step is spent waiting for rank {last}"
+    return "uneven", f"{finding}; {what}; {remedy}"
+
+
+def _bound(shares: Mapping[str, float], size: int, facts: Facts) -> tuple[Kind, str]:
+    """Which phase holds all ranks up alike."""
+    over = {
+        "input": shares["input"] / INPUT_SHARE,
+        "communication": shares["communication"] / COMMUNICATION_SHARE,
+        "other": shares["other"] / OTHER_SHARE,
+    }
+    worst = max(over, key=lambda name: shares[name] if over[name] >= 1 else 0.0)
+    share = _percent(shares[worst])
+    if over[worst] < 1:
+        waits = f", {_percent(shares['input'])} waits for data"
+        computes = shares[TRAIN_STEP] + sum(shares[name] for name in COMPUTE)
+        if computes < COMPUTE_SHARE:
+            waits += f", {_percent(shares['communication'])} for other ranks" if size > 1 else ""
+            step = f"{_percent(computes)} of each step computes{waits}, {_percent(shares['other'])} is other code"
+            return "nothing", f"nothing stands out: {step}"
+        if shares[TRAIN_STEP] > sum(shares[name] for name in COMPUTE):
+            bound = "compute or communication" if size > 1 else "compute"
+            ranks = ", waiting for other ranks included" if size > 1 else ""
+            step = f"{_percent(shares[TRAIN_STEP])} of each step is the model's forward, backward and update{ranks}"
+            return "compute", f"{bound} bound: {step}{waits}"
+        waits += f", {_percent(shares['communication'])} for other ranks" if size > 1 else ""
+        busy = sum(shares[name] for name in COMPUTE)
+        return "compute", f"compute bound: {_percent(busy)} of each step computes{waits}"
+    if worst == "input":
+        return "input", f"input bound: {share} of each step waits for data; {_input_remedy(facts)}"
+    if worst == "communication":
+        found = f"communication bound: {share} of each step waits for gradients"
+        compress = "" if facts.compression or facts.hosts == 1 else "send large gradients in 16 bits (fp16) or "
+        rarer = f"reduce less often (accumulate {2 * facts.accumulate}, or a larger batch on each rank)"
+        return "communication", f"{found}; {compress}{rarer}"
+    code = "logging, metrics, callbacks or other code of the training loop"
+    if shares["input"] < 0.001:
+        code = f"data that no loader of hvdtrain reads, {code}"
+    return "other", f"{share} of the training is spent outside of its steps: {code}"
+
+
+def _input_remedy(facts: Facts) -> str:
+    if facts.workers is None:
+        return "the data is in memory: look at what else runs on these cores, or take larger batches"
+    each = (facts.free_cores or 0) // max(1, facts.local_size)
+    if facts.workers != "unknown" and each > 0:
+        more = each * facts.local_size
+        plural = "s" * (more > 1)
+        now = facts.workers + each
+        return f"{more} more loader worker{plural} fit{'s' * (more == 1)} on this node (--workers {now} for each rank)"
+    less = "less work for each sample (`hvdtrain bench input` measures which)"
+    if facts.idle is not None and facts.idle < IDLE_SHARE:
+        return f"{_percent(1 - facts.idle)} of this node's cores are in use: {less}, or more cores"
+    idle = "" if facts.idle is None else f" ({_percent(facts.idle)} of this node's cores are idle)"
+    return f"try more workers{idle}, or {less}"
+
+
+def _between(seconds: Sequence[Mapping[str, float]], steps_s: float) -> list[str]:
+    """A line for each thing between the steps that takes much of the run."""
+    spent = {name: sum(phases[name] for phases in seconds) for name in BETWEEN}
+    whole = steps_s + sum(spent.values())
+    return [
+        f"{name} takes {_percent(spent[name] / whole)} of the run: {remedy}"
+        for name, remedy in BETWEEN.items()
+        if spent[name] / whole >= BETWEEN_SHARES[name]
+        and any(spent[name] / len(seconds) >= long and spent[name] / whole >= share for long, share in BETWEEN_S)
+    ]
+
+
+def _percent(share: float) -> str:
+    return f"{round(100 * share)} %"

@@ -1,0 +1,145 @@
+"""The directory of a run: which one, and whether to go on with what is in it.
+
+Only the standard library is used, so that a wrong directory is reported before a framework is imported.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+from pathlib import Path
+
+from hvdtrain.core.errors import ConfigError
+from hvdtrain.core.launchers import job_of, restarts
+from hvdtrain.record.log_files import read_run
+
+REHEARSAL = "HVDTRAIN_REHEARSAL"
+
+
+def place_of(path: str | os.PathLike[str]) -> Path:
+    """Returns where a program writes what it wants to have in a directory: there; in a rehearsal (`hvdtrain rehearse`)
+    below the rehearsal's own folder, as a rehearsed job neither goes on with the user's runs nor writes over them.
+    """
+    folder, wanted = os.environ.get(REHEARSAL), Path(path)
+    if not folder or wanted.absolute().is_relative_to(folder):
+        return wanted
+    number = hashlib.sha256(os.fsencode(wanted.absolute())).hexdigest()[:8]
+    return Path(folder) / "written" / f"{wanted.name}-{number}"
+
+
+def choose_run_dir(wanted: Path | None, stem: str, *, resume: bool, data_sha256: str) -> Path:
+    """The directory of this run; call it on rank 0.
+
+    Args:
+        wanted: what the user gave; None: the next free `runs/<stem>-N` (when resuming, the newest).
+        stem: the program's name.
+        resume: whether to go on with the run that is there.
+        data_sha256: of the training data.
+
+    Raises:
+        ConfigError: nothing to resume, or a run on other data; `runs` cannot be written.
+    """
+    root = place_of("runs")
+    if resume:
+        run_dir = wanted or root / f"{stem}-{max(_numbered(root, stem), default=0)}"
+        _check_resumable(run_dir, data_sha256)
+        return run_dir
+    if wanted is not None:
+        return wanted
+    try:
+        return next_folder(root, stem)
+    except OSError as error:
+        received = f"{root.absolute()}: {error.strerror}"
+        raise ConfigError("a run needs a directory to write to", received, "name one: --run-dir DIR") from error
+
+
+def next_folder(root: Path, stem: str) -> Path:
+    """Makes the next free folder `<stem>-N` below `root`, and returns it.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    number = max(_numbered(root, stem), default=0)
+    while True:
+        number += 1
+        try:
+            (root / f"{stem}-{number}").mkdir(parents=True)  # ours now: another run takes the next number
+            return root / f"{stem}-{number}"
+        except FileExistsError:
+            continue
+
+
+def _numbered(root: Path, stem: str) -> dict[int, Path]:
+    """The directories `<stem>-N` below `root`, by number, in its order."""
+    named = {path.name.removeprefix(f"{stem}-"): path for path in root.glob(f"{stem}-*")}
+    return dict(sorted((int(number), path) for number, path in named.items() if number.isdecimal()))
+
+
+def choose_run(wanted: Path | None, stem: str, *, resume: bool, data_sha256: str) -> tuple[Path, bool]:
+    """The directory of this run, and whether to go on with what is in it; call it on rank 0.
+
+    As `choose_run_dir`; and a job that was started again (`hvdtrain.core.launchers.restarts`) goes on with the run that
+    it made earlier, without `resume`. If it had not come so far as to make one, it starts.
+
+    Raises:
+        ConfigError: as `choose_run_dir`; or the job has made several runs, so that it takes a name to tell which.
+    """
+    if not resume and restarts(os.environ):
+        own = [
+            run_dir
+            for run_dir in ([wanted] if wanted else _numbered(place_of("runs"), stem).values())
+            if goes_on(run_dir)
+        ]
+        if len(own) > 1 and job_of(os.environ):
+            received = f"restart {restarts(os.environ)} of {job_of(os.environ)}, which made {', '.join(map(str, own))}"
+            raise ConfigError("a job that is started again goes on with its run", received, "name it: --run-dir DIR")
+        if own:
+            wanted, resume = own[-1], True
+    return choose_run_dir(wanted, stem, resume=resume, data_sha256=data_sha256), resume
+
+
+def goes_on(run_dir: Path) -> bool:
+    """Whether this process belongs to a job that was started again, and `run_dir` holds the run that it made earlier.
+
+    Where nothing names the job, whatever run is there is taken for its own.
+    """
+    if not restarts(os.environ):
+        return False
+    earlier, job = read_run(run_dir), job_of(os.environ)
+    return earlier is not None and any(job in (None, attempt.get("job")) for attempt in earlier.get("attempts", [{}]))
+
+
+def check_run_dir(run_dir: Path, *, resume: bool) -> None:
+    """Refuses what `RunLog` will refuse, as far as that is known before a framework is imported.
+
+    Raises:
+        ConfigError: cannot be written, or holds a run that has ended.
+    """
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        earlier = read_run(run_dir)
+        if not os.access(run_dir, os.W_OK):
+            raise PermissionError(errno.EACCES, f"not writable by user {os.getuid()}")
+    except OSError as error:
+        rule, received = "a run directory is one that this user can write", f"{run_dir}: {error.strerror}"
+        raise ConfigError(rule, received, "name another: --run-dir DIR") from error
+    status = (earlier or {}).get("status", "running")
+    if status != "running" and not (resume or goes_on(run_dir)):  # one that says "running" may be alive: RunLog knows
+        received = f"{run_dir} holds a run that is {status}"
+        raise ConfigError("a run directory holds one run", received, "name another: --run-dir DIR, or add --resume")
+
+
+def _check_resumable(run_dir: Path, data_sha256: str) -> None:
+    try:
+        earlier = read_run(run_dir)
+    except OSError as error:
+        received = f"{run_dir}: {error.strerror}"
+        raise ConfigError("--resume reads a run's directory", received, "correct --run-dir") from error
+    if earlier is None:
+        remedy = "leave --resume out to start a run, or name its directory: --run-dir DIR"
+        raise ConfigError("--resume goes on with a run", f"no run in {run_dir}", remedy)
+    config = earlier.get("config", {})
+    if config.get("data_sha256") != data_sha256:
+        received = f"{run_dir} was trained on other data: {config.get('data')}"
+        raise ConfigError("a run goes on with the data it was started with", received, "give the same --data")

@@ -1,1 +1,0 @@
-"""What a run leaves behind: checkpoints, its record, where its time went."""

@@ -1,0 +1,1 @@
+"""What a loss divides by, and whether samples meet in it."""

@@ -1,0 +1,257 @@
+"""What travels with an update's gradients: its loss, what it is divided by, and whether the loss divides by the same.
+
+The gradient of an update is sum(w g) / sum(w) over ranks and micro-batches, where g is the gradient of a mean and w
+what that mean divides by. Numbers on the CPU are Python's; those that a GPU computes stay there, so that nothing waits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hvdtrain.core.errors import ConfigError, HvdtrainError, ReplicaError
+from hvdtrain.core.sharding import weight_number
+from hvdtrain.torch.losses.loss_graph import UNNAMED, Term
+
+Number = float | Tensor
+Weight = float | Tensor | Callable[[Any], Any] | None
+SIZE = 12  # of what travels
+# squared relative deviation of divisor / weight: rounding of float32 is far below, one label of ten thousand above
+_UNEVEN = 1e-9
+_EXAMPLES = "weight=(y != -100).sum() for ignore_index, weight=class_weights[y].sum() for class weights"
+
+
+_SHARE = 1e-6
+
+
+class Tally:
+    """One update's sums on this rank.
+
+    Attributes:
+        loss: sum of weight x mean loss, divided like the gradients.
+        weight: sum of weights.
+        divisors, squares: sums of d and d^2 / w, with d what the loss divides by: by the inequality of Cauchy and
+            Schwarz (sum d)^2 = sum w x sum d^2 / w only where d / w is the same everywhere. NaN: not known. A batch
+            of weight 0 adds nothing.
+        given: weights are the caller's; None before the first batch.
+        problems: losses that no weight makes right.
+        rates: the learning rates that the update begins with, as one number: that of all ranks.
+        whole: of losses of the whole batch, which every rank computes alike, as one number.
+        told: 1 where this rank was preempted.
+        leaves: 1 where this rank was told that the ranks are about to change.
+        text: what this rank's loss divides by, in words; called where it is needed.
+    """
+
+    def __init__(self) -> None:
+        self.loss: Number = 0.0
+        self.weight: Number = 0.0
+        self.divisors: Number = 0.0
+        self.squares: Number = 0.0
+        self.given: bool | None = None
+        self.problems: Number = 0.0
+        self.rates: Number = 0.0
+        self.whole: Number = 0.0
+        self.told = self.leaves = 0.0
+        self.text: Callable[[], str] = lambda: "nothing was differentiated"
+        self._of_batch: list[Number] = []  # what the losses of the batch at hand divide by
+
+    def count(self, mean: Number, weight: Number, coefficient: Number) -> None:
+        """Adds a batch's mean loss; of weight 0 it may be NaN."""
+        if isinstance(weight, Tensor):
+            part = torch.as_tensor(mean * coefficient)
+            self.loss = self.loss + torch.where(weight != 0, part, torch.zeros_like(part))
+        elif weight:
+            self.loss = self.loss + mean * coefficient
+
+    def count_whole(self, loss: Tensor) -> None:
+        """Adds a loss of the whole batch, by a number above 0 that is off as much as the loss is, as part of it or
+        (of a small loss) as it is."""
+        found = loss.detach()  # the text is kept, and not the graph
+        value = double(found)
+        if isinstance(value, Tensor):
+            self.whole = self.whole + torch.exp(torch.asinh(value))
+        else:
+            self.whole = self.whole + math.exp(math.asinh(min(value, 1e300)))
+        self.text = lambda: f"its loss of the whole batch is {float(found):.9g}"
+
+    def compare(self, terms: tuple[Term, ...], weight: Number, samples: int, *, more: bool = False) -> None:
+        """Adds what the terms of a loss divide by, unless the weight is 0.
+
+        Args:
+            terms: of the loss.
+            weight: of the batch.
+            samples: in it.
+            more: another loss of this batch was compared just before.
+        """
+        before = _together(self._of_batch) if more else 0.0
+        its = _together(_shared([(term.what, double(term.divisor)) for term in terms], samples))
+        self._of_batch = [*self._of_batch, its] if more else [its]
+        divisor = _together(self._of_batch)
+        if isinstance(weight, Tensor) or isinstance(divisor, Tensor):
+            on: Any = weight if isinstance(weight, Tensor) else divisor
+            zero = torch.zeros((), dtype=torch.float64, device=on.device)
+            w, d, b = zero + weight, zero + divisor, zero + before
+            self.divisors = self.divisors + torch.where(w == 0, zero, d - b)
+            self.squares = self.squares + torch.where((w == 0) | (d == 0), zero, (d.square() - b.square()) / w)
+        elif weight:
+            self.divisors = self.divisors + divisor - before
+            self.squares = self.squares + (divisor**2 - before**2) / weight
+
+        def text() -> str:
+            shown = "; ".join(dict.fromkeys(f"it divides by {term.what} = {float(term.divisor):g}" for term in terms))
+            known = f"{shown}; " if shown else ""
+            return f"{known}weighed by {float(weight):g}, {samples or 'an unknown number of'} samples"
+
+        first = self.text
+        self.text = (lambda: f"first loss: {first()}; next: {text()}") if more else text
+
+    def tensor(self, device: torch.device) -> Tensor:
+        """Returns float64 [SIZE], to be summed over ranks."""
+        given = float(bool(self.given))
+        rates = (self.rates, self.rates**2, self.whole, self.whole**2)
+        weighed, words = (self.loss, self.weight, self.divisors, self.squares), (self.leaves, self.told)
+        parts = (*weighed, given, self.problems, *rates, *words)
+        if not any(isinstance(part, Tensor) for part in parts):
+            return torch.tensor(parts, dtype=torch.float64, device=device)
+        full = [
+            part.detach().to(device, torch.float64).reshape(())
+            if isinstance(part, Tensor)
+            else torch.full((), part, dtype=torch.float64, device=device)
+            for part in parts
+        ]
+        return torch.stack(full)
+
+
+def uneven(weight: Any, divisors: Any, squares: Any) -> Any:
+    """Returns True if batches are not weighed by what their losses divide by, of sums as in `Tally`; not for NaN."""
+    product = weight * squares
+    return product - divisors**2 > _UNEVEN * product
+
+
+def wrong(sums: Tensor, ranks: int) -> Number:
+    """Returns, of what `Tally.tensor` gave summed over ranks, 1 where the weights are not right, else 0; a scalar."""
+    if sums.device.type == "cpu":  # where numbers cost less than tensors
+        _, weight, divisors, squares, given, problems, rates, rate_squares, whole, whole_squares, *_ = sums.tolist()
+        apart = uneven(weight, divisors, squares)
+        own_rates = ranks * rate_squares - rates**2 > _UNEVEN * rates**2
+        apart = apart or ranks * whole_squares - whole**2 > _UNEVEN * whole**2
+        return float(apart or given not in (0, ranks) or problems > 0 or own_rates)
+    _, weight, divisors, squares, given, problems, rates, rate_squares, whole, whole_squares, *_ = sums
+    apart = uneven(weight, divisors, squares)
+    mixed = (given != 0) & (given != ranks)
+    own_rates = ranks * rate_squares - rates.square() > _UNEVEN * rates.square()
+    apart = apart | (ranks * whole_squares - whole.square() > _UNEVEN * whole.square())
+    return (apart | mixed | (problems > 0) | own_rates).double()
+
+
+def refusal(
+    texts: list[str], sums: list[float], ranks: int, problems: list[str], types: list[str], rates: list[float]
+) -> HvdtrainError:
+    """The error for an update whose weights are not right.
+
+    Args:
+        texts: of every rank.
+        sums: over ranks.
+        ranks: their number.
+        problems: of every rank: why no weight makes the loss right; "" for none.
+        types: what to type, of rank 0's loss.
+        rates: of every rank: the first group's learning rate.
+    """
+    if 0 < sums[4] < ranks:
+        return ConfigError(
+            "all ranks weigh their loss alike",
+            f"weight= was given on {sums[4]:g} of {ranks} ranks",
+            "give weight= on every rank",
+            shared=True,
+        )
+    if ranks * sums[7] - sums[6] ** 2 > _UNEVEN * sums[6] ** 2:
+        return ReplicaError(
+            "all ranks train with the same learning rates",
+            "\n".join(f"rank {rank}: {rate:g}" for rank, rate in enumerate(rates)),
+            "give a scheduler what is the same on every rank: the loss of hvdtrain.torch.evaluate(), or"
+            ' world.mean({"loss": loss}, weight=samples)["loss"]',
+            shared=True,
+        )
+    if ranks * sums[9] - sums[8] ** 2 > _UNEVEN * sums[8] ** 2:
+        return ConfigError(
+            "a loss of the whole batch is the same on every rank",
+            "\n".join(f"rank {rank}: {text}" for rank, text in enumerate(texts)),
+            "give hvt.whole(...) everything that the loss reads: outputs, targets, masks, weights; a loss that draws"
+            " random numbers: optimizer.forward_backward(x, y, loss_fn, whole=True), which draws alike on all ranks",
+            shared=True,
+        )
+    said = ["; ".join(filter(None, pair)) for pair in zip(problems, texts, strict=True)]
+    lines = [f"rank {rank}: {text}" for rank, text in enumerate(said)]
+    if any(problems):
+        return ConfigError(
+            "the loss of a batch must be a mean, put together of its pieces' means by their weights",
+            "\n".join(lines),
+            "divide a sum by what it adds up (loss / len(x), (each * w).sum() / w.sum(), or reduction='mean'); several"
+            " means, each with its own divisor: optimizer.backward([(mean, divisor), ...]); any loss at all, of the"
+            " global batch: optimizer.forward_backward(x, y, loss_fn, whole=True), or of hvt.whole(model(x), y);"
+            " hvdtrain.torch.check(step, batch) shows what differs; prepare(..., verify=False) trains on each rank's"
+            " own comparisons",
+            shared=True,
+        )
+    return ConfigError(
+        "weight= must equal the denominator of the mean loss (default: the number of samples)",
+        "\n".join(lines),
+        f"optimizer.backward(loss, {types[0]}), or optimizer.forward_backward(x, y, loss_fn, weight=lambda y: ...); a"
+        " sum of means with other divisors: optimizer.backward([(mean, divisor), ...])"
+        + (
+            "; a sum over samples, and not over what that number counts, is divided by len(x); a loss that is not 0"
+            " where nothing counts is one of hvt.whole(model(x), y)"
+        )
+        * (types[0] == UNNAMED)
+        if len(types) == 1
+        else "give each mean with its own divisor: optimizer.backward([(mean, divisor), ...])",
+        shared=True,
+    )
+
+
+def weight_of(weight: Weight, device: torch.device) -> Number:
+    """Returns a weight as a number, or as a float64 scalar where a GPU computes it.
+
+    Raises:
+        ConfigError: no single number >= 0 (on a GPU: not looked at).
+    """
+    if isinstance(weight, Tensor) and weight.numel() == 1 and weight.device.type != "cpu":
+        return weight.detach().double().reshape(()).to(device)
+    return weight_number(weight, _EXAMPLES)
+
+
+def _shared(terms: list[tuple[str, Number]], samples: int) -> list[Number]:
+    """Returns the divisors of terms; of terms of one kind that are shares of one mean over the samples (mixup's
+    `part * loss(y) + (1 - part) * loss(other)`), the samples."""
+    found: list[Number] = []
+    for what, divisor in terms:
+        kin = [one for other, one in terms if other == what]
+        shares = [1 / one if isinstance(one, Tensor) or one else math.inf for one in kin]
+        total = sum(shares) * samples if len(kin) > 1 else 0.0
+        if isinstance(total, Tensor):
+            found.append(torch.where((total - 1).abs() < _SHARE, float(samples), torch.as_tensor(divisor)))
+        else:
+            found.append(float(samples) if abs(total - 1) < _SHARE else divisor)
+    return found
+
+
+def _together(divisors: list[Number]) -> Number:
+    """Returns one number for what the terms of a loss divide by. Terms with equal divisors are one: a loop over samples
+    has as many as there are samples."""
+    if not any(isinstance(divisor, Tensor) for divisor in divisors):
+        # times numbers that have nothing in common, so that no two terms make up for each other
+        return sum((one * math.sqrt(index + 1) for index, one in enumerate(dict.fromkeys(divisors))), 0.0)
+    on = next(divisor.device for divisor in divisors if isinstance(divisor, Tensor))
+    each = torch.stack([torch.as_tensor(divisor, dtype=torch.float64, device=on) for divisor in divisors])
+    new = ~torch.tril(each[:, None] == each, -1).any(1)  # nothing waits
+    return (each * new * torch.cumsum(new, 0).sqrt()).sum()
+
+
+def double(value: Number) -> Number:
+    if not isinstance(value, Tensor):
+        return float(value)
+    return float(value) if value.device.type == "cpu" else value.detach().double().reshape(())

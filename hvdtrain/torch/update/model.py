@@ -1,0 +1,217 @@
+"""The user's module as training calls it: through the engine, under autocast; everything else is the module's own."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hvdtrain.core.errors import ConfigError
+from hvdtrain.torch.update.session import Session, begins, prepared_optimizers
+from hvdtrain.torch.update.staged import channels_last, in_one_call
+from hvdtrain.torch.values.clock import CLOCK
+from hvdtrain.torch.values.out_of_memory import explained
+
+# the module's own methods: names in state dicts, in parameter lists and in printed text are those of the plain module
+_DELEGATED = (
+    "state_dict", "load_state_dict", "parameters", "named_parameters", "buffers", "named_buffers", "children",
+    "named_children", "modules", "named_modules", "get_parameter", "get_buffer", "get_submodule", "extra_repr",
+    "register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook",
+    "register_full_backward_pre_hook", "register_state_dict_pre_hook", "register_state_dict_post_hook",
+    "register_load_state_dict_pre_hook", "register_load_state_dict_post_hook",
+)  # fmt: skip
+_DELEGATED_CHAINED = ("train", "requires_grad_", "apply")  # these return the model
+_OWN = ("module", "session", "training")
+
+
+class Model(nn.Module):
+    """What `prepare` returns: call it, train it, save it like the module it holds.
+
+    Attributes, methods, parameter names and state dicts are those of the user's module, without any prefix.
+
+    Attributes:
+        module: the user's module, or the pipeline that it was cut into.
+    """
+
+    holds_users_module = True
+    module: nn.Module
+    session: Session
+
+    def __init__(self, session: Session) -> None:
+        # past nn.Module's bookkeeping: the module must not appear as a child, under a prefix
+        module = session.module if session.staged is None else session.staged
+        vars(self).update(module=module, session=session)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module on a batch, through the engine; float outputs come in float32 under mixed precision."""
+        if torch.is_grad_enabled() and self.session.staged is not None and self.session.module.training:
+            raise in_one_call(
+                "model(x) in training mode",
+                "loss = optimizer.forward_backward(x, y, loss_fn); or model.eval() and torch.no_grad() for its outputs",
+            )
+        return self._enter(None, args, kwargs)
+
+    def _enter(self, call: Callable[..., Any] | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        session, trains = self.session, torch.is_grad_enabled()
+        if trains and CLOCK.phase == "other":  # no loader has said so
+            CLOCK.enter("forward")
+        if trains:
+            begins(session)
+            session.batches.called((args, kwargs))
+        if trains and (call is None or args or kwargs):  # to find the layer where a NaN began
+            session.last_call, session.last_method = (args, kwargs), call
+        if session.options.channels_last:
+            args = tuple(map(channels_last, args))
+        batch = session.batches.now() if trains else None
+        session.proof.pause()
+        with explained("forward pass", session.sizes), session.precision.autocast():
+            out = session.precision.outputs((call or session.engine_model.call)(*args, **kwargs))
+        if trains:
+            session.entered = True
+            session.proof.saw(out, None if batch is session.gradients.batch else batch)
+        return out
+
+    forward = __call__
+
+    def check_entered(self) -> None:
+        """Raises `ConfigError` where mixed precision was asked for, and no forward pass went through this model."""
+        if self.session.precision.amp is not None and not self.session.entered:
+            raise ConfigError(
+                "mixed precision begins where the prepared model is called, or one of its methods",
+                "a backward pass without such a call: parts of the model were called by themselves",
+                "put those calls into forward() or a method of the model: model.training_step(x, y)",
+            )
+        self.session.entered = False
+
+    @property
+    def training(self) -> bool:
+        return self.module.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        self.module.train(mode)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As the optimizer's: between a closing backward and its step it is refused."""
+        optimizer = prepared_optimizers[self.session.module]()
+        if optimizer is not None:
+            optimizer.before_zero_grad()
+        self.module.zero_grad(set_to_none)
+
+    def __getattr__(self, name: str) -> Any:
+        module = vars(self)["module"]
+        value = getattr(module, name)
+        # the user's own methods see what forward sees: mixed precision, and a batch that does not count
+        own = inspect.ismethod(value) and value.__self__ is module and not hasattr(nn.Module, name)
+        if not own or self.session.staged is not None:
+            return value
+
+        @functools.wraps(value)
+        def method(*args: Any, **kwargs: Any) -> Any:
+            return self._enter(value, args, kwargs)
+
+        return method
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OWN:
+            object.__setattr__(self, name, value)
+        elif isinstance(value, (nn.Module, nn.Parameter)) or name == "forward":
+            raise _complete(f"{name} = {type(value).__name__}(...)")
+        else:
+            setattr(self.module, name, value)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if isinstance(value, nn.Module):
+            raise _complete(f"model[{key!r}] = {type(value).__name__}(...)")
+        self.module[key] = value  # type: ignore[operator]  # of a user's class that has one
+
+    def __delitem__(self, key: Any) -> None:
+        raise _complete(f"del model[{key!r}]")
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """As for any change of the model: before `prepare`."""
+        raise _complete("model.compile()")
+
+    def register_buffer(self, name: str, *args: Any, **kwargs: Any) -> None:
+        """As for any change of the model: before `prepare`."""
+        raise _complete(f"register_buffer({name!r}, ...)")
+
+    def register_parameter(self, name: str, *args: Any, **kwargs: Any) -> None:
+        """As for any change of the model: before `prepare`."""
+        raise _complete(f"register_parameter({name!r}, ...)")
+
+    def add_module(self, name: str, *args: Any, **kwargs: Any) -> None:
+        """As for any change of the model: before `prepare`."""
+        raise _complete(f"add_module({name!r}, ...)")
+
+    register_module = add_module
+
+    def __bool__(self) -> bool:
+        return True  # not the length of a container
+
+    def __dir__(self) -> list[str]:
+        return sorted({*nn.Module.__dir__(self), *dir(self.module)})
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Model:
+        """What `to`, `cuda`, `half` and the like come to: allowed where nothing changes."""
+        for name, tensor in self.module.named_parameters():
+            after = fn(tensor.detach())
+            if (after.device, after.dtype) != (tensor.device, tensor.dtype):
+                raise ConfigError(
+                    "a model is moved and cast before it is prepared",
+                    f"{name} would go from {tensor.dtype} on {tensor.device} to {after.dtype} on {after.device}",
+                    'choose with hvdtrain.init(..., device=) and prepare(..., amp="bf16")',
+                )
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """A copy of the user's module, plain: for averages of weights, and for export."""
+        return copy.deepcopy(self.session.module, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ConfigError(
+            "a prepared model belongs to this process",
+            "it was to be pickled (torch.save(model), or sent to another process)",
+            "save hvdtrain.torch.unwrap(model).state_dict(), or use hvdtrain.torch.model_state with a Checkpointer",
+        )
+
+
+_OPERATORS: dict[str, Callable[..., Any]] = {
+    "__repr__": repr,
+    "__getitem__": operator.getitem,
+    "__len__": len,
+    "__iter__": iter,
+    "__contains__": operator.contains,
+    "__reversed__": reversed,
+    "__str__": str,
+}
+
+
+def _complete(received: str) -> ConfigError:
+    return ConfigError(
+        "a model is complete before it is prepared: ranks and engine do not know of what is changed later",
+        f"{received} after prepare()",
+        "build the whole model (compile it, too), make its optimizer, then call prepare()",
+    )
+
+
+def _delegate(name: str) -> Callable[..., Any]:
+    operation = _OPERATORS.get(name)  # which says what Python says where the module has none
+
+    def method(self: Model, *args: Any, **kwargs: Any) -> Any:
+        found = operation(self.module, *args) if operation else getattr(self.module, name)(*args, **kwargs)
+        return self if name in _DELEGATED_CHAINED else found
+
+    method.__name__ = name
+    method.__doc__ = f"The module's own `{name}`."
+    return method
+
+
+for _name in (*_DELEGATED, *_DELEGATED_CHAINED, *_OPERATORS):
+    setattr(Model, _name, _delegate(_name))

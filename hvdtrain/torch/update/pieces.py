@@ -1,0 +1,399 @@
+"""`check`: runs a step on a whole batch and on two pieces of it, and names what differs.
+
+Gradients are taken with `torch.autograd.grad`: nothing reaches a `.grad`, a buffer, an optimizer or a random
+stream that is not put back.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FunctionType, MethodType, ModuleType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hvdtrain.core.errors import ConfigError, HvdtrainError
+from hvdtrain.torch.engines import buffers
+from hvdtrain.torch.engines.shell import unwrap
+from hvdtrain.torch.engines.sync_batchnorm import sync_batchnorm_mode
+from hvdtrain.torch.losses.loss_graph import Reader
+from hvdtrain.torch.losses.replay import CannotTry
+from hvdtrain.torch.losses.tally import weight_of
+from hvdtrain.torch.update.gradients import check_loss
+from hvdtrain.torch.update.session import session_of
+from hvdtrain.torch.values.nested import batch_size, cut, tensors_of
+from hvdtrain.torch.values.random_state import preserved_rng
+
+if TYPE_CHECKING:
+    from hvdtrain.torch.losses.tally import Weight
+    from hvdtrain.torch.update.session import Session
+
+# of the largest value: rounding is far below, a wrong weight or a comparison of samples far above
+_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3}
+_COARSE = 5e-2
+_ROUNDING = 8.0  # times what the last digits of the weights change: a loss that is next to nothing is made of them
+_FITTED: Any = object()  # weights, of which only their sum is known
+_NORMS = (nn.modules.batchnorm._BatchNorm,)
+_DROPOUTS = (nn.modules.dropout._DropoutNd,)
+
+
+@dataclass(frozen=True)
+class Check:
+    """What `check` found.
+
+    Attributes:
+        exact: the whole batch's loss and gradient are those of its pieces, weighed.
+        weight: what the pieces were weighed by, in words.
+        loss, gradient: the largest differences, as part of the largest value.
+        parameter: the one whose gradient differs most; "" where all agree.
+        draws: random numbers that differ from one pass to the next are drawn.
+        notes: what else there is to know.
+    """
+
+    exact: bool
+    weight: str
+    loss: float
+    gradient: float
+    parameter: str
+    draws: bool
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        said = f"the batch is {'' if self.exact else 'not '}the sum of its pieces, weighed by {self.weight}"
+        gaps = f"loss off by {self.loss:.1e}, gradient by {self.gradient:.1e} of the largest"
+        where = f" (most in {self.parameter})" if self.parameter else ""
+        return "; ".join([f"{said}: {gaps}{where}", *self.notes])
+
+
+def check(step: Callable[[Any], Tensor], batch: Any, *, weight: Weight = None) -> Check:
+    """Tells whether N ranks can train with this step as one process does: runs it on a batch and on two pieces of it.
+
+    Dropout and batch normalisation are switched to evaluation meanwhile: they differ between pieces for good reasons,
+    which are noted. Training goes on as if nothing had been.
+
+    Args:
+        step: takes a batch and returns the loss, a scalar; the model, prepared or plain, is one that it refers to. It
+            calls no backward().
+        batch: as from the loader; tensors in it, in tuples, lists and dicts, are cut along dimension 0.
+        weight: what the mean loss divides by: a function of the batch. None: by samples, and if those do not fit, by
+            what the loss's graph says.
+
+    Returns:
+        What was found; `str(found)` is one line.
+
+    Raises:
+        ConfigError: a batch of fewer than two samples, or a step that gives no scalar.
+    """
+    samples = batch_size(batch)
+    if samples < 2:
+        raise ConfigError(
+            "a check cuts the tensors of a batch in two",
+            f"a batch of {samples} samples in tensors",
+            "give it a batch of two samples or more, as from the loader",
+        )
+    if weight is not None and not callable(weight):
+        raise ConfigError(
+            "weight= of a check is a function of the batch: it is called for each piece",
+            repr(weight),
+            "weight=lambda batch: (batch[1] != -100).sum()",
+        )
+    modules = list(dict.fromkeys(map(unwrap, _modules(step))))
+    with _unchanged(modules):
+        return _check(step, batch, weight, samples, modules)
+
+
+def _check(step: Any, batch: Any, weight: Weight, samples: int, modules: list[nn.Module]) -> Check:
+    layers = [layer for module in modules for layer in module.modules()]
+    notes = []
+    if any(isinstance(layer, _NORMS) and layer.training for layer in layers):
+        notes.append("batch normalisation sees each rank's own batch (sync_batchnorm=True normalises over all ranks)")
+    draws = _draws(step, batch)
+    for layer in layers:
+        layer.training = layer.training and not isinstance(layer, _NORMS + _DROPOUTS)
+    if draws:
+        notes.append("random numbers are drawn: dropout, or noise of the step's own")
+    still = draws and _draws(step, batch)
+    if still:
+        for module in modules:
+            module.eval()
+        still = _draws(step, batch)
+    if still:
+        notes.append("numbers drawn beside dropout differ between a batch and its pieces: the difference may be theirs")
+    words = "samples" if weight is None else "any numbers" if weight is _FITTED else "weight="
+    best = _compare(step, batch, weight, samples, modules, draws, notes, words)
+    if best.exact or weight is not None:
+        return best
+    read = _compare(step, batch, None, samples, modules, draws, notes, "", read=True)
+    return read if read.exact else best
+
+
+def _compare(
+    step: Any, batch: Any, weight: Any, samples: int, modules: list[nn.Module], draws: bool, notes: list[str],
+    words: str, *, read: bool = False,
+) -> Check:  # fmt: skip
+    """Whole against pieces of two thirds and one third."""
+    first = samples - max(samples // 3, 1)
+    whole, wanted, _ = _run(step, batch)
+    total, loss, sums = 0.0, 0.0, dict[nn.Parameter, Tensor]()
+    ends = ((0, first), (first, samples))
+    pieces = [cut(batch, samples, *end) for end in ends]
+    runs = [_run(step, piece) for piece in pieces]
+    shares = _fitted(wanted, *(gradients for _, gradients, _ in runs)) if weight is _FITTED else ()
+    for at, ((start, stop), piece, (value, gradients, terms)) in enumerate(zip(ends, pieces, runs, strict=True)):
+        if shares:
+            amount = shares[at]
+        else:
+            amount = float(weight_of(weight(piece), whole.device)) if weight is not None else float(stop - start)
+        if read:
+            if len(terms) != 1:
+                break
+            amount, words = float(terms[0].divisor), terms[0].what
+            notes = [*notes, f"give {terms[0].weight}"] if start == 0 else notes
+        total += amount
+        if not amount and not shares and whole.isfinite():  # then the other piece is the whole, which says nothing
+            raise ConfigError(
+                "a check compares two pieces of a batch that count",
+                f"samples {start} to {stop - 1} of {samples} weigh 0, by {words or 'what the loss divides by'}",
+                "give it another batch, or a larger one",
+            )
+        if amount:
+            loss += amount * float(value)
+            for parameter, gradient in gradients.items():
+                sums[parameter] = sums.get(parameter, torch.zeros_like(gradient)) + amount * gradient
+    if not total:
+        return Check(False, words or "nothing", float("nan"), float("nan"), "", draws, tuple(notes))
+    names = {id(p): name for module in modules for name, p in module.named_parameters()}
+    largest = max((float(g.abs().max()) for g in wanted.values() if g.numel()), default=0.0) or 1.0
+    gaps = {
+        names.get(id(p), f"a parameter of shape {tuple(p.shape)}"): float(
+            (wanted.get(p, torch.zeros_like(p)) - sums.get(p, torch.zeros_like(p)) / total).abs().max()
+        )
+        / largest
+        for p in {**wanted, **sums}
+        if p.numel()
+    }
+    off = abs(float(whole) - loss / total) / max(abs(float(whole)), 1e-12)  # NaN where no label of the batch counts
+    worst = max(gaps, key=lambda name: gaps[name], default="")
+    gap = gaps.get(worst, 0.0)
+    tolerance = _TOLERANCES.get(_coarsest(wanted), _COARSE)
+    if torch.is_autocast_enabled(whole.device.type) or _amp(modules):
+        tolerance = _COARSE
+    exact = off <= tolerance and gap <= tolerance
+    if not exact and math.isfinite(off + gap):
+        of_loss, of_gradient = (_ROUNDING * noise for noise in _noise(step, batch, whole, wanted))
+        scale = max(abs(float(whole)), 1e-12)
+        exact = off <= max(tolerance, of_loss / scale) and gap <= max(tolerance, of_gradient / largest)
+    return Check(exact, words, off, gap, "" if gap <= tolerance else worst, draws, tuple(notes))
+
+
+def _noise(step: Any, batch: Any, whole: Tensor, wanted: Mapping[nn.Parameter, Tensor]) -> tuple[float, float]:
+    """Returns by how much loss and gradient change where the last digits of the weights do."""
+    kept = [(parameter, parameter.detach().clone()) for parameter in wanted]
+    made = torch.Generator().manual_seed(1)
+    try:
+        for (
+            parameter,
+            before,
+        ) in kept:  # `data`: the user's graph needs them as they are, and has them again at its pass
+            drawn = torch.randn(before.shape, generator=made).to(before) * torch.finfo(before.dtype).eps
+            parameter.data.addcmul_(before, drawn)
+        loss, gradients, _ = _run(step, batch)
+    finally:
+        for parameter, before in kept:
+            parameter.data.copy_(before)
+    gaps = (float((gradients[p] - wanted[p]).abs().max()) for p in wanted if p in gradients and p.numel())
+    return float((loss - whole).abs()), max(gaps, default=0.0)
+
+
+def _fitted(wanted: Mapping[nn.Parameter, Tensor], *pieces: Mapping[nn.Parameter, Tensor]) -> tuple[float, float]:
+    """Returns the shares of two pieces that bring their gradients nearest to the whole's."""
+    over = [p for p in wanted if all(p in piece for piece in pieces)]
+    first, second = pieces
+    apart = sum(float(((wanted[p] - second[p]) * (first[p] - second[p])).sum()) for p in over)
+    length = sum(float((first[p] - second[p]).square().sum()) for p in over)
+    share = min(max(apart / length, 0.0), 1.0) if length else 0.5
+    return share, 1.0 - share
+
+
+def _loss(step: Any, batch: Any, seed: int) -> Tensor:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+    loss = step(batch)
+    check_loss(loss)
+    return loss
+
+
+def _run(step: Any, batch: Any) -> tuple[Tensor, dict[nn.Parameter, Tensor], tuple[Any, ...]]:
+    """The loss, the gradients of the parameters that it depends on, and the terms of its graph."""
+    loss = _loss(step, batch, seed=1)
+    leaves = _leaves(loss)
+    terms = Reader().read(loss, 0).terms
+    gradients = torch.autograd.grad(loss.reshape(()), leaves, allow_unused=True)
+    found = {p: g.detach() for p, g in zip(leaves, gradients, strict=True) if g is not None}
+    return loss.detach().double(), found, terms
+
+
+def _leaves(loss: Tensor) -> list[nn.Parameter]:
+    stack, seen, found = [loss.grad_fn], {loss.grad_fn}, []
+    while stack:
+        node: Any = stack.pop()
+        if node is None:
+            continue
+        if isinstance(getattr(node, "variable", None), nn.Parameter):
+            found.append(node.variable)
+        for child, _ in node.next_functions:
+            if child not in seen:
+                seen.add(child)
+                stack.append(child)
+    return found
+
+
+def _draws(step: Any, batch: Any) -> bool:
+    """Whether the loss depends on the seed."""
+    first, second = (_loss(step, batch, seed).detach().double() for seed in (1, 2))
+    return not bool(torch.isclose(first, second, rtol=1e-6, atol=0.0, equal_nan=True).all())
+
+
+def _coarsest(gradients: Mapping[Any, Tensor]) -> torch.dtype:
+    kinds = {gradient.dtype for gradient in gradients.values()}
+    return torch.float64 if kinds <= {torch.float64} else next(iter(kinds - {torch.float64}))
+
+
+def _amp(modules: list[nn.Module]) -> bool:
+    return any((session := session_of(module)) is not None and session.options.amp is not None for module in modules)
+
+
+def _modules(step: Any, depth: int = 3) -> Iterator[nn.Module]:
+    """The models that a function refers to: in its closure, its globals, its defaults, or as its object."""
+    if isinstance(step, nn.Module):
+        yield step
+    if depth == 0:
+        return
+    inner: list[Any] = []
+    if isinstance(step, functools.partial):
+        inner = [step.func, *step.args, *step.keywords.values()]
+    elif isinstance(step, MethodType):
+        inner = [step.__self__, step.__func__]
+    elif isinstance(step, FunctionType):
+        inner = [cell.cell_contents for cell in step.__closure__ or () if _is_filled(cell)]
+        inner += [step.__globals__[name] for name in step.__code__.co_names if name in step.__globals__]
+        inner += step.__defaults__ or ()
+    elif isinstance(step, (list, tuple)):
+        inner = list(step)
+    elif not isinstance(step, (nn.Module, type, ModuleType)) and type(step).__module__ not in ("builtins", "torch"):
+        inner = [value for value in getattr(step, "__dict__", {}).values() if isinstance(value, nn.Module)]
+    for value in inner:
+        yield from _modules(value, depth - 1)
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
+
+
+@contextmanager
+def _unchanged(modules: list[nn.Module]) -> Iterator[None]:
+    """Puts buffers, modes, random streams and what a prepared model notes of its calls back at the end."""
+    sessions = [session for module in modules if (session := session_of(module)) is not None]
+    noted = [(s, s.last_call, s.last_method, s.proof.outputs) for s in sessions]
+    for session in sessions:
+        session.proof.pause()
+    layers = [layer for module in modules for layer in module.modules()]
+    modes = [(layer, layer.training) for layer in layers]
+    rows: list[Any] = [
+        layer.weight for layer in layers if getattr(layer, "max_norm", None) is not None
+    ]  # a forward pass scales
+    scaled = [(row, row.detach().clone()) for row in rows]
+    kept = buffers.preserved(nn.ModuleList(modules), alone=True)
+    # alone: the other ranks do not take part in this
+    with torch.random.fork_rng(), preserved_rng(), kept, torch.enable_grad(), sync_batchnorm_mode("alone"):
+        try:
+            for session in sessions:
+                session.proof.outputs = None
+            yield
+        finally:
+            for session, call, method, outputs in noted:
+                session.last_call, session.last_method, session.proof.outputs = call, method, outputs
+            for layer, mode in modes:
+                layer.training = mode
+            for row, before in scaled:
+                row.data.copy_(before)
+
+
+def pieces_differ(session: Session, model: Any, arguments: Any, y: Any, loss: Any, weight: Weight) -> str:
+    """Returns why a model and a loss that training calls cannot be put together of pieces; "" where they can, or where
+    it cannot be told: a batch that cannot be cut, random numbers that are not dropout, a loss of another shape.
+
+    Args:
+        model: prepared.
+        arguments: (args, kwargs) of the batch.
+        y: its targets.
+        loss, weight: as of `Optimizer.forward_backward`.
+    """
+    samples = batch_size(arguments)
+    if samples < 2 or batch_size(y) != samples:
+        return ""
+    ofs = None if weight is None else lambda batch: weight(batch[1])  # type: ignore[operator]
+
+    def step(batch: Any) -> Tensor:
+        return loss(model(*batch[0][0], **batch[0][1]), batch[1])
+
+    with _unchanged([session.module]):
+        try:
+            found = _check(step, (tuple(arguments), y), ofs, samples, [session.module])
+        except Exception:  # a batch of another size is no business of this model: the real pass will say what is wrong
+            return ""
+    return _refused(found)
+
+
+def model_differs(session: Session, loss: Tensor, *, given: bool) -> str:
+    """Returns why a loss that the model itself gives cannot be put together of pieces; "" where it can.
+
+    Args:
+        session: of the prepared model, which was called last for this loss.
+        given: the batch counts by a weight of the caller's, of which the pieces' parts are not known.
+
+    Raises:
+        CannotTry: the model gives several numbers, or its batch cannot be cut.
+    """
+    module, arguments, method = session.module, session.last_call, session.last_method
+    samples = batch_size(arguments)
+    if arguments is None:
+        raise CannotTry("parts of the model were called, and not the model")
+    if samples < 2:
+        raise CannotTry("the model was called on nothing that can be cut")
+
+    def step(batch: Any) -> Tensor:
+        call = method or module._call_impl  # without what torch.compile made of it, which would be compiled again
+        with session.precision.autocast():
+            out = call(*batch[0], **batch[1])
+        numbers = [tensor for tensor in tensors_of(out) if tensor.numel() == 1 and tensor.requires_grad]
+        if len(numbers) != 1:
+            raise CannotTry(f"the model gives {len(numbers)} numbers that have a gradient")
+        return numbers[0].reshape(())
+
+    with _unchanged([module]):
+        try:
+            found = _check(step, tuple(arguments), _FITTED if given else None, samples, [module])
+        except ConfigError as error:  # a piece has no label that counts, and the whole has
+            return f"model and loss of this batch: {error.received}"
+        except (RuntimeError, ValueError, IndexError, TypeError, KeyError, AssertionError, HvdtrainError) as error:
+            raise CannotTry(f"the model refuses a part of the batch: {str(error).splitlines()[0]}") from error
+    return _refused(found)
+
+
+def _refused(found: Check) -> str:
+    if found.exact or not math.isfinite(found.loss) or any("may be theirs" in note for note in found.notes):
+        return ""
+    return f"model and loss of this batch: {found}"

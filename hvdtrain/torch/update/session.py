@@ -1,0 +1,302 @@
+"""What one prepared model and its optimizer share, and how the learning rate is set."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import Tensor, nn
+
+from hvdtrain.checkpoint.parts import Saves
+from hvdtrain.core.errors import ConfigError
+from hvdtrain.core.lr import LR
+from hvdtrain.core.sharding import Step
+from hvdtrain.torch.engines import buffers
+from hvdtrain.torch.engines.base import PartedEngineModel, Piece, Staged, TorchEngine
+from hvdtrain.torch.engines.engine import engine_of
+from hvdtrain.torch.engines.shell import is_compiled
+from hvdtrain.torch.engines.sync_batchnorm import uncounting
+from hvdtrain.torch.losses.loss_proof import LossProof
+from hvdtrain.torch.update.amp import Precision
+from hvdtrain.torch.update.batches import Batches
+from hvdtrain.torch.update.gradients import Gradients
+from hvdtrain.torch.update.in_step import Noted
+from hvdtrain.torch.update.nonfinite import Losses
+from hvdtrain.torch.update.several import members_of
+from hvdtrain.torch.values.random_state import random_streams
+from hvdtrain.world.world import World
+
+# by its model, so that preparing a model again, with another optimizer or other options, first takes off what the last
+# one put on; held weakly on both sides: an optimizer refers to its model, and what the user drops is to be freed
+prepared_optimizers: WeakKeyDictionary[nn.Module, ref[Any]] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of `prepare`, which are the same on every rank."""
+
+    accumulate: int = 1
+    clip: float | None = None
+    amp: Literal["bf16", "fp16"] | None = None
+    compression: Literal["fp16", "bf16"] | None = None
+    sync_batchnorm: bool = False
+    channels_last: bool = False
+    compile: bool = False
+    verify: bool = True
+    watch_every: int = 0
+    zero: int = 0
+
+
+class Undo(Protocol):
+    """What an update that is left out must not have changed.
+
+    Attributes:
+        losses: by what the last batch's were made.
+        expected: by what a new process's first ones must be.
+    """
+
+    losses: list[str]
+    expected: list[str] | None
+
+    def look(self, loss: Tensor, batch: object) -> None:
+        """A loss is about to be differentiated."""
+
+    def note(self) -> None:
+        """A batch is about to be handed out, between two updates."""
+
+    def keep(self) -> None:
+        """The batch at hand is left out: what it does besides is undone before the next one."""
+
+
+@dataclass(eq=False)
+class Session:
+    """One prepared model: the user's own objects, and what ties them to the ranks.
+
+    Attributes:
+        world: the ranks.
+        module, optimizer: the user's; of a pipeline, the module that it was made of.
+        engine_model: the module on the engine.
+        batches: how much each batch counts.
+        per_rank_batch: samples; None without a loader.
+        gradients: of the update being gathered.
+        proof: whether the loss can be put together of pieces.
+        staged: the pipeline that runs the module's passes, if one does.
+        parted: the model on the engine, where ranks have parts of the optimizer's state.
+        compiled: the module runs as `torch.compile` made it.
+        rates: sets the learning rate; None leaves it to the user.
+        last_call: arguments of the last training forward pass.
+        last_method: the user's own that took them, in place of forward.
+        entered: the model was called, or a method of it, since the last backward pass.
+        saver: what saves this training, if a checkpointer knows it.
+        before: what an update that is left out must not have changed, where the job is elastic.
+        stepping: the optimizer's step is called by `Optimizer.step`.
+    """
+
+    world: World
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+    options: Options
+    engine_model: Noted
+    batches: Batches
+    per_rank_batch: int | None
+    precision: Precision
+    losses: Losses
+    gradients: Gradients
+    proof: LossProof
+    staged: Staged | None = None
+    parted: PartedEngineModel | None = None
+    compiled: bool = False
+    rates: Rates | None = None
+    last_call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+    last_method: Callable[..., Any] | None = None
+    stepping: bool = False
+    entered: bool = False
+    saver: Saves | None = None
+    before: Undo | None = None
+    _begun_with: dict[str, Any] | None = field(default=None, repr=False)  # random numbers, as an update began
+    _empty_batch: ExitStack = field(default_factory=ExitStack, repr=False)
+
+    @property
+    def engine(self) -> TorchEngine:
+        return engine_of(self.world)
+
+    @property
+    def told(self) -> bool:
+        """All ranks know that one was preempted."""
+        return self.losses.told
+
+    @property
+    def leaves(self) -> bool:
+        """All ranks know that the ranks are about to change."""
+        return self.losses.leaves
+
+    @property
+    def accumulate(self) -> int:
+        """Micro-batches of an update."""
+        return self.options.accumulate
+
+    @property
+    def in_parts(self) -> PartedEngineModel | None:
+        """The model on the engine, where ranks have parts of the gradients, too."""
+        return self.parted if self.parted is not None and self.parted.parted else None
+
+    def gradients_here(self) -> list[tuple[Piece, Tensor]]:
+        """Returns what this rank has of a complete update's gradients: whole ones, each with all its elements, or (with
+        zero=2) flat parts."""
+        if self.in_parts is not None:
+            return self.in_parts.held()
+        every = self.gradients.parameters()
+        return [(Piece(p, 0, p.numel()), p.grad) for p in every if p.grad is not None]
+
+    def handed_out(self, step: Step | None, batch: Any = None) -> None:
+        """A batch has come from the loader: one that does not count leaves no trace in buffers, whoever runs what part
+        of the model on it. None: there are no more."""
+        self._empty_batch.close()
+        if step is not None and torch.is_grad_enabled():
+            begins(self)
+        if self.before is not None and not self.gradients.gathering:
+            self.before.note()
+        if step is not None and step.padding:
+            compiled = self.compiled or any(is_compiled(part) for part in self.module.modules())
+            kept = buffers.preserved if compiled else buffers.unmoved_by_calls
+            self._empty_batch.enter_context(kept(self.module))
+            self._empty_batch.enter_context(uncounting(self.module))
+        if step is not None and self.options.accumulate > 1 and (step.number == 0 or not self.gradients.gathering):
+            self._begun_with = random_streams(self.world.devices)
+        if step is not None and not step.padding and torch.is_grad_enabled() and self.staged is None:
+            self.proof.begin(batch, self.batches.now())
+        else:
+            self.proof.forget()
+
+    def streams(self) -> dict[str, Any]:
+        """Random numbers where a run goes on that has the weights of now: within an update, those it began with."""
+        data = self.batches.data
+        within = self.gradients.gathering and data is not None and data.running
+        return (self._begun_with if within else None) or random_streams(self.world.devices)
+
+    def samples_called(self) -> int:
+        """Samples of the last training forward pass; 0 where that is not known."""
+        call = self.last_call
+        tensors = [value for value in (call[0] if call else ()) if isinstance(value, torch.Tensor) and value.dim()]
+        return len(tensors[0]) if tensors else 0
+
+    def sizes(self) -> str:
+        """Says what a step holds in memory."""
+        batch = str(self.per_rank_batch) if self.per_rank_batch else str(self.samples_called() or "unknown")
+        options, staged = self.options, self.staged
+        where = str(self.engine.device)
+        if staged is not None:
+            where = f"{', '.join(map(str, staged.devices))}, in {staged.micro_batches} micro-batches"
+        return (
+            f"rank {self.world.rank}: per_rank_batch {batch}, accumulate {options.accumulate}, amp {options.amp},"
+            f" on {where}"
+        )
+
+
+_at_hand: ref[Session] | None = None
+
+
+def begins(session: Session) -> None:
+    """The session's loader has handed out a batch to train on, or its model was called for one."""
+    global _at_hand
+    _at_hand = ref(session)
+
+
+def at_hand() -> Session | None:
+    """Returns the session whose batch is at hand: of the loader that handed out the last one, unless another model was
+    called since."""
+    return None if _at_hand is None else _at_hand()
+
+
+def session_of(module: nn.Module) -> Session | None:
+    """Returns what ties a plain module to the ranks, if it was prepared."""
+    optimizer = prepared_optimizers[module]() if module in prepared_optimizers else None
+    session: Session | None = None if optimizer is None else optimizer.session
+    return session
+
+
+def not_finite(session: Session) -> list[str]:
+    """Names parameters with a gradient that is not finite; collective where ranks have parts."""
+    names = {id(parameter): name for name, parameter in session.module.named_parameters()}
+    here = session.gradients_here()
+    bad = [names[id(piece.parameter)] for piece, gradient in here if not torch.isfinite(gradient).all()]
+    if session.in_parts is not None:
+        bad = [name for its in session.world.gather(bad) for name in its]
+    return list(dict.fromkeys(bad))
+
+
+class Rates:
+    """The rates of one optimizer: each group's own base, times what the contract says of its base.
+
+    Args:
+        optimizer: made with base rates.
+        lr: the contract.
+        global_batch: samples of an update: ranks x per-rank batch x accumulation.
+
+    Raises:
+        ConfigError: no group has the contract's base rate; one whose rate was scaled already, say.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, lr: LR, global_batch: int) -> None:
+        self._optimizer = optimizer
+        self.lr = lr
+        self.global_batch = global_batch
+        self._bases = rates_of(optimizer)
+        if not any(math.isclose(base, lr.base, rel_tol=1e-5) for base in self._bases):
+            lr.check_optimizer(self._bases[0], global_batch)
+        self._last: list[float] | None = None
+        self._marks = _marks(optimizer)
+        members = members_of(optimizer)
+        self._refuse_scheduler(any(getattr(member.step, "_wrapped_by_lr_sched", False) for member in members))
+
+    def apply(self, samples_seen: int) -> None:
+        """Sets the rates of the update that begins after `samples_seen` samples.
+
+        Raises:
+            ConfigError: something else has set a rate since the last update, or is about to.
+        """
+        self._refuse_scheduler(_marks(self._optimizer)[: len(self._marks)] != self._marks)
+        now = rates_of(self._optimizer)
+        if self._last is not None and now[: len(self._last)] != self._last:
+            raise ConfigError(
+                "the learning rate is set in one place: prepare(..., lr=...) does so before each update",
+                f"it was set to {self._last}, and is now {now}",
+                "take the scheduler away, or leave lr= out and keep the scheduler",
+            )
+        factor = self.lr.at(samples_seen, self.global_batch) / self.lr.base
+        self._bases += now[len(self._bases) :]  # of groups that were added
+        for group, base in zip(self._optimizer.param_groups, self._bases, strict=True):
+            if isinstance(group["lr"], torch.Tensor):  # of capturable optimizers
+                group["lr"].fill_(base * factor)
+            else:
+                group["lr"] = base * factor
+        self._last = rates_of(self._optimizer)
+
+    def forget(self) -> None:
+        """A checkpoint has set the rates; the next update sets them anew."""
+        self._last = None
+        self._marks = _marks(self._optimizer)
+
+    def _refuse_scheduler(self, found: bool) -> None:
+        """Before it has done anything: some begin after many epochs."""
+        if found:
+            raise ConfigError(
+                "prepare(..., lr=...) sets the learning rate before each update",
+                "a scheduler of torch.optim.lr_scheduler was made for the same optimizer",
+                "take the scheduler away, or leave lr= out and keep the scheduler",
+            )
+
+
+def _marks(optimizer: torch.optim.Optimizer) -> list[bool]:
+    """Which groups torch's schedulers have written their initial rate to, which they do at once."""
+    return ["initial_lr" in group for group in optimizer.param_groups]
+
+
+def rates_of(optimizer: torch.optim.Optimizer) -> list[float]:
+    """The rate of each group."""
+    return [float(group["lr"]) for group in optimizer.param_groups]

@@ -1,0 +1,1 @@
+"""Values of any nesting, random state and clocks: what everything for PyTorch stands on."""

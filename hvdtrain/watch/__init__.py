@@ -1,0 +1,1 @@
+"""Which rank waits for which: meetings, hangs, and preemption."""

@@ -1,0 +1,334 @@
+"""Finds ranks that wait in vain, and ends the job with the lines of all.
+
+Where a rank is blocked inside a collective there is no collective to ask the others through. So rank 0 listens on a
+port of its own, and a rank that has been in one place for some seconds says so there; one that gets along says nothing
+and opens no connection.
+
+When all are stuck, and none of them can go on (`meeting.deadlocked`), rank 0 asks once more, so that an old report of a
+rank that was stopped meanwhile does no harm; then every rank prints the error and ends. When some have waited longer
+than the hang time for one that is in no collective, rank 0 asks all what they do (`hang.judge`), and once more, with
+all stacks, before it ends the job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import hmac
+import os
+import secrets
+import selectors
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from hvdtrain.comm import elastic
+from hvdtrain.comm.arrival import listen_to_ranks, seconds_of
+from hvdtrain.comm.link import LONGEST_REPORT, WELCOME, Link, Meeting, connect
+from hvdtrain.core.errors import HUNG_CODE, OUT_OF_STEP_CODE, ReplicaError, describe, end_now, ending
+from hvdtrain.core.launchers import Detected
+from hvdtrain.watch import bundle, hang, looks
+from hvdtrain.watch.meeting import State, Tracker, deadlocked, out_of_step, waiting
+from hvdtrain.watch.rounds import ANSWER_S, Rounds
+
+AFTER_VARIABLE = "HVDTRAIN_IN_STEP_S"
+_AFTER_S = 3.0
+_NOTE_S = 20.0
+_TICK_S = 0.25
+_HANG_S = 28.0  # it is named within 30: looks are a second apart
+_UNHEARD = 0.8  # of the hang time, that rank 1 waits to hear of rank 0
+_CLOSE_S = 10.0
+_LAST_WORDS_S = 2.0  # rank 0 ends last: a launcher that sees it gone ends the others
+
+
+def after_s(environ: Mapping[str, str]) -> float:
+    """Returns how long a rank may be in one place before the others are asked; 0 for never; see `seconds_of`."""
+    return seconds_of(environ, AFTER_VARIABLE, _AFTER_S, never=True)
+
+
+def hang_s(environ: Mapping[str, str]) -> float:
+    """Returns how long a rank may let others wait; 0 for ever; see `seconds_of`."""
+    return seconds_of(environ, hang.HANG_VARIABLE, _HANG_S, never=True)
+
+
+def listen(detected: Detected, environ: Mapping[str, str]) -> tuple[socket.socket | None, Meeting]:
+    """Opens rank 0's socket where the other ranks can reach it; see `listen_to_ranks`.
+
+    Returns:
+        The socket, None where there is none to be had or needed; and what the others must know.
+    """
+    seconds = after_s(environ)
+    nowhere = Meeting(seconds, (), 0, "")
+    if not seconds:
+        return None, nowhere
+    try:
+        listener, addresses = listen_to_ranks(detected, environ)
+    except OSError as error:  # to train without is better than not to train
+        print(f"hvdtrain: ranks that wait for one another will not be named: {error}", file=sys.stderr, flush=True)
+        return None, nowhere
+    listener.setblocking(False)
+    port, token = listener.getsockname()[1], secrets.token_hex(16)
+    return listener, Meeting(seconds, addresses, port, token, hang_s(environ))
+
+
+def start(
+    rank: int,
+    size: int,
+    meeting: Meeting | None,
+    listener: socket.socket | None,
+    who: Sequence[tuple[str, int]] = (),
+) -> Tracker:
+    """Returns what keeps this rank in step with the others, watched over by a thread.
+
+    Args:
+        rank, size: this process, and how many there are.
+        meeting: rank 0's, as all have received it; None: one process.
+        listener: on rank 0.
+        who: host and process of each rank, where they are known.
+    """
+    tracker = Tracker(rank, size, on=meeting is not None and meeting.after_s > 0)
+    if meeting is not None and meeting.addresses:
+        tracker.watch = Watch(tracker, meeting, listener, who)
+    return tracker
+
+
+class Watch:
+    """One rank's thread that watches over its `Tracker`.
+
+    Args:
+        tracker: where this rank is.
+        meeting: rank 0's.
+        listener: on rank 0.
+        who: host and process of each rank, where they are known.
+    """
+
+    def __init__(
+        self,
+        tracker: Tracker,
+        meeting: Meeting,
+        listener: socket.socket | None = None,
+        who: Sequence[tuple[str, int]] = (),
+    ) -> None:
+        self._tracker, self._meeting, self._listener = tracker, meeting, listener
+        self._closing = threading.Event()
+        self._question, self._asking = 0, False
+        self._noted: tuple[str, int] | None = None
+        self._own = looks.Own(tracker, meeting)
+        self._rounds = Rounds(self._own, tracker.size, who, self._end_hung)
+        its = elastic.active()
+        self._formation = its.line.formation if its is not None else 0
+        run = self._speak if tracker.rank else self._compare
+        self._thread = threading.Thread(target=run, name="hvdtrain in step", daemon=True)
+        self._thread.start()
+
+    def close(self, *, wait: bool = True) -> None:
+        """Ends the thread; others that look for it find nothing."""
+        self._closing.set()
+        if wait:
+            self._thread.join(_CLOSE_S)
+        self._own.close()
+
+    def use_run_dir(self, run_dir: Path) -> None:
+        """See `looks.Own.use_run_dir`."""
+        self._own.use_run_dir(run_dir)
+
+    def _end_hung(self, error: list[str], links: Sequence[Link], ranks: Sequence[int]) -> None:
+        """Ends the job; an elastic one goes on without those that are hung."""
+        its = elastic.active()
+        if its is None or its.member is None:
+            self._end_all(error, links)
+        else:
+            print(describe("hvdtrain", ReplicaError(*error), self._tracker.rank), file=sys.stderr, flush=True)
+            its.line.say(do="hung", formation=self._formation, ranks=list(ranks))
+
+    def _end_all(self, error: list[str], links: Sequence[Link], code: int = HUNG_CODE) -> None:
+        self._own.close()
+        self._tracker.run_dir = None  # what the main thread fails with meanwhile comes of it
+        end_all(error, self._tracker.rank, links, code=code)
+
+    # -- every rank but 0 ------------------------------------------------------------------------------------------
+    def _speak(self) -> None:
+        link: Link | None = None
+        sent: State | None = None
+        hang_s = self._meeting.hang_s
+        shy_s = min(self._meeting.after_s, hang_s / 3) if hang_s else float("inf")
+        heard_s, pinged = time.monotonic(), False
+        while not self._closing.is_set():
+            idle_s = self._own.tick()
+            state = self._tracker.stuck(self._meeting.after_s)
+            if link is None and (state is not None or idle_s > shy_s):
+                link, sent = connect(self._meeting, self._tracker.rank), None
+            unheard_s = min(idle_s, time.monotonic() - heard_s) if self._tracker.rank == 1 and hang_s else 0.0
+            if unheard_s > _UNHEARD * hang_s + ANSWER_S and (link is None or pinged):
+                self._rounds.without_rank_0(linked=link is not None)
+            if link is None:
+                self._closing.wait(_TICK_S)
+                continue
+            try:
+                if state != sent:
+                    link.send(at=state)
+                    sent = state
+                if unheard_s > _UNHEARD * hang_s and not pinged:
+                    link.send(ping=True)
+                    pinged = True
+                for message in link.receive(_TICK_S):
+                    heard_s, pinged = time.monotonic(), False
+                    if "end" in message:
+                        self._end_all(message["end"], [link], message["code"])
+                    if "look" in message:
+                        link.send(look=self._own.report(full=message["full"]), asked=message["look"])
+                    if "ask" in message:
+                        sent = self._tracker.stuck(self._meeting.after_s)
+                        link.send(at=sent, asked=message["ask"])
+            except (OSError, ValueError):  # rank 0 is gone, which is the engine's to say
+                link.close()
+                link = None
+                self._closing.wait(_TICK_S)
+        if link is not None:
+            link.close()
+
+    # -- rank 0 ----------------------------------------------------------------------------------------------------
+    def _compare(self) -> None:
+        assert self._listener is not None
+        links: dict[Link, int] = {}  # rank; 0 until it has said who it is
+        reports: dict[int, Mapping[str, Any]] = {}
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._listener, selectors.EVENT_READ, None)
+            while not self._closing.is_set():
+                idle_s = self._own.tick()
+                for key, _ in selector.select(_TICK_S):
+                    if key.data is None:
+                        with contextlib.suppress(OSError):
+                            link = Link(self._listener.accept()[0])
+                            links[link] = 0
+                            selector.register(link.socket, selectors.EVENT_READ, link)
+                    elif not self._take(key.data, links, reports):
+                        selector.unregister(key.data.socket)
+                        rank = links.pop(key.data)
+                        if rank not in links.values():  # it may have come through several addresses
+                            reports.pop(rank, None)
+                        key.data.close()
+                self._judge(list(links), reports)
+                if self._meeting.hang_s:
+                    self._rounds.go_on({rank: link for link, rank in links.items() if rank}, idle_s)
+        for link in links:
+            link.close()
+        self._listener.close()
+
+    def _take(self, link: Link, links: dict[Link, int], reports: dict[int, Mapping[str, Any]]) -> bool:
+        """Takes what a rank says; returns whether the link is to be kept."""
+        try:
+            for message in link.receive(0):
+                if links[link] and "look" in message:
+                    self._rounds.answer(links[link], message)
+                elif links[link] and "ping" in message:
+                    link.send(pong=True)
+                elif links[link]:
+                    reports[links[link]] = message
+                elif hmac.compare_digest(str(message["token"]), self._meeting.token):
+                    links[link] = int(message["rank"])
+                    link.longest = LONGEST_REPORT
+                    self._rounds.reached.add(links[link])
+                    link.socket.sendall(WELCOME)
+                else:
+                    return False
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
+        return True
+
+    def _judge(self, links: list[Link], reports: Mapping[int, Mapping[str, Any]]) -> None:
+        """Ends the job when all ranks wait for one another, and have said so when they were asked."""
+        mine = self._tracker.stuck(self._meeting.after_s)
+        states = [mine, *(reports.get(rank, {}).get("at") for rank in range(1, self._tracker.size))]
+        stuck = [state for state in states if state is not None]
+        if len(stuck) < self._tracker.size:
+            self._asking = False
+            self._note([rank for rank, state in enumerate(states) if state is None])
+        elif not deadlocked(stuck):
+            self._asking = False
+        elif not self._asking:
+            self._asking = True
+            self._question += 1
+            for link in links:
+                with contextlib.suppress(OSError):
+                    link.send(ask=self._question)
+        elif all(report.get("asked") == self._question for report in reports.values()):
+            error = out_of_step(stuck, self._tracker.remedy)
+            text = [error.rule, error.received, error.remedy]
+            if self._own.run_dir is not None:  # where `hvdtrain why` looks
+                ranks = list(range(self._tracker.size))
+                said = {rank: {"rank": rank, "at": state} for rank, state in enumerate(stuck)}
+                bundle.write(
+                    bundle.path_of(self._own.run_dir), text, hang.Verdict("out of step", ranks, ranks), said, {}
+                )
+            self._end_all(text, links, OUT_OF_STEP_CODE)
+
+    def _note(self, absent: list[int]) -> None:
+        """Tells once a place whom rank 0 waits for: a rank that is stopped cannot say so."""
+        place = self._tracker.stuck(_NOTE_S)
+        if place is not None and (place["kind"], place["number"]) != self._noted:
+            self._noted = (place["kind"], place["number"])
+            print(waiting(place, absent, _NOTE_S), file=sys.stderr, flush=True)
+
+
+def end_all(
+    error: list[str], rank: int, links: Sequence[Link], program: str = "hvdtrain", code: int = OUT_OF_STEP_CODE
+) -> NoReturn:
+    """Prints the error and ends this process, whose main thread is blocked.
+
+    Rank 0 tells the others first, and waits until they have printed it: a launcher that sees one rank gone ends all.
+
+    Args:
+        error: rule, what came, and remedy.
+        rank: this one.
+        links: of rank 0, to all others; of the others, to rank 0; without, the error is told whole.
+        program: that says so.
+        code: that the process ends with.
+    """
+    with ending():
+        try:
+            _speak(error, rank, links, program, code)
+        finally:
+            end_now(code)  # whatever goes wrong with the words
+
+
+def _speak(error: list[str], rank: int, links: Sequence[Link], program: str, code: int) -> None:
+    rule, received, remedy = error
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+    print(
+        describe(program, ReplicaError(rule, received, remedy, shared=rank == 0 or bool(links)), rank),
+        file=sys.stderr,
+        flush=True,
+    )
+    with contextlib.suppress(OSError):  # the engine breaks as soon as one rank is gone: no more need be said
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    for link in links:
+        with contextlib.suppress(OSError):
+            if rank == 0:
+                link.send(end=error, code=code)
+            else:  # this says that it is printed; the engine of rank 0 would abort if this rank were gone first
+                link.socket.shutdown(socket.SHUT_WR)
+    _end_children()
+    deadline = time.monotonic() + _LAST_WORDS_S
+    for link in links:
+        with contextlib.suppress(OSError, ValueError):
+            while time.monotonic() < deadline:
+                link.receive(0.1)
+
+
+def _end_children() -> None:
+    """Ends this rank's workers: one in an endless loop would outlive it, and keep the launcher waiting."""
+    pools: Any = sys.modules.get("multiprocessing.pool")
+    for found in gc.get_objects() if pools is not None else ():
+        # not isinstance, which asks for `__class__`: a weak proxy whose object is gone raises
+        if issubclass(type(found), pools.Pool):  # its thread would start another for each that ends
+            found._worker_handler._state = pools.TERMINATE
+    multiprocessing = sys.modules.get("multiprocessing")
+    with contextlib.suppress(OSError, ValueError):
+        for child in multiprocessing.active_children() if multiprocessing is not None else ():
+            child.kill()

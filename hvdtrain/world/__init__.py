@@ -1,0 +1,1 @@
+"""The ranks as programs hold them: joined, seeded, with the same data."""

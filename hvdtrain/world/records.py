@@ -1,0 +1,254 @@
+"""The records of a stream: begun anew in each epoch, counted, and compared among ranks and with a later run."""
+
+from __future__ import annotations
+
+import inspect
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain, islice
+from typing import Any
+
+from hvdtrain.core.errors import ConfigError, ReplicaError, by_rank
+from hvdtrain.core.version import add_note
+from hvdtrain.world import same_data
+from hvdtrain.world.world import World
+
+HEAD = 8  # records that ranks compare before anything is dealt
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How messages speak of what is walked.
+
+    Attributes:
+        name: of it, or the argument that gives it.
+        one, many: of its records.
+        again: what makes it the same whenever it is read.
+        whole: what makes it the same on every rank.
+        anew: what can be read in every epoch.
+        batches: records are lists of the samples of a step, which are compared one by one: a run that goes on may cut
+            them otherwise.
+    """
+
+    name: str
+    one: str
+    many: str
+    again: str
+    whole: str
+    anew: str
+    batches: bool = False
+
+
+STREAM = Kind(
+    "the stream", "record", "records",
+    "shuffle by a seed that is made of the epoch alone: a callable records(epoch), or set_epoch(epoch) (webdataset:"
+    " .shuffle(n, rng=random.Random(epoch)) within records(epoch)); what is drawn for each sample belongs into decode=,"
+    " whose random numbers are made of the sample's place",
+    "give every rank the whole stream, hvdtrain deals it: no records[rank::size], shard(), split_by_node or"
+    " split_dataset_by_node; sort lists of files; shuffle by a seed that is made of the epoch alone (a callable"
+    " records(epoch), or set_epoch(epoch))",
+    "give a data set, a list or a tuple of arrays; or the function that makes the stream,"
+    " loader(lambda epoch: records(epoch), ...), or an object with __iter__",
+)  # fmt: skip
+
+
+def _order(argument: str, one: str, *, batches: bool = False) -> Kind:
+    return Kind(
+        f"the order of {argument}", one, "indices",
+        "draw with torch's global generator, or with one that the sampler has as `generator`"
+        " (RandomSampler(data, generator=torch.Generator())): both are seeded by seed= and the epoch; or give a"
+        f" function of the epoch, {argument}lambda epoch: ...",
+        f"give every rank the same {argument}, which names the samples of all ranks: hvdtrain deals them, no"
+        " [rank::size]; draw by the same seed on every rank",
+        f"give a sampler, a list, or a function of the epoch: {argument}lambda epoch: ...",
+        batches,
+    )  # fmt: skip
+
+
+SAMPLER, BATCH_SAMPLER = _order("sampler=", "index"), _order("batch_sampler=", "batch", batches=True)
+
+
+def stream_of(data: Any, kind: Kind = STREAM) -> Callable[[int], Iterator[Any]]:
+    """Returns the function that begins the stream of an epoch.
+
+    Args:
+        data: an iterable that can be read again (`set_epoch(epoch)` is called if it has one); or a function that
+            returns one: of the epoch, if it has a parameter that must be given or is named `epoch`, else of nothing.
+        kind: what it is to the user.
+
+    Raises:
+        ConfigError: an iterator, which can be read once only, or nothing that can be read.
+    """
+    if (
+        isinstance(data, Iterable)
+        and not isinstance(data, (str, bytes, set, frozenset))
+        and not hasattr(data, "__next__")
+    ):
+
+        def begin(epoch: int) -> Iterator[Any]:
+            for told in (data, getattr(data, "sampler", None)):
+                set_epoch = getattr(told, "set_epoch", None)
+                if callable(set_epoch):
+                    set_epoch(epoch)
+            return iter(data)
+
+        return begin
+    if callable(data) and not hasattr(data, "__next__"):
+        return (lambda epoch: iter(data(epoch))) if _takes_epoch(data) else (lambda epoch: iter(data()))
+    raise ConfigError(
+        f"{kind.name} can be read anew: in each epoch, and after a restart",
+        f"a {type(data).__name__}" + (", which can be read once" if hasattr(data, "__next__") else ""),
+        kind.anew,
+    )
+
+
+def _takes_epoch(function: Callable[..., Any]) -> bool:
+    """True for a parameter that must be given, or is named so; `lambda path=path: read(path)` is left as it is."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return False
+    free = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [p for p in parameters.values() if p.default is p.empty and p.kind not in free]
+    return "epoch" in parameters or bool(needed)
+
+
+class Noted:
+    """An iterator over the records of an epoch that counts them and keeps a digest; what fails says at which record.
+
+    Args:
+        records: the stream.
+        unstable: names of parts that differ from one reading to the next, and are not compared.
+        told: is called before each record, with ~its number.
+        keep: how many of the first are kept, as `first`.
+        kind: what they are to the user.
+    """
+
+    def __init__(
+        self,
+        records: Iterator[Any],
+        unstable: frozenset[str] = frozenset(),
+        told: Callable[[int], None] = lambda number: None,
+        keep: int = HEAD,
+        kind: Kind = STREAM,
+    ) -> None:
+        self._records = records
+        self._unstable = unstable
+        self._told = told
+        self._keep = keep
+        self._batch: list[Any] = []
+        self._rest: list[Any] = []
+        self._before = 0
+        self.kind = kind
+        self.count = 0
+        self.digest = 0
+        self.first: list[Any] = []
+
+    def __iter__(self) -> Noted:
+        return self
+
+    def __next__(self) -> Any:
+        if self._rest:
+            record, self._rest = self._rest, []
+            return self._noted(record)
+        self._told(~self.count)
+        try:
+            record = next(self._records)
+        except StopIteration:
+            raise
+        except Exception as error:
+            add_note(error, f"hvdtrain: while reading {self.kind.one} {self.count} of {self.kind.name}")
+            raise
+        if len(self.first) < self._keep:
+            self.first.append(record)
+        self.count += 1
+        return self._noted(record)
+
+    def _noted(self, record: Any) -> Any:
+        if self.kind.batches:
+            record = self._batch = list(record)
+            self._before = self.digest
+        for sample in record if self.kind.batches else (record,):
+            for name, seen in same_data.glance(sample):
+                if name not in self._unstable:
+                    self.digest = zlib.crc32(name.encode() + seen, self.digest)
+        return record
+
+    def put_back(self, count: int) -> None:
+        """Has the last samples of the batch that was read last come again, as a batch of their own."""
+        batch, self.digest = self._batch, self._before
+        self._noted(batch[:-count])
+        self._rest = batch[-count:]
+
+
+@dataclass(frozen=True)
+class Head:
+    """How a stream begins, to be compared among ranks and with a later run.
+
+    Attributes:
+        kind: what it is to the user.
+        records: how many were read.
+        digest: of what was the same when they were read again, in hex.
+        unstable: names of the parts that were not.
+    """
+
+    kind: Kind
+    records: int
+    digest: str
+    unstable: frozenset[str]
+
+
+def head(begin: Callable[[], Iterator[Any]], count: int = HEAD, kind: Kind = STREAM) -> Head:
+    """Returns the head of a stream, which is read twice: ranks read it on their own, and a resumed run again.
+
+    Args:
+        begin: begins to read it.
+        count: records to look at, or samples of batches.
+        kind: what it is to the user.
+
+    Raises:
+        ConfigError: the two differ in all parts of a record that tell one from another.
+    """
+
+    def samples() -> Iterator[Any]:
+        return chain.from_iterable(begin()) if kind.batches else begin()
+
+    first, second = (list(islice(samples(), count)) for _ in range(2))
+    seen = [[dict(same_data.glance(record)) for record in records] for records in (first, second)]
+    unstable = {name for a, b in zip(*seen, strict=False) for name in a.keys() | b.keys() if a.get(name) != b.get(name)}
+    names = {name for record in seen[0] for name in record}
+    # a part that is the same in all of them (the shard they are from) tells no order from another; few may be by chance
+    telling = {name for name in names - unstable if len(first) < HEAD or len({r.get(name) for r in seen[0]}) > 1}
+    if len(first) != len(second) or (unstable and not telling):
+        raise ConfigError(
+            f"{kind.name} has the same {kind.many}, one after another, whenever it is read for the same epoch",
+            f"read twice, it began with other {kind.many}",
+            kind.again,
+        )
+    digest = 0
+    for record in seen[0]:
+        for name, glance in record.items():
+            digest = zlib.crc32(name.encode() + glance, digest) if name not in unstable else digest
+    return Head(kind, len(first), f"{digest:08x}", frozenset(unstable))
+
+
+def check_heads(world: World, mine: Head) -> None:
+    """Refuses ranks whose streams do not begin alike; collective."""
+    _refuse_different(world, mine.kind, (mine.records, mine.digest), f"its first {{}} {mine.kind.many}: digest {{}}")
+
+
+def check_ends(world: World, samples: int, digest: int, kind: Kind = STREAM) -> None:
+    """Refuses ranks whose streams did not have the same records, at the end of an epoch; collective."""
+    _refuse_different(world, kind, (samples, f"{digest:08x}"), "an epoch of {} samples: digest {}")
+
+
+def _refuse_different(world: World, kind: Kind, mine: tuple[int, str], text: str) -> None:
+    found = world.gather(mine)
+    if any(other != found[0] for other in found):
+        raise ReplicaError(
+            f"{kind.name} must be the same on every rank: the same {kind.many}, one after another",
+            by_rank([text.format(*its) for its in found]),
+            kind.whole,
+            shared=True,
+        )

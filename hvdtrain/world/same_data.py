@@ -1,0 +1,373 @@
+"""Do all ranks hold the same data in the same order? A cheap digest, compared before anything is dealt.
+
+A loader deals one global order: it is right only where sample i is the same sample on every rank. Small data is
+digested whole; of large data the first and last rows and a fixed sample of those between, a few milliseconds
+whatever the size.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from hvdtrain.core.errors import ReplicaError
+from hvdtrain.world.world import World
+
+if TYPE_CHECKING:
+    import numpy as np
+
+ALL_THE_DATA = "give every rank all the data, not a part such as x[rank::size]: hvdtrain deals the samples itself"
+_WHOLE_BYTES = 1 << 22  # up to here everything is digested
+_ROWS = 64  # else so many rows
+_ITEMS = 8  # of a data set that is read by index
+_ROW_BYTES = 1 << 12  # and of a long row so many bytes, spread over it
+# of each part of each record of a stream so many bytes are looked at whole; of longer ones both ends, and so many
+# between, of which each costs a line of the cache
+_GLANCE, _ENDS, _BETWEEN = 1 << 12, 1 << 10, 1 << 8
+_PIXELS = 32  # of a picture
+_PIECE = 1 << 14  # rows hashed at a time
+_SKETCH = 512  # row hashes of a rank that are compared to say what differs
+
+
+Card = tuple[tuple[str, ...], tuple[int, ...], tuple[str, ...], tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class Digest:
+    """What a rank holds, small enough to send.
+
+    Attributes:
+        card: what is sent. Of the arrays their names, as a user would write them ("[0]", "['image']"); samples of each;
+            dtype and shape of a sample; hashes of their contents, with their order, in hex.
+        sketch: makes hashes of rows without their order (uint64), to tell why data differs; not sent with the rest.
+    """
+
+    card: Card
+    sketch: Callable[[], np.ndarray] = field(repr=False, compare=False)
+
+
+def of_arrays(data: Any) -> Digest:
+    """Returns the digest of an array, or of nested dicts, lists and tuples of arrays (`None` counts); local.
+
+    Args:
+        data: what has a length and gives a row for an index: numpy arrays, memory maps, tensors on any device.
+    """
+    leaves = list(_leaves(data))
+    arrays = [leaf for _, leaf in leaves]
+    whole = sum(int(getattr(leaf, "nbytes", _WHOLE_BYTES + 1)) for leaf in arrays if leaf is not None) <= _WHOLE_BYTES
+    names = tuple(name for name, _ in leaves)
+    lengths = tuple(0 if leaf is None else len(leaf) for leaf in arrays)
+    hashes = tuple(_hash(leaf, whole) for leaf in arrays)
+    return Digest((names, lengths, tuple(map(_kind, arrays)), hashes), lambda: _row_hashes(arrays))
+
+
+def of_items(dataset: Any) -> Digest:
+    """Returns the digest of a data set that gives a sample for an index, from some of its samples; local.
+
+    Each is read twice, with Python's and numpy's generators set alike on all ranks and put back afterwards: what
+    differs between the two reads (augmentation with a generator of its own) is not compared.
+
+    Args:
+        dataset: with `len` and an item (nested arrays, numbers, images, text) for an index.
+    """
+    length = len(dataset)
+    chosen = _positions(length, _ITEMS)
+    with _fixed_generators():
+        rows = []
+        for index in chosen:
+            first, second = ([_whole(leaf) for _, leaf in _leaves(dataset[index])] for _ in range(2))
+            rows.append(b"|".join(a for a, b in zip(first, second, strict=False) if a == b))
+    digest = hashlib.blake2b(b"\n".join(rows), digest_size=16).hexdigest()
+
+    def sketch() -> np.ndarray:
+        import numpy as np
+
+        return np.unique(
+            np.array([int.from_bytes(hashlib.blake2b(r, digest_size=8).digest(), "big") for r in rows], dtype=np.uint64)
+        )
+
+    return Digest((("",), (length,), (type(dataset).__name__,), (digest,)), sketch)
+
+
+def check(world: World, mine: Digest) -> None:
+    """Refuses ranks that hold other data, or the same in another order; collective.
+
+    Args:
+        world: the ranks.
+        mine: this rank's digest.
+
+    Raises:
+        ReplicaError: on every rank: lengths, kinds, contents or order differ.
+    """
+    if world.size == 1:
+        return
+    cards = world.gather(mine.card)
+    if all(card == cards[0] for card in cards):
+        return
+    sketches = world.gather(mine.sketch()[:_SKETCH])
+    received, fix = _diagnose(cards, sketches)
+    raise ReplicaError("the data must be the same on every rank, in the same order", received, fix, shared=True)
+
+
+# -------------------------------------------------------------------- what differs
+def _diagnose(cards: Sequence[Card], sketches: Sequence[Any]) -> tuple[str, str]:
+    names, lengths, kinds, hashes = zip(*cards, strict=True)
+    samples = [max(length, default=0) for length in lengths]
+    if len(set(zip(names, kinds, strict=True))) > 1:
+        pairs = [zip(its_names, its_kinds, strict=True) for its_names, its_kinds in zip(names, kinds, strict=True)]
+        arrays = [", ".join(f"{name or 'data'} {kind}" for name, kind in its) for its in pairs]
+        return _of_ranks(arrays), "give every rank the same arrays, with the same types and shapes"
+    digests = (" ".join(its[:8] for its in of_rank) or "of nothing" for of_rank in hashes)
+    held = _of_ranks(f"{count} samples, digest {its}" for count, its in zip(samples, digests, strict=True))
+    common = set.intersection(*(set(sketch.tolist()) for sketch in sketches))
+    union = set.union(*(set(sketch.tolist()) for sketch in sketches))
+    if not common and max(samples) - min(samples) <= 1:
+        guess = "each rank got a part of the data (x[rank::size]), or lists its files in another order (os.listdir)"
+        return (
+            f"{held}\nno sample in common among those that were read: {guess}; or makes data with another seed",
+            f"{ALL_THE_DATA}; sort lists of files: sorted(os.listdir(folder))",
+        )
+    if max(samples) != min(samples):
+        return held + "\nother lengths", "give every rank the same files, read whole; " + ALL_THE_DATA
+    if common == union:
+        return held + "\nthe same samples in another order", (
+            "shuffle with the same seed on every rank, or not at all (the loader shuffles); sort lists of files, whose"
+            " order may differ from machine to machine"
+        )
+    differing = [names[0][i] or "data" for i in range(len(names[0])) if len({its[i] for its in hashes}) > 1]
+    return f"{held}\nthe contents of {', '.join(differing)} differ", (
+        "read the same files on every rank, and use the same seed where data is made or drawn; " + ALL_THE_DATA
+    )
+
+
+def _of_ranks(texts: Iterable[str]) -> str:
+    return "\n".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
+
+
+# -------------------------------------------------------------------- digests
+def _leaves(data: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(data, Mapping):
+        for key in sorted(data, key=repr):  # of a dict made of a set, another order in each process
+            yield from _leaves(data[key], f"{name}[{key!r}]")
+    elif isinstance(data, (list, tuple)):
+        for index, item in enumerate(data):
+            yield from _leaves(item, f"{name}[{index}]")
+    else:
+        yield name, data
+
+
+def glance(record: Any) -> Iterator[tuple[str, bytes]]:
+    """Yields the parts of a record by name, each with a little of it, cheaply enough for every record of a stream.
+
+    Of an object these are its attributes; of a picture its file's name, or some of its pixels. Objects that show
+    nothing of what they hold, such as those of a C library, count by their type alone.
+    """
+    return _parts(record, "", ())
+
+
+def _parts(data: Any, name: str, within: tuple[int, ...]) -> Iterator[tuple[str, bytes]]:
+    inner: Iterable[tuple[str, Any]] | None = None
+    if id(data) in within:
+        yield name, b"within itself"
+    elif isinstance(data, Mapping):
+        inner = ((f"[{key!r}]", data[key]) for key in sorted(data, key=repr))
+    elif isinstance(data, (list, tuple, deque)):
+        inner = ((f"[{index}]", item) for index, item in enumerate(data))
+    elif isinstance(data, (bytes, bytearray, str)):
+        yield name, _some_of(data)
+    elif data is None or isinstance(data, (bool, int, float, complex)):
+        yield name, repr(data).encode()
+    elif hasattr(data, "dtype") and hasattr(data, "shape"):
+        if getattr(data.dtype, "hasobject", False):
+            inner = ((f"[{index}]", item) for index, item in enumerate(_on_host(data).reshape(-1).tolist()))
+        else:
+            yield name, _bytes(data, _ENDS) + _bytes(getattr(data, "mask", None), _ENDS)
+    elif isinstance(data, (set, frozenset)):
+        yield name, _some_of(repr(sorted(map(repr, data))))
+    elif (held := _buffer(data)) is not None:
+        yield name, _some_of(held)
+    elif hasattr(data, "getpixel") and hasattr(data, "size"):
+        yield name, _of_picture(data)
+    elif not isinstance(data, type) and (attributes := _attributes(data)):
+        inner = ((f".{attribute}", value) for attribute, value in attributes.items())
+        yield name, type(data).__name__.encode()
+    else:
+        yield name, _some_of(_said(data))
+    for key, value in inner or ():
+        yield from _parts(value, f"{name}{key}", (*within, id(data)))
+
+
+def _some_of(text: bytes | bytearray | str) -> bytes:
+    part = text
+    if len(text) > _GLANCE:
+        part = text[:_ENDS] + text[:: len(text) // _BETWEEN] + text[-_ENDS:]  # type: ignore[operator]
+    return f"{len(text)}".encode() + (part.encode(errors="replace") if isinstance(part, str) else bytes(part))
+
+
+def _buffer(data: Any) -> bytes | None:
+    """What an array of the standard library or of ctypes holds, or a file in memory."""
+    try:
+        return memoryview(data.getbuffer() if hasattr(data, "getbuffer") else data).cast("B").tobytes()
+    except (TypeError, ValueError):  # holds no bytes, or none that lie together
+        return None
+
+
+def _of_picture(picture: Any) -> bytes:
+    """Of one that is read when it is needed, its file's name: to look at its pixels would be to decode it."""
+    wide, high = picture.size
+    file = os.path.basename(getattr(picture, "filename", ""))  # each host may have its folder
+    if file or not wide or not high:
+        return f"{file} {wide} {high}".encode()
+    places = [(wide * i // _PIXELS, high * (i * 7 % _PIXELS) // _PIXELS) for i in range(_PIXELS)]
+    return f"{wide} {high} {[picture.getpixel(place) for place in places]}".encode()
+
+
+def _attributes(data: Any) -> dict[str, Any]:
+    """An object's, by name; those that Python fills in are left out."""
+    slots = [name for kind in type(data).__mro__ for name in _names(getattr(kind, "__slots__", ()))]
+    if hasattr(data, "to_numpy"):  # a table
+        return {"columns": list(getattr(data, "columns", ())), "values": data.to_numpy()}
+    found = {name: getattr(data, name) for name in (*slots, "args") if hasattr(data, name)}  # of an exception, and such
+    found |= getattr(data, "__dict__", {})
+    return {name: found[name] for name in sorted(found) if not (name.startswith("__") and name.endswith("__"))}
+
+
+def _names(slots: Any) -> tuple[str, ...]:
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+def _said(data: Any) -> str:
+    """What an object says of itself, if that is more than its address."""
+    kind = type(data)
+    says = any("__repr__" in vars(base) for base in kind.__mro__[:-1])
+    text = repr(data) if says and kind.__module__ != "builtins" else getattr(data, "__qualname__", kind.__name__)
+    return kind.__name__ if " at 0x" in text else text
+
+
+def _positions(length: int, count: int) -> list[int]:
+    """Indices of first, last and some between, in growing order; a function of the numbers alone."""
+    if length <= count:
+        return list(range(length))
+    between = random.Random(length).sample(range(1, length - 1), count - 2)
+    return [0, *sorted(between), length - 1]
+
+
+def _kind(leaf: Any) -> str:
+    return "None" if leaf is None else f"{getattr(leaf, 'dtype', type(leaf).__name__)}{list(leaf.shape[1:])}"
+
+
+def _hash(leaf: Any, whole: bool) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    if leaf is not None and len(leaf):
+        rows = [leaf] if whole else (leaf[index] for index in _positions(len(leaf), _ROWS))
+        for row in rows:
+            digest.update(_bytes(row, _WHOLE_BYTES if whole else _ROW_BYTES))
+    return digest.hexdigest()
+
+
+def _whole(leaf: Any) -> bytes:
+    """Contents of a picture, array, number or text; a glance at any other object."""
+    known = leaf is None or isinstance(leaf, (str, bytes, int, float)) or hasattr(leaf, "__array_interface__")
+    if known or (hasattr(leaf, "dtype") and hasattr(leaf, "shape")):
+        return _bytes(leaf)
+    return b"|".join(name.encode() + seen for name, seen in glance(leaf))
+
+
+def _bytes(value: Any, limit: int = 1 << 62) -> bytes:
+    """Contents of an array, number, image or text; of a long one a spread sample."""
+    import numpy as np
+
+    if value is None or isinstance(value, (str, bytes, int, float, bool)):
+        return repr(value).encode()
+    array = _on_host(value)
+    if array.dtype.hasobject:
+        return b"|".join(seen for _, seen in glance(array.tolist()))
+    flat = array.reshape(-1)
+    step = max(1, -(-array.nbytes // limit))
+    return f"{array.dtype}{array.shape}".encode() + np.ascontiguousarray(flat[::step]).tobytes()
+
+
+def _on_host(value: Any) -> np.ndarray:
+    import numpy as np
+
+    if hasattr(value, "detach"):  # a torch tensor
+        value = value.detach().cpu()
+    try:
+        return np.asarray(value)
+    except (TypeError, ValueError):
+        return np.asarray(repr(value))
+
+
+def _row_hashes(arrays: Sequence[Any]) -> np.ndarray:
+    """The smallest hashes of whole samples, sorted (uint64): equal for the same samples in whatever order."""
+    import numpy as np
+
+    length = min((len(array) for array in arrays if array is not None), default=0)
+    pieces = [np.zeros(0, np.uint64)]
+    for start in range(0, length, _PIECE):
+        total: Any = np.uint64(0)
+        for array in arrays:
+            if array is not None:
+                total = (total ^ _mixed(_on_host(array[start : start + _PIECE]))) * np.uint64(0x9E3779B97F4A7C15)
+                total ^= total >> np.uint64(29)
+        pieces.append(np.unique(total)[:_SKETCH])
+    return np.unique(np.concatenate(pieces))[:_SKETCH]
+
+
+def _mixed(rows: np.ndarray) -> np.ndarray:
+    """One uint64 for each row, from up to 64 of its elements."""
+    import numpy as np
+
+    rows = rows.reshape(len(rows), -1)
+    if rows.shape[1] > 64:
+        rows = rows[:, np.linspace(0, rows.shape[1] - 1, 64).astype(np.int64)]
+    rows = rows.astype("U64") if rows.dtype.hasobject else rows
+    octets = np.ascontiguousarray(rows).view(np.uint8).reshape(len(rows), -1)
+    factors = np.random.Philox(key=7).random_raw(octets.shape[1]) | np.uint64(1)
+    return (octets.astype(np.uint64) + np.uint64(1)) @ factors
+
+
+@contextmanager
+def _fixed_generators() -> Iterator[None]:
+    import numpy as np
+
+    kept, kept_numpy = random.getstate(), np.random.get_state()
+    random.seed(0)
+    np.random.seed(0)
+    try:
+        yield
+    finally:
+        random.setstate(kept)
+        np.random.set_state(kept_numpy)
+
+
+# A tensor's checksum is the sum of its elements' bits, as integers, each times an odd number made of its place and this
+# one, modulo 2**64: unlike a plain sum it sees the order. (2**64 over the golden ratio, as a signed number: Knuth's
+# multiplier.)
+PRIME = -7046029254386353131
+
+
+def checksum(array: np.ndarray) -> int:
+    """Returns that checksum of an array in main memory, of numbers or truth values (int64)."""
+    import numpy as np
+
+    bits = np.ascontiguousarray(array).reshape(-1).view(f"i{array.itemsize}")
+    places = np.arange(1, len(bits) + 1, dtype=np.int64) * PRIME
+    return int((bits * ((places ^ (places >> 29)) * PRIME | 1)).sum())
+
+
+def is_statistic(name: str) -> bool:
+    """Whether state that is not trained is a running mean or variance, by the names that the frameworks' normalisation
+    layers (and others) give them: then the mean over ranks has a meaning. Other state (a queue, a centre, the vector of
+    a power iteration) has none, and is made equal by taking rank 0's.
+
+    Args:
+        name: of a buffer or variable, its layers' names before it or not.
+    """
+    return name.replace("/", ".").rpartition(".")[2].startswith(("running_", "moving_"))

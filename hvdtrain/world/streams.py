@@ -1,0 +1,232 @@
+"""Streams: records that come one after another, whose number nobody knows, dealt to ranks without a word among them.
+
+The order of the stream is the global order. Every rank walks all of it and keeps its own records, those that a `Plan`
+would deal it: step s has the records [s·N·B, (s+1)·N·B), of which rank r has the r-th contiguous piece. So each rank
+sees by itself where the stream ends and how many samples the last step has, a place in it is a number of records,
+good for any number of ranks, and what costs (decoding) is done for a rank's own records only.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+from hvdtrain.core.errors import ConfigError
+from hvdtrain.core.sharding import Plan, Step, contiguous
+from hvdtrain.world.records import STREAM, Kind, Noted
+
+if TYPE_CHECKING:
+    import numpy as np
+
+_END: Any = object()
+_WALK_STREAM = 3  # of random words: the order of samples, augmentation and samples' seeds have those before
+
+
+@dataclass(frozen=True)
+class StreamPlan(Plan):
+    """How a stream is dealt; made with `samples=0`, which are not known, and `shuffle=False`.
+
+    Attributes:
+        whole_batches: records are the samples of a whole step (lists, dealt contiguously), this many as a rule;
+            0: each record is a sample.
+        kind: what is walked.
+    """
+
+    whole_batches: int = 0
+    kind: Kind = STREAM
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.whole_batches and self.tail == "drop":
+            raise ConfigError(
+                "batch_sampler= says what batches there are",
+                'tail="drop" beside it',
+                "leave the last batch out in the batch sampler (drop_last=True)",
+            )
+
+    @property
+    def global_batch(self) -> int:
+        return self.whole or self.whole_batches or super().global_batch
+
+    def total(self) -> NoReturn:
+        raise ConfigError(
+            f"how many samples {self.kind.name} has is known at its end",
+            "samples (or steps) of an epoch were asked for",
+            f"say the number: LR(total_samples=1_281_167 * epochs), or count the {self.kind.many} once",
+        )
+
+    def steps(self, consumed: int = 0) -> NoReturn:
+        self.total()
+
+    def order(self, epoch: int, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """Returns the numbers of these records: a stream is taken as it comes."""
+        import numpy as np
+
+        return np.arange(start, self.total() if stop is None else stop, dtype=np.int64)
+
+    def place_after(self, epoch: int, consumed: int) -> tuple[int, int]:
+        """Returns the place as it is: whether there are more records, the step that consumed them knows."""
+        if consumed < 0:
+            raise ConfigError("samples done in an epoch are >= 0", f"consumed={consumed}")
+        return epoch, consumed
+
+
+@dataclass(frozen=True, eq=False)
+class StreamStep(Step):
+    """One rank's part of one step of a stream.
+
+    Attributes:
+        before: samples of all ranks that were done in the epoch before this step.
+        earlier, later: samples of all ranks in the steps just before and after it, as far as they are kept and known.
+        ended: no step follows on those.
+        digest: of all records of the epoch up to its last, whoever's they are.
+    """
+
+    before: int = 0
+    earlier: tuple[int, ...] = ()
+    later: tuple[int, ...] = ()
+    ended: bool = False
+    digest: int = 0
+
+    @property
+    def samples_done(self) -> int:
+        return self.before + self.global_samples
+
+    @property
+    def place_after(self) -> tuple[int, int]:
+        return (self.epoch, self.samples_done) if self.later else (self.epoch + 1, 0)
+
+    def update(self, accumulate: int) -> tuple[int, bool]:
+        place = self.number % accumulate
+        left = accumulate - 1 - place
+        if len(self.later) < left and not self.ended or len(self.earlier) < place:
+            raise ConfigError(
+                f"{self.plan.kind.name} is read ahead as far as an update needs",  # type: ignore[attr-defined]
+                f"a loop that knows {len(self.later)} steps more, and prepare(accumulate={accumulate})",
+                "prepare model and optimizer with the loader before the loop over it begins",
+            )
+        samples = sum(self.earlier[len(self.earlier) - place :]) + self.global_samples + sum(self.later[:left])
+        return samples, left == 0 or not self.later
+
+
+def epoch_seed(seed: int, epoch: int) -> int:
+    """Returns 64 bits for what a stream draws by itself, the same on every rank."""
+    import numpy as np
+
+    counter = np.array([0, 0, 0, _WALK_STREAM], np.uint64)
+    return int(np.random.Philox(key=np.array([seed, epoch], np.uint64), counter=counter).random_raw(1)[0])
+
+
+class Part(NamedTuple):
+    """What a rank gets of a step: its own records, raw; `first`, how many of all ranks, and the digest up to there."""
+
+    first: int
+    own: list[Any]
+    samples: int
+    digest: int
+
+
+def walk(
+    records: Noted, plan: StreamPlan, epoch: int, begin: int, *, rank: int, ahead: int, digest: int | None = None
+) -> Iterator[tuple[StreamStep, list[Any]]]:
+    """Yields each step that is left in the epoch, and this rank's records of it, raw.
+
+    Args:
+        records: the whole stream, from its beginning.
+        begin: samples of all ranks that are done.
+        ahead: steps that are looked at before one is yielded, at least 1.
+        digest: of the records before `begin`, as the run that did them had them; None: nobody knows.
+
+    Raises:
+        ConfigError: the stream ends before `begin`, or that is within a batch; the records before it are others.
+    """
+    _skip(records, plan, begin, digest)
+    steps, waiting, ended = _steps(records, plan, begin, rank), deque[Part](), False
+    earlier: deque[int] = deque(maxlen=ahead)
+    number, before = 0, begin
+    while True:
+        while not ended and len(waiting) <= ahead:
+            found = next(steps, None)
+            ended = found is None
+            waiting.extend([] if found is None else [found])
+        if not waiting:
+            return
+        now = waiting.popleft()
+        yield (
+            StreamStep(
+                plan, epoch, begin, number, now.first, len(now.own), now.samples, before=before,
+                earlier=tuple(earlier), later=tuple(step.samples for step in waiting), ended=ended,
+                digest=now.digest,
+            ),
+            now.own,
+        )  # fmt: skip
+        earlier.append(now.samples)
+        number, before = number + 1, before + now.samples
+
+
+def _skip(records: Noted, plan: StreamPlan, begin: int, digest: int | None) -> None:
+    rule, kind = "a run goes on where it stopped, in the data and the order it began with", plan.kind
+    done = 0
+    while done < begin and (record := next(records, _END)) is not _END:
+        done += len(record) if plan.whole_batches else 1
+    if done < begin:
+        raise ConfigError(
+            rule,
+            f"{begin} samples of the epoch were done; {kind.name} ends after {done}",
+            "give the same data, seed and order, or start a new run directory",
+        )
+    if done > begin:  # its batches are others than those of the saved run
+        records.put_back(done - begin)
+    if digest not in (None, records.digest):
+        raise ConfigError(
+            rule,
+            f"{kind.name} has other {kind.many} than the saved run had among the first {begin} samples of the epoch:"
+            f" digest {digest:08x} when it was saved, {records.digest:08x} now",
+            f"give the same data (files that nobody changed, in the same order) and seed; {kind.again};\nor start a new"
+            " run directory",
+        )
+
+
+def _steps(records: Noted, plan: StreamPlan, begin: int, rank: int) -> Iterator[Part]:
+    before = begin
+    while True:
+        if plan.whole_batches:
+            batch = next(records, _END)
+            if batch is _END:
+                return
+            count = len(batch)
+            if count == 0:
+                raise ConfigError("a batch has samples", "batch_sampler= gave an empty one", "leave it out")
+            mine = contiguous(count, rank, plan.size)
+            own = list(batch)[mine]
+        else:
+            own, count = _piece(records, plan, rank)
+            mine = contiguous(count, rank, plan.size)
+            if count == 0 or (plan.tail == "drop" and count < plan.global_batch):
+                return
+        yield Part(before + mine.start, own, count, records.digest)
+        before += count
+
+
+def _piece(records: Iterator[Any], plan: StreamPlan, rank: int) -> tuple[list[Any], int]:
+    """Returns rank's records of the next step, and how many that step has.
+
+    Whose a record is depends on how many follow in the step: what may be this rank's is held until it is known not to
+    be, a quarter of the step's records at most.
+    """
+    held: deque[Any] = deque()
+    most = contiguous(plan.global_batch, rank, plan.size).stop
+    low = count = 0  # position in the step of the first that is held, and records read
+    for record in islice(records, plan.global_batch):
+        if count < most:
+            held.append(record)
+        count += 1
+        start = contiguous(count, rank, plan.size).start
+        while low < start:
+            held.popleft()
+            low += 1
+    mine = contiguous(count, rank, plan.size)
+    return list(islice(held, mine.stop - mine.start)), count
