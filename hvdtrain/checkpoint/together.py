@@ -2,8 +2,8 @@
 
 The files are those that rank 0 alone would write. Ranks of one host take part: those that reach a socket which rank 0
 makes in the directory, so that they are known to see it. Their processes (`hvdtrain.checkpoint.writer`) talk through
-that, and one that dies is noticed by its end. Without such processes (synchronous saves) any rank takes part that sees the
-directory which rank 0 has just made, whatever its host.
+that, and one that dies is noticed by its end. Without such processes (synchronous saves) any rank takes part that sees
+the directory which rank 0 has just made, whatever its host.
 
     rank 0's process -> another's   {"number": ..., "directory": name, or null where there is nothing to write}
     another's -> rank 0's           {"number": ..., "files": {name: sealed}} or {"number": ..., "failure": [...]}

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from hvdtrain.cluster.hosts import probe
 from hvdtrain.cluster.hosts.channel import Channel
 from hvdtrain.cluster.hosts.protocol import Message
 from hvdtrain.cluster.hosts.ssh import Ssh, SshProblem, are_this_machine, not_started
@@ -35,8 +36,8 @@ _FLUSH_EVERY_S = 0.05  # while a host has not taken all that was written
 
 def source() -> str:
     """Returns the text of the probe."""
-    folder = Path(__file__).parent
-    parts = [(folder / name).read_text(encoding="ascii") for name in ("probe.py", "probe_links.py")]
+    files = probe.__file__, str(Path(__file__).with_name("probe_links.py"))
+    parts = [Path(file).read_text(encoding="ascii") for file in files]
     return "\n".join([*parts, 'serve({"facts": facts}, sys.argv[2][::-1])', ""])
 
 
