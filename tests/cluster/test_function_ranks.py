@@ -208,11 +208,14 @@ def test_hosts_and_variables(tmp_path):
         ("hvdtrain.run(print, np=2, timeouts=5)", "timeouts=5: an hvdtrain.Timeouts"),
         ("hvdtrain.run(print, np=3, hosts='localhost:2')", "a slot for each"),
         ("hvdtrain.run(print, (__import__('threading').Lock(),), np=2)", "args[0]: TypeError: cannot pickle"),
-        ("hvdtrain.run(lambda: [step() for step in [inner]], np=2)", "LOCK, to which inner refers: TypeError: cannot"),
+        ("hvdtrain.run(lambda: [step() for step in [inner]], np=2)", "received: LOCK: TypeError: cannot"),
+        ("hvdtrain.run(lambda: [inner, HOLDER], np=2)", "received: LOCK: TypeError: cannot"),
+        ("hvdtrain.run(lambda: [other, HOLDER, other], np=2)", "received: HOLDER: TypeError: cannot"),
     ],
 )
 def test_what_is_refused_before_anything_starts(tmp_path, call, rule):
-    text = "import threading\nLOCK = threading.Lock()\ndef inner():\n    return [LOCK for _ in 'a']\n"
+    text = "import threading, types\nLOCK = threading.Lock()\nHOLDER = types.SimpleNamespace(its=threading.Lock())\n"
+    text += "def inner():\n    return [LOCK for _ in 'a']\ndef other():\n    return 1\n"
     text += f"try:\n    {call}\nexcept hvdtrain.ConfigError as error:\n    print(error)"
     assert rule in output(tmp_path, text)
 

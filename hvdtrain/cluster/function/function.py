@@ -10,7 +10,6 @@ import signal
 import sys
 import sysconfig
 from collections.abc import Callable, Mapping, Sequence
-from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, Literal, TextIO, get_args
 
@@ -102,7 +101,6 @@ def run(
         received = f"{function_pickle.why_not(function, args, kwargs or {})}{type(error).__name__}: {error}"
         raise ConfigError(rule, received, remedy) from error
     timeouts = timeouts or Timeouts()
-    about = {"grace_s": timeouts.grace_s, "modules": _loaded_by_path()}
     job = Job(
         [python, "-c", BOOT],
         job_hosts,
@@ -112,7 +110,7 @@ def run(
         ssh=Ssh(ssh_port, identity),
         network=network,
         timeouts=timeouts,
-        given=f"{json.dumps(_places_of_modules())}\n{json.dumps(about)}\n".encode() + call,
+        given=f"{json.dumps(_places_of_modules())}\n{timeouts.grace_s}\n".encode() + call,
     )
     answers: dict[int, list[str]] = {rank: [] for rank in range(job.np)}
     show = _display(output)
@@ -164,25 +162,7 @@ def _places_of_modules() -> list[str]:
         inside = real.startswith(stdlib + os.sep) and f"{os.sep}site-packages" not in real
         return real in own or inside or bool(place.endswith(".zip") and not os.path.exists(place))
 
-    def where_it_was(place: str) -> str:
-        """A relative one is as old as what was imported from there; the working directory may be another by now."""
-        return place if os.path.isabs(place) else getattr(sys.path_importer_cache.get(place), "path", place)
-
-    return [where_it_was(place) for place in sys.path if not place or not is_own(place)]
-
-
-def _loaded_by_path() -> dict[str, tuple[str, list[str] | None]]:
-    """The modules that are in no place for modules, or not any more, and where they came from."""
-    found = {}
-    for name, module in list(sys.modules.items()):
-        about = getattr(module, "__dict__", {})
-        file, folders = about.get("__file__"), about.get("__path__")
-        # a name with a dot is found by its package
-        if "." in name or name.startswith("__") or not isinstance(file, str) or not os.path.isfile(file):
-            continue
-        if PathFinder.find_spec(name) is None:
-            found[name] = os.path.abspath(file), [os.path.abspath(its) for its in folders] if folders else None
-    return found
+    return [place for place in sys.path if not place or not is_own(place)]
 
 
 def _display(output: Output) -> Callable[[int, TextIO, str], None]:

@@ -8,12 +8,9 @@ from __future__ import annotations
 import base64
 import contextlib
 import faulthandler
-import json
 import os
 import sys
 import traceback
-from importlib.machinery import ModuleSpec
-from importlib.util import spec_from_file_location
 from types import TracebackType
 from typing import Any
 
@@ -33,19 +30,6 @@ _PIECE_BYTES = 3 << 14  # of a result in one line
 _OURS = (__file__, "<string>")
 
 
-class _ByPath:
-    """Finds the modules that the caller had loaded from a file by its path: name, file, a package's folders."""
-
-    def __init__(self, places: dict[str, tuple[str, list[str] | None]]) -> None:
-        self._places = places
-
-    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        if name not in self._places:
-            return None
-        file, folders = self._places[name]
-        return spec_from_file_location(name, file, submodule_search_locations=folders)
-
-
 def main() -> int:
     """Returns the exit code; what the function raises ends the process as it ends a program."""
     from hvdtrain.cluster.function import function_pickle
@@ -53,15 +37,14 @@ def main() -> int:
     result, process = _Result(int(os.environ[RESULT])), os.getpid()
     os.environ[RESULT] = ""  # still there: no `hvdtrain.run` within one
     sys.excepthook = _show
-    about = json.loads(sys.stdin.buffer.readline())
-    sys.meta_path.append(_ByPath(about["modules"]))
+    grace_s = float(sys.stdin.buffer.readline())
     function, args, kwargs, classes = function_pickle.load_call(sys.stdin.buffer)
     try:
         value: Any = function(*args, **kwargs)
     except BaseException as error:
         if os.getpid() == process:  # and not a child that it forked
             result.hand_back(RAISED, function_pickle.dump_raised(error, classes))
-            _end_within(about["grace_s"])
+            _end_within(grace_s)
         raise
     if os.getpid() != process:
         return 0
@@ -70,7 +53,7 @@ def main() -> int:
     except Exception:  # a pickler raises what the objects raise
         traceback.print_exc()
         result.hand_back(UNFIT)
-        _end_within(about["grace_s"])
+        _end_within(grace_s)
         return 1
     result.hand_back(RETURNED, data)
     return 0
