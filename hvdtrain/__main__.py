@@ -31,7 +31,7 @@ COMMANDS = {
         "hvdtrain.horovod_build",
         "build a Horovod wheel for the frameworks installed here, and prove it",
     ),
-    "checkpoint": ("hvdtrain.commands.checkpoint", "checkpoints to and from PyTorch's DCP, and plain safetensors"),
+    "checkpoint": ("hvdtrain.commands.checkpoint", "checkpoints to and from plain PyTorch files and safetensors"),
     "report": (
         "hvdtrain.commands.report",
         "one page about a run, or several: curves, where time went, faults, advice",

@@ -126,7 +126,7 @@ class ModelPart(Part):
         return _bytes_of(self.module.state_dict().values())
 
     def write(self, file: StateFile) -> None:
-        tensors, shared = _once_each(self.module.state_dict())
+        tensors, shared = once_each(self.module.state_dict())
         write_tensors({name: tensor.detach() for name, tensor in tensors.items()}, {"format": "pt", **shared}, file)
 
     def check(self, path: Path) -> None:
@@ -143,7 +143,7 @@ class ModelPart(Part):
             raise CheckpointError(
                 "the model's file must be in the safetensors format", f"{path.name}: {error}"
             ) from error
-        own, shared = _once_each(self.module.state_dict())
+        own, shared = once_each(self.module.state_dict())
         for other, name in shared.items():
             _check_tied(name, other, stored)
         self._read = {shared.get(name, name): tensor for name, tensor in stored.items()}
@@ -152,7 +152,7 @@ class ModelPart(Part):
     def load(self, path: Path) -> None:
         """Puts what was read into the module as it stands."""
         CLOCK.enter("checkpoint")
-        own, _ = _once_each(self.module.state_dict())
+        own, _ = once_each(self.module.state_dict())
         stored, self._read = self._read, {}
         for name, tensor in own.items():  # what is expanded takes no values: it may have them
             if 0 in tensor.stride() and torch.equal(tensor.cpu(), stored[name]):
@@ -161,7 +161,7 @@ class ModelPart(Part):
             self.module.load_state_dict(stored, strict=False)  # every name was checked; what shares a tensor has it
 
 
-def _once_each(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
+def once_each(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Splits a state dict into one name for each tensor, and {other name: that name}."""
     kept: dict[tuple[Any, ...], str] = {}
     shared: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Checkpoints to and from PyTorch's DCP: bit for bit, with plain scripts of two processes on the other side."""
+"""Checkpoints to and from plain PyTorch files: bit for bit, and through DCP with plain scripts of two processes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Checkpoints to and from DCP and safetensors. usage: exchange.py FOLDER
+"""Checkpoints to and from plain PyTorch files and safetensors. usage: exchange.py FOLDER
 
 FOLDER/ddp and FOLDER/fsdp hold what plain scripts saved (plain_dcp.py); FOLDER/out/dcp is left for one to load.
+PyTorch's own tools turn the files into DCP and back.
 """
 
 from __future__ import annotations
@@ -8,8 +9,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
-import pickle
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,16 +16,15 @@ from typing import Any
 import numpy as np
 import safetensors.torch
 import torch
-import torch.distributed.checkpoint as dcp
 from cases import refused, run_cases
 from torch import nn
-from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
 
 import hvdtrain
 import hvdtrain.torch as hvt
 from hvdtrain.__main__ import main as hvdtrain_main
 from hvdtrain.torch import exchange
-from hvdtrain.torch.plain_files import _plain, read
+from hvdtrain.torch.plain_files import read, revived
 
 FOLDER = Path(sys.argv[1])
 EVIL = FOLDER / "code_has_run"
@@ -87,6 +85,12 @@ def same(one: Any, other: Any) -> bool:
     return type(one) is type(other) and one == other
 
 
+def through_dcp(source: Path, target: Path) -> None:
+    folder = target.with_suffix(".dcp")
+    torch_save_to_dcp(source, folder)
+    dcp_to_torch_save(folder, target)
+
+
 def case_there_and_back_is_the_same_bit_for_bit(world: hvdtrain.World) -> None:
     """Every file; and the run goes on as it would have: optimizer, place in the data, random numbers."""
     model, optimizer, data = job(Tied())
@@ -95,17 +99,22 @@ def case_there_and_back_is_the_same_bit_for_bit(world: hvdtrain.World) -> None:
     state = hvt.model_state(model, optimizer, extra={"table": torch.arange(3.0), "note": "x"})
     path = checkpoints.save(state, progress=optimizer.progress, metrics={"val_loss": 0.5})
     checkpoints.wait()
-    assert hvdtrain_main(["checkpoint", "export", str(FOLDER / "run"), "--to", "dcp", str(FOLDER / "there")]) == 0
-    assert hvdtrain_main(["checkpoint", "import", str(FOLDER / "there"), "--into", str(FOLDER / "back")]) == 0
-    (back,) = hvdtrain.Checkpointer(FOLDER / "back" / "checkpoints").list()
-    assert back.ok and back.path.name == path.name and back.metrics == {"val_loss": 0.5}
-    for name in ("model.safetensors", "extra.pt"):
-        assert (back.path / name).read_bytes() == (path / name).read_bytes(), name
-    assert same(read(back.path / "training.pt"), read(path / "training.pt"))
+    assert hvdtrain_main(["checkpoint", "export", str(FOLDER / "run"), "--to", "torch", str(FOLDER / "there")]) == 0
+    plain = FOLDER / "there" / "checkpoint.pt"
+    through_dcp(plain, FOLDER / "there-again.pt")
     expected = trained(model, optimizer, data, 2)
-    again, optimizer_again, data_again, progress = restored(FOLDER / "back", Tied())
-    assert progress.step == 3 and progress.samples_in_epoch == 12
-    assert all(map(torch.equal, trained(again, optimizer_again, data_again, 2), expected))
+    for name, source in (("back", plain), ("back-dcp", FOLDER / "there-again.pt")):
+        assert hvdtrain_main(["checkpoint", "import", str(source), "--into", str(FOLDER / name)]) == 0
+        (back,) = hvdtrain.Checkpointer(FOLDER / name / "checkpoints").list()
+        assert back.ok and back.path.name == path.name and back.metrics == {"val_loss": 0.5}
+        assert (back.path / "extra.pt").read_bytes() == (path / "extra.pt").read_bytes()
+        if name == "back":  # DCP writes both names of a tensor
+            weights = [(its / "model.safetensors").read_bytes() for its in (back.path, path)]
+            assert weights[0] == weights[1]
+        assert same(read(back.path / "training.pt"), read(path / "training.pt"))
+        again, optimizer_again, data_again, progress = restored(FOLDER / name, Tied())
+        assert progress.step == 3 and progress.samples_in_epoch == 12
+        assert all(map(torch.equal, trained(again, optimizer_again, data_again, 2), expected))
 
 
 def lbfgs(seed: int, told: dict[str, Any]) -> tuple[Any, Any, Any]:
@@ -141,66 +150,33 @@ def saved(name: str, model: nn.Module, optimizer: Any) -> Path:
     return path
 
 
-TOLD = {
-    "by_layer": {3: [None], 1.5: {}, "3.": (1, {2: np.float32(0.1)}), (0, "b"): {True: {}}},
-    "with_gaps": [{}, torch.ones(2), [{}], [], [[1], (2,)], {}],
-    "left_out": [{}, {}],
-    "nothing": {},
-    "lr": np.float64(0.1),
-}
+OPTIONS = {"by_layer": {3: [None], (0, "b"): {True: {}}}, "an_array": np.ones(2), "lr": np.float64(0.1), "none": {}}
 
 
-def case_lists_and_the_types_of_keys_come_back(world: hvdtrain.World) -> None:
-    """LBFGS, with options of every kind; and it goes on as it would have."""
-    model, optimizer, data = lbfgs(1, TOLD)
+def case_lists_numbers_and_the_types_of_keys_come_back(world: hvdtrain.World) -> None:
+    """LBFGS, with options of every kind; and it goes on as it would have. Plain scripts get numbers of Python."""
+    model, optimizer, data = lbfgs(1, OPTIONS)
     lbfgs_trained(model, optimizer, data, 2)
     path = saved("lists", model, optimizer)
-    exchange.export(FOLDER / "lists", FOLDER / "lists-there", "dcp", model="model", optimizer="optim")
-    back = exchange.import_(FOLDER / "lists-there", FOLDER / "lists-back")
+    exchange.export(FOLDER / "lists", FOLDER / "lists-there", "torch")
+    plain = read(FOLDER / "lists-there" / "checkpoint.pt")
+    assert list(plain["optim"]["state"]) == ["weight"] and type(plain["optim"]["param_groups"][0]["lr"]) is float
+    back = exchange.import_(FOLDER / "lists-there" / "checkpoint.pt", FOLDER / "lists-back", progress={})
     assert (back / "model.safetensors").read_bytes() == (path / "model.safetensors").read_bytes()
-    assert same(read(path / "training.pt"), read(back / "training.pt"))
-    assert len(read(back / "training.pt")["optimizer"]["state"][0]["old_dirs"]) > 1
+    was, found = (revived(read(its / "training.pt"), np.generic.item) for its in (path, back))
+    arrays = [its["optimizer"]["param_groups"][0].pop("an_array") for its in (was, found)]
+    assert same(was, found) and type(arrays[1]) is np.ndarray and np.array_equal(*arrays)
+    assert len(found["optimizer"]["state"][0]["old_dirs"]) > 1
     expected = lbfgs_trained(model, optimizer, data, 2)
     model, optimizer, data = lbfgs(2, {})
     hvdtrain.Checkpointer(FOLDER / "lists-back" / "checkpoints").restore(hvt.model_state(model, optimizer, data))
     assert all(map(torch.equal, lbfgs_trained(model, optimizer, data, 2), expected))
 
 
-def case_what_another_program_added_since_stays(world: hvdtrain.World) -> None:
-    """One that loads what was exported, ours with it, goes on, and saves it all: what it has counts."""
-    told = {name: value for name, value in TOLD.items() if name != "with_gaps"}  # which no dcp.load reads
-    model, optimizer, data = lbfgs(1, told)
-    lbfgs_trained(model, optimizer, data, 1)
-    directions = len(optimizer.wrapped.state_dict()["state"][0]["old_dirs"])
-    saved("changed", model, optimizer)
-    exchange.export(FOLDER / "changed", FOLDER / "changed-there", "dcp", model="model", optimizer="optim")
-    state: dict[str, Any] = {}
-    dcp.state_dict_loader._load_state_dict(  # all of it, as torch.distributed.checkpoint.format_utils does
-        state, dcp.FileSystemReader(FOLDER / "changed-there"), planner=_EmptyStateDictLoadPlanner(), no_dist=True
-    )
-    group, (its,) = state["optim"]["param_groups"][0], state["optim"]["state"].values()
-    group["lr"], group["more"] = 0.5, [torch.zeros(1), {"new": 2}]
-    its["old_dirs"].append(torch.full((15,), 7.0))
-    dcp.save(state, checkpoint_id=FOLDER / "changed-again", no_dist=True)
-    back = exchange.import_(FOLDER / "changed-again", FOLDER / "changed-back")
-    found = read(back / "training.pt")["optimizer"]
-    assert same(found["param_groups"][0]["by_layer"], plain_file(TOLD["by_layer"]))
-    assert same(found["param_groups"][0]["more"], [torch.zeros(1), {"new": 2}])
-    assert float(found["param_groups"][0]["lr"]["numpy.generic"]) == 0.5
-    assert len(found["state"][0]["old_dirs"]) == directions + 1 and found["state"][0]["old_dirs"][-1][0] == 7
-
-
-def plain_file(value: Any) -> Any:
-    torch.save(_plain(value, "x"), packed := io.BytesIO())
-    packed.seek(0)
-    return torch.load(packed, weights_only=True)
-
-
-def case_lists_that_plain_torch_wrote_are_lists(world: hvdtrain.World) -> None:
-    """As its index says: lists and tuples; keys of dicts are text there, and empty dicts are in lists alone."""
+def case_lists_of_dcp_are_lists(world: hvdtrain.World) -> None:
+    """DCP has text for the numbers of parameters; the optimizer goes on."""
     model = nn.Linear(4, 3)
     optimizer = torch.optim.LBFGS(model.parameters(), history_size=4)
-    optimizer.param_groups[0].update(kinds={3: [1], "t": (1, {2: []})}, gaps=[{}, torch.ones(1), {5: "x"}], nothing={})
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
@@ -209,17 +185,11 @@ def case_lists_that_plain_torch_wrote_are_lists(world: hvdtrain.World) -> None:
         return loss
 
     optimizer.step(closure)
-    state = {"model": model.state_dict(), "optim": optimizer.state_dict()}
-    dcp.save({"all": [state]}, checkpoint_id=FOLDER / "plain-lists", no_dist=True)
-    back = exchange.import_(
-        FOLDER / "plain-lists", FOLDER / "plain-back", model="all.0.model", optimizer="all.0.optim",
-        optimizer_class="LBFGS",
-    )  # fmt: skip
+    torch.save({"model": model.state_dict(), "optim": optimizer.state_dict()}, FOLDER / "plain.pt")
+    through_dcp(FOLDER / "plain.pt", FOLDER / "plain-again.pt")
+    back = exchange.import_(FOLDER / "plain-again.pt", FOLDER / "plain-back", optimizer_class="LBFGS", progress={})
     found = read(back / "training.pt")["optimizer"]
     assert same(found["state"], optimizer.state_dict()["state"])
-    (group,) = found["param_groups"]
-    assert same(group["kinds"], {"3": [1], "t": (1, {2: []})})
-    assert same(group["gaps"], [{}, torch.ones(1), {"5": "x"}]) and "nothing" not in group
     again = torch.optim.LBFGS((twin := copy.deepcopy(model)).parameters())
     again.load_state_dict(found)
     optimizer.step(closure)
@@ -228,23 +198,18 @@ def case_lists_that_plain_torch_wrote_are_lists(world: hvdtrain.World) -> None:
     assert torch.equal(model.weight, expected.weight)
 
 
-def case_what_dcp_would_lose_is_refused_on_the_way_out(world: hvdtrain.World) -> None:
-    for number, (option, text) in enumerate(
-        (
-            ({3: 1, "3": 2}, "optim.param_groups.0.option.3"),
-            ({"a.b": 1, "a": {"b": 2}}, "optim.param_groups.0.option.a.b"),
-            ([{1: np.ones(2)}], "['param_groups'][0]['option'][0][1] is an array of numpy"),
-            ((torch.ones(1, requires_grad=True),), "['option'][0] is a Tensor that requires a gradient"),
-            ({"p": nn.Parameter(torch.ones(1), requires_grad=False)}, "['option']['p'] is a Parameter"),
-        )
-    ):
-        run, out = FOLDER / f"lost{number}", FOLDER / f"lost{number}-there"
-        model, optimizer, _ = lbfgs(1, {"option": option})
-        saved(run.name, model, optimizer)
-        with refused(text, "--to safetensors", kind=hvdtrain.ConfigError):
-            exchange.export(run, out, "dcp", model="model", optimizer="optim")
-        assert not out.exists()
-        exchange.export(run, out, "safetensors", model="model", optimizer="optim")
+def case_parameters_without_a_name_are_refused_on_the_way_out(world: hvdtrain.World) -> None:
+    model = plain_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(4, 6)).square().mean().backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optim": optimizer.state_dict()}, FOLDER / "numbers.pt")
+    run, out = FOLDER / "numbers", FOLDER / "numbers-there"
+    exchange.import_(FOLDER / "numbers.pt", run, optimizer_class="AdamW", progress={})
+    with refused("4 of 4 have none", "--to safetensors", kind=hvdtrain.ConfigError):
+        exchange.export(run, out, "torch")
+    assert not out.exists()
+    exchange.export(run, out, "safetensors")
 
 
 def case_weights_go_as_safetensors(world: hvdtrain.World) -> None:
@@ -254,7 +219,7 @@ def case_weights_go_as_safetensors(world: hvdtrain.World) -> None:
     checkpoints.save(hvt.model_state(model, optimizer), progress=hvdtrain.Progress(step=4))
     checkpoints.wait()
     out = FOLDER / "plain"
-    exchange.export(FOLDER / "weights", out, "safetensors", model="", optimizer="")
+    exchange.export(FOLDER / "weights", out, "safetensors")
     bystander = Tied()
     safetensors.torch.load_model(bystander, out / "model.safetensors")
     assert hvt.fingerprint(bystander) == hvt.fingerprint(model)
@@ -265,7 +230,9 @@ def case_weights_go_as_safetensors(world: hvdtrain.World) -> None:
         safetensors.torch.save_file({name: tensors[name]}, parts / f"model-{number}.safetensors")
     for source in (out, out / "model.safetensors", parts):
         run = FOLDER / f"from-{source.name}"
-        exchange.import_(source, run)
+        path = exchange.import_(source, run, progress={})
+        if source != parts:  # of which no file knows a tensor's other name
+            assert (path / "model.safetensors").read_bytes() == (out / "model.safetensors").read_bytes()
         other = Tied()
         found = hvdtrain.Checkpointer(run / "checkpoints").restore(hvt.model_state(other))
         assert found == hvdtrain.Progress() and hvt.fingerprint(other) == hvt.fingerprint(model)
@@ -277,9 +244,22 @@ def plain_model() -> nn.Module:
 
 def from_a_plain_script(engine: str) -> None:
     run, source = FOLDER / f"run-{engine}", FOLDER / engine
-    with refused("which that was", "--optimizer AdamW"):
-        exchange.import_(source / "dcp", run)
-    told = ["checkpoint", "import", str(source / "dcp"), "--into", str(run), "--optimizer", "AdamW", "--epoch", "2"]
+    with refused("tensors by name", "dcp_to_torch_save"):
+        exchange.import_(source / "dcp", run, progress={})
+    dcp_to_torch_save(source / "dcp", source / "plain.pt")
+    with refused("the optimizer's class", "--optimizer AdamW"):
+        exchange.import_(source / "plain.pt", run, progress={})
+    told = [
+        "checkpoint",
+        "import",
+        str(source / "plain.pt"),
+        "--into",
+        str(run),
+        "--optimizer",
+        "AdamW",
+        "--epoch",
+        "2",
+    ]
     with contextlib.redirect_stdout(io.StringIO()) as said:
         assert hvdtrain_main(told) == 0
     assert "goes on with epoch 2, counted from 0, after 3 updates of 0 samples" in said.getvalue()
@@ -294,7 +274,8 @@ def from_a_plain_script(engine: str) -> None:
             assert torch.equal(state["state"][number][key], value), (name, key)
     assert state["param_groups"][0]["weight_decay"] == 0.1
     if engine == "fsdp":  # and back, for a plain script to load
-        exchange.export(run, FOLDER / "out" / "dcp", "dcp", model="model", optimizer="optim")
+        exchange.export(run, FOLDER / "out", "torch")
+        torch_save_to_dcp(FOLDER / "out" / "checkpoint.pt", FOLDER / "out" / "dcp")
 
 
 def case_what_two_processes_of_ddp_saved(world: hvdtrain.World) -> None:
@@ -305,29 +286,31 @@ def case_what_two_processes_of_fsdp_saved(world: hvdtrain.World) -> None:
     from_a_plain_script("fsdp")
 
 
-def case_other_keys_and_numbered_parameters(world: hvdtrain.World) -> None:
+def case_other_names_and_numbered_parameters(world: hvdtrain.World) -> None:
     """As a script has them that saves model.state_dict() and optimizer.state_dict() of a wrapped model."""
     model = plain_model()
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.randn(4, 6)).square().mean().backward()
     optimizer.step()
-    weights = {f"module.{name}": value for name, value in model.state_dict().items()}
-    source = FOLDER / "keys"
-    dcp.save(
-        {"app": {"net": weights, "how": optimizer.state_dict()}, "rng": {"x": {1, 2}}},
-        checkpoint_id=source,
-        no_dist=True,
-    )
-    with refused("app, rng", "--model-key"):
-        exchange.import_(source, FOLDER / "run-keys")
-    exchange.import_(
-        source, FOLDER / "run-keys", model="app.net", optimizer="app.how", optimizer_class="AdamW", progress={"step": 9}
-    )
-    found, its_optimizer, _, progress = restored(FOLDER / "run-keys", plain_model())
+    weights = {f"module._orig_mod.{name}": value for name, value in model.state_dict().items()}
+    source = FOLDER / "names.pt"
+    for names in (("net", "how"), ("model", "how")):
+        torch.save(dict(zip(names, ({"weights": weights}, optimizer.state_dict()), strict=True)), source)
+        with refused("tensors by name", '"model": model.state_dict()', kind=hvdtrain.ConfigError):
+            exchange.import_(source, FOLDER / "run-names", progress={})
+    torch.save({"model": weights, "optim": {"state.0.step": 1}}, source)
+    with refused("param_groups", "state.0.step", kind=hvdtrain.ConfigError):
+        exchange.import_(source, FOLDER / "run-names", optimizer_class="AdamW", progress={})
+    torch.save({"model_state_dict": weights, "optimizer_state_dict": optimizer.state_dict(), "epoch": 3}, source)
+    exchange.import_(source, FOLDER / "run-names", optimizer_class="AdamW", progress={"step": 9})
+    found, its_optimizer, _, progress = restored(FOLDER / "run-names", plain_model())
     assert progress.step == 9
     assert all(map(torch.equal, found.state_dict().values(), model.state_dict().values()))
     for mine, its in zip(its_optimizer.wrapped.state.values(), optimizer.state.values(), strict=True):
         assert torch.equal(mine["exp_avg_sq"], its["exp_avg_sq"]) and float(mine["step"]) == 1
+    torch.save(weights, source)
+    path = exchange.import_(source, FOLDER / "run-bare", progress={})
+    assert {file.name for file in path.iterdir()} == {"manifest.json", "model.safetensors"}
 
 
 class Evil:
@@ -336,38 +319,34 @@ class Evil:
 
 
 def case_what_would_run_code_is_refused(world: hvdtrain.World) -> None:
-    """In the index, in a value; and an index that points elsewhere. The twin: PyTorch's own reader runs it."""
-    good = FOLDER / "ddp" / "dcp"
-    for number, bad in enumerate((Evil(), print, {"a": Evil()}, "text")):
-        source = FOLDER / f"evil{number}"
-        shutil.copytree(good, source)
-        (source / ".metadata").write_bytes(pickle.dumps(bad))
-        with refused("without running code", kind=hvdtrain.CheckpointError):
-            exchange.import_(source, FOLDER / "none", optimizer_class="AdamW")
-    source = FOLDER / "evil-value"
-    dcp.save({"model": {"w": torch.ones(2)}, "optim": {"state": Evil()}}, checkpoint_id=source, no_dist=True)
-    with refused("without running code", kind=hvdtrain.CheckpointError):
-        exchange.import_(source, FOLDER / "none", optimizer_class="AdamW")
-    source = FOLDER / "evil-place"
-    shutil.copytree(good, source)
-    index = pickle.loads((source / ".metadata").read_bytes())
-    next(iter(index.storage_data.values())).relative_path = "../secret"
-    (source / ".metadata").write_bytes(pickle.dumps(index))
-    with refused("it points to ../secret", kind=hvdtrain.CheckpointError):
-        exchange.import_(source, FOLDER / "none", optimizer_class="AdamW")
+    """Or cannot be read at all. The twin: PyTorch's own reader runs it."""
+    packed = io.BytesIO()
+    torch.save(Evil(), packed)
+    inner = torch.frombuffer(bytearray(packed.getvalue()), dtype=torch.uint8)
+    source, weights = FOLDER / "evil.pt", {"w": torch.ones(2)}
+    for bad in (Evil(), {"model": weights, "optim": Evil()}, {"model": weights, "hvdtrain": inner}):
+        torch.save(bad, source)
+        with refused("without running code", "open", kind=hvdtrain.CheckpointError):
+            exchange.import_(source, FOLDER / "none", progress={})
+    (FOLDER / "text.pt").write_text("text")
+    for name in ("text.pt", "nowhere.pt", "text.safetensors"):
+        with refused(name, kind=hvdtrain.CheckpointError):
+            exchange.import_(FOLDER / name, FOLDER / "none", progress={})
     assert not EVIL.exists() and not (FOLDER / "none").exists()
-    dcp.FileSystemReader(FOLDER / "evil0")
-    pickle.loads(io.BytesIO((FOLDER / "evil0" / ".metadata").read_bytes()).read())
+    torch.save({"model": weights, "optim": Evil()}, source)
+    torch.load(source, weights_only=False)
     assert EVIL.exists()
 
 
 def case_what_is_there_stays(world: hvdtrain.World) -> None:
     with refused("a directory of its own"):
-        exchange.export(FOLDER / "run", FOLDER / "there", "dcp", model="model", optimizer="optim")
-    with refused("a checkpoint to export"):
-        exchange.export(FOLDER / "nowhere", FOLDER / "new", "dcp", model="model", optimizer="optim")
-    with refused("a checkpoint to read"):
-        exchange.import_(FOLDER / "run", FOLDER / "none")
+        exchange.export(FOLDER / "run", FOLDER / "there", "torch")
+    with refused("an export needs a checkpoint"):
+        exchange.export(FOLDER / "nowhere", FOLDER / "new", "torch")
+    for source in (FOLDER / "run", FOLDER / "list.pt"):
+        torch.save([1], FOLDER / "list.pt")
+        with refused("no tensors"):
+            exchange.import_(source, FOLDER / "none", progress={})
 
 
 if __name__ == "__main__":
