@@ -18,7 +18,7 @@ from typing import Any, Literal
 from weakref import WeakValueDictionary, ref
 
 from hvdtrain.checkpoint import preemption
-from hvdtrain.checkpoint.checkpoint_files import MANIFEST, STRIPED, direction_of, local_copy, read_manifest, verify
+from hvdtrain.checkpoint.checkpoint_files import MANIFEST, direction_of, local_copy, read_manifest, verify
 from hvdtrain.checkpoint.checkpoint_folder import (
     Folder,
     Info,
@@ -31,7 +31,6 @@ from hvdtrain.checkpoint.checkpoint_folder import (
     unusable_info,
 )
 from hvdtrain.checkpoint.parts import Part, Progress
-from hvdtrain.checkpoint.together import Together
 from hvdtrain.checkpoint.writer import Writer, running, started
 from hvdtrain.comm import elastic
 from hvdtrain.comm.elastic import repeated
@@ -64,8 +63,6 @@ class Checkpointer:
         asynchronous: training goes on while a checkpoint is written: rank 0 takes memory for one more state, for two
             where a disk is slower than the saves come. False: it waits.
         run: the run's record, which gets an event for every save: how long training waited, when it was on disk, bytes.
-        together: ranks that see the directory each write a part of what all of them have
-            (`hvdtrain.checkpoint.together`). False: rank 0 writes all. None: together where training waits for it.
         mode: whether "min" or "max" of it is best; None: as its name says (losses and errors "min", accuracies "max").
 
     Raises:
@@ -81,7 +78,6 @@ class Checkpointer:
         best: str | None = "val_loss",
         mode: Literal["min", "max"] | None = None,
         asynchronous: bool = True,
-        together: bool | None = None,
         run: RunLog | None = None,
     ) -> None:
         if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
@@ -98,7 +94,6 @@ class Checkpointer:
         self._best_is_missing = False
         if (world or current()) is not None and self.world.is_main:
             self._look()
-        self._together = Together(self.folder, self.directory, off=asynchronous if together is None else not together)
 
     @property
     def world(self) -> World:
@@ -166,12 +161,8 @@ class Checkpointer:
             part.collect()
         self._report_missing_best(metrics)
         written = Written(progress, metrics, self.world.size, time.time())
-        path = None
-        if self.world.size > 1 and not self._together.off and elastic.active() is None:  # a rank may be lost meanwhile
-            path = self._save_together(state, written, noted)
-        if path is None:
-            # in an elastic job another rank may be the one to save next
-            path, _TRAININGS[self._place] = self.world.on_main(self._save, state, written, noted)
+        # in an elastic job another rank may be the one to save next
+        path, _TRAININGS[self._place] = self.world.on_main(self._save, state, written, noted)
         if noted is not None:
             noted.went_on(self._settle)
         return path
@@ -242,23 +233,6 @@ class Checkpointer:
         there = [one for one in known if one() is not None]
         new = [ref(model) for model in _models_of(state) if not any(model is one() for one in there)]
         _TRAINED[self._place] = there + new or known  # whose models are gone: another one must not follow unasked
-
-    def _save_together(self, state: Mapping[str, Part], written: Written, noted: Noted | None) -> Path | None:
-        """Has the ranks write one together; collective. None: rank 0 is to write it alone."""
-        world, together = self.world, self._together
-        stripe_bytes = world.on_main(self._planned, state)
-        if stripe_bytes is None:
-            return None
-        if not self.asynchronous:
-            path = together.write_here(world, state, written, stripe_bytes)
-            return path if path is None or noted is None else noted.sealed(path)
-        return together.write_later(world, state, written, stripe_bytes, started(), noted)
-
-    def _planned(self, state: Mapping[str, Part]) -> int | None:
-        self._prepare(state)
-        if not self.asynchronous:
-            self._settle()
-        return self._together.stripe_bytes(state, self.world.size)
 
     def _save(self, state: Mapping[str, Part], written: Written, noted: Noted | None) -> tuple[Path, str]:
         """Returns the checkpoint's directory and the training."""
@@ -450,10 +424,8 @@ class Noted:
 
     def sealed(self, path: Path) -> Path:
         """The checkpoint is there."""
-        found = read_manifest(path)
-        size = sum(sealed["bytes"] for sealed in found["files"].values())
-        how = "together" if found["format"] == STRIPED else "rank 0"
-        self._note(sealed_s=time.perf_counter() - self._began, bytes=size, written_by=how, path=path.name)
+        size = sum(sealed["bytes"] for sealed in read_manifest(path)["files"].values())
+        self._note(sealed_s=time.perf_counter() - self._began, bytes=size, path=path.name)
         return path
 
     def failed(self) -> None:

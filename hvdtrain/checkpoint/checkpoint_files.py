@@ -4,19 +4,17 @@ hosts get them."""
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
-import math
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from hvdtrain.checkpoint.staging import Share, StateFile
+from hvdtrain.checkpoint.staging import StateFile
 from hvdtrain.core.errors import CheckpointError, ConfigError
 from hvdtrain.world.world import World
 
@@ -34,44 +32,19 @@ _LESS = re.compile(
 _TURNED = re.compile(r"(.+_)?(neg|negative|minus|inverse|one_minus)_")  # says the opposite of the rest
 
 
-Sealed = dict[str, Any]  # {"bytes": size, "sha256": checksum}; of a file that ranks have shares of, checksums of each
-# stripe, and "stripe_bytes"
-LAYOUT, STRIPED = 1, 2  # what the manifest gives as "format"
+Sealed = dict[str, Any]  # {"bytes": size, "sha256": checksum}
+LAYOUT = 1  # what the manifest gives as "format"
 
 
 def seal(file: StateFile) -> Sealed:
-    """Forces a file to disk, and returns its size and checksum, or those of its share's stripes."""
+    """Forces a file to disk, and returns its size and checksum."""
     os.fsync(file.fileno())
     with open(file.path, "rb") as written:
-        if file.share.size == 1:
-            return {"bytes": os.fstat(file.fileno()).st_size, "sha256": _sha256(written)}
-        own = file.share.own(0, file.size)
-        sums = [_sha256(written, begin, end) for begin, end in own]
-        return {"bytes": file.size, "stripe_bytes": file.share.stripe_bytes, "sha256": sums}
+        return {"bytes": os.fstat(file.fileno()).st_size, "sha256": _sha256(written)}
 
 
-def joined(shares: Sequence[Sealed]) -> Sealed:
-    """Returns what is known of a file from what each of its writers knows; of all of them, in order."""
-    sums = [each["sha256"] for each in shares]
-    if isinstance(sums[0], str):
-        return shares[0]
-    return shares[0] | {"sha256": [s for each in itertools.zip_longest(*sums) for s in each if s is not None]}
-
-
-def _sha256(file: Any, begin: int = 0, end: float = math.inf) -> str:
-    found = hashlib.sha256()
-    file.seek(begin)
-    while begin < end and (data := file.read(int(min(end - begin, 1 << 20)))):
-        found.update(data)
-        begin += len(data)
-    return found.hexdigest()
-
-
-def _matches(file: Any, sealed: Sealed) -> bool:
-    if isinstance(sealed["sha256"], str):
-        return _sha256(file) == sealed["sha256"]
-    stripes = Share(stripe_bytes=sealed["stripe_bytes"]).own(0, sealed["bytes"])
-    return [_sha256(file, begin, end) for begin, end in stripes] == sealed["sha256"]
+def _sha256(file: Any) -> str:
+    return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write_manifest(path: Path, body: dict[str, Any]) -> None:
@@ -102,9 +75,9 @@ def read_manifest(path: Path) -> dict[str, Any]:
         whole = False
     if not whole:
         raise CheckpointError("a manifest must match its digest", f"{path / MANIFEST} is damaged")
-    if body["format"] not in (LAYOUT, STRIPED):
+    if body["format"] != LAYOUT:
         raise ConfigError(
-            f"this hvdtrain reads checkpoints of format {LAYOUT} and {STRIPED}",
+            f"this hvdtrain reads checkpoints of format {LAYOUT}",
             f"format {body['format']}",
             "install a newer hvdtrain",
         )
@@ -116,7 +89,7 @@ def verify(folder: Path, files: Mapping[str, Sealed]) -> None:
     """Raises CheckpointError (or OSError) unless every file has its size and checksum."""
     for name, sealed in files.items():
         with open(folder / name, "rb") as file:
-            if os.fstat(file.fileno()).st_size != sealed["bytes"] or not _matches(file, sealed):
+            if os.fstat(file.fileno()).st_size != sealed["bytes"] or _sha256(file) != sealed["sha256"]:
                 raise CheckpointError("a file must match its checksum", f"{name} is damaged")
 
 

@@ -22,8 +22,7 @@ import socket
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -31,7 +30,6 @@ from typing import Literal
 from hvdtrain.checkpoint.checkpoint_files import (
     LAYOUT,
     MANIFEST,
-    STRIPED,
     Sealed,
     read_manifest,
     seal,
@@ -39,14 +37,13 @@ from hvdtrain.checkpoint.checkpoint_files import (
     write_manifest,
 )
 from hvdtrain.checkpoint.parts import Progress
-from hvdtrain.checkpoint.staging import ALL, Share, StateFile
+from hvdtrain.checkpoint.staging import StateFile
 from hvdtrain.core.errors import CheckpointError, HvdtrainError
 from hvdtrain.core.version import __version__
 from hvdtrain.record.log_files import plain
 
 _NAME = re.compile(r"epoch-(\d+)-step-(\d+)(?:\.(\d+))?")
-LINK = "link"  # a socket, for a moment
-_UNFINISHED = re.compile(rf"\.(?:writing|deleting|{LINK})-(?P<host>.+)-(?P<pid>\d+)-[^-]+")
+_UNFINISHED = re.compile(r"\.(?:writing|deleting)-(?P<host>.+)-(?P<pid>\d+)-[^-]+")
 _ABANDONED_S = 24 * 3600.0
 LOCKS = Path("/proc/locks")
 _NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)  # the last: NFS, of what is only read
@@ -233,69 +230,43 @@ class Folder:
         Raises:
             CheckpointError: it cannot be written, earlier ones are untouched.
         """
-        with self.begun(parts) as temporary:
-            files = {part: put(temporary / part, write) for part, write in parts.items()}
-            return self.complete(temporary, written, name, files)
-
-    @contextmanager
-    def begun(self, parts: Iterable[str]) -> Iterator[Path]:
-        """Gives a directory, with empty files, for what is to become a checkpoint; goes when it does not.
-
-        Raises:
-            CheckpointError: in place of an OSError.
-        """
-        temporary = None
         try:
-            temporary = self.begin(parts)
-            yield temporary
-        except BaseException as error:
-            if temporary is not None:
-                self.abandon(temporary)
-            if isinstance(error, OSError):
-                raise self.not_written(error) from error
-            raise
+            if self.opened is not None and not is_at(self.opened, self.directory):
+                raise CheckpointError(
+                    "a checkpoint must be written whole",
+                    f"{self.directory} was moved away, or deleted, before it was written, and another one is there now",
+                    "save again; to move checkpoints, wait() for them first",
+                )
+            self._sweep()
+            path = self._write(written, name, parts)
+        except OSError as error:
+            raise self.not_written(error) from error
+        self._retain()
+        return path
 
-    def begin(self, parts: Iterable[str]) -> Path:
-        """Makes such a directory."""
-        if self.opened is not None and not is_at(self.opened, self.directory):
-            raise CheckpointError(
-                "a checkpoint must be written whole",
-                f"{self.directory} was moved away, or deleted, before it was written, and another one is there now",
-                "save again; to move checkpoints, wait() for them first",
-            )
-        self._sweep()
+    def _write(self, written: Written, name: str, parts: Mapping[str, Callable[[StateFile], object]]) -> Path:
         temporary = self._unfinished("writing")
         temporary.mkdir()
         try:
-            for part in parts:
-                StateFile.on_disk(temporary / part).close()
+            files = {part: put(temporary / part, write) for part, write in parts.items()}
+            known = [info.sequence for info in self.list()]
+            # one whose number cannot be read may have any: that of a clock is greater than it was
+            sequence = 1 + max(known + [0 if all(known) else time.time_ns() // 1_000_000])
+            body = {
+                "format": LAYOUT, "sequence": sequence, "progress": asdict(written.progress),
+                "metrics": plain({metric: float(value) for metric, value in written.metrics.items()}),
+                "training": self.training, "files": files, "saved_unix_s": round(written.unix_s, 3),
+                "world_size": written.world_size,
+                "versions": {"hvdtrain": __version__, "python": ".".join(map(str, sys.version_info[:3]))},
+            }  # fmt: skip
+            write_manifest(temporary / MANIFEST, body)
+            sync_directory(temporary)
+            final = self.directory / self.free_name(name)
+            os.rename(temporary, final)
         except BaseException:
-            self.abandon(temporary)
+            shutil.rmtree(temporary, ignore_errors=True)
             raise
-        return temporary
-
-    def abandon(self, temporary: Path) -> None:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-    def complete(self, temporary: Path, written: Written, name: str, files: Mapping[str, Sealed]) -> Path:
-        """Makes a checkpoint of files that are on disk; then deletes older ones."""
-        known = [info.sequence for info in self.list()]
-        # one whose number cannot be read may have any: that of a clock is greater than it was
-        sequence = 1 + max(known + [0 if all(known) else time.time_ns() // 1_000_000])
-        whole = all(isinstance(sealed["sha256"], str) for sealed in files.values())
-        body = {
-            "format": LAYOUT if whole else STRIPED, "sequence": sequence, "progress": asdict(written.progress),
-            "metrics": plain({metric: float(value) for metric, value in written.metrics.items()}),
-            "training": self.training, "files": files, "saved_unix_s": round(written.unix_s, 3),
-            "world_size": written.world_size,
-            "versions": {"hvdtrain": __version__, "python": ".".join(map(str, sys.version_info[:3]))},
-        }  # fmt: skip
-        write_manifest(temporary / MANIFEST, body)
-        sync_directory(temporary)
-        final = self.directory / self.free_name(name)
-        os.rename(temporary, final)
         sync_directory(self.directory)
-        self._retain()
         return final
 
     def not_written(self, error: OSError) -> CheckpointError:
@@ -344,10 +315,7 @@ class Folder:
         for path in self.directory.iterdir():
             match = _UNFINISHED.fullmatch(path.name)
             if match is not None and _is_abandoned(path, match["host"], int(match["pid"])):
-                if path.is_dir():
-                    shutil.rmtree(path, ignore_errors=True)
-                else:
-                    path.unlink(missing_ok=True)
+                shutil.rmtree(path, ignore_errors=True)
 
     # -- looking ---------------------------------------------------------------------------------------------
     def list(self) -> list[Info]:
@@ -372,9 +340,9 @@ def name_of(progress: Progress) -> str:
     return f"epoch-{progress.epoch:04d}-step-{progress.step:06d}"
 
 
-def put(path: Path, write: Callable[[StateFile], object], share: Share = ALL) -> Sealed:
-    """Writes a file that `Folder.begin` has made, or a share of it, and forces it to disk."""
-    with StateFile.on_disk(path, share, made=True) as file:
+def put(path: Path, write: Callable[[StateFile], object]) -> Sealed:
+    """Writes a file, and forces it to disk."""
+    with StateFile.on_disk(path) as file:
         fill(file, write)
         return seal(file)
 

@@ -54,12 +54,8 @@ class Part:
             HvdtrainError: the state is not worth keeping, or could not be restored exactly.
         """
 
-    def replicated_bytes(self) -> int:
-        """Returns about how many bytes `write` will write, if it writes the same on every rank; 0: it does not."""
-        return 0
-
     def write(self, file: StateFile) -> None:
-        """Writes the state; called on rank 0, while training waits, and where it is replicated on others too."""
+        """Writes the state; called on rank 0, while training waits."""
         raise NotImplementedError
 
     def check(self, path: Path) -> None:

@@ -4,10 +4,9 @@ It is given images of the files (`hvdtrain.checkpoint.staging`), which it finish
 trains is killed, and imports no framework. Signals that end a job are the trainer's to act on: when that has gone,
 and the last image is on disk, it ends.
 
-    trainer -> writer   {"directory": ..., "name": ..., "files": {name: size}, ...} and the files' descriptors; of rank
-                        0's the directory's, too
+    trainer -> writer   {"directory": ..., "name": ..., "files": {name: size}, ...} and the descriptors of the files and
+                        of the directory
     writer -> trainer   {"seconds": ...} or {"failure": [rule, received, remedy]}
-    trainer -> writer   {"link": ..., "ranks": [...]} and sockets to these ranks' (`hvdtrain.checkpoint.together`)
 """
 
 from __future__ import annotations
@@ -24,16 +23,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from hvdtrain.checkpoint.checkpoint_folder import Folder, Written, name_of, read_info
 from hvdtrain.checkpoint.parts import Progress
-from hvdtrain.checkpoint.staging import Images, Share, StateFile, write_image
-from hvdtrain.checkpoint.together import Group, Link, Notes
+from hvdtrain.checkpoint.staging import Images, StateFile, write_image
 from hvdtrain.core.errors import EXIT_CODE, CheckpointError, HvdtrainError, before_end, describe, ends_badly, note_exits
 from hvdtrain.core.version import SAFE_PATH
 
@@ -45,15 +43,21 @@ _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal
 MAIN = "from hvdtrain.checkpoint.writer import serve; serve({descriptor}, {parent})"
 
 
+class Notes(Protocol):
+    """What hears how a checkpoint went, from any thread."""
+
+    def sealed(self, path: Path) -> Path: ...
+    def failed(self) -> None: ...
+
+
 @dataclass
 class _Job:
     folder: Folder
     path: Path
     message: bytes
     descriptors: list[int]  # of the images
-    opened: list[int]  # of the directory
+    opened: int  # of the directory
     images: Images
-    leads: bool = True  # else rank 0 is told how it went
     noted: Notes | None = None
     sent: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)
@@ -77,7 +81,6 @@ class Writer:
         note_exits()
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
-        self.links: set[str] = set()  # of the process that lives
         self.lock = threading.RLock()  # of who saves
         for run in (self._send, self._receive):
             threading.Thread(target=run, name="hvdtrain writer", daemon=True).start()
@@ -102,7 +105,6 @@ class Writer:
         with theirs:
             self._process = self._started(theirs)
         self._socket = ours
-        self.links.clear()
 
     def _started(self, theirs: socket.socket) -> subprocess.Popen[bytes]:
         # a signal to this rank's group is not meant for it, not even while it starts
@@ -119,14 +121,6 @@ class Writer:
             stdin=subprocess.DEVNULL,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         )
-
-    def link(self, group: Group, ranks: Sequence[int], sockets: Sequence[socket.socket]) -> None:
-        """Gives the process its ends of what links it to other ranks'."""
-        assert self._socket is not None
-        message = json.dumps({"link": group.id, "ranks": list(ranks)}).encode()
-        with contextlib.suppress(OSError):  # it is gone, which the next checkpoint finds
-            socket.send_fds(self._socket, [message], [link.fileno() for link in sockets])
-        self.links.add(group.id)
 
     def wait_for_room(self) -> None:
         """Waits until there is memory for one more checkpoint."""
@@ -148,30 +142,24 @@ class Writer:
         files: Mapping[str, StateFile],
         folder: Folder,
         written: Written,
-        link: tuple[str, int] = ("", 0),
         *,
-        leads: bool = True,
         noted: Notes | None = None,
     ) -> Path:
-        """Has a checkpoint written from images, or with others; returns its directory, which will be there.
+        """Has a checkpoint written from images; returns its directory, which will be there.
 
         Args:
-            link: what links the processes that write it, and its number there; "": there are no others.
-            leads: this is rank 0.
-            noted: is told how it went.
+            noted: hears how it went.
         """
         taken = [job.path.name for job in self._jobs if job.folder.directory == folder.directory]
         name = folder.free_name(name_of(written.progress), taken)
         message = {
             "directory": os.fspath(folder.directory), "keep": folder.keep, "best_metric": folder.best_metric,
-            "mode": folder.mode, "training": folder.training, "name": name, "written": asdict(written), "with": link,
-            "leads": leads,
-            "files": {part: [file.size, file.entry, asdict(file.share)] for part, file in files.items()},
+            "mode": folder.mode, "training": folder.training, "name": name, "written": asdict(written),
+            "files": {part: [file.size, file.entry] for part, file in files.items()},
         }  # fmt: skip
         descriptors = [images.descriptor(part) for part in files]
-        opened = [folder.open()] if leads else []
         path = folder.directory / name
-        job = _Job(folder, path, json.dumps(message).encode(), descriptors, opened, images, leads, noted)
+        job = _Job(folder, path, json.dumps(message).encode(), descriptors, folder.open(), images, noted)
         self._jobs.append(job)  # an interrupt from here on finds its images in use
         self._new.put(job)
         job.sent.wait()  # from here on it is written, even if this process is killed
@@ -203,9 +191,8 @@ class Writer:
             job = self._new.get()
             assert self._socket is not None
             with contextlib.suppress(OSError):  # it is gone: no answer will come
-                socket.send_fds(self._socket, [job.message], job.descriptors + job.opened)
-            for descriptor in job.opened:
-                os.close(descriptor)
+                socket.send_fds(self._socket, [job.message], [*job.descriptors, job.opened])
+            os.close(job.opened)
             job.sent.set()
             self._sent.put(job)
 
@@ -216,8 +203,8 @@ class Writer:
             answer = b""
             with contextlib.suppress(OSError):
                 answer = self._socket.recv(_LONGEST_MESSAGE)
-            if answer or not job.leads:
-                failure = json.loads(answer or "{}").get("failure")
+            if answer:
+                failure = json.loads(answer).get("failure")
             else:
                 failure = None if read_info(job.path).ok else _died(self._process)
             if failure is not None:
@@ -298,7 +285,6 @@ def serve(descriptor: int, parent: int) -> None:
     with socket.socket(fileno=descriptor) as link:
         link.settimeout(_ALONE_S)
         folders: dict[tuple[Any, ...], Folder] = {}
-        links: dict[str, Link] = {}
         while True:
             try:
                 data, descriptors, _, _ = socket.recv_fds(link, _LONGEST_MESSAGE, _MOST_FILES)
@@ -311,37 +297,25 @@ def serve(descriptor: int, parent: int) -> None:
             if not data:
                 return
             message = json.loads(data)
-            if "link" in message:
-                sockets = [socket.socket(fileno=number) for number in descriptors]
-                for end in sockets:
-                    end.setblocking(True)  # which it may not have been on the other side
-                links[message["link"]] = Link(message["ranks"], sockets)
-                continue
             kept = (message["keep"], message["best_metric"], message["mode"], message["training"])
             options = (Path(message["directory"]), *kept)
             folder = folders.setdefault(options, Folder(*options))
-            folder.opened = descriptors[-1] if message["leads"] else None
-            answer = _written(message, descriptors, folder, links.get(message["with"][0]))
+            folder.opened = descriptors[-1]
+            answer = _written(message, descriptors, folder)
             with contextlib.suppress(ConnectionError):  # what was to be written is written, whoever wants to know
                 link.send(json.dumps(answer).encode())
 
 
-def _written(message: dict[str, Any], descriptors: list[int], folder: Folder, link: Link | None) -> dict[str, Any]:
+def _written(message: dict[str, Any], descriptors: list[int], folder: Folder) -> dict[str, Any]:
     started = time.perf_counter()
     written = Written(**message["written"] | {"progress": Progress(**message["written"]["progress"])})
     images = descriptors[: len(message["files"])]  # after them, the directory's
     files = {
-        name: (partial(write_image, descriptor, size, entry), Share(**share))
-        for (name, (size, entry, share)), descriptor in zip(message["files"].items(), images, strict=True)
+        name: partial(write_image, descriptor, size, entry)
+        for (name, (size, entry)), descriptor in zip(message["files"].items(), images, strict=True)
     }
-    number = message["with"][1]
     try:
-        if link is None:
-            folder.add(written, message["name"], {name: write for name, (write, _) in files.items()})
-        elif message["leads"]:
-            link.lead(number, folder, written, message["name"], files)
-        else:
-            link.follow(number, folder.directory, files)
+        folder.add(written, message["name"], files)
     except CheckpointError as error:
         return {"failure": [error.rule, error.received, error.remedy]}
     except Exception as error:  # the trainer is to know, whatever it is

@@ -208,7 +208,7 @@ class RunLog:
 
         Args:
             fields: step, epoch; blocked_s: seconds that training waited; sealed_s: seconds until it was on disk, None
-                if it failed; else bytes, written_by and path, too.
+                if it failed; else bytes and path, too.
         """
         self._saves.append(fields)
         self.event("checkpoint", **fields)

@@ -122,9 +122,6 @@ class ModelPart(Part):
         buffers.synchronize(self.model, self.world)
         nonfinite.check_weights(self.module, self.world)
 
-    def replicated_bytes(self) -> int:
-        return _bytes_of(self.module.state_dict().values())
-
     def write(self, file: StateFile) -> None:
         tensors, shared = once_each(self.module.state_dict())
         write_tensors({name: tensor.detach() for name, tensor in tensors.items()}, {"format": "pt", **shared}, file)
@@ -277,11 +274,6 @@ class TrainingPart(Part):
         if session.parted is not None:
             self._gathered = session.parted.state_dict(keep=session.world.is_main)
 
-    def replicated_bytes(self) -> int:
-        if self.optimizer.session.parted is not None:
-            return 0
-        return _bytes_of(value for state in self.optimizer.wrapped.state.values() for value in state.values())
-
     def write(self, file: StateFile) -> None:
         optimizer = self.optimizer
         content = {
@@ -297,7 +289,7 @@ class TrainingPart(Part):
             "streams": self.streams,
         }
         write(content, file, "training state")
-        self._gathered = None  # not before: what could not be written by ranks together, rank 0 writes alone
+        self._gathered = None  # not before: what memory has no room for is written again, to disk
 
     def check(self, path: Path) -> None:
         """Reads the file.
@@ -348,10 +340,6 @@ class TrainingPart(Part):
             restore_streams(saved["streams"][world.rank], world.devices)
         else:
             start.split_streams(world, "resumed", saved["progress"]["samples_seen"])
-
-
-def _bytes_of(values: Iterable[Any]) -> int:
-    return sum(value.nbytes for value in values if isinstance(value, Tensor) and value.layout is torch.strided)
 
 
 def put_others(others: Iterable[Loader], places: Iterable[dict[str, Any]], *, tell: bool = False) -> None:

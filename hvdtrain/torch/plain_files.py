@@ -70,7 +70,7 @@ _writing = threading.local()
 
 
 def _as_on_cpu(storage: Any) -> str | None:
-    """Says where a storage is to be loaded: that it was on this rank's GPU, would part the ranks' files."""
+    """Returns where a storage is to be loaded: on the CPU, so that a machine without a GPU can read the file."""
     return "cpu" if getattr(_writing, "on", False) else None
 
 
@@ -86,7 +86,6 @@ def write(content: Mapping[str, Any], file: StateFile, what: str) -> None:
     set_crc32_options(False)  # twice as fast; the manifest has a SHA-256
     try:
         torch.save(_emptied(plain), tried)
-        file.note(tried.getbuffer())
         tried.seek(0)
         torch.load(tried, weights_only=True)
         torch.save(plain, cast(BinaryIO, file))
@@ -110,7 +109,6 @@ def write_tensors(tensors: Mapping[str, Tensor], told: Mapping[str, str], file: 
         offset = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    file.note(text)
     file.write(len(text).to_bytes(8, "little") + text)
     for name in order:
         values = tensors[name].resolve_conj().resolve_neg().cpu().contiguous()

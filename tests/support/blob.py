@@ -22,17 +22,10 @@ class Blob(Part):
         self.content = path.read_bytes()
 
 
-class Common(Blob):
-    """Bytes that every rank has."""
-
-    def replicated_bytes(self) -> int:
-        return len(self.content)
-
-
-def state_of(step: int, size_bytes: int = 100, kind: type[Blob] = Blob) -> dict[str, Blob]:
+def state_of(step: int, size_bytes: int = 100) -> dict[str, Blob]:
     """Return a state whose every byte depends on `step`."""
     seeds = (hashlib.sha256(f"{step} {name}".encode()).digest() for name in "ab")
-    return {name: kind((seed * size_bytes)[:size_bytes]) for name, seed in zip(("a.bin", "b.bin"), seeds, strict=True)}
+    return {name: Blob((seed * size_bytes)[:size_bytes]) for name, seed in zip(("a.bin", "b.bin"), seeds, strict=True)}
 
 
 def content(state: dict[str, Blob]) -> dict[str, bytes]:

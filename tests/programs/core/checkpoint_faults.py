@@ -1,7 +1,6 @@
 """Breaks the process that writes checkpoints at each of its system calls, and looks at what is left each time.
 
-Usage: checkpoint_faults.py FOLDER FAULT [RANK]. FAULT is "KILL", or the name of an error (ENOSPC, EIO, EROFS). Started
-on two ranks, which write each checkpoint together, it is the process of that RANK that is broken.
+Usage: checkpoint_faults.py FOLDER FAULT. FAULT is "KILL", or the name of an error (ENOSPC, EIO, EROFS).
 The fourth save writes, replaces the best and deletes an old one, while the writer's n-th call of write, fsync, rename,
 unlink, rmdir or mkdir fails; n grows until it gets through. Prints the number of faults.
 """
@@ -15,12 +14,10 @@ import shutil
 import sys
 from pathlib import Path
 
-from blob import Common, content, state_of
+from blob import content, state_of
 
-from hvdtrain import Checkpointer, CheckpointError, MainRankError, Progress, World, init
-from hvdtrain.checkpoint import together
+from hvdtrain import Checkpointer, CheckpointError, Progress
 from hvdtrain.checkpoint import writer as writer_module
-from hvdtrain.checkpoint.checkpoint_files import read_manifest
 from hvdtrain.checkpoint.writer import Writer
 
 LOSSES = {1: 0.5, 2: 0.7, 3: 0.8, 4: 0.4, 5: 0.6, 6: 0.9}
@@ -37,12 +34,12 @@ class Breaking(Writer):
 
 
 def checkpointer(folder: Path) -> Checkpointer:
-    return Checkpointer(folder, keep=2, best="val_loss", together=True)
+    return Checkpointer(folder, keep=2, best="val_loss")
 
 
 def save(checkpoints: Checkpointer, step: int) -> None:
     progress = Progress(step=step, samples_seen=10 * step)
-    checkpoints.save(state_of(step, kind=Common), progress=progress, metrics={"val_loss": LOSSES[step]})
+    checkpoints.save(state_of(step), progress=progress, metrics={"val_loss": LOSSES[step]})
 
 
 def look(folder: Path, number: int) -> int:
@@ -58,36 +55,33 @@ def look(folder: Path, number: int) -> int:
     return progress.step
 
 
-def told(checkpoints: Checkpointer, fault: str, broken: int) -> bool:
-    """Whether the fault reaches the trainer, on every rank, with its cause."""
+def told(checkpoints: Checkpointer, fault: str) -> bool:
+    """Whether the fault reaches the trainer, with its cause."""
     try:
         checkpoints.wait()
-    except (CheckpointError, MainRankError) as error:
+    except CheckpointError as error:
         cause = "SIGKILL" if fault == "KILL" else os.strerror(getattr(errno, fault))
-        if broken:
-            cause = f"rank {broken}: {'the process that wrote its part has ended' if fault == 'KILL' else cause}"
         assert cause in error.received, error
         return True
     return False
 
 
-def main(world: World, fault: str, broken: int) -> None:
-    root = Path(sys.argv[1])
+def main() -> None:
+    root, fault = Path(sys.argv[1]), sys.argv[2]
     struck = root / "struck"
     start = checkpointer(root / "start")
     for step in (1, 2, 3):
         save(start, step)
     start.wait()
-    assert read_manifest(start.list()[-1].path)["format"] == (1 if world.size == 1 else 2)
     writer_module._writer._finish()  # type: ignore[union-attr]
     restored, failures = [], 0
     for number in itertools.count(1):
         folder = root / "broken"
-        world.on_main(shutil.copytree, root / "start", folder)
-        writer_module._writer = breaking = Breaking(fault, number if world.rank == broken else 0, struck)
+        shutil.copytree(root / "start", folder)
+        writer_module._writer = breaking = Breaking(fault, number, struck)
         checkpoints = checkpointer(folder)
         save(checkpoints, 4)
-        failed = told(checkpoints, fault, broken)
+        failed = told(checkpoints, fault)
         breaking._finish()
         writer_module._writer = well = Breaking(fault, 0, struck)
         there = look(folder, number)
@@ -101,23 +95,14 @@ def main(world: World, fault: str, broken: int) -> None:
         assert kept in ([1, 5, 6], [4, 5, 6]), (number, kept)
         left = [path.name for path in folder.iterdir() if path.name.startswith(".")]
         assert not left, (number, left)
-        assert all(read_manifest(info.path)["format"] == (1 if world.size == 1 else 2) for info in checkpoints.list())
-        world.barrier()
         well._finish()
-        world.on_main(shutil.rmtree, folder)
-        if not world.on_main(struck.exists):
+        shutil.rmtree(folder)
+        if not struck.exists():
             break
-        world.on_main(struck.unlink)
+        struck.unlink()
     assert restored == sorted(restored), "once the new one is there, it is there"
     print(f"{len(restored) - 1} faults, told of {failures}, the new one was there after {restored.index(4)} of them")
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 4:
-        main(World.solo(), sys.argv[2], 0)
-    else:
-        import torch_engine  # noqa: F401 (takes the adapter's place)
-
-        together.LEAST_BYTES, together.STRIPE_BYTES = 1, 64  # two stripes a file
-        with init("torch") as ranks:
-            main(ranks, sys.argv[2], int(sys.argv[3]))
+    main()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import resource
 import signal
 import sys
@@ -11,8 +9,7 @@ import tempfile
 from pathlib import Path
 
 import torch_engine  # noqa: F401 (takes the adapter's place)
-from blob import Blob, Common, content, state_of
-from writing import writer
+from blob import Blob, content, state_of
 
 from hvdtrain import (
     Checkpointer,
@@ -25,9 +22,7 @@ from hvdtrain import (
     exit_with,
     init,
 )
-from hvdtrain.checkpoint import checkpoint_files, together
-from hvdtrain.checkpoint.checkpoint_files import read_manifest
-from hvdtrain.checkpoint.staging import StateFile
+from hvdtrain.checkpoint import checkpoint_files
 
 SIZE_BYTES = 10_000
 
@@ -62,96 +57,6 @@ def shared(world: World, folder: Path) -> None:
     path = save(folder, 1)
     assert path.is_dir() and [entry.name for entry in folder.iterdir()] == ["epoch-0000-step-000001"]
     assert restored(folder) == 1
-
-
-def common(step: int) -> dict[str, Blob]:
-    return {**state_of(step, SIZE_BYTES, Common), "own.bin": Blob(b"of rank 0")}
-
-
-def both_write(world: World, folder: Path) -> None:
-    """Each its stripes, of files that are what rank 0 alone would write; whatever it is that writes."""
-    for asynchronous in (True, False):
-        checkpoints = Checkpointer(folder / str(asynchronous), asynchronous=asynchronous, together=True)
-        for step in (1, 2, 3):
-            path = checkpoints.save(common(step), progress=Progress(step=step))
-            checkpoints.wait()
-            assert {name: (path / name).read_bytes() for name in common(step)} == content(common(step))
-            sealed = read_manifest(path)["files"]
-            assert len(sealed["a.bin"]["sha256"]) == 4 and isinstance(sealed["own.bin"]["sha256"], str)
-        assert not checkpoints._together.off
-        assert [entry.name for entry in checkpoints.directory.iterdir() if entry.name[0] == "."] == []
-        state = {"a.bin": Blob(), "b.bin": Blob()}
-        assert checkpoints.restore(state) == Progress(step=3) and content(state) == content(state_of(3, SIZE_BYTES))
-        world.barrier()
-        if world.is_main:
-            with (path / "b.bin").open("r+b") as file:
-                file.seek(SIZE_BYTES - 1)
-                file.write(b"?")
-        world.barrier()
-        assert checkpoints.restore(state) == Progress(step=2), "a stripe of rank 1 is checked"
-
-
-def bytes_that_differ(world: World, folder: Path) -> None:
-    """A state that is not the same on all ranks is rank 0's."""
-    for asynchronous in (True, False):
-        checkpoints = Checkpointer(folder / str(asynchronous), asynchronous=asynchronous, together=True)
-        for step in (1, 2):
-            path = checkpoints.save(state_of(step + 5 * world.rank, SIZE_BYTES, Common), progress=Progress(step=step))
-            checkpoints.wait()
-            assert (path / "a.bin").read_bytes() == state_of(step, SIZE_BYTES)["a.bin"].content
-        assert checkpoints._together.off and len(checkpoints.list()) == 2
-        assert all(read_manifest(info.path)["format"] == 1 for info in checkpoints.list())
-
-
-def another_directory(world: World, folder: Path) -> None:
-    """Rank 1 has one of that name, which is another."""
-    own = folder / f"disk{world.rank}"
-    own.mkdir(parents=True)
-    for asynchronous in (True, False):
-        checkpoints = Checkpointer(own / str(asynchronous), asynchronous=asynchronous, together=True)
-        path = checkpoints.save(common(1), progress=Progress(step=1))
-        checkpoints.wait()
-        assert checkpoints._together.off and path.is_dir()
-        assert read_manifest(path)["format"] == 1
-
-
-def rank_1_cannot_write(world: World, folder: Path) -> None:
-    """What one has said in a part that it could not write, all raise; while training waits."""
-
-    class Full(Common):
-        def write(self, file: StateFile) -> None:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    checkpoints = Checkpointer(folder, asynchronous=False)
-    checkpoints.save(common(1), progress=Progress(step=1))
-    state = common(2) | ({} if world.is_main else {"a.bin": Full(b"x")})
-    kind = CheckpointError if world.is_main else MainRankError
-    error = refused(kind, checkpoints.save, state, progress=Progress(step=2))
-    assert "rank 1: No space left" in str(error), error
-    checkpoints.save(common(3), progress=Progress(step=3))
-    world.barrier()
-    assert [info.progress.step for info in checkpoints.list()] == [1, 3] and not checkpoints._together.off
-
-
-def a_killed_process_is_linked_again(world: World, folder: Path) -> None:
-    """What it was to write is lost, and told; the next one is written by both again."""
-    checkpoints = Checkpointer(folder, together=True)
-    checkpoints.save(common(1), progress=Progress(step=1))
-    checkpoints.wait()
-    process = writer()
-    if world.rank == 1:
-        process.suspend()
-    world.barrier()
-    checkpoints.save(common(2), progress=Progress(step=2))
-    if world.rank == 1:
-        process.kill()
-    kind = CheckpointError if world.is_main else MainRankError
-    error = refused(kind, checkpoints.wait)
-    assert "rank 1: the process that wrote its part has ended" in str(error), error
-    path = checkpoints.save(common(3), progress=Progress(step=3))
-    checkpoints.wait()
-    assert read_manifest(path)["format"] == 2 and not checkpoints._together.off
-    assert [info.progress.step for info in checkpoints.list()] == [1, 3]
 
 
 def rank_1_sees_nothing(world: World, folder: Path) -> None:
@@ -242,7 +147,6 @@ def disk_of_rank_1_fills_up(world: World, folder: Path) -> None:
 
 
 def main() -> None:
-    together.LEAST_BYTES, together.STRIPE_BYTES = 20_000, 3000  # what both have is shared, a part alone is not
     checkpoint_files.CHUNK_BYTES = 3000  # several chunks a file, the last one short
     world = init("torch")
     try:

@@ -304,7 +304,7 @@ class TestDamage:
             path = tmp_path / f"epoch-0000-step-{step:06d}"
             if isinstance(reason, str):
                 (path / MANIFEST).unlink()
-                write_manifest(path / MANIFEST, {"format": 3, "progress": {}, "metrics": {}, "files": {}})
+                write_manifest(path / MANIFEST, {"format": 2, "progress": {}, "metrics": {}, "files": {}})
             else:
 
                 def failing(folder: Path) -> Any:
@@ -320,7 +320,7 @@ class TestDamage:
         unreadable(1)
         for step in (2, 3, 4):
             checkpoints.save(state_of(step), progress=progress_at(step))
-        text = "format 3" if isinstance(reason, str) else os.strerror(reason)
+        text = "format 2" if isinstance(reason, str) else os.strerror(reason)
         told = capsys.readouterr().err
         assert told.count(f"keeping {tmp_path / 'epoch-0000-step-000001'}") == told.count(text) == 1, told
         monkeypatch.undo()

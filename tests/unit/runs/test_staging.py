@@ -13,9 +13,7 @@ from harness import quick_folder
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain import CheckpointError
-from hvdtrain.checkpoint.checkpoint_files import joined, seal, verify
-from hvdtrain.checkpoint.staging import Images, Share, StateFile, write_image
+from hvdtrain.checkpoint.staging import Images, StateFile, write_image
 
 WRITES = st.lists(st.tuples(st.integers(0, 300), st.binary(max_size=200)), max_size=8)
 
@@ -58,61 +56,6 @@ def test_an_entry_is_put_into_its_archive(entry: bytes, others: dict[str, bytes]
         assert target.size == (folder / "x").stat().st_size
         with zipfile.ZipFile(folder / "x") as found:
             assert {name: found.read(name) for name in found.namelist()} == {**others, "the entry": entry}
-
-
-@given(st.lists(WRITES, min_size=1, max_size=3), st.integers(1, 4), st.integers(1, 90))
-def test_shares_of_a_file_make_it(writes_of_each: list[list[tuple[int, bytes]]], size: int, stripe_bytes: int) -> None:
-    """Whatever is written, through images that are used again; checksums are of every stripe, in order."""
-    images = [Images() for _ in range(size)]
-    for writes in writes_of_each:
-        plain = io.BytesIO()
-        files = [each.file("x", Share(index, size, stripe_bytes)) for index, each in enumerate(images)]
-        for place, data in writes:
-            at = min(place, len(plain.getvalue()))
-            plain.seek(at)
-            plain.write(data)
-            for file in files:
-                file.seek(at)
-                file.write(data)
-        assert len({file.digest for file in files}) == 1
-        with quick_folder() as folder:
-            StateFile.on_disk(folder / "x").close()
-            sealed = []
-            for each, file in zip(images, files, strict=True):
-                with StateFile.on_disk(folder / "x", file.share, made=True) as target:
-                    write_image(each.descriptor("x"), file.size, None, target)
-                    sealed.append(seal(target))
-            assert (folder / "x").read_bytes() == plain.getvalue()
-            verify(folder, {"x": joined(sealed)})
-            for at in range(0, len(plain.getvalue()), 37):
-                damaged = bytearray(plain.getvalue())
-                damaged[at] ^= 1
-                (folder / "x").write_bytes(damaged)
-                with pytest.raises(CheckpointError):
-                    verify(folder, {"x": joined(sealed)})
-
-
-@pytest.mark.parametrize("at", [0, 1000, 50_000])
-def test_a_digest_tells_files_that_differ(at: int) -> None:
-    """Wherever they differ, and if only two values have changed places."""
-
-    def digest(data: bytes, noted: bytes = b"") -> str:
-        file = Images().file("x", Share(0, 2, 64))
-        file.note(noted)
-        file.write(data[:at])
-        file.write(data[at:])
-        return file.digest
-
-    data = bytes(range(256)) * 300
-    other = bytes(range(1, 256)) * 302
-    found = {digest(data), digest(other[: len(data)]), digest(data[:-1]), digest(data, b"a"), digest(data, b"b")}
-    assert len(found) == 5 and digest(data) == digest(bytes(bytearray(data)))
-    counts = np.zeros(20_000)
-    for place in (0, 1, 511, 512, 9_999, 19_999):
-        counts[place] = 1.0
-        found.add(digest(counts.tobytes()))
-        counts[place] = 0.0
-    assert len(found) == 11
 
 
 def test_libraries_write_it(tmp_path: Path) -> None:
