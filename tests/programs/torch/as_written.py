@@ -585,7 +585,7 @@ def case_a_loss_of_the_whole_and_of_a_part(world: hvdtrain.World) -> None:
 
 
 class Heads(nn.Module):
-    """Gives a list: of one number a head and sample, or of one a sample."""
+    """Gives a list: a number a sample for each head, or two rows for each sample."""
 
     def __init__(self, of_samples: bool) -> None:
         super().__init__()
@@ -593,7 +593,7 @@ class Heads(nn.Module):
 
     def forward(self, x: Tensor) -> list[Tensor]:
         out = self.body(x)
-        return list(out[:, None]) if self.of_samples else list(out.T)
+        return [torch.stack([row, -row]) for row in out] if self.of_samples else list(out.T)
 
 
 def case_a_list_of_outputs_is_of_samples_or_of_parts(world: hvdtrain.World) -> None:
@@ -615,7 +615,7 @@ def case_a_list_of_outputs_is_of_samples_or_of_parts(world: hvdtrain.World) -> N
         sizes.append((len(every), *every[0].shape))
         optimizer.backward(torch.cat(every).square().mean())
         optimizer.step()
-    assert [one for one, *_ in sizes] == [6, 6, 4] and {tuple(rest) for _, *rest in sizes} == {(1, KINDS)}, sizes
+    assert [one for one, *_ in sizes] == [6, 6, 4] and {tuple(rest) for _, *rest in sizes} == {(2, KINDS)}, sizes
 
 
 def case_a_buffer_that_parts_is_reported(world: hvdtrain.World) -> None:
