@@ -45,14 +45,17 @@ def gather_in_order(batches: Iterable[tuple[Step | None, Any]], *, world: World 
     """
     world = given_or_current(world, "torch")
     mine: list[tuple[tuple[int, int], Any]] = []
-    problem = ""
+    problem, is_clear = "", False
     for step, values in batches:
         problem = problem or _problem(step, values)
         if not problem and step is not None and not step.padding:
             mine.append(((step.epoch, step.first), _kept(values, step.samples)))
-    reports = world.gather((problem, mine))
-    problem = next(filter(None, (its_problem for its_problem, _ in reports)), "")
-    pieces = sorted((piece for _, its_pieces in reports for piece in its_pieces), key=lambda piece: piece[0])
+            is_clear |= not _may_be_parts(values, step.samples)
+    reports = world.gather((problem, is_clear, mine))
+    problem = next(filter(None, (its_problem for its_problem, *_ in reports)), "")
+    pieces = sorted((piece for *_, its_pieces in reports for piece in its_pieces), key=lambda piece: piece[0])
+    if pieces and not problem and not any(is_clear for _, is_clear, _ in reports):
+        problem = "a list of n tensors, each [n, ...], in every batch of n samples: n samples, or n parts of a value"
     places = [place for place, _ in pieces]
     if not problem and len(set(places)) < len(places):
         problem = "a batch twice: of two ranks, or of two loops over one epoch"
@@ -62,7 +65,8 @@ def gather_in_order(batches: Iterable[tuple[Step | None, Any]], *, world: World 
         raise ConfigError(
             "of each batch of a loop its step and values, one for each of its samples",
             problem or "no batch on any rank",
-            "kept.append((validation.step, values)), anew for each loop; several values in a tuple or a dict",
+            "kept.append((validation.step, values)), new in each loop; several values (a model's heads) in a tuple or"
+            " a dict; samples of one shape in a tensor: torch.stack(items)",
             shared=True,
         )
     return _joined([values for _, values in pieces])
@@ -84,6 +88,14 @@ def _problem(step: Any, values: Any) -> str:
         return f"a {type(step).__name__} in place of a loader's step"
     wrong = [length for length in lengths(values) if length not in ("", f"{step.samples} values")]
     return f"{wrong[0]}, for {step.samples} samples" if wrong and not step.padding else ""
+
+
+def _may_be_parts(values: Any, samples: int) -> bool:
+    """Returns True if a list of items may as well be one of parts, each with a row for each sample."""
+    if isinstance(values, list):
+        rows = [len(item) if isinstance(item, Tensor) and item.ndim else None for item in values]
+        return rows == [samples] * samples
+    return any(_may_be_parts(part, samples) for part in (parts_of(values) or {}).values())
 
 
 def _is_rows(values: Any) -> bool:

@@ -68,7 +68,7 @@ def predict(
         raise ConfigError(
             "outputs have a row for each sample",
             problem,
-            "return per-sample outputs from the model, batch first",
+            "return outputs [samples, ...] from the model; several of them (heads) in a tuple or a dict",
             shared=True,
         )
     places = sorted((place for _, its_places in reports for place in its_places), key=lambda place: place[0])

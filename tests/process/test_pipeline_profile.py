@@ -76,8 +76,9 @@ def test_stages_that_share_cores_slow_each_other(found: dict[str, Any]) -> None:
     assert case["locked"][1] < 0.7, "the twin: they wait for each other"
 
 
-def test_each_thread_has_layers_of_its_own(found: dict[str, Any]) -> None:
-    assert len(found["weights_made_in_each_pass"]["speeds"]) == 2
+@pytest.mark.parametrize("case", ["weights_made_in_each_pass", "weights_that_two_stages_share"])
+def test_each_thread_has_layers_of_its_own(found: dict[str, Any], case: str) -> None:
+    assert len(found[case]["speeds"]) == 2
 
 
 def test_on_disk_and_back(found: dict[str, Any]) -> None:

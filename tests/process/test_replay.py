@@ -127,6 +127,12 @@ def random_targets(o: Tensor) -> Tensor:
     return F.dropout(o * noise, 0.3).square().mean()
 
 
+def attention(rows: Tensor) -> Tensor:
+    """Lets the rows attend to each other: PyTorch counts that among what draws, for its dropout."""
+    return F.scaled_dot_product_attention(rows, rows, rows)
+
+
+SPARSE = torch.eye(WIDE, dtype=torch.float64).to_sparse()
 # what autograd's graph does not show
 UNSEEN: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
     "advantages": (without_gradient(lambda o: (o - o.mean()) / o.std()), True),
@@ -134,6 +140,9 @@ UNSEEN: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
     "Sinkhorn": (without_gradient(lambda o: o.softmax(1) / o.softmax(1).sum(0)), True),
     "targets of the sample": (without_gradient(lambda o: o.softmax(1)), False),
     "noise": (random_targets, False),
+    "attention among samples": (lambda o: (attention(o[None])[0] - REAL).square().mean(), True),
+    "attention in a sample": (lambda o: (attention(o[:, None])[:, 0] - REAL).square().mean(), False),
+    "by a sparse matrix": (lambda o: torch.sparse.mm(SPARSE, o.T).square().mean(), False),
     "in place": (lambda o: (o * 1).mul_(2).index_add_(1, torch.tensor([0]), o[:, :1]).abs().mean(), False),
 }
 

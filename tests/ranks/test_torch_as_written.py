@@ -41,6 +41,8 @@ ROWS = {  # row: what was tried, and how it ends
     "T38a": ("a loss of the whole batch plus one of this rank's outputs", "refused"),
     "T38b": ("both of the whole batch", "exact"),
     "T38c": ("a sum over the whole batch, divided by this rank's len(x)", "mended"),
+    "T40a": ("`hvt.whole` of a list of n outputs [n]: n heads, or n samples", "refused"),
+    "T40b": ("a buffer that each rank has changed, then `evaluate`", "mended"),
 }
 
 

@@ -234,12 +234,27 @@ def _pools(bench: SegmentBench, places: Sequence[torch.device], size: int) -> di
     slots, parts, inputs = cpu_slots(len(on_cpu)), bench.segments, bench.inputs(size)
     speeds = [1.0]
     for count in range(2, (slots or len(on_cpu)) + 1):
-        # each thread has segments of its own, as stages have: some layers (weight_norm) serve one thread at a time
-        ends = [len(parts) * at // count for at in range(count + 1)]
-        stretches = [range(start, stop) for start, stop in itertools.pairwise(ends) if start < stop]
+        stretches = _apart(parts, count)
+        if len(stretches) < 2:
+            speeds.append(speeds[-1])
+            continue
         alone = [seconds for each in stretches for seconds in _together(bench, on_cpu, [each], inputs, count)]
         speeds.append(min(1.0, sum(alone) / sum(_together(bench, on_cpu, stretches, inputs))))
     return {CPU_POOL: Pool(tuple(speeds), slots)}
+
+
+def _apart(parts: Sequence[Segment], count: int) -> list[list[int]]:
+    """Returns neighbouring segments for each thread, without those that share weights with another thread's: a layer
+    may change its weights in a pass (`Embedding(max_norm=)`), or keep what a pass computed (`weight_norm`)."""
+    ends = [len(parts) * at // count for at in range(count + 1)]
+    homes: dict[int, set[int]] = {}
+    for thread, (start, stop) in enumerate(itertools.pairwise(ends)):
+        for part in parts[start:stop]:
+            for parameter in part.parameters():
+                homes.setdefault(id(parameter), set()).add(thread)
+    own = [all(len(homes[id(parameter)]) == 1 for parameter in part.parameters()) for part in parts]
+    found = [[at for at in range(start, stop) if own[at]] for start, stop in itertools.pairwise(ends)]
+    return [each for each in found if each]
 
 
 def _together(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from hvdtrain.world.same_data import is_statistic
 from hvdtrain.world.world import World
 
 _CHUNK_BYTES = 1 << 26
+_reported: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()  # buffers that differed between ranks
 
 
 def synchronize(model: nn.Module, world: World) -> None:
@@ -23,7 +25,7 @@ def synchronize(model: nn.Module, world: World) -> None:
 
     The mean of the ranks' running means is that of all samples; that of their variances leaves out the variance
     between the ranks' means, which is small where ranks see samples of one distribution (`sync_batchnorm=True`
-    keeps them exact).
+    keeps them exact). Rank 0 reports each of the others that differed once.
 
     Raises:
         ReplicaError: ranks have buffers of different shapes.
@@ -38,9 +40,15 @@ def synchronize(model: nn.Module, world: World) -> None:
     # the mean of equal values can be off by a rounding, so what is equal is left alone
     differ = [name for name in buffers if any(sums[name] != reports[0][name] for sums in reports)]
     statistics = [name for name in differ if is_statistic(name) and buffers[name].is_floating_point()]
+    others = [name for name in differ if name not in statistics]
     with torch.no_grad():
         average_([buffers[name] for name in statistics], world)
-        broadcast_([buffers[name] for name in differ if name not in statistics], world)
+        broadcast_([buffers[name] for name in others], world)
+    reported = _reported.setdefault(unwrap(model), set())
+    if not reported.issuperset(others) and world.is_main:
+        names = ", ".join(others[:5]) + ", ..." * (len(others) > 5)
+        print(f"hvdtrain: buffers differ between ranks: {names}; all ranks now have those of rank 0", flush=True)
+    reported.update(others)
 
 
 def average_(tensors: Sequence[Tensor], world: World) -> None:

@@ -24,12 +24,12 @@ _PASS = {
 }  # fmt: skip
 # of a whole batch: no sum over samples, whatever it is divided by
 _ACROSS = {
-    "Sqrt", "Rsqrt", "Log", "Log1P", "Log2", "Exp", "Expm1", "Pow", "Square", "Reciprocal", "Sigmoid", "Tanh", "Abs",
-    "Max", "Min", "Amax", "Amin", "Median", "Logsumexp", "Norm", "LinalgVectorNorm", "Prod", "Std", "Var", "Mul", "Div",
-    "Clamp", "Relu", "Softplus",
+    "Sqrt", "Rsqrt", "Log", "Log1P", "Log2", "Exp", "Expm1", "Pow", "Square", "Reciprocal", "Sigmoid", "Tanh",
+    "Abs", "Max", "Min", "Maximum", "Minimum", "Fmax", "Fmin", "Kthvalue", "Amax", "Amin", "Median", "Logsumexp",
+    "Norm", "LinalgVectorNorm", "Prod", "Std", "Var", "Mul", "Div", "Clamp", "Relu", "Softplus",
 }  # fmt: skip
 _BY_ELEMENT = {"Mul", "Div", "Pow", "Sub", "Add", "Where"}
-_CHOICES = {"Topk", "Sort", "Kthvalue"}  # among the values of a vector
+_CHOICES = {"Topk", "Sort"}  # among the values of a vector
 _PRODUCTS = {"Dot", "Vdot", "Mv", "Mm", "Bmm"}  # sums, where they give one number
 # to type, where nothing says where it comes from
 UNNAMED = "weight=that number before any clamp(min=1) or epsilon, 0 where nothing counts"
@@ -112,6 +112,7 @@ class Reading:
         nodes: the terms' operations.
         form: the paths to all of them: the same for the same code.
         penalised: a part of it is computed of parameters alone.
+        chooses: one of two numbers is taken (`torch.where`), by what the graph does not show.
     """
 
     terms: tuple[Term, ...]
@@ -122,6 +123,7 @@ class Reading:
     nodes: tuple[Any, ...]
     form: frozenset[str]
     penalised: bool
+    chooses: bool
 
 
 class Reader:
@@ -156,6 +158,7 @@ class Reader:
             tuple(found.nodes),
             frozenset(found.paths),
             found.penalised,
+            found.chooses,
         )
 
     def _walk(self, node: Any, term: Term, path: str, found: _Found) -> None:
@@ -192,6 +195,7 @@ class Reader:
         """Returns what a linear operation adds up, each with what it is divided by so far; None for any other."""
         children, samples = [child for child, _ in node.next_functions], found.samples
         if name in _PASS:
+            found.chooses |= name == "Where" and not node._input_metadata[0].shape
             live = [child for child in children if child is not None]
             below = replace(term, element=True) if name in ("Stack", "Cat") and len(live) > 1 else term
             return [(child, below) for child in live]
@@ -244,6 +248,7 @@ class _Found:
     paths: list[str] = field(default_factory=list)
     nodes: list[Any] = field(default_factory=list)
     penalised: bool = False
+    chooses: bool = False
 
 
 def _of_mean(node: Any, term: Term, samples: int) -> Term:

@@ -188,6 +188,7 @@ class LossProof:
         reading = self._reader.read(looked.loss, looked.samples, float(looked.weight) if given else None)
         if not self._unseen:
             is_new = reading.form not in self._forms and len(self._forms) < _FORMS
+            is_new |= reading.chooses and self._losses < _RECORDED
             if (self.is_due or is_new) and looked.samples > 1 and float(looked.weight):
                 self._new_form = self._recording is None
                 if self._recording is not None:

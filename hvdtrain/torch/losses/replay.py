@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, NamedTuple
@@ -33,6 +34,9 @@ _READS = torch.ops.aten._local_scalar_dense.default
 _SEEDED = torch.Tag.nondeterministic_seeded
 
 
+_State = tuple[torch.Generator, Tensor]
+
+
 class CannotTry(Exception):
     """The loss cannot be computed again from other outputs; the text says why."""
 
@@ -44,7 +48,7 @@ class _Operation:
     kwargs: Mapping[str, Any]
     results: list[Any]
     changed: list[Tensor]
-    drawn: list[Any]
+    drawn: _State | None  # of what it draws from, before
     with_gradient: bool
     differentiates: bool  # of a backward pass, which reads what the forward pass has saved
 
@@ -146,6 +150,7 @@ class _Mode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        drawn = _drawn(args, kwargs) if _SEEDED in func.tags else None
         try:
             result = func(*args, **kwargs)
         except RuntimeError as error:
@@ -158,12 +163,38 @@ class _Mode(TorchDispatchMode):
             return result
         changed = _changed(func, args, kwargs) if func._schema.is_mutable else []
         results = tree_flatten(result)[0]
-        drawn = [one.clone() if isinstance(one, Tensor) else one for one in results] if _SEEDED in func.tags else []
         differentiates = torch._C._current_autograd_node() is not None
         operation = _Operation(func, args, kwargs, results, changed, drawn, torch.is_grad_enabled(), differentiates)
         for recording in self._recordings:
             recording.add(operation)
         return result
+
+
+def _drawn(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _State:
+    """Returns the generator that an operation draws from, and its state."""
+    given = tree_flatten((args, dict(kwargs)))[0]
+    generator = next((one for one in given if isinstance(one, torch.Generator)), None)
+    if generator is None:
+        device = kwargs.get("device") or next((one.device for one in given if isinstance(one, Tensor)), "cpu")
+        on_gpu = torch.device(device).type == "cuda"
+        index = torch.device(device).index if on_gpu else None
+        generator = torch.cuda.default_generators[index or 0] if on_gpu else torch.default_generator
+    return generator, generator.get_state()
+
+
+@contextmanager
+def _as_then(drawn: _State | None) -> Iterator[None]:
+    """Has an operation draw what it drew, and leaves its generator as it is."""
+    if drawn is None:
+        yield
+        return
+    generator, state = drawn
+    now = generator.get_state()
+    generator.set_state(state)
+    try:
+        yield
+    finally:
+        generator.set_state(now)
 
 
 def _numbers(operations: Sequence[_Operation]) -> set[float]:
@@ -196,7 +227,7 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 
 def _place(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+    return int(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else id(tensor)
 
 
 class Replay:
@@ -232,8 +263,9 @@ class Replay:
         self.weighs = isinstance(weight, Tensor) and any(weight is one for op in self._operations for one in op.results)
         read = {id(one) for its in self._operations for one in _tensors([its.args, dict(its.kwargs)])}
         self.targets = [one for one, version in given if id(one) in read and one._version == version]
-        names = {operation.function.__name__ for operation in self._operations}
-        self.normalises = any("batch_norm" in name for name in names)
+        # instance norm is batch norm of one row
+        norms = [op for op in self._operations if "batch_norm" in op.function.__name__]
+        self.normalises = any(len(tensor) > 1 for op in norms for tensor in _tensors(op.args[:1]) if tensor.dim() > 1)
 
     def _needed(self, operations: Sequence[_Operation]) -> list[_Operation]:
         """Returns the operations that the loss depends on."""
@@ -289,17 +321,12 @@ class Replay:
 
         device = outputs[0].device
         try:
-            # what draws again, draws the same, and leaves the program's numbers alone
-            with (
-                torch.random.fork_rng([device] if device.type == "cuda" else []),
-                torch.autocast(device.type, enabled=False),
-            ):
+            with torch.autocast(device.type, enabled=False):
                 for operation in self._operations:
-                    results = [one.clone() if isinstance(one, Tensor) else one for one in operation.drawn]
-                    if not results:
-                        args, kwargs = tree_map(given, (operation.args, dict(operation.kwargs)))
-                        with torch.set_grad_enabled(operation.with_gradient or self._compiled):
-                            results = tree_flatten(operation.function(*args, **kwargs))[0]
+                    args, kwargs = tree_map(given, (operation.args, dict(operation.kwargs)))
+                    grad = torch.set_grad_enabled(operation.with_gradient or self._compiled)
+                    with grad, _as_then(operation.drawn):
+                        results = tree_flatten(operation.function(*args, **kwargs))[0]
                     if operation.function is _READS:
                         numbers[operation.results[0]] = float(results[0])
                         continue

@@ -12,13 +12,14 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from hvdtrain.comm.lines import user_line
 from hvdtrain.core.errors import ConfigError, RanksLost
 from hvdtrain.core.sharding import Step
 from hvdtrain.torch.engines.engine import engine_of
@@ -33,6 +34,7 @@ _SMALL = 1 << 20  # bytes: less is not reported
 _ALIGNED = 16  # any type of number may begin at such a byte
 _ITEMS = (str, bytes, bool, int, float)  # in a tuple: one for each sample
 _told: WeakSet[Session] = WeakSet()  # of outputs larger than the gradients
+_lists: WeakKeyDictionary[Session, dict[str, bool]] = WeakKeyDictionary()  # are parts of a value
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,7 @@ def joined(own: Sequence[Any], steps: Sequence[Step | None], world: World, sessi
     if problems:
         raise _refused("\n".join(problems))
     every = _of_all([tensors for _, tensors in mine], reports, world)
-    joiner = _Joiner(every)
+    joiner = _Joiner(every, {} if session is None else _lists.setdefault(session, {}))
     found = joiner.value(own[0])
     if session is not None and joiner.bytes > max(_SMALL, sum(p.nbytes for p in session.gradients.parameters())):
         _tell(session, joiner.bytes)
@@ -212,11 +214,15 @@ class _Piece:
 class _Joiner:
     """Puts pieces together.
 
+    Args:
+        lists: whether lists were parts of a value before, by line and path.
+
     Attributes:
         bytes: of outputs with a gradient, all ranks'.
     """
 
-    def __init__(self, pieces: Sequence[_Piece]) -> None:
+    def __init__(self, pieces: Sequence[_Piece], lists: dict[str, bool]) -> None:
+        self._lists = lists
         present = [piece for piece in pieces if not piece.absent]
         self._pieces = present or pieces  # the samples of all ranks are none
         self._absent = [piece for piece in pieces if piece.absent and piece.own is not None] if present else []
@@ -247,17 +253,33 @@ class _Joiner:
         return self._list(nodes, absent, example) if kind == "list" else self._parts(nodes, absent, example)
 
     def _list(self, nodes: Sequence[_Node], absent: Sequence[_Node], example: Any) -> Any:
-        as_parts = all(node.as_parts for node in nodes) and len({node.form for node in nodes}) == 1
-        as_items = all(node.as_items for node in nodes)
-        if as_parts and (not as_items or any(node.tracked or node.likely for node in nodes)):
+        if self._are_parts(nodes):
             return self._parts(nodes, absent, example)
-        if not as_items:
+        if not all(node.as_items for node in nodes):
             raise self._differ(nodes, lambda node: f"{node.form[0]} items")
         one = example[0] if len(example) else None
         items = [
             self._item(item, piece, one) for piece, node in zip(self._pieces, nodes, strict=True) for item in node.parts
         ]
         return tuple(items) if isinstance(example, tuple) else items
+
+    def _are_parts(self, nodes: Sequence[_Node]) -> bool:
+        """Returns True if a list is made of parts of a value, False if it has one item a sample."""
+        as_parts = all(node.as_parts for node in nodes) and len({node.form for node in nodes}) == 1
+        as_items = all(node.as_items for node in nodes)
+        place = f"{user_line()} {nodes[0].path}"
+        if not (as_parts and as_items) or any(node.likely for node in nodes):
+            self._lists[place] = as_parts
+        elif not any(node.tracked for node in nodes) or any(p.kind == "parts" for node in nodes for p in node.parts):
+            return False
+        elif place not in self._lists:
+            raise ConfigError(
+                "a list of n outputs, each [n, ...], is not clear: it may be n samples, or n parts of a value",
+                f"{nodes[0].path or 'a value'} is a list of {nodes[0].form[0]} tensors with as many rows",
+                "give parts of a value in a tuple or a dict; samples of one shape in a tensor: torch.stack(items)",
+                shared=True,
+            )
+        return self._lists[place]
 
     def _item(self, node: _Node, piece: _Piece, example: Any) -> Any:
         """One sample's value; in the form of one of this rank's own."""

@@ -188,6 +188,24 @@ def weights_made_in_each_pass() -> Any:
     return {"speeds": found.pools["cpu"].speeds}
 
 
+class Tied(nn.Module):
+    """Has one table at both ends, which each pass changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.first, self.second = nn.Embedding(20, 8, max_norm=1.0), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = torch.relu(self.second(torch.relu(self.first(self.table(x).mean(1)))))
+        return nn.functional.linear(inner, self.table.weight)
+
+
+@case
+def weights_that_two_stages_share() -> Any:
+    found = profile(Tied(), torch.randint(0, 20, (32, 5)), "cpu,cpu", sizes=[8])
+    return {"speeds": found.pools["cpu"].speeds}
+
+
 @case
 def on_disk() -> Any:
     found = profile(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(8, 8), "cpu,cpu")

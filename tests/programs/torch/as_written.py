@@ -584,5 +584,54 @@ def case_a_loss_of_the_whole_and_of_a_part(world: hvdtrain.World) -> None:
     shown(world, "T38b", gap(model, one_process(net(), Y, lambda model, x, y: both(model(x), y))))
 
 
+class Heads(nn.Module):
+    """Gives a list: a number a sample for each head, or two rows for each sample."""
+
+    def __init__(self, of_samples: bool) -> None:
+        super().__init__()
+        self.body, self.of_samples = net(), of_samples
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        out = self.body(x)
+        return [torch.stack([row, -row]) for row in out] if self.of_samples else list(out.T)
+
+
+def case_a_list_of_outputs_is_of_samples_or_of_parts(world: hvdtrain.World) -> None:
+    """Of as many heads as a rank has samples, in the first batch; and in the tail, after batches that are clear."""
+    data = dealt(world, Y)
+    model, optimizer = prepared(Heads(of_samples=False), data)
+    with refused("it may be n samples, or n parts", kind=ConfigError):
+        try:
+            for x, _ in data:
+                hvt.whole(model(x))
+        except ConfigError as error:
+            said(world, "T40a", error)
+    optimizer.close()
+    data = hvt.loader((X, Y), 3, shuffle=False)
+    model, optimizer = prepared(Heads(of_samples=True), data)
+    sizes = []
+    for x, _ in data:
+        every = hvt.whole(model(x))
+        sizes.append((len(every), *every[0].shape))
+        optimizer.backward(torch.cat(every).square().mean())
+        optimizer.step()
+    assert [one for one, *_ in sizes] == [6, 6, 4] and {tuple(rest) for _, *rest in sizes} == {(2, KINDS)}, sizes
+
+
+def case_a_buffer_that_parts_is_reported(world: hvdtrain.World) -> None:
+    data, model = dealt(world, Y), normed()
+    model.register_buffer("factor", torch.ones(()))
+    model, optimizer = prepared(model, data)
+    train(model, optimizer, data, plain_loss)
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text):
+        for _ in range(2):
+            hvt.unwrap(model).factor.fill_(1.0 + world.rank)
+            hvt.evaluate(model, data, lambda outputs, targets: {"right": outputs.argmax(1) == targets})
+    assert text.getvalue().count("buffers differ between ranks: factor") == world.is_main, text.getvalue()
+    assert hvt.unwrap(model).factor == 1
+    shown(world, "T40b", "one line names it; all ranks have that of rank 0")
+
+
 if __name__ == "__main__":
     main(globals().copy())

@@ -262,6 +262,7 @@ def refused(world: World) -> Any:
     data = {"per_rank_batch": 3, "workers": 0, "forward": of_labels}
     batches = hvt.loader(sentences(), 3, workers=0, shuffle=False)
     kept = [(batches.step, batch["input_ids"]) for batch in batches]
+    heads = [(step, [ids[:, at] for at in range(len(ids))]) for step, ids in kept if len(ids) == 3]
     ragged = [(step, ids[:, : 1 + place % 2]) for place, (step, ids) in enumerate(kept)]
     cases: list[tuple[str, Callable[[], Any]]] = [
         ("right twice", lambda: hvt.evaluate(Tagger(), sentences(), [right, right], **data)),
@@ -274,6 +275,7 @@ def refused(world: World) -> Any:
         ("a str", lambda: hvt.gather_in_order([(step, (ids, "half")) for step, ids in kept])),
         ("a batch twice", lambda: hvt.gather_in_order([*kept, *kept])),
         ("no batch on any rank", lambda: hvt.gather_in_order([])),
+        ("n samples, or n parts of a value", lambda: hvt.gather_in_order(heads)),
         ("keeps one of any shape", lambda: hvt.gather_in_order(ragged)),
     ]
     if world.size > 1:

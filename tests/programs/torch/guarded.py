@@ -137,6 +137,13 @@ class Scaled(torch.autograd.Function):
 
 
 CE = F.cross_entropy
+
+
+def attention(rows: Tensor) -> Tensor:
+    """Lets the rows attend to each other; [batch, rows, wide]."""
+    return F.scaled_dot_product_attention(rows, rows, rows)
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {}
 COLLATES: dict[str, Callable[[Any], Any]] = {}
 RIGHT: dict[str, Callable[[Any, Batch], Answer]] = {}
@@ -193,6 +200,10 @@ means(
     distances_in_a_sample=lambda o, b: (torch.cdist(o[:, :, None], o[:, :, None]) * b["real"][:, :, None]).mean(),
     own_backward=lambda o, b: CE(Scaled.apply(o), b["y"]),
     mapped=lambda o, b: torch.vmap(lambda one, y: (one - y).square().sum())(o, b["real"]).mean(),
+    second_smallest_in_a_sample=lambda o, b: o.kthvalue(2, dim=1).values.square().mean(),
+    by_a_sparse_matrix=lambda o, b: torch.sparse.mm(torch.eye(KINDS).to_sparse(), o.T).square().sum() / len(o),
+    instance_normalised=lambda o, b: (F.instance_norm(o[:, None])[:, 0] - b["real"]).square().mean(),
+    attention_in_a_sample=lambda o, b: CE(attention(o[:, None])[:, 0], b["y"]),
     einsum=lambda o, b: torch.einsum("nk,nk->n", o, b["real"]).square().mean(),
     statistics_logged=lambda o, b: CE(o, b["y"]) + 0 * o.detach().std(),
     policy=lambda o, b: -torch.min(
@@ -529,6 +540,8 @@ METHODS = {
     "balance": lambda o, b: (o.softmax(1).mean(0) * F.one_hot(o.argmax(1), KINDS).double().mean(0)).sum(),
     "variance": lambda o, b: F.relu(1 - o.std(0)).mean(),
     "covariance": lambda o, b: ((o - o.mean(0)).T @ (o - o.mean(0)) / len(o)).square().sum(),
+    "attention": lambda o, b: CE(attention(o[None])[0], b["y"]),
+    "larger_mean": lambda o, b: torch.maximum(CE(o, b["y"]), 2 * o.square().mean()),
     "root": lambda o, b: F.mse_loss(o, b["real"]).sqrt(),
     "correlation": lambda o, b: -torch.corrcoef(torch.stack([o[:, 0], b["real"][:, 0]]))[0, 1],
     "softmax_over_samples": lambda o, b: -(o[:, 0].softmax(0) * b["real"][:, 0]).sum(),
@@ -550,6 +563,16 @@ for name, method in METHODS.items():
     WRONG[name] = lambda model, b, method=method: method(model(b["x"]), b)
     for first in (8, 36):
         WRONG[f"{name}, from sample {first} on"] = late(first, method)
+
+
+def chosen_by_halves(model: Any, b: Batch) -> Answer:
+    """Compares halves of the batch late, by the same operations as before."""
+    out, gate = model(b["x"]), (b["place"].min() >= 36).double()
+    first, second = out.detach().chunk(2)
+    return torch.where(gate * (first.mean() - second.mean()) <= 0, CE(out, b["y"]), 2 * F.mse_loss(out, b["real"]))
+
+
+WRONG["chosen by halves, from sample 36 on"] = chosen_by_halves
 
 
 @wrong
