@@ -150,8 +150,6 @@ class Changing(Member):
 
     def evaluate(self, evaluate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs `evaluate` of the model: the validation within `fit` is done again where ranks are lost in it."""
-        if not self.session.fitting or not kwargs.get("_use_cached_eval_dataset"):
-            return evaluate(*args, **kwargs)
         epoch = next(callback for callback in self.callbacks if isinstance(callback, Epoch))
         epoch.before_validation()
 

@@ -50,13 +50,19 @@ def evaluate(
         session: Session = vars(model).setdefault(KEY, Session(world))
         averaging.hook_test_step(model)
         with averaging.together(model, even=True):
-            type(model).evaluate(model, data, verbose=0, return_dict=True)  # past `hook_reads`
+            logs = dict(type(model).evaluate(model, data, verbose=0, return_dict=True))  # past `hook_reads`
         mine = data.mine()
         if mine is None:
             mine = metric_states.seen(model)[1]
-        logs = {name: log for log, name in session.logs.items()}
         results = metric_states.results(model, metric_states.states(model), world, mine)
-        return {logs.get(f"val_{name}", f"val_{name}")[len("val_") :]: value for name, value in results.items()}
+        names = {log: session.logs.get(f"val_{log}", f"val_{log}")[len("val_") :] for log in logs}
+        found = {
+            log: results[name] for log, name in names.items() if f"val_{log}" not in session.raw and name in results
+        }
+        own = {log: float(value) for log, value in logs.items() if log not in found}
+        if own:  # what a step of the user's returns beside the metrics: Keras gives that of the last batch
+            found.update(world.mean(own, weight=data.last_rows))
+        return {log: found[log] for log in logs}
 
 
 def predict(
@@ -148,10 +154,11 @@ def _of_all(
     **kwargs: Any,
 ) -> Any:
     session = session_of(model)
-    if of_all is evaluate and session is not None and session.changing is not None and session.fitting:
+    validates = kwargs.get("_use_cached_eval_dataset", False)  # Keras' `fit` calls it so
+    if validates and session is not None and session.changing is not None:
         return session.changing.evaluate(original, x, *args, **kwargs)
     own = not isinstance(x, Loader) or session is None or session.world.size == 1
-    if own or session is None or session.together or session.fitting:
+    if own or session is None or session.together or validates:
         return original(x, *args, **kwargs)
     more = sorted(name for name in ("callbacks", "steps", "sample_weight", "y") if kwargs.get(name) is not None)
     if args or more:

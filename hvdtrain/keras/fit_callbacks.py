@@ -144,6 +144,8 @@ class Epoch(Callback):
             results = self.validated() if self.results is None else self.results
             known.update({f"val_{name}": value for name, value in results.items()})
         known.update({log: known[name] for log, name in self.session.logs.items() if name in known})
+        for log in self.session.raw & known.keys():
+            del known[log]
         own = {k: float(v) for k, v in logs.items() if k not in known and isinstance(v, (int, float))}
         for validates in (
             False,

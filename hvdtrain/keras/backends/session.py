@@ -70,6 +70,7 @@ class Session:
         records, step_loss: steps are recorded: the loss of the last step's global batch.
         own_step: the model's class has a `train_step` of its own.
         logs: which metric's result a log of the model's steps is, by their names ("val_..." of a test step).
+        raw: logs that are no metric's result.
         tries: the loss is tried after this step, on its batch (`kept_batch`); wants_batch: that is not kept yet.
         live: weight of the batch in flight; `None` outside a train step (then all ranks weigh the same).
         ready: the checks of this `fit` are done.
@@ -121,6 +122,7 @@ class Session:
     test_function: Any = None
     own_step: bool = False
     logs: dict[str, str] = field(default_factory=dict)
+    raw: set[str] = field(default_factory=set)
     kept_batch: Any = None
     wants_batch: Any = None
     tries: bool = False

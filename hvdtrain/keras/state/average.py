@@ -56,7 +56,7 @@ def prove(model: keras.Model, session: Session) -> Proof:
     tolerance = _TOLERANCE * largest
     if not all(np.isfinite(d) and d <= tolerance for _, d, _ in reports):
         raise _not_averaged(model, [d for _, d, _ in reports], [o for _, _, o in reports], tolerance)
-    if max(world.gather(_largest(mean, alone))) <= tolerance:
+    if variables and max(world.gather(_largest(mean, alone))) <= tolerance:
         raise ReplicaError(
             "the proof needs an optimizer whose update depends on the gradient",
             f"{type(optimizer).__name__} makes the same update for different gradients (largest step {step:.3g})",

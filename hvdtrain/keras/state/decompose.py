@@ -64,7 +64,8 @@ def check(model: keras.Model, session: Session, *, is_first: bool) -> None:
         mine = (
             "note",
             "this model's own train_step: that its loss is a mean over pieces of a batch is not checked; what it does"
-            " to gradients it does to each rank's own, before the average (clipping: clipnorm= of the optimizer)",
+            " to gradients it does to each rank's own, before the average (clipping: clipnorm= of the optimizer)"
+            + _added_up(model),
         )
     metrics = _other_metrics(model, data) if is_first and mine[0] != "differs" and not session.own_step else []
     reports, named = zip(*session.world.gather((mine, metrics)), strict=True)
@@ -85,6 +86,15 @@ def check(model: keras.Model, session: Session, *, is_first: bool) -> None:
             _REMEDY if session.in_pieces else _ADDED,
             shared=True,
         )
+
+
+def _added_up(model: keras.Model) -> str:
+    """Names the metrics of a model's own step of which only the user knows whether their states add up over ranks."""
+    kinds = ((metric.name, type(metric)) for metric in model.metrics)
+    unknown = [name for name, kind in kinds if kind is keras.metrics.Sum or not kind.__module__.startswith("keras.")]
+    if not unknown:
+        return ""
+    return f"; the states of {', '.join(unknown)} are added up over ranks, which is right for sums over samples"
 
 
 def _say_of_layers(model: keras.Model, session: Session, normalises_apart: bool) -> None:
@@ -210,8 +220,8 @@ def _other_metrics(model: keras.Model, data: Any) -> list[str]:
     if data is None or model._compile_metrics is None or not model._compile_metrics.built:
         return []
     batch, rows = _first_rows(data)
-    half = rows // 2
-    if not half or model.compute_metrics.__func__ is not keras.Model.compute_metrics:
+    first = max(1, rows // 4)
+    if rows < 2 or model.compute_metrics.__func__ is not keras.Model.compute_metrics:
         return []
 
     def of(*pieces: slice) -> dict[str, Any]:
@@ -222,18 +232,21 @@ def _other_metrics(model: keras.Model, data: Any) -> list[str]:
             x, y, weight = _cut(batch, piece)
             model.compute_metrics(x=x, y=y, y_pred=_predicted(model, x), sample_weight=weight)
             states.append([np.asarray(value, np.float64) for _, value in metric_states.states(model)])
+        sizes = [piece.stop - piece.start for piece in pieces]
         for (variable, value), *parts in zip(metric_states.states(model), *states, strict=True):
-            share = len(pieces) if getattr(variable, "aggregation", "sum") == "mean" else 1
-            variable.assign((np.sum(parts, axis=0) / share).astype(value.dtype))
+            is_mean = getattr(variable, "aggregation", "sum") == "mean"
+            together = np.average(parts, axis=0, weights=sizes) if is_mean else np.sum(parts, axis=0)
+            variable.assign(together.astype(value.dtype))
         return metric_states.computed(model)
 
     try:
         with _scratch(model), BACKEND.no_gradient():
-            whole, pieces = of(slice(0, 2 * half)), of(slice(0, half), slice(half, 2 * half))
+            whole, pieces = of(slice(0, rows)), of(slice(0, first), slice(first, rows))
     except Exception:  # whatever a user's metric does with a batch of another size
         return []
     return [
-        f"{name} is {np.mean(value):.5g} of {2 * half} samples, {np.mean(pieces[name]):.5g} put together from halves"
+        f"{name} is {np.mean(value):.5g} of {rows} samples, {np.mean(pieces[name]):.5g} put together from {first} and"
+        f" {rows - first}"
         for name, value in whole.items()
         if name != "loss" and np.isfinite(value).all() and not np.allclose(value, pieces[name], rtol=1e-3, atol=1e-6)
     ]

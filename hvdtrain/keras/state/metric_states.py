@@ -42,7 +42,8 @@ def computed(model: keras.Model) -> dict[str, np.ndarray]:
 
 
 def named(model: keras.Model, step: Callable[[], Any], session: Session, prefix: str = "") -> Any:
-    """Runs a step, and notes which metric's result each of its logs is: a step may return it under another name.
+    """Runs a step, and notes which metric's result each of its logs is, and which are none: a step may return a result
+    under another name, and a number of its own under the name of a metric.
 
     A metric that is given what `whole` joined, and that alone, gets this rank's own rows of it.
     """
@@ -69,6 +70,9 @@ def named(model: keras.Model, step: Callable[[], Any], session: Session, prefix:
     returned = logs.items() if isinstance(logs, dict) else ()
     found = {key: results[id(value)][0] for key, value in returned if id(value) in results}
     session.logs.update({prefix + key: prefix + name for key, name in found.items()})
+    within = {name for _, value in results.values() if isinstance(value, dict) for name in value}
+    late = {metric.name for metric in model.metrics if metric not in metrics}  # made in this step
+    session.raw.update(prefix + key for key, _ in returned if key not in {*found, *within, *late})
     return logs
 
 
@@ -90,10 +94,10 @@ def results(model: keras.Model, local: States, world: World, samples: float, *, 
         model: whose metrics.
         local: this rank's states.
         world: several ranks.
-        samples: unused by summed states; the weight of states that are averaged.
+        samples: unused by summed states; the weight of states that are averaged, all alike if no rank knows it.
         same: all ranks evaluated the same samples, which count once.
     """
-    total = _sum(local, world, samples, all_means=same)
+    total = _sum(local, world, 1.0 if same else samples, all_means=same)
     keep = states(model)
     try:
         _assign(total)
@@ -106,6 +110,8 @@ def _sum(local: States, world: World, samples: float, *, all_means: bool) -> Sta
     if not local:
         return []
     means = [all_means or getattr(v, "aggregation", "sum") == "mean" for v, _ in local]
+    known = any(means) and _reduced(np.array([float(samples)]), "sum", "hvdtrain.metrics.samples")[0] > 0
+    samples = samples if known else 1.0
     weighted = [
         np.asarray(a, np.float64) * (samples if m else 1.0) if samples or not m else np.zeros(a.shape)
         for (_, a), m in zip(local, means, strict=True)

@@ -79,7 +79,8 @@ def divisor_of(values: Any, sample_weight: Any, mask: Any, reduction: str, data:
         return Divisor(None, False, rows)
     if reduction == "mean_with_sample_weight" and (sample_weight is not None or mask is not None):
         dtype = values.dtype
-        weight = None if sample_weight is None else ops.convert_to_tensor(sample_weight, dtype=dtype)
+        # a copy: on torch Keras multiplies the weights in place, and autograd has saved them
+        weight = None if sample_weight is None else ops.copy(ops.convert_to_tensor(sample_weight, dtype=dtype))
         merged = keras_loss.apply_mask(weight, mask, dtype=dtype, reduction=reduction)
         return Divisor(BACKEND.total(merged), False, rows)
     size = BACKEND.elements(values)
@@ -150,7 +151,7 @@ def as_it_is(session: Session) -> Iterator[None]:
 def _means_of_batches(session: Session, live: LiveBatch) -> AbstractContextManager[None]:
     """While open, one number for a batch (an output's loss, `tracker.update_state(loss)`) counts in a `Mean` as
     this rank's part of the global batch, and so the batch as a whole once, as in one process. So does a value for
-    each row of what `whole` joined.
+    each row of what `whole` joined, and an output's loss that Keras weighs by the rows of the global batch.
     """
 
     def update_state(original: Any, self: Any, values: Any, sample_weight: Any = None) -> Any:
@@ -162,6 +163,8 @@ def _means_of_batches(session: Session, live: LiveBatch) -> AbstractContextManag
             given = part if sample_weight is None else ops.cast(sample_weight, "float64")
             part = ops.reshape(part, (-1, *[1] * (len(given.shape) - 1)))
             sample_weight = part if sample_weight is None else given * part
+        elif session.of_whole and isinstance(sample_weight, int) and here:
+            sample_weight = live.samples
         elif not len(shape) and sample_weight is None and here:
             if session.together and session.by_samples and not session.even:
                 sample_weight = live.samples  # a rank may have more batches to evaluate than others: no word with them

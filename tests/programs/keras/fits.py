@@ -309,6 +309,168 @@ def keras_own_evaluate_and_predict_of_a_loader() -> str:
     return f"{gap:.1e}"
 
 
+class Guided(keras.Model):
+    """The steps of Keras' guide, with trackers of their own; `raw` returns numbers in place of results."""
+
+    raw = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.trackers = [keras.metrics.Mean(name="loss"), keras.metrics.MeanAbsoluteError(name="mae")]
+
+    @property
+    def metrics(self) -> Any:
+        return self.trackers
+
+    def _logs(self, loss: Any, x: Any, y: Any, out: Any) -> Any:
+        if self.raw:
+            return {"loss": loss, "mae": keras.ops.mean(keras.ops.abs(y - out))}
+        self.trackers[0].update_state(keras.ops.mean(keras.ops.square(y - out), -1))
+        self.trackers[1].update_state(y, out)
+        return {tracker.name: tracker.result() for tracker in self.trackers}
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        if BACKEND == "tensorflow":
+            import tensorflow as tf
+
+            with tf.GradientTape() as tape:
+                out = self(x, training=True)
+                loss = self.compute_loss(x=x, y=y, y_pred=out)
+            self.optimizer.apply(tape.gradient(loss, self.trainable_weights), self.trainable_weights)
+            return self._logs(loss, x, y, out)
+        self.zero_grad()
+        out = self(x, training=True)
+        loss = self.compute_loss(x=x, y=y, y_pred=out)
+        loss.backward()
+        self.optimizer.apply([v.value.grad for v in self.trainable_weights], self.trainable_weights)
+        return self._logs(loss, x, y, out)
+
+    def test_step(self, data: Any) -> Any:
+        x, y = data
+        out = self(x, training=False)
+        return self._logs(self.compute_loss(x=x, y=y, y_pred=out), x, y, out)
+
+
+class RawGuided(Guided):
+    raw = True
+
+    @property
+    def metrics(self) -> Any:
+        return keras.Model.metrics.fget(self)
+
+
+def guided(kind: type[Guided]) -> keras.Model:
+    keras.utils.set_random_seed(1)
+    x = L.Input((5,))
+    model = kind(x, dense(5)(dense(4, activation="tanh")(x)))
+    model.compile(O.SGD(0.1), "mse", jit_compile=False)
+    return model
+
+
+@case
+def validates_own_trackers_on_all_samples_each() -> str:
+    """The model does not use Keras' tracker of the loss, which counts the samples otherwise."""
+    model, plain = hvk.prepare(guided(Guided)), guided(Guided)
+    options = {"epochs": 2, "verbose": 0, "validation_data": (X[44:57], X[44:57]), "validation_batch_size": BATCH}
+    here = model.fit(deal(X[:44], X[:44]), callbacks=hvk.callbacks(model), **options)
+    there = plain.fit(X[:44], X[:44], batch_size=BATCH, shuffle=False, **options)
+    gap = same_history(here, there)
+    assert gap < EXACT, (gap, here.history, there.history)
+    return f"{gap:.1e}"
+
+
+@case
+def logs_of_a_step_that_no_metric_has() -> str:
+    """`{"loss": loss}` of a step is no result of the metric of that name: it is that of the last global batch."""
+    shown = both(lambda: guided(RawGuided), X[:44], X[:44], (X[44:57], X[44:57]))
+    model = hvk.prepare(guided(RawGuided))
+    here = hvk.evaluate(model, (X[:37], X[:37]), per_rank_batch=BATCH // SIZE)
+    there = model.evaluate(X[:37], X[:37], batch_size=BATCH, verbose=0, return_dict=True)
+    assert set(here) == set(there) and apart(here.values(), [there[name] for name in here]) < EXACT, (here, there)
+    return shown
+
+
+@case
+def evaluates_a_loader_in_a_callback() -> str:
+    seen: dict[str, Any] = {}
+
+    def looks(name: str, data: Any) -> K.Callback:
+        def look(epoch: int, logs: Any) -> None:
+            model = callback.model
+            seen[name] = [model.evaluate(*data(), verbose=0), model.predict(data()[0], verbose=0)]
+
+        callback = K.LambdaCallback(on_epoch_end=look)
+        return callback
+
+    model, plain = hvk.prepare(net(metrics=["accuracy"])), net(metrics=["accuracy"])
+    mine = looks("here", lambda: (deal(X[44:57], Y[44:57]),))
+    model.fit(deal(X[:44], Y[:44]), verbose=0, callbacks=[*hvk.callbacks(model), mine])
+    theirs = looks("there", lambda: (X[44:57], Y[44:57]))
+    plain.fit(X[:44], Y[:44], batch_size=BATCH, shuffle=False, verbose=0, callbacks=[theirs])
+    gap = max(apart(a, b) for a, b in zip(seen["here"], seen["there"], strict=True))
+    assert seen["here"][1].shape == seen["there"][1].shape and gap < EXACT, (gap, seen)
+    return f"{gap:.1e}"
+
+
+@case
+def masks_with_weights_of_steps() -> str:
+    """Keras on torch multiplies the weights by the mask in place."""
+    x = np.where(
+        np.arange(STEPS)[None, :, None] > np.arange(40)[:, None, None] % STEPS, 0.0, RNG.normal(size=(40, STEPS, 2))
+    )
+    y, weights = RNG.normal(size=(40, STEPS, 1)), np.abs(RNG.normal(size=(40, STEPS)))
+
+    def make() -> keras.Model:
+        keras.utils.set_random_seed(1)
+        wide = L.EinsumDense("bti,ij->btj", output_shape=(None, 1), bias_axes="j")
+        model = keras.Sequential([L.Input((STEPS, 2)), L.Masking(), L.SimpleRNN(3, return_sequences=True), wide])
+        model.compile(O.SGD(0.1), keras.losses.MeanSquaredError("mean_with_sample_weight"), jit_compile=False)
+        return model
+
+    model, plain = hvk.prepare(make()), make()
+    data = hvk.loader((x, y, weights), BATCH // SIZE, shuffle=False)
+    model.fit(data, epochs=2, verbose=0, callbacks=hvk.callbacks(model))
+    plain.fit(x, y, sample_weight=weights, batch_size=BATCH, shuffle=False, epochs=2, verbose=0)
+    gap = apart(weights_of(model), weights_of(plain))
+    assert gap < EXACT, gap
+    return f"{gap:.1e}"
+
+
+@case
+def losses_of_outputs_of_the_whole_batch() -> str:
+    def make() -> keras.Model:
+        keras.utils.set_random_seed(1)
+        entry = L.Input((5,))
+        model = keras.Model(entry, {"a": dense(3, name="a")(entry), "b": dense(1, name="b")(entry)})
+        model.compile(O.SGD(0.1), {"a": keras.losses.SparseCategoricalCrossentropy(from_logits=True), "b": "mse"})
+        return model
+
+    y = {"a": Y[:37], "b": X[:37, :1] ** 2}
+    model, plain = make(), make()
+    data = deal(X[:37], y)
+    here = hvk.prepare(model, data, whole=True).fit(data, epochs=2, verbose=0, callbacks=hvk.callbacks(model))
+    there = plain.fit(X[:37], y, batch_size=BATCH, shuffle=False, epochs=2, verbose=0)
+    gap = same_history(here, there)
+    assert gap < EXACT, (gap, here.history, there.history)
+    return f"{gap:.1e}"
+
+
+@case
+def nothing_to_train() -> str:
+    def make() -> keras.Model:
+        model = net()
+        model.trainable = False
+        model.compile(O.Adam(0.1), crossentropy(), jit_compile=False)
+        return model
+
+    model, plain = hvk.prepare(make()), make()
+    here = model.fit(deal(X[:37], Y[:37]), verbose=0, callbacks=hvk.callbacks(model))
+    there = plain.fit(X[:37], Y[:37], batch_size=BATCH, shuffle=False, verbose=0)
+    assert (gap := same_history(here, there)) < EXACT, gap
+    return f"{gap:.1e}"
+
+
 @case
 def a_loss_that_is_next_to_nothing() -> str:
     """Rounding is all that is left of it: other pieces of the batch have another rounding."""
@@ -407,6 +569,36 @@ def names_what_does_not_add_up() -> str:
     if RANK == 0:
         assert len(notes) == 2, notes
         assert "not the metric of one process: rmse is" in notes[0] and "centre/centre: follows" in notes[1], notes
+    return "named"
+
+
+@case
+def names_metrics_that_follow_batches() -> str:
+    """A mean of batches' means; and in a step of one's own, metrics of which nothing is known."""
+
+    class OfBatches(keras.metrics.Metric):
+        def __init__(self) -> None:
+            super().__init__(name="of_batches")
+            self.total = self.add_weight(shape=(), initializer="zeros", name="total")
+            self.count = self.add_weight(shape=(), initializer="zeros", name="count")
+
+        def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+            self.total.assign_add(keras.ops.mean(keras.ops.cast(y_pred, self.dtype)))
+            self.count.assign_add(1.0)
+
+        def result(self) -> Any:
+            return self.total / self.count
+
+    own = guided(Guided)
+    own.trackers.append(keras.metrics.Sum(name="total"))
+    for model, y, text in (
+        (net(metrics=[OfBatches()]), Y, "not the metric of one process: of_batches is"),
+        (own, X, "the states of total are added up over ranks"),
+    ):
+        hvk.prepare(model)
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            model.fit(deal(X[:24], y[:24]), verbose=0, callbacks=hvk.callbacks(model))
+        assert RANK or text in said.getvalue(), said.getvalue()
     return "named"
 
 
