@@ -97,7 +97,7 @@ def results(model: keras.Model, local: States, world: World, samples: float, *, 
         samples: unused by summed states; the weight of states that are averaged, all alike if no rank knows it.
         same: all ranks evaluated the same samples, which count once.
     """
-    total = _sum(local, world, 1.0 if same else samples, all_means=same)
+    total = _sum(local, world, samples, all_means=same)
     keep = states(model)
     try:
         _assign(total)

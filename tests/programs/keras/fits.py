@@ -316,11 +316,12 @@ class Guided(keras.Model):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.trackers = [keras.metrics.Mean(name="loss"), keras.metrics.MeanAbsoluteError(name="mae")]
+        own = [] if self.raw else [keras.metrics.Mean(name="loss"), keras.metrics.MeanAbsoluteError(name="mae")]
+        self.trackers = own
 
     @property
     def metrics(self) -> Any:
-        return self.trackers
+        return self.trackers or super().metrics
 
     def _logs(self, loss: Any, x: Any, y: Any, out: Any) -> Any:
         if self.raw:
@@ -354,10 +355,6 @@ class Guided(keras.Model):
 
 class RawGuided(Guided):
     raw = True
-
-    @property
-    def metrics(self) -> Any:
-        return keras.Model.metrics.fget(self)
 
 
 def guided(kind: type[Guided]) -> keras.Model:
