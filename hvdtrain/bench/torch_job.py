@@ -86,6 +86,7 @@ def _parts(args: argparse.Namespace, device: Any = "cpu") -> tuple[Any, Any, Any
     torch.set_num_threads(args.devices)
     model = _model(args.model).to(device)
     optimizer = torch_sgd(model.parameters())
+    torch.manual_seed(_local_rank())  # hvdtrain refuses ranks that train on the same batches
     x = torch.randn(args.per_rank_batch, 3, args.pixels, args.pixels, device=device)
     y = torch.randint(0, CLASSES, (args.per_rank_batch,), device=device)
     return model, optimizer, torch.nn.CrossEntropyLoss(), x, y
