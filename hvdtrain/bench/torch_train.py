@@ -11,14 +11,13 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
-import sys
 from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
-from hvdtrain.bench.torch_job import LAUNCHED_BY, NEEDS
+from hvdtrain.bench.torch_job import NEEDS
 from hvdtrain.bench.turns.report import measured_on, progress, versions
-from hvdtrain.bench.turns.turns import InterleavedJobs, launched
+from hvdtrain.bench.turns.turns import ONE_THREAD, InterleavedJobs, torch_command
 from hvdtrain.core.errors import install_command
 from hvdtrain.record import stats
 
@@ -29,7 +28,6 @@ HAND_WRITTEN = ("horovod", "ddp")
 TARGET, EFFICIENCY_GOAL, OVERHEAD_TARGET = 1.00, 0.92, 1.01
 ALONE = {"plain PyTorch, 1 process": "alone", "hvdtrain, 1 process": "hvdtrain"}
 LIMIT = "no communication"
-THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 
 
 def add_arguments(add: Any, count: Any) -> None:
@@ -53,10 +51,11 @@ def _one_model(args: argparse.Namespace, model: str) -> dict[str, Any]:
     arms = {label: (arm, 1) for label, arm in ALONE.items()} | {peer: (peer, args.ranks) for peer in peers}
     if args.ranks > 1:
         arms[LIMIT] = ("apart", args.ranks)
-    with InterleavedJobs(os.environ | THREADS) as jobs:
+    its = {name: getattr(args, name) for name in ("device", "per_rank_batch", "pixels")}
+    with InterleavedJobs(os.environ | ONE_THREAD) as jobs:
         for name, (arm, ranks) in arms.items():
             progress(f"{model}: starting {name}")
-            jobs.start(name, _command(args, model, arm, ranks), ranks)
+            jobs.start(name, torch_command(arm, ranks, model=model, **its), ranks)
         seconds = jobs.rounds({name: (name, {"steps": args.steps}) for name in arms}, args.blocks, model)
     return {"ranks": args.ranks, "seconds_per_step": seconds["wall"], "cpu_seconds_per_step": seconds["cpu"]} | _ratios(
         seconds["wall"]
@@ -75,14 +74,6 @@ def _ratios(wall: Mapping[str, list[float]]) -> dict[str, Any]:
         found["against"] = {peer: ratio("hvdtrain", peer) for peer in peers if peer != "hvdtrain"}
         found["efficiency"] = {peer: ratio(LIMIT, peer) for peer in peers}
     return found
-
-
-def _command(args: argparse.Namespace, model: str, arm: str, ranks: int) -> list[str]:
-    job = [
-        "-m", "hvdtrain.bench.torch_job", arm, f"--model={model}", f"--device={args.device}",
-        f"--per-rank-batch={args.per_rank_batch}", f"--pixels={args.pixels}",
-    ]  # fmt: skip
-    return [*launched(ranks, LAUNCHED_BY.get(arm, "")), sys.executable, *job]
 
 
 # ---- the report

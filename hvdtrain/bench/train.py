@@ -30,7 +30,7 @@ from typing import Any
 from hvdtrain.bench import compared, torch_train, tune
 from hvdtrain.bench.torch_train import LIMIT
 from hvdtrain.bench.turns.report import begin, finish, measured_on, progress, versions
-from hvdtrain.bench.turns.turns import CLOCKS, InterleavedJobs, Turns, launched
+from hvdtrain.bench.turns.turns import CLOCKS, ONE_THREAD, InterleavedJobs, Turns, launched
 from hvdtrain.core import flags
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.record import stats
@@ -42,7 +42,6 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "torch": {"per_rank_batch": 16, "steps": 5, "models": ["resnet18", "resnet50"]},
     "all": {"per_rank_batch": 16, "steps": 5, "models": ["resnet50"]},
 }
-ONE_THREAD = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -101,7 +100,7 @@ def measure(args: argparse.Namespace, backend: str) -> dict[str, Any]:
         sys.executable, "-m", "hvdtrain.bench.keras_job", f"--backend={backend}", f"--steps={args.steps}",
         f"--per-rank-batch={args.per_rank_batch}",
     ]  # fmt: skip
-    with InterleavedJobs(os.environ | dict.fromkeys(ONE_THREAD, "1")) as jobs:
+    with InterleavedJobs(os.environ | ONE_THREAD) as jobs:
         progress(f"1/2 prepared fit against plain Keras, one process, blocks of {args.steps} updates")
         jobs.start("1", command, 1)
         found = {"overhead": overhead(jobs, args.blocks)}
