@@ -7,7 +7,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
 from typing import Any
 
 from hvdtrain.core import flags
@@ -56,6 +57,14 @@ def measured_on(result: Mapping[str, Any]) -> str:
         f"{machine['processor']}, {machine['cores_usable']} cores, load {machine['load_1min']} before,"
         f" {result['load_after']} after"
     )
+
+
+def rates(title: str, images_per_s: Mapping[str, Sequence[float]], base: str) -> str:
+    """A table of images a second, and of how many times those of `base` they are."""
+    rows = [(title, "images/s", f"x {base}")]
+    for name, its in images_per_s.items():
+        rows.append((name, f"{median(its):,.0f}", f"{median(its) / median(images_per_s[base]):.2f}"))
+    return stats.table(rows)
 
 
 def versions(result: Mapping[str, Any]) -> str:
