@@ -187,11 +187,13 @@ def memory_rates(args: argparse.Namespace, world: World, x: np.ndarray, y: np.nd
 def files(args: argparse.Namespace, world: World, train: Folder) -> dict[str, Any]:
     """Rates of ours and of torchvision's ImageFolder on the same files, by workers, and how many are best."""
     from torchvision.datasets import ImageFolder
+    from torchvision.transforms import RandomResizedCrop
 
     import hvdtrain.torch as hvt
 
     batch = min(max(1, args.per_rank_batch // 4), len(train))
-    folder = ImageFolder(train.root, _image_transform(args.image_size))
+    transform = _transform(RandomResizedCrop(args.image_size), hvt.IMAGENET_MEAN, hvt.IMAGENET_STD)
+    folder = ImageFolder(train.root, transform)
 
     def pictures(reduced: bool) -> Callable[[], hvt.ImageFiles]:
         return lambda: hvt.ImageFiles(train, train=True, size=args.image_size, reduced=reduced)
@@ -262,19 +264,12 @@ class _Pictures:
     """torchvision's CIFAR10 without its download: a PIL image a sample, and its usual transforms."""
 
     def __init__(self, x: np.ndarray, y: np.ndarray) -> None:
-        from torchvision import transforms
+        from torchvision.transforms import RandomCrop
 
         import hvdtrain.torch as hvt
 
         self.pictures, self.labels = x.transpose(0, 2, 3, 1).copy(), y.tolist()
-        self.transform = transforms.Compose(
-            [
-                transforms.RandomCrop(32, padding=4),
-                transforms.RandomHorizontalFlip(),
-                transforms.ToTensor(),
-                transforms.Normalize(hvt.CIFAR10_MEAN, hvt.CIFAR10_STD),
-            ]
-        )
+        self.transform = _transform(RandomCrop(32, padding=4), hvt.CIFAR10_MEAN, hvt.CIFAR10_STD)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -285,20 +280,11 @@ class _Pictures:
         return self.transform(Image.fromarray(self.pictures[index])), self.labels[index]
 
 
-def _image_transform(size: int) -> Any:
-    """The training transform of torchvision's ImageNet example."""
-    from torchvision import transforms
+def _transform(crop: Any, mean: Any, std: Any) -> Any:
+    """The training transforms of torchvision's examples."""
+    from torchvision import transforms as its
 
-    import hvdtrain.torch as hvt
-
-    return transforms.Compose(
-        [
-            transforms.RandomResizedCrop(size),
-            transforms.RandomHorizontalFlip(),
-            transforms.ToTensor(),
-            transforms.Normalize(hvt.IMAGENET_MEAN, hvt.IMAGENET_STD),
-        ]
-    )
+    return its.Compose([crop, its.RandomHorizontalFlip(), its.ToTensor(), its.Normalize(mean, std)])
 
 
 def write_pictures(root: Path, count: int = MADE_UP_FILES, size: Sequence[int] = MADE_UP_SIZE) -> Path:

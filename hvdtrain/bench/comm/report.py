@@ -47,16 +47,8 @@ def _seconds(ranks: str, part: Mapping[str, Any]) -> str:
 
 def _bandwidths(ranks: int, part: Mapping[str, Any], size: int) -> str:
     """As nccl-tests have them: algorithm bandwidth is size over time, bus bandwidth that times 2 (N-1)/N."""
-    heading = (
-        f"of {readable(size)}",
-        "algorithm",
-        "bus",
-        "busiest cable, one way",
-        "both ways",
-        "by the kernel",
-        "rule",
-    )
-    rows = [heading]
+    heading = ("algorithm", "bus", "busiest cable, one way", "both ways", "by the kernel", "rule")
+    rows = [(f"of {readable(size)}", *heading)]
     for way, sizes in _medians(part).items():
         rate = size / sizes[size] / 1e9
         links = part["links"][way][size]
