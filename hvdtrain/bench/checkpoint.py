@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.bench.turns.report import begin, finish, measured_on, progress, versions
+from hvdtrain.bench.turns.report import begin, finish, heading, progress
 from hvdtrain.bench.turns.turns import ONE_THREAD
 from hvdtrain.core.errors import HvdtrainError
 from hvdtrain.core.flags import whole
@@ -87,5 +87,5 @@ def report(result: Mapping[str, Any]) -> str:
         ),
     ]  # fmt: skip
     sizes = sorted({round(found["bytes"] / 1e6) for found in result["arms"].values()})
-    heading = f"checkpoints of {' to '.join(map(str, sizes))} MB, one process, one thread"
-    return f"{heading}\n{measured_on(result)}\n{versions(result)}\n\n{stats.table(rows)}"
+    what = f"checkpoints of {' to '.join(map(str, sizes))} MB, one process, one thread"
+    return f"{heading(what, result)}\n\n{stats.table(rows)}"

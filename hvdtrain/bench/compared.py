@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.bench import keras_job, torch_job
-from hvdtrain.bench.turns.report import measured_on, progress, versions
+from hvdtrain.bench.turns.report import heading, progress
 from hvdtrain.bench.turns.turns import MEMORY, ONE_THREAD, InterleavedJobs, Turns, launched, torch_command
 from hvdtrain.cluster.hosts import probe
 from hvdtrain.core.errors import ConfigError, install_command
@@ -216,7 +216,7 @@ not talk; both in the same rounds of the same group. memory: the most that a dev
 one of several devices. changed lines: of the loop and what is before it, not of the input that processes share."""
 
 
-def _heading(result: Mapping[str, Any]) -> str:
+def _what(result: Mapping[str, Any]) -> str:
     its, part = result["settings"], result["compared"]
     return (
         f"{part['model']}, batch {its['per_rank_batch']} a rank of {its['pixels']}x{its['pixels']}, {its['device']},"
@@ -239,7 +239,7 @@ def report(result: Mapping[str, Any]) -> str:
             str(stats.Interval(**ratio["efficiency"])) if "efficiency" in ratio else "",
             f"{part['memory_bytes'][name] / 2**20:.0f} MiB", str(part["lines"][name]),
         ))  # fmt: skip
-    return f"{_heading(result)}\n{measured_on(result)}\n{versions(result)}\n\n{stats.table(rows)}\n\n{NOTE}"
+    return f"{heading(_what(result), result)}\n\n{stats.table(rows)}\n\n{NOTE}"
 
 
 def draw(result: Mapping[str, Any], path: Path) -> None:
@@ -264,5 +264,5 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
     speed.set_xlabel(f"speed-up over one process, {part['ranks']} ranks or devices\n(dotted: no communication)")
     memory.barh(names, [part["memory_bytes"][name] / 2**30 for name in names], color=SKY, height=0.65)
     memory.set_xlabel("memory a device, GiB" if result["settings"]["device"] == "cuda" else "memory a process, GiB")
-    figure.suptitle(_heading(result), fontsize="medium")
+    figure.suptitle(_what(result), fontsize="medium")
     figure.savefig(path, dpi=DOTS_PER_INCH)

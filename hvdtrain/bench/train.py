@@ -32,7 +32,7 @@ from typing import Any
 
 from hvdtrain.bench import compared, tune
 from hvdtrain.bench.torch_job import NEEDS
-from hvdtrain.bench.turns.report import begin, finish, measured_on, progress, versions
+from hvdtrain.bench.turns.report import begin, finish, heading, progress
 from hvdtrain.bench.turns.turns import CLOCKS, ONE_THREAD, InterleavedJobs, Turns, launched, torch_command
 from hvdtrain.core import flags
 from hvdtrain.core.errors import ConfigError, install_command
@@ -199,8 +199,8 @@ def report(result: Mapping[str, Any]) -> str:
         ),
     ]  # fmt: skip
     batch = result["settings"]["per_rank_batch"]
-    heading = f"MNIST network, batch {batch} a rank, Keras on {result['backend']}\n{measured_on(result)}"
-    tables = [f"{heading}\n{versions(result)}", stats.table(rows)]
+    what = f"MNIST network, batch {batch} a rank, Keras on {result['backend']}"
+    tables = [heading(what, result), stats.table(rows)]
     if "scaling" in result:
         part = result["scaling"]
         ranks, steps = part["ranks"], part["seconds_per_step"]
@@ -219,11 +219,11 @@ def report(result: Mapping[str, Any]) -> str:
 def torch_report(result: Mapping[str, Any]) -> str:
     """The tables of PyTorch's part."""
     its = result["settings"]
-    heading = (
+    what = (
         f"batch {its['per_rank_batch']} a rank, {its['pixels']}x{its['pixels']} pixels, {its['device']},"
         f" one thread and one core a rank; {its['blocks']} rounds of {its['steps']} steps"
     )
-    tables = [f"{heading}\n{measured_on(result)}\n{versions(result)}"]
+    tables = [heading(what, result)]
     for model, part in result["models"].items():
         tables.append(stats.table(_rows(model, part, its["per_rank_batch"])))
         tables.append(_verdict(part))

@@ -67,6 +67,7 @@ def rates(title: str, images_per_s: Mapping[str, Sequence[float]], base: str) ->
     return stats.table(rows)
 
 
-def versions(result: Mapping[str, Any]) -> str:
-    """Of all packages, in a line."""
-    return " ".join(f"{name} {version}" for name, version in result["machine"]["versions"].items())
+def heading(what: str, result: Mapping[str, Any]) -> str:
+    """What was measured, on which machine, with which versions: a line each."""
+    versions = " ".join(f"{name} {version}" for name, version in result["machine"]["versions"].items())
+    return "\n".join(filter(None, [what, measured_on(result), versions]))
