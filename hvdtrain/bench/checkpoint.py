@@ -17,8 +17,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.bench.train import ONE_THREAD
-from hvdtrain.bench.turns.report import begin, finish, measured_on, progress, versions
+from hvdtrain.bench.turns.report import begin, finish, heading, progress
+from hvdtrain.bench.turns.turns import ONE_THREAD
 from hvdtrain.core.errors import HvdtrainError
 from hvdtrain.core.flags import whole
 from hvdtrain.record import stats
@@ -61,7 +61,7 @@ def measure(args: argparse.Namespace, arm: str, folder: str) -> dict[str, Any]:
     done = subprocess.run(
         [sys.executable, "-m", "hvdtrain.bench.checkpoint_job", *options, f"--layers={layers}",
          f"--rounds={args.rounds}", f"--steps={args.steps}", f"--directory={folder}"],
-        env=os.environ | dict.fromkeys(ONE_THREAD, "1") | environment, capture_output=True, text=True, check=False,
+        env=os.environ | ONE_THREAD | environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
     if done.returncode:
         raise HvdtrainError(f"{name} must be able to save", done.stderr[-2000:])
@@ -87,5 +87,5 @@ def report(result: Mapping[str, Any]) -> str:
         ),
     ]  # fmt: skip
     sizes = sorted({round(found["bytes"] / 1e6) for found in result["arms"].values()})
-    heading = f"checkpoints of {' to '.join(map(str, sizes))} MB, one process, one thread"
-    return f"{heading}\n{measured_on(result)}\n{versions(result)}\n\n{stats.table(rows)}"
+    what = f"checkpoints of {' to '.join(map(str, sizes))} MB, one process, one thread"
+    return f"{heading(what, result)}\n\n{stats.table(rows)}"

@@ -20,13 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.bench import keras_job, torch_job
-from hvdtrain.bench.turns.report import measured_on, progress, versions
-from hvdtrain.bench.turns.turns import InterleavedJobs, launched
+from hvdtrain.bench.turns.report import heading, progress
+from hvdtrain.bench.turns.turns import MEMORY, ONE_THREAD, InterleavedJobs, Turns, launched, torch_command
 from hvdtrain.cluster.hosts import probe
 from hvdtrain.core.errors import ConfigError, install_command
 from hvdtrain.record import stats
 
-THREADS = {"TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 PROCESS_BYTES = 2 << 30  # about what one of ResNet-50 holds, with its framework
 ALONE, APART = "one process", "processes that do not talk"
 MANY_DEVICES = ("dataparallel", "pipeline")  # of one process
@@ -100,35 +99,27 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         )
     ways = [way for way in WAYS if _is_wanted(way, args) and _is_there(way, args)]
     groups = grouped(ways, args.ranks, args.at_once or processes_that_fit())
-    seconds: list[dict[str, list[float]]] = []
-    memory: dict[str, float] = {}
-    for number, group in enumerate(groups, 1):
-        seconds.append(_one_group(args, group, f"group {number} of {len(groups)}", memory))
+    found = [_one_group(args, its, f"group {number} of {len(groups)}") for number, its in enumerate(groups, 1)]
+    seconds, memory = ([its[kind] for its in found] for kind in ("wall", MEMORY))
     return {
-        "ranks": args.ranks, "model": args.models[0], "groups": seconds, "memory_bytes": memory,
+        "ranks": args.ranks, "model": args.models[0], "groups": seconds,
+        "memory_bytes": {way.label: max(sum((its.get(way.label, []) for its in memory), [])) for way in ways},
         "lines": {way.label: changed_lines(way) for way in ways},
         "ratios": {way.label: ratios(way, seconds, args.ranks) for way in ways},
     }  # fmt: skip
 
 
-def _one_group(
-    args: argparse.Namespace, group: Sequence[Way], name: str, memory: dict[str, float]
-) -> dict[str, list[float]]:
-    """Its ways in turns, seconds a step of each; notes their memory. Its processes are gone when it returns."""
-    seconds: dict[str, list[float]] = {way.label: [] for way in group}
-    with InterleavedJobs(os.environ | THREADS) as jobs:
+def _one_group(args: argparse.Namespace, group: Sequence[Way], name: str) -> dict[str, dict[str, list[float]]]:
+    """Its ways in turns, see `InterleavedJobs.rounds`. Its processes are gone when it returns."""
+    with InterleavedJobs(os.environ | ONE_THREAD) as jobs:
         for way in group:
             progress(f"{name}: starting {way.label}")
-            ranks = way.processes or args.ranks
-            jobs.start(way.label, [*launched(ranks, _launcher(way)), *_command(args, way)], ranks)
-        for turn in range(args.blocks + 1):  # the first warms up: Keras traces
-            progress(f"{name}: round {turn} of {args.blocks}" if turn else f"{name}: warming up")
-            for way in stats.rotated(group, turn):
-                answers = jobs.turn(way.label, steps=args.steps, arm=way.arm)
-                memory[way.label] = max(memory.get(way.label, 0.0), *(answer["memory"] for answer in answers))
-                if turn:
-                    seconds[way.label].append(max(answer["wall"] for answer in answers))
-    return seconds
+            devices = args.ranks if way.arm in MANY_DEVICES else 1
+            ranks, threads = way.processes or args.ranks, {"OMP_NUM_THREADS": str(devices)}
+            jobs.start(way.label, _command(args, way, ranks, devices), ranks, threads)
+        turns: Turns = {way.label: (way.label, {"steps": args.steps, "arm": way.arm}) for way in group}
+        jobs.rounds(turns, 1, f"{name}, warming up")  # Keras traces
+        return jobs.rounds(turns, args.blocks, name)
 
 
 def processes_that_fit() -> int:
@@ -180,18 +171,13 @@ def _is_there(way: Way, args: argparse.Namespace) -> bool:
     return not why
 
 
-def _launcher(way: Way) -> str:
-    return "horovodrun" if way.keras else torch_job.LAUNCHED_BY.get(way.arm, "")
-
-
-def _command(args: argparse.Namespace, way: Way) -> list[str]:
-    devices = args.ranks if way.arm in MANY_DEVICES else 1
-    sizes = [f"--per-rank-batch={args.per_rank_batch * devices}", f"--pixels={args.pixels}"]
+def _command(args: argparse.Namespace, way: Way, ranks: int, devices: int) -> list[str]:
     if way.keras:
-        job = ["hvdtrain.bench.keras_job", f"--backend={way.keras}", f"--steps={args.steps}", *sizes]
-    else:
-        job = ["hvdtrain.bench.torch_job", way.arm, *sizes, f"--device={args.device}", f"--devices={devices}"]
-    return ["env", f"OMP_NUM_THREADS={devices}", sys.executable, "-m", *job, f"--model={args.models[0]}"]
+        its = [f"--{name}={getattr(args, name.replace('-', '_'))}" for name in ("steps", "per-rank-batch", "pixels")]
+        job = ["hvdtrain.bench.keras_job", f"--backend={way.keras}", f"--model={args.models[0]}", *its]
+        return [*launched(ranks, "horovodrun"), sys.executable, "-m", *job]
+    sizes = {name: getattr(args, name) for name in ("device", "per_rank_batch", "pixels")}
+    return torch_command(way.arm, ranks, model=args.models[0], devices=devices, **sizes)
 
 
 def ratios(way: Way, groups: Groups, ranks: int) -> dict[str, Any]:
@@ -230,7 +216,7 @@ not talk; both in the same rounds of the same group. memory: the most that a dev
 one of several devices. changed lines: of the loop and what is before it, not of the input that processes share."""
 
 
-def _heading(result: Mapping[str, Any]) -> str:
+def _what(result: Mapping[str, Any]) -> str:
     its, part = result["settings"], result["compared"]
     return (
         f"{part['model']}, batch {its['per_rank_batch']} a rank of {its['pixels']}x{its['pixels']}, {its['device']},"
@@ -253,7 +239,7 @@ def report(result: Mapping[str, Any]) -> str:
             str(stats.Interval(**ratio["efficiency"])) if "efficiency" in ratio else "",
             f"{part['memory_bytes'][name] / 2**20:.0f} MiB", str(part["lines"][name]),
         ))  # fmt: skip
-    return f"{_heading(result)}\n{measured_on(result)}\n{versions(result)}\n\n{stats.table(rows)}\n\n{NOTE}"
+    return f"{heading(_what(result), result)}\n\n{stats.table(rows)}\n\n{NOTE}"
 
 
 def draw(result: Mapping[str, Any], path: Path) -> None:
@@ -278,5 +264,5 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
     speed.set_xlabel(f"speed-up over one process, {part['ranks']} ranks or devices\n(dotted: no communication)")
     memory.barh(names, [part["memory_bytes"][name] / 2**30 for name in names], color=SKY, height=0.65)
     memory.set_xlabel("memory a device, GiB" if result["settings"]["device"] == "cuda" else "memory a process, GiB")
-    figure.suptitle(_heading(result), fontsize="medium")
+    figure.suptitle(_what(result), fontsize="medium")
     figure.savefig(path, dpi=DOTS_PER_INCH)

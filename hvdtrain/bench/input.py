@@ -20,11 +20,12 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain.bench import keras_input
-from hvdtrain.bench.turns.report import begin, finish, measured_on, progress
+from hvdtrain.bench.turns.report import begin, finish, measured_on, progress, rates
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.flags import whole
 from hvdtrain.record import stats
@@ -32,11 +33,11 @@ from hvdtrain.record import stats
 if TYPE_CHECKING:
     import numpy as np
 
+    from hvdtrain.datasets.folder import Folder
     from hvdtrain.world.world import World
 
 MEMORY_TARGET = 10.0
 WHOLE = ", decoded whole"
-GOOD_ENOUGH = 0.95  # of the best rate: fewer workers for nearly the same
 MEMORY_IMAGES, MADE_UP_FILES, MADE_UP_SIZE = 10_000, 256, (500, 375)  # the size: ImageNet's average
 
 # a variant: starts to read, returns its batches and what ends it
@@ -50,14 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--framework", choices=["torch", "keras"], default="torch", help="(default: %(default)s)")
     add("--backend", choices=["tensorflow", "torch"], help="Keras' (default: KERAS_BACKEND, else tensorflow)")
     add("--data", type=Path, metavar="DIR", help="images, one folder a class, or train/ with them (default: made up)")
-    add(
-        "--picture-size",
-        type=count,
-        nargs=2,
-        default=MADE_UP_SIZE,
-        metavar=("W", "H"),
-        help="of made-up files (default: 500 375, ImageNet's average)",
-    )
+    size = "of made-up files (default: 500 375, ImageNet's average)"
+    add("--picture-size", type=count, nargs=2, default=MADE_UP_SIZE, metavar=("W", "H"), help=size)
     add("--workers", type=whole(0), nargs="+", default=[0, 2, 4, 8], metavar="N", help="(default: 0 2 4 8)")
     add("--per-rank-batch", type=count, default=128, metavar="N", help="in memory; of files a quarter (default: 128)")
     add("--image-size", type=count, default=224, metavar="N", help="of files, after the crop (default: %(default)s)")
@@ -76,10 +71,7 @@ def run(args: argparse.Namespace) -> int:
     os.sched_setaffinity(0, cores[: args.cores])
     try:
         result = begin("input", args, "this benchmark is one process") | {"framework": args.framework}
-        if args.framework == "keras":
-            keras_input.measure(args, result, write_pictures)
-        else:
-            measure(args, result)
+        measure(args, result)
     finally:
         os.sched_setaffinity(0, cores)
     return finish(args, result, keras_input.report if args.framework == "keras" else report)
@@ -87,32 +79,40 @@ def run(args: argparse.Namespace) -> int:
 
 def measure(args: argparse.Namespace, result: dict[str, Any]) -> None:
     """Adds the figures of both parts."""
+    keras = args.framework == "keras"
+    if keras:
+        result["backend"] = keras_input.begin(args.backend)
     import hvdtrain
-    from hvdtrain.torch.engines.engine import device_of
+    from hvdtrain.datasets import load_folder, synthetic
 
-    with hvdtrain.init("torch", engine="solo", device=args.device) as world:
-        result["device"] = str(device_of(world))
+    with hvdtrain.init(args.framework, engine="solo", device=args.device) as world:
         progress(f"1/2 pictures in memory, {args.rounds} rounds")
-        result["memory"] = {"images_per_s": interleaved(memory_variants(args, world), args, args.per_rank_batch)}
+        images = synthetic(MEMORY_IMAGES * 10 // 9, classes=10, size=32)
+        in_memory = keras_input.in_memory if keras else memory_rates
+        result["memory"] = {"images_per_s": in_memory(args, world, images.x_train, images.y_train)}
         progress(f"2/2 JPEG files, {args.rounds} rounds")
         with tempfile.TemporaryDirectory(prefix="hvdtrain-bench-") as folder:
-            root = args.data or write_pictures(Path(folder), size=args.picture_size)
-            variants, note = file_variants(args, world, root)
-            rates = interleaved(variants, args, _files_batch(args))
-        result["files"] = {"images_per_s": rates, "data": note, "recommended_workers": recommend(rates)}
+            train, _ = load_folder(args.data or write_pictures(Path(folder), size=args.picture_size), world=world)
+            made = f"{len(train)} made-up JPEGs of {'x'.join(map(str, args.picture_size))}"
+            result["files"] = {"data": train.note if args.data else made}
+            result["files"] |= (keras_input.files if keras else files)(args, world, train)
+        if not keras:
+            from hvdtrain.torch.engines.engine import device_of
+
+            result["device"] = str(device_of(world))
 
 
 def interleaved(variants: Mapping[str, Start], args: argparse.Namespace, batch: int) -> dict[str, list[float]]:
     """Images a second of each variant by round; in every round each has one block, the first of a new start."""
-    rates: dict[str, list[float]] = {name: [] for name in variants}
-    for turn in range(args.rounds):
-        for name in stats.rotated(variants, turn):
-            batches, end = variants[name]()
-            try:
-                rates[name].append(rate(batches, batch, args.seconds, warm=2 * max(args.workers) + 2))
-            finally:
-                end()
-    return rates
+
+    def block(start: Start) -> float:
+        batches, end = start()
+        try:
+            return rate(batches, batch, args.seconds, warm=2 * max(args.workers) + 2)
+        finally:
+            end()
+
+    return stats.in_turns({name: partial(block, start) for name, start in variants.items()}, args.rounds)
 
 
 def rate(batches: Iterator[Any], batch: int, seconds: float, *, warm: int) -> float:
@@ -139,92 +139,77 @@ def _finish() -> None:
         torch.cuda.synchronize()
 
 
-def recommend(rates: Mapping[str, list[float]]) -> int:
+def recommend(images_per_s: Mapping[str, list[float]]) -> int:
     """The fewest workers of ours that reach nearly the best rate."""
     ours = {
         int(name.split()[1]): statistics.median(its)
-        for name, its in rates.items()
+        for name, its in images_per_s.items()
         if name.startswith("hvdtrain") and not name.endswith(WHOLE)
     }
-    return min(workers for workers, its in ours.items() if its >= GOOD_ENOUGH * max(ours.values()))
+    return keras_input.least(ours, int)
 
 
 def report(result: Mapping[str, Any]) -> str:
     """The tables of a result."""
-    memory, files = result["memory"]["images_per_s"], result["files"]["images_per_s"]
+    memory, its = result["memory"]["images_per_s"], result["files"]["images_per_s"]
     plain = max((name for name in memory if name != "hvdtrain"), key=lambda name: statistics.median(memory[name]))
     alone = "DataLoader, 0 workers" if "DataLoader, 0 workers" in memory else plain
     ratio = stats.ratio_of_medians(memory["hvdtrain"], memory[alone])
     kept = stats.kept(ratio.value >= MEMORY_TARGET)
-    whole = next(name for name in files if name.endswith(WHOLE))
-    reduced = stats.ratio_of_medians(files[whole.removesuffix(WHOLE)], files[whole])
+    whole = next(name for name in its if name.endswith(WHOLE))
+    reduced = stats.ratio_of_medians(its[whole.removesuffix(WHOLE)], its[whole])
     workers, cores = result["files"]["recommended_workers"], result["machine"]["cores_usable"]
     return "\n\n".join(
         [
             f"{measured_on(result)}; batches on {result['device']}",
-            _table("pictures in memory, 3x32x32, crop + mirror + normalise", memory, alone),
+            rates("pictures in memory, 3x32x32, crop + mirror + normalise", memory, alone),
             f"in memory: {ratio} times the {alone} (target >= {MEMORY_TARGET:.0f}: {kept})",
-            _table(f"{result['files']['data']}, random crop + mirror + normalise", files, next(iter(files))),
+            rates(f"{result['files']['data']}, random crop + mirror + normalise", its, next(iter(its))),
             f"large JPEGs decoded at a fraction: {reduced} times the images/s of {whole}\n"
             f"for files like these: workers={workers} a rank that has {cores} such cores for itself",
         ]
     )
 
 
-def _table(title: str, rates: Mapping[str, list[float]], base: str) -> str:
-    rows = [(title, "images/s", f"x {base}")]
-    for name, its in rates.items():
-        median = statistics.median(its)
-        rows.append((name, f"{median:,.0f}", f"{median / statistics.median(rates[base]):.2f}"))
-    return stats.table(rows)
-
-
 # ---- what is measured
 
 
-def memory_variants(args: argparse.Namespace, world: World) -> dict[str, Start]:
-    """Ours, and torchvision's per-image pipeline on the same pictures."""
+def memory_rates(args: argparse.Namespace, world: World, x: np.ndarray, y: np.ndarray) -> dict[str, list[float]]:
+    """Of ours, and of torchvision's per-image pipeline on the same pictures."""
     import hvdtrain.torch as hvt
-    from hvdtrain.datasets import synthetic
-
-    images = synthetic(MEMORY_IMAGES * 10 // 9, classes=10, size=32)
-    x, y = images.x_train, images.y_train
 
     augment = hvt.crop_flip(hvt.CIFAR10_MEAN, hvt.CIFAR10_STD)
     plain = _data_loaders(_Pictures(x, y), args.per_rank_batch, args.workers, world)
-    return {**plain, "hvdtrain": _ours(lambda: (x, y), args.per_rank_batch, world=world, augment=augment)}
+    ours = _ours(lambda: (x, y), args.per_rank_batch, world=world, augment=augment)
+    return interleaved({**plain, "hvdtrain": ours}, args, args.per_rank_batch)
 
 
-def file_variants(args: argparse.Namespace, world: World, root: Path) -> tuple[dict[str, Start], str]:
-    """Ours and torchvision's ImageFolder on the same files, by workers; and what the files are."""
+def files(args: argparse.Namespace, world: World, train: Folder) -> dict[str, Any]:
+    """Rates of ours and of torchvision's ImageFolder on the same files, by workers, and how many are best."""
     from torchvision.datasets import ImageFolder
+    from torchvision.transforms import RandomResizedCrop
 
     import hvdtrain.torch as hvt
-    from hvdtrain.datasets import load_folder
 
-    train, _ = load_folder(root, world=world)
-    batch = min(_files_batch(args), len(train))
-    folder = ImageFolder(train.root, _image_transform(args.image_size))
+    batch = min(max(1, args.per_rank_batch // 4), len(train))
+    transform = _transform(RandomResizedCrop(args.image_size), hvt.IMAGENET_MEAN, hvt.IMAGENET_STD)
+    folder = ImageFolder(train.root, transform)
 
-    def files(reduced: bool) -> Callable[[], hvt.ImageFiles]:
+    def pictures(reduced: bool) -> Callable[[], hvt.ImageFiles]:
         return lambda: hvt.ImageFiles(train, train=True, size=args.image_size, reduced=reduced)
 
     variants: dict[str, Start] = {}
     for workers in args.workers:
         variants |= _data_loaders(folder, batch, [workers], world)
-        variants[_ours_name(workers)] = _ours(files(True), batch, world=world, workers=workers)
+        variants[_ours_name(workers)] = _ours(pictures(True), batch, world=world, workers=workers)
     workers = args.workers[0]
-    variants[f"{_ours_name(workers)}{WHOLE}"] = _ours(files(False), batch, world=world, workers=workers)
-    made = f"{len(train)} made-up JPEGs of {'x'.join(map(str, args.picture_size))}"
-    return variants, train.note if args.data else made
+    variants[f"{_ours_name(workers)}{WHOLE}"] = _ours(pictures(False), batch, world=world, workers=workers)
+    found = interleaved(variants, args, batch)
+    return {"images_per_s": found, "recommended_workers": recommend(found)}
 
 
 def _ours_name(workers: int) -> str:
     return f"hvdtrain, {workers} workers"
-
-
-def _files_batch(args: argparse.Namespace) -> int:
-    return max(1, args.per_rank_batch // 4)
 
 
 def _ours(source: Callable[[], Any], batch: int, **settings: Any) -> Start:
@@ -279,19 +264,12 @@ class _Pictures:
     """torchvision's CIFAR10 without its download: a PIL image a sample, and its usual transforms."""
 
     def __init__(self, x: np.ndarray, y: np.ndarray) -> None:
-        from torchvision import transforms
+        from torchvision.transforms import RandomCrop
 
         import hvdtrain.torch as hvt
 
         self.pictures, self.labels = x.transpose(0, 2, 3, 1).copy(), y.tolist()
-        self.transform = transforms.Compose(
-            [
-                transforms.RandomCrop(32, padding=4),
-                transforms.RandomHorizontalFlip(),
-                transforms.ToTensor(),
-                transforms.Normalize(hvt.CIFAR10_MEAN, hvt.CIFAR10_STD),
-            ]
-        )
+        self.transform = _transform(RandomCrop(32, padding=4), hvt.CIFAR10_MEAN, hvt.CIFAR10_STD)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -302,20 +280,11 @@ class _Pictures:
         return self.transform(Image.fromarray(self.pictures[index])), self.labels[index]
 
 
-def _image_transform(size: int) -> Any:
-    """The training transform of torchvision's ImageNet example."""
-    from torchvision import transforms
+def _transform(crop: Any, mean: Any, std: Any) -> Any:
+    """The training transforms of torchvision's examples."""
+    from torchvision import transforms as its
 
-    import hvdtrain.torch as hvt
-
-    return transforms.Compose(
-        [
-            transforms.RandomResizedCrop(size),
-            transforms.RandomHorizontalFlip(),
-            transforms.ToTensor(),
-            transforms.Normalize(hvt.IMAGENET_MEAN, hvt.IMAGENET_STD),
-        ]
-    )
+    return its.Compose([crop, its.RandomHorizontalFlip(), its.ToTensor(), its.Normalize(mean, std)])
 
 
 def write_pictures(root: Path, count: int = MADE_UP_FILES, size: Sequence[int] = MADE_UP_SIZE) -> Path:

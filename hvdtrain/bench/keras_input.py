@@ -11,62 +11,72 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from hvdtrain.bench.turns.report import measured_on, progress
+from hvdtrain.bench.turns.report import measured_on, rates
 from hvdtrain.core.launchers import detect
 from hvdtrain.record import stats
 from hvdtrain.world import startup
 
+if TYPE_CHECKING:
+    import numpy as np
+
+    from hvdtrain.datasets.folder import Folder
+    from hvdtrain.world.world import World
+
 QUEUE, SHORT, LONG = 10, 2, 50  # Keras' own, and what is tried besides
 QUEUE_OF = ", max_queue_size="
-GOOD_ENOUGH = 0.95
-MEMORY_IMAGES = 10_000
+GOOD_ENOUGH = 0.95  # of the best rate: fewer workers for nearly the same
 # a variant: what fit is given
 Data = Callable[[], dict[str, Any]]
 
 
-def measure(args: argparse.Namespace, result: dict[str, Any], write_pictures: Callable[[Path], Path]) -> None:
-    """Adds the figures of both parts."""
-    backend = os.environ["KERAS_BACKEND"] = args.backend or os.environ.get("KERAS_BACKEND") or "tensorflow"
-    startup.import_modules(startup.keras_modules(backend, detect(os.environ)))
-    import hvdtrain
-    from hvdtrain.datasets import load_folder
-
-    result["backend"] = backend
-    with hvdtrain.init("keras", engine="solo", device=args.device) as world:
-        progress(f"1/2 pictures in memory, {args.rounds} rounds")
-        result["memory"] = {"images_per_s": _rounds(_in_memory(args), args, args.per_rank_batch)}
-        progress(f"2/2 JPEG files, {args.rounds} rounds")
-        with tempfile.TemporaryDirectory(prefix="hvdtrain-bench-") as folder:
-            root = args.data or write_pictures(Path(folder))
-            train, _ = load_folder(root, world=world)
-            batch = max(1, args.per_rank_batch // 4)
-            pinning = (False, True) if world.devices and backend == "torch" else ()
-            rates = _rounds(_files(train, args, batch, pinning), args, batch)
-            rates |= _rounds(_queues(train, args, batch, rates), args, batch)
-        note = train.note if args.data else f"{len(train)} made-up JPEGs"
-        result["files"] = {"images_per_s": rates, "data": note, "recommended": recommend(rates)[0]}
+def begin(backend: str | None) -> str:
+    """Imports Keras on a backend; returns its name."""
+    chosen = os.environ["KERAS_BACKEND"] = backend or os.environ.get("KERAS_BACKEND") or "tensorflow"
+    startup.import_modules(startup.keras_modules(chosen, detect(os.environ)))
+    return chosen
 
 
-def recommend(rates: Mapping[str, list[float]]) -> tuple[str, float]:
+def in_memory(args: argparse.Namespace, world: World, x: np.ndarray, y: np.ndarray) -> dict[str, list[float]]:
+    """Images a second from arrays, of both ways to give them to a fit."""
+    import hvdtrain.keras as hvk
+
+    batch = args.per_rank_batch
+    variants: dict[str, Data] = {
+        "fit(x, y)": lambda: {"x": x, "y": y, "batch_size": batch},
+        "hvdtrain.keras.loader": lambda: {"x": hvk.loader((x, y), batch)},
+    }
+    return _rounds(variants, args, batch)
+
+
+def files(args: argparse.Namespace, world: World, train: Folder) -> dict[str, Any]:
+    """Images a second from files, by workers, then by queues; and which variant is best."""
+    batch = max(1, args.per_rank_batch // 4)
+    pinning = (False, True) if world.devices and os.environ["KERAS_BACKEND"] == "torch" else ()
+    found = _rounds(_files(train, args, batch, pinning), args, batch)
+    found |= _rounds(_queues(train, args, batch, found), args, batch)
+    return {"images_per_s": found, "recommended": recommend(found)[0]}
+
+
+def recommend(images_per_s: Mapping[str, list[float]]) -> tuple[str, float]:
     """The variant with the fewest workers that reaches nearly the best rate, "" where that is without any; its rate.
 
     Queues are compared among themselves, as they were measured: in turns. The shortest that is nearly the best.
     """
-    medians = {name: statistics.median(its) for name, its in rates.items()}
-    found = _least({name: rate for name, rate in medians.items() if not _queue(name)}, _workers)
+    medians = {name: statistics.median(its) for name, its in images_per_s.items()}
+    found = least({name: rate for name, rate in medians.items() if not _queue(name)}, _workers)
     queues = {name: rate for name, rate in medians.items() if name.startswith(f"{found}{QUEUE_OF}")}
     if queues:
-        found = _least(queues, _queue)
+        found = least(queues, _queue)
     return (found if _workers(found) else ""), medians[found]
 
 
-def _least(medians: Mapping[str, float], cost: Callable[[str], int]) -> str:
+def least(medians: Mapping[stats.Name, float], cost: Callable[[stats.Name], int]) -> stats.Name:
+    """Returns what costs least of what is nearly the best."""
     best = max(medians.values())
     return min((name for name in medians if medians[name] >= GOOD_ENOUGH * best), key=cost)
 
@@ -84,12 +94,7 @@ def report(result: Mapping[str, Any]) -> str:
     """The tables of a result."""
     tables = [f"{measured_on(result)}; Keras on {result['backend']}"]
     for title, part in (("pictures in memory, 3x32x32", result["memory"]), (result["files"]["data"], result["files"])):
-        rates = part["images_per_s"]
-        base = statistics.median(next(iter(rates.values())))
-        rows = [(title, "images/s", f"x {next(iter(rates))}")]
-        for name, its in rates.items():
-            rows.append((name, f"{statistics.median(its):,.0f}", f"{statistics.median(its) / base:.2f}"))
-        tables.append(stats.table(rows))
+        tables.append(rates(title, part["images_per_s"], next(iter(part["images_per_s"]))))
     name, rate = recommend(result["files"]["images_per_s"])
     tables.append(
         f"for files like these: {name or 'no workers'}, {rate:,.0f} images/s a rank that has"
@@ -102,11 +107,7 @@ def report(result: Mapping[str, Any]) -> str:
 
 
 def _rounds(variants: Mapping[str, Data], args: argparse.Namespace, batch: int) -> dict[str, list[float]]:
-    rates: dict[str, list[float]] = {name: [] for name in variants}
-    for turn in range(args.rounds):
-        for name in stats.rotated(variants, turn):
-            rates[name].append(_rate(variants[name], args, batch))
-    return rates
+    return stats.in_turns({name: partial(_rate, its, args, batch) for name, its in variants.items()}, args.rounds)
 
 
 def _rate(data: Data, args: argparse.Namespace, batch: int) -> float:
@@ -136,18 +137,6 @@ def _rate(data: Data, args: argparse.Namespace, batch: int) -> float:
         given["x"].on_epoch_end()  # of a fit that was stopped workers go on: the next block has the cores for itself
     warm = min(len(clock.ends) // 2, 2 * max(args.workers) + 2)
     return (len(clock.ends) - 1 - warm) * batch / (clock.ends[-1] - clock.ends[warm])
-
-
-def _in_memory(args: argparse.Namespace) -> dict[str, Data]:
-    import hvdtrain.keras as hvk
-    from hvdtrain.datasets import synthetic
-
-    images = synthetic(MEMORY_IMAGES * 10 // 9, classes=10, size=32)
-    x, y = images.x_train, images.y_train
-    return {
-        "fit(x, y)": lambda: {"x": x, "y": y, "batch_size": args.per_rank_batch},
-        "hvdtrain.keras.loader": lambda: {"x": hvk.loader((x, y), args.per_rank_batch)},
-    }
 
 
 def _files(train: Any, args: argparse.Namespace, batch: int, pinning: tuple[bool, ...]) -> dict[str, Data]:

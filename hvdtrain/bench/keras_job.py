@@ -12,6 +12,7 @@ from typing import Any
 
 import hvdtrain
 from hvdtrain.bench.torch_job import CLASSES, TOY, peak_memory
+from hvdtrain.bench.turns.turns import pin
 from hvdtrain.comm.turns import orders
 from hvdtrain.core import flags
 from hvdtrain.core.launchers import Detected
@@ -133,20 +134,16 @@ def main() -> int:
         parser.add_argument("--model", choices=["mnist", *APPLICATIONS], default="mnist")
         parser.add_argument("--pixels", type=flags.whole(1), default=64, help="side of a picture, but of mnist")
         args = parser.parse_args()
-        cores = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, {cores[detected.local_rank % len(cores)]})
+        pin(detected.local_rank)
         os.environ["KERAS_BACKEND"] = args.backend
         needed = startup.keras_modules(args.backend, detected)
         startup.find_modules(needed)
         startup.import_modules(needed)
         with hvdtrain.init("keras", device="cpu") as world:
             block_of = functools.cache(lambda arm: ARMS[arm](args, *pictures(args, arm)))
-            with orders(world.rank) as each:
-                for order, connection in each:
-                    wall_s, cpu_s = block_of(order["arm"])()
-                    connection.send({"wall": wall_s, "cpu": cpu_s, "memory": peak_memory()})
-            sys.stdout.flush()
-            os._exit(0)  # the others may be gone: no engine's goodbye waits for them
+            for order, connection in orders(world.rank):
+                wall_s, cpu_s = block_of(order["arm"])()
+                connection.send({"wall": wall_s, "cpu": cpu_s, "memory": peak_memory()})
 
     return startup.run_program(PROGRAM, work)
 

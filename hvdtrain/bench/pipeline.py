@@ -13,10 +13,10 @@ import argparse
 import copy
 import itertools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain.bench.turns.report import begin, finish, measured_on, progress
@@ -30,8 +30,6 @@ from hvdtrain.world.resources import keep_freed_memory
 from hvdtrain.world.startup import share_cores
 
 if TYPE_CHECKING:
-    import torch
-
     from hvdtrain.pipeline.run.runtime import Pipeline
 
 # targets, as ratios of time; and of the time that the schedule's bubble leaves
@@ -158,27 +156,17 @@ def all_variants(
     return found
 
 
-@dataclass
-class Rival:
-    """Another pipeline over the same stages."""
+def rivals(pipe: Pipeline, count: int) -> dict[str, Any]:
+    """The other pipelines over the same stages: PyTorch's tutorial, and torchgpipe if it is there."""
 
-    forward: Callable[[Any], Any]
-    pipe: Pipeline
+    def rival(forward: Callable[[Any], Any]) -> Any:
+        return SimpleNamespace(step=lambda x, y, loss: loss(forward(x), y).backward(), parameters=pipe.parameters)
 
-    def step(self, x: Any, y: Any, loss: trials.Loss) -> None:
-        loss(self.forward(x), y).backward()
-
-    def parameters(self) -> Iterator[torch.nn.Parameter]:
-        return self.pipe.parameters()
-
-
-def rivals(pipe: Pipeline, count: int) -> dict[str, Rival]:
-    """The other pipelines: PyTorch's tutorial, and torchgpipe if it is there."""
     found = {}
     if len(pipe.stages) == 2:
-        found["tutorial pattern"] = Rival(lambda x: tutorial(pipe.stages, x, count), pipe)
+        found["tutorial pattern"] = rival(lambda x: tutorial(pipe.stages, x, count))
     try:
-        found["torchgpipe"] = Rival(gpipe(pipe.stages, count), pipe)
+        found["torchgpipe"] = rival(gpipe(pipe.stages, count))
     except ImportError:
         progress("torchgpipe is not installed: left out")
     return found

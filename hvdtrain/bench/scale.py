@@ -16,10 +16,8 @@ from statistics import median
 from typing import Any
 
 from hvdtrain.bench.comm.model import link_cost
-from hvdtrain.bench.torch_job import LAUNCHED_BY
-from hvdtrain.bench.torch_train import THREADS
-from hvdtrain.bench.turns.report import begin, finish, measured_on, progress, versions
-from hvdtrain.bench.turns.turns import InterleavedJobs, launched
+from hvdtrain.bench.turns.report import begin, finish, heading, progress
+from hvdtrain.bench.turns.turns import ONE_THREAD, InterleavedJobs, launched, torch_command
 from hvdtrain.core.errors import install_command
 from hvdtrain.core.flags import whole
 from hvdtrain.pipeline.plan.costs import Link
@@ -56,16 +54,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _one(args: argparse.Namespace, ranks: int, buckets: tuple[Bucket, ...]) -> dict[str, Any]:
-    job = [
-        f"--model={args.model}", f"--device={args.device}", f"--per-rank-batch={args.per_rank_batch}",
-        f"--pixels={args.pixels}",
-    ]  # fmt: skip
+    its = {name: getattr(args, name) for name in ("model", "device", "per_rank_batch", "pixels")}
     arms = {"1 rank": ("hvdtrain", 1), "ranks": ("hvdtrain", ranks), "no communication": ("apart", ranks)}
-    with InterleavedJobs(os.environ | THREADS) as jobs:
+    with InterleavedJobs(os.environ | ONE_THREAD) as jobs:
         for name, (arm, count) in arms.items():
             progress(f"{ranks} ranks: starting {name}")
-            start = launched(count, LAUNCHED_BY[arm])
-            jobs.start(name, [*start, sys.executable, "-m", "hvdtrain.bench.torch_job", arm, *job], count)
+            jobs.start(name, torch_command(arm, count, **its), count)
         sums = [sys.executable, "-m", "hvdtrain.bench.comm.job", f"--device={args.device}"]
         jobs.start("sums", [*launched(ranks, "horovodrun"), *sums], ranks)
         turns: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {"steps": args.steps}) for name in arms}
@@ -106,16 +100,15 @@ def compared(
 def report(result: Mapping[str, Any]) -> str:
     """The table of a result."""
     its = result["settings"]
-    lines = [
+    what = (
         f"{its['model']}, batch {its['per_rank_batch']} a rank, {its['pixels']}x{its['pixels']} pixels, "
-        f"{its['device']}; {its['rounds']} rounds of {its['steps']} steps\n{measured_on(result)}\n{versions(result)}\n"
-    ]
+        f"{its['device']}; {its['rounds']} rounds of {its['steps']} steps"
+    )
     rows = [("a step, predicted from", "predicted", "measured", "predicted / measured, 95 %")]
     for ranks, part in result["ranks"].items():
         measured = stats.milliseconds(part["seconds"]["ranks"])
         for name, ratio in part["of_measured"].items():
-            what = (
-                f"{ranks} ranks, from {'a step of 1' if name == '1 rank' else 'those that do not talk'}, and the link"
-            )
-            rows.append((what, f"{part['predicted_s'][name] * 1e3:.2f} ms", measured, str(stats.Interval(**ratio))))
-    return "\n".join([*lines, stats.table(rows)])
+            known = "a step of 1" if name == "1 rank" else "those that do not talk"
+            seconds = f"{part['predicted_s'][name] * 1e3:.2f} ms"
+            rows.append((f"{ranks} ranks, from {known}, and the link", seconds, measured, str(stats.Interval(**ratio))))
+    return f"{heading(what, result)}\n\n{stats.table(rows)}"

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from hvdtrain.bench.turns.turns import pin
 from hvdtrain.comm.turns import orders
 
 Step = Callable[[], Any]
@@ -32,9 +33,7 @@ def main() -> int:
     parser.add_argument("--devices", type=int, default=1, help="of one process; its batch is for all of them")
     args = parser.parse_args()
     if args.device == "cpu":
-        cores = sorted(os.sched_getaffinity(0))
-        first = _local_rank() * args.devices
-        os.sched_setaffinity(0, {cores[(first + number) % len(cores)] for number in range(args.devices)})
+        pin(_local_rank(), args.devices)
     import torch
 
     rank, device, step = ARMS[args.arm](args)
@@ -42,11 +41,9 @@ def main() -> int:
     for _ in range(WARMUP_STEPS):
         step()
     wait()
-    with orders(rank) as each:
-        for order, connection in each:
-            connection.send(measure(step, wait, order["steps"]))
-    sys.stdout.flush()
-    os._exit(0)  # the others may be gone: no engine's goodbye waits for them
+    for order, connection in orders(rank):
+        connection.send(measure(step, wait, order["steps"]))
+    return 0
 
 
 def measure(step: Step, wait: Step, steps: int) -> dict[str, float]:
@@ -84,14 +81,15 @@ def _parts(args: argparse.Namespace, device: Any = "cpu") -> tuple[Any, Any, Any
 
     torch.manual_seed(0)
     torch.set_num_threads(args.devices)
-    model = _model(args.model).to(device)
+    model = network(args.model).to(device)
     optimizer = torch_sgd(model.parameters())
+    torch.manual_seed(_local_rank())  # hvdtrain refuses ranks that train on the same batches
     x = torch.randn(args.per_rank_batch, 3, args.pixels, args.pixels, device=device)
     y = torch.randint(0, CLASSES, (args.per_rank_batch,), device=device)
     return model, optimizer, torch.nn.CrossEntropyLoss(), x, y
 
 
-def _model(name: str) -> Any:
+def network(name: str) -> Any:
     """One of torchvision's, or a toy of one convolution, to see in a minute that all ways work here."""
     from torch import nn
 
@@ -275,10 +273,6 @@ ARMS: dict[str, Callable[[argparse.Namespace], tuple[int, Any, Step]]] = {
     "pipeline": pipeline_arm,
     "fabric": fabric_arm,
 }
-# who starts an arm's ranks; the others are one process
-LAUNCHED_BY = {"hvdtrain": "horovodrun", "horovod": "horovodrun"} | dict.fromkeys(
-    ("ddp", "accelerate", "fabric", "deepspeed", "alone", "apart"), "torchrun"
-)
 NEEDS = {"accelerate": "accelerate", "fabric": "lightning_fabric", "deepspeed": "deepspeed"}
 
 

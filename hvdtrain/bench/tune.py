@@ -65,17 +65,6 @@ class Knob:
         return settings.get(self.variables[0], self.usual)
 
 
-@dataclass(frozen=True)
-class Trial:
-    """A value that was tried, against the one that was best until then, and what came of it."""
-
-    knob: str
-    value: str
-    best: str
-    ratio: stats.Interval | None
-    outcome: str
-
-
 @dataclass
 class Search:
     """The search; knows nothing of what is run.
@@ -88,14 +77,15 @@ class Search:
         say: is told how far it is.
 
     Attributes:
-        trials, untried: what was tried, and what there was no time for.
+        trials: what was tried, against which best value until then, and what came of it.
+        untried: what there was no time for.
     """
 
     race: Callable[[Settings, Settings], Pairs]
     budget_s: float
     clock: Callable[[], float] = time.monotonic
     say: Callable[[str], None] = report.progress
-    trials: list[Trial] = field(default_factory=list)
+    trials: list[dict[str, Any]] = field(default_factory=list)
     untried: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -127,7 +117,8 @@ class Search:
         outcome, ratio = self._compared(best, best | dict.fromkeys(knob.variables, value), TRIED, until_s)
         self._longest_s = max(self._longest_s, self._spent_s() - began_s)
         was = knob.of(best) or "not set"
-        self.trials.append(Trial(knob.name, value, was, ratio, outcome))
+        its = {"knob": knob.name, "value": value, "best": was, "ratio": ratio and vars(ratio), "outcome": outcome}
+        self.trials.append(its)
         self._say(f"{knob.name} {value} (best: {was}): {ratio or ''} {outcome}")
         return outcome == "faster"
 
@@ -345,10 +336,9 @@ def run(args: argparse.Namespace) -> int:
         cores, more = len(os.sched_getaffinity(0)), args.allow_compression
         knobs = knobs_of(races.what, args.ranks, cores, launchers=launchers, compression=more)
         found, ratio, verdict = search.find(start, knobs)
-    trials = [vars(trial) | {"ratio": trial.ratio and vars(trial.ratio)} for trial in search.trials]
     result |= {
         "tuned": _variables(found), "launcher": found[LAUNCHER], "fits": machine_shape(args.ranks), "start": start,
-        "command": command, "verdict": verdict, "ratio": ratio and vars(ratio), "trials": trials,
+        "command": command, "verdict": verdict, "ratio": ratio and vars(ratio), "trials": search.trials,
         "untried": search.untried, "out": str(args.out),
     }  # fmt: skip
     return report.finish(args, result, table)
@@ -395,5 +385,4 @@ def table(result: Mapping[str, Any]) -> str:
     if result["launcher"] != start[LAUNCHER]:
         lines.append(f"and start the ranks with {result['launcher']}")
     lines.append(f"to use it: HVDTRAIN_TUNED={out} before the program, or hvdtrain launch --tuned {out}")
-    heading = f"{report.measured_on(result)}\n{report.versions(result)}"
-    return "\n\n".join([heading, stats.table(rows), "\n".join(lines)])
+    return "\n\n".join([report.heading("", result), stats.table(rows), "\n".join(lines)])

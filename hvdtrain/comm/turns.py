@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 from multiprocessing.connection import Client, Connection
 from typing import Any
 
@@ -22,21 +22,16 @@ WARM_UP = 5  # updates before the first turn: proofs, buffers, Horovod's cache
 _taking: Generator[None, None, None] | None = None
 
 
-@contextmanager
-def orders(rank: int) -> Iterator[Iterator[tuple[dict[str, Any], Connection]]]:
-    """A rank's side: the orders as they come, each with the connection to answer on; ends when the bench does."""
+def orders(rank: int) -> Iterator[tuple[dict[str, Any], Connection]]:
+    """A rank's side: the orders as they come, each with the connection to answer on; the process ends with the bench,
+    at once: the others are gone, and no engine's goodbye waits for them."""
     with Client(os.environ[ADDRESS], "AF_UNIX", authkey=os.environ[KEY].encode()) as connection:
         connection.send((rank, os.getpid()))
-
-        def each() -> Iterator[tuple[dict[str, Any], Connection]]:
+        with suppress(EOFError, ConnectionResetError):
             while True:
-                try:
-                    order = connection.recv()
-                except (EOFError, ConnectionResetError):
-                    return
-                yield order, connection
-
-        yield each()
+                yield connection.recv(), connection
+    sys.stdout.flush()
+    os._exit(0)
 
 
 def updated(what: str, weights: Callable[[], list[float]]) -> None:
@@ -59,15 +54,12 @@ def _turns(what: str, weights: Callable[[], list[float]]) -> Generator[None, Non
     for _ in range(WARM_UP):
         yield
     moved = [now - then for now, then in zip(weights(), before, strict=True)]
-    with orders(detect(os.environ).rank) as each:
-        for order, connection in each:
-            yield  # not counted: the ranks have just been woken
-            weights()
-            wall, cpu = time.perf_counter(), time.process_time()
-            for _ in range(order["steps"]):
-                yield
-            weights()
-            wall, cpu = (time.perf_counter() - wall) / order["steps"], (time.process_time() - cpu) / order["steps"]
-            connection.send({"wall": wall, "cpu": cpu, "moved": moved, "what": what})
-    sys.stdout.flush()
-    os._exit(0)  # the others are gone: no engine's goodbye waits for them
+    for order, connection in orders(detect(os.environ).rank):
+        yield  # not counted: the ranks have just been woken
+        weights()
+        wall, cpu = time.perf_counter(), time.process_time()
+        for _ in range(order["steps"]):
+            yield
+        weights()
+        wall, cpu = (time.perf_counter() - wall) / order["steps"], (time.process_time() - cpu) / order["steps"]
+        connection.send({"wall": wall, "cpu": cpu, "moved": moved, "what": what})

@@ -8,7 +8,7 @@ import math
 import os
 import platform
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -105,6 +105,15 @@ def rotated(names: Iterable[Name], turn: int) -> list[Name]:
     every = list(names)
     first = turn % max(1, len(every))
     return every[first:] + every[:first]
+
+
+def in_turns(arms: Mapping[Name, Callable[[], float]], rounds: int) -> dict[Name, list[float]]:
+    """Returns samples of each arm, in rounds in which each comes once, another one first each time."""
+    samples: dict[Name, list[float]] = {name: [] for name in arms}
+    for turn in range(rounds):
+        for name in rotated(arms, turn):
+            samples[name].append(arms[name]())
+    return samples
 
 
 def judged(what: str, ratio: Interval, target: float) -> str:

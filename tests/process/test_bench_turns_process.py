@@ -26,14 +26,13 @@ def tick():
 threading.Thread(target=tick, daemon=True).start()
 if "dies" in sys.argv:
     raise SystemExit("died before it was ready")
-with orders(int(sys.argv[1])) as each:
-    for order, connection in each:
-        if "dies-later" in sys.argv:
-            raise SystemExit("died in its turn")
-        before = ticks
-        while ticks < before + order["ticks"]:
-            time.sleep(0.001)
-        connection.send({"rank": int(sys.argv[1]), "ticks": ticks})
+for order, connection in orders(int(sys.argv[1])):
+    if "dies-later" in sys.argv:
+        raise SystemExit("died in its turn")
+    before = ticks
+    while ticks < before + order["ticks"]:
+        time.sleep(0.001)
+    connection.send({"rank": int(sys.argv[1]), "ticks": ticks})
 """
 
 

@@ -12,7 +12,7 @@ from bench_arguments import arguments
 from harness import run_ranks
 from matplotlib.image import imread
 
-from hvdtrain.bench import compared, torch_train, train
+from hvdtrain.bench import compared, train
 from hvdtrain.bench.checkpoint import ARMS
 from hvdtrain.core.errors import HvdtrainError
 from hvdtrain.record import stats
@@ -98,7 +98,7 @@ def check_result(result: dict[str, Any]) -> None:
         result["scaling"]["efficiency"],
     ):
         assert 0 < ratio["low"] <= ratio["value"] <= ratio["high"]
-    assert set(result["scaling"]["seconds_per_step"]) == {"1", "2", torch_train.LIMIT}
+    assert set(result["scaling"]["seconds_per_step"]) == {"1", "2", train.LIMIT}
 
 
 @pytest.mark.slow

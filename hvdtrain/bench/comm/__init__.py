@@ -24,7 +24,7 @@ from hvdtrain.bench.comm import model, narrow
 from hvdtrain.bench.comm.report import draw, report
 from hvdtrain.bench.comm.ways import WAYS
 from hvdtrain.bench.turns.report import begin, finish, progress
-from hvdtrain.bench.turns.turns import InterleavedJobs, launched
+from hvdtrain.bench.turns.turns import ONE_THREAD, InterleavedJobs, launched, torch_command
 from hvdtrain.core.errors import ConfigError, install_command
 from hvdtrain.core.flags import positive, whole
 from hvdtrain.pipeline.plan.scaling import Bucket
@@ -34,7 +34,6 @@ from hvdtrain.world.startup import find_modules
 LEAST_FACTOR = 4  # three sizes: two to fit, one between
 BLOCK_S, MOST_REPEATS = 0.1, 200
 SLOW_BYTES, LATE_S, NARROWER = 4 << 20, 0.05, 4
-THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 # who starts the ranks, and the ways that they have there
 JOBS = {"mpirun": ("horovod", *WAYS), "horovodrun": ("horovod",)}
 # seconds of each round, by way, by size in bytes
@@ -124,7 +123,7 @@ def jobs_of(args: argparse.Namespace, ranks: int) -> Iterator[tuple[InterleavedJ
         network = narrow.Network(ranks, args.rate, Path(folder)) if args.rate else None
         command = [sys.executable, "-m", "hvdtrain.bench.comm.job", f"--device={args.device}"]
         try:
-            with InterleavedJobs(os.environ | THREADS) as jobs:
+            with InterleavedJobs(os.environ | ONE_THREAD) as jobs:
                 for launcher in args.launchers:
                     progress(f"{ranks} ranks: starting them by {launcher}")
                     start = network.launched(launcher, command) if network else [*launched(ranks, launcher), *command]
@@ -224,7 +223,8 @@ def training(
 
 def _measured_step(args: argparse.Namespace) -> float:
     progress(f"{args.model}: a step of one process")
-    job = ["-m", "hvdtrain.bench.torch_job", "alone", f"--model={args.model}", f"--device={args.device}"]
-    with InterleavedJobs(os.environ | THREADS) as jobs:
-        jobs.start("alone", [sys.executable, *job, "--per-rank-batch=16", "--pixels=64"], 1)
+    with InterleavedJobs(os.environ | ONE_THREAD) as jobs:
+        jobs.start(
+            "alone", torch_command("alone", 1, model=args.model, device=args.device, per_rank_batch=16, pixels=64), 1
+        )
         return median(jobs.turn("alone", steps=2)[0]["wall"] for _ in range(3))

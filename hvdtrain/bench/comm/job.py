@@ -10,49 +10,36 @@ import os
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hvdtrain.bench.comm.ways import WAYS, Links
+from hvdtrain.bench.turns.turns import pin
 from hvdtrain.comm.turns import orders
 
 
-class ByMessages:
-    """A way of mpi4py's, on numpy arrays."""
+class Way(NamedTuple):
+    """Returns what is summed, from an array; its sum over ranks, maybe in place; and an array, once that is there."""
 
-    def __init__(self, links: Links | None, way: str) -> None:
-        self.links, self.way = links, WAYS[way]
-
-    def put(self, values: Any) -> Any:
-        """Returns what is summed, from an array."""
-        return values
-
-    def sum(self, values: Any) -> Any:
-        """Returns the sum over ranks, maybe in place."""
-        return self.way(self.links, values)  # type: ignore[arg-type]
-
-    def get(self, values: Any) -> Any:
-        """Returns an array, once the sum is there."""
-        return values
+    put: Callable[[Any], Any]
+    sum: Callable[[Any], Any]
+    get: Callable[[Any], Any]
 
 
-class Horovod:
-    """Horovod's all-reduce, on tensors of the device that it trains on."""
+def way_of(name: str, links: Links | None, device: str) -> Way:
+    """mpi4py's ways sum numpy arrays, Horovod's all-reduce tensors of the device that it trains on."""
+    if name != "horovod":
+        return Way(lambda values: values, partial(WAYS[name], links), lambda values: values)  # type: ignore[arg-type]
+    import horovod.torch as hvd
+    import torch
 
-    def __init__(self, device: str) -> None:
-        import horovod.torch as hvd
-        import torch
-
-        self.hvd, self.torch, self.device = hvd, torch, device
-
-    def put(self, values: Any) -> Any:
-        return self.torch.from_numpy(values).to(self.device)
-
-    def sum(self, values: Any) -> Any:
-        return self.hvd.allreduce_(values, op=self.hvd.Sum, name=f"bench.{len(values)}")
-
-    def get(self, values: Any) -> Any:
-        return values.cpu().numpy()
+    return Way(
+        lambda values: torch.from_numpy(values).to(device),
+        lambda values: hvd.allreduce_(values, op=hvd.Sum, name=f"bench.{len(values)}"),
+        lambda values: values.cpu().numpy(),
+    )
 
 
 def main() -> int:
@@ -65,19 +52,15 @@ def main() -> int:
     args = parser.parse_args()
     detected = detect(os.environ)
     if args.device == "cpu":
-        cores = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, {cores[detected.local_rank % len(cores)]})
+        pin(detected.local_rank)
     world = hvdtrain.init("torch", device=args.device)
     links = None if detected.launcher == "horovodrun" else Links(world.mpi)
-    with orders(world.rank) as each:
-        for order, connection in each:
-            way = Horovod(args.device) if order["way"] == "horovod" else ByMessages(links, order["way"])
-            connection.send(measure(way, world, links, order))
-    sys.stdout.flush()
-    os._exit(0)  # the others may be gone: no engine's goodbye waits for them
+    for order, connection in orders(world.rank):
+        connection.send(measure(way_of(order["way"], links, args.device), world, links, order))
+    return 0
 
 
-def measure(way: ByMessages | Horovod, world: Any, links: Links | None, order: dict[str, Any]) -> dict[str, Any]:
+def measure(way: Way, world: Any, links: Links | None, order: dict[str, Any]) -> dict[str, Any]:
     """Seconds of a sum, mean over some; bytes that this rank sent in one; whether the sum is numpy's.
 
     Args:

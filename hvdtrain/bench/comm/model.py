@@ -78,21 +78,19 @@ def _cuts(sizes: Sequence[int], seconds: Mapping[int, float], count: int) -> lis
 
 def _line(sizes: Sequence[int], seconds: Mapping[int, float]) -> Regime:
     """The line of least squares of relative errors, neither latency nor slope below 0."""
-    ones = [1 / seconds[size] for size in sizes]
-    slopes = [size / seconds[size] for size in sizes]
-    aa, ab, bb = (
-        sum(x * y for x, y in zip(*pair, strict=True)) for pair in ((ones, ones), (ones, slopes), (slopes, slopes))
-    )
-    a, b = sum(ones), sum(slopes)
-    determinant = aa * bb - ab * ab
-    latency, slope = (
-        ((a * bb - b * ab) / determinant, (aa * b - ab * a) / determinant) if determinant else (0.0, b / bb)
-    )
-    if latency < 0:
-        latency, slope = 0.0, b / bb
-    elif slope < 0:
-        latency, slope = a / aa, 0.0
-    return Regime(sizes[0], sizes[-1], latency, slope)
+    return Regime(sizes[0], sizes[-1], *_least_squares([(1 / seconds[size], size / seconds[size]) for size in sizes]))
+
+
+def _least_squares(rows: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Two numbers, not below 0, of which the rows make 1 as nearly as can be."""
+    import numpy as np
+
+    both = np.array(rows)
+    found = np.linalg.lstsq(both, np.ones(len(rows)), rcond=None)[0]
+    if min(found) < 0:  # the best is on the border: one of them alone explains it
+        alone = [np.where(np.arange(2) == part, both[:, part].sum() / (both[:, part] ** 2).sum(), 0) for part in (0, 1)]
+        found = min(alone, key=lambda its: float(((both @ its - 1) ** 2).sum()))
+    return float(found[0]), float(found[1])
 
 
 def _squares(regimes: Sequence[Regime], seconds: Mapping[int, float]) -> float:
@@ -130,20 +128,13 @@ def link_cost(way: str, seconds: Mapping[int, Mapping[int, float]]) -> LinkCost:
         way: "ring", "server" or "servers".
         seconds: by number of ranks, by size in bytes; two numbers in all or more.
     """
-    import numpy as np
-
     messages, volume = COUNTS[way]
     rows = [
         (messages(ranks) / its, volume(ranks) * size / its)
         for ranks, sizes in seconds.items()
         for size, its in sizes.items()
     ]
-    both = np.array(rows)
-    found = np.linalg.lstsq(both, np.ones(len(rows)), rcond=None)[0]
-    if min(found) < 0:  # the best is on the border: one of them alone explains it
-        alone = [np.where(np.arange(2) == part, both[:, part].sum() / (both[:, part] ** 2).sum(), 0) for part in (0, 1)]
-        found = min(alone, key=lambda its: float(((both @ its - 1) ** 2).sum()))
-    return LinkCost(float(found[0]), float(found[1]))
+    return LinkCost(*_least_squares(rows))
 
 
 BUCKET_BYTES = 25 << 20  # of gradients that travel together (hvdtrain's and DistributedDataParallel's)

@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from hvdtrain.bench.comm.model import COUNTS, crossings
-from hvdtrain.bench.turns.report import measured_on, versions
+from hvdtrain.bench.turns.report import heading
 from hvdtrain.record import stats
 
 TABLED = 4  # a factor between the sizes of a table: all are in the file
@@ -23,7 +23,7 @@ def report(result: Mapping[str, Any]) -> str:
     most, cores = max(map(int, result["ranks"])), result["machine"]["cores_usable"]
     if not rate and most > cores:
         where += f"; {most} ranks share {cores} cores: small sums wait for one, whatever their size, and no fit holds"
-    tables = [f"{where}\n{measured_on(result)}\n{versions(result)}"]
+    tables = [heading(where, result)]
     for ranks, part in result["ranks"].items():
         size = max(next(iter(part["seconds"].values())))
         tables += [_seconds(ranks, part), _bandwidths(int(ranks), part, size), _remarks(part), _slow(part)]
@@ -47,16 +47,8 @@ def _seconds(ranks: str, part: Mapping[str, Any]) -> str:
 
 def _bandwidths(ranks: int, part: Mapping[str, Any], size: int) -> str:
     """As nccl-tests have them: algorithm bandwidth is size over time, bus bandwidth that times 2 (N-1)/N."""
-    heading = (
-        f"of {readable(size)}",
-        "algorithm",
-        "bus",
-        "busiest cable, one way",
-        "both ways",
-        "by the kernel",
-        "rule",
-    )
-    rows = [heading]
+    columns = ("algorithm", "bus", "busiest cable, one way", "both ways", "by the kernel", "rule")
+    rows = [(f"of {readable(size)}", *columns)]
     for way, sizes in _medians(part).items():
         rate = size / sizes[size] / 1e9
         links = part["links"][way][size]

@@ -21,7 +21,7 @@ from typing import Any
 
 from hvdtrain.bench.gpu.plan import CHECKS, Check, command, environment
 from hvdtrain.bench.gpu.process import Outcome, outcome_of
-from hvdtrain.bench.turns.report import begin, finish, measured_on, progress, versions
+from hvdtrain.bench.turns.report import begin, finish, heading, progress
 from hvdtrain.core.flags import whole
 from hvdtrain.record import stats
 
@@ -83,4 +83,4 @@ def report(result: Mapping[str, Any]) -> str:
         for name, its in result["checks"].items()
         if its["figures"]
     ]
-    return "\n\n".join([f"{measured_on(result)}\n{versions(result)}", stats.table(rows), "\n".join(figures)])
+    return "\n\n".join([heading("", result), stats.table(rows), "\n".join(figures)])

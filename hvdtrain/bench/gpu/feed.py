@@ -5,6 +5,7 @@ From pictures in memory, and from JPEG files by as many workers as the loader ch
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import os
 import tempfile
@@ -17,9 +18,10 @@ import torch
 
 import hvdtrain
 import hvdtrain.torch as hvt
-from hvdtrain.bench.gpu.found import Goal, arguments, main, say
-from hvdtrain.bench.gpu.speed import CLASSES, REAL, TINY, Sizes, in_turns, prepared
+from hvdtrain.bench.gpu.found import Goal, say
+from hvdtrain.bench.gpu.speed import REAL, TINY, Sizes, in_turns, prepared
 from hvdtrain.bench.input import write_pictures
+from hvdtrain.bench.torch_job import CLASSES
 from hvdtrain.datasets import load_folder
 from hvdtrain.record import stats
 from hvdtrain.torch.engines.engine import device_of
@@ -27,8 +29,7 @@ from hvdtrain.torch.engines.engine import device_of
 IN_MEMORY = 1.05  # a step from the loader, against one whose batch lies there
 
 
-def check() -> None:
-    args = arguments(__doc__)
+def check(args: argparse.Namespace) -> None:
     sizes, many = (TINY, 24) if args.tiny else (replace(REAL, rounds=5), 8192)
     with (
         tempfile.TemporaryDirectory(prefix="hvdtrain-gpu-") as folder,
@@ -75,7 +76,3 @@ def _files(root: Path, many: int, *, tiny: bool) -> Path:
         for number in range(1, many // unique):
             os.link(picture, picture.with_name(f"{picture.stem}-{number}.jpg"))
     return root
-
-
-if __name__ == "__main__":
-    main(check)

@@ -1,10 +1,8 @@
-"""What a check says at its end, and the flags that all of them have."""
+"""What a check says at its end."""
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -26,17 +24,6 @@ class Goal:
         return self.limit is None or self.value <= self.limit
 
 
-def arguments(description: str | None, *positional: str) -> argparse.Namespace:
-    """The check's flags."""
-    parser = argparse.ArgumentParser(description=description)
-    for name in positional:
-        parser.add_argument(name)
-    parser.add_argument("--device", choices=["cuda", "cpu"], required=True)
-    parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--shared", action="store_true", help="ranks share a device")
-    return parser.parse_args()
-
-
 def say(goals: Sequence[Goal], **figures: Any) -> None:
     """Says what was found; on rank 0."""
     judged = [asdict(goal) | {"kept": goal.kept} for goal in goals]
@@ -55,8 +42,3 @@ def apart(mine: Mapping[str, Any], plain: Mapping[str, Any]) -> float:
         return float("inf")
     gaps = [(mine[name].cpu() - plain[name].cpu()).abs().max().item() for name in plain if plain[name].numel()]
     return max(gap if gap == gap else float("inf") for gap in map(float, gaps))
-
-
-def main(check: Any) -> None:
-    """Runs a check's function as a program."""
-    sys.exit(check() or 0)

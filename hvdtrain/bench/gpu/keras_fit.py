@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 from typing import Any
 
 import numpy as np
 
 import hvdtrain
-from hvdtrain.bench.gpu.found import Goal, arguments, main, not_here, say
+from hvdtrain.bench.gpu.found import Goal, not_here, say
 from hvdtrain.bench.gpu.shared import through_main_memory
 
 SAMPLES, GLOBAL_BATCH, EPOCHS = 17, 8, 2
 ROUNDING = 1e-4  # Keras on PyTorch computes losses and batch-norm in float32
 
 
-def check() -> int:
-    args = arguments(__doc__)
+def check(args: argparse.Namespace) -> int:
     if importlib.util.find_spec("keras") is None:
         return not_here("Keras is not installed")
     if args.shared:
@@ -63,7 +63,3 @@ def _numpy(variable: Any) -> np.ndarray:
     import keras
 
     return np.asarray(keras.ops.convert_to_numpy(variable))
-
-
-if __name__ == "__main__":
-    main(check)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import os
 
-from hvdtrain.bench.gpu.found import Goal, arguments, main, say
+from hvdtrain.bench.gpu.found import Goal, say
 from hvdtrain.record import stats
 
 
-def check() -> None:
-    args = arguments(__doc__)
+def check(args: argparse.Namespace) -> None:
     import torch
 
     figures = stats.versions("torch", "torchvision", "keras", "horovod", "hvdtrain", "deepspeed", "mpi4py")
@@ -25,7 +25,3 @@ def check() -> None:
         figures["Horovod with"] = " ".join(name for name in ("nccl", "gloo", "mpi") if getattr(hvd, f"{name}_built")())
     missing = args.device == "cuda" and not torch.cuda.is_available()
     say([Goal("GPUs missing", float(missing), 0.0)], **figures)
-
-
-if __name__ == "__main__":
-    main(check)

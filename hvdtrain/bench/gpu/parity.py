@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 import hvdtrain
 import hvdtrain.torch as hvt
-from hvdtrain.bench.gpu.found import Goal, apart, arguments, main, not_here, say
+from hvdtrain.bench.gpu.found import Goal, apart, not_here, say
 from hvdtrain.bench.gpu.shared import through_main_memory
 from hvdtrain.torch.engines.engine import device_of
 
@@ -59,8 +60,7 @@ def plain(engine: str, device: torch.device) -> tuple[dict[str, Any], float]:
         return model.state_dict(), float(nn.functional.cross_entropy(model(x), y))
 
 
-def check() -> int:
-    args = arguments(__doc__, "engine")
+def check(args: argparse.Namespace) -> int:
     if args.engine == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
         return not_here("DeepSpeed is not installed")
     if args.shared:
@@ -86,7 +86,3 @@ def check() -> int:
         if world.is_main:
             say(goals, engine=world.engine, ranks=world.size, device=str(device))
     return 0
-
-
-if __name__ == "__main__":
-    main(check)

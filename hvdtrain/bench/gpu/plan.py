@@ -8,8 +8,6 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-PACKAGE = "hvdtrain.bench.gpu"
-
 
 @dataclass(frozen=True)
 class Check:
@@ -18,7 +16,7 @@ class Check:
     Attributes:
         name, what: of it, in a word and in a line.
         job: module of this folder.
-        arguments: what it is given besides --device and --tiny.
+        engine: that it takes.
         limit_s: when it is ended.
         ranks: started by `hvdtrain launch` or torchrun; 0: the program itself.
         timed: has the machine for itself.
@@ -28,7 +26,7 @@ class Check:
     name: str
     what: str
     job: str
-    arguments: tuple[str, ...] = ()
+    engine: str = ""
     limit_s: int = 100  # the first programs find a cold file system
     ranks: int = 0
     timed: bool = False
@@ -37,31 +35,31 @@ class Check:
 
 CHECKS = (
     Check("machine", "versions, the GPU, what Horovod was built with", "machine"),
-    Check("solo", "one process against plain PyTorch", "parity", ("solo",)),
-    Check("dataparallel", "one process that cuts its batches, on one device", "parity", ("dataparallel",)),
-    Check("horovod", "Horovod, one rank (NCCL)", "parity", ("horovod",), ranks=1),
-    Check("horovod-shared", "Horovod, two ranks on one device (Gloo)", "parity", ("horovod",), ranks=2, shares=True),
-    Check("ddp", "DistributedDataParallel, one rank (NCCL)", "parity", ("ddp",), ranks=1),
-    Check("ddp-shared", "the same, two ranks on one device (Gloo)", "parity", ("ddp",), ranks=2, shares=True),
-    Check("deepspeed", "DeepSpeed, if it is there, one rank", "parity", ("deepspeed",), ranks=1),
+    Check("solo", "one process against plain PyTorch", "parity", "solo"),
+    Check("dataparallel", "one process that cuts its batches, on one device", "parity", "dataparallel"),
+    Check("horovod", "Horovod, one rank (NCCL)", "parity", "horovod", ranks=1),
+    Check("horovod-shared", "Horovod, two ranks on one device (Gloo)", "parity", "horovod", ranks=2, shares=True),
+    Check("ddp", "DistributedDataParallel, one rank (NCCL)", "parity", "ddp", ranks=1),
+    Check("ddp-shared", "the same, two ranks on one device (Gloo)", "parity", "ddp", ranks=2, shares=True),
+    Check("deepspeed", "DeepSpeed, if it is there, one rank", "parity", "deepspeed", ranks=1),
     Check("keras", "Keras on PyTorch against plain Keras, one process", "keras_fit"),
     Check("keras-horovod", "Keras on PyTorch over Horovod, one rank (NCCL)", "keras_fit", ranks=1),
     Check("keras-shared", "the same, two ranks on one device (Gloo)", "keras_fit", ranks=2, shares=True),
     Check("resources", "memory, threads, files and streams over 200 steps", "resources"),
     Check("pipeline", "two stages on one device against the unsplit model", "stages", timed=True),
-    Check("speed", "ResNet-50, bf16: images/s, and against the bare loop", "speed", ("solo",), 120, timed=True),
-    Check("speed-horovod", "the same over Horovod, one rank (NCCL)", "speed", ("horovod",), 120, 1, timed=True),
-    Check("input", "does the loader keep up: pictures in memory, JPEG files", "feed", (), 150, timed=True),
+    Check("speed", "ResNet-50, bf16: images/s, and against the bare loop", "speed", "solo", 120, timed=True),
+    Check("speed-horovod", "the same over Horovod, one rank (NCCL)", "speed", "horovod", 120, 1, timed=True),
+    Check("input", "does the loader keep up: pictures in memory, JPEG files", "feed", "", 150, timed=True),
 )
 
 
 def command(check: Check, args: argparse.Namespace) -> list[str]:
     """The check's command line."""
-    program = [sys.executable, "-m", f"{PACKAGE}.{check.job}", *check.arguments, f"--device={args.device}"]
-    program += ["--tiny"] * args.tiny + ["--shared"] * check.shares
+    program = [sys.executable, "-m", "hvdtrain.bench.gpu.check", check.job, *filter(None, [check.engine])]
+    program += [f"--device={args.device}"] + ["--tiny"] * args.tiny + ["--shared"] * check.shares
     if not check.ranks:
         return program
-    if check.arguments[:1] in (("ddp",), ("deepspeed",)):  # which need no Horovod
+    if check.engine in ("ddp", "deepspeed"):  # which need no Horovod
         ranks = ["--standalone", f"--nproc-per-node={check.ranks}", "--no-python"]
         return [sys.executable, "-m", "torch.distributed.run", *ranks, *program]
     hosts = ["-np", str(check.ranks), "-H", f"localhost:{check.ranks}", "--no-checks", "--quiet"]

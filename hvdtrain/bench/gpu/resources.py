@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import gc
 import os
 import resource
@@ -11,14 +12,13 @@ from torch import nn
 
 import hvdtrain
 import hvdtrain.torch as hvt
-from hvdtrain.bench.gpu.found import Goal, arguments, main, say
+from hvdtrain.bench.gpu.found import Goal, say
 
 BATCH, SIZE, STEPS_AN_EPOCH, EVERY = 16, 16, 20, 5
 MIB = 2**20
 
 
-def check() -> None:
-    args = arguments(__doc__)
+def check(args: argparse.Namespace) -> None:
     epochs, before = (4, 2) if args.tiny else (13, 3)
     with hvdtrain.init("torch", engine="solo", device=args.device, seed=5):
         torch.manual_seed(3)
@@ -72,7 +72,3 @@ def used() -> dict[str, float]:
 def resident_bytes() -> int:
     with open("/proc/self/statm", encoding="ascii") as file:
         return int(file.read().split()[1]) * resource.getpagesize()
-
-
-if __name__ == "__main__":
-    main(check)

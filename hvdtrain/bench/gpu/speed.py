@@ -6,7 +6,7 @@ with a small batch, where the time is Python's.
 
 from __future__ import annotations
 
-import time
+import argparse
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -18,11 +18,13 @@ from torch import Tensor, nn
 
 import hvdtrain
 import hvdtrain.torch as hvt
-from hvdtrain.bench.gpu.found import Goal, arguments, main, say
+from hvdtrain.bench.gpu.found import Goal, say
+from hvdtrain.bench.torch_job import CLASSES, TOY, network, torch_sgd
+from hvdtrain.pipeline.tuning.unsplit import seconds_of
 from hvdtrain.record import stats
 from hvdtrain.torch.engines.engine import device_of
 
-CLASSES, OVERHEAD = 1000, 1.01
+OVERHEAD = 1.01
 Step = Callable[[], Any]
 
 
@@ -40,8 +42,7 @@ class Sizes:
 REAL, TINY = Sizes(256, 16, 224, 15, 9), Sizes(4, 2, 32, 1, 3)
 
 
-def check() -> None:
-    args = arguments(__doc__, "engine")
+def check(args: argparse.Namespace) -> None:
     sizes = TINY if args.tiny else REAL
     with hvdtrain.init("torch", engine=args.engine, device=args.device, seed=5) as world:
         device = device_of(world)
@@ -62,25 +63,14 @@ def check() -> None:
 def resnet(device: torch.device, *, tiny: bool) -> nn.Module:
     """In channels last; `tiny`: one convolution."""
     torch.manual_seed(0)
-    if tiny:
-        parts = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
-        made: nn.Module = nn.Sequential(*parts, nn.Linear(8, CLASSES))
-    else:
-        import torchvision
-
-        made = torchvision.models.resnet50(num_classes=CLASSES)
-    made = made.to(device)
+    made: nn.Module = network(TOY if tiny else "resnet50").to(device)
     return made.to(memory_format=torch.channels_last)
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
 
 def prepared(device: torch.device, data: Any = None, *, tiny: bool) -> Callable[[Tensor, Tensor], None]:
     """hvdtrain's loop: a step on a batch."""
     whole = resnet(device, tiny=tiny)
-    model, optimizer = hvt.prepare(whole, sgd(whole), data, amp="bf16", channels_last=True)
+    model, optimizer = hvt.prepare(whole, torch_sgd(whole.parameters()), data, amp="bf16", channels_last=True)
 
     def step(x: Tensor, y: Tensor) -> None:
         optimizer.zero_grad()
@@ -93,7 +83,7 @@ def prepared(device: torch.device, data: Any = None, *, tiny: bool) -> Callable[
 def bare(device: torch.device, *, tiny: bool) -> Callable[[Tensor, Tensor], None]:
     """The same in plain PyTorch."""
     model = resnet(device, tiny=tiny)
-    optimizer = sgd(model)
+    optimizer = torch_sgd(model.parameters())
 
     def step(x: Tensor, y: Tensor) -> None:
         optimizer.zero_grad()
@@ -114,22 +104,12 @@ def _compared(batch: int, sizes: Sizes, device: torch.device, *, tiny: bool) -> 
 
 def in_turns(arms: Mapping[str, Step], sizes: Sizes, device: torch.device) -> dict[str, list[float]]:
     """Seconds of a step of each, round by round."""
-    wait: Step = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+
+    def seconds(step: Step) -> float:
+        step()
+        return seconds_of(lambda: [step() for _ in range(sizes.steps)], [device]) / sizes.steps
+
     for _ in range(3):
         for step in arms.values():
             step()
-    seconds: dict[str, list[float]] = {name: [] for name in arms}
-    for turn in range(sizes.rounds):
-        for name in stats.rotated(arms, turn):
-            arms[name]()
-            wait()
-            started = time.perf_counter()
-            for _ in range(sizes.steps):
-                arms[name]()
-            wait()
-            seconds[name].append((time.perf_counter() - started) / sizes.steps)
-    return seconds
-
-
-if __name__ == "__main__":
-    main(check)
+    return stats.in_turns({name: partial(seconds, step) for name, step in arms.items()}, sizes.rounds)

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
-import time
-from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from statistics import median
 
 import torch
 from torch import nn
 
 import hvdtrain
-from hvdtrain.bench.gpu.found import Goal, apart, arguments, main, say
+from hvdtrain.bench.gpu.found import Goal, apart, say
+from hvdtrain.bench.gpu.speed import REAL, in_turns
 from hvdtrain.pipeline import split
 
 EXACT, STEPS = 1e-10, 4
 
 
-def check() -> None:
-    args = arguments(__doc__)
+def check(args: argparse.Namespace) -> None:
     name = f"{args.device}:0" if args.device == "cuda" else "cpu"
     with hvdtrain.init("torch", engine="solo", device=args.device, seed=5):
         off = _difference(torch.device(name))
@@ -51,27 +51,12 @@ def _difference(device: torch.device) -> float:
 def _times(device: torch.device, *, tiny: bool) -> tuple[float, float]:
     """Seconds of a step, split and unsplit: on one device a pipeline can only lose."""
     torch.manual_seed(3)
-    width, batch, steps = (8, 8, 2) if tiny else (4096, 512, 10)
+    width, batch, steps = (8, 8, 2) if tiny else (4096, 512, 5)
     model = nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(8)])
     whole = copy.deepcopy(model).to(device)
     x, y = torch.randn(batch, width, device=device), torch.randn(batch, width, device=device)
     pipe = split(model, x, f"{device},{device}", micro_batches=4)
-    cut = _timed(lambda: pipe.step(x, y, nn.functional.mse_loss), steps, device)
-    unsplit = _timed(lambda: nn.functional.mse_loss(whole(x), y).backward(), steps, device)
-    return cut, unsplit
-
-
-def _timed(step: Callable[[], Any], steps: int, device: torch.device) -> float:
-    for _ in range(2):
-        step()
-    wait: Callable[[], Any] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    wait()
-    started = time.perf_counter()
-    for _ in range(steps):
-        step()
-    wait()
-    return (time.perf_counter() - started) / steps
-
-
-if __name__ == "__main__":
-    main(check)
+    loss = nn.functional.mse_loss
+    arms = {"cut": lambda: pipe.step(x, y, loss), "whole": lambda: loss(whole(x), y).backward()}
+    seconds = in_turns(arms, replace(REAL, steps=steps, rounds=3), device)
+    return median(seconds["cut"]), median(seconds["whole"])

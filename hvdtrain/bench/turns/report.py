@@ -7,7 +7,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
 from typing import Any
 
 from hvdtrain.core import flags
@@ -58,6 +59,15 @@ def measured_on(result: Mapping[str, Any]) -> str:
     )
 
 
-def versions(result: Mapping[str, Any]) -> str:
-    """Of all packages, in a line."""
-    return " ".join(f"{name} {version}" for name, version in result["machine"]["versions"].items())
+def rates(title: str, images_per_s: Mapping[str, Sequence[float]], base: str) -> str:
+    """A table of images a second, and of how many times those of `base` they are."""
+    rows = [(title, "images/s", f"x {base}")]
+    for name, its in images_per_s.items():
+        rows.append((name, f"{median(its):,.0f}", f"{median(its) / median(images_per_s[base]):.2f}"))
+    return stats.table(rows)
+
+
+def heading(what: str, result: Mapping[str, Any]) -> str:
+    """What was measured, on which machine, with which versions: a line each."""
+    versions = " ".join(f"{name} {version}" for name, version in result["machine"]["versions"].items())
+    return "\n".join(filter(None, [what, measured_on(result), versions]))

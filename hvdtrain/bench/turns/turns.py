@@ -30,6 +30,9 @@ from hvdtrain.core.errors import HvdtrainError, LauncherError, build_horovod_com
 from hvdtrain.record.stats import rotated
 
 CLOCKS = ("wall", "cpu")  # of all threads of a process, which a busy machine disturbs less
+MEMORY = "memory"  # the most bytes so far, where a job tells
+ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")}
+ONE_THREAD["OMP_WAIT_POLICY"] = "PASSIVE"
 Turns = Mapping[str, tuple[str, dict[str, Any]]]  # by name: which job's it is, and what it is told
 END_WITHIN_S = 15.0
 # ranks that were stopped for minutes find that their peers have been silent for so long
@@ -146,17 +149,18 @@ class InterleavedJobs:
             what: for the progress.
 
         Returns:
-            For each clock the seconds of each turn, round by round: those of its slowest rank.
+            For each clock the seconds of each turn, round by round: those of its slowest rank; of its largest the
+            memory.
         """
-        seconds: dict[str, dict[str, list[float]]] = {clock: {name: [] for name in turns} for clock in CLOCKS}
+        found: dict[str, dict[str, list[float]]] = {kind: {name: [] for name in turns} for kind in (*CLOCKS, MEMORY)}
         for number in range(count):
             progress(f"{what}: round {number + 1} of {count}")
             for name in rotated(turns, number):
                 job, order = turns[name]
                 answers = self.turn(job, **order)
-                for clock in CLOCKS:
-                    seconds[clock][name].append(max(answer[clock] for answer in answers))
-        return seconds
+                for kind, samples in found.items():
+                    samples[name].append(max(answer.get(kind, 0.0) for answer in answers))
+        return found
 
     def _receive(self, arm: Arm, connection: Connection, deadline: float) -> Any:
         while not connection.poll(1.0):
@@ -173,6 +177,28 @@ class InterleavedJobs:
             raise _failed(arm, f"it ended with {arm.process.returncode}")
         if time.monotonic() > deadline:
             raise _failed(arm, "it took too long")
+
+
+def pin(local_rank: int, count: int = 1) -> None:
+    """Gives this process cores of its own, as far as there are so many."""
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[(local_rank * count + number) % len(cores)] for number in range(count)})
+
+
+def torch_command(
+    arm: str, ranks: int, *, model: str, device: str, per_rank_batch: int, pixels: int, devices: int = 1
+) -> list[str]:
+    """The command of an arm of `hvdtrain.bench.torch_job`, with its launcher.
+
+    Args:
+        devices: of one process, which takes the batches of all of them.
+    """
+    launcher = {"hvdtrain": "horovodrun", "horovod": "horovodrun"}.get(arm, "torchrun")
+    return [
+        *launched(ranks, launcher), sys.executable, "-m", "hvdtrain.bench.torch_job", arm, f"--model={model}",
+        f"--device={device}", f"--per-rank-batch={per_rank_batch * devices}", f"--pixels={pixels}",
+        f"--devices={devices}",
+    ]  # fmt: skip
 
 
 def launched(ranks: int, launcher: str) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from bench_arguments import arguments
 
-from hvdtrain.bench import torch_train, train
+from hvdtrain.bench import train
 from hvdtrain.bench.turns import turns
 from hvdtrain.core.errors import ConfigError, LauncherError
 from hvdtrain.record import stats
@@ -77,23 +77,23 @@ def test_missing_launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
 def test_torch_report_names_the_fastest_rival_and_the_missed_target() -> None:
     wall = {
         "plain PyTorch, 1 process": [1.0, 1.0], "hvdtrain, 1 process": [1.0, 1.0], "hvdtrain": [1.2, 1.2],
-        "horovod": [1.5, 1.5], "ddp": [1.1, 1.1], torch_train.LIMIT: [0.9, 0.9],
+        "horovod": [1.5, 1.5], "ddp": [1.1, 1.1], train.LIMIT: [0.9, 0.9],
     }  # fmt: skip
     part: dict[str, Any] = {"ranks": 2, "seconds_per_step": wall, "cpu_seconds_per_step": wall}
-    part |= torch_train._ratios(wall)
+    part |= train.torch_ratios(wall)
     settings = {"per_rank_batch": 4, "pixels": 32, "device": "cpu", "blocks": 2, "steps": 1}
     result = {"models": {"tiny": part}, "settings": settings, "machine": stats.machine(), "load_after": 0.0}
-    text = torch_train.report(result)
+    text = train.torch_report(result)
     assert "fastest hand-written loop (ddp): 1.091 [1.091, 1.091] (target <= 1: MISSED)" in text
     assert "2 processes that do not talk: 0.750 [0.750, 0.750], goal 0.92: not reached" in text
     assert set(part["efficiency"]) == {"hvdtrain", "horovod", "ddp"}
     wall["hvdtrain"] = [1.0, 1.04]
-    part.update(torch_train._ratios(wall))
-    text = torch_train.report(result)
+    part.update(train.torch_ratios(wall))
+    text = train.torch_report(result)
     assert "(ddp): 0.927 [0.909, 0.945] (target <= 1: kept)" in text and "MISSED" not in text
     wall["hvdtrain"] = [0.9, 1.4]
-    part.update(torch_train._ratios(wall))
-    assert "(target <= 1: MISSED, within the noise)" in torch_train.report(result)
+    part.update(train.torch_ratios(wall))
+    assert "(target <= 1: MISSED, within the noise)" in train.torch_report(result)
     wall["hvdtrain"] = [0.95, 0.95]  # the limit, not one process, is what it is held against
-    part.update(torch_train._ratios(wall))
-    assert "0.947 [0.947, 0.947], goal 0.92: reached" in torch_train.report(result)
+    part.update(train.torch_ratios(wall))
+    assert "0.947 [0.947, 0.947], goal 0.92: reached" in train.torch_report(result)

@@ -75,7 +75,7 @@ def test_what_is_not_beyond_noise_is_not_kept() -> None:
     machine = MadeUp({"A2": 0.97}, 0.3)
     search = machine.search()
     assert search.find({}, KNOBS)[0] == {}
-    assert {trial.outcome for trial in search.trials} <= {"not faster", "within the noise", "slower"}
+    assert {trial["outcome"] for trial in search.trials} <= {"not faster", "within the noise", "slower"}
 
 
 def test_a_little_faster_than_the_margin_is_not_worth_a_file() -> None:
@@ -102,14 +102,14 @@ def test_a_winner_that_fresh_turns_do_not_confirm_is_dropped() -> None:
 def test_a_candidate_that_cannot_be_used_is_said_so() -> None:
     search = MadeUp({"A2": -1.0, "A3": 0.5}, 0.0).search()
     assert search.find({}, KNOBS)[0] == {"A": "3"}
-    assert search.trials[0].outcome == "thrown out: it ended with 1"
+    assert search.trials[0]["outcome"] == "thrown out: it ended with 1"
 
 
 def test_a_candidate_that_is_clearly_slower_gets_two_rounds() -> None:
     machine = MadeUp({"A2": 2.0}, 0.0)
     search = machine.search()
     search.find({}, [Knob("a", ["A"], ["2"], "1")])
-    assert search.trials[0].outcome == "slower" and machine.now_s == START_S + 2 * 3.0
+    assert search.trials[0]["outcome"] == "slower" and machine.now_s == START_S + 2 * 3.0
 
 
 def test_what_there_was_no_time_for_is_named() -> None:
