@@ -9,6 +9,7 @@ themselves (a learned temperature) every rank has in full, and counts by its sha
 from __future__ import annotations
 
 import math
+import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -34,6 +35,7 @@ _SMALL = 1 << 20  # bytes: less is not reported
 _ALIGNED = 16  # any type of number may begin at such a byte
 _ITEMS = (str, bytes, bool, int, float)  # in a tuple: one for each sample
 _told: WeakSet[Session] = WeakSet()  # of outputs larger than the gradients
+_reports: WeakKeyDictionary[Session, dict[str, tuple[Any, bytes, list[Any]]]] = WeakKeyDictionary()
 _lists: WeakKeyDictionary[Session, dict[str, bool]] = WeakKeyDictionary()  # are parts of a value
 
 
@@ -112,8 +114,8 @@ def joined(own: Sequence[Any], steps: Sequence[Step | None], world: World, sessi
             mine.append((_described(values, "", samples, tensors), tensors))
     except ConfigError as error:
         problem = error.received
-    with world.in_step("hvt.whole()"):
-        reports: list[_Report] = world.gather((problem, absent, [node for node, _ in mine]))
+    report: _Report = (problem, absent, [node for node, _ in mine])
+    reports = _of_all_ranks(report, world, {} if session is None else _reports.setdefault(session, {}))
     problems = [f"rank {rank}: {its}" for rank, (its, _, _) in enumerate(reports) if its]
     if problems:
         raise _refused("\n".join(problems))
@@ -123,6 +125,19 @@ def joined(own: Sequence[Any], steps: Sequence[Step | None], world: World, sessi
     if session is not None and joiner.bytes > max(_SMALL, sum(p.nbytes for p in session.gradients.parameters())):
         _tell(session, joiner.bytes)
     return found
+
+
+def _of_all_ranks(own: _Report, world: World, known: dict[str, tuple[Any, bytes, list[_Report]]]) -> list[_Report]:
+    """Returns the reports of all ranks; collective. Where none has changed since the last call of this line, which the
+    ranks' meeting shows, these are those that are `known`, by line: with the ranks that met, and this rank's own."""
+    line, data = user_line(), pickle.dumps(own)
+    comm, before, reports = known.get(line, (None, b"", []))
+    is_new = comm is not world.comm or data != before
+    with world.in_step("hvt.whole()", value=float(is_new)) as changed:
+        if changed:
+            reports = world.gather(own)
+            known[line] = world.comm, data, reports
+    return reports
 
 
 @dataclass(frozen=True)
