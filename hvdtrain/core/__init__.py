@@ -1,4 +1,4 @@
-"""Who am I, which samples, which rate, and are all ranks in step: no framework, numpy inside functions only.
+"""Errors, flags, launchers, learning rates and which samples are a rank's: what needs no other rank.
 
 Here itself: public names that are looked up on first use, so that importing a package costs milliseconds.
 """
