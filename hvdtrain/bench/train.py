@@ -154,7 +154,7 @@ def measure_torch(args: argparse.Namespace, model: str) -> dict[str, Any]:
     """One model in every way that is here; returns the part of the result that `torch_report` reads."""
     peers = [peer for peer in PEERS if peer not in NEEDS or importlib.util.find_spec(NEEDS[peer])] * (args.ranks > 1)
     for peer in set(PEERS) - set(peers) if args.ranks > 1 else ():
-        progress(f"left out, not installed: {peer} ({install_command('dev')})")
+        progress(f"skipped, not installed: {peer} ({install_command('dev')})")
     arms = {label: (arm, 1) for label, arm in ALONE.items()} | {peer: (peer, args.ranks) for peer in peers}
     if args.ranks > 1:
         arms[LIMIT] = ("apart", args.ranks)

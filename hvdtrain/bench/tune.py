@@ -162,7 +162,7 @@ def knobs_of(what: str, ranks: int, cores: int, *, launchers: Sequence[str], com
     """Returns what may be turned for a training; what is worst when it is wrong comes first; pure.
 
     Args:
-        what: trains, on what, as `hvdtrain.comm.turns.updated` is told.
+        what: trains, on what, the arguments of `hvdtrain.comm.turns.updated`.
         ranks, cores: of this machine.
         launchers: that are there.
         compression: whether gradients may travel as float16, which changes results.

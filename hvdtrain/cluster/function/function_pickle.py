@@ -105,7 +105,7 @@ def load_call(stream: IO[bytes]) -> tuple[Any, Any, Any, list[type]]:
 
 
 def why_not(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """Returns which part of a call cannot be pickled, as far as that can be told; "" if not."""
+    """Returns which part of a call cannot be pickled; "" if none is found."""
     parts = {f"args[{place}]": its for place, its in enumerate(args)}
     parts |= {f"kwargs[{name!r}]": its for name, its in kwargs.items()}
     names = {id(its): name for name, its in _main().items()}

@@ -1,1 +1,1 @@
-"""Hosts: names, addresses, one ssh session each, and what is said through it."""
+"""Hosts: names, addresses, one ssh session each, and the messages through it."""
