@@ -77,14 +77,12 @@ def _move_to_hvdtrain(plan: Plan) -> None:
     if plan.framework == "torch":
         _move_torch(plan)
     else:
-        keras_wrapping.move_wraps(plan)
-        keras_calls.move_rest(plan)
+        keras_calls.move_rest(plan, keras_wrapping.move_wraps(plan))
 
 
 def _move_torch(plan: Plan) -> None:
     optimizers = wrapping.move_wraps(plan)
     optimizers.spread(plan.source)
-    torch_calls.refuse_in_losses(plan)
     ranks.refuse_shared_orders(plan)
     _move_passes(plan, optimizers)
     torch_calls.move_rest(plan)
@@ -139,11 +137,6 @@ def _move_passes(plan: Plan, optimizers: training.Optimizers) -> None:
     if optimizers.prepared:
         for call in passes:
             training.move_backward(plan, optimizers, call)
-        training.refuse_other_passes(plan)
-        for call in training.closures(plan.source, optimizers):
-            plan.note(
-                call, "step(closure): Horovod averages before the closure runs, and its ranks part; hvdtrain within it"
-            )
         wrapping.move_synchronize(plan, optimizers)
     elif passes and not (plan.refused or torch_calls.averages_by_hand(plan.source)):
         plan.note(

@@ -57,7 +57,7 @@ def main() -> None:
     framework, text, script, folder, updates, *args = sys.argv[1:]
     program = Path(text).read_bytes()
     # a script that averages by hand wraps nothing
-    wraps = any(word in program for word in (b"DistributedOptimizer", b".prepare(", b"DistributedDataParallel("))
+    wraps = any(word in program for word in (b"DistributedOptimizer", b".prepare(", b"DistributedDataParallel"))
     module, name = _WATCHES[framework]
     watch = getattr(importlib.import_module(f"hvdtrain.migrate.{module}"), name)(int(updates), wraps=wraps)
     sys.argv, sys.path[0] = [script, *args], os.path.dirname(script)

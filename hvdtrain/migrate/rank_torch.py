@@ -64,6 +64,7 @@ class TorchWatch:
             m
             for m in self._modules
             if not type(m).__module__.startswith(("hvdtrain.", "horovod.", "torch.nn.parallel."))
+            and not isinstance(m, DistributedDataParallel)
         ]
         parts = {id(part) for module in own for part in module.modules() if part is not module}
         roots = [m for m in own if id(m) not in parts and any(True for _ in m.state_dict())]

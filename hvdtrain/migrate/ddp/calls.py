@@ -6,11 +6,10 @@ from collections.abc import Sequence
 
 import libcst as cst
 
-from hvdtrain.migrate.ddp.start import refuse_root
 from hvdtrain.migrate.script import ranks, torch_calls
 from hvdtrain.migrate.script.plan import Plan
 from hvdtrain.migrate.script.ranks import Arguments, Handler
-from hvdtrain.migrate.script.source import code, literal, tail
+from hvdtrain.migrate.script.source import code, tail
 
 # what the new script imports, by what needs it
 LINES = {
@@ -21,8 +20,34 @@ LINES = {
     "fp16_compress_hook": "from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook",
     "DistributedDataParallel": "from torch.nn.parallel import DistributedDataParallel",
 }
-# what it gets functions of its own for, by their names
+MODEL = "DistributedModel"
+# the functions and the class that it gets, by their names
 FUNCTIONS = {
+    MODEL: '''
+class DistributedModel(DistributedDataParallel):
+    """A model whose gradients are averaged; attributes, names, state and copies of it are the plain model's."""
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+    def __getitem__(self, key):
+        return self.module[key]
+
+    def __reduce_ex__(self, protocol):
+        return self.module.__reduce_ex__(protocol)
+
+    def named_modules(self, *args, **kwargs):
+        return self.module.named_modules(*args, **kwargs)
+
+    def state_dict(self, *args, **kwargs):
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args, **kwargs):
+        return self.module.load_state_dict(*args, **kwargs)
+''',
     "reduce_tensor": '''
 def reduce_tensor(tensor, op="mean"):
     """Returns a new tensor, of all ranks: their mean, sum, min or max; without a gradient."""
@@ -128,8 +153,7 @@ def _parameters(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> 
     if not isinstance(given, cst.Call) or tail(given.func) != "state_dict" or given.args:
         plan.refuse(call, "broadcast_parameters is moved where it is given model.state_dict()")
         return
-    if not refuse_root(plan, call, literal(arguments.get("root_rank"))):
-        ranks.send(plan, call, name, "broadcast_state")
+    ranks.send(plan, call, name, "broadcast_state")
 
 
 def _optimizer_state(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> None:
@@ -149,7 +173,7 @@ HANDLERS: dict[str, Handler] = {
 def move_imports(plan: Plan, imports: Sequence[cst.SimpleStatementLine]) -> None:
     """Horovod's import becomes what is needed in its place; functions stand behind the last import."""
     functions = [name for name in FUNCTIONS if name in plan.needs]
-    if functions:
+    if set(functions) - {MODEL}:
         plan.needs.add("dist")
     if set(functions) & {"reduce_tensor", "gather_tensors", "broadcast_tensor", "broadcast_state"}:
         plan.needs.add("torch")

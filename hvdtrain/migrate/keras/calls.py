@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import libcst as cst
 
-from hvdtrain.migrate.keras.callbacks import move_callbacks, note_differences, seed_each_rank
+from hvdtrain.migrate.keras.callbacks import move_callbacks, note_masks, seed_each_rank
 from hvdtrain.migrate.script import ranks
 from hvdtrain.migrate.script.plan import Plan, arguments_of
 from hvdtrain.migrate.script.ranks import Arguments, Handler, attribute, initialized, method, object_of, shutdown
@@ -37,10 +39,10 @@ def kept_imports(plan: Plan) -> dict[str, str]:
     return {"keras": "import keras", "kept callbacks": f"from {plan.prefix}callbacks import {', '.join(names)}"}
 
 
-def move_rest(plan: Plan) -> None:
-    """Moves every use of Horovod that is left, or refuses it."""
-    move_callbacks(plan)
-    note_differences(plan)
+def move_rest(plan: Plan, models: Collection[str]) -> None:
+    """Moves every remaining use of Horovod, or refuses it; `models` are the last names of those that are prepared."""
+    move_callbacks(plan, models)
+    note_masks(plan)
     seed_each_rank(plan)
     movers = dict.fromkeys(_HANDLERS, _move_call) | {"horovod.run": ranks.move_run}
     ranks.move_rest(plan, movers, _REASONS, dict.fromkeys(_KEPT, _keep))

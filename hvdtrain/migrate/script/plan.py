@@ -37,7 +37,6 @@ class Target:
         wrap: what an optimizer's wrapping becomes.
         init: what starts it.
         alone: why that is called without a condition.
-        loss: what becomes of a loss, for who averages it within.
         words: its functions of tensors, by what they do.
     """
 
@@ -46,7 +45,6 @@ class Target:
     wrap: str
     init: str
     alone: str
-    loss: str
     words: Mapping[str, str]
 
 
@@ -56,7 +54,6 @@ HVDTRAIN = Target(
     wrap="hvt.prepare",
     init="hvdtrain.init",
     alone="one process is a world of one",
-    loss="optimizer.backward(loss)",
     words={"reduce": "hvt.reduce", "gather": "hvt.gather", "broadcast": "hvt.broadcast", "fp16": '"fp16"'},
 )
 DDP = Target(
@@ -65,7 +62,6 @@ DDP = Target(
     wrap="DistributedDataParallel",
     init="dist.init_process_group",
     alone="torchrun --nproc-per-node 1 starts one process",
-    loss="loss.backward()",
     words={
         "reduce": "reduce_tensor", "gather": "gather_tensors", "broadcast": "broadcast_tensor",
         "fp16": "fp16_compress_hook",
@@ -277,7 +273,7 @@ def condition_above(source: Source, node: cst.CSTNode) -> cst.CSTNode | None:
     for one in source.above(node):
         if isinstance(one, (cst.FunctionDef, cst.ClassDef)):
             return None
-        if isinstance(one, (cst.For, cst.While, cst.Try)):
+        if isinstance(one, (cst.For, cst.While, cst.Try, cst.Match)):
             return one
         if isinstance(one, cst.If) and "__name__" not in code(one.test):
             return one

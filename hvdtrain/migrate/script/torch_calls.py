@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import libcst as cst
 
 from hvdtrain.migrate.script import ranks
-from hvdtrain.migrate.script.plan import Plan, arguments_of, assignments, statement_of
+from hvdtrain.migrate.script.plan import Plan, arguments_of, statement_of
 from hvdtrain.migrate.script.ranks import (
     Arguments,
     Handler,
@@ -23,18 +23,13 @@ from hvdtrain.migrate.script.source import (
     Source,
     calls,
     code,
-    find,
     is_chain,
     literal,
     owner_of,
     tail,
-    walk,
 )
 
 _PREFIX = "horovod.torch."
-_COLLECTIVES = ("allreduce", "allreduce_", "grouped_allreduce", "grouped_allreduce_", "allgather", "broadcast")
-# what of `Target.words` each is
-_DOES = {name: "gather" if "gather" in name else "broadcast" if "broad" in name else "reduce" for name in _COLLECTIVES}
 _OPS = {"Average": "mean", "Sum": "sum", "Min": "min", "Max": "max"}
 # what hvdtrain has nothing in place of, by how its name begins; "" is the rest
 _REASONS = {
@@ -51,71 +46,6 @@ _REASONS = {
     ),
     "": "has no counterpart in hvdtrain",
 }
-
-
-# -- losses ------------------------------------------------------------------------------------------------------
-def refuse_in_losses(plan: Plan) -> None:
-    """Refuses collectives that a gradient goes through: there hvdtrain has none."""
-    source = plan.source
-    functions = {function.name.value: function for function in find(source.module, cst.FunctionDef)}
-    for call in calls(source.module):
-        if (loss := owner_of(call, "backward")) is not None:
-            _follow(plan, call, loss, functions, set())
-    for function in find(source.module, cst.FunctionDef):
-        if function.name.value == "forward":
-            _refuse_in(plan, function.body)
-
-
-def _follow(
-    plan: Plan, at: cst.CSTNode, value: cst.CSTNode, functions: dict[str, cst.FunctionDef], seen: set[str]
-) -> None:
-    """Looks at what a loss is made of: names assigned above, and functions of the script."""
-    source = plan.source
-    _refuse_in(plan, value)
-    for node in walk(value):
-        if isinstance(node, cst.Call) and tail(node.func) in functions and f"{tail(node.func)}()" not in seen:
-            seen.add(f"{tail(node.func)}()")
-            _refuse_in(plan, functions[tail(node.func)].body)
-        if isinstance(node, (cst.Name, cst.Attribute)) and code(node) not in seen:
-            seen.add(code(node))
-            for assigned in assignments(source, code(node), at):
-                _follow(plan, assigned, assigned, functions, seen)
-
-
-def _refuse_in(plan: Plan, part: cst.CSTNode) -> None:
-    source = plan.source
-    for call in calls(part):
-        name = source.qualified(call.func).removeprefix(_PREFIX)
-        if source.qualified(call.func) == _PREFIX + name and name in _COLLECTIVES and not _is_detached(source, call):
-            plan.settle(call)
-            given = code(call.args[0].value) if call.args else "x"
-            plan.refuse(
-                call,
-                f"hvd.{name} within a loss has a gradient, which {plan.use(_DOES[name])} has not: {plan.target.loss}"
-                f" takes this rank's own loss, and averages it over ranks; for a metric, {given}.detach()",
-            )
-
-
-def _is_detached(source: Source, call: cst.Call) -> bool:
-    """Whether no gradient can go through it, as it is written."""
-    given = code(call.args[0].value) if call.args else ""
-    if any(mark in given for mark in (".detach()", ".item()", "torch.tensor(", ".data", ".grad")):
-        return True
-    names = list(find(call.args[0].value, cst.Name)) if call.args else []
-    made = [
-        assignments(source, name.value, call)[:1] for name in names if not source.qualified(name).startswith("torch")
-    ]
-    if any(made) and all(not one or code(one[0]).endswith(".detach()") for one in made):
-        return True
-    return without_gradients(source, call)
-
-
-def without_gradients(source: Source, node: cst.CSTNode) -> bool:
-    """Whether a node stands in `with torch.no_grad():`, or in a function that is decorated so."""
-    around: list[cst.CSTNode] = []
-    for one in source.above(node):
-        around += one.items if isinstance(one, cst.With) else one.decorators if isinstance(one, cst.FunctionDef) else []
-    return any("no_grad" in code(one) or "inference_mode" in code(one) for one in around)
 
 
 def averages_by_hand(source: Source) -> bool:
@@ -193,9 +123,11 @@ def _op(plan: Plan, call: cst.Call, arguments: Arguments) -> str | None:
 
 
 def _is_a_number(source: Source, call: cst.Call) -> bool:
-    """Whether only a number is made of what it returns, `hvd.allreduce(x).item()`, and a gradient may hang on it."""
+    """Returns True if only a number is made of the result, `hvd.allreduce(x).item()`: no gradient goes through it."""
     outer = source.parent(call)
-    return isinstance(outer, cst.Attribute) and tail(outer) == "item" and not _is_detached(source, call)
+    given = code(call.args[0].value) if call.args else ""
+    plain = any(mark in given for mark in (".detach()", ".item()", "torch.tensor(", ".data", ".grad"))
+    return isinstance(outer, cst.Attribute) and tail(outer) == "item" and not plain
 
 
 def _was_differentiated(source: Source, call: cst.Call) -> bool:

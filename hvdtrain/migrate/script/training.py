@@ -16,33 +16,12 @@ from hvdtrain.migrate.script.source import (
     literal,
     names_in,
     owner_of,
-    runs_later,
     tail,
     walk,
 )
 
 _LEAVES = (cst.Continue, cst.Break, cst.Return)
 _PURE = ("len", "int", "float", "max", "min", "ceil", "floor", "size", "numel")
-
-
-def trainers(source: Source) -> set[str]:
-    """Names of the script's functions that train, or call one that does."""
-    functions = list(find(source.module, cst.FunctionDef))
-    found: set[str] = set()
-    while True:
-        new = {f.name.value for f in functions if any(_trains(call, found) for call in calls(f.body))} - found
-        if not new:
-            return found
-        found |= new
-
-
-def _trains(call: cst.Call, known: set[str]) -> bool:
-    return owner_of(call, "backward", "step") is not None or tail(call.func) in known
-
-
-def trains(statement: cst.CSTNode, known: set[str]) -> bool:
-    """Whether weights may change while a statement runs."""
-    return any(_trains(call, known) for call in calls(statement, now=True)) and not runs_later(statement)
 
 
 @dataclass
@@ -167,28 +146,18 @@ def passes(source: Source) -> list[cst.Call]:
     ]
 
 
-def refuse_other_passes(plan: Plan) -> None:
-    """Refuses `backward` that is no method of a loss, called there."""
-    source = plan.source
-    for node in find(source.module, cst.Attribute):
-        if tail(node) == "backward" and not _is_own(node.value):
-            outer = source.parent(node)
-            called = isinstance(outer, cst.Call) and outer.func is node
-            if not called or source.qualified(node).startswith("torch."):
-                plan.refuse(node, f"{code(node)}: what is moved is loss.backward(), called there")
-
-
 def _is_own(owner: cst.BaseExpression) -> bool:
     return code(owner).startswith("super(") or code(owner) in ("self", "cls")
 
 
 def move_backward(plan: Plan, optimizers: Optimizers, call: cst.Call) -> None:
     """`loss.backward()` becomes `optimizer.backward(loss)`, of the optimizer whose step follows."""
-    if refuse_arguments(plan, call):
-        return None
+    strange = [literal(arg.keyword) or "an argument" for arg in call.args if literal(arg.keyword) != "retain_graph"]
+    if strange:
+        return plan.refuse(call, f"backward({strange[0]}=...): optimizer.backward(loss) takes retain_graph only")
     steps = step_after(plan.source, optimizers, call)
     optimizer = steps[0].optimizer if steps else _only(plan, optimizers, call)
-    if optimizer is None or is_of_one_rank(plan, optimizers, call, optimizer):
+    if optimizer is None or _is_of_one_rank(plan, optimizers, call, optimizer):
         return None
     if others := [step.optimizer for step in steps if code(step.optimizer) != code(optimizer)]:
         both = f"{code(optimizer)}, {code(others[0])}"
@@ -198,8 +167,6 @@ def move_backward(plan: Plan, optimizers: Optimizers, call: cst.Call) -> None:
     more = more_passes(plan, optimizers, call, steps, code(optimizer))
     if more is None:
         return None
-    if steps:
-        note_clipping(plan, call, steps[0])
 
     def written(updated: cst.Call) -> str:
         assert isinstance(updated.func, cst.Attribute)
@@ -210,43 +177,13 @@ def move_backward(plan: Plan, optimizers: Optimizers, call: cst.Call) -> None:
     return None
 
 
-def refuse_arguments(plan: Plan, call: cst.Call) -> bool:
-    """Whether a backward pass is refused for what it is given."""
-    strange = [literal(arg.keyword) or "an argument" for arg in call.args if literal(arg.keyword) != "retain_graph"]
-    if strange:
-        plan.refuse(call, f"backward({strange[0]}=...): averaged gradients are those of one loss, without it")
-    return bool(strange)
-
-
-def is_of_one_rank(plan: Plan, optimizers: Optimizers, call: cst.Call, optimizer: cst.BaseExpression) -> bool:
+def _is_of_one_rank(plan: Plan, optimizers: Optimizers, call: cst.Call, optimizer: cst.BaseExpression) -> bool:
     """Whether a pass is for an optimizer that nobody wraps; one that is wrapped, and steps by itself, is refused."""
     if tail(optimizer) in optimizers.prepared or tail(optimizer) not in optimizers.plain | optimizers.wrapped:
         return False
     if tail(optimizer) in optimizers.wrapped:
         plan.refuse(call, f"{code(optimizer)} steps, which DistributedOptimizer wraps under another name")
     return True
-
-
-def note_clipping(plan: Plan, backward: cst.Call, step: Step) -> None:
-    """Gradients that Horovod still has on their way are clipped there; here they are averaged."""
-    source = plan.source
-    clips, waits = False, False
-    for call in calls(source.function(backward)):
-        if source.line(backward) < source.line(call) <= source.line(step.call):
-            waits |= tail(call.func) == "synchronize" and code(step.optimizer) in code(call.func)
-            if tail(call.func).startswith("clip_grad_") and not waits and not clips:
-                clips = True
-                plan.note(
-                    call,
-                    f"clipped before Horovod has averaged; with {plan.target.title} backward() has: another, right,"
-                    " result",
-                )
-
-
-def closures(source: Source, optimizers: Optimizers) -> list[cst.Call]:
-    """The calls of step(closure), of prepared optimizers: Horovod averages nothing that the closure differentiates."""
-    owners = ((call, owner_of(call, "step")) for call in calls(source.module) if call.args)
-    return [call for call, owner in owners if owner is not None and tail(owner) in optimizers.prepared]
 
 
 def _only(plan: Plan, optimizers: Optimizers, call: cst.Call) -> cst.BaseExpression | None:

@@ -22,7 +22,7 @@ from hvdtrain.migrate.script.source import (
     tail,
     walk,
 )
-from hvdtrain.migrate.script.training import Optimizers, trainers, trains
+from hvdtrain.migrate.script.training import Optimizers
 
 _NORM = "horovod.torch.SyncBatchNorm"
 _BROADCASTS = ("horovod.torch.broadcast_parameters", "horovod.torch.broadcast_optimizer_state")
@@ -237,10 +237,10 @@ def _place(plan: Plan, wrap: Wrap) -> None:
     """Puts `hvt.prepare` where the last of the broadcasts before training stands, and takes these away."""
     source = plan.source
     block = list(source.block(wrap.statement))
-    at, known = block.index(wrap.statement), trainers(source)
+    at = block.index(wrap.statement)
     target = code(wrap.name)
     texts = {target, code(wrap.optimizer)}
-    end = next((i for i, one in enumerate(block) if i > at and trains(one, known)), len(block))
+    end = next((i for i, one in enumerate(block) if i > at and _may_train(source, one)), len(block))
     theirs = [i for i in range(end) if (call := _broadcast(source, block[i])) and _is_of(plan, call, wrap.model, texts)]
     last = max([at, *theirs])
     between = [one for i, one in enumerate(block) if at < i < last and i not in theirs]
@@ -286,6 +286,14 @@ def _is_of(plan: Plan, call: cst.Call, model: str, optimizers: set[str]) -> bool
     if name == "broadcast_optimizer_state":
         return literal(arguments.get("optimizer")) in optimizers
     return model in (_owner(arguments.get("params"), one) for one in ("state_dict", "named_parameters", "parameters"))
+
+
+def _may_train(source: Source, statement: cst.CSTNode) -> bool:
+    """Returns True if weights may change while a statement runs: it steps, or calls a function of the script."""
+    own = source.definitions()
+    return any(
+        owner_of(call, "backward", "step") is not None or tail(call.func) in own for call in calls(statement, now=True)
+    )
 
 
 def _reads(source: Source, statement: cst.CSTNode, model: str) -> bool:
