@@ -28,7 +28,6 @@ examples:
   hvdtrain migrate -o new.py train.py --epochs 1
   hvdtrain migrate --to ddp train.py                     # off Horovod: torch.distributed, started by torchrun
   hvdtrain migrate --no-prove train.py                   # the diff only: its data or GPUs are elsewhere
-  hvdtrain migrate train.py -- --out results             # an argument of the script that has migrate's name
 """
 
 _FLAGS = ("--to", "--no-prove", "--updates", "--timeout-s", "--in-place", "-o", "--out")
@@ -37,9 +36,7 @@ _FLAGS = ("--to", "--no-prove", "--updates", "--timeout-s", "--in-place", "-o", 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `hvdtrain migrate`."""
     parser.description, parser.epilog = __doc__, EPILOG
-    parser.usage = (
-        "hvdtrain migrate [--to NAME] [--no-prove | --updates N] [--in-place | -o FILE] SCRIPT [ARGS ...]"
-    )
+    parser.usage = "hvdtrain migrate [--to NAME] [--no-prove | --updates N] [--in-place | -o FILE] SCRIPT [ARGS ...]"
     add = parser.add_argument
     # fmt: off
     add("--to", choices=("hvdtrain", "ddp"), default="hvdtrain", help="ddp: off Horovod, to plain PyTorch")
@@ -120,18 +117,17 @@ def _read(script: Path) -> tuple[str, str]:
 
 
 def _argv(args: argparse.Namespace) -> list[str]:
-    """Returns the script's own arguments; one that has the name of a flag of migrate needs `--` before it."""
-    if args.argv[:1] == ["--"]:
-        return list(args.argv[1:])
+    """Returns the script's own arguments, and says so where one has the name of a flag of migrate."""
     late = [arg for arg in args.argv if arg.split("=")[0] in _FLAGS]
-    if late:
+    if late and args.no_prove:
         raise ConfigError(
             "a flag of migrate must stand before the script",
             f"{late[0]} behind {args.script}",
-            f"hvdtrain migrate {late[0]} ... {args.script}\n"
-            f"or, where it is the script's own: hvdtrain migrate {args.script} -- {' '.join(args.argv)}",
+            f"hvdtrain migrate --no-prove {' '.join(late)} ... {args.script}",
         )
-    return list(args.argv)
+    if late:
+        _say(f"{late[0]} behind {args.script} is the script's own argument; flags of migrate stand before it")
+    return list(args.argv[1:] if args.argv[:1] == ["--"] else args.argv)
 
 
 def _out(args: argparse.Namespace) -> Path | None:

@@ -247,7 +247,9 @@ def compare(old: Run, new: Run) -> Proof:
     names = [list(tensors) for tensors in (*old.tensors, *new.tensors)]
     if any(one != names[0] for one in names) or not names[0]:
         unlike = sorted(set(names[0]) ^ set(names[RANKS]))[:3]
-        raise NotProvenError("both scripts must have the same models", f"only in one: {', '.join(unlike) or 'another order'}")
+        raise NotProvenError(
+            "both scripts must have the same models", f"only in one: {', '.join(unlike) or 'another order'}"
+        )
     found = [
         (_gap(before, new.tensors[rank][name]), _EPS_PER_UPDATE * max(old.updates) * old.eps[rank][name], name, rank)
         for rank in range(RANKS)

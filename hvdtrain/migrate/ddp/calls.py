@@ -14,6 +14,7 @@ from hvdtrain.migrate.script.source import code, tail
 # what the new script imports, by what needs it
 LINES = {
     "contextlib": "import contextlib",
+    "copy": "import copy",
     "os": "import os",
     "torch": "import torch",
     "dist": "import torch.distributed as dist",
@@ -36,8 +37,8 @@ class DistributedModel(DistributedDataParallel):
     def __getitem__(self, key):
         return self.module[key]
 
-    def __reduce_ex__(self, protocol):
-        return self.module.__reduce_ex__(protocol)
+    def __reduce__(self):
+        return copy.copy, (self.module,)
 
     def named_modules(self, *args, **kwargs):
         return self.module.named_modules(*args, **kwargs)
@@ -173,6 +174,7 @@ HANDLERS: dict[str, Handler] = {
 def move_imports(plan: Plan, imports: Sequence[cst.SimpleStatementLine]) -> None:
     """Horovod's import becomes what is needed in its place; functions stand behind the last import."""
     functions = [name for name in FUNCTIONS if name in plan.needs]
+    plan.needs |= {"copy"} if MODEL in functions else set()
     if set(functions) - {MODEL}:
         plan.needs.add("dist")
     if set(functions) & {"reduce_tensor", "gather_tensors", "broadcast_tensor", "broadcast_state"}:
@@ -197,4 +199,4 @@ def names_taken(plan: Plan) -> list[str]:
     """Names that the new script needs, and the old one has for something else."""
     there = {code(line).split("#")[0].strip() for line in plan.source.module.body}
     needs = {name for name in plan.needs if LINES.get(name) not in there}
-    return sorted(needs & plan.source.variables() - {"torch", "os", "contextlib"})
+    return sorted(needs & plan.source.variables() - {"torch", "os", "contextlib", "copy"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection
 from typing import Any
 
@@ -10,7 +11,7 @@ import libcst as cst
 from hvdtrain.migrate.keras.wrapping import keras_of
 from hvdtrain.migrate.script.plan import Plan, arguments_of
 from hvdtrain.migrate.script.ranks import SEEDS, ranks
-from hvdtrain.migrate.script.source import Source, calls, code, find, is_chain, literal, owner_of, tail, walk
+from hvdtrain.migrate.script.source import calls, code, find, is_chain, literal, owner_of, tail, walk
 
 # expressions that need parentheses behind a star
 _LOOSE = (cst.IfExp, cst.BooleanOperation, cst.UnaryOperation, cst.Comparison, cst.Lambda)
@@ -26,7 +27,7 @@ def move_callbacks(plan: Plan, models: Collection[str]) -> None:
         models: the last names of the models that are prepared.
     """
     source = plan.source
-    moved: dict[cst.CSTNode, list[cst.CSTNode]] = {}
+    moved: dict[cst.List | cst.Tuple, list[cst.CSTNode]] = {}
     theirs: list[cst.Call] = []
     for call in calls(source.module):
         short = source.qualified(call.func).removeprefix(plan.prefix)
@@ -42,7 +43,7 @@ def move_callbacks(plan: Plan, models: Collection[str]) -> None:
         theirs.append(call)
         _take_out(plan, call, moved)
     for at, gone in moved.items():
-        plan.replace(at, lambda updated, at=at, gone=gone: _without(at, updated, gone))
+        plan.replace(at, functools.partial(_without, at, gone))
     if theirs:
         fits = [call for call in calls(source.module) if _is_fit(call)]
         named = [fit for fit in fits if tail(owner_of(fit, "fit") or fit) in models]
@@ -50,10 +51,10 @@ def move_callbacks(plan: Plan, models: Collection[str]) -> None:
             _give(plan, fit)
         _note_readers(plan, theirs)
         if not fits:
-            plan.refuse(theirs[0], "no model.fit(..., callbacks=...) in this file is given hvdtrain's callbacks instead")
+            plan.refuse(theirs[0], "no model.fit(..., callbacks=...) in this file can be given hvdtrain's callbacks")
 
 
-def _take_out(plan: Plan, call: cst.Call, moved: dict[cst.CSTNode, list[cst.CSTNode]]) -> None:
+def _take_out(plan: Plan, call: cst.Call, moved: dict[cst.List | cst.Tuple, list[cst.CSTNode]]) -> None:
     """Takes a callback out of its list; elsewhere one that does nothing takes its place.
 
     Args:
@@ -68,16 +69,21 @@ def _take_out(plan: Plan, call: cst.Call, moved: dict[cst.CSTNode, list[cst.CSTN
         moved.setdefault(at, []).append(element)
         return
     statement = source.statement(call)
-    adds = isinstance(at, cst.Call) and owner_of(at, "append", "insert") is not None
-    if adds and isinstance(source.parent(at), cst.Expr) and isinstance(statement, cst.SimpleStatementLine):
-        if len(statement.body) == 1:
-            plan.remove(statement)
-            return
+    adds = at is not None and owner_of(at, "append", "insert") and isinstance(source.parent(at), cst.Expr)
+    if adds and isinstance(statement, cst.SimpleStatementLine) and len(statement.body) == 1:
+        plan.remove(statement)
+        return
     plan.replace(call, f"{keras_of(plan)}.callbacks.Callback()")
 
 
-def _without(at: cst.List | cst.Tuple, updated: Any, gone: list[cst.CSTNode]) -> str:
-    """A list without elements, nor what is said above and beside them."""
+def _without(at: cst.List | cst.Tuple, gone: list[cst.CSTNode], updated: Any) -> str:
+    """Returns a list without some of its elements and their comments.
+
+    Args:
+        at: the list.
+        gone: the elements to take out.
+        updated: the list with the changes within it.
+    """
     left: list[Any] = []
     begins = updated.lbracket.whitespace_after if isinstance(updated, cst.List) else None
     for old, new in zip(at.elements, updated.elements, strict=True):

@@ -35,7 +35,7 @@ _ACCUMULATES = (
     " otherwise than before"
 )
 # `if hvd.size() > 1:`; one process alone averages nothing anyway
-_FOR_MANY = re.compile(r"[\w.]*\bsize\(\)(>1|>=2|!=1)")
+_FOR_MANY = re.compile(r"[\w.]*\bsize\(\) *(> *1|>= *2|!= *1)")
 
 
 # -- optimizers --------------------------------------------------------------------------------------------------
@@ -186,8 +186,8 @@ def _compiles(plan: Plan, call: cst.Call) -> list[cst.Call]:
 def _note_condition(plan: Plan, call: cst.Call, compiled: cst.Call, *, others: bool) -> None:
     """Notes that the new script averages in any case, where the old one may compile with a plain optimizer."""
     above = condition_above(plan.source, call)
-    for_many = isinstance(above, cst.If) and _FOR_MANY.fullmatch(code(above.test).replace(" ", ""))
-    if not for_many and (others or (above is not None and above not in plan.source.above(compiled))):
+    for_many = isinstance(above, cst.If) and _FOR_MANY.fullmatch(code(above.test))
+    if not for_many and (others or (above is not None and above not in list(plan.source.above(compiled)))):
         plan.note(call, "wrapped under a condition: the new script averages over ranks also where it does not hold")
 
 
@@ -197,7 +197,7 @@ def _may_be(source: Source, node: cst.BaseExpression, at: cst.CSTNode) -> list[c
     for value in assignments(source, code(node), at) if is_chain(node) else ():
         found.append(value)
         line = source.statement(value)
-        if line is not None and source.parent(line) in source.above(at):
+        if line is not None and any(one is source.parent(line) for one in source.above(at)):
             break
     return found or [node]
 
