@@ -174,11 +174,12 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.body = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+        self.head = nn.Linear(2, 3)
+        self.norm = nn.BatchNorm1d(3)
         self.classes = 3
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.body(x)
+        return self.norm(self.head(x))
 
     def doubled(self, x: int) -> int:
         return 2 * x * self.classes
@@ -198,7 +199,7 @@ def wraps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[
 def test_the_wrapped_model_is_asked_as_the_plain_one(wraps: Callable[[nn.Module], Any]) -> None:
     plain = Net()
     model = wraps(plain)
-    assert model.classes == 3 and model.doubled(2) == 12 and model.body is plain.body
+    assert model.classes == 3 and model.doubled(2) == 12 and model.head is plain.head
     assert wraps(nn.Sequential(plain))[0] is plain
     with pytest.raises(AttributeError, match="'Net' object has no attribute 'nothing'"):
         model.nothing  # noqa: B018
@@ -207,7 +208,7 @@ def test_the_wrapped_model_is_asked_as_the_plain_one(wraps: Callable[[nn.Module]
     both = nn.ModuleDict({"a": model})
     assert list(both.state_dict()) == [f"a.{name}" for name in plain.state_dict()]
     model(torch.ones(4, 2)).sum().backward()
-    assert plain.body[0].weight.grad is not None
+    assert plain.head.weight.grad is not None
 
 
 def test_checkpoints_and_copies_are_the_plain_models(wraps: Callable[[nn.Module], Any]) -> None:
@@ -216,10 +217,10 @@ def test_checkpoints_and_copies_are_the_plain_models(wraps: Callable[[nn.Module]
     state = {name: torch.full_like(tensor, 2) for name, tensor in plain.state_dict().items()}
     assert list(model.state_dict()) == list(state)
     model.load_state_dict(state)
-    assert torch.equal(plain.body[0].weight, torch.full((3, 2), 2.0))
+    assert torch.equal(plain.head.weight, torch.full((3, 2), 2.0))
     for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert type(copied) is Net and copied.body[0].weight is not plain.body[0].weight
-        assert torch.equal(copied.body[0].weight, plain.body[0].weight)
+        assert type(copied) is Net and copied.head.weight is not plain.head.weight
+        assert torch.equal(copied.head.weight, plain.head.weight)
 
 
 def test_it_is_asked_for_its_class_as_the_plain_one() -> None:
