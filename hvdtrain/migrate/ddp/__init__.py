@@ -23,7 +23,7 @@ _VARIABLES = re.compile("(HOROVOD|OMPI_COMM_WORLD|PMI|PMIX)_((LOCAL|CROSS|NODE)_
 
 
 def move(plan: Plan, imports: Sequence[cst.SimpleStatementLine]) -> None:
-    """Moves all of a script but its imports."""
+    """Converts all of a script but its imports."""
     if plan.framework != "torch":
         plan.refuse(imports[0], "DistributedDataParallel needs a script of horovod.torch; convert Keras --to hvdtrain")
         return
@@ -48,7 +48,7 @@ def move(plan: Plan, imports: Sequence[cst.SimpleStatementLine]) -> None:
 
 
 def _move_wraps(plan: Plan) -> tuple[training.Optimizers, set[str]]:
-    """Moves every wrapped optimizer; returns what is known of the optimizers, and the last names of their models."""
+    """Converts every wrapped optimizer; returns the optimizers, and the last names of their models."""
     optimizers, models = training.Optimizers(), dict[str, wrapping.Wrap]()
     for call in plan.calls("DistributedOptimizer"):
         plan.settle(call.func)
@@ -73,7 +73,7 @@ def _move_wraps(plan: Plan) -> tuple[training.Optimizers, set[str]]:
 
 
 def _move_questions(plan: Plan, wrap: wrapping.Wrap) -> None:
-    """`isinstance(model, Net)` looks at the plain model: all else of it the wrapped one has too."""
+    """Has `isinstance(model, Net)` look at the plain model; in all else the wrapped one acts as it."""
     for call in calls(plan.source.module):
         if code(call.func) != "isinstance" or not call.args or plan.source.is_above(call, wrap.call):
             continue

@@ -179,7 +179,7 @@ def _reads_logs(node: cst.ClassDef) -> bool:
 
 
 def seed_each_rank(plan: Plan) -> None:
-    """A script that seeds nothing draws other numbers on each rank; hvdtrain.init would seed all alike."""
+    """Seeds each rank of a script that seeds nothing: hvdtrain.init would seed all ranks equally."""
     source = plan.source
     drawn, init = list[cst.Call](), None
     for call in calls(source.module):
@@ -197,6 +197,6 @@ def seed_each_rank(plan: Plan) -> None:
         plan.then(statement, [f"{keras_of(plan)}.utils.set_random_seed({ranks(plan, init)}.rank)"])
         plan.note(
             drawn[0],
-            "drawn unseeded, by each rank its own; hvdtrain.init seeds all ranks alike, and the new script each by its"
-            " own number behind it",
+            "drawn without a seed, by each rank its own: hvdtrain.init seeds all ranks equally, and the new script then"
+            " seeds each by its number",
         )

@@ -1,4 +1,4 @@
-"""`hvd.DistributedOptimizer` and `hvd.load_model` of Horovod's Keras: a plain optimizer, and `hvk.prepare(model)`."""
+"""Turns `hvd.DistributedOptimizer` and `hvd.load_model` of Horovod's Keras into `hvk.prepare(model)`."""
 
 from __future__ import annotations
 
@@ -60,25 +60,25 @@ def move_wraps(plan: Plan) -> set[str]:
 
 
 def _check(plan: Plan, call: cst.Call, arguments: dict[str, cst.BaseExpression]) -> bool:
-    """Whether each of them is kept, or is of no matter."""
+    """Returns True if each argument is kept, or changes no weights; refuses the call otherwise."""
     op, sets = arguments.get("op"), arguments.get("process_set")
     for node in (op, sets, *(arguments.get(name) for name in _OF_NO_MATTER)):
         plan.settle(node)
     if "optimizer" not in arguments:
-        plan.refuse(call, "the arguments of hvd.DistributedOptimizer cannot be told")
+        plan.refuse(call, "the arguments of hvd.DistributedOptimizer are not known")
     elif op is not None and plan.source.qualified(op) != plan.prefix + "Average":
         plan.refuse(op, f"op={code(op)}: hvk.prepare averages gradients over ranks, and does nothing else")
     elif sets is not None and plan.source.qualified(sets) != plan.prefix + "global_process_set":
         plan.refuse(sets, "a process set: hvdtrain trains one model on all ranks")
     elif not is_chain(arguments["optimizer"]) and not isinstance(arguments["optimizer"], cst.Call):
-        plan.refuse(call, "DistributedOptimizer is moved where it is given a name, or an optimizer that is made there")
+        plan.refuse(call, "DistributedOptimizer needs a name, or an optimizer that is made there")
     else:
         return True
     return False
 
 
 def _accumulate(plan: Plan, call: cst.Call, arguments: dict[str, cst.BaseExpression]) -> bool:
-    """`backward_passes_per_step` becomes an argument of the optimizer that is wrapped; whether there is one."""
+    """Turns `backward_passes_per_step` into an argument of the plain optimizer; returns True if there is one."""
     passes = literal(arguments.get("backward_passes_per_step"))
     if passes in ("", "1"):
         return False
@@ -86,7 +86,7 @@ def _accumulate(plan: Plan, call: cst.Call, arguments: dict[str, cst.BaseExpress
         plan.refuse(
             call,
             "backward_passes_per_step without average_aggregated_gradients=True adds gradients up, and Keras'"
-            " gradient_accumulation_steps takes their mean: say average_aggregated_gradients=True, and multiply the"
+            " gradient_accumulation_steps takes their mean: write average_aggregated_gradients=True, and multiply the"
             " learning rate by the passes, where the optimizer is plain SGD",
         )
         return False
@@ -217,7 +217,7 @@ _FP16 = '"fp16"'
 
 
 def _optimizer_of(call: cst.Call) -> cst.BaseExpression | None:
-    """What `model.compile` is given as the optimizer."""
+    """Returns the optimizer that `model.compile` is given."""
     first = call.args[0].value if call.args and call.args[0].keyword is None else None
     return next((arg.value for arg in call.args if literal(arg.keyword) == "optimizer"), first)
 
@@ -263,7 +263,7 @@ def _move_load(plan: Plan, call: cst.Call, *, accumulates: bool) -> set[str]:
 
 
 def keras_of(plan: Plan) -> str:
-    """How the script names Keras; an import is added where it does not."""
+    """Returns the script's name for Keras; adds an import if there is none."""
     found = {
         plan.source.qualified(node): code(node)
         for node in walk(plan.source.module)
@@ -277,7 +277,7 @@ def keras_of(plan: Plan) -> str:
 
 # -- GPUs --------------------------------------------------------------------------------------------------------
 def _move_pinning(plan: Plan) -> None:
-    """`hvdtrain.init` gives each rank its GPU: the lines that do go, since they would come too late."""
+    """Removes the lines that pin a GPU: `hvdtrain.init` does, and they would come too late."""
     source = plan.source
     local = plan.prefix + "local_rank"
     pins = [
@@ -314,7 +314,7 @@ def _device_call(source: Source, call: cst.CSTNode) -> str:
 
 
 def _pins(source: Source, node: cst.CSTNode, local: str) -> bool:
-    """Whether a statement does nothing but choose this rank's GPU and how its memory is taken."""
+    """Returns True if a statement only chooses this rank's GPU and how its memory is taken."""
     if isinstance(node, cst.SimpleStatementLine):
         [small] = node.body if len(node.body) == 1 else [None]
         value = small.value if isinstance(small, cst.Expr) else None
@@ -327,7 +327,7 @@ def _pins(source: Source, node: cst.CSTNode, local: str) -> bool:
 
 
 def _used(source: Source, name: cst.Name, gone: Sequence[cst.CSTNode]) -> bool:
-    """Whether a name is used elsewhere than in statements that go."""
+    """Returns True if a name is used outside of the statements that are removed."""
     return any(
         node.value == name.value and node is not name and not any(above in gone for above in source.above(node))
         for node in find(source.module, cst.Name)

@@ -1,4 +1,4 @@
-"""What else a script asks of `horovod.torch`: who it is, metrics over all ranks, objects and flags of rank 0's."""
+"""Converts calls of `horovod.torch` beside the optimizer: ranks, metrics over all ranks, objects of rank 0."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from hvdtrain.migrate.script.source import (
 
 _PREFIX = "horovod.torch."
 _OPS = {"Average": "mean", "Sum": "sum", "Min": "min", "Max": "max"}
-# what hvdtrain has nothing in place of, by how its name begins; "" is the rest
+# what has no counterpart in hvdtrain, by the beginning of its name; "" is the rest
 _REASONS = {
     "Adasum": "hvdtrain averages gradients, and has no Adasum",
     "elastic": "elastic state and samplers have no counterpart: hvdtrain resumes from checkpoints, exactly, at any"
@@ -49,7 +49,7 @@ _REASONS = {
 
 
 def averages_by_hand(source: Source) -> bool:
-    """Whether gradients are averaged by collectives of the script's own."""
+    """Returns True if the script averages gradients by collectives of its own."""
     return any(
         source.qualified(call.func).startswith(_PREFIX) and ".grad" in "".join(code(arg) for arg in call.args)
         for call in calls(source.module)
@@ -58,12 +58,12 @@ def averages_by_hand(source: Source) -> bool:
 
 # -- the rest ----------------------------------------------------------------------------------------------------
 def move_rest(plan: Plan) -> None:
-    """Moves every use of Horovod that is left, or refuses it."""
+    """Converts every remaining use of Horovod, or refuses it."""
     ranks.move_rest(plan, movers(HANDLERS, _REASONS) | {"horovod.run": ranks.move_run}, _REASONS)
 
 
 def movers(handlers: Mapping[str, Handler], reasons: Mapping[str, str]) -> dict[str, ranks.Mover]:
-    """What moves a call of each of Horovod's functions: `handlers` of the same names, given its arguments."""
+    """Returns what converts a call of each of Horovod's functions: `handlers` of the same names, with its arguments."""
 
     def move(plan: Plan, call: cst.Call, name: str) -> None:
         arguments = arguments_of(plan, call, name)
@@ -104,7 +104,7 @@ def _reduced(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> Non
 
 
 def _op(plan: Plan, call: cst.Call, arguments: Arguments) -> str | None:
-    """What is made of the ranks' values; None where it is refused."""
+    """Returns what is made of the ranks' values; None, and refuses the call, if there is none for it."""
     for name in ("prescale_factor", "postscale_factor"):
         if literal(arguments.get(name)) not in ("", "1.0", "1"):
             plan.refuse(call, f"{name}: multiply what {plan.use('reduce')} is given, or returns")
@@ -113,7 +113,7 @@ def _op(plan: Plan, call: cst.Call, arguments: Arguments) -> str | None:
     plan.settle(op)
     if op is None or literal(op) == "None":
         if average not in ("", "None", "True", "False"):
-            plan.refuse(call, f"average={average}: whether this is a mean or a sum cannot be told")
+            plan.refuse(call, f"average={average}: whether this is a mean or a sum is not known")
             return None
         return "sum" if average == "False" else "mean"
     found = _OPS.get(plan.source.qualified(op).removeprefix(_PREFIX))
@@ -131,7 +131,7 @@ def _is_a_number(source: Source, call: cst.Call) -> bool:
 
 
 def _was_differentiated(source: Source, call: cst.Call) -> bool:
-    """Whether its tensor is a loss whose backward pass is done, above in the same function: its graph is gone."""
+    """Returns True if its tensor is a loss whose backward pass stands above in the same function."""
     given = call.args[0].value if call.args else None
     return is_chain(given) and any(
         (loss := owner_of(other, "backward")) is not None and code(loss) == code(given) and source.is_above(other, call)
@@ -144,13 +144,13 @@ def _gathered(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> No
 
 
 def _is_written_to(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> bool:
-    """Whether an operation in place is refused: what it writes to would stand twice in what replaces it."""
+    """Returns True, and refuses an operation in place, if its tensor has no name: it is written twice."""
     given = arguments.get("tensor")
     while isinstance(given, cst.Subscript) and not any(True for part in given.slice for _ in calls(part)):
         given = given.value
     if not name.endswith("_") or name.startswith("grouped") or is_chain(given):
         return False
-    plan.refuse(call, f"hvd.{name} is moved where what it writes to has a name")
+    plan.refuse(call, f"hvd.{name} needs a tensor that has a name")
     return True
 
 
@@ -171,12 +171,12 @@ def _broadcast(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> N
 
 
 def _state(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> None:
-    """A broadcast that `hvt.prepare` does not make: of a state after training, or of another rank's."""
+    """Converts a broadcast that `hvt.prepare` does not make: after training, or of another rank."""
     given = arguments.get("params" if name == "broadcast_parameters" else "optimizer")
     if name == "broadcast_parameters":
         of = given.func if isinstance(given, cst.Call) and not given.args else None
         if not isinstance(of, cst.Attribute) or of.attr.value != "state_dict":
-            plan.refuse(call, "broadcast_parameters is moved where it is given model.state_dict()")
+            plan.refuse(call, "broadcast_parameters needs model.state_dict()")
             return
         given = of.value
     if load_state(plan, call, name, given, f"{ranks.ranks(plan, call)}.broadcast"):
@@ -184,9 +184,9 @@ def _state(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> None:
 
 
 def load_state(plan: Plan, call: cst.Call, name: str, given: cst.BaseExpression | None, does: str) -> bool:
-    """Loads the state of what has a name from one rank's, which `does` gives to all; whether it has one."""
+    """Loads one rank's state, which `does` sends to all; returns False, and refuses it, for what has no name."""
     if not is_chain(given):
-        plan.refuse(call, f"hvd.{name} is moved where it is given a name")
+        plan.refuse(call, f"hvd.{name} needs an argument that has a name")
         return False
     owner = code(given)
     plan.needs.add(does.split(".")[0])

@@ -26,12 +26,12 @@ _PURE = ("len", "int", "float", "max", "min", "ceil", "floor", "size", "numel")
 
 @dataclass
 class Optimizers:
-    """What is known of the script's optimizers.
+    """The script's optimizers, by the last identifiers of their names.
 
     Attributes:
-        prepared: the last identifiers of those that are prepared, with the number of passes of each ("" for 1).
-        plain: of those that nobody wraps.
-        wrapped: the last identifiers of what is wrapped, also under another name.
+        prepared: the prepared ones, with the number of passes of each ("" for 1).
+        plain: those that are not wrapped.
+        wrapped: the plain ones within the wrapped, also under another name.
         makers: functions that return prepared ones, with their places in the tuple returned (-1: no tuple).
     """
 
@@ -41,7 +41,7 @@ class Optimizers:
     makers: dict[str, dict[int, str]] = field(default_factory=dict)
 
     def knows(self, optimizer: cst.BaseExpression) -> bool:
-        """Whether it is prepared, or wrapped under this name."""
+        """Returns True for one that is prepared, or wrapped under this name."""
         return tail(optimizer) in self.prepared or tail(optimizer) in self.wrapped
 
     def spread(self, source: Source) -> None:
@@ -69,8 +69,8 @@ class Optimizers:
     def _assign(self, source: Source, target: cst.BaseExpression, value: cst.BaseExpression) -> None:
         targets = [e.value for e in target.elements] if isinstance(target, cst.Tuple) else []
         if targets and isinstance(value, cst.Tuple):
-            for one, its in zip(targets, value.elements, strict=False):
-                self._assign(source, one, its.value)
+            for one, element in zip(targets, value.elements, strict=False):
+                self._assign(source, one, element.value)
         elif is_chain(value) and tail(value) in self.prepared and tail(target):
             self.prepared.setdefault(tail(target), self.prepared[tail(value)])
         elif isinstance(value, cst.Call):
@@ -88,8 +88,8 @@ class Step:
     """The step that follows a backward pass.
 
     Attributes:
-        optimizer: whose.
-        call: of `step`.
+        optimizer: the one that steps.
+        call: the call of `step`.
         loops: that the pass is in and the step is not.
         tests: `if`s that the step is under and the pass is not.
     """
@@ -101,7 +101,7 @@ class Step:
 
 
 def step_after(source: Source, optimizers: Optimizers, backward: cst.Call) -> list[Step]:
-    """The steps that follow a pass in its function, up to the next pass: the first is its own."""
+    """Returns the steps that follow a pass in its function, up to the next pass: the first is its own."""
     own = [owner_of(call, "zero_grad") for call in calls(source.function(backward))]
     zeroed = {code(owner) for owner in own if owner is not None}
     loops: list[cst.For | cst.While] = []
@@ -130,13 +130,13 @@ def step_after(source: Source, optimizers: Optimizers, backward: cst.Call) -> li
 
 
 def stepped(call: cst.Call) -> list[cst.BaseExpression]:
-    """What may be the optimizer that a call steps: its object, or what a gradient scaler is given."""
+    """Returns what may be the optimizer that a call steps: its object, or the argument of a gradient scaler."""
     owner = owner_of(call, "step")
     return [] if owner is None else [owner, *(arg.value for arg in call.args[:1])]
 
 
 def passes(source: Source) -> list[cst.Call]:
-    """The calls of loss.backward(); not those of torch.autograd.backward and the like, or of the script's classes."""
+    """Returns the calls of loss.backward(), but not of torch.autograd.backward and methods of the script."""
     return [
         call
         for call in calls(source.module)
@@ -151,7 +151,7 @@ def _is_own(owner: cst.BaseExpression) -> bool:
 
 
 def move_backward(plan: Plan, optimizers: Optimizers, call: cst.Call) -> None:
-    """`loss.backward()` becomes `optimizer.backward(loss)`, of the optimizer whose step follows."""
+    """Turns `loss.backward()` into `optimizer.backward(loss)`, of the optimizer whose step follows."""
     strange = [literal(arg.keyword) or "an argument" for arg in call.args if literal(arg.keyword) != "retain_graph"]
     if strange:
         return plan.refuse(call, f"backward({strange[0]}=...): optimizer.backward(loss) takes retain_graph only")
@@ -178,7 +178,7 @@ def move_backward(plan: Plan, optimizers: Optimizers, call: cst.Call) -> None:
 
 
 def _is_of_one_rank(plan: Plan, optimizers: Optimizers, call: cst.Call, optimizer: cst.BaseExpression) -> bool:
-    """Whether a pass is for an optimizer that nobody wraps; one that is wrapped, and steps by itself, is refused."""
+    """Returns True if a pass is for a plain optimizer; refuses one that is wrapped under another name, and steps."""
     if tail(optimizer) in optimizers.prepared or tail(optimizer) not in optimizers.plain | optimizers.wrapped:
         return False
     if tail(optimizer) in optimizers.wrapped:
@@ -187,7 +187,7 @@ def _is_of_one_rank(plan: Plan, optimizers: Optimizers, call: cst.Call, optimize
 
 
 def _only(plan: Plan, optimizers: Optimizers, call: cst.Call) -> cst.BaseExpression | None:
-    """The one optimizer there is, where the function of a backward pass can name it."""
+    """Returns the one optimizer that the function of a backward pass can name; refuses the pass if there is none."""
     function = plan.source.function(call)
     found: dict[str, cst.BaseExpression] = {
         code(node): node for node in walk(function) if is_chain(node) and tail(node) in optimizers.prepared
@@ -198,14 +198,14 @@ def _only(plan: Plan, optimizers: Optimizers, call: cst.Call) -> cst.BaseExpress
         return next(iter(found.values()))
     plan.refuse(
         call,
-        "no step() of a wrapped optimizer follows in this function: whose gradients these are cannot be told;"
+        "no step() of a wrapped optimizer follows in this function: whose gradients these are is not known;"
         " write optimizer.backward(loss) with the optimizer that hvt.prepare returns",
     )
     return None
 
 
 def _reachable(plan: Plan, optimizers: Optimizers, call: cst.Call) -> list[cst.BaseExpression]:
-    """Prepared optimizers that a method has as attributes of its object, or a function as names of the module."""
+    """Returns prepared optimizers that a method has as attributes of self, or a function as names of the module."""
     source = plan.source
     owner = next((one for one in source.above(call) if isinstance(one, cst.ClassDef)), None)
     if owner is not None:
@@ -216,13 +216,13 @@ def _reachable(plan: Plan, optimizers: Optimizers, call: cst.Call) -> list[cst.B
 
 
 def more_passes(plan: Plan, optimizers: Optimizers, call: cst.Call, steps: list[Step], optimizer: str) -> str | None:
-    """The argument that tells a pass that others of the same update follow; None where it is refused."""
+    """Returns the argument by which a pass knows that others of the same update follow; None if it is refused."""
     source = plan.source
     passes = optimizers.prepared.get(tail(cst.parse_expression(optimizer)), "")
     if passes in ("", "1"):
         return ""
     if not steps:
-        plan.refuse(call, "of several passes an update which is the last cannot be told: no step() follows here")
+        plan.refuse(call, "which of several passes is the last of an update is not known: no step() follows here")
         return None
     loops, tests = steps[0].loops, steps[0].tests
     between = [
@@ -232,7 +232,7 @@ def more_passes(plan: Plan, optimizers: Optimizers, call: cst.Call, steps: list[
     ]
     later = any(owner_of(node, "backward") is not None for node in between)
     if any(isinstance(node, _LEAVES) for node in between):
-        plan.refuse(call, "of several passes an update which is the last cannot be told: the step may be left out")
+        plan.refuse(call, "which of several passes is the last of an update is not known: the step may be skipped")
         return None
     if not loops and not tests:
         return ", more=True" if later else ""
@@ -246,14 +246,14 @@ def more_passes(plan: Plan, optimizers: Optimizers, call: cst.Call, steps: list[
             return f", more={_negated(tests[0].test)}"
     plan.refuse(
         call,
-        f"backward_passes_per_step={passes}: which pass is the last of an update cannot be told here; it can in"
+        f"backward_passes_per_step={passes}: which pass is the last of an update is not known here; it is in"
         " `for i in range(...)` before the step, and where an `if` of the same block holds the step",
     )
     return None
 
 
 def _asks_only(node: cst.CSTNode) -> bool:
-    """Whether a condition, or the bounds of a loop, can be computed twice: what they call changes nothing."""
+    """Returns True if a condition, or the bounds of a loop, can be computed twice: no call in it has effects."""
     node = node.iter if isinstance(node, cst.For) else node
     inner = list(walk(node))[1 if isinstance(node, cst.Call) and code(node.func) == "range" else 0 :]
     return not any(
@@ -263,7 +263,7 @@ def _asks_only(node: cst.CSTNode) -> bool:
 
 
 def _range(loop: cst.CSTNode) -> cst.BaseExpression | None:
-    """Whether another turn of `for i in range(...)` follows, as the script can ask it."""
+    """Returns the condition that another turn of `for i in range(...)` follows; None: not known."""
     if not isinstance(loop, cst.For) or not isinstance(loop.target, cst.Name) or loop.orelse is not None:
         return None
     over = loop.iter
@@ -277,7 +277,7 @@ def _range(loop: cst.CSTNode) -> cst.BaseExpression | None:
 
 
 def stored(node: cst.CSTNode) -> set[str]:
-    """The names that a node assigns to."""
+    """Returns the names that a node assigns to."""
     found: set[str] = set()
     for one in walk(node):
         targets: list[cst.CSTNode] = []

@@ -301,12 +301,12 @@ def test_no_gradient_is_cut_off_in_a_loss() -> None:
         ("h = hvd.allreduce_async_(p.grad)", "the call that waits"),
         ("hvd.synchronize(h)", "the call that waits"),
         ("a = hvd.alltoall(t)", "hvd.alltoall has no counterpart"),
-        ("f(hvd)", "hvd itself as a value"),
-        ("Trainer(strategy='horovod')", "a library that trains on it by itself"),
-        ("import horovod\nhorovod.run(f, min_np=2)", "horovod.run is moved where"),
-        ("import horovod\ng = horovod.run", "horovod.run is moved where"),
+        ("f(hvd)", "hvd as a value"),
+        ("Trainer(strategy='horovod')", "a library that trains on Horovod by itself"),
+        ("import horovod\nhorovod.run(f, min_np=2)", "horovod.run must be called"),
+        ("import horovod\ng = horovod.run", "horovod.run must be called"),
         ("g = hvd.allreduce", "hvd.allreduce has no counterpart"),
-        ("hvd.allreduce(*args)", "the arguments of hvd.allreduce cannot be told"),
+        ("hvd.allreduce(*args)", "the arguments of hvd.allreduce are not known"),
         ("hvd.allreduce(t, prescale_factor=2.0)", "prescale_factor"),
         ("hvd.allreduce(t, op=hvd.Product)", "op=hvd.Product"),
         ("hvd.allreduce(t, average=a)", "whether this is a mean or a sum"),
@@ -317,22 +317,22 @@ def test_no_gradient_is_cut_off_in_a_loss() -> None:
         ("o = hvd.DistributedOptimizer(optimizer, op=hvd.Adasum)", "op=Adasum"),
         ("o = hvd.DistributedOptimizer(optimizer, op=hvd.Sum)", "op=hvd.Sum"),
         ("o = hvd.DistributedOptimizer(optimizer, process_set=s)", "a process set"),
-        ("o = hvd.DistributedOptimizer(optimizer, named_parameters=chain(a, b))", "of which model"),
+        ("o = hvd.DistributedOptimizer(optimizer, named_parameters=chain(a, b))", "the model of these parameters"),
         ("o = hvd.DistributedOptimizer(optimizer) if d else optimizer", "assigned to one name, or returned"),
         ("f(hvd.DistributedOptimizer(optimizer))", "assigned to one name, or returned"),
         ("if d: o = hvd.DistributedOptimizer(optimizer)", "assigned to one name, or returned"),
         ("if d:\n    o = hvd.DistributedOptimizer(optimizer)", "within `if`"),
-        ("import horovod.tensorflow as tfhvd", "what is imported from horovod.torch is moved"),
+        ("import horovod.tensorflow as tfhvd", "only what is imported from horovod.torch"),
         ("from horovod.torch import *", "import *"),
-        ("hvt = hvd.allreduce(t.detach())", "a name hvt of its own"),
+        ("hvt = hvd.allreduce(t.detach())", "the name hvt"),
         ("d['o'] = hvd.DistributedOptimizer(optimizer)", "assigned to one name, or returned"),
-        ("from horovod.torch.mpi_ops import allgather", "horovod.torch.mpi_ops: what is imported from horovod.torch"),
+        ("from horovod.torch.mpi_ops import allgather", "horovod.torch.mpi_ops cannot be converted"),
     ],
 )
 def test_what_cannot_be_moved_is_told_with_its_line(line: str, reason: str) -> None:
     text = MODEL + line + "\n"
     found = refused(text)
-    wanted = 1 if "of its own" in reason and "hvt" in line else 7 + line.count("\n")
+    wanted = 1 if "the name" in reason and "hvt" in line else 7 + line.count("\n")
     assert any(at == wanted and reason in said for at, said in found), found
 
 
@@ -533,4 +533,4 @@ def test_passes_that_may_end_without_a_step_are_refused(leave: str) -> None:
     loop = "for i, x in enumerate(data):\n    model(x).mean().backward()\n"
     loop += f"    if i % 2:\n        {leave}\n    optimizer.step()\n"
     [found] = convert(f"{head}{MADE}\n{wrapped}\n{loop}").refused
-    assert "the step may be left out" in found.text
+    assert "the step may be skipped" in found.text

@@ -337,7 +337,7 @@ def test_what_cannot_be_moved_is_told_with_its_line(line: str, reason: str) -> N
 
 
 def test_names_that_the_script_has_itself() -> None:
-    assert refused(WRAP + "dist = 3\n") == [(1, "the script has a name dist of its own")]
+    assert refused(WRAP + "dist = 3\n") == [(1, "the new script needs the name dist, which the script uses itself")]
     own = moved("import torch.distributed as dist\n" + WRAP + "print(dist.is_available())\n")
     assert own.count("import torch.distributed as dist") == 1
 

@@ -255,7 +255,7 @@ def test_ranks_that_seeded_nothing_draw_each_its_own(draws: str) -> None:
     seeded = 'world = hvdtrain.init("keras")\nkeras.utils.set_random_seed(world.rank)\n'
     assert seeded in moved(text)
     [note] = convert(text).notes
-    assert note.line == 8 and "drawn unseeded" in note.text
+    assert note.line == 8 and "drawn without a seed" in note.text
     for other in (
         text.replace("model =", "keras.utils.set_random_seed(3)\nmodel ="),
         text.replace(draws, "np.random.RandomState(3).permutation(9)"),
@@ -337,11 +337,11 @@ def test_numbers_and_ranks(old: str, new: str) -> None:
         ("hvd.broadcast_global_variables(0)", "outside of fit there is none"),
         ("hvd.elastic.run(f)", "hvdtrain.Checkpointer"),
         ("hvd.allreduce(x, op=hvd.Adasum)", "a mean, or a sum"),
-        ("hvd.allreduce(x, average=a)", "cannot be told"),
+        ("hvd.allreduce(x, average=a)", "is not known"),
         ("hvd.allreduce(x, prescale_factor=2.0)", "without factors"),
         ("x = hvd.allgather(y)", "world.gather(value) is a list"),
-        ("f(hvd)", "hvd itself as a value"),
-        ("import horovod.torch as other", "nothing else"),
+        ("f(hvd)", "hvd as a value"),
+        ("import horovod.torch as other", "cannot be converted"),
     ],
 )
 def test_what_cannot_be_moved_is_told_with_its_line(line: str, reason: str) -> None:
