@@ -84,8 +84,11 @@ def run(args: argparse.Namespace) -> int:
     if args.no_prove:
         _say("nothing was proven (--no-prove)")
     else:
-        from hvdtrain.migrate.prove import NotProvenError, prove
+        from hvdtrain.migrate.prove import NotProvenError, linked, prove
 
+        large = ", ".join(linked())
+        writes = f"; not copied, as too large, so that what it writes there stays: {large}" if large else ""
+        _say(f"running {script} and the new one for {args.updates} updates, each in a copy of this folder{writes}")
         try:
             proof = prove(
                 script, found.text, argv, updates=args.updates, timeout_s=args.timeout_s, framework=found.framework,

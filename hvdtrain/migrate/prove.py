@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -23,6 +24,9 @@ RANKS = 2
 _EPS_PER_UPDATE = 8
 _TAIL_LINES = 30
 _GRACE_S = 20
+# of a folder, or one file, that is copied for a run
+_MOST_FILES = 1000
+_MOST_BYTES = 64 * 2**20
 _UNDONE = {"hvdtrain": ", and hvdtrain's own seeding of each rank was undone", "ddp": ""}
 _NOTHING = "nothing was proven: the old script {}"
 _NEEDS = (
@@ -173,6 +177,18 @@ class _FailedError(HvdtrainError):
     """A script did not come to its updates."""
 
 
+def linked() -> list[str]:
+    """Returns what a proof links, and does not copy, of the current folder: what a script writes there stays."""
+    return sorted(path.name for path in Path.cwd().iterdir() if _is_large(path))
+
+
+def _is_large(path: Path) -> bool:
+    """Returns True for a file or folder that takes long to copy, or cannot be."""
+    inside = [path, *itertools.islice(path.rglob("*"), _MOST_FILES)] if path.is_dir() else [path]
+    plain = all(not one.is_symlink() and (one.is_file() or one.is_dir()) and os.access(one, os.R_OK) for one in inside)
+    return len(inside) > _MOST_FILES or not plain or sum(one.stat().st_size for one in inside) > _MOST_BYTES
+
+
 def _horovodrun() -> str:
     beside = Path(sys.executable).with_name("horovodrun")
     horovodrun = str(beside) if beside.is_file() else shutil.which("horovodrun")
@@ -186,11 +202,16 @@ def _horovodrun() -> str:
 
 
 def _start(command: Sequence[str], folder: Path, updates: int, timeout_s: float) -> None:
-    """Runs the ranks in a folder of their own, which links to all that is in the current one."""
+    """Runs the ranks in a copy of the current folder."""
     work = folder / "work"
     work.mkdir()
     for path in Path.cwd().iterdir():
-        (work / path.name).symlink_to(path)
+        if _is_large(path):
+            (work / path.name).symlink_to(path)
+        elif path.is_dir():
+            shutil.copytree(path, work / path.name)
+        else:
+            shutil.copy2(path, work / path.name)
     package = str(Path(__file__).resolve().parents[2])
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))}
     process = subprocess.Popen(

@@ -167,13 +167,16 @@ def test_weights_that_rank_0_alone_has_are_sent() -> None:
     ],
 )
 def test_a_script_that_does_not_run_here_is_not_proven(line: str, reason: str, tmp_path: Path) -> None:
-    """The diff is printed, and nothing is written."""
-    (tmp_path / "train.py").write_text(f"import horovod.torch as hvd\n{line}\nhvd.init()\n")
+    """The diff is printed, and nothing is written, by the script either."""
+    (tmp_path / "m.pt").write_text("mine")
+    saves = "open('m.pt', 'w').write('new')"
+    (tmp_path / "train.py").write_text(f"import horovod.torch as hvd\nhvd.init()\n{saves}\n{line}\n")
     result = migrate("--in-place", "train.py")
     assert result.returncode == 2 and "+import hvdtrain\n" in result.stdout, result.stderr
     assert f"nothing was proven: {reason}" in result.stderr and "--no-prove" in result.stderr
     assert "no such data" not in line or "no such data" in result.stderr
     assert "horovod" in (tmp_path / "train.py").read_text() and not (tmp_path / "train.py.orig").exists()
+    assert (tmp_path / "m.pt").read_text() == "mine"
 
 
 def test_a_script_that_hangs_is_ended(tmp_path: Path) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from hvdtrain.migrate.prove import NotProvenError, Run, compare
+from hvdtrain.migrate import prove
+from hvdtrain.migrate.prove import NotProvenError, Run, compare, linked
 
 
 def run_of(*values: float, updates: int = 20, dtype: str = "float32") -> Run:
@@ -71,3 +73,17 @@ def test_usual_causes_are_named_where_weights_differ() -> None:
     assert "a call of the wrapped model" in str(replace(proof, target="ddp"))
     assert "batch-norm" in str(replace(proof, framework="keras"))
     assert "often" not in str(compare(run_of(1), run_of(1)))
+
+
+def test_what_is_too_large_to_copy_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(prove, "_MOST_FILES", 3)
+    monkeypatch.setattr(prove, "_MOST_BYTES", 20_000)
+    for name, files in (("few", 2), ("many", 3)):
+        (tmp_path / name).mkdir()
+        for number in range(files):
+            (tmp_path / name / f"{number}.txt").write_text("x")
+    (tmp_path / "small.pt").write_bytes(bytes(100))
+    (tmp_path / "large.pt").write_bytes(bytes(20_001))
+    (tmp_path / "elsewhere").symlink_to("small.pt")
+    assert linked() == ["elsewhere", "large.pt", "many"]
