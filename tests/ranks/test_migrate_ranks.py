@@ -106,7 +106,7 @@ def test_a_wrong_new_script_is_not_proven(changes: list[tuple[str, str]]) -> Non
     try:
         proof = proof_of("torch_clipping.py", *changes)
     except NotProvenError as error:
-        assert "as many updates" in str(error)
+        assert re.search("as many updates|its own part of the data", str(error))  # hvdtrain's own refusal
     else:
         assert not proof.holds and proof.difference > 1e-3 and "NOT PROVEN" in str(proof)
 
@@ -301,7 +301,7 @@ WRAPPED = "model = DistributedModel(model, broadcast_buffers=False)\n"
 @pytest.mark.parametrize(
     "changes",
     [
-        [(WRAPPED, "")],
+        [(WRAPPED, WRAPPED.replace(")\n", ").module\n"))],
         pytest.param(
             [("loss.backward()", "(2 * loss).backward()"), ("max_norm=0.5", "max_norm=1e9")],
             marks=pytest.mark.thorough,
