@@ -101,16 +101,6 @@ class Source:
                 return found
         return None
 
-    def within(self, node: cst.CSTNode, outer: cst.CSTNode) -> bool:
-        """Returns True if a node is another one, or stands in it."""
-        return node is outer or outer in self.above(node)
-
-    def home(self, name: cst.Name) -> metadata.Scope | None:
-        """Returns the scope whose variable a name is; None: of several, or of none here."""
-        scope = self.scope(name)
-        found = {one.scope for one in scope[name.value]} if scope is not None else set()
-        return found.pop() if len(found) == 1 else None
-
     def statement(self, node: cst.CSTNode) -> Statement | None:
         """Returns the statement, in a block of lines, that the node is in; None in `if x: y()` on one line."""
         for one in (node, *self.above(node)):
