@@ -53,6 +53,7 @@ EXIT_CODES = (
     ExitCode(str(FAULT_CODE), "why", "no cause is known"),
     ExitCode(str(EXIT_CODE), "", "the input or the environment was refused; a restart would not help"),
     ExitCode(str(EXIT_CODE), "doctor", "errors: a job would not start, or would train wrong"),
+    ExitCode(str(EXIT_CODE), "migrate", "nothing was proven: the old script does not run here"),
     ExitCode(str(HUNG_CODE), _JOBS, "a rank hangs and the others wait for it"),
     ExitCode(str(OUT_OF_STEP_CODE), _JOBS, "ranks wait for one another at different lines; never restarted"),
     ExitCode(str(GUARD_CODE), "guard rehearse", "the training was found to be wrong"),

@@ -1,8 +1,8 @@
 """`hvdtrain migrate`: turns a script on Horovod into one on hvdtrain, or on plain PyTorch, and proves that both train
 the same.
 
-It prints the change as a diff. A script of which a line cannot be moved is left as it is: each such line is told, with
-the reason.
+It prints the change as a diff, runs the old and the new script for 20 updates on 2 ranks, and compares their weights.
+A script with a line that cannot be converted stays as it is: each such line is printed with the reason.
 """
 
 from __future__ import annotations
@@ -16,47 +16,47 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hvdtrain.core.errors import ConfigError
+from hvdtrain.core.errors import FAULT_CODE, ConfigError
 
 if TYPE_CHECKING:
     from hvdtrain.migrate.script.source import Finding
 
 EPILOG = """\
 examples:
-  hvdtrain migrate train.py                              # the diff
-  hvdtrain migrate --prove train.py --epochs 1           # and 20 updates of both on 2 ranks, compared
-  hvdtrain migrate --in-place train.py                   # what was there is kept as train.py.orig
-  hvdtrain migrate -o new.py train.py
-  hvdtrain migrate --to ddp --prove train.py             # off Horovod: torch.distributed, started by torchrun
+  hvdtrain migrate train.py --epochs 1                   # the diff; 20 updates of both on 2 ranks, compared
+  hvdtrain migrate --in-place train.py --epochs 1        # if proven: written, and the old one kept as train.py.orig
+  hvdtrain migrate -o new.py train.py --epochs 1
+  hvdtrain migrate --to ddp train.py                     # off Horovod: torch.distributed, started by torchrun
+  hvdtrain migrate --no-prove train.py                   # the diff only: its data or GPUs are elsewhere
 """
 
-_FLAGS = ("--to", "--prove", "--updates", "--timeout-s", "--in-place", "-o", "--out")
+_FLAGS = ("--to", "--no-prove", "--updates", "--timeout-s", "--in-place", "-o", "--out")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `hvdtrain migrate`."""
+    """Adds the flags of `hvdtrain migrate`."""
     parser.description, parser.epilog = __doc__, EPILOG
-    parser.usage = "hvdtrain migrate [--to NAME] [--prove [--updates N]] [--in-place | -o FILE] SCRIPT [ARGS ...]"
+    parser.usage = "hvdtrain migrate [--to NAME] [--no-prove | --updates N] [--in-place | -o FILE] SCRIPT [ARGS ...]"
     add = parser.add_argument
     # fmt: off
     add("--to", choices=("hvdtrain", "ddp"), default="hvdtrain", help="ddp: off Horovod, to plain PyTorch")
-    add("--prove", action="store_true", help="run the old and the new script on 2 ranks, and compare their weights")
-    add("--updates", type=int, default=20, metavar="N", help="how many updates the proof makes (default: %(default)s)")
+    add("--no-prove", action="store_true", help="convert only: run neither script, and prove nothing")
+    add("--updates", type=int, default=20, metavar="N", help="updates that the proof compares (default: %(default)s)")
     add("--timeout-s", type=float, default=600.0, metavar="S", help="for each run of it (default: %(default)g)")
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--in-place", action="store_true", help="write the new script, and keep the old as SCRIPT.orig")
     where.add_argument("-o", "--out", type=Path, metavar="FILE", help="write the new script to FILE, a new one")
     add("script", metavar="SCRIPT", type=Path, help="a script that trains on horovod.torch, or on Horovod's Keras")
-    add("argv", nargs=argparse.REMAINDER, metavar="ARGS", help="with --prove: the script's own arguments")
+    add("argv", nargs=argparse.REMAINDER, metavar="ARGS", help="the script's own arguments, for the proof")
     # fmt: on
 
 
 def run(args: argparse.Namespace) -> int:
-    """Converts a script; returns the exit code.
+    """Converts a script and proves it; returns the exit code. Nothing is written that was not proven.
 
     Raises:
-        ConfigError: no LibCST, no such script, or a file that would be written over.
-        HvdtrainError: a run of the proof failed.
+        ConfigError: no LibCST, no such script, or a file that would be overwritten.
+        HvdtrainError: the old script does not run here, so that nothing is proven.
     """
     try:
         from hvdtrain.migrate.convert import convert
@@ -65,67 +65,81 @@ def run(args: argparse.Namespace) -> int:
         if error.name != "libcst":
             raise
         raise ConfigError(
-            "scripts are changed by LibCST", "no module 'libcst'", "pip install 'hvdtrain[migrate]'"
+            "migrate needs LibCST to change scripts", "no module 'libcst'", "pip install 'hvdtrain[migrate]'"
         ) from error
     script: Path = args.script
     if not script.is_file():
         raise ConfigError("the script must be a file", str(script), "hvdtrain migrate train.py")
-    out = _out(args)
+    out, argv = _out(args), _argv(args)
     text, encoding = _read(script)
     found = convert(text, TARGETS[args.to])
     _print(script, "note: ", found.notes)
     if found.refused:
         _print(script, "", found.refused)
-        print(
-            f"hvdtrain migrate: {script} is left as it is: {len(found.refused)} of its lines cannot be moved",
-            file=sys.stderr,
-        )
-        return 1
+        _say(f"{script} stays as it is: {len(found.refused)} of its lines cannot be converted")
+        return FAULT_CODE
     names = str(script), str(args.out or script)
     sys.stdout.writelines(difflib.unified_diff(text.splitlines(True), found.text.splitlines(True), *names))
     sys.stdout.flush()
-    if args.prove:
-        from hvdtrain.migrate.prove import prove
+    if args.no_prove:
+        _say("nothing was proven (--no-prove)")
+    else:
+        from hvdtrain.migrate.prove import NotProvenError, linked, prove
 
-        argv = args.argv[1:] if args.argv[:1] == ["--"] else args.argv
-        proof = prove(
-            script, found.text, argv, updates=args.updates, timeout_s=args.timeout_s, framework=found.framework,
-            target=args.to,
-        )  # fmt: skip
-        print(f"hvdtrain migrate: {proof}", file=sys.stderr)
+        large = ", ".join(linked())
+        writes = f"; not copied, as too large, so that what it writes there stays: {large}" if large else ""
+        _say(f"running {script} and the new one for {args.updates} updates, each in a copy of this folder{writes}")
+        try:
+            proof = prove(
+                script, found.text, argv, updates=args.updates, timeout_s=args.timeout_s, framework=found.framework,
+                target=args.to,
+            )  # fmt: skip
+        except NotProvenError as error:
+            _say(f"NOT PROVEN: {error}")
+            return FAULT_CODE
+        _say(str(proof))
         if not proof.holds:
-            return 1
+            return FAULT_CODE
     if out is not None:
         if args.in_place:
             script.with_name(script.name + ".orig").write_bytes(script.read_bytes())
         out.write_bytes(found.text.encode(encoding))
-        print(f"hvdtrain migrate: wrote {out}", file=sys.stderr)
+        _say(f"wrote {out}")
     return 0
 
 
+def _say(text: str) -> None:
+    print(f"hvdtrain migrate: {text}", file=sys.stderr)
+
+
 def _read(script: Path) -> tuple[str, str]:
-    """A script's text, with the line ends that it has, and its encoding."""
+    """Returns a script's text, with its line ends, and its encoding."""
     data = script.read_bytes()
     encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
     return data.decode(encoding), encoding
 
 
-def _out(args: argparse.Namespace) -> Path | None:
-    """Where the new script goes, None for nowhere; nothing is lost that is there."""
-    if args.updates < 1:
-        raise ConfigError("--updates is 1 or more", str(args.updates))
+def _argv(args: argparse.Namespace) -> list[str]:
+    """Returns the script's own arguments, and says so where one has the name of a flag of migrate."""
     late = [arg for arg in args.argv if arg.split("=")[0] in _FLAGS]
-    if late and not args.prove:
+    if late and args.no_prove:
         raise ConfigError(
-            "flags of migrate stand before the script; what is behind it is the script's own, for --prove",
+            "a flag of migrate must stand before the script",
             f"{late[0]} behind {args.script}",
-            f"hvdtrain migrate {' '.join(late)} ... {args.script}",
+            f"hvdtrain migrate --no-prove {' '.join(late)} ... {args.script}",
         )
     if late:
-        print(f"hvdtrain migrate: {late[0]} behind {args.script} is the script's own argument", file=sys.stderr)
+        _say(f"{late[0]} behind {args.script} is the script's own argument; flags of migrate stand before it")
+    return list(args.argv[1:] if args.argv[:1] == ["--"] else args.argv)
+
+
+def _out(args: argparse.Namespace) -> Path | None:
+    """Returns where the new script is written, None for nowhere; no file is overwritten."""
+    if args.updates < 1:
+        raise ConfigError("--updates must be 1 or more", str(args.updates))
     kept = args.script.with_name(args.script.name + ".orig") if args.in_place else args.out
     if kept is not None and kept.exists():
-        raise ConfigError("nothing is written over", f"{kept} is there", "move it away, or give -o another name")
+        raise ConfigError("migrate cannot overwrite a file", f"{kept} exists", "move it, or give -o another name")
     return args.script if args.in_place else args.out
 
 

@@ -1,4 +1,4 @@
-"""A Horovod script in, the same script on hvdtrain out; or the lines that cannot be moved, each with the reason."""
+"""Converts a Horovod script to hvdtrain or plain PyTorch, or names the lines that it cannot convert."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _MODULES = ("horovod.torch", "horovod.tensorflow.keras", "horovod.keras", "horov
 
 @dataclass(frozen=True)
 class Conversion:
-    """What became of a script.
+    """The result of a conversion.
 
     Attributes:
-        text: the new script; the old one where lines of it are refused.
-        refused: what cannot be moved, by line.
-        notes: what was moved, and should be known.
-        framework: of the script: torch, keras.
+        text: the new script; the old one if lines of it are refused.
+        refused: the lines that cannot be converted, with reasons.
+        notes: what to know of converted lines.
+        framework: the script's framework: torch, keras.
     """
 
     text: str
@@ -46,8 +46,8 @@ def _convert(text: str, target: Target) -> Conversion:
     try:
         source = Source(text)
     except cst.ParserSyntaxError as error:
-        said = str(error.message).splitlines()[0]
-        return Conversion(text, (Finding(error.raw_line, f"the script does not compile: {said}"),))
+        message = str(error.message).splitlines()[0]
+        return Conversion(text, (Finding(error.raw_line, f"the script does not compile: {message}"),))
     plan = Plan(source, _module(source), target)
     imports = _imports(plan)
     if not imports and not plan.refused:
@@ -58,10 +58,10 @@ def _convert(text: str, target: Target) -> Conversion:
         _move_to_hvdtrain(plan)
     for node in find(source.module, cst.SimpleString):
         if node.evaluated_value == "horovod":
-            plan.refuse(node, "a name of Horovod as text: a library that trains on it by itself (Lightning's strategy)")
+            plan.refuse(node, "'horovod' as text: a library that trains on Horovod by itself (Lightning's strategy)")
     own = sorted({"hvt", "hvk", "hvdtrain"} & plan.needs & source.names())
     for name in ddp.names_taken(plan) if target is DDP else own:
-        plan.refuse(imports[0], f"the script has a name {name} of its own")
+        plan.refuse(imports[0], f"the new script needs the name {name}, which the script uses itself")
     notes = tuple(sorted(plan.notes))
     if plan.refused:
         return Conversion(text, tuple(sorted(plan.refused)), notes, plan.framework)
@@ -77,21 +77,19 @@ def _move_to_hvdtrain(plan: Plan) -> None:
     if plan.framework == "torch":
         _move_torch(plan)
     else:
-        keras_wrapping.move_wraps(plan)
-        keras_calls.move_rest(plan)
+        keras_calls.move_rest(plan, keras_wrapping.move_wraps(plan))
 
 
 def _move_torch(plan: Plan) -> None:
     optimizers = wrapping.move_wraps(plan)
     optimizers.spread(plan.source)
-    torch_calls.refuse_in_losses(plan)
     ranks.refuse_shared_orders(plan)
     _move_passes(plan, optimizers)
     torch_calls.move_rest(plan)
 
 
 def _imported(node: cst.CSTNode) -> list[str]:
-    """The modules of Horovod that a statement imports, whole or in part."""
+    """Returns the modules of Horovod that a statement imports, whole or in part."""
     names: list[str] = []
     if isinstance(node, cst.Import):
         names = [code(alias.name) for alias in node.names]
@@ -105,29 +103,29 @@ def _imported(node: cst.CSTNode) -> list[str]:
 
 
 def _module(source: Source) -> str:
-    """Which of Horovod's modules the script trains with."""
+    """Returns the module of Horovod that the script trains with."""
     found = [name.removesuffix(".callbacks") for node in walk(source.module) for name in _imported(node)]
     return next((module for module in _MODULES if module in found), _MODULES[0])
 
 
 def _imports(plan: Plan) -> list[cst.SimpleStatementLine]:
-    """The statements that import Horovod; those of another framework's are refused."""
+    """Returns the statements that import Horovod; refuses those of another framework."""
     found = []
     for node in walk(plan.source.module):
         theirs = _imported(node)
         if not theirs:
             continue
         if isinstance(node, cst.ImportFrom) and isinstance(node.names, cst.ImportStar):
-            plan.refuse(node, f"from {theirs[0]} import *: which names are Horovod's cannot be told")
+            plan.refuse(node, f"from {theirs[0]} import *: import Horovod under a name")
         assert isinstance(node, (cst.Import, cst.ImportFrom))
         alone = isinstance(node, cst.ImportFrom) or len(node.names) == 1
         statement = plan.source.statement(node)
         moved = {plan.module, "horovod", *([f"{plan.module}.callbacks"] if plan.framework == "keras" else [])}
         if set(theirs) - moved:
             other = next(name for name in theirs if name not in moved)
-            plan.refuse(node, f"{other}: what is imported from {plan.module} is moved, and nothing else")
+            plan.refuse(node, f"{other} cannot be converted: only what is imported from {plan.module} can")
         elif not isinstance(statement, cst.SimpleStatementLine) or len(statement.body) > 1 or not alone:
-            plan.refuse(node, "Horovod is imported on a line of its own where it is moved")
+            plan.refuse(node, "Horovod must be imported on a line of its own")
         else:
             found.append(statement)
         plan.settle(node)
@@ -139,11 +137,6 @@ def _move_passes(plan: Plan, optimizers: training.Optimizers) -> None:
     if optimizers.prepared:
         for call in passes:
             training.move_backward(plan, optimizers, call)
-        training.refuse_other_passes(plan)
-        for call in training.closures(plan.source, optimizers):
-            plan.note(
-                call, "step(closure): Horovod averages before the closure runs, and its ranks part; hvdtrain within it"
-            )
         wrapping.move_synchronize(plan, optimizers)
     elif passes and not (plan.refused or torch_calls.averages_by_hand(plan.source)):
         plan.note(

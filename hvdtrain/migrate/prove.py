@@ -1,7 +1,8 @@
-"""Old and new script, each for some updates on two ranks: do they come to the same weights?"""
+"""Runs the old and the new script for some updates on two ranks each, and compares their weights."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -23,7 +24,25 @@ RANKS = 2
 _EPS_PER_UPDATE = 8
 _TAIL_LINES = 30
 _GRACE_S = 20
-_UNDONE = {"hvdtrain": ": that hvdtrain gives each rank random numbers of its own was undone", "ddp": ""}
+# of a folder, or one file, that is copied for a run
+_MOST_FILES = 1000
+_MOST_BYTES = 64 * 2**20
+_UNDONE = {"hvdtrain": ", and hvdtrain's own seeding of each rank was undone", "ddp": ""}
+_NOTHING = "nothing was proven: the old script {}"
+_NEEDS = (
+    "give the script its own arguments (hvdtrain migrate train.py --epochs 1), run it where its data and GPUs are, or"
+    " convert only: --no-prove"
+)
+# what often makes two scripts part, by what the new one is
+_CAUSES = {
+    "ddp": "often the plain model, or a part of it (model.encoder(x)), is called where the wrapped one must be, or"
+    " gradients are set by hand, or parameters are frozen or added after the model is wrapped: DistributedDataParallel"
+    " averages the first backward() after a call of the wrapped model, and nothing else",
+    "torch": "often gradients are clipped before optimizer.synchronize(), or step(closure) is called: Horovod had not"
+    " averaged them yet; docs/migrate.md lists what hvdtrain does differently on purpose",
+    "keras": "often ranks' batches or weights of samples differ in size, or batch-norm's statistics are compared:"
+    " docs/migrate.md lists what hvdtrain does differently on purpose",
+}
 _RANK = (sys.executable, "-m", "hvdtrain.migrate.rank")
 _UNITS = {"torch": "updates", "keras": "batches of fit"}
 _NAMES = {"torch": "PyTorch", "keras": "Keras"}
@@ -33,20 +52,24 @@ _TORCHRUN = (
 )  # fmt: skip
 
 
+class NotProvenError(HvdtrainError):
+    """The new script fails where the old one trains, or trains other models."""
+
+
 @dataclass(frozen=True)
 class Proof:
-    """How far two scripts have come apart.
+    """The largest difference between the weights of two scripts.
 
     Attributes:
-        updates: that each made.
-        tensors: how many were compared, of each rank: parameters and buffers.
-        name: of the tensor that differs most, for its size.
-        rank: where.
-        difference: the largest of its elements' differences, divided by the largest of its values.
-        tolerance: of its type, for so many updates.
-        framework: of the scripts: torch, keras.
-        target: what the new one was moved to.
-        whole: they were run to their end.
+        updates: number of updates of each script.
+        tensors: number of tensors compared on each rank: parameters and buffers.
+        name: the tensor that differs most, relative to its size.
+        rank: the rank where it does.
+        difference: the largest difference of its elements, divided by the largest of its values.
+        tolerance: the difference that rounding explains, of its type, after so many updates.
+        framework: the scripts' framework: torch, keras.
+        target: what the new script is on: hvdtrain, ddp.
+        whole: True if both scripts ran to their end.
     """
 
     updates: int
@@ -68,22 +91,27 @@ class Proof:
         apart = "" if self.holds else "NOT PROVEN: "
         lines = [
             f"{apart}after {self.updates} {_UNITS[self.framework]} on {RANKS} ranks the {self.tensors} tensors of the"
-            f" old and the new script differ by at most {where} (tolerance {self.tolerance:.2g})",
-            "made alike: both begin with seed 0 on rank 0 and 1 on rank 1 for Python, numpy and"
-            f" {_NAMES[self.framework]}, and draw on as the script has it{_UNDONE[self.target]}",
-            *([] if self.whole else ["not compared: what the script does after these (--updates N for more of it)"]),
+            f" old and the new script differ by at most {where} (tolerance {self.tolerance:.2g})"
         ]
+        if not self.holds:
+            lines.append(_CAUSES["ddp" if self.target == "ddp" else self.framework])
+        lines.append(
+            f"made alike: both begin with seed 0 on rank 0 and 1 on rank 1 for Python, numpy and"
+            f" {_NAMES[self.framework]}{_UNDONE[self.target]}"
+        )
+        later = "" if self.whole else ", nor what the script does after these updates (--updates N for more of it)"
+        lines.append(f"not compared: what does not run with these arguments, here, on {RANKS} ranks{later}")
         return "\n".join(lines)
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a script came to.
+    """The weights at the end of a script's run.
 
     Attributes:
-        updates: of each rank.
-        eps: the precision of each tensor's type, by its name.
-        tensors: of each rank, by name.
+        updates: number of updates of each rank.
+        eps: the precision of each tensor's type, by the tensor's name, of each rank.
+        tensors: the tensors of each rank, by name.
         framework, whole: as of `Proof`.
     """
 
@@ -101,49 +129,89 @@ def prove(
     """Runs a script as it is and as `new`, and compares.
 
     Raises:
-        HvdtrainError: one of them failed, made no update, or they made unlike numbers of them.
+        HvdtrainError: the old script fails here, or makes no update: nothing is proven.
+        NotProvenError: the new script fails, or makes other updates or models.
     """
-    old = run(script, None, argv, updates=updates, timeout_s=timeout_s, which="old", framework=framework)
+    old = run(script, None, argv, updates=updates, timeout_s=timeout_s, framework=framework)
     kind = "ddp" if target == "ddp" else framework
-    made = run(script, new, argv, updates=updates, timeout_s=timeout_s, which="new", framework=kind)
+    made = run(script, new, argv, updates=updates, timeout_s=timeout_s, framework=kind)
     return replace(compare(old, made), target=target)
 
 
 def run(
     script: Path, text: str | None, argv: Sequence[str], *,
-    updates: int, timeout_s: float, which: str, framework: str = "torch",
+    updates: int, timeout_s: float, framework: str = "torch",
 ) -> Run:  # fmt: skip
-    """Runs `text` on two ranks as if it were the script, which is what runs without it, up to so many updates.
+    """Runs a script on two ranks up to a number of updates.
 
     Args:
-        framework: torch and keras are run by horovodrun, ddp by torchrun.
+        script: the old script.
+        text: the new one, run as if it were `script`; None runs the old one.
+        argv: the script's own arguments.
+        updates: ends the run.
+        timeout_s: how long it may take.
+        framework: torch and keras run under horovodrun, ddp under torchrun.
 
     Raises:
-        HvdtrainError: it failed, or took too long.
+        HvdtrainError: the old script failed, took too long, or made no update.
+        NotProvenError: the new script failed, or took too long.
     """
     starts = _TORCHRUN if framework == "ddp" else (_horovodrun(), "--gloo", "-np", str(RANKS), *_RANK)
     with tempfile.TemporaryDirectory(prefix="hvdtrain-migrate-") as name:
         folder = Path(name)
         (folder / "text.py").write_bytes(script.read_bytes() if text is None else text.encode())
         ranks = [framework, str(folder / "text.py"), str(script.resolve()), str(folder), str(updates), *argv]
-        _start([*starts, *ranks], which, folder, updates, timeout_s)
-        return _read(folder, framework)
+        try:
+            _start([*starts, *ranks], folder, updates, timeout_s)
+        except _FailedError as error:
+            if text is not None:
+                raise NotProvenError(f"the new script {error.rule}", error.received) from error
+            raise HvdtrainError(_NOTHING.format(error.rule), error.received, _NEEDS) from error
+        found = _read(folder, framework)
+    if text is None and not max(found.updates):
+        raise HvdtrainError(_NOTHING.format("made no update with Horovod's optimizer"), "", _NEEDS)
+    return found
+
+
+class _FailedError(HvdtrainError):
+    """A script did not come to its updates."""
+
+
+def linked() -> list[str]:
+    """Returns what a proof links, and does not copy, of the current folder: what a script writes there stays."""
+    return sorted(path.name for path in Path.cwd().iterdir() if _is_large(path))
+
+
+def _is_large(path: Path) -> bool:
+    """Returns True for a file or folder that takes long to copy, or cannot be."""
+    inside = [path, *itertools.islice(path.rglob("*"), _MOST_FILES)] if path.is_dir() else [path]
+    plain = all(not one.is_symlink() and (one.is_file() or one.is_dir()) and os.access(one, os.R_OK) for one in inside)
+    return len(inside) > _MOST_FILES or not plain or sum(one.stat().st_size for one in inside) > _MOST_BYTES
 
 
 def _horovodrun() -> str:
     beside = Path(sys.executable).with_name("horovodrun")
     horovodrun = str(beside) if beside.is_file() else shutil.which("horovodrun")
     if horovodrun is None:
-        raise ConfigError("a proof runs both scripts on Horovod", "no horovodrun", build_horovod_command())
+        raise ConfigError(
+            "nothing was proven: a proof needs Horovod to run the old script",
+            "no horovodrun",
+            f"{build_horovod_command()}\nor convert only: --no-prove",
+        )
     return horovodrun
 
 
-def _start(command: Sequence[str], which: str, folder: Path, updates: int, timeout_s: float) -> None:
-    """Starts the ranks, in a folder where what they write meets nobody; all of the current one is linked there."""
+def _start(command: Sequence[str], folder: Path, updates: int, timeout_s: float) -> None:
+    """Runs the ranks in a copy of the current folder."""
     work = folder / "work"
     work.mkdir()
     for path in Path.cwd().iterdir():
-        (work / path.name).symlink_to(path)
+        if _is_large(path):
+            (work / path.name).symlink_to(path)
+        elif path.is_dir():
+            shutil.copytree(path, work / path.name)
+        else:
+            shutil.copy2(path, work / path.name)
     package = str(Path(__file__).resolve().parents[2])
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))}
     process = subprocess.Popen(
@@ -156,13 +224,13 @@ def _start(command: Sequence[str], which: str, folder: Path, updates: int, timeo
         said = _end(process)
         if not isinstance(error, subprocess.TimeoutExpired):
             raise
-        raise HvdtrainError(f"the {which} script made no {updates} updates in {timeout_s:g} s", _last(said)) from error
+        raise _FailedError(f"made no {updates} updates in {timeout_s:g} s", _last(said)) from error
     if process.returncode:
-        raise HvdtrainError(f"the {which} script failed, with exit code {process.returncode}", _last(said))
+        raise _FailedError(f"failed, with exit code {process.returncode}", _last(said))
 
 
 def _end(process: subprocess.Popen[str]) -> str:
-    """horovodrun ends its ranks, which are in sessions of their own, when it is asked to; returns what was printed."""
+    """Asks horovodrun to end its ranks, which are in sessions of their own; returns what was printed."""
     process.terminate()
     try:
         return process.communicate(timeout=_GRACE_S)[0]
@@ -190,17 +258,19 @@ def compare(old: Run, new: Run) -> Proof:
     """Compares each rank's tensors with the same rank's of the other run.
 
     Raises:
-        HvdtrainError: no update, unlike numbers of them, or other models.
+        NotProvenError: another number of updates, or other models.
     """
-    if old.updates != new.updates or not min(old.updates):
-        raise HvdtrainError(
-            "both scripts make as many updates with the optimizer of all ranks, one or more",
+    if old.updates != new.updates:
+        raise NotProvenError(
+            "both scripts must make as many updates with the optimizer of all ranks",
             f"by rank: the old one {old.updates}, the new one {new.updates}",
         )
     names = [list(tensors) for tensors in (*old.tensors, *new.tensors)]
     if any(one != names[0] for one in names) or not names[0]:
         unlike = sorted(set(names[0]) ^ set(names[RANKS]))[:3]
-        raise HvdtrainError("both scripts have the same models", f"only in one: {', '.join(unlike) or 'another order'}")
+        raise NotProvenError(
+            "both scripts must have the same models", f"only in one: {', '.join(unlike) or 'another order'}"
+        )
     found = [
         (_gap(before, new.tensors[rank][name]), _EPS_PER_UPDATE * max(old.updates) * old.eps[rank][name], name, rank)
         for rank in range(RANKS)
@@ -212,7 +282,7 @@ def compare(old: Run, new: Run) -> Proof:
 
 
 def _gap(before: np.ndarray, after: np.ndarray) -> float:
-    """The largest difference, for the size of the largest value; infinite where the shapes differ, or one is NaN."""
+    """Returns the largest difference relative to the largest value; infinite if shapes differ, or a value is NaN."""
     if before.shape != after.shape or before.dtype != after.dtype:
         return math.inf
     if np.array_equal(before, after):

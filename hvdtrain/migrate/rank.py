@@ -1,4 +1,4 @@
-"""What each rank of a proof runs: a script, up to an update, and then what its models hold.
+"""Runs a script on one rank of a proof up to an update, and writes what its models hold.
 
 usage: python -m hvdtrain.migrate.rank FRAMEWORK TEXT SCRIPT FOLDER UPDATES ARGS...
 
@@ -31,23 +31,23 @@ def seed() -> int:
 
 
 class Enough(BaseException):
-    """So many updates were made; nothing of the script's is to catch it."""
+    """Ends the script after its updates; no `except Exception` of the script catches it."""
 
 
 class Watching(Protocol):
-    """What a framework's `Watch` is: made before the script runs.
+    """Watches a script of one framework; made before the script runs.
 
     Attributes:
-        updates: that the script's distributed optimizers made.
+        updates: number of updates of the script's distributed optimizers.
     """
 
     updates: int
 
     def tensors(self) -> tuple[dict[str, np.ndarray], dict[str, float]]:
-        """What the script's models hold, and the precision of each type, by name."""
+        """Returns the tensors of the script's models, and the precision of each one's type, by name."""
 
     def rank(self) -> int:
-        """Of this process."""
+        """Returns the rank of this process."""
 
     def end(self) -> None:
         """Waits for the other ranks, and leaves them."""
@@ -57,7 +57,7 @@ def main() -> None:
     framework, text, script, folder, updates, *args = sys.argv[1:]
     program = Path(text).read_bytes()
     # a script that averages by hand wraps nothing
-    wraps = any(word in program for word in (b"DistributedOptimizer", b".prepare(", b"DistributedDataParallel("))
+    wraps = any(word in program for word in (b"DistributedOptimizer", b".prepare(", b"DistributedDataParallel"))
     module, name = _WATCHES[framework]
     watch = getattr(importlib.import_module(f"hvdtrain.migrate.{module}"), name)(int(updates), wraps=wraps)
     sys.argv, sys.path[0] = [script, *args], os.path.dirname(script)
@@ -76,7 +76,7 @@ def main() -> None:
 
 
 def _leave(watch: Watching, folder: Path, *, whole: bool) -> None:
-    """Writes what was found, waits for the others, and ends at once: the script may be in the middle of a loop."""
+    """Writes the tensors, waits for the other ranks, and exits at once: the script may be within a loop."""
     arrays, eps = watch.tensors()
     rank = watch.rank()
     np.savez(folder / f"{rank}.npz", *arrays.values())

@@ -1,4 +1,4 @@
-"""What a proof knows of a script on Keras over TensorFlow: its models, the batches of `fit`, and what is made alike."""
+"""Watches a script on Keras over TensorFlow for a proof: its models and batches; makes random streams equal."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Watch:
             raise Enough
 
     def tensors(self) -> tuple[dict[str, np.ndarray], dict[str, float]]:
-        """Weights of the models, what is not trained too, in the order in which these were fitted."""
+        """Returns all weights of the models, in the order in which these were fitted."""
         arrays, eps = {}, {}
         for number, model in enumerate(self._models, 1):
             name = type(model).__name__ if len(self._models) == 1 else f"{type(model).__name__} {number}"
@@ -89,7 +89,7 @@ class Watch:
 
 @contextmanager
 def _kept_streams() -> Iterator[None]:
-    """Random numbers go on as if what is within had drawn and seeded nothing."""
+    """Restores the random streams at its end."""
     known: Any = context.context()
     operations = random.Random()  # whose numbers seed TensorFlow's operations; there is none without a seed
     before, drawn = known._seed, known._rng.getstate() if known._seed is not None else None
@@ -109,7 +109,7 @@ def _kept_streams() -> Iterator[None]:
 
 
 def _alike_in_hvdtrain() -> None:
-    """The streams of random numbers stay the script's own: hvdtrain gives each rank others."""
+    """Undoes hvdtrain's seeding: it gives each rank another stream of random numbers."""
     import hvdtrain
     import hvdtrain.keras
     from hvdtrain.keras.state import rng, start

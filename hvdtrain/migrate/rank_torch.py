@@ -1,4 +1,4 @@
-"""What a proof knows of a script on PyTorch: its models, its updates, and what is made alike."""
+"""Watches a script on PyTorch for a proof: its models and updates; makes random streams of both scripts equal."""
 
 from __future__ import annotations
 
@@ -55,15 +55,16 @@ class TorchWatch:
             raise Enough
 
     def is_distributed(self, optimizer: Any) -> bool:
-        """Whether the gradients of what it steps are averaged over ranks."""
+        """Returns True if the gradients of its parameters are averaged over ranks."""
         raise NotImplementedError
 
     def tensors(self) -> tuple[dict[str, np.ndarray], dict[str, float]]:
-        """Parameters and buffers of the script's models, in the order in which these were made."""
+        """Returns parameters and buffers of the script's models, in the order in which these were made."""
         own = [
             m
             for m in self._modules
             if not type(m).__module__.startswith(("hvdtrain.", "horovod.", "torch.nn.parallel."))
+            and not isinstance(m, DistributedDataParallel)
         ]
         parts = {id(part) for module in own for part in module.modules() if part is not module}
         roots = [m for m in own if id(m) not in parts and any(True for _ in m.state_dict())]
@@ -99,7 +100,7 @@ class HorovodWatch(TorchWatch):
         return optimizer
 
     def _alike_in_hvdtrain(self) -> None:
-        """The streams of random numbers stay the script's own: hvdtrain gives each rank others."""
+        """Undoes hvdtrain's seeding: it gives each rank another stream of random numbers."""
         import hvdtrain
         import hvdtrain.torch
 
@@ -149,7 +150,7 @@ class TorchrunWatch(TorchWatch):
 
 @contextmanager
 def _kept_streams() -> Iterator[None]:
-    """Random numbers go on as if what is within had drawn and seeded nothing."""
+    """Restores the random streams at its end."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state(), torch.cuda.get_rng_state_all()
     try:
         yield

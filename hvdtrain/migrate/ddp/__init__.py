@@ -2,36 +2,38 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
 import libcst as cst
 
-from hvdtrain.migrate.ddp import start, updates
-from hvdtrain.migrate.ddp.calls import HANDLERS, REASONS, move_imports, move_init, names_taken
-from hvdtrain.migrate.ddp.models import Models
+from hvdtrain.migrate.ddp.calls import HANDLERS, MODEL, REASONS, move_imports, move_init, names_taken
+from hvdtrain.migrate.ddp.passes import keep_back
 from hvdtrain.migrate.script import ranks, torch_calls, training, wrapping
 from hvdtrain.migrate.script.plan import DDP, Plan
 from hvdtrain.migrate.script.ranks import Arguments
-from hvdtrain.migrate.script.source import bind, code, is_chain, literal, walk
+from hvdtrain.migrate.script.source import bind, calls, code, find, is_chain, literal, tail, walk
 
 __all__ = ["move", "move_imports", "names_taken"]
 
 _PREFIX = "horovod.torch."
+# what horovodrun and mpirun set for each rank, and torchrun does not
+_VARIABLES = re.compile("(HOROVOD|OMPI_COMM_WORLD|PMI|PMIX)_((LOCAL|CROSS|NODE)_)?(RANK|SIZE)")
 
 
 def move(plan: Plan, imports: Sequence[cst.SimpleStatementLine]) -> None:
-    """Moves all of a script but its imports."""
+    """Converts all of a script but its imports."""
     if plan.framework != "torch":
-        plan.refuse(
-            imports[0], "DistributedDataParallel trains scripts of horovod.torch: one of Keras is moved --to hvdtrain"
-        )
+        plan.refuse(imports[0], "DistributedDataParallel needs a script of horovod.torch; convert Keras --to hvdtrain")
         return
     for statement in imports:
         if statement not in plan.source.module.body:
-            plan.refuse(statement, "Horovod is imported at the top of the script where it is moved off it")
+            plan.refuse(statement, "Horovod must be imported at the top of the script to be converted --to ddp")
     move_init(plan)
-    start.refuse_variables(plan)
+    for string in find(plan.source.module, cst.SimpleString):
+        if _VARIABLES.fullmatch(str(string.evaluated_value)):
+            plan.refuse(string, f"torchrun does not set {code(string)}: it sets RANK, WORLD_SIZE and LOCAL_RANK")
     for node in walk(plan.source.module):
         if plan.source.qualified(node) == _PREFIX + "SyncBatchNorm":
             plan.needs.add("torch")
@@ -39,41 +41,45 @@ def move(plan: Plan, imports: Sequence[cst.SimpleStatementLine]) -> None:
             plan.replace(node, "torch.nn.SyncBatchNorm")
     optimizers, models = _move_wraps(plan)
     optimizers.spread(plan.source)
-    torch_calls.refuse_in_losses(plan)
-    if optimizers.prepared:
-        for call in training.passes(plan.source):
-            updates.check_pass(plan, optimizers, models, call)
-        training.refuse_other_passes(plan)
-        updates.refuse_other_updates(plan, optimizers, models)
-        for call in training.closures(plan.source, optimizers):
-            plan.refuse(call, "step(closure): Horovod averages before the closure runs, and its ranks part")
-        wrapping.move_synchronize(plan, optimizers)
+    for call in training.passes(plan.source):
+        keep_back(plan, optimizers, models, call)
+    wrapping.move_synchronize(plan, optimizers)
     ranks.move_rest(plan, torch_calls.movers(HANDLERS, REASONS), REASONS)
 
 
-def _move_wraps(plan: Plan) -> tuple[training.Optimizers, Models]:
-    optimizers, models = training.Optimizers(), Models(plan)
+def _move_wraps(plan: Plan) -> tuple[training.Optimizers, set[str]]:
+    """Converts every wrapped optimizer; returns the optimizers, and the last names of their models."""
+    optimizers, models = training.Optimizers(), dict[str, wrapping.Wrap]()
     for call in plan.calls("DistributedOptimizer"):
         plan.settle(call.func)
         wrap = wrapping.read(plan, call)
         if wrap is None:
             continue
         wrap.know(plan.source, optimizers)
-        start.check_start(plan, wrap)
         if "True" in literal(wrap.arguments.get("sparse_as_dense")) or "sparse=True" in plan.source.module.code:
-            plan.refuse(call, "sparse gradients: Horovod averages them otherwise than DistributedDataParallel")
+            plan.refuse(call, "sparse gradients: Horovod and DistributedDataParallel average them differently")
+        if wrap.model in models and plan.source.function(models[wrap.model].call) is plan.source.function(call):
+            plan.refuse(call, f"{wrap.model} has two optimizers: DistributedDataParallel cannot wrap a model twice")
+        models[wrap.model] = wrap
         given = wrap.arguments.get("compression")
         if given is not None and plan.source.qualified(given) != _PREFIX + "Compression.none":
-            models.compressed |= literal(given) != "None"
             plan.note(
                 call, "float16: DistributedDataParallel divides, then adds; Horovod adds first: the last digits differ"
             )
-        models.follow(wrap)
-        plan.needs.add("DistributedDataParallel")
+        plan.needs |= {MODEL, "DistributedDataParallel"}
         plan.rewrite(wrap.statement, _wrapped(wrap))
-    models.settle()
-    updates.refuse_freezing(plan, models)
-    return optimizers, models
+        _move_questions(plan, wrap)
+    return optimizers, {tail(cst.parse_expression(model)) for model in models}
+
+
+def _move_questions(plan: Plan, wrap: wrapping.Wrap) -> None:
+    """Has `isinstance(model, Net)` look at the plain model; in all else the wrapped one acts as it."""
+    for call in calls(plan.source.module):
+        if code(call.func) != "isinstance" or not call.args or plan.source.is_above(call, wrap.call):
+            continue
+        model = call.args[0].value
+        if is_chain(model) and code(model) == wrap.model:
+            plan.replace(model, f'getattr({wrap.model}, "module", {wrap.model})')
 
 
 def _wrapped(wrap: wrapping.Wrap) -> Any:
@@ -82,7 +88,7 @@ def _wrapped(wrap: wrapping.Wrap) -> Any:
         inner = code(arguments["optimizer"])
         optimizer = code(wrap.target) if wrap.target is not None else inner if is_chain(wrap.optimizer) else "optimizer"
         lines = wrap.ends(DDP) + ([f"{optimizer} = {inner}"] if inner != optimizer else [])
-        lines.append(f"{wrap.model} = DistributedDataParallel({wrap.model}, broadcast_buffers=False)")
+        lines.append(f"{wrap.model} = {MODEL}({wrap.model}, broadcast_buffers=False)")
         lines += _hook(wrap, arguments)
         return lines if wrap.target is not None else [*lines, f"return {optimizer}"]
 
@@ -90,7 +96,7 @@ def _wrapped(wrap: wrapping.Wrap) -> Any:
 
 
 def _hook(wrap: wrapping.Wrap, arguments: Arguments) -> list[str]:
-    """How gradients travel, where they are compressed."""
+    """Returns the lines that compress gradients on their way."""
     given = literal(arguments.get("compression"))
     if given in ("", "None"):
         return []

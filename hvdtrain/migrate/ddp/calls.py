@@ -1,4 +1,4 @@
-"""What a script asks of Horovod besides its optimizers, as plain PyTorch has it, and what it imports for that."""
+"""Converts calls of Horovod beside the optimizer to plain PyTorch, with the imports and functions they need."""
 
 from __future__ import annotations
 
@@ -6,23 +6,49 @@ from collections.abc import Sequence
 
 import libcst as cst
 
-from hvdtrain.migrate.ddp.start import refuse_root
 from hvdtrain.migrate.script import ranks, torch_calls
 from hvdtrain.migrate.script.plan import Plan
 from hvdtrain.migrate.script.ranks import Arguments, Handler
-from hvdtrain.migrate.script.source import code, literal, tail
+from hvdtrain.migrate.script.source import code, tail
 
 # what the new script imports, by what needs it
 LINES = {
     "contextlib": "import contextlib",
+    "copy": "import copy",
     "os": "import os",
     "torch": "import torch",
     "dist": "import torch.distributed as dist",
     "fp16_compress_hook": "from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook",
     "DistributedDataParallel": "from torch.nn.parallel import DistributedDataParallel",
 }
-# what it gets functions of its own for, by their names
+MODEL = "DistributedModel"
+# the functions and the class that it gets, by their names
 FUNCTIONS = {
+    MODEL: '''
+class DistributedModel(DistributedDataParallel):
+    """A model whose gradients are averaged; attributes, names, state and copies of it are the plain model's."""
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+    def __getitem__(self, key):
+        return self.module[key]
+
+    def __reduce__(self):
+        return copy.copy, (self.module,)
+
+    def named_modules(self, *args, **kwargs):
+        return self.module.named_modules(*args, **kwargs)
+
+    def state_dict(self, *args, **kwargs):
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args, **kwargs):
+        return self.module.load_state_dict(*args, **kwargs)
+''',
     "reduce_tensor": '''
 def reduce_tensor(tensor, op="mean"):
     """Returns a new tensor, of all ranks: their mean, sum, min or max; without a gradient."""
@@ -87,7 +113,7 @@ _RANKS = {
 _SETS = "process sets: DistributedDataParallel(..., process_group=dist.new_group(ranks)), by hand"
 REASONS = {
     "Adasum": "DistributedDataParallel averages gradients, and has no Adasum",
-    "elastic": "elastic state and samplers have no counterpart: torchrun --max-restarts starts anew, from a checkpoint",
+    "elastic": "elastic state and samplers have no counterpart: torchrun --max-restarts restarts from a checkpoint",
     "join": "ranks with unequal numbers of batches: torch.distributed.algorithms.join.Join([model]) goes around the"
     " loop, by hand",
     **dict.fromkeys(("add_process_set", "remove_process_set", "ProcessSet", "global_process_set"), _SETS),
@@ -98,7 +124,7 @@ REASONS = {
 
 
 def move_init(plan: Plan) -> None:
-    """`hvd.init()` becomes `dist.init_process_group`, for GPUs too where the script knows of them."""
+    """Turns `hvd.init()` into `dist.init_process_group`, also for GPUs if the script uses them."""
     text = plan.source.module.code
     for _, statement in ranks.inits(plan):
         plan.needs.add("dist")
@@ -126,10 +152,9 @@ def _of_objects(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> 
 def _parameters(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> None:
     given = arguments.get("params")
     if not isinstance(given, cst.Call) or tail(given.func) != "state_dict" or given.args:
-        plan.refuse(call, "broadcast_parameters is moved where it is given model.state_dict()")
+        plan.refuse(call, "broadcast_parameters needs model.state_dict()")
         return
-    if not refuse_root(plan, call, literal(arguments.get("root_rank"))):
-        ranks.send(plan, call, name, "broadcast_state")
+    ranks.send(plan, call, name, "broadcast_state")
 
 
 def _optimizer_state(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> None:
@@ -147,9 +172,10 @@ HANDLERS: dict[str, Handler] = {
 
 # -- what the new script begins with -----------------------------------------------------------------------------
 def move_imports(plan: Plan, imports: Sequence[cst.SimpleStatementLine]) -> None:
-    """Horovod's import becomes what is needed in its place; functions stand behind the last import."""
+    """Turns Horovod's import into those that are needed; puts functions behind the last import."""
     functions = [name for name in FUNCTIONS if name in plan.needs]
-    if functions:
+    plan.needs |= {"copy"} if MODEL in functions else set()
+    if set(functions) - {MODEL}:
         plan.needs.add("dist")
     if set(functions) & {"reduce_tensor", "gather_tensors", "broadcast_tensor", "broadcast_state"}:
         plan.needs.add("torch")
@@ -160,7 +186,7 @@ def move_imports(plan: Plan, imports: Sequence[cst.SimpleStatementLine]) -> None
 
 
 def _last_import(plan: Plan, first: cst.SimpleStatementLine) -> cst.SimpleStatementLine:
-    """The last of the imports that a script begins with; at least Horovod's own."""
+    """Returns the last of the imports that a script begins with; at least Horovod's own."""
     found = first
     for line in plan.source.module.body[list(plan.source.module.body).index(first) :]:
         if not isinstance(line, cst.SimpleStatementLine) or not isinstance(line.body[0], (cst.Import, cst.ImportFrom)):
@@ -170,7 +196,7 @@ def _last_import(plan: Plan, first: cst.SimpleStatementLine) -> cst.SimpleStatem
 
 
 def names_taken(plan: Plan) -> list[str]:
-    """Names that the new script needs, and the old one has for something else."""
+    """Returns the names that the new script needs, and the old one uses for something else."""
     there = {code(line).split("#")[0].strip() for line in plan.source.module.body}
     needs = {name for name in plan.needs if LINES.get(name) not in there}
-    return sorted(needs & plan.source.variables() - {"torch", "os", "contextlib"})
+    return sorted(needs & plan.source.variables() - {"torch", "os", "contextlib", "copy"})

@@ -1,1 +1,1 @@
-"""Scripts on Horovod's Keras."""
+"""Converts scripts on Horovod's Keras."""

@@ -1,10 +1,12 @@
-"""What else a script asks of Horovod's Keras: callbacks of `fit`, who it is, numbers over all ranks."""
+"""Converts calls of Horovod's Keras beside the optimizer: callbacks, ranks, numbers over all ranks."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import libcst as cst
 
-from hvdtrain.migrate.keras.callbacks import move_callbacks, note_differences, seed_each_rank
+from hvdtrain.migrate.keras.callbacks import move_callbacks, note_masks, seed_each_rank
 from hvdtrain.migrate.script import ranks
 from hvdtrain.migrate.script.plan import Plan, arguments_of
 from hvdtrain.migrate.script.ranks import Arguments, Handler, attribute, initialized, method, object_of, shutdown
@@ -30,24 +32,24 @@ _REASONS = {
 
 
 def kept_imports(plan: Plan) -> dict[str, str]:
-    """The import of those of Horovod's callbacks that stay, by what needs it."""
+    """Returns the import of those of Horovod's callbacks that stay, by what needs it."""
     names = sorted(name.split(".")[1] for name in _KEPT if name in plan.needs)
     if names:
         plan.needs.add("kept callbacks")
     return {"keras": "import keras", "kept callbacks": f"from {plan.prefix}callbacks import {', '.join(names)}"}
 
 
-def move_rest(plan: Plan) -> None:
-    """Moves every use of Horovod that is left, or refuses it."""
-    move_callbacks(plan)
-    note_differences(plan)
+def move_rest(plan: Plan, models: Collection[str]) -> None:
+    """Moves every remaining use of Horovod, or refuses it; `models` are the last names of those that are prepared."""
+    move_callbacks(plan, models)
+    note_masks(plan)
     seed_each_rank(plan)
     movers = dict.fromkeys(_HANDLERS, _move_call) | {"horovod.run": ranks.move_run}
     ranks.move_rest(plan, movers, _REASONS, dict.fromkeys(_KEPT, _keep))
 
 
 def _keep(plan: Plan, node: cst.CSTNode, short: str) -> None:
-    """A callback that sets the learning rate stays Horovod's, which works beside hvdtrain's average."""
+    """Keeps Horovod's callback that sets the learning rate: it works beside hvdtrain's average."""
     name = short.split(".")[1]
     plan.needs.add(short)
     plan.replace(node, name)
@@ -63,7 +65,7 @@ def _move_call(plan: Plan, call: cst.Call, name: str) -> None:
 
 
 def _broadcast(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> None:
-    """`hvd.broadcast` of a number, as of the epoch to go on from: what can be pickled."""
+    """Converts `hvd.broadcast` of a number, or of another value that can be pickled."""
     if plan.module == "horovod.tensorflow":
         plan.refuse(call, "hvd.broadcast of a tensor: world.broadcast is of what can be pickled")
         return
@@ -73,7 +75,7 @@ def _broadcast(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> N
 
 
 def _number(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> None:
-    """`hvd.allreduce` of a number; of anything else `world.mean` raises."""
+    """Converts `hvd.allreduce` of a number; `world.mean` raises an error on anything else."""
     op, average = arguments.get("op"), literal(arguments.get("average"))
     found = "" if op is None else plan.source.qualified(op).removeprefix(plan.prefix)
     if plan.module == "horovod.tensorflow":
@@ -81,10 +83,10 @@ def _number(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> None
         return
     scales = [literal(arguments.get(scale)) for scale in ("prescale_factor", "postscale_factor")]
     if found not in ("", "Average", "Sum") or {"", "1", "1.0"} < {"", "1", "1.0", *scales}:
-        plan.refuse(call, "hvd.allreduce is moved as a mean, or a sum, without factors")
+        plan.refuse(call, "hvd.allreduce must be a mean, or a sum, without factors")
         return
     if op is None and average not in ("", "None", "True", "False"):
-        plan.refuse(call, f"average={average}: whether this is a mean or a sum cannot be told")
+        plan.refuse(call, f"average={average}: whether this is a mean or a sum is not known")
         return
     plan.settle(op)
     does = "sum" if found == "Sum" or (op is None and average == "False") else "mean"

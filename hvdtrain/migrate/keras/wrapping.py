@@ -1,13 +1,13 @@
-"""`hvd.DistributedOptimizer` and `hvd.load_model` of Horovod's Keras: a plain optimizer, and `hvk.prepare(model)`."""
+"""Turns `hvd.DistributedOptimizer` and `hvd.load_model` of Horovod's Keras into `hvk.prepare(model)`."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
 import libcst as cst
 
-from hvdtrain.migrate.keras.names import binds, for_many, of_callers, reaching, uses_of
 from hvdtrain.migrate.script.plan import (
     Plan,
     arguments_of,
@@ -27,52 +27,58 @@ from hvdtrain.migrate.script.source import (
     tail,
     walk,
 )
+from hvdtrain.migrate.script.training import Optimizers
 
 _OF_NO_MATTER = ("name", "device_dense", "device_sparse", "gradient_predivide_factor", "num_groups", "groups")
 _ACCUMULATES = (
     "Horovod counts passes as iterations, by which Adam and schedules go, Keras counts updates: those two train"
     " otherwise than before"
 )
+# `if hvd.size() > 1:`; one process alone averages nothing anyway
+_FOR_MANY = re.compile(r"[\w.]*\bsize\(\) *(> *1|>= *2|!= *1)")
 
 
 # -- optimizers --------------------------------------------------------------------------------------------------
-def move_wraps(plan: Plan) -> None:
-    """Takes the wrapper off every optimizer, and prepares the models that are compiled with them, or loaded."""
+def move_wraps(plan: Plan) -> set[str]:
+    """Takes the wrapper off every optimizer, and prepares the models that are compiled with them, or loaded.
+
+    Returns:
+        The last names of these models.
+    """
     _move_pinning(plan)
-    accumulates, prepared = False, list[cst.Call]()
+    accumulates, models, prepared = False, set[str](), list[cst.Call]()
     for call in plan.calls("DistributedOptimizer") if plan.module != "horovod.tensorflow" else ():
         plan.settle(call.func)
         arguments = arguments_of(plan, call, "DistributedOptimizer")
         if arguments is not None and _check(plan, call, arguments):
             accumulates |= _accumulate(plan, call, arguments)
-            prepared += _take_off(plan, call, arguments)
-    for call in prepared:
-        _refuse_other_optimizers(plan, call, prepared)
+            models |= _take_off(plan, call, arguments, prepared)
     for call in plan.calls("load_model"):
         plan.settle(call.func)
-        _move_load(plan, call, accumulates=accumulates)
+        models |= _move_load(plan, call, accumulates=accumulates)
+    return models
 
 
 def _check(plan: Plan, call: cst.Call, arguments: dict[str, cst.BaseExpression]) -> bool:
-    """Whether each of them is kept, or is of no matter."""
+    """Returns True if each argument is kept, or changes no weights; refuses the call otherwise."""
     op, sets = arguments.get("op"), arguments.get("process_set")
     for node in (op, sets, *(arguments.get(name) for name in _OF_NO_MATTER)):
         plan.settle(node)
     if "optimizer" not in arguments:
-        plan.refuse(call, "the arguments of hvd.DistributedOptimizer cannot be told")
+        plan.refuse(call, "the arguments of hvd.DistributedOptimizer are not known")
     elif op is not None and plan.source.qualified(op) != plan.prefix + "Average":
         plan.refuse(op, f"op={code(op)}: hvk.prepare averages gradients over ranks, and does nothing else")
     elif sets is not None and plan.source.qualified(sets) != plan.prefix + "global_process_set":
         plan.refuse(sets, "a process set: hvdtrain trains one model on all ranks")
     elif not is_chain(arguments["optimizer"]) and not isinstance(arguments["optimizer"], cst.Call):
-        plan.refuse(call, "DistributedOptimizer is moved where it is given a name, or an optimizer that is made there")
+        plan.refuse(call, "DistributedOptimizer needs a name, or an optimizer that is made there")
     else:
         return True
     return False
 
 
 def _accumulate(plan: Plan, call: cst.Call, arguments: dict[str, cst.BaseExpression]) -> bool:
-    """`backward_passes_per_step` becomes an argument of the optimizer that is wrapped; whether there is one."""
+    """Turns `backward_passes_per_step` into an argument of the plain optimizer; returns True if there is one."""
     passes = literal(arguments.get("backward_passes_per_step"))
     if passes in ("", "1"):
         return False
@@ -80,7 +86,7 @@ def _accumulate(plan: Plan, call: cst.Call, arguments: dict[str, cst.BaseExpress
         plan.refuse(
             call,
             "backward_passes_per_step without average_aggregated_gradients=True adds gradients up, and Keras'"
-            " gradient_accumulation_steps takes their mean: say average_aggregated_gradients=True, and multiply the"
+            " gradient_accumulation_steps takes their mean: write average_aggregated_gradients=True, and multiply the"
             " learning rate by the passes, where the optimizer is plain SGD",
         )
         return False
@@ -109,39 +115,91 @@ def _accumulate(plan: Plan, call: cst.Call, arguments: dict[str, cst.BaseExpress
     return True
 
 
-def _take_off(plan: Plan, call: cst.Call, arguments: dict[str, cst.BaseExpression]) -> list[cst.Call]:
-    """The plain optimizer takes the wrapped one's place; what is compiled with it is prepared, and returned."""
-    source = plan.source
-    compiles = _compiles(plan, call) or []
-    if not compiles and (above := condition_above(source, call)) is not None:
-        what = type(above).__name__.lower()
-        plan.refuse(call, f"the optimizer is wrapped within `{what}`: moved is `if hvd.size() > 1:`, and nothing else")
-    elif not compiles:
+def _take_off(
+    plan: Plan, call: cst.Call, arguments: dict[str, cst.BaseExpression], prepared: list[cst.Call]
+) -> set[str]:
+    """Puts the plain optimizer in the wrapped one's place, and prepares what is compiled with it.
+
+    Args:
+        plan: gets the changes.
+        call: of DistributedOptimizer.
+        arguments: of the call.
+        prepared: the calls of `compile` behind which a model is prepared already; gets more.
+
+    Returns:
+        The last names of the models.
+    """
+    source, models = plan.source, set[str]()
+    compiles = _compiles(plan, call)
+    if not compiles:
         plan.refuse(
             call,
-            "which model is compiled with it cannot be told: DistributedOptimizer is moved in model.compile(...), or"
-            " where the name that it is assigned to is compiled with, and no other optimizer may be in it there",
+            "which model is compiled with it is not known: DistributedOptimizer is converted in model.compile(...),"
+            " and where it is assigned to the name that a model is compiled with, or returned",
         )
     for found in compiles:
         statement = statement_of(plan, found, "model.compile")
         assert isinstance(found.func, cst.Attribute)
-        if statement is None:
+        if statement is None or found in prepared:
             continue
         if not is_chain(found.func.value):
-            plan.refuse(found, "a model is prepared where it has a name")
+            plan.refuse(found, "a model needs a name to be prepared")
             continue
+        prepared.append(found)
         plan.needs.add("hvk")
-        text = _prepare(plan, code(found.func.value), arguments)
-        if source.function(found) is not source.function(call) and text.count("=") > text.count(_FP16):
-            plan.refuse(call, "compression= and sparse_as_dense= are moved within one function")
-        plan.then(statement, [text])
+        models.add(tail(found.func.value))
+        plan.then(statement, [_prepare(plan, code(found.func.value), arguments)])
     line = source.statement(call)
     target, value = target_of(line)
     if line is not None and value is call and target is not None and code(target) == code(arguments["optimizer"]):
         plan.remove(line)
-        return compiles
-    plan.replace(call, lambda updated: code(plan.bind(updated, "DistributedOptimizer")["optimizer"]))
-    return compiles
+    else:
+        plan.replace(call, lambda updated: code(plan.bind(updated, "DistributedOptimizer")["optimizer"]))
+    return models
+
+
+def _compiles(plan: Plan, call: cst.Call) -> list[cst.Call]:
+    """Returns the calls of `model.compile` that may be given what a call makes: itself, or under a name."""
+    source, names = plan.source, Optimizers()
+    target, value = target_of(source.statement(call))
+    if value is call and target is not None:
+        names.prepared[tail(target)] = ""
+    elif value is call and isinstance(function := source.function(call), cst.FunctionDef):
+        names.makers[function.name.value] = {-1: ""}
+    names.spread(source)
+
+    def is_it(node: cst.CSTNode) -> bool:
+        if isinstance(node, cst.Call):
+            return node is call or -1 in names.makers.get(tail(node.func), {})
+        return tail(node) in names.prepared
+
+    found = []
+    for one in calls(source.module):
+        given = _optimizer_of(one) if owner_of(one, "compile") is not None else None
+        known = [is_it(node) for node in _may_be(source, given, one)] if given is not None else []
+        if any(known):
+            found.append(one)
+            _note_condition(plan, call, one, others=not all(known))
+    return found
+
+
+def _note_condition(plan: Plan, call: cst.Call, compiled: cst.Call, *, others: bool) -> None:
+    """Notes that the new script averages in any case, where the old one may compile with a plain optimizer."""
+    above = condition_above(plan.source, call)
+    for_many = isinstance(above, cst.If) and _FOR_MANY.fullmatch(code(above.test))
+    if not for_many and (others or (above is not None and above not in list(plan.source.above(compiled)))):
+        plan.note(call, "wrapped under a condition: the new script averages over ranks also where it does not hold")
+
+
+def _may_be(source: Source, node: cst.BaseExpression, at: cst.CSTNode) -> list[cst.BaseExpression]:
+    """Returns what a name may have been given in its function: under conditions, and the nearest under none."""
+    found: list[cst.BaseExpression] = []
+    for value in assignments(source, code(node), at) if is_chain(node) else ():
+        found.append(value)
+        line = source.statement(value)
+        if line is not None and any(one is source.parent(line) for one in source.above(at)):
+            break
+    return found or [node]
 
 
 def _prepare(plan: Plan, model: str, arguments: dict[str, cst.BaseExpression]) -> str:
@@ -159,94 +217,25 @@ _FP16 = '"fp16"'
 
 
 def _optimizer_of(call: cst.Call) -> cst.BaseExpression | None:
-    """What `model.compile` is given as the optimizer."""
+    """Returns the optimizer that `model.compile` is given."""
     first = call.args[0].value if call.args and call.args[0].keyword is None else None
     return next((arg.value for arg in call.args if literal(arg.keyword) == "optimizer"), first)
 
 
-def _is_compile(call: cst.CSTNode | None) -> bool:
-    return owner_of(call, "compile") is not None
-
-
-def _compiles(plan: Plan, call: cst.Call) -> list[cst.Call] | None:
-    """The calls of `model.compile` that are given what a call makes; None where it may go elsewhere too."""
-    source = plan.source
-    arg = source.parent(call)
-    compiles = source.parent(arg) if isinstance(arg, cst.Arg) else None
-    if isinstance(compiles, cst.Call) and _is_compile(compiles) and _optimizer_of(compiles) is call:
-        return [compiles]
-    target, value = target_of(source.statement(call))
-    if value is not call:
-        return None
-    if target is None:
-        return of_callers(source, call, lambda one: _compiles(plan, one))
-    return _compiled_with(plan, target) if is_chain(target) else None
-
-
-def _compiled_with(plan: Plan, target: cst.BaseExpression) -> list[cst.Call] | None:
-    """The same of the name that it is assigned to."""
-    source = plan.source
-    found: list[cst.Call] = []
-    for use in uses_of(source, target):
-        outer = source.parent(use)
-        if binds(source, use) or (isinstance(outer, cst.Attribute) and outer.value is use):
-            continue
-        reach = reaching(source, target, use)
-        if not any(one is target for one in reach):
-            continue
-        call = source.parent(outer) if isinstance(outer, cst.Arg) else None
-        if isinstance(call, cst.Call) and _is_compile(call) and _optimizer_of(call) is use:
-            more: list[cst.Call] | None = [call]
-        elif isinstance(outer, cst.Return):
-            more = of_callers(source, use, lambda one: _compiles(plan, one))
-        elif isinstance(call, cst.Call) and not _is_own(source, call):
-            continue  # a library's: print, Checkpoint
-        else:
-            more = None
-        if more is None or (len(reach) > 1 and not (reach[0] is target and for_many(plan, target, use))):
-            return None
-        found += more
-    return found
-
-
-def _is_own(source: Source, call: cst.Call) -> bool:
-    """Whether what is called may be the script's, or keeps what it is given."""
-    return tail(call.func) in source.definitions() | {"dict", "list", "tuple", "partial"}
-
-
-def _refuse_other_optimizers(plan: Plan, prepared: cst.Call, others: Sequence[cst.Call]) -> None:
-    """A model that is compiled anew, with an optimizer of each rank's own, would not train."""
-    source = plan.source
-    assert isinstance(prepared.func, cst.Attribute)
-    model = prepared.func.value
-    for call in calls(source.function(prepared)):
-        if not _is_compile(call) or call in others or source.line(call) < source.line(prepared):
-            continue
-        assert isinstance(call.func, cst.Attribute)
-        its, given = call.func.value, _optimizer_of(call)
-        same = code(its) == code(model) and reaching(source, its, call) == reaching(source, model, prepared)
-        if same and literal(given) != f"{code(model)}.optimizer":
-            plan.refuse(
-                call,
-                f"{code(model)} was compiled with a wrapped optimizer, and is now with one of each rank's own: what"
-                " hvdtrain has prepared trains on all ranks; train a clone of it alone",
-            )
-
-
 # -- loaded models -----------------------------------------------------------------------------------------------
-def _move_load(plan: Plan, call: cst.Call, *, accumulates: bool) -> None:
-    """`hvd.load_model` wraps what it loads: a plain file's model is prepared."""
+def _move_load(plan: Plan, call: cst.Call, *, accumulates: bool) -> set[str]:
+    """Prepares the model that `hvd.load_model` loads, and wraps; returns its last name."""
     arguments = arguments_of(plan, call, "load_model")
     if arguments is None:
-        return
+        return set()
     statement = plan.source.statement(call)
     target, value = target_of(statement)
     if value is not call or not is_chain(target) or "filepath" not in arguments:
-        plan.refuse(call, "hvd.load_model is moved where what it loads is assigned to one name")
-        return
+        plan.refuse(call, "hvd.load_model needs to be assigned to one name")
+        return set()
     if "custom_optimizers" in arguments:
         plan.refuse(call, "custom_optimizers: Keras takes them by name, custom_objects={...}")
-        return
+        return set()
     for name in ("compression", "legacy_opts"):
         if name != "compression" or plan.source.qualified(arguments.get(name, call)).endswith(".none"):
             plan.settle(arguments.get(name))
@@ -270,10 +259,11 @@ def _move_load(plan: Plan, call: cst.Call, *, accumulates: bool) -> None:
             " gradient_accumulation_steps = None out to go on accumulating",
         )
     plan.then(statement, [*more, _prepare(plan, model, arguments)])
+    return {tail(target)}
 
 
 def keras_of(plan: Plan) -> str:
-    """How the script names Keras; an import is added where it does not."""
+    """Returns the script's name for Keras; adds an import if there is none."""
     found = {
         plan.source.qualified(node): code(node)
         for node in walk(plan.source.module)
@@ -287,7 +277,7 @@ def keras_of(plan: Plan) -> str:
 
 # -- GPUs --------------------------------------------------------------------------------------------------------
 def _move_pinning(plan: Plan) -> None:
-    """`hvdtrain.init` gives each rank its GPU: the lines that do go, since they would come too late."""
+    """Removes the lines that pin a GPU: `hvdtrain.init` does, and they would come too late."""
     source = plan.source
     local = plan.prefix + "local_rank"
     pins = [
@@ -324,7 +314,7 @@ def _device_call(source: Source, call: cst.CSTNode) -> str:
 
 
 def _pins(source: Source, node: cst.CSTNode, local: str) -> bool:
-    """Whether a statement does nothing but choose this rank's GPU and how its memory is taken."""
+    """Returns True if a statement only chooses this rank's GPU and how its memory is taken."""
     if isinstance(node, cst.SimpleStatementLine):
         [small] = node.body if len(node.body) == 1 else [None]
         value = small.value if isinstance(small, cst.Expr) else None
@@ -337,7 +327,7 @@ def _pins(source: Source, node: cst.CSTNode, local: str) -> bool:
 
 
 def _used(source: Source, name: cst.Name, gone: Sequence[cst.CSTNode]) -> bool:
-    """Whether a name is used elsewhere than in statements that go."""
+    """Returns True if a name is used outside of the statements that are removed."""
     return any(
         node.value == name.value and node is not name and not any(above in gone for above in source.above(node))
         for node in find(source.module, cst.Name)

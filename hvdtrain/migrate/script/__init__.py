@@ -1,1 +1,1 @@
-"""A script on Horovod: its names, and what becomes of each of its nodes."""
+"""Reads a script on Horovod, and decides what becomes of each of its nodes."""

@@ -1,4 +1,4 @@
-"""What becomes of each node of a script: decided by the modules beside this one, and carried out here."""
+"""Collects what becomes of each node of a script, and writes the new script."""
 
 from __future__ import annotations
 
@@ -29,15 +29,14 @@ Statements = Callable[[Any], Sequence[Any]]
 
 @dataclass(frozen=True)
 class Target:
-    """What a script is moved to.
+    """The library that a script is converted to.
 
     Attributes:
-        name: as `--to` has it.
-        title: what averages gradients there.
-        wrap: what an optimizer's wrapping becomes.
-        init: what starts it.
-        alone: why that is called without a condition.
-        loss: what becomes of a loss, for who averages it within.
+        name: the value of `--to`.
+        title: the name in messages.
+        wrap: the call that wraps the model.
+        init: the call that joins the ranks.
+        alone: why `init` needs no condition.
         words: its functions of tensors, by what they do.
     """
 
@@ -46,7 +45,6 @@ class Target:
     wrap: str
     init: str
     alone: str
-    loss: str
     words: Mapping[str, str]
 
 
@@ -56,7 +54,6 @@ HVDTRAIN = Target(
     wrap="hvt.prepare",
     init="hvdtrain.init",
     alone="one process is a world of one",
-    loss="optimizer.backward(loss)",
     words={"reduce": "hvt.reduce", "gather": "hvt.gather", "broadcast": "hvt.broadcast", "fp16": '"fp16"'},
 )
 DDP = Target(
@@ -65,7 +62,6 @@ DDP = Target(
     wrap="DistributedDataParallel",
     init="dist.init_process_group",
     alone="torchrun --nproc-per-node 1 starts one process",
-    loss="loss.backward()",
     words={
         "reduce": "reduce_tensor", "gather": "gather_tensors", "broadcast": "broadcast_tensor",
         "fp16": "fp16_compress_hook",
@@ -80,15 +76,15 @@ class Plan:
 
     Attributes:
         source: the script.
-        module: of Horovod, that the script trains with.
-        target: what it is moved to.
-        expressions: what takes a node's place, of the node with the changes within it.
-        statements: the same of a statement of a block; several, or none.
-        around: what goes around statements of a block, from one to another, as text.
-        refused: what cannot be moved.
-        notes: what is moved, and should be known.
-        needs: what the new script uses, by its name there: modules, functions, the world.
-        world_scope: where `world` is assigned; None: nowhere.
+        module: the module of Horovod that the script trains with.
+        target: the library that it is converted to.
+        expressions: makes what takes a node's place, from the node with the changes within it.
+        statements: the same of a statement in a block: several, or none.
+        around: the text that goes around statements of a block, by the first and the last.
+        refused: what cannot be converted.
+        notes: what to know of converted lines.
+        needs: the names that the new script uses: modules, functions, the world.
+        world_scope: the scope where `world` is assigned; None: nowhere.
     """
 
     source: Source
@@ -105,7 +101,7 @@ class Plan:
 
     @property
     def prefix(self) -> str:
-        """How Horovod's names begin, in this script."""
+        """Returns the first part of Horovod's names in this script."""
         return f"{self.module}."
 
     @property
@@ -114,15 +110,15 @@ class Plan:
 
     @property
     def signatures(self) -> Mapping[str, str]:
-        """The parameters of Horovod's functions, by the names of these."""
+        """Returns the parameters of Horovod's functions, by the names of these."""
         return SIGNATURES if self.framework == "torch" else KERAS_SIGNATURES
 
     def bind(self, call: cst.Call, name: str) -> dict[str, cst.BaseExpression]:
-        """The arguments of a call of Horovod's function `name`, which can be told."""
+        """Returns the known arguments of a call of Horovod's function `name`."""
         return bind(call, name, self.signatures) or {}
 
     def calls(self, name: str) -> list[cst.Call]:
-        """The calls of Horovod's function `name`."""
+        """Returns the calls of Horovod's function `name`."""
         return [call for call in calls(self.source.module) if self.source.qualified(call.func) == self.prefix + name]
 
     def refuse(self, node: cst.CSTNode, reason: str) -> None:
@@ -132,13 +128,13 @@ class Plan:
         self.notes.add(Finding(self.source.line(node), text))
 
     def use(self, what: str) -> str:
-        """The target's name for what Horovod does, which the new script needs."""
+        """Returns the target's name for what Horovod does, and has the new script import it."""
         found = self.target.words[what]
         self.needs.add(found.split(".")[0])
         return found
 
     def settle(self, node: cst.CSTNode | None) -> None:
-        """Nothing else need be said of the names in a node."""
+        """Marks the names in a node as handled."""
         if node is not None:
             self._settled.add(node)
             for child in children(node):
@@ -148,7 +144,7 @@ class Plan:
         return node in self._settled
 
     def replace(self, node: cst.CSTNode, text: str | Callable[[Any], str]) -> None:
-        """Puts an expression in a node's place: its text, or what gives it of the node with its changes."""
+        """Puts an expression in a node's place: its text, or what makes it from the node with its changes."""
 
         def written(updated: Any) -> cst.BaseExpression:
             found = cst.parse_expression(text if isinstance(text, str) else text(updated))
@@ -223,7 +219,7 @@ class _Rewriter(cst.CSTTransformer):
             begins[before] = len(body)
             change = self._plan.statements.get(before)
             made = [after] if change is None else list(change(after))
-            if not made:  # what is said above it stays, unless it is about Horovod
+            if not made:  # comments above it stay, unless they are about Horovod
                 waiting = [*waiting, *(line for line in after.leading_lines if "horovod" not in code(line).lower())]
                 continue
             while waiting and not waiting[-1].comment and (len(waiting) > 1 or _begins_blank(made[0])):
@@ -239,7 +235,7 @@ class _Rewriter(cst.CSTTransformer):
 
 
 def _inside(text: str, body: Sequence[Any]) -> Any:
-    """A compound statement, as text without its block, around others."""
+    """Puts a compound statement, as text without its block, around others."""
     made: Any = cst.parse_statement(f"{text}\n    pass\n")
     inner = [body[0].with_changes(leading_lines=[]), *body[1:]]
     return made.with_changes(leading_lines=body[0].leading_lines, body=cst.IndentedBlock(inner))
@@ -250,10 +246,10 @@ def _begins_blank(statement: Any) -> bool:
 
 
 def arguments_of(plan: Plan, call: cst.Call, name: str) -> dict[str, cst.BaseExpression] | None:
-    """A call's arguments; None, and refused, where they cannot be told."""
+    """Returns a call's arguments; None, and refuses the call, if they are not known."""
     found = bind(call, name, plan.signatures)
     if found is None or set(found) - set(plan.signatures[name].split()):
-        plan.refuse(call, f"the arguments of hvd.{name} cannot be told")
+        plan.refuse(call, f"the arguments of hvd.{name} are not known")
         return None
     for other in found.values():
         if plan.source.qualified(other) == plan.prefix + "global_process_set":
@@ -262,22 +258,22 @@ def arguments_of(plan: Plan, call: cst.Call, name: str) -> dict[str, cst.BaseExp
 
 
 def statement_of(plan: Plan, call: cst.CSTNode, what: str) -> cst.SimpleStatementLine | None:
-    """The line of its own that a call is; None, and refused, where it is a part of something else."""
+    """Returns the line that a call is alone on; None, and refuses it, if it is a part of something else."""
     source = plan.source
     found = source.statement(call)
     parent = source.parent(call)
     if isinstance(found, cst.SimpleStatementLine) and len(found.body) == 1 and isinstance(parent, cst.Expr):
         return found
-    plan.refuse(call, f"{what} is moved where it is a line of its own, and nothing is made of what it returns")
+    plan.refuse(call, f"{what} must be a line of its own, whose result is not used")
     return None
 
 
 def condition_above(source: Source, node: cst.CSTNode) -> cst.CSTNode | None:
-    """What may keep a statement from running once, within its function: an `if`, a loop, a `try`."""
+    """Returns what may keep a statement of a function from running once: an `if`, a loop, a `try`, a `match`."""
     for one in source.above(node):
         if isinstance(one, (cst.FunctionDef, cst.ClassDef)):
             return None
-        if isinstance(one, (cst.For, cst.While, cst.Try)):
+        if isinstance(one, (cst.For, cst.While, cst.Try, cst.Match)):
             return one
         if isinstance(one, cst.If) and "__name__" not in code(one.test):
             return one
@@ -299,7 +295,7 @@ def target_of(statement: cst.CSTNode | None) -> tuple[cst.BaseExpression | None,
 
 
 def assignments(source: Source, name: str, before: cst.CSTNode) -> list[cst.BaseExpression]:
-    """What is assigned to a name, in the same function, above a node; the nearest first."""
+    """Returns what is assigned to a name, in the same function, above a node; the nearest first."""
     function, line = source.function(before), source.line(before)
     found = []
     for node in own_nodes(function):
@@ -311,11 +307,11 @@ def assignments(source: Source, name: str, before: cst.CSTNode) -> list[cst.Base
 
 
 def made_of(source: Source, node: cst.BaseExpression | None, before: cst.CSTNode) -> cst.BaseExpression | None:
-    """What a name was last given above a node, in the same function; what is no name, itself."""
+    """Returns the last value of a name above a node, in the same function; what is no name, itself."""
     return next(iter(assignments(source, code(node), before)), None) if is_chain(node) else node
 
 
 def own_nodes(function: cst.CSTNode) -> list[cst.CSTNode]:
-    """The nodes of a function, without those of functions within it."""
+    """Returns the nodes of a function, without those of functions within it."""
     inner = (cst.FunctionDef, cst.Lambda)
     return list(walk(function, lambda node: node is function or not isinstance(node, inner)))[1:]

@@ -1,4 +1,4 @@
-"""Who the ranks are, in scripts of every framework: `hvd.init`, `hvd.rank`, and what is done by `world`."""
+"""Converts what scripts of every framework ask of Horovod: `hvd.init`, `hvd.rank`, objects, imports."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Arguments = dict[str, cst.BaseExpression]
 Mover: TypeAlias = Callable[[Plan, cst.Call, str], None]
 Handler: TypeAlias = Callable[[Plan, cst.Call, str, Arguments], None]
 SETS_REASON = "process sets: hvdtrain trains one model on all ranks"
-RUN_REASON = "horovod.run is moved where it is called, with args=, kwargs=, np=, hosts= and hostfile="
+RUN_REASON = "horovod.run must be called, with no more than args=, kwargs=, np=, hosts= and hostfile="
 SEEDS = (
     "torch.manual_seed", "numpy.random.seed", "random.seed", "tensorflow.random.set_seed",
     "keras.utils.set_random_seed", "tensorflow.keras.utils.set_random_seed",
@@ -29,7 +29,7 @@ _ORDERS = (
 
 
 def inits(plan: Plan) -> Iterator[tuple[cst.Call, cst.SimpleStatementLine]]:
-    """The one `hvd.init()`, and its line; others are refused."""
+    """Yields the one `hvd.init()` and its line; refuses others."""
     source, found = plan.source, plan.calls("init")
     for call in found:
         plan.settle(call)
@@ -50,7 +50,7 @@ def inits(plan: Plan) -> Iterator[tuple[cst.Call, cst.SimpleStatementLine]]:
 
 
 def move_init(plan: Plan) -> None:
-    """`hvd.init()` becomes `world = hvdtrain.init("torch")`, or "keras", which is who knows of the ranks."""
+    """Turns `hvd.init()` into `world = hvdtrain.init("torch")`, or "keras"."""
     source = plan.source
     for call, statement in inits(plan):
         if "world" not in source.names():
@@ -64,16 +64,16 @@ def move_init(plan: Plan) -> None:
 
 
 def _note_seeds(plan: Plan, init: cst.Call) -> None:
-    """hvdtrain.init seeds: what was seeded before it is seeded anew."""
+    """Notes seeds above hvdtrain.init, which seeds again."""
     source = plan.source
     for call in calls(source.module):
         if source.qualified(call.func) in SEEDS and source.is_above(call, init):
             library = {"torch": "PyTorch", "keras": "Keras"}[plan.framework]
-            plan.note(call, f"hvdtrain.init seeds Python, numpy and {library} anew: give it seed=, or seed after it")
+            plan.note(call, f"hvdtrain.init seeds Python, numpy and {library} again: give it seed=, or seed after it")
 
 
 def ranks(plan: Plan, node: cst.CSTNode) -> str:
-    """The world, as a node can name it."""
+    """Returns the world, as a node can name it."""
     plan.needs.add("hvdtrain")
     scope = plan.source.scope(node)
     while plan.world_scope is not None and scope is not None:
@@ -94,10 +94,10 @@ LINES = {
 
 
 def move_imports(plan: Plan, imports: Sequence[cst.SimpleStatementLine], lines: Mapping[str, str]) -> None:
-    """The first import of Horovod in each scope becomes those that are needed.
+    """Turns the first import of Horovod in each scope into those that are needed.
 
     Args:
-        plan: whose `needs` say which.
+        plan: has the names that are needed.
         imports: of Horovod.
         lines: statements, by what needs them.
     """
@@ -110,7 +110,7 @@ def move_imports(plan: Plan, imports: Sequence[cst.SimpleStatementLine], lines: 
 
 
 def constantly(texts: Sequence[str]) -> Callable[[Any], Sequence[str]]:
-    """What rewrites a statement, whatever it was."""
+    """Returns what puts these texts in the place of any statement."""
     return lambda _: texts
 
 
@@ -139,7 +139,7 @@ def root_of(arguments: Arguments) -> str:
 
 
 def send(plan: Plan, call: cst.Call, name: str, does: str) -> None:
-    """The call becomes one of `does`, with the first of its arguments, and whose it is."""
+    """Turns the call into one of `does`, with the first of its arguments, and the root rank."""
     first = plan.signatures[name].split()[0]
     plan.needs.add(does.split(".")[0])
 
@@ -155,7 +155,7 @@ def object_of(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> No
 
 
 def move_run(plan: Plan, call: cst.Call, name: str) -> None:
-    """`horovod.run(f, args=(...), np=2)` starts ranks from Python; hvdtrain's have Gloo between them."""
+    """Turns `horovod.run(f, args=(...), np=2)` into `hvdtrain.run`."""
     names = ["func", "args", "kwargs", "np"][: len(call.args)]
     names = [names[i] if arg.keyword is None else arg.keyword.value for i, arg in enumerate(call.args)]
     if any(arg.star for arg in call.args) or set(names) - {*_RUN, *_RUN_DROPPED}:
@@ -175,7 +175,7 @@ _RUN_DROPPED = ("use_gloo", "use_mpi", "verbose")
 
 
 def uses(plan: Plan) -> Iterator[tuple[cst.Name | cst.Attribute, str]]:
-    """Every use of Horovod that is left, settled here, and what it means; what may be another's too is refused."""
+    """Yields every remaining use of Horovod, and what it means; refuses a name that may also be another's."""
     source = plan.source
     for node in list(walk(source.module)):
         meanings = source.meanings(node)
@@ -186,7 +186,7 @@ def uses(plan: Plan) -> Iterator[tuple[cst.Name | cst.Attribute, str]]:
             continue
         plan.settle(node)
         if len(meanings) > 1:
-            plan.refuse(node, f"{code(node)} is not Horovod's only: whether it is here cannot be told")
+            plan.refuse(node, f"{code(node)} is not Horovod's only: whether it is here is not known")
         else:
             yield node, meanings.pop()
 
@@ -194,13 +194,13 @@ def uses(plan: Plan) -> Iterator[tuple[cst.Name | cst.Attribute, str]]:
 def move_rest(
     plan: Plan, movers: Mapping[str, Mover], reasons: Mapping[str, str], kept: Mapping[str, Callable[..., None]] = {}
 ) -> None:
-    """Moves every use of Horovod that is left, or refuses it.
+    """Converts every remaining use of Horovod, or refuses it.
 
     Args:
         plan: gets the changes.
-        movers: what moves a call, by the name of Horovod's function.
-        reasons: why what has none is refused, by how its name begins; "" for the rest.
-        kept: what moves a name that is not called, by that name.
+        movers: convert a call, by the name of Horovod's function.
+        reasons: why others are refused, by the beginning of their names; "" for the rest.
+        kept: convert a name that is not called, by that name.
     """
     for node, meaning in uses(plan):
         outer, short = plan.source.parent(node), meaning.removeprefix(plan.prefix)
@@ -211,7 +211,7 @@ def move_rest(
         elif short in kept:
             kept[short](plan, node, short)
         elif short in (plan.module, "horovod"):
-            plan.refuse(node, f"{code(node)} itself as a value: what is done with it cannot be told")
+            plan.refuse(node, f"{code(node)} as a value: what is done with it is not known")
         else:
             name = "synchronize" if short.endswith(("_async", "_async_")) else short
             found = next(reason for begin, reason in reasons.items() if name.startswith(begin))
@@ -240,7 +240,7 @@ def refuse_shared_orders(plan: Plan) -> None:
 
 
 def _shares_out(source: Source) -> bool:
-    """Whether a part is taken by rank: x[hvd.rank()::hvd.size()], range(hvd.rank(), ...)."""
+    """Returns True if a part is taken by rank: x[hvd.rank()::hvd.size()], range(hvd.rank(), ...)."""
     return any(
         source.mentions(node, "horovod.torch.rank")
         for node in walk(source.module)

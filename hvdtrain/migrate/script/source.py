@@ -1,4 +1,4 @@
-"""A script as LibCST reads it: what each name means, where it stands, and which statements follow one another."""
+"""Reads a script with LibCST: what each name means, where it stands, and which statements follow one another."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ _BLANK = cst.Module([])
 
 @dataclass(frozen=True, order=True)
 class Finding:
-    """What is said of a line: a reason why it is not moved, or a note on what was."""
+    """A reason why a line is not converted, or a note on one that is."""
 
     line: int
     text: str
 
 
 def code(node: cst.CSTNode) -> str:
-    """The node as it is written."""
+    """Returns a node's text."""
     return _BLANK.code_for_node(node)
 
 
 def tail(node: cst.CSTNode) -> str:
-    """The last identifier of a name: `optimizer` of `self.optimizer`; "" of what is no name."""
+    """Returns the last identifier of a name: `optimizer` of `self.optimizer`; "" if the node is no name."""
     if isinstance(node, cst.Attribute):
         return node.attr.value
     return node.value if isinstance(node, cst.Name) else ""
 
 
 def is_chain(node: cst.CSTNode | None) -> TypeGuard[cst.Name | cst.Attribute]:
-    """Whether it is a name with attributes, and no call among them."""
+    """Returns True for a name, with or without attributes, that no call is part of."""
     while isinstance(node, cst.Attribute):
         node = node.value
     return isinstance(node, cst.Name)
 
 
 def owner_of(node: cst.CSTNode | None, *methods: str) -> cst.BaseExpression | None:
-    """Whose method a call is of: `loss` of `loss.backward()`; None of another method, or of no call of one."""
+    """Returns the owner of a method that is called: `loss` of `loss.backward()`; None if another one is."""
     if isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute) and node.func.attr.value in methods:
         return node.func.value
     return None
@@ -57,7 +57,7 @@ class Source:
     """One script.
 
     Attributes:
-        module: its syntax tree; the nodes that all else speaks of are of this one.
+        module: the syntax tree, of whose nodes all else is.
     """
 
     def __init__(self, text: str) -> None:
@@ -82,12 +82,12 @@ class Source:
             found = self._parents.get(found)
 
     def qualified(self, node: cst.CSTNode) -> str:
-        """What a name stands for, `horovod.torch.rank`, whatever it was imported as; "" where that is not known."""
+        """Returns what a name stands for, `horovod.torch.rank`, however it was imported; "" if that is not known."""
         found = self.meanings(node)
         return next(iter(found)) if len(found) == 1 else ""
 
     def meanings(self, node: cst.CSTNode) -> set[str]:
-        """All that a name may stand for: several, where it is assigned in several places."""
+        """Returns all that a name may stand for: several if it is assigned in several places."""
         if not is_chain(node):
             return set()
         known: Any = self._names.get(node)
@@ -95,24 +95,14 @@ class Source:
         return {name.name for name in known or () if name.source.name != "BUILTIN"}
 
     def scope(self, node: cst.CSTNode) -> metadata.Scope | None:
-        """The scope that the node is in."""
+        """Returns the scope that the node is in."""
         for one in (node, *self.above(node)):
             if isinstance(found := self._scopes.get(one), metadata.Scope):
                 return found
         return None
 
-    def within(self, node: cst.CSTNode, outer: cst.CSTNode) -> bool:
-        """Whether a node is another one, or stands in it."""
-        return node is outer or outer in self.above(node)
-
-    def home(self, name: cst.Name) -> metadata.Scope | None:
-        """The scope whose variable a name is; None: of several, or of none here."""
-        scope = self.scope(name)
-        found = {one.scope for one in scope[name.value]} if scope is not None else set()
-        return found.pop() if len(found) == 1 else None
-
     def statement(self, node: cst.CSTNode) -> Statement | None:
-        """The statement, in a block of lines, that the node is in; None in `if x: y()` on one line."""
+        """Returns the statement, in a block of lines, that the node is in; None in `if x: y()` on one line."""
         for one in (node, *self.above(node)):
             if isinstance(self._parents.get(one), (cst.IndentedBlock, cst.Module)) and isinstance(
                 one, (cst.SimpleStatementLine, cst.BaseCompoundStatement)
@@ -123,32 +113,32 @@ class Source:
         return None
 
     def block(self, statement: cst.CSTNode) -> list[Any]:
-        """The statements among which one stands."""
+        """Returns the statements among which one stands."""
         found = self._parents.get(statement)
         return list(found.body) if isinstance(found, (cst.IndentedBlock, cst.Module)) else []
 
     def function(self, node: cst.CSTNode) -> cst.FunctionDef | cst.Module:
-        """The function that the node is in, or the module."""
+        """Returns the function that the node is in, or the module."""
         return next(one for one in self.above(node) if isinstance(one, (cst.FunctionDef, cst.Module)))
 
     def names(self) -> set[str]:
-        """Every identifier of the script."""
+        """Returns every identifier of the script."""
         return names_in(self.module)
 
     def definitions(self) -> set[str]:
-        """The names of its functions and classes."""
+        """Returns the names of the script's functions and classes."""
         return {node.name.value for node in walk(self.module) if isinstance(node, (cst.FunctionDef, cst.ClassDef))}
 
     def mentions(self, node: cst.CSTNode, name: str) -> bool:
-        """Whether something in a node stands for a name, as `qualified` has it."""
+        """Returns True if something in a node stands for a name, as of `qualified`."""
         return any(self.qualified(one) == name for one in walk(node))
 
     def is_above(self, node: cst.CSTNode, other: cst.CSTNode) -> bool:
-        """Whether a node stands above another one, in the same function."""
+        """Returns True if a node stands above another one, in the same function."""
         return self.line(node) < self.line(other) and self.function(node) is self.function(other)
 
     def variables(self) -> set[str]:
-        """The same without those of attributes."""
+        """Returns the identifiers that are no attributes."""
         return {
             node.value
             for node in find(self.module, cst.Name)
@@ -158,7 +148,7 @@ class Source:
 
 @functools.cache
 def children(node: cst.CSTNode) -> Sequence[cst.CSTNode]:
-    """A node's own; LibCST visits it anew each time that it is asked. `convert` empties the cache."""
+    """Returns a node's children; LibCST visits the node each time. `convert` empties the cache."""
     return node.children
 
 
@@ -171,17 +161,17 @@ def walk(node: cst.CSTNode, into: Callable[[cst.CSTNode], bool] = lambda node: T
 
 
 def find(node: cst.CSTNode, kind: type[Node]) -> Iterator[Node]:
-    """Yields those of one kind."""
+    """Yields the nodes of one kind in a node."""
     return (one for one in walk(node) if isinstance(one, kind))
 
 
 def names_in(node: cst.CSTNode) -> set[str]:
-    """Every identifier in a node."""
+    """Returns every identifier in a node."""
     return {name.value for name in find(node, cst.Name)}
 
 
 def runs_later(node: cst.CSTNode) -> bool:
-    """Whether what is in it does not run where it stands."""
+    """Returns True if what is in a node does not run where it stands."""
     return isinstance(node, (cst.FunctionDef, cst.ClassDef, cst.Lambda))
 
 
@@ -232,7 +222,7 @@ KERAS_SIGNATURES = {
 def bind(
     call: cst.Call, function: str, signatures: Mapping[str, str] = SIGNATURES
 ) -> dict[str, cst.BaseExpression] | None:
-    """Returns a call's arguments by the name of their parameter; None where they cannot be told (`*args`)."""
+    """Returns a call's arguments by the name of their parameter; None if they are not known (`*args`)."""
     parameters = signatures[function].split(" *")[0].split()
     found: dict[str, cst.BaseExpression] = {}
     for place, arg in enumerate(call.args):

@@ -1,4 +1,4 @@
-"""What else a script asks of `horovod.torch`: who it is, metrics over all ranks, objects and flags of rank 0's."""
+"""Converts calls of `horovod.torch` beside the optimizer: ranks, metrics over all ranks, objects of rank 0."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import libcst as cst
 
 from hvdtrain.migrate.script import ranks
-from hvdtrain.migrate.script.plan import Plan, arguments_of, assignments, statement_of
+from hvdtrain.migrate.script.plan import Plan, arguments_of, statement_of
 from hvdtrain.migrate.script.ranks import (
     Arguments,
     Handler,
@@ -23,20 +23,15 @@ from hvdtrain.migrate.script.source import (
     Source,
     calls,
     code,
-    find,
     is_chain,
     literal,
     owner_of,
     tail,
-    walk,
 )
 
 _PREFIX = "horovod.torch."
-_COLLECTIVES = ("allreduce", "allreduce_", "grouped_allreduce", "grouped_allreduce_", "allgather", "broadcast")
-# what of `Target.words` each is
-_DOES = {name: "gather" if "gather" in name else "broadcast" if "broad" in name else "reduce" for name in _COLLECTIVES}
 _OPS = {"Average": "mean", "Sum": "sum", "Min": "min", "Max": "max"}
-# what hvdtrain has nothing in place of, by how its name begins; "" is the rest
+# what has no counterpart in hvdtrain, by the beginning of its name; "" is the rest
 _REASONS = {
     "Adasum": "hvdtrain averages gradients, and has no Adasum",
     "elastic": "elastic state and samplers have no counterpart: hvdtrain resumes from checkpoints, exactly, at any"
@@ -53,73 +48,8 @@ _REASONS = {
 }
 
 
-# -- losses ------------------------------------------------------------------------------------------------------
-def refuse_in_losses(plan: Plan) -> None:
-    """Refuses collectives that a gradient goes through: there hvdtrain has none."""
-    source = plan.source
-    functions = {function.name.value: function for function in find(source.module, cst.FunctionDef)}
-    for call in calls(source.module):
-        if (loss := owner_of(call, "backward")) is not None:
-            _follow(plan, call, loss, functions, set())
-    for function in find(source.module, cst.FunctionDef):
-        if function.name.value == "forward":
-            _refuse_in(plan, function.body)
-
-
-def _follow(
-    plan: Plan, at: cst.CSTNode, value: cst.CSTNode, functions: dict[str, cst.FunctionDef], seen: set[str]
-) -> None:
-    """Looks at what a loss is made of: names assigned above, and functions of the script."""
-    source = plan.source
-    _refuse_in(plan, value)
-    for node in walk(value):
-        if isinstance(node, cst.Call) and tail(node.func) in functions and f"{tail(node.func)}()" not in seen:
-            seen.add(f"{tail(node.func)}()")
-            _refuse_in(plan, functions[tail(node.func)].body)
-        if isinstance(node, (cst.Name, cst.Attribute)) and code(node) not in seen:
-            seen.add(code(node))
-            for assigned in assignments(source, code(node), at):
-                _follow(plan, assigned, assigned, functions, seen)
-
-
-def _refuse_in(plan: Plan, part: cst.CSTNode) -> None:
-    source = plan.source
-    for call in calls(part):
-        name = source.qualified(call.func).removeprefix(_PREFIX)
-        if source.qualified(call.func) == _PREFIX + name and name in _COLLECTIVES and not _is_detached(source, call):
-            plan.settle(call)
-            given = code(call.args[0].value) if call.args else "x"
-            plan.refuse(
-                call,
-                f"hvd.{name} within a loss has a gradient, which {plan.use(_DOES[name])} has not: {plan.target.loss}"
-                f" takes this rank's own loss, and averages it over ranks; for a metric, {given}.detach()",
-            )
-
-
-def _is_detached(source: Source, call: cst.Call) -> bool:
-    """Whether no gradient can go through it, as it is written."""
-    given = code(call.args[0].value) if call.args else ""
-    if any(mark in given for mark in (".detach()", ".item()", "torch.tensor(", ".data", ".grad")):
-        return True
-    names = list(find(call.args[0].value, cst.Name)) if call.args else []
-    made = [
-        assignments(source, name.value, call)[:1] for name in names if not source.qualified(name).startswith("torch")
-    ]
-    if any(made) and all(not one or code(one[0]).endswith(".detach()") for one in made):
-        return True
-    return without_gradients(source, call)
-
-
-def without_gradients(source: Source, node: cst.CSTNode) -> bool:
-    """Whether a node stands in `with torch.no_grad():`, or in a function that is decorated so."""
-    around: list[cst.CSTNode] = []
-    for one in source.above(node):
-        around += one.items if isinstance(one, cst.With) else one.decorators if isinstance(one, cst.FunctionDef) else []
-    return any("no_grad" in code(one) or "inference_mode" in code(one) for one in around)
-
-
 def averages_by_hand(source: Source) -> bool:
-    """Whether gradients are averaged by collectives of the script's own."""
+    """Returns True if the script averages gradients by collectives of its own."""
     return any(
         source.qualified(call.func).startswith(_PREFIX) and ".grad" in "".join(code(arg) for arg in call.args)
         for call in calls(source.module)
@@ -128,12 +58,12 @@ def averages_by_hand(source: Source) -> bool:
 
 # -- the rest ----------------------------------------------------------------------------------------------------
 def move_rest(plan: Plan) -> None:
-    """Moves every use of Horovod that is left, or refuses it."""
+    """Converts every remaining use of Horovod, or refuses it."""
     ranks.move_rest(plan, movers(HANDLERS, _REASONS) | {"horovod.run": ranks.move_run}, _REASONS)
 
 
 def movers(handlers: Mapping[str, Handler], reasons: Mapping[str, str]) -> dict[str, ranks.Mover]:
-    """What moves a call of each of Horovod's functions: `handlers` of the same names, given its arguments."""
+    """Returns what converts a call of each of Horovod's functions: `handlers` of the same names, with its arguments."""
 
     def move(plan: Plan, call: cst.Call, name: str) -> None:
         arguments = arguments_of(plan, call, name)
@@ -174,7 +104,7 @@ def _reduced(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> Non
 
 
 def _op(plan: Plan, call: cst.Call, arguments: Arguments) -> str | None:
-    """What is made of the ranks' values; None where it is refused."""
+    """Returns what is made of the ranks' values; None, and refuses the call, if there is none for it."""
     for name in ("prescale_factor", "postscale_factor"):
         if literal(arguments.get(name)) not in ("", "1.0", "1"):
             plan.refuse(call, f"{name}: multiply what {plan.use('reduce')} is given, or returns")
@@ -183,7 +113,7 @@ def _op(plan: Plan, call: cst.Call, arguments: Arguments) -> str | None:
     plan.settle(op)
     if op is None or literal(op) == "None":
         if average not in ("", "None", "True", "False"):
-            plan.refuse(call, f"average={average}: whether this is a mean or a sum cannot be told")
+            plan.refuse(call, f"average={average}: whether this is a mean or a sum is not known")
             return None
         return "sum" if average == "False" else "mean"
     found = _OPS.get(plan.source.qualified(op).removeprefix(_PREFIX))
@@ -193,13 +123,15 @@ def _op(plan: Plan, call: cst.Call, arguments: Arguments) -> str | None:
 
 
 def _is_a_number(source: Source, call: cst.Call) -> bool:
-    """Whether only a number is made of what it returns, `hvd.allreduce(x).item()`, and a gradient may hang on it."""
+    """Returns True if only a number is made of the result, `hvd.allreduce(x).item()`: no gradient goes through it."""
     outer = source.parent(call)
-    return isinstance(outer, cst.Attribute) and tail(outer) == "item" and not _is_detached(source, call)
+    given = code(call.args[0].value) if call.args else ""
+    plain = any(mark in given for mark in (".detach()", ".item()", "torch.tensor(", ".data", ".grad"))
+    return isinstance(outer, cst.Attribute) and tail(outer) == "item" and not plain
 
 
 def _was_differentiated(source: Source, call: cst.Call) -> bool:
-    """Whether its tensor is a loss whose backward pass is done, above in the same function: its graph is gone."""
+    """Returns True if its tensor is a loss whose backward pass stands above in the same function."""
     given = call.args[0].value if call.args else None
     return is_chain(given) and any(
         (loss := owner_of(other, "backward")) is not None and code(loss) == code(given) and source.is_above(other, call)
@@ -212,13 +144,13 @@ def _gathered(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> No
 
 
 def _is_written_to(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> bool:
-    """Whether an operation in place is refused: what it writes to would stand twice in what replaces it."""
+    """Returns True, and refuses an operation in place, if its tensor has no name: it is written twice."""
     given = arguments.get("tensor")
     while isinstance(given, cst.Subscript) and not any(True for part in given.slice for _ in calls(part)):
         given = given.value
     if not name.endswith("_") or name.startswith("grouped") or is_chain(given):
         return False
-    plan.refuse(call, f"hvd.{name} is moved where what it writes to has a name")
+    plan.refuse(call, f"hvd.{name} needs a tensor that has a name")
     return True
 
 
@@ -239,12 +171,12 @@ def _broadcast(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> N
 
 
 def _state(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> None:
-    """A broadcast that `hvt.prepare` does not make: of a state after training, or of another rank's."""
+    """Converts a broadcast that `hvt.prepare` does not make: after training, or of another rank."""
     given = arguments.get("params" if name == "broadcast_parameters" else "optimizer")
     if name == "broadcast_parameters":
         of = given.func if isinstance(given, cst.Call) and not given.args else None
         if not isinstance(of, cst.Attribute) or of.attr.value != "state_dict":
-            plan.refuse(call, "broadcast_parameters is moved where it is given model.state_dict()")
+            plan.refuse(call, "broadcast_parameters needs model.state_dict()")
             return
         given = of.value
     if load_state(plan, call, name, given, f"{ranks.ranks(plan, call)}.broadcast"):
@@ -252,9 +184,9 @@ def _state(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> None:
 
 
 def load_state(plan: Plan, call: cst.Call, name: str, given: cst.BaseExpression | None, does: str) -> bool:
-    """Loads the state of what has a name from one rank's, which `does` gives to all; whether it has one."""
+    """Loads one rank's state, which `does` sends to all; returns False, and refuses it, for what has no name."""
     if not is_chain(given):
-        plan.refuse(call, f"hvd.{name} is moved where it is given a name")
+        plan.refuse(call, f"hvd.{name} needs an argument that has a name")
         return False
     owner = code(given)
     plan.needs.add(does.split(".")[0])

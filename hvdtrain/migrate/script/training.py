@@ -16,7 +16,6 @@ from hvdtrain.migrate.script.source import (
     literal,
     names_in,
     owner_of,
-    runs_later,
     tail,
     walk,
 )
@@ -25,34 +24,14 @@ _LEAVES = (cst.Continue, cst.Break, cst.Return)
 _PURE = ("len", "int", "float", "max", "min", "ceil", "floor", "size", "numel")
 
 
-def trainers(source: Source) -> set[str]:
-    """Names of the script's functions that train, or call one that does."""
-    functions = list(find(source.module, cst.FunctionDef))
-    found: set[str] = set()
-    while True:
-        new = {f.name.value for f in functions if any(_trains(call, found) for call in calls(f.body))} - found
-        if not new:
-            return found
-        found |= new
-
-
-def _trains(call: cst.Call, known: set[str]) -> bool:
-    return owner_of(call, "backward", "step") is not None or tail(call.func) in known
-
-
-def trains(statement: cst.CSTNode, known: set[str]) -> bool:
-    """Whether weights may change while a statement runs."""
-    return any(_trains(call, known) for call in calls(statement, now=True)) and not runs_later(statement)
-
-
 @dataclass
 class Optimizers:
-    """What is known of the script's optimizers.
+    """The script's optimizers, by the last identifiers of their names.
 
     Attributes:
-        prepared: the last identifiers of those that are prepared, with the number of passes of each ("" for 1).
-        plain: of those that nobody wraps.
-        wrapped: the last identifiers of what is wrapped, also under another name.
+        prepared: the prepared ones, with the number of passes of each ("" for 1).
+        plain: those that are not wrapped.
+        wrapped: the plain ones within the wrapped, also under another name.
         makers: functions that return prepared ones, with their places in the tuple returned (-1: no tuple).
     """
 
@@ -62,7 +41,7 @@ class Optimizers:
     makers: dict[str, dict[int, str]] = field(default_factory=dict)
 
     def knows(self, optimizer: cst.BaseExpression) -> bool:
-        """Whether it is prepared, or wrapped under this name."""
+        """Returns True for one that is prepared, or wrapped under this name."""
         return tail(optimizer) in self.prepared or tail(optimizer) in self.wrapped
 
     def spread(self, source: Source) -> None:
@@ -90,8 +69,8 @@ class Optimizers:
     def _assign(self, source: Source, target: cst.BaseExpression, value: cst.BaseExpression) -> None:
         targets = [e.value for e in target.elements] if isinstance(target, cst.Tuple) else []
         if targets and isinstance(value, cst.Tuple):
-            for one, its in zip(targets, value.elements, strict=False):
-                self._assign(source, one, its.value)
+            for one, element in zip(targets, value.elements, strict=False):
+                self._assign(source, one, element.value)
         elif is_chain(value) and tail(value) in self.prepared and tail(target):
             self.prepared.setdefault(tail(target), self.prepared[tail(value)])
         elif isinstance(value, cst.Call):
@@ -109,8 +88,8 @@ class Step:
     """The step that follows a backward pass.
 
     Attributes:
-        optimizer: whose.
-        call: of `step`.
+        optimizer: the one that steps.
+        call: the call of `step`.
         loops: that the pass is in and the step is not.
         tests: `if`s that the step is under and the pass is not.
     """
@@ -122,7 +101,7 @@ class Step:
 
 
 def step_after(source: Source, optimizers: Optimizers, backward: cst.Call) -> list[Step]:
-    """The steps that follow a pass in its function, up to the next pass: the first is its own."""
+    """Returns the steps that follow a pass in its function, up to the next pass: the first is its own."""
     own = [owner_of(call, "zero_grad") for call in calls(source.function(backward))]
     zeroed = {code(owner) for owner in own if owner is not None}
     loops: list[cst.For | cst.While] = []
@@ -151,13 +130,13 @@ def step_after(source: Source, optimizers: Optimizers, backward: cst.Call) -> li
 
 
 def stepped(call: cst.Call) -> list[cst.BaseExpression]:
-    """What may be the optimizer that a call steps: its object, or what a gradient scaler is given."""
+    """Returns what may be the optimizer that a call steps: its object, or the argument of a gradient scaler."""
     owner = owner_of(call, "step")
     return [] if owner is None else [owner, *(arg.value for arg in call.args[:1])]
 
 
 def passes(source: Source) -> list[cst.Call]:
-    """The calls of loss.backward(); not those of torch.autograd.backward and the like, or of the script's classes."""
+    """Returns the calls of loss.backward(), but not of torch.autograd.backward and methods of the script."""
     return [
         call
         for call in calls(source.module)
@@ -167,28 +146,18 @@ def passes(source: Source) -> list[cst.Call]:
     ]
 
 
-def refuse_other_passes(plan: Plan) -> None:
-    """Refuses `backward` that is no method of a loss, called there."""
-    source = plan.source
-    for node in find(source.module, cst.Attribute):
-        if tail(node) == "backward" and not _is_own(node.value):
-            outer = source.parent(node)
-            called = isinstance(outer, cst.Call) and outer.func is node
-            if not called or source.qualified(node).startswith("torch."):
-                plan.refuse(node, f"{code(node)}: what is moved is loss.backward(), called there")
-
-
 def _is_own(owner: cst.BaseExpression) -> bool:
     return code(owner).startswith("super(") or code(owner) in ("self", "cls")
 
 
 def move_backward(plan: Plan, optimizers: Optimizers, call: cst.Call) -> None:
-    """`loss.backward()` becomes `optimizer.backward(loss)`, of the optimizer whose step follows."""
-    if refuse_arguments(plan, call):
-        return None
+    """Turns `loss.backward()` into `optimizer.backward(loss)`, of the optimizer whose step follows."""
+    strange = [literal(arg.keyword) or "an argument" for arg in call.args if literal(arg.keyword) != "retain_graph"]
+    if strange:
+        return plan.refuse(call, f"backward({strange[0]}=...): optimizer.backward(loss) takes retain_graph only")
     steps = step_after(plan.source, optimizers, call)
     optimizer = steps[0].optimizer if steps else _only(plan, optimizers, call)
-    if optimizer is None or is_of_one_rank(plan, optimizers, call, optimizer):
+    if optimizer is None or _is_of_one_rank(plan, optimizers, call, optimizer):
         return None
     if others := [step.optimizer for step in steps if code(step.optimizer) != code(optimizer)]:
         both = f"{code(optimizer)}, {code(others[0])}"
@@ -198,8 +167,6 @@ def move_backward(plan: Plan, optimizers: Optimizers, call: cst.Call) -> None:
     more = more_passes(plan, optimizers, call, steps, code(optimizer))
     if more is None:
         return None
-    if steps:
-        note_clipping(plan, call, steps[0])
 
     def written(updated: cst.Call) -> str:
         assert isinstance(updated.func, cst.Attribute)
@@ -210,16 +177,8 @@ def move_backward(plan: Plan, optimizers: Optimizers, call: cst.Call) -> None:
     return None
 
 
-def refuse_arguments(plan: Plan, call: cst.Call) -> bool:
-    """Whether a backward pass is refused for what it is given."""
-    strange = [literal(arg.keyword) or "an argument" for arg in call.args if literal(arg.keyword) != "retain_graph"]
-    if strange:
-        plan.refuse(call, f"backward({strange[0]}=...): averaged gradients are those of one loss, without it")
-    return bool(strange)
-
-
-def is_of_one_rank(plan: Plan, optimizers: Optimizers, call: cst.Call, optimizer: cst.BaseExpression) -> bool:
-    """Whether a pass is for an optimizer that nobody wraps; one that is wrapped, and steps by itself, is refused."""
+def _is_of_one_rank(plan: Plan, optimizers: Optimizers, call: cst.Call, optimizer: cst.BaseExpression) -> bool:
+    """Returns True if a pass is for a plain optimizer; refuses one that is wrapped under another name, and steps."""
     if tail(optimizer) in optimizers.prepared or tail(optimizer) not in optimizers.plain | optimizers.wrapped:
         return False
     if tail(optimizer) in optimizers.wrapped:
@@ -227,30 +186,8 @@ def is_of_one_rank(plan: Plan, optimizers: Optimizers, call: cst.Call, optimizer
     return True
 
 
-def note_clipping(plan: Plan, backward: cst.Call, step: Step) -> None:
-    """Gradients that Horovod still has on their way are clipped there; here they are averaged."""
-    source = plan.source
-    clips, waits = False, False
-    for call in calls(source.function(backward)):
-        if source.line(backward) < source.line(call) <= source.line(step.call):
-            waits |= tail(call.func) == "synchronize" and code(step.optimizer) in code(call.func)
-            if tail(call.func).startswith("clip_grad_") and not waits and not clips:
-                clips = True
-                plan.note(
-                    call,
-                    f"clipped before Horovod has averaged; with {plan.target.title} backward() has: another, right,"
-                    " result",
-                )
-
-
-def closures(source: Source, optimizers: Optimizers) -> list[cst.Call]:
-    """The calls of step(closure), of prepared optimizers: Horovod averages nothing that the closure differentiates."""
-    owners = ((call, owner_of(call, "step")) for call in calls(source.module) if call.args)
-    return [call for call, owner in owners if owner is not None and tail(owner) in optimizers.prepared]
-
-
 def _only(plan: Plan, optimizers: Optimizers, call: cst.Call) -> cst.BaseExpression | None:
-    """The one optimizer there is, where the function of a backward pass can name it."""
+    """Returns the one optimizer that the function of a backward pass can name; refuses the pass if there is none."""
     function = plan.source.function(call)
     found: dict[str, cst.BaseExpression] = {
         code(node): node for node in walk(function) if is_chain(node) and tail(node) in optimizers.prepared
@@ -261,14 +198,14 @@ def _only(plan: Plan, optimizers: Optimizers, call: cst.Call) -> cst.BaseExpress
         return next(iter(found.values()))
     plan.refuse(
         call,
-        "no step() of a wrapped optimizer follows in this function: whose gradients these are cannot be told;"
+        "no step() of a wrapped optimizer follows in this function: whose gradients these are is not known;"
         " write optimizer.backward(loss) with the optimizer that hvt.prepare returns",
     )
     return None
 
 
 def _reachable(plan: Plan, optimizers: Optimizers, call: cst.Call) -> list[cst.BaseExpression]:
-    """Prepared optimizers that a method has as attributes of its object, or a function as names of the module."""
+    """Returns prepared optimizers that a method has as attributes of self, or a function as names of the module."""
     source = plan.source
     owner = next((one for one in source.above(call) if isinstance(one, cst.ClassDef)), None)
     if owner is not None:
@@ -279,13 +216,13 @@ def _reachable(plan: Plan, optimizers: Optimizers, call: cst.Call) -> list[cst.B
 
 
 def more_passes(plan: Plan, optimizers: Optimizers, call: cst.Call, steps: list[Step], optimizer: str) -> str | None:
-    """The argument that tells a pass that others of the same update follow; None where it is refused."""
+    """Returns the argument by which a pass knows that others of the same update follow; None if it is refused."""
     source = plan.source
     passes = optimizers.prepared.get(tail(cst.parse_expression(optimizer)), "")
     if passes in ("", "1"):
         return ""
     if not steps:
-        plan.refuse(call, "of several passes an update which is the last cannot be told: no step() follows here")
+        plan.refuse(call, "which of several passes is the last of an update is not known: no step() follows here")
         return None
     loops, tests = steps[0].loops, steps[0].tests
     between = [
@@ -295,7 +232,7 @@ def more_passes(plan: Plan, optimizers: Optimizers, call: cst.Call, steps: list[
     ]
     later = any(owner_of(node, "backward") is not None for node in between)
     if any(isinstance(node, _LEAVES) for node in between):
-        plan.refuse(call, "of several passes an update which is the last cannot be told: the step may be left out")
+        plan.refuse(call, "which of several passes is the last of an update is not known: the step may be skipped")
         return None
     if not loops and not tests:
         return ", more=True" if later else ""
@@ -309,14 +246,14 @@ def more_passes(plan: Plan, optimizers: Optimizers, call: cst.Call, steps: list[
             return f", more={_negated(tests[0].test)}"
     plan.refuse(
         call,
-        f"backward_passes_per_step={passes}: which pass is the last of an update cannot be told here; it can in"
+        f"backward_passes_per_step={passes}: which pass is the last of an update is not known here; it is in"
         " `for i in range(...)` before the step, and where an `if` of the same block holds the step",
     )
     return None
 
 
 def _asks_only(node: cst.CSTNode) -> bool:
-    """Whether a condition, or the bounds of a loop, can be computed twice: what they call changes nothing."""
+    """Returns True if a condition, or the bounds of a loop, can be computed twice: no call in it has effects."""
     node = node.iter if isinstance(node, cst.For) else node
     inner = list(walk(node))[1 if isinstance(node, cst.Call) and code(node.func) == "range" else 0 :]
     return not any(
@@ -326,7 +263,7 @@ def _asks_only(node: cst.CSTNode) -> bool:
 
 
 def _range(loop: cst.CSTNode) -> cst.BaseExpression | None:
-    """Whether another turn of `for i in range(...)` follows, as the script can ask it."""
+    """Returns the condition that another turn of `for i in range(...)` follows; None: not known."""
     if not isinstance(loop, cst.For) or not isinstance(loop.target, cst.Name) or loop.orelse is not None:
         return None
     over = loop.iter
@@ -340,7 +277,7 @@ def _range(loop: cst.CSTNode) -> cst.BaseExpression | None:
 
 
 def stored(node: cst.CSTNode) -> set[str]:
-    """The names that a node assigns to."""
+    """Returns the names that a node assigns to."""
     found: set[str] = set()
     for one in walk(node):
         targets: list[cst.CSTNode] = []

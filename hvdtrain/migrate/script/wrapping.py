@@ -1,4 +1,4 @@
-"""`hvd.DistributedOptimizer` and the broadcasts around it become one `hvt.prepare`."""
+"""Turns `hvd.DistributedOptimizer` and the broadcasts around it into one `hvt.prepare`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hvdtrain.migrate.script.source import (
     tail,
     walk,
 )
-from hvdtrain.migrate.script.training import Optimizers, trainers, trains
+from hvdtrain.migrate.script.training import Optimizers
 
 _NORM = "horovod.torch.SyncBatchNorm"
 _BROADCASTS = ("horovod.torch.broadcast_parameters", "horovod.torch.broadcast_optimizer_state")
@@ -36,14 +36,14 @@ class Wrap:
     """An optimizer that is wrapped.
 
     Attributes:
-        call: of DistributedOptimizer.
-        statement: that it is in.
-        target: what it is assigned to; None where it is returned.
-        model: of whose parameters it is, as text.
-        optimizer: what is wrapped.
-        arguments: of the call.
-        adasum: when it asks for Adasum, as text; "" for never.
-        extra: arguments of `hvt.prepare` that the call has not.
+        call: the call of DistributedOptimizer.
+        statement: the statement that it is in.
+        target: the name it is assigned to; None if it is returned.
+        model: the model whose parameters it has, as text.
+        optimizer: the plain one.
+        arguments: those of the call.
+        adasum: the condition under which it asks for Adasum, as text; "" for never.
+        extra: more arguments of `hvt.prepare`.
     """
 
     call: cst.Call
@@ -57,15 +57,15 @@ class Wrap:
 
     @property
     def name(self) -> cst.BaseExpression:
-        """What it is called by from here on."""
+        """Returns the name of the optimizer from here on."""
         return self.optimizer if self.target is None else self.target
 
     def ends(self, target: Target) -> list[str]:
-        """The statement that ends a script where it asks for Adasum."""
+        """Returns the statement that ends a script where it asks for Adasum."""
         return [_ENDS.format(self.adasum, target.title)] if self.adasum else []
 
     def know(self, source: Source, optimizers: Optimizers) -> None:
-        """Tells what it is of, and under which names."""
+        """Adds it to the script's optimizers."""
         passes = self.arguments.get("backward_passes_per_step")
         if is_chain(self.optimizer):
             optimizers.wrapped.add(tail(self.optimizer))
@@ -76,7 +76,7 @@ class Wrap:
 
 
 def move_wraps(plan: Plan) -> Optimizers:
-    """Moves every wrapped optimizer of a script; returns what is known of its optimizers."""
+    """Converts every wrapped optimizer of a script; returns the script's optimizers."""
     source, optimizers = plan.source, Optimizers()
     norms = _norms(plan)
     for call in plan.calls("DistributedOptimizer"):
@@ -98,7 +98,7 @@ def move_wraps(plan: Plan) -> Optimizers:
 
 
 def _move_questions(plan: Plan, adasum: str) -> None:
-    """`if args.use_adasum and hvd.nccl_built()`, as Horovod's examples have it, asks for Adasum alone."""
+    """Turns `if args.use_adasum and hvd.nccl_built()`, as of Horovod's examples, into the first alone."""
     for node in find(plan.source.module, cst.BooleanOperation):
         if isinstance(node.operator, cst.And):
             asked = isinstance(node.right, cst.Call) and plan.source.qualified(node.right.func)
@@ -108,8 +108,8 @@ def _move_questions(plan: Plan, adasum: str) -> None:
 
 
 def _norms(plan: Plan) -> tuple[cst.IfExp, bool] | None:
-    """`hvd.SyncBatchNorm if ... else nn.BatchNorm2d`, where it is all that a script has of Horovod's; and whether the
-    first is Horovod's."""
+    """Returns the only `hvd.SyncBatchNorm if ... else nn.BatchNorm2d` of a script, and True if the first is Horovod's;
+    None if there is another use."""
     source = plan.source
     wraps = plan.calls("DistributedOptimizer")
     uses = [node for node in walk(source.module) if source.qualified(node) == _NORM]
@@ -124,39 +124,37 @@ def _norms(plan: Plan) -> tuple[cst.IfExp, bool] | None:
 
 
 def _move_norms(plan: Plan, wrap: Wrap, choice: cst.IfExp, first: bool) -> None:
-    """The model is made of plain layers, which `hvt.prepare` synchronises under the same condition."""
+    """Builds the model of plain layers, which `hvt.prepare` synchronises under the same condition."""
     plan.settle(choice)
     plan.replace(choice, code(choice.orelse if first else choice.body))
     wrap.extra.append(f"sync_batchnorm={code(choice.test) if first else f'not ({code(choice.test)})'}")
 
 
 def read(plan: Plan, call: cst.Call) -> Wrap | None:
-    """What a call of DistributedOptimizer wraps; None, and refused, where it cannot be told, or moved."""
+    """Returns what a call of DistributedOptimizer wraps; None, and refuses it, if that is not known."""
     source = plan.source
     statement = source.statement(call)
     target, value = target_of(statement)
     named = target is None or is_chain(target)
     if value is not call or not named or not isinstance(statement, cst.SimpleStatementLine):
-        plan.refuse(call, "DistributedOptimizer is moved where it is assigned to one name, or returned")
+        plan.refuse(call, "DistributedOptimizer must be assigned to one name, or returned")
         return None
     if (above := condition_above(source, call)) is not None:
         what = type(above).__name__.lower()
         plan.refuse(
             call,
-            f"the optimizer is wrapped within `{what}`: {plan.target.wrap} is for one process too, and stands outside",
+            f"the optimizer is wrapped within `{what}`: move it out, {plan.target.wrap} also works on one process",
         )
         return None
     arguments = bind(call, "DistributedOptimizer")
     if arguments is None or "optimizer" not in arguments or set(arguments) - set(_names()):
-        plan.refuse(call, "the arguments of DistributedOptimizer cannot be told")
+        plan.refuse(call, "the arguments of DistributedOptimizer are not known")
         return None
     if not _check_arguments(plan, call, arguments):
         return None
     model = _model(source, statement, arguments)
     if model is None:
-        plan.refuse(
-            call, "of which model these are the parameters cannot be told: named_parameters=model.named_parameters()"
-        )
+        plan.refuse(call, "the model of these parameters is not known: write named_parameters=model.named_parameters()")
         return None
     op = arguments.get("op")
     adasum = None if op is None else _adasum_test(source, op)
@@ -166,14 +164,14 @@ def read(plan: Plan, call: cst.Call) -> Wrap | None:
 
 
 def is_parameter(source: Source, node: cst.CSTNode, name: str) -> bool:
-    """Whether a name is one of those that the function of a node is called with."""
+    """Returns True if a name is a parameter of the function that a node is in."""
     function = source.function(node)
     given = find(function.params, cst.Param) if isinstance(function, cst.FunctionDef) else ()
     return any(one.name.value == name for one in given)
 
 
 def _adasum_test(source: Source, op: cst.BaseExpression) -> str | None:
-    """When `hvd.Adasum if ... else hvd.Average` is Adasum, as text; None of anything else."""
+    """Returns the condition under which `hvd.Adasum if ... else hvd.Average` is Adasum; None of anything else."""
     if not isinstance(op, cst.IfExp) or "horovod." in "".join(map(source.qualified, walk(op.test))):
         return None
     one, other = (source.qualified(part).removeprefix("horovod.torch.") for part in (op.body, op.orelse))
@@ -185,7 +183,7 @@ def _names() -> list[str]:
 
 
 def _check_arguments(plan: Plan, call: cst.Call, arguments: dict[str, cst.BaseExpression]) -> bool:
-    """Whether each of them is kept, or is of no matter."""
+    """Returns True if each argument is kept, or changes no weights; refuses the others."""
     right = True
     op = arguments.get("op")
     if op is not None:
@@ -209,7 +207,7 @@ def _check_arguments(plan: Plan, call: cst.Call, arguments: dict[str, cst.BaseEx
 
 
 def _model(source: Source, statement: cst.SimpleStatementLine, arguments: dict[str, cst.BaseExpression]) -> str | None:
-    """The model, as text: of its named parameters, or else of those that the optimizer was made of."""
+    """Returns the model, as text, by its named parameters, or by those that the optimizer was made of."""
     named = made_of(source, arguments.get("named_parameters"), statement)
     if (found := _owner(named, "named_parameters")) is not None:
         return found
@@ -222,7 +220,7 @@ def _model(source: Source, statement: cst.SimpleStatementLine, arguments: dict[s
 
 
 def _owner(node: cst.BaseExpression | None, method: str) -> str | None:
-    """`model` of `model.parameters()`, also within list(...)."""
+    """Returns `model` of `model.parameters()`, also within list(...)."""
     if isinstance(node, cst.Call) and code(node.func) in ("list", "iter", "tuple") and len(node.args) == 1:
         node = node.args[0].value
     if not isinstance(node, cst.Call) or any(literal(arg.keyword) != "prefix" for arg in node.args):
@@ -237,10 +235,10 @@ def _place(plan: Plan, wrap: Wrap) -> None:
     """Puts `hvt.prepare` where the last of the broadcasts before training stands, and takes these away."""
     source = plan.source
     block = list(source.block(wrap.statement))
-    at, known = block.index(wrap.statement), trainers(source)
+    at = block.index(wrap.statement)
     target = code(wrap.name)
     texts = {target, code(wrap.optimizer)}
-    end = next((i for i, one in enumerate(block) if i > at and trains(one, known)), len(block))
+    end = next((i for i, one in enumerate(block) if i > at and _may_train(source, one)), len(block))
     theirs = [i for i in range(end) if (call := _broadcast(source, block[i])) and _is_of(plan, call, wrap.model, texts)]
     last = max([at, *theirs])
     between = [one for i, one in enumerate(block) if at < i < last and i not in theirs]
@@ -269,7 +267,7 @@ def _place(plan: Plan, wrap: Wrap) -> None:
 
 
 def _broadcast(source: Source, statement: cst.CSTNode) -> cst.Call | None:
-    """The broadcast that a statement is."""
+    """Returns the broadcast that a statement is, or None."""
     if isinstance(statement, cst.SimpleStatementLine) and len(statement.body) == 1:
         [small] = statement.body
         if isinstance(small, cst.Expr) and isinstance(small.value, cst.Call):
@@ -278,7 +276,7 @@ def _broadcast(source: Source, statement: cst.CSTNode) -> cst.Call | None:
 
 
 def _is_of(plan: Plan, call: cst.Call, model: str, optimizers: set[str]) -> bool:
-    """Whether it gives rank 0's state of this model or its optimizer to all."""
+    """Returns True if a broadcast sends rank 0's state of this model or its optimizer."""
     name = plan.source.qualified(call.func).split(".")[-1]
     arguments = plan.bind(call, name)
     if literal(arguments.get("root_rank")) not in ("0", ""):
@@ -288,8 +286,16 @@ def _is_of(plan: Plan, call: cst.Call, model: str, optimizers: set[str]) -> bool
     return model in (_owner(arguments.get("params"), one) for one in ("state_dict", "named_parameters", "parameters"))
 
 
+def _may_train(source: Source, statement: cst.CSTNode) -> bool:
+    """Returns True if weights may change while a statement runs: it steps, or calls a function of the script."""
+    own = source.definitions()
+    return any(
+        owner_of(call, "backward", "step") is not None or tail(call.func) in own for call in calls(statement, now=True)
+    )
+
+
 def _reads(source: Source, statement: cst.CSTNode, model: str) -> bool:
-    """Whether a statement may use what a model holds: a copy, a teacher; all but what makes an optimizer of it."""
+    """Returns True if a statement may use a model's weights, as a copy does; not if it makes an optimizer of it."""
     own = source.definitions()
     _, value = target_of(statement)
     if isinstance(value, cst.Call) and source.qualified(value.func).startswith("torch.optim."):
@@ -300,7 +306,7 @@ def _reads(source: Source, statement: cst.CSTNode, model: str) -> bool:
 
 
 def _touches(source: Source, statement: cst.CSTNode, texts: set[str]) -> bool:
-    """Whether a statement may change the model or its optimizer, or needs the wrapped one: all but what makes a
+    """Returns True if a statement may change the model or its optimizer, or needs the wrapped one; not if it makes a
     scheduler."""
     if isinstance(statement, (cst.FunctionDef, cst.ClassDef)):
         return False
@@ -311,7 +317,7 @@ def _touches(source: Source, statement: cst.CSTNode, texts: set[str]) -> bool:
 
 
 def _prepare(wrap: Wrap, updated: Any, parts: dict[str, Any]) -> Sequence[str]:
-    """The statements in place of the wrapping one; `parts` keeps what they are made of."""
+    """Returns the statements in place of the wrapping one; `parts` gets what they are made of."""
     [small] = updated.body
     arguments = bind(small.value, "DistributedOptimizer")
     assert arguments is not None
@@ -336,7 +342,7 @@ def _written(model: str, target: str, optimizer: str, extra: Sequence[str]) -> s
 
 
 def move_synchronize(plan: Plan, optimizers: Optimizers) -> None:
-    """`synchronize()` goes, and so does what is around a step for it: gradients are averaged when backward returns."""
+    """Removes `synchronize()` and `skip_synchronize()`: gradients are averaged when backward returns."""
     around: list[cst.CSTNode] = []
     for node in walk(plan.source.module):
         if isinstance(node, cst.With) and len(node.items) == 1:
@@ -345,13 +351,13 @@ def move_synchronize(plan: Plan, optimizers: Optimizers) -> None:
                 around.append(call)
                 plan.statements[node] = _unwrapped
         elif _is_method(node, "skip_synchronize", optimizers) and node not in around:
-            plan.refuse(node, "optimizer.skip_synchronize() goes where it is all that a `with` has")
+            plan.refuse(node, "optimizer.skip_synchronize() must be all that a `with` has")
         elif _is_method(node, "synchronize", optimizers):
             statement = plan.source.statement(node)
             if isinstance(statement, cst.SimpleStatementLine) and len(statement.body) == 1:
                 plan.remove(statement)
             else:
-                plan.refuse(node, "optimizer.synchronize() goes where it is a line of its own")
+                plan.refuse(node, "optimizer.synchronize() must be a line of its own")
 
 
 def _is_method(call: cst.CSTNode, name: str, optimizers: Optimizers) -> bool:

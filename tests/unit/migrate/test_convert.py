@@ -9,7 +9,6 @@ import pytest
 from horovod_scripts import FOLDER
 
 from hvdtrain.migrate.convert import convert
-from hvdtrain.migrate.script.plan import TARGETS, Target
 
 MODEL = """\
 import horovod.torch as hvd
@@ -285,32 +284,10 @@ def test_a_loss_that_is_logged_after_its_pass_is_detached() -> None:
     assert moved(WRAP + loop).endswith("logged = hvt.reduce(loss.detach())\n")
 
 
-@pytest.mark.parametrize(
-    "loss",
-    [
-        "hvd.allreduce(f(x)).backward()\noptimizer.step()\n",
-        "loss = hvd.allreduce(f(x))\nloss.backward()\noptimizer.step()\n",
-        "z = f(x)\nz = hvd.allgather(z)\nloss = g(z)\nloss.backward()\noptimizer.step()\n",
-        "loss = f(x)\nloss += hvd.allreduce(h(x))\nloss.backward()\noptimizer.step()\n",
-        "def mean(v):\n    return hvd.allreduce(v)\n\n\nloss = mean(f(x))\nloss.backward()\noptimizer.step()\n",
-        "class Net(torch.nn.Module):\n    def forward(self, x):\n        return hvd.allgather(x)\n",
-    ],
-)
-def test_a_collective_within_a_loss_is_refused(loss: str) -> None:
-    text = WRAP + loss
-    [(line, reason)] = refused(text)
-    assert "hvd.all" in text.splitlines()[line - 1] and "within a loss has a gradient" in reason
-
-
-@pytest.mark.parametrize(
-    "loss",
-    [
-        "with torch.no_grad():\n    c = hvd.allreduce(f(x))\nloss = g(x, c)\nloss.backward()\noptimizer.step()\n",
-        "c = hvd.allreduce(f(x).detach())\nloss = g(x, c)\nloss.backward()\noptimizer.step()\n",
-    ],
-)
-def test_a_constant_of_all_ranks_within_a_loss_is_moved(loss: str) -> None:
-    assert "c = hvt.reduce(f(x)" in moved(WRAP + loss)
+def test_no_gradient_is_cut_off_in_a_loss() -> None:
+    """`hvt.reduce` raises an error if a gradient would have to go through it."""
+    new = moved(WRAP + "loss = hvd.allreduce(f(x))\nloss.backward()\noptimizer.step()\n")
+    assert "loss = hvt.reduce(f(x))\noptimizer.backward(loss)\n" in new
 
 
 # -- refusals -----------------------------------------------------------------------------------------------------
@@ -324,12 +301,12 @@ def test_a_constant_of_all_ranks_within_a_loss_is_moved(loss: str) -> None:
         ("h = hvd.allreduce_async_(p.grad)", "the call that waits"),
         ("hvd.synchronize(h)", "the call that waits"),
         ("a = hvd.alltoall(t)", "hvd.alltoall has no counterpart"),
-        ("f(hvd)", "hvd itself as a value"),
-        ("Trainer(strategy='horovod')", "a library that trains on it by itself"),
-        ("import horovod\nhorovod.run(f, min_np=2)", "horovod.run is moved where"),
-        ("import horovod\ng = horovod.run", "horovod.run is moved where"),
+        ("f(hvd)", "hvd as a value"),
+        ("Trainer(strategy='horovod')", "a library that trains on Horovod by itself"),
+        ("import horovod\nhorovod.run(f, min_np=2)", "horovod.run must be called"),
+        ("import horovod\ng = horovod.run", "horovod.run must be called"),
         ("g = hvd.allreduce", "hvd.allreduce has no counterpart"),
-        ("hvd.allreduce(*args)", "the arguments of hvd.allreduce cannot be told"),
+        ("hvd.allreduce(*args)", "the arguments of hvd.allreduce are not known"),
         ("hvd.allreduce(t, prescale_factor=2.0)", "prescale_factor"),
         ("hvd.allreduce(t, op=hvd.Product)", "op=hvd.Product"),
         ("hvd.allreduce(t, average=a)", "whether this is a mean or a sum"),
@@ -340,22 +317,22 @@ def test_a_constant_of_all_ranks_within_a_loss_is_moved(loss: str) -> None:
         ("o = hvd.DistributedOptimizer(optimizer, op=hvd.Adasum)", "op=Adasum"),
         ("o = hvd.DistributedOptimizer(optimizer, op=hvd.Sum)", "op=hvd.Sum"),
         ("o = hvd.DistributedOptimizer(optimizer, process_set=s)", "a process set"),
-        ("o = hvd.DistributedOptimizer(optimizer, named_parameters=chain(a, b))", "of which model"),
+        ("o = hvd.DistributedOptimizer(optimizer, named_parameters=chain(a, b))", "the model of these parameters"),
         ("o = hvd.DistributedOptimizer(optimizer) if d else optimizer", "assigned to one name, or returned"),
         ("f(hvd.DistributedOptimizer(optimizer))", "assigned to one name, or returned"),
         ("if d: o = hvd.DistributedOptimizer(optimizer)", "assigned to one name, or returned"),
         ("if d:\n    o = hvd.DistributedOptimizer(optimizer)", "within `if`"),
-        ("import horovod.tensorflow as tfhvd", "what is imported from horovod.torch is moved"),
+        ("import horovod.tensorflow as tfhvd", "only what is imported from horovod.torch"),
         ("from horovod.torch import *", "import *"),
-        ("hvt = hvd.allreduce(t.detach())", "a name hvt of its own"),
+        ("hvt = hvd.allreduce(t.detach())", "the name hvt"),
         ("d['o'] = hvd.DistributedOptimizer(optimizer)", "assigned to one name, or returned"),
-        ("from horovod.torch.mpi_ops import allgather", "horovod.torch.mpi_ops: what is imported from horovod.torch"),
+        ("from horovod.torch.mpi_ops import allgather", "horovod.torch.mpi_ops cannot be converted"),
     ],
 )
 def test_what_cannot_be_moved_is_told_with_its_line(line: str, reason: str) -> None:
     text = MODEL + line + "\n"
     found = refused(text)
-    wanted = 1 if "of its own" in reason and "hvt" in line else 7 + line.count("\n")
+    wanted = 1 if "the name" in reason and "hvt" in line else 7 + line.count("\n")
     assert any(at == wanted and reason in said for at, said in found), found
 
 
@@ -409,14 +386,7 @@ def test_horovod_that_may_be_absent_is_refused() -> None:
     assert {line for line, reason in refused(text) if "is not Horovod's only" in reason} >= {5}
 
 
-def test_notes_on_what_trains_otherwise() -> None:
-    clip = "loss.backward()\ntorch.nn.utils.clip_grad_norm_(model.parameters(), 1)\noptimizer.step()\n"
-    [note] = convert(WRAP + clip).notes
-    assert note.line == 9 and "clipped before" in note.text
-    assert not convert(WRAP + clip.replace("()\ntorch", "()\noptimizer.synchronize()\ntorch")).notes
-    closure = "def again():\n    loss.backward()\n\n\noptimizer.step(again)\n"
-    [note] = convert(WRAP + closure).notes
-    assert note.line == 12 and "step(closure)" in note.text
+def test_a_caller_that_keeps_the_plain_model_is_noted() -> None:
     [note] = convert(
         "def build(model):\n    " + WRAP.replace("\n", "\n    ").replace("    model = torch.nn.Linear(2, 1)\n", "")
     ).notes
@@ -536,8 +506,6 @@ def test_a_broadcast_that_nobody_reads_goes() -> None:
         ("hvd.broadcast_(next(parts), 0)", "has a name"),
         ("hvd.allreduce_(parts.pop())", "has a name"),
         ("hvd.allreduce_(parts[take()])", "has a name"),
-        ("torch.autograd.backward(loss)", "what is moved is loss.backward()"),
-        ("back = loss.backward", "what is moved is loss.backward()"),
         ("with optimizer.skip_synchronize() if late else null(): optimizer.step()", "all that a `with` has"),
     ],
 )
@@ -547,16 +515,15 @@ def test_what_would_train_otherwise_is_refused(line: str, reason: str) -> None:
     assert found.line == 7 and reason in found.text
 
 
-@pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
 @pytest.mark.parametrize("maker", ["torch.optim.SGD", "chosen"])
-def test_the_inner_optimizer_that_steps_by_itself_is_refused(maker: str, target: Target) -> None:
+def test_the_inner_optimizer_that_steps_by_itself_is_refused(maker: str) -> None:
     text = (
         "import torch\nimport horovod.torch as hvd\nhvd.init()\nmodel = torch.nn.Linear(1, 1)\n"
         f"base = {maker}(model.parameters(), lr=0.1)\n"
         "dist = hvd.DistributedOptimizer(base, named_parameters=model.named_parameters())\n"
         "for x in data:\n    loss = model(x).mean()\n    loss.backward()\n    dist.synchronize()\n    base.step()\n"
     )
-    assert any(one.line == 9 and "under another name" in one.text for one in convert(text, target).refused)
+    assert any(one.line == 9 and "under another name" in one.text for one in convert(text).refused)
 
 
 @pytest.mark.parametrize("leave", ["continue", "break"])
@@ -566,4 +533,4 @@ def test_passes_that_may_end_without_a_step_are_refused(leave: str) -> None:
     loop = "for i, x in enumerate(data):\n    model(x).mean().backward()\n"
     loop += f"    if i % 2:\n        {leave}\n    optimizer.step()\n"
     [found] = convert(f"{head}{MADE}\n{wrapped}\n{loop}").refused
-    assert "the step may be left out" in found.text
+    assert "the step may be skipped" in found.text

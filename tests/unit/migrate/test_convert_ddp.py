@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import pickle
 import re
 import textwrap
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from horovod_scripts import FOLDER
+from torch import distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from hvdtrain.migrate.convert import Conversion, convert
+from hvdtrain.migrate.ddp.calls import FUNCTIONS, MODEL
 from hvdtrain.migrate.script.plan import DDP
 
 HEAD = """\
@@ -22,7 +32,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * hvd.size())
 """
 WRAP = HEAD + "optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())\n"
 LOOP = "for x in data:\n    optimizer.zero_grad()\n    model(x).mean().backward()\n    optimizer.step()\n"
-WRAPPED = "model = DistributedDataParallel(model, broadcast_buffers=False)\n"
+WRAPPED = "model = DistributedModel(model, broadcast_buffers=False)\n"
 
 
 def moved(text: str) -> str:
@@ -78,6 +88,7 @@ def test_a_whole_script() -> None:
     new = '''\
         """Trains."""
 
+        import copy
         import os
         import torch.distributed as dist
         from torch.nn.parallel import DistributedDataParallel
@@ -85,6 +96,7 @@ def test_a_whole_script() -> None:
         from torch import nn
 
 
+        CLASS
         def broadcast_state(state, source=0):
             """Gives one rank's weights and buffers to all ranks, in place."""
             for tensor in state.values():
@@ -102,7 +114,7 @@ def test_a_whole_script() -> None:
 
         def save(model):
             if dist.get_rank() == 0:
-                torch.save(model.module.state_dict(), f"{int(os.environ['LOCAL_RANK'])}.pt")
+                torch.save(model.state_dict(), f"{int(os.environ['LOCAL_RANK'])}.pt")
 
 
         def main():
@@ -110,8 +122,8 @@ def test_a_whole_script() -> None:
             model = nn.Linear(3, 1)  # plain
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * dist.get_world_size())
             # Horovod: wrap optimizer with DistributedOptimizer.
-            model = DistributedDataParallel(model, broadcast_buffers=False)
-            broadcast_state(model.module.state_dict())  # rank 0's
+            model = DistributedModel(model, broadcast_buffers=False)
+            broadcast_state(model.state_dict())  # rank 0's
             optimizer.load_state_dict(broadcast_value(optimizer.state_dict()))
             for x in loader( ):
                 model.train()
@@ -120,10 +132,10 @@ def test_a_whole_script() -> None:
                 nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
             save(model)
-            print(model.module.weight, int(os.environ["LOCAL_WORLD_SIZE"]))
+            print(model.weight, int(os.environ["LOCAL_WORLD_SIZE"]))
             dist.destroy_process_group()
         '''
-    assert moved(text) == textwrap.dedent(new)
+    assert moved(text) == textwrap.dedent(new).replace("CLASS\n", f"{FUNCTIONS[MODEL].lstrip()}\n\n")
 
 
 @pytest.mark.parametrize(
@@ -156,237 +168,85 @@ def test_a_script_that_uses_gpus() -> None:
     assert new.count("set_device") == 1 and 'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))\nmodel =' in new
 
 
-# -- where the wrapped model goes ---------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    "old, new",
-    [
-        ("model.state_dict()", "model.module.state_dict()"),
-        ("model.load_state_dict(x)", "model.module.load_state_dict(x)"),
-        ("model.named_parameters()", "model.module.named_parameters()"),
-        ("model.weight", "model.module.weight"),
-        ("model[0].weight", "model.module[0].weight"),
-        ("copy(model.fc.state_dict())", "copy(model.module.fc.state_dict())"),
-        ("isinstance(model, torch.nn.Linear)", "isinstance(model.module, torch.nn.Linear)"),
-        ("torch.save(model, 'm.pt')", "torch.save(model.module, 'm.pt')"),
-        ("list(model.parameters())", "list(model.parameters())"),
-        ("model.eval()", "model.eval()"),
-        ("model is None", "model is None"),
-    ],
-)
-def test_the_plain_model_is_asked_for_what_is_its_own(old: str, new: str) -> None:
-    text = moved(f"{WRAP}{LOOP}y = {old}\n")
-    assert WRAPPED in text and text.endswith(f"\ny = {new}\n")
-    # before it is wrapped the model is the plain one
-    early = moved(WRAP.replace("optimizer = hvd", f"y = {old}\noptimizer = hvd") + LOOP)
-    assert f"\ny = {old}\n{WRAPPED}" in early
+# -- the wrapped model --------------------------------------------------------------------------------------------
+class Net(nn.Module):
+    """A plain model with attributes, methods and buffers of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(2, 3)
+        self.norm = nn.BatchNorm1d(3)
+        self.classes = 3
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.head(x))
+
+    def doubled(self, x: int) -> int:
+        return 2 * x * self.classes
 
 
-def test_it_is_followed_into_functions_attributes_and_what_is_returned() -> None:
-    text = """\
-        import horovod.torch as hvd
-        import torch
+@pytest.fixture
+def wraps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[nn.Module], Any]]:
+    """Makes the class of the new script, in a world of one process."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # DistributedDataParallel sets it
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    names: dict[str, Any] = {"DistributedDataParallel": DistributedDataParallel, "copy": copy}
+    exec(FUNCTIONS[MODEL], names)
+    yield functools.partial(names[MODEL], broadcast_buffers=False)
+    dist.destroy_process_group()
 
 
-        class Trainer:
-            def __init__(self, net):
-                hvd.init()
-                self.net = net
-                self.optimizer = self.build(0.1)
-
-            def build(self, lr):
-                optimizer = torch.optim.SGD(self.net.parameters(), lr=lr)
-                return hvd.DistributedOptimizer(optimizer, named_parameters=self.net.named_parameters())
-
-            def step(self, x):
-                loss = self.net(x).mean()
-                loss.backward()
-                self.optimizer.step()
-
-            def save(self):
-                return store(self.net, "m.pt")
+def test_the_wrapped_model_is_asked_as_the_plain_one(wraps: Callable[[nn.Module], Any]) -> None:
+    plain = Net()
+    model = wraps(plain)
+    assert model.classes == 3 and model.doubled(2) == 12 and model.head is plain.head
+    assert wraps(nn.Sequential(plain))[0] is plain
+    with pytest.raises(AttributeError, match="'Net' object has no attribute 'nothing'"):
+        model.nothing  # noqa: B018
+    for of in ("named_parameters", "named_buffers", "named_modules"):
+        assert [name for name, _ in getattr(model, of)()] == [name for name, _ in getattr(plain, of)()]
+    both = nn.ModuleDict({"a": model})
+    assert list(both.state_dict()) == [f"a.{name}" for name in plain.state_dict()]
+    model(torch.ones(4, 2)).sum().backward()
+    assert plain.head.weight.grad is not None
 
 
-        def store(module, path):
-            torch.save(module.state_dict(), path)
-            return module
+def test_checkpoints_and_copies_are_the_plain_models(wraps: Callable[[nn.Module], Any]) -> None:
+    plain = Net()
+    model = wraps(plain)
+    state = {name: torch.full_like(tensor, 2) for name, tensor in plain.state_dict().items()}
+    assert list(model.state_dict()) == list(state)
+    model.load_state_dict(state)
+    assert torch.equal(plain.head.weight, torch.full((3, 2), 2.0))
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert type(copied) is Net and copied.head.weight is not plain.head.weight
+        assert torch.equal(copied.head.weight, plain.head.weight)
 
 
-        plain = torch.nn.Linear(1, 1)
-        trainer = Trainer(plain)
-        trainer.step(x)
-        same = trainer.save()
-        print(same.weight, plain.weight)
-        """
-    new = moved(text)
-    wrapped = "self.net = DistributedDataParallel(self.net, broadcast_buffers=False)\n        return optimizer\n"
-    assert wrapped in new and "torch.save(module.module.state_dict(), path)" in new
-    assert "print(same.module.weight, plain.weight)" in new
+def test_it_is_asked_for_its_class_as_the_plain_one() -> None:
+    early, late = "print(isinstance(model, torch.nn.Linear))\n", 'isinstance(getattr(model, "module", model), torch'
+    new = moved(WRAP.replace("optimizer = hvd", f"{early}optimizer = hvd") + early + LOOP)
+    assert early in new and new.count(late) == 1 and new.index(late) > new.index(WRAPPED)
 
 
-AGAIN = "def save(m):\n    torch.save(m.state_dict(), 'm.pt')\n\n\n"
-BUILD = """\
-import horovod.torch as hvd
-import torch
+def test_a_model_that_is_an_attribute() -> None:
+    new = moved(f"{WRAP}{LOOP}print(args.model)\n".replace("model", "self.model").replace("args.self.", "args."))
+    assert "self.model = DistributedModel(self.model, broadcast" in new and "print(args.model)" in new
 
 
-def build(net):
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    return hvd.DistributedOptimizer(optimizer, named_parameters=net.named_parameters())
-
-
-hvd.init()
-model = torch.nn.Linear(2, 1)
-optimizer = build(model)
-"""
-
-
-@pytest.mark.parametrize(
-    "text, at, reason",
-    [
-        # the plain model would be called, and nobody would average
-        (BUILD + LOOP, "    model(x)", "may be the plain model here"),
-        (WRAP.replace("optimizer = torch", "other = model\noptimizer = torch") + LOOP.replace("model(", "other("),
-         "    other(x)", "may be the plain model here"),
-        (WRAP + "models = [model]\n" + LOOP, "models = [model]", "goes where it cannot be followed"),
-        (WRAP.replace("optimizer = torch", "m = Both(model)\noptimizer = torch") + LOOP.replace("model(", "m("),
-         "m = Both(model)", "Both is given model, and may call it"),
-        (WRAP + LOOP.replace("model(x)", "model.body(x)"), "model.body(x)", "model.body() may run a part of the model"),
-        (WRAP + LOOP.replace("model(x)", "model[0](x)"), "model[0](x)", "model[0]() may run a part of the model"),
-        (WRAP + LOOP.replace("model(x)", "run(model, x)"), "run(model, x)", "run is given model, and may call it"),
-        (WRAP + LOOP.replace("model(x)", "f(x)"), "f(x).mean().backward()", "no call of a wrapped model stands before"),
-        (WRAP + "out = model(x)\nfor loss in losses(out):\n    loss.backward()\noptimizer.step()\n",
-         "    loss.backward()", "no call of a wrapped model stands before"),
-        (WRAP + "a = model(x)\nb = model(y)\na.backward()\nb.backward()\noptimizer.step()\n", "b.backward()",
-         "no call of a wrapped model stands before"),
-        (WRAP + "first = model[0]\n" + LOOP, "first = model[0]", "a part of the model under another name"),
-        (WRAP.replace("optimizer = torch", "body = model.body\noptimizer = torch") + LOOP, "body = model.body",
-         "a part of the model under another name"),
-        (WRAP + LOOP.replace("model(x)", "go(model.body, model(x))"), "go(model.body", "under another name"),
-        (WRAP + LOOP + "for layer in model.children():\n    x = layer(x)\n", "in model.children()",
-         "under another name"),
-        (WRAP + LOOP.replace("model(x)", "model.forward(x)"), "model.forward(x)", "may run a part"),
-        (WRAP + "model.training = False\n" + LOOP, "model.training", "changes the model after it is wrapped"),
-        # what would be looked for in the wrapped one, and found under another name
-        (WRAP + "pair = (model, optimizer)\n" + LOOP + "f(pair[0].state_dict())\n", "pair =", "cannot be followed"),
-        (WRAP + LOOP + "f((model if a else b).state_dict())\n", "if a else b", "cannot be followed"),
-        (WRAP + "def get():\n    return model\n" + LOOP + "f(get().state_dict())\n", "f(get()",
-         "get() returns a model"),
-        (WRAP + "def get():\n    return model, 3\n" + LOOP + "both = get()\n", "both =", "get() returns a model"),
-        (WRAP + "def get():\n    return model\n" + LOOP.replace("model(x)", "get()(x)"), "get()(x)", "returns a model"),
-        (WRAP.replace("optimizer = torch", "save = lambda: f(model.state_dict())\noptimizer = torch") + LOOP, "save =",
-         "at one time, and not at another"),
-        (WRAP.replace("optimizer = torch", "def save():\n    f(model.state_dict())\nsave()\noptimizer = torch") + LOOP
-         + "at_exit(save)\n", "    f(model", "at one time, and not at another"),
-        # and where it is one at one time, and not at another
-        (WRAP.replace("optimizer = torch", f"{AGAIN}save(model)\noptimizer = torch") + LOOP + "save(model)\n",
-         "torch.save(m.state_dict()", "m.state_dict is asked of what is the wrapped model at one time"),
-        (WRAP + AGAIN + LOOP + "save(model)\nsave(teacher)\n", "torch.save(m.state_dict()", "at one time"),
-        # what would be changed behind DistributedDataParallel's back
-        (WRAP + "model = model.cuda()\n" + LOOP, "model = model.cuda()", "assigned anew"),
-        (WRAP + "model.half()\n" + LOOP, "model.half()", "changes the model after it is wrapped"),
-        (WRAP + "model.fc = torch.nn.Linear(1, 1)\n" + LOOP, "model.fc =", "changes the model after it is wrapped"),
-        (WRAP + "model.requires_grad_(False)\n" + LOOP, "model.requires_grad_", "frozen after they are wrapped"),
-        (WRAP + "for p in model.parameters():\n    p.requires_grad = False\n" + LOOP, "    p.requires_grad", "frozen"),
-        (WRAP + "other = hvd.DistributedOptimizer(optimizer, model.named_parameters())\n" + LOOP, "other = hvd",
-         "a second optimizer of model"),
-    ],
-)  # fmt: skip
-def test_what_would_be_wrong_and_say_nothing_is_refused(text: str, at: str, reason: str) -> None:
-    found = refused(text)
-    lines = text.splitlines()
-    assert any(at in lines[line - 1] and reason in said for line, said in found), found
-
-
-def test_the_plain_model_may_be_called_where_nothing_is_differentiated() -> None:
-    watch = "with torch.no_grad():\n    print(plain(x), model.body(x))\n"
-    new = moved(WRAP.replace("optimizer = torch", "plain = model\noptimizer = torch") + LOOP + watch)
-    assert "print(plain(x), model.module.body(x))" in new
-
-
-def test_methods_of_the_scripts_own_that_run_no_part() -> None:
-    net = (
-        "class Net(torch.nn.Module):\n    def count(self):\n        return sum(p.numel() for p in self.parameters())\n"
-    )
-    net += "    def encode(self, x):\n        return self.body(x)\n\n\n"
-    text = WRAP.replace("hvd.init()\nmodel = torch.nn.Linear(2, 1)", f"{net}hvd.init()\nmodel = Net()")
-    assert "print(model.module.count())" in moved(text + LOOP + "print(model.count())\n")
-    assert "may run a part" in refused(text + LOOP + "print(model.encode(x))\n")[0][1]
-
-
-def test_attributes_of_one_name_in_two_classes_are_refused() -> None:
-    text = """\
-import horovod.torch as hvd
-
-
-class Trainer:
-    def __init__(self, net):
-        self.net = net
-        self.opt = hvd.DistributedOptimizer(SGD(self.net.parameters()), named_parameters=self.net.named_parameters())
-
-
-class Average:
-    def __init__(self, net):
-        self.net = net
-"""
+def test_one_model_of_two_optimizers_is_refused() -> None:
+    text = WRAP + "other = hvd.DistributedOptimizer(optimizer, model.named_parameters())\n" + LOOP
     [(line, reason)] = refused(text)
-    assert line == 7 and "attributes net of several classes" in reason
+    assert line == 8 and "cannot wrap a model twice" in reason
 
 
-def test_settings_are_no_models() -> None:
-    new = moved(
-        f"{WRAP}{LOOP}print(args.model, build(args.model))\n".replace("model", "self.model").replace(
-            "args.self.", "args."
-        )
-    )
-    assert "print(args.model, build(args.model))" in new and "self.model = Dist" in new
-
-
-def test_layers_that_are_looked_at_are_no_passes() -> None:
-    loop = "for layer in model.modules():\n    if isinstance(layer, torch.nn.BatchNorm1d):\n        layer.eval()\n"
-    assert loop.replace("model.", "model.module.") in moved(WRAP + LOOP + loop)
-
-
-def test_a_model_that_is_built_elsewhere() -> None:
-    build = "def build():\n    return torch.nn.Linear(2, 1)\n\n\n"
-    for made in ("model = build().to(gpu)", "model, other = build(), 3"):
-        new = moved(
-            WRAP.replace("model = torch.nn.Linear(2, 1)", made).replace("hvd.init()", f"{build}hvd.init()") + LOOP
-        )
-        assert WRAPPED in new and made in new
-
-
-def test_the_model_within_another_is_called_as_the_plain_one() -> None:
-    both = "class Both(torch.nn.Module):\n    def __init__(self, inner):\n        self.inner = inner\n"
-    both += "    def forward(self, x):\n        return self.inner(x)\n\n\n"
-    text = WRAP.replace("hvd.init()", f"{both}hvd.init()").replace(
-        "optimizer = torch", "m = Both(model)\noptimizer = torch"
-    )
-    assert (8, "self.inner may be the plain model here") in [
-        (line, reason.split(",")[0]) for line, reason in refused(text + LOOP.replace("model(x)", "m(x)"))
-    ]
-
-
-def test_two_models() -> None:
-    text = WRAP + WRAP.split("\n", 4)[4].replace("model", "critic").replace("optimizer", "other")
-    loop = "for x in data:\n    critic(model(x).detach()).mean().backward()\n    other.step()\n"
-    loop += "    critic(model(x)).mean().backward()\n    optimizer.step()\n"
-    new = moved(text + loop + "f(model.state_dict())\n")
-    assert (
-        WRAPPED in new and WRAPPED.replace("model", "critic") in new and new.endswith("f(model.module.state_dict())\n")
-    )
-
-
-def test_an_average_of_weights_is_a_copy() -> None:
-    text = WRAP + "average = copy.deepcopy(model)\n" + LOOP + "def show(m):\n    with torch.no_grad():\n"
-    new = moved(text + "        print(m(x))\n\n\nshow(model)\nshow(average)\n")
-    assert "average = copy.deepcopy(model.module)\n" in new and "print(m(x))" in new
-
-
-def test_two_branches_each_with_a_pass() -> None:
-    loop = (
-        "loss = model(x)\nif half:\n    scaler.scale(loss).backward()\nelse:\n    loss.backward()\noptimizer.step()\n"
-    )
-    assert loop in moved(WRAP + loop)
+@pytest.mark.parametrize(
+    "name", ["HOROVOD_RANK", "HOROVOD_LOCAL_SIZE", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "PMI_RANK"]
+)
+def test_variables_of_horovodruns_are_refused(name: str) -> None:
+    [(line, reason)] = refused(f"{WRAP}{LOOP}rank = int(os.environ['{name}'])\n")
+    assert line == 12 and name in reason and "LOCAL_RANK" in reason
+    moved(f"{WRAP}{LOOP}rank = int(os.environ['MY_{name}'])\nuses = 'no {name}'\n")
 
 
 # -- arguments ----------------------------------------------------------------------------------------------------
@@ -408,9 +268,7 @@ def test_arguments_that_are_moved(arguments: str, new: str) -> None:
     text = moved(with_arguments(arguments))
     assert f"{WRAPPED}{new}for x" in text
     notes = convert(with_arguments(arguments), DDP).notes
-    assert [note.line for note in notes if "nothing broadcasts" not in note.text] == (
-        [7] if "fp16" in arguments else []
-    )
+    assert [note.line for note in notes] == ([7] if "fp16" in arguments else [])
 
 
 @pytest.mark.parametrize(
@@ -455,9 +313,9 @@ def test_passes_of_an_update_are_kept_back_but_for_the_last(loop: str, new: str)
 )
 def test_passes_of_which_the_last_cannot_be_told_are_averaged_one_by_one(loop: str) -> None:
     found = convert(TWO + loop, DDP)
-    assert found.text.endswith(loop) and len(found.notes) == 2 and "no_sync" in found.notes[1].text
-    [(line, reason)] = refused(TWO.replace("_step=2", "_step=2, compression=hvd.Compression.fp16") + loop)
-    assert line == found.notes[-1].line and "Horovod rounds their sum" in reason
+    [note] = found.notes
+    assert found.text.endswith(loop) and "backward()" in (TWO + loop).splitlines()[note.line - 1]
+    assert "no_sync" in note.text
 
 
 @pytest.mark.parametrize(
@@ -470,10 +328,6 @@ def test_passes_of_which_the_last_cannot_be_told_are_averaged_one_by_one(loop: s
         ("a = hvd.alltoall(t)", "hvd.alltoall has no counterpart in torch.distributed"),
         ("h = hvd.allreduce_async_(p.grad)", "the call that waits"),
         ("hvd.broadcast_parameters(dict(model.named_parameters()), 0)", "model.state_dict()"),
-        ("hvd.allreduce(model(x)).backward()", "hvd.allreduce within a loss has a gradient, which reduce_tensor has"),
-        ("optimizer.step(again)", "step(closure)"),
-        ("loss.backward(create_graph=True)", "create_graph"),
-        ("torch.autograd.backward(loss)", "what is moved is loss.backward()"),
         ("def f():\n    import horovod.torch as hvd", "at the top of the script"),
     ],
 )
@@ -483,7 +337,7 @@ def test_what_cannot_be_moved_is_told_with_its_line(line: str, reason: str) -> N
 
 
 def test_names_that_the_script_has_itself() -> None:
-    assert refused(WRAP + "dist = 3\n") == [(1, "the script has a name dist of its own")]
+    assert refused(WRAP + "dist = 3\n") == [(1, "the new script needs the name dist, which the script uses itself")]
     own = moved("import torch.distributed as dist\n" + WRAP + "print(dist.is_available())\n")
     assert own.count("import torch.distributed as dist") == 1
 
@@ -495,9 +349,8 @@ def test_a_script_of_keras_is_refused() -> None:
 
 
 REFUSED = {
-    "torch_elastic.py": [13, 26, 43, 43],
-    "torch_gan.py": [50, 51, 52, 53, 57, 59, 60, 68, 68],
-    "torch_join.py": [27, 29],
+    "torch_elastic.py": [13, 26, 43],
+    "torch_join.py": [27],
     "torch_process_sets.py": [9, 12, 13, 26, 28],
 }
 

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.__main__ import main
+from hvdtrain.core.errors import HvdtrainError
+from hvdtrain.migrate.prove import NotProvenError, Proof
 
 SCRIPT = "# -*- coding: latin-1 -*-\r\nimport horovod.torch as hvd\r\nhvd.init()\r\nprint('\xe9', hvd.rank())\r\n"
 
@@ -20,7 +22,7 @@ def script(tmp_path: Path) -> Path:
 
 
 def migrate(*argv: str | Path) -> int:
-    return main(["migrate", *map(str, argv)])
+    return main(["migrate", "--no-prove", *map(str, argv)])
 
 
 def test_line_ends_and_encoding_stay(script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -42,6 +44,40 @@ def test_off_horovod(script: Path, tmp_path: Path, capsys: pytest.CaptureFixture
         migrate("--to", "lightning", script)
 
 
+def test_without_a_proof_it_says_that_nothing_was_proven(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert migrate(script) == 0
+    said = capsys.readouterr()
+    assert "nothing was proven (--no-prove)" in said.err and "+import hvdtrain" in said.out
+
+
+@pytest.mark.parametrize(
+    "error, code, wanted",
+    [
+        (NotProvenError("the new script failed"), 1, "NOT PROVEN: the new script failed"),
+        (HvdtrainError("nothing was proven: no data", "", "--no-prove"), 2, "nothing was proven: no data\n  fix: --no"),
+        (Proof(20, 4, "w", 1, 0.5, 1e-5), 1, "NOT PROVEN: after 20 updates"),
+        (Proof(20, 4, "w", 1, 0.0, 1e-5), 0, "hvdtrain migrate: after 20 updates"),
+    ],
+)
+def test_only_what_was_proven_is_written(
+    error: Exception | Proof, code: int, wanted: str, script: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    given = []
+
+    def proves(path: Path, text: str, argv: list[str], **more: object) -> Proof:
+        given.append((path, argv, more["updates"]))
+        if isinstance(error, Proof):
+            return error
+        raise error
+
+    monkeypatch.setattr("hvdtrain.migrate.prove.prove", proves)
+    assert main(["migrate", "--updates", "9", "-o", str(tmp_path / "new.py"), str(script), "--epochs", "1"]) == code
+    said = capsys.readouterr()
+    assert wanted in said.err and "+import hvdtrain" in said.out and given == [(script, ["--epochs", "1"], 9)]
+    assert (tmp_path / "new.py").exists() is (code == 0)
+
+
 def test_in_place_keeps_what_was_there(script: Path) -> None:
     assert migrate("--in-place", script) == 0
     assert script.with_name("train.py.orig").read_bytes() == SCRIPT.encode("latin-1")
@@ -51,7 +87,7 @@ def test_in_place_keeps_what_was_there(script: Path) -> None:
 def test_nothing_is_written_over(script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "new.py").write_text("mine")
     assert migrate("-o", tmp_path / "new.py", script) == 2
-    assert (tmp_path / "new.py").read_text() == "mine" and "nothing is written over" in capsys.readouterr().err
+    assert (tmp_path / "new.py").read_text() == "mine" and "cannot overwrite a file" in capsys.readouterr().err
 
 
 def test_refusals_have_file_and_line(script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -64,7 +100,7 @@ def test_refusals_have_file_and_line(script: Path, tmp_path: Path, capsys: pytes
 def test_no_script_and_no_updates(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert migrate(script.with_name("none.py")) == 2
     assert migrate("--updates", "0", script) == 2
-    assert "--updates is 1 or more" in capsys.readouterr().err
+    assert "--updates must be 1 or more" in capsys.readouterr().err
 
 
 def test_without_libcst_it_says_what_to_install(
@@ -77,17 +113,17 @@ def test_without_libcst_it_says_what_to_install(
     assert "pip install 'hvdtrain[migrate]'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("late", [["-o", "new.py"], ["--out=new.py"], ["x", "--prove"], ["--to", "ddp"]])
-def test_its_own_flags_behind_the_script_are_refused(
+@pytest.mark.parametrize("late", [["-o", "new.py"], ["--out=new.py"], ["x", "--no-prove"], ["--to", "ddp"]])
+def test_its_own_flags_behind_the_script_are_refused_or_reported(
     late: list[str], script: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert migrate(script, *late) == 2
     said = capsys.readouterr()
-    assert "stand before the script" in said.err and f"behind {script}" in said.err and not said.out
+    assert "must stand before the script" in said.err and f"behind {script}" in said.err and not said.out
     assert migrate(script, "--epochs", "1", "o", "out") == 0
-    # with --prove the script gets them, which is said
+    # for a proof they are the script's own
     script.write_text("import horovod.torch as hvd\nhvd.join()\n")
-    assert migrate("--prove", script, *late) == 1
+    assert main(["migrate", str(script), *late]) == 1
     assert f"behind {script} is the script's own argument" in capsys.readouterr().err
-    assert migrate("--prove", script, "--epochs", "1") == 1
+    assert main(["migrate", str(script), "--epochs", "1"]) == 1
     assert "own argument" not in capsys.readouterr().err
