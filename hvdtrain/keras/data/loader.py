@@ -19,7 +19,7 @@ from hvdtrain.comm import elastic
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.sharding import Dealt, Plan, Step
 from hvdtrain.keras.backends.session import NO_SAMPLE, map_leaves
-from hvdtrain.keras.data.sources import Batch, Source
+from hvdtrain.keras.data.sources import Batch, Source, rows_of
 from hvdtrain.world.world import World
 
 known: WeakSet[Loader] = WeakSet()
@@ -191,12 +191,11 @@ class Loader(Dealt, keras.utils.PyDataset, DataAdapter):
 
     def _shown(self, batch: Batch, *, live: bool) -> tuple[Any, ...]:
         """A batch as Keras gets it; one of a rank without samples has a row that is none."""
-        x, y, weights = batch if live else map_leaves(lambda array: array[:1], batch)
+        x, y, weights = batch = batch if live else map_leaves(lambda array: array[:1], batch)
         if not self._weighted:
             return (x,) if y is None else (x, y)
         if weights is None:
-            rows = len(next(leaf for leaf in keras.tree.flatten(x) if leaf is not None))
-            return x, y, np.full(rows, live)
+            return x, y, np.full(rows_of(batch), live)
         return x, y, weights if live else map_leaves(lambda weight: weight * NO_SAMPLE, weights)
 
     def batches(self) -> Generator[tuple[Any, ...], None, None]:
@@ -230,7 +229,7 @@ class Loader(Dealt, keras.utils.PyDataset, DataAdapter):
                 threads.shutdown(wait=True, cancel_futures=True)
 
     def _note(self, step: Step, batch: tuple[Any, ...], served: list[tuple[Step, int]]) -> None:
-        rows = len(next(leaf for leaf in keras.tree.flatten(batch[0]) if leaf is not None))
+        rows = rows_of(batch)
         self.last_rows = 0 if step.padding else rows
         if self.last_rows:
             served.append((step, rows))

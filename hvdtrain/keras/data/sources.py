@@ -138,7 +138,7 @@ class _Plain(Sequence[Any]):
         return self._dataset[index]
 
 
-def rows_of(batch: Batch) -> int:
+def rows_of(batch: tuple[Any, ...]) -> int:
     """Returns the samples of a batch."""
     return len(next(leaf for leaf in keras.tree.flatten(batch[0]) if leaf is not None))
 

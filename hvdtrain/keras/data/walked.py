@@ -12,7 +12,6 @@ import numpy as np
 from keras.src.trainers.data_adapters import data_adapter_utils
 from keras.src.trainers.epoch_iterator import EpochIterator
 
-from hvdtrain.core.errors import ConfigError
 from hvdtrain.keras.backends.session import replaced
 from hvdtrain.keras.data.drawing import OwnRng
 from hvdtrain.keras.data.loader import Loader, for_tensorflow
@@ -217,14 +216,3 @@ def open_ended() -> Iterator[None]:
 
     with replaced(EpochIterator, "_enumerate_iterator", enumerated):
         yield
-
-
-def first_rows(source: Walk, rows: Callable[[Batch], int]) -> int:
-    """Returns the samples of the first batch.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    if not source.peeked:
-        raise ConfigError("an epoch needs samples", "the data has no batch", "give more data")
-    return rows(source.peeked[0])

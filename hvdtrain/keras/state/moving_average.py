@@ -18,7 +18,7 @@ import numpy as np
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.keras.backends.chosen import BACKEND
-from hvdtrain.keras.backends.session import Session, leaves_of, optimizers_of
+from hvdtrain.keras.backends.session import Session, TrainingPlace, leaves_of, optimizers_of
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,9 @@ def _overwritten(model: keras.Model) -> list[Any]:
     return found if all(same) else []
 
 
-def keep(model: keras.Model, session: Session, *, began_within: bool) -> None:
-    """Keeps weights and averages, before anybody writes or swaps the ones over the others."""
-    session.kept_weights = Kept(BACKEND.copies(_averaged(model)), began_within)
+def keep(model: keras.Model, place: TrainingPlace, *, began_within: bool) -> None:
+    """Keeps weights and averages, before anything writes or swaps the ones over the others."""
+    place.kept_weights = Kept(BACKEND.copies(_averaged(model)), began_within)
 
 
 def _not_swapped(callbacks: Sequence[Any]) -> None:
@@ -78,20 +78,21 @@ def check(model: keras.Model) -> None:
 def go_on(model: keras.Model, session: Session, callbacks: Sequence[Any], *, within: bool) -> None:
     """Before a `fit` that begins `within` an epoch, or follows one that did: puts the weights themselves back."""
     check(model)
-    kept, session.kept_weights = session.kept_weights, None
-    if session.loaded:  # a checkpoint has the weights themselves, whatever an earlier fit left in the model
-        session.loaded = False
+    place = session.place
+    kept, place.kept_weights = place.kept_weights, None
+    if place.loaded:  # a checkpoint has the weights themselves, whatever an earlier fit left in the model
+        place.loaded = False
         _not_swapped(callbacks)
     variables = _overwritten(model)
     if variables and kept is not None and (within or kept.began_within):
         BACKEND.put_back(variables, kept.values)
         _not_swapped(callbacks)
-        session.say(
+        session.prepared.say(
             "use_ema: goes on with the weights themselves, as one fit would; Keras had written the average over them at"
             " the end of the last fit, which ended or began within an epoch"
         )
-    elif variables and session.saves:
-        session.say(
+    elif variables and place.saves:
+        session.prepared.say(
             "use_ema: goes on from the average, which Keras wrote over the weights at the end of the last fit; a run"
             " that is resumed from the last checkpoint of a fit goes on with the weights themselves, as in one fit:"
             " train in one fit(epochs=...), and both are the same",
@@ -100,12 +101,12 @@ def go_on(model: keras.Model, session: Session, callbacks: Sequence[Any], *, wit
 
 
 @contextmanager
-def themselves(model: keras.Model, session: Session) -> Iterator[None]:
+def themselves(model: keras.Model, place: TrainingPlace) -> Iterator[None]:
     """Inside, the model has the weights that training goes on with."""
-    variables = _overwritten(model) if session.kept_weights is not None else []
+    variables = _overwritten(model) if place.kept_weights is not None else []
     before = BACKEND.copies(variables)
     if variables:
-        BACKEND.put_back(variables, session.kept_weights.values)
+        BACKEND.put_back(variables, place.kept_weights.values)
     try:
         yield
     finally:

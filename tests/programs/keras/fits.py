@@ -695,7 +695,7 @@ def counts_every_step_of_an_execution() -> str:
         model.fit(data, epochs=2, verbose=0, callbacks=callbacks)
     finally:
         replicas.check_equal = original
-    count = vars(model)["_hvdtrain"].progress
+    count = vars(model)["_hvdtrain"].place.progress
     assert count == hvdtrain.Progress(epoch=2, step=8, samples_seen=96), count
     watched = [when for when in compared if when.startswith("after step")]
     assert len(watched) == 4, compared
