@@ -44,8 +44,6 @@ def _fit(model: keras.Model, inner: Callable[..., Any], *args: Any, **kwargs: An
     call = FitCall(model, inner, args, kwargs)
     _refuse_unread(call.given)
     _skip_empty_rest(call)
-    if _resumes_within(call) and (call.given.get("epochs") or 1) > call.session.place.progress.epoch + 1:
-        return _in_two(call)
     _show_one_progress_bar(call)
     within = _begin(call)
     if (its := elastic.active()) is not None:
@@ -121,12 +119,6 @@ class FitCall:
         self.give("callbacks", self.callbacks)
         return self._inner(*self._bound.args, **self._bound.kwargs)
 
-    def again(self, **changed: Any) -> Any:
-        """Runs the prepared `fit` once more from its beginning, with some arguments changed."""
-        for name, value in changed.items():
-            self.give(name, value)
-        return self.model.fit(*self._bound.args, **self._bound.kwargs)
-
 
 def _by_position(bound: inspect.BoundArguments) -> dict[str, Any]:
     """Names what the `fit(self, *args, **kwargs)` of a user's model passes on, by Keras' order."""
@@ -157,61 +149,16 @@ def _refuse_unread(given: dict[str, Any]) -> None:
 
 
 # -------------------------------------------------------------------- where it begins
-def _resumes_within(call: FitCall) -> bool:
-    """Returns True if a restored run resumes within an epoch of data that knows the place."""
-    place = call.session.place
-    restored = place.restored_random is not None and call.given.get("initial_epoch") == place.progress.epoch
-    return restored and place.progress.samples_in_epoch > 0 and isinstance(call.given.get("x"), Loader)
-
-
 def _skip_empty_rest(call: FitCall) -> None:
     """Turns to the next epoch if the rest of a restored one fills no step: `tail="drop"`, and more ranks or larger
     batches than before."""
-    place = call.session.place
+    place, data = call.session.place, call.given.get("x")
     now = place.progress
-    if _resumes_within(call) and not call.given["x"].has_more(now.epoch, now.samples_in_epoch):
+    restored = place.restored_random is not None and call.given.get("initial_epoch") == now.epoch
+    within = restored and now.samples_in_epoch > 0
+    if within and isinstance(data, Loader) and not data.has_more(now.epoch, now.samples_in_epoch):
         place.progress = replace(now, epoch=now.epoch + 1, samples_in_epoch=0)
         call.give("initial_epoch", now.epoch + 1)
-
-
-def _in_two(call: FitCall) -> Any:
-    """Fits the rest of an epoch, then the others: Keras' epochs have as many steps as the first."""
-    epochs, first = call.given["epochs"], call.session.place.progress.epoch
-    if not call.session.prepared.alone:
-        _write_on_main(call)  # before a method is muted: it would take that one
-    users = [callback for callback in call.others if not isinstance(callback, _K.History)]
-    with _muted(users, "on_train_end") as ends:  # for them it is one training: they start no file again
-        begun = call.again(epochs=first + 1)
-    if call.model.stop_training:
-        for callback, logs in ends:
-            callback.on_train_end(logs)
-        return begun
-    with _muted(users, "on_train_begin"):
-        history = call.again(initial_epoch=first + 1, epochs=epochs)
-    if isinstance(history, _K.History) and isinstance(begun, _K.History):
-        history.epoch = begun.epoch + history.epoch
-        history.history = {name: begun.history.get(name, []) + its for name, its in history.history.items()}
-    return history
-
-
-@contextmanager
-def _muted(callbacks: list[Any], name: str) -> Iterator[list[tuple[Any, Any]]]:
-    """While open, a method of callbacks does nothing; yields the callbacks, and the logs, that it was called with."""
-    kept = [(one, vars(one).get(name)) for one in callbacks]
-    calls: list[tuple[Any, Any]] = []
-
-    def note(callback: Any, logs: Any = None) -> None:
-        calls.append((callback, logs))
-
-    for one in callbacks:
-        setattr(one, name, partial(note, one))
-    try:
-        yield calls
-    finally:
-        for one, own in kept:
-            vars(one).pop(name)
-            if own is not None:
-                setattr(one, name, own)
 
 
 def _begin(call: FitCall) -> bool:
@@ -278,7 +225,7 @@ def _add_callbacks(call: FitCall, *, within: bool) -> None:
     `SwapEMAWeights` puts into the model until the next epoch.
     """
     session = call.session
-    call.callbacks.append(fit_callbacks.EpochOfLoaders(session, began_within=within))
+    call.callbacks.append(fit_callbacks.EpochOfLoaders(session))
     if within and session.place.restored_random is not None:
         call.callbacks.append(fit_callbacks.RateOfRestored(session))
     others, swaps = call.others, _first_swap(call.others)

@@ -487,12 +487,8 @@ class Save(Callback):
 # -------------------------------------------------------------------- what fit adds itself
 class EpochOfLoaders(Callback):
     """Tells loaders the epoch, which Keras does not; keeps the weights behind an average where `fit` ends within
-    an epoch, or began there.
+    an epoch, or with the rest of one.
     """
-
-    def __init__(self, session: Session, *, began_within: bool) -> None:
-        super().__init__(session)
-        self.began_within = began_within
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self.epoch = epoch
@@ -509,8 +505,9 @@ class EpochOfLoaders(Callback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         if self.data is not None and not self.session.prepared.alone and not self.model.stop_training:
             self.data.check_end(self.world)
-        if self.began_within or self.model.stop_training:
-            moving_average.keep(self.model, self.place, began_within=self.began_within)
+        is_rest = self.data is not None and self.data.done(epoch) > 0
+        ends_fit = is_rest or self.model.stop_training  # as far as is known here
+        self.place.kept_weights = moving_average.kept(self.model, began_within=is_rest) if ends_fit else None
 
 
 class RateOfRestored(Callback):

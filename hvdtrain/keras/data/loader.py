@@ -12,6 +12,7 @@ from weakref import WeakSet
 
 import keras
 import numpy as np
+from keras.src.trainers.data_adapters import data_adapter_utils
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 
@@ -72,10 +73,6 @@ class Loader(Dealt, keras.utils.PyDataset, DataAdapter):
 
     def go_on(self, epoch: int, samples_in_epoch: int) -> None:
         """Makes the next `fit` begin there; a restored checkpoint does so by itself.
-
-        After `restore`, `fit` goes on with the epochs after it, too; else the rest of an epoch is a `fit` of its own
-        (`epochs=initial_epoch + 1`), and the epochs after it another (with `use_ema` that goes on with the weights
-        themselves, as one fit would).
 
         Raises:
             ConfigError: no such place in this data.
@@ -181,6 +178,11 @@ class Loader(Dealt, keras.utils.PyDataset, DataAdapter):
     def __len__(self) -> int:
         return len(self._steps)
 
+    @property
+    def num_batches(self) -> int | None:
+        """Of a whole epoch, which the first of a `fit` need not be."""
+        return self.plan.steps()
+
     def __getitem__(self, index: int) -> tuple[Any, ...]:
         return self._batch(self._steps[index])
 
@@ -248,6 +250,9 @@ class Loader(Dealt, keras.utils.PyDataset, DataAdapter):
         import tensorflow as tf
 
         self._adapter._get_iterator = lambda: for_tensorflow(self.batches())
+        steps = self.plan.step_slices(self.epoch, rank=self.rank)  # Keras would ask for two steps of a rest of one
+        first = [self._batch(steps[index]) for index in range(min(2, len(steps)))]
+        self._adapter._output_signature = data_adapter_utils.get_tensor_spec(first)
         options = tf.data.Options()
         # nothing here is tuned; and its thread may sleep for seconds before an epoch's iterator can go (2.21)
         options.autotune.enabled = False
@@ -267,18 +272,19 @@ class Loader(Dealt, keras.utils.PyDataset, DataAdapter):
     def batch_size(self) -> int | None:
         return None  # a tail batch has another size
 
+    def _coming(self) -> int:
+        counted = self.epoch + 1 if self._begun else self.first_epoch
+        return counted if self.next_epoch is None else self.next_epoch
+
+    def coming_batches(self) -> int:
+        """Returns how many batches of the epoch are left that is read next."""
+        return self.plan.steps(self.done(self._coming()) // self.unit)
+
     def on_epoch_begin(self) -> None:
         """Turns to the next epoch's order (Keras calls it before it reads the epoch)."""
-        counted = self.epoch + 1 if self._begun else self.first_epoch
-        epoch = counted if self.next_epoch is None else self.next_epoch
+        epoch = self._coming()
         self._begun, self.next_epoch = True, None
-        if self._done and epoch != self.first_epoch:
-            raise ConfigError(
-                "a fit that goes on within an epoch covers the rest of one epoch",
-                f"epoch {epoch} after the partial epoch {self.first_epoch} ({self._done} samples were done)",
-                "fit the partial epoch on its own (epochs=initial_epoch + 1), then fit() the others with the same data",
-            )
-        self._rest = self._done > 0
+        self._rest = self.done(epoch) > 0
         self.source.begin(epoch)
         if epoch != self.epoch:
             self._read(epoch)

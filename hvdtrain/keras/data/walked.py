@@ -199,15 +199,18 @@ class WalkedLoader(Loader):
 
 @contextmanager
 def open_ended() -> Iterator[None]:
-    """Ends an epoch with its last step, inside.
+    """Makes each epoch as long as its data while open, and ends it with its last step.
 
-    Keras makes an iterator after it that nothing reads (3.15). Of data that is walked it would begin one more step,
-    warn, and take the epoch's length for that of the next; and TensorFlow finds the end beside a step, not before,
-    adding 1 to the optimizer's iterations, in plain Keras with data of unknown length too.
+    Keras takes all epochs of a `fit` to be as long, but the first may be the rest of one. And it makes an iterator
+    after an epoch that nothing reads (3.15). Of walked data it would begin one more step, warn, and take the epoch's
+    length for that of the next; and TensorFlow finds the end beside a step, not before, adding 1 to the optimizer's
+    iterations, in plain Keras with data of unknown length too.
     """
 
     def enumerated(every: Callable[[Any], Iterator[Any]], iterator: Any) -> Iterator[Any]:
         data = iterator.data_adapter
+        if isinstance(data, Loader) and data.num_batches is not None:
+            iterator._num_batches = data.coming_batches()
         for first, last, batches in every(iterator):
             yield first, last, batches
             if isinstance(data, Loader) and data.complete(last + 1):

@@ -1,9 +1,8 @@
 """The weights themselves, where an optimizer with `use_ema` trains one epoch in two fits.
 
 Keras writes the average over the weights at the end of each `fit`. Two fits of whole epochs are what they are in
-plain Keras. But the rest of an epoch that was stopped is a `fit` of its own (`Loader.go_on`): it and its
-neighbours are one training, as if nothing had been stopped, and what follows goes on with the weights as the last
-step left them; so does a checkpoint that is written in between.
+plain Keras. But fits that end or begin within an epoch (`Loader.go_on`) are one training, as if nothing had been
+stopped: what follows continues with the weights as the last step left them, and so does a checkpoint in between.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from hvdtrain.keras.backends.session import Session, TrainingPlace, leaves_of, o
 
 @dataclass(frozen=True)
 class Kept:
-    """Weights and their averages, as the last step left them, and whether their `fit` began within an epoch."""
+    """Weights and their averages, as the last step left them; `began_within`: they end the rest of an epoch."""
 
     values: Sequence[Any]
     began_within: bool
@@ -47,9 +46,9 @@ def _overwritten(model: keras.Model) -> list[Any]:
     return found if all(same) else []
 
 
-def keep(model: keras.Model, place: TrainingPlace, *, began_within: bool) -> None:
-    """Keeps weights and averages, before anything writes or swaps the ones over the others."""
-    place.kept_weights = Kept(BACKEND.copies(_averaged(model)), began_within)
+def kept(model: keras.Model, *, began_within: bool) -> Kept:
+    """Returns weights and averages, before anything writes or swaps the ones over the others."""
+    return Kept(BACKEND.copies(_averaged(model)), began_within)
 
 
 def _not_swapped(callbacks: Sequence[Any]) -> None:
@@ -76,16 +75,16 @@ def check(model: keras.Model) -> None:
 
 
 def go_on(model: keras.Model, session: Session, callbacks: Sequence[Any], *, within: bool) -> None:
-    """Before a `fit` that begins `within` an epoch, or follows one that did: puts the weights themselves back."""
+    """Puts the weights themselves back, before a `fit` that begins `within` an epoch, or after the rest of one."""
     check(model)
     place = session.place
-    kept, place.kept_weights = place.kept_weights, None
+    last, place.kept_weights = place.kept_weights, None
     if place.loaded:  # a checkpoint has the weights themselves, whatever an earlier fit left in the model
         place.loaded = False
         _not_swapped(callbacks)
     variables = _overwritten(model)
-    if variables and kept is not None and (within or kept.began_within):
-        BACKEND.put_back(variables, kept.values)
+    if variables and last is not None and (within or last.began_within):
+        BACKEND.put_back(variables, last.values)
         _not_swapped(callbacks)
         session.prepared.say(
             "use_ema: goes on with the weights themselves, as one fit would; Keras had written the average over them at"

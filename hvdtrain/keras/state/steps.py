@@ -155,8 +155,8 @@ def _few(leaf: Any) -> Any:
 
 
 def ended_early(model: keras.Model, session: Session, steps: int | None) -> None:
-    """Raises on a rank whose data ended before the steps that all ranks had agreed to take; local."""
-    if session.prepared.alone or steps is None or model.stop_training:
+    """Raises on a rank whose own data ended before the steps that all ranks had agreed to take; local."""
+    if session.prepared.alone or session.fit.data is not None or steps is None or model.stop_training:
         return
     expected = -(-steps // int(model.steps_per_execution or 1))
     executions = session.place.executions
