@@ -204,11 +204,12 @@ def callbacks(
     found: list[keras.callbacks.Callback] = [fit_callbacks.Start(session)]
     if not prepared.alone:
         found.append(fit_callbacks.Epoch(session))
-    if prepared.lr is not None or run is not None or checkpointer is not None or elastic.active() is not None:
+    watches = prepared.watch_every > 0 and not prepared.alone
+    if watches or any(part is not None for part in (prepared.lr, run, checkpointer, elastic.active())):
         found.append(count)
     if prepared.lr is not None:
         found.append(fit_callbacks.Rate(session, prepared.lr, rate.global_batch(prepared, model.optimizer)))
-    if prepared.watch_every and not prepared.alone:
+    if watches:
         found.append(fit_callbacks.Watch(session))
     place.records = run is not None and getattr(model, "_loss_tracker", None) is not None
     if checkpointer is not None:

@@ -259,7 +259,7 @@ def _train_step(model: keras.Model, inner: Callable[[Any], Any], data: Any) -> A
 
 
 def _all_averaged(model: keras.Model, live: LiveBatch) -> AbstractContextManager[None]:
-    """While a prepared model's step runs, no optimizer updates anything without averaging."""
+    """Refuses updates without averaging while a prepared model's step runs."""
 
     def apply(original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         if not live.applying and not is_hooked(optimizer):
@@ -320,8 +320,8 @@ def _without_marks(symbolic_build: Callable[..., Any], iterator: Any = None, dat
 
 @contextmanager
 def together(model: keras.Model, *, even: bool) -> Iterator[None]:
-    """Inside, batches of an evaluation are the ranks' parts of global batches (`even`: all ranks have as many); else
-    `evaluate` is this rank's own, as in plain Keras.
+    """Makes batches of an evaluation the ranks' parts of global batches while open (`even`: all ranks have as many);
+    else `evaluate` is this rank's own, as in plain Keras.
     """
     session: Session = vars(model)[KEY]
     traced = session.test_functions
@@ -348,14 +348,14 @@ def _split_dead(data: Any) -> tuple[Any, Any, bool]:
 
 
 def _as_keras_has_it(data: Any) -> Any:
-    """A batch as `fit(x, y)` gives it to a step: without a mark in place of weights, and `x` alone as it is."""
+    """Returns a batch as `fit(x, y)` gives it to a step: without a mark in place of weights, and `x` alone as it is."""
     if not isinstance(data, tuple) or len(data) > 3:
         return data
     return keras.utils.pack_x_y_sample_weight(*keras.utils.unpack_x_y_sample_weight(data))
 
 
 def _before_step(model: keras.Model, session: Session, data: Any) -> None:
-    """Checks, and at the first step of a model that was not built: build, broadcast, proof.
+    """Checks a step; before the first one of a model that was not built, builds, broadcasts and proves.
 
     Under TensorFlow this runs while the step is traced, in eager mode (`init_scope`), where variables are
     real.

@@ -106,7 +106,7 @@ class ElasticFit(Member):
 
     # -- Keras' loop ---------------------------------------------------------------------------------------------
     def reads(self) -> AbstractContextManager[None]:
-        """While `fit` runs inside, its data can be begun, and gone on with, within an epoch."""
+        """Lets a `fit` inside begin, and continue, its data within an epoch."""
 
         def made(iterator: Any) -> None:
             whole: Callable[[], Steps] = iterator._enumerate_iterator
@@ -116,19 +116,19 @@ class ElasticFit(Member):
         return first_made(BACKEND.epoch_iterator, made)
 
     def enter(self) -> None:
-        """All callbacks have begun: a new process meets the others here, and goes on where they are."""
+        """Lets a new process meet the others, and continue where they are; all callbacks have begun."""
         if self._its.joining:
             self._its.begin_epoch()
 
     def begin_epoch(self) -> None:
-        """The first thing in an epoch."""
+        """Runs first in an epoch."""
         if not self._comes:
             self.skipped = 0
             self._its.begin_epoch()
         self.session.place.executions = self.skipped // self._steps_of_one
 
     def epoch_has_begun(self) -> None:
-        """All of hvdtrain's callbacks know the epoch."""
+        """Runs when all of hvdtrain's callbacks know the epoch."""
         if self._comes:
             self._feed()  # again: some of Keras' have begun to count anew
             self._comes = False
@@ -261,7 +261,7 @@ def feed(callbacks: Sequence[Any], states: States) -> None:
 
 
 def _numbered(callbacks: Sequence[Any]) -> Iterator[tuple[tuple[str, int], Any]]:
-    """Each by its class, and how many of that class came before: rank 0 may have more of them than others."""
+    """Yields each by its class, and how many of that class came before: rank 0 may have more of them than others."""
     seen: dict[str, int] = {}
     for callback in callbacks:
         name = type(callback).__qualname__

@@ -56,9 +56,9 @@ def evaluate(
         if mine is None:
             mine = metric_states.seen(model)[1]
         results = metric_states.results(model, metric_states.states(model), world, mine)
-        names = {log: session.proofs.metric_of.get(f"val_{log}", f"val_{log}") or "" for log in logs}
-        names = {log: name.removeprefix("val_") for log, name in names.items()}
-        found = {log: results[name] for log, name in names.items() if name in results}
+        results = {f"val_{name}": value for name, value in results.items()}
+        known = metric_states.by_log(results, session.proofs.metric_of)
+        found = {log: known[f"val_{log}"] for log in logs if f"val_{log}" in known}
         own = {log: float(value) for log, value in logs.items() if log not in found}
         if own:  # what a step of the user's returns beside the metrics: Keras gives that of the last batch
             found.update(world.mean(own, weight=data.last_rows))
@@ -124,7 +124,7 @@ def _predicted(model: keras.Model, data: Loader, world: World) -> tuple[Any, lis
 
 
 def _is_all_inputs(model: keras.Model, data: Any) -> bool:
-    """Whether data is one array for each of a model's several inputs, as `model.predict` takes them; not (x, y)."""
+    """Returns True if data is one array for each of a model's several inputs, as `predict` takes them; not (x, y)."""
     inputs = getattr(model, "inputs", None) or []
     several = isinstance(data, (tuple, list)) and len(data) == len(inputs) > 1
     return several and all(hasattr(array, "shape") for array in data)

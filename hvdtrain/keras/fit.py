@@ -289,7 +289,7 @@ _SAVES = ("save", "save_weights")
 
 
 def _does_nothing(*args: Any, **kwargs: Any) -> None:
-    """In the place of a model's `save` on ranks other than 0."""
+    """Stands for a model's `save` on ranks other than 0."""
 
 
 def _first_swap(others: list[Any]) -> int:

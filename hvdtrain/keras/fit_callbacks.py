@@ -125,7 +125,7 @@ class Epoch(Callback):
         self._in_epoch, self._train, self.results = True, None, None
 
     def before_validation(self) -> None:
-        """Once an epoch."""
+        """Compares replicas and keeps the metrics of training, once an epoch."""
         if self._train is None:
             self._trained(validates=True)
             self._train = self._now()  # validation is about to reset the metrics of training
@@ -156,9 +156,7 @@ class Epoch(Callback):
         if validated:
             results = self.validated() if self.results is None else self.results
             known.update({f"val_{name}": value for name, value in results.items()})
-        metric_of = self.session.proofs.metric_of
-        known.update({log: known[name] for log, name in metric_of.items() if name in known})
-        known = {log: value for log, value in known.items() if metric_of.get(log, log) is not None}
+        known = metric_states.by_log(known, self.session.proofs.metric_of)
         own = {k: float(v) for k, v in logs.items() if k not in known and isinstance(v, (int, float))}
         # what a user's step returns beside the metrics: Keras logs that of the last batch
         for validates, data in ((False, self.data), (True, validation_loader(self.model))):
@@ -184,7 +182,7 @@ class Epoch(Callback):
         return metric_states.results(self.model, states, self.world, samples, same=same)
 
     def _trained(self, *, validates: bool) -> None:
-        """The first thing after the last batch; a rank that validates meets one that does not, and both say so."""
+        """Compares replicas after the last batch; a rank that validates, and one that does not, both raise an error."""
         self.world.agree("validation of this epoch", validates)
         replicas.check_equal(replicas.replicated(self.model), self.world, when="at the end of an epoch")
         replicas.average_statistics(self.model, self.world)
@@ -280,28 +278,21 @@ class Rate(Callback):
 class Watch(Callback):
     """Compares the replicas every so many steps: one checksum per variable, one small all-reduce."""
 
-    fed = ("_steps", "_next_batch")
-
-    def __init__(self, session: Session) -> None:
-        super().__init__(session)
-        self.every = session.prepared.watch_every
-        self._steps = 0
-
     def on_train_begin(self, logs: Any = None) -> None:
         self._checksums: Any = None
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self._next_batch = 0
+        self._step = self.place.progress.step
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        before, self._steps = self._steps, self._steps + batch + 1 - self._next_batch
-        self._next_batch = batch + 1
-        if self._steps // self.every == before // self.every:  # several steps with steps_per_execution
+        before, self._step = self._step, self.place.progress.step
+        every = self.session.prepared.watch_every
+        if self._step // every == before // every:  # several steps with steps_per_execution
             return
         if self._checksums is None:
             self._variables = replicas.replicated(self.model)
             self._checksums = BACKEND.make_checksums(self._variables)
-        replicas.check_equal(self._variables, self.world, self._checksums, when=f"after step {self._steps}")
+        replicas.check_equal(self._variables, self.world, self._checksums, when=f"after step {self._step}")
 
 
 class Record(Callback):
@@ -350,7 +341,7 @@ class Record(Callback):
         self.clock.enter("other")
 
     def _loss(self, logs: dict[str, Any]) -> float:
-        """The global batch's: Keras' own is the mean since the epoch began, and this rank's."""
+        """Returns the global batch's loss: Keras' own is the mean since the epoch began, and this rank's."""
         if not self.session.prepared.alone:
             noted = self.session.notes.loss() if self.place.records else float("nan")
             return noted if np.isfinite(noted) and noted else float(logs.get("loss", float("nan")))

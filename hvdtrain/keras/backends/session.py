@@ -154,7 +154,7 @@ class LiveBatch:
 
     @property
     def joined(self) -> bool:
-        """True if this step has gathered the global batch."""
+        """Returns True if this step has gathered the global batch."""
         return bool(self.own)
 
 
@@ -275,12 +275,12 @@ def while_set(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def replaced(owner: Any, name: str, function: Callable[..., Any]) -> AbstractContextManager[None]:
-    """While open, calls of `owner.name` are calls of `function`, which is given the original first."""
+    """Makes calls of `owner.name` calls of `function` while open, which is given the original first."""
     return while_set(owner, name, _around(getattr(owner, name), function))
 
 
 def first_made(kind: type, made: Callable[[Any], None]) -> AbstractContextManager[None]:
-    """While open, `made` is called with the first object of this kind."""
+    """Calls `made` with the first object of this kind while open."""
     left = [made]
 
     def make(init: Callable[..., None], it: Any, *args: Any, **kwargs: Any) -> None:
@@ -292,7 +292,7 @@ def first_made(kind: type, made: Callable[[Any], None]) -> AbstractContextManage
 
 
 def hook(owner: Any, name: str, function: Callable[..., Any]) -> bool:
-    """The same for good, on this one object; once. Returns whether it was not done before."""
+    """Does the same for good, on this one object; once. Returns True the first time."""
     code = getattr(getattr(function, "func", function), "__code__", None)  # of a partial, or a method
     fresh = name not in vars(owner)
     if fresh:
@@ -336,12 +336,12 @@ def require_compiled(model: Any) -> None:
 
 
 def is_stock(optimizer: Any) -> bool:
-    """True for an optimizer made by `horovod.keras.DistributedOptimizer`, of our wheel or of another."""
+    """Returns True for an optimizer made by `horovod.keras.DistributedOptimizer`, of our wheel or of another."""
     return hasattr(optimizer, "_horovod") or hasattr(optimizer, "_allreduce_grads")
 
 
 def missing_hook(model_name: str, optimizer: Any) -> ReplicaError:
-    """The error for an optimizer whose gradients are not averaged."""
+    """Returns the error for an optimizer whose gradients are not averaged."""
     kind = type(optimizer)
     if is_stock(optimizer):
         return ReplicaError(
@@ -365,17 +365,17 @@ HOOKS = ("apply", "check_finite", "_clip_gradients")
 
 
 def is_hooked(optimizer: Any) -> bool:
-    """True if this optimizer's `apply` averages over ranks."""
+    """Returns True if this optimizer's `apply` averages over ranks."""
     return KEY in vars(optimizer) and "apply" in vars(optimizer)
 
 
 def has_own_step(model: keras.Model) -> bool:
-    """True if the model's class has a `train_step` of its own."""
+    """Returns True if the model's class has a `train_step` of its own."""
     return type(model).train_step is not keras.Model.train_step
 
 
 def is_built(model: keras.Model) -> bool:
-    """True if every layer of the model has its variables.
+    """Returns True if every layer of the model has its variables.
 
     By call() a model is built unless it has none, or has parts that its own train_step calls, as a GAN has: what it
     trains on need not be what its call() takes.

@@ -166,7 +166,7 @@ class TensorFlowBackend:
         return tf.where(dead, tf.zeros_like(samples), samples), shown
 
     def notes(self) -> TensorFlowNotes:
-        """To be made outside of a step."""
+        """Returns the notes of a model; to be called outside of a step."""
         return TensorFlowNotes(self)
 
     def given_of(self, batches: Any) -> Any:
@@ -184,7 +184,7 @@ class TensorFlowBackend:
         return tf.cast(tf.size(values, out_type=tf.int64), tf.float64)
 
     def by_samples(self, values: Any, data: Any) -> bool:
-        """True if the elements of a loss are known to be a multiple of the samples, the same in all batches."""
+        """Returns True if the elements of a loss are known to be a multiple of the samples, the same in all batches."""
         leaves = [leaf for leaf in keras.tree.flatten(data) if leaf is not None and hasattr(leaf, "shape")]
         rows = leaves[0].shape[0] if leaves else None
         if rows is not None:  # a batch that was given as it is: the next may have another shape
@@ -298,7 +298,7 @@ class TensorFlowBackend:
         return gathered(tensor)
 
     def usable_here(self, tensor: Any) -> bool:
-        """False for a value noted eagerly and used inside a nested traced function: it would be baked in."""
+        """Returns False for a value noted eagerly and used inside a nested traced function: it would be baked in."""
         if tf.executing_eagerly():
             return True
         noted_in = tensor.graph if tf.is_symbolic_tensor(tensor) else None
@@ -376,14 +376,14 @@ class TensorFlowBackend:
         return tf.convert_to_tensor(gradient)
 
     def agree_finite(self, finite: Any, name: str) -> Any:
-        """True only if `finite` is true on every rank."""
+        """Returns True only if `finite` is true on every rank."""
         flag = tf.reshape(tf.cast(finite, tf.int32), [1])
         with tf.device("CPU:0"):
             lowest = self.hvd.allreduce(flag, op=self.hvd.Min, name=name, ignore_name_scope=True)
         return tf.equal(lowest[0], 1)
 
     def in_branch(self) -> bool:
-        """True while a `tf.cond` branch is being traced: ranks may take different branches."""
+        """Returns True while a `tf.cond` branch is being traced: ranks may take different branches."""
         graph = tf.compat.v1.get_default_graph() if not tf.executing_eagerly() else None
         return type(graph).__name__ == "CondBranchFuncGraph"
 
@@ -445,7 +445,7 @@ class TensorFlowNotes:
         self.waited: Any = 0.0
 
     def send_preempted(self) -> None:
-        """This rank was preempted: the next step tells all others."""
+        """Makes the next step send to all ranks that this one was preempted."""
         self.preempted.assign(1.0)
 
     def note_loss(self, loss: Any, live: LiveBatch, name: str) -> None:
@@ -456,7 +456,7 @@ class TensorFlowNotes:
         return float(self._loss)
 
     def want_batch(self) -> None:
-        """The next step keeps its batch."""
+        """Makes the next step keep its batch."""
         self.kept_batch = None
         self._wants_batch.assign(True)
 

@@ -53,7 +53,7 @@ class TorchBackend:
             return self.hvd.allgather(torch.tensor(array, device="cpu"), name=name).numpy()
 
     def rank_losses(self) -> AbstractContextManager[None]:
-        """Says what it means when Horovod gives up."""
+        """Explains errors of Horovod's."""
         from horovod.common.exceptions import HorovodInternalError
 
         return losses_in(HorovodInternalError)
@@ -127,7 +127,7 @@ class TorchBackend:
         return float(values.numel())
 
     def by_samples(self, values: Any, data: Any) -> bool:
-        """True if the elements of a loss are known to be a multiple of the samples, the same in all batches."""
+        """Returns True if the elements of a loss are known to be a multiple of the samples, the same in all batches."""
         first = next(leaf for leaf in keras.tree.flatten(data) if leaf is not None)
         return tuple(values.shape) == (first.shape[0],)
 
@@ -244,7 +244,7 @@ class TorchBackend:
         return gradient.to_dense()
 
     def agree_finite(self, finite: Any, name: str) -> Any:
-        """True only if `finite` is true on every rank."""
+        """Returns True only if `finite` is true on every rank."""
         flag = torch.as_tensor(finite).to("cpu", torch.int32).reshape(1)
         return bool(self.hvd.allreduce(flag, op=self.hvd.Min, name=name)[0])
 
@@ -305,7 +305,7 @@ class TorchNotes:
         self._loss: Any = float("nan")
 
     def send_preempted(self) -> None:
-        """This rank was preempted: the next step tells all others."""
+        """Makes the next step send to all ranks that this one was preempted."""
         self.preempted = 1.0
 
     def note_loss(self, loss: Any, live: LiveBatch, name: str) -> None:
@@ -320,7 +320,7 @@ class TorchNotes:
         return float(self._loss)
 
     def want_batch(self) -> None:
-        """The next step keeps its batch."""
+        """Makes the next step keep its batch."""
         self.kept_batch, self._wants_batch = None, True
 
     def keep_batch(self, data: Any) -> None:

@@ -89,7 +89,7 @@ def _is_walked(data: Any) -> bool:
 
 
 def _is_torch(data: Any, name: str) -> bool:
-    """True for a data set of `torch.utils.data`, which need not be installed."""
+    """Returns True for a data set of `torch.utils.data`, which need not be installed."""
     kinds = [kind for kind in type(data).__mro__ if kind.__module__.startswith("torch.utils.data")]
     return any(kind.__name__ == name for kind in kinds)
 

@@ -220,7 +220,7 @@ def arrays(data: Any, name: str) -> Any:
 
 
 def _foreign(leaf: Any) -> bool:
-    """True for a tensor of the framework that is not Keras' backend."""
+    """Returns True for a tensor of the framework that is not Keras' backend."""
     kinds = {(kind.__module__.split(".")[0], kind.__name__) for kind in type(leaf).__mro__}
     return bool(kinds & {("torch", "Tensor"), ("tensorflow", "EagerTensor"), ("tensorflow", "Tensor")})
 

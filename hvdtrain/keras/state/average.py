@@ -93,7 +93,7 @@ def _update(optimizer: Any, variables: Sequence[Any], gradients: list[Any]) -> l
 
 
 def _plain_update(optimizer: Any, variables: Sequence[Any], gradients: list[Any]) -> list[np.ndarray]:
-    """The same update by this rank alone: hooks out of the way."""
+    """Makes the same update by this rank alone: hooks out of the way."""
     holders = [optimizer, *leaves_of(optimizer)]
     kept = [{name: vars(holder).pop(name) for name in HOOKS if name in vars(holder)} for holder in holders]
     try:

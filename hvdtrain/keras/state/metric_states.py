@@ -100,8 +100,14 @@ def _observed(
             del vars(metric)["result"], vars(metric)["update_state"]
 
 
+def by_log(results: Mapping[str, float], metric_of: Mapping[str, str | None]) -> dict[str, float]:
+    """Returns metrics' results by the names that logs have for them (`named`); without what is no result."""
+    renamed = {log: results[name] for log, name in metric_of.items() if name is not None and name in results}
+    return renamed | {name: value for name, value in results.items() if name not in metric_of}
+
+
 def same(local: States, world: World) -> bool:
-    """True if all ranks have the same states: they evaluated the same samples; collective."""
+    """Returns True if all ranks have the same states: they evaluated the same samples; collective."""
     if not local:
         return False
     flat = np.concatenate([np.asarray(a, np.float64).reshape(-1) for _, a in local])

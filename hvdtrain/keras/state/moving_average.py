@@ -39,7 +39,7 @@ def _averaged(model: keras.Model) -> list[Any]:
 
 
 def _overwritten(model: keras.Model) -> list[Any]:
-    """The same, if weights and averages are equal bit for bit, as the end of `fit` leaves them; else none."""
+    """Returns the same, if weights and averages are equal bit for bit, as the end of `fit` leaves them; else none."""
     found = _averaged(model)
     pairs = zip(found[::2], found[1::2], strict=True)
     same = (np.array_equal(BACKEND.to_numpy(weight), BACKEND.to_numpy(average)) for weight, average in pairs)
@@ -52,14 +52,14 @@ def kept(model: keras.Model, *, began_within: bool) -> Kept:
 
 
 def _not_swapped(callbacks: Sequence[Any]) -> None:
-    """Tells those of the last fit, too, that the weights themselves are in the model: they would swap them first."""
+    """Resets `SwapEMAWeights` of the last fit: the weights themselves are in the model, it would swap them first."""
     for callback in callbacks:
         if isinstance(callback, keras.callbacks.SwapEMAWeights):
             callback._ema_weights_in_model = False
 
 
 def check(model: keras.Model) -> None:
-    """Looks at a model before its first update, and before `fit`: Keras on torch builds the optimizer there by itself.
+    """Checks a model before its first update, and before `fit`: Keras on torch builds the optimizer there by itself.
 
     Raises:
         ConfigError: an average of weights that another optimizer updates would end `fit` in their place.
@@ -101,7 +101,7 @@ def go_on(model: keras.Model, session: Session, callbacks: Sequence[Any], *, wit
 
 @contextmanager
 def themselves(model: keras.Model, place: TrainingPlace) -> Iterator[None]:
-    """Inside, the model has the weights that training goes on with."""
+    """Gives the model the weights that training continues with while open."""
     variables = _overwritten(model) if place.kept_weights is not None else []
     before = BACKEND.copies(variables)
     if variables:

@@ -63,7 +63,7 @@ def maximum(gradients: Sequence[Any], variables: Sequence[Any], ranks: Any, name
 
 
 def overwrites(variable: Any) -> bool:
-    """True for a variable that Keras sets to its gradient instead of stepping along it."""
+    """Returns True for a variable that Keras sets to its gradient instead of stepping along it."""
     return bool(getattr(variable, "overwrite_with_gradient", False))
 
 

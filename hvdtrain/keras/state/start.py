@@ -55,7 +55,7 @@ def _made_equal(model: keras.Model, session: Session) -> Any:
 
 
 def _put_random_state(model: keras.Model, place: TrainingPlace, world: World) -> None:
-    """Last of all, because building a model draws random numbers."""
+    """Runs last of all, because building a model draws random numbers."""
     if place.restored_random is not None:
         rng.restore(model, place.restored_random)
         place.restored_random, place.saves = None, True

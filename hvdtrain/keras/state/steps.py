@@ -36,7 +36,7 @@ def wrap_train_function(model: keras.Model) -> None:
 
 
 def _end_if_preempted(session: Session) -> None:
-    """Before a step, when all ranks know that one was preempted, and what the last one has learned is saved.
+    """Ends before a step, when all ranks know that one was preempted, and the last step is saved.
 
     Raises:
         Preempted: on every rank.
@@ -98,7 +98,7 @@ def _step_of_all(model: keras.Model, session: Session, inner: Callable[[Any], An
 
 @repeated
 def _after_first(model: keras.Model, proofs: Proofs, world: World) -> None:
-    """After the first update, whatever made it: are the replicas equal, and did each see samples of its own?"""
+    """Checks after the first update that the replicas are equal, and that each saw samples of its own."""
     replicas.check_equal(replicas.replicated(model), world, when="after the first step")
     if isinstance(proofs.first_batch, keras.Variable):
         seen = world.gather(BACKEND.to_numpy(proofs.first_batch).tolist())
@@ -140,7 +140,7 @@ def note_batch(proofs: Proofs, data: Any) -> None:
 
 
 def _is_dense(leaf: Any) -> bool:
-    """True for a plain tensor of numbers."""
+    """Returns True for a plain tensor of numbers."""
     if getattr(leaf, "is_sparse", False) or type(leaf).__name__ in ("SparseTensor", "RaggedTensor"):
         return False
     return any(word in str(leaf.dtype) for word in ("float", "int"))
@@ -171,7 +171,7 @@ def ended_early(model: keras.Model, session: Session, steps: int | None) -> None
 
 
 def same_work(received: str) -> ReplicaError:
-    """The error for ranks that all train on the same samples."""
+    """Returns the error for ranks that all train on the same samples."""
     return ReplicaError(
         "each rank must train on samples of its own",
         received + ": the same work as many times, for what one rank alone would learn",

@@ -65,12 +65,12 @@ def _hook_of(layer: Any, session: Session, index: int) -> Any:
 
 
 def is_synchronized(layer: Any) -> bool:
-    """Whether the layer's moving statistics are those of all ranks' samples, on every rank."""
+    """Returns True if the layer's moving statistics are those of all ranks' samples, on every rank."""
     return isinstance(layer, _PLAIN) and _HOOK in vars(layer)
 
 
 def normalises(module: Any) -> bool:
-    """Whether a PyTorch module is a batch normalisation."""
+    """Returns True if a PyTorch module is a batch normalisation."""
     return any(kind.__name__ == "_BatchNorm" for kind in type(module).__mro__)
 
 

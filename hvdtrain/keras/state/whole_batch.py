@@ -26,7 +26,7 @@ _steps: list[Session] = []  # whose train or test step runs
 
 @contextmanager
 def of_step(session: Session, *, trains: bool = True) -> Iterator[None]:
-    """A step of a prepared model runs.
+    """Notes that a step of a prepared model runs.
 
     Raises:
         ConfigError: one of a model with `whole=True` has computed its loss by itself.
