@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ import numpy as np
 from hvdtrain.comm import elastic
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.keras import fit_callbacks
+from hvdtrain.keras.backends.chosen import BACKEND
 from hvdtrain.keras.backends.session import KEY, RunningFit, Session, hook
 from hvdtrain.keras.data.loader import Loader
 from hvdtrain.keras.data.walked import open_ended
@@ -404,10 +405,12 @@ def _compare_ranks(call: FitCall) -> None:
 @contextmanager
 def _timed(call: FitCall) -> Iterator[None]:
     """Measures what a recorded run waits for its data."""
-    records = call.has(fit_callbacks.Record)
-    if records:
-        call.callbacks.append(fit_callbacks.Wait(call.session))
-    with call.session.notes.timed_input() if records else nullcontext():
+    if not call.has(fit_callbacks.Record):
+        yield
+        return
+    call.callbacks.append(fit_callbacks.Wait(call.session))
+    call.session.notes = call.session.notes or BACKEND.notes()  # of an optimizer that meets its model in this fit
+    with call.session.notes.timed_input():
         yield
 
 
