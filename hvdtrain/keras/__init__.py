@@ -43,7 +43,7 @@ from hvdtrain.keras.checkpoint import model_state
 from hvdtrain.keras.data.create import loader
 from hvdtrain.keras.data.loader import Loader
 from hvdtrain.keras.evaluation import evaluate, hook_reads, predict
-from hvdtrain.keras.state import rate, start
+from hvdtrain.keras.state import start
 from hvdtrain.keras.state.replicas import fingerprint
 from hvdtrain.keras.state.whole_batch import whole
 from hvdtrain.record.log import RunLog
@@ -152,7 +152,7 @@ def prepare(
         require_compiled(model)
         optimizer = model.optimizer  # type: ignore[attr-defined]
     if lr is not None:
-        rate.check_rate(optimizer, lr, rate.global_batch(prepared, optimizer))
+        fit_callbacks.check_rate(optimizer, lr, fit_callbacks.global_batch(prepared, optimizer))
     session = Session(prepared)
     if optimizer is model:
         averaging.hook_optimizer(optimizer, session)
@@ -208,7 +208,7 @@ def callbacks(
     if watches or any(part is not None for part in (prepared.lr, run, checkpointer, elastic.active())):
         found.append(count)
     if prepared.lr is not None:
-        found.append(fit_callbacks.Rate(session, prepared.lr, rate.global_batch(prepared, model.optimizer)))
+        found.append(fit_callbacks.Rate(session, prepared.lr, model.optimizer))
     if watches:
         found.append(fit_callbacks.Watch(session))
     place.records = run is not None and getattr(model, "_loss_tracker", None) is not None

@@ -23,7 +23,7 @@ from hvdtrain.keras.backends.chosen import BACKEND
 from hvdtrain.keras.backends.session import Session, first_made, is_built, leaves_of, optimizers_of
 from hvdtrain.keras.data.loader import Loader, known
 from hvdtrain.keras.data.sources import Batches
-from hvdtrain.keras.data.walked import WalkedLoader
+from hvdtrain.keras.data.streams import WalkedLoader
 from hvdtrain.keras.fit_callbacks import Epoch
 from hvdtrain.keras.state import replicas, rng
 

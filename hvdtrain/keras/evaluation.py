@@ -16,7 +16,7 @@ from hvdtrain.keras import averaging
 from hvdtrain.keras.backends.session import KEY, Prepared, Session, hook, session_of
 from hvdtrain.keras.data.create import comes_in_batches, loader
 from hvdtrain.keras.data.loader import Loader
-from hvdtrain.keras.data.walked import open_ended
+from hvdtrain.keras.data.streams import open_ended
 from hvdtrain.keras.state import metric_states, replicas
 from hvdtrain.world.world import World, given_or_current
 

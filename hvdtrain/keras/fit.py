@@ -22,7 +22,7 @@ from hvdtrain.keras import fit_callbacks
 from hvdtrain.keras.backends.chosen import BACKEND
 from hvdtrain.keras.backends.session import KEY, RunningFit, Session, hook
 from hvdtrain.keras.data.loader import Loader
-from hvdtrain.keras.data.walked import open_ended
+from hvdtrain.keras.data.streams import open_ended
 from hvdtrain.keras.elastic_fit import ElasticFit, check_elastic
 from hvdtrain.keras.state import moving_average, start
 from hvdtrain.keras.state.steps import same_work

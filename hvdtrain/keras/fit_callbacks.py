@@ -26,11 +26,10 @@ from hvdtrain.core.errors import ConfigError, HvdtrainError, NonFiniteError, Rep
 from hvdtrain.core.lr import LR
 from hvdtrain.keras import averaging
 from hvdtrain.keras.backends.chosen import BACKEND
-from hvdtrain.keras.backends.session import Session, is_built, is_hooked, leaves_of, missing_hook
+from hvdtrain.keras.backends.session import Prepared, Session, is_built, is_hooked, leaves_of, missing_hook
 from hvdtrain.keras.checkpoint import check_saveable, model_state
 from hvdtrain.keras.data.loader import Loader
 from hvdtrain.keras.state import metric_states, moving_average, replicas, start
-from hvdtrain.keras.state.rate import rate_of
 from hvdtrain.keras.state.steps import ended_early
 from hvdtrain.record.log import RunLog
 from hvdtrain.world.world import World
@@ -247,9 +246,9 @@ class Rate(Callback):
 
     fed = ("_now", "global_batch")
 
-    def __init__(self, session: Session, lr: LR, global_batch: int) -> None:
+    def __init__(self, session: Session, lr: LR, optimizer: Any) -> None:
         super().__init__(session)
-        self.lr, self.global_batch = lr, global_batch
+        self.lr, self.global_batch = lr, global_batch(session.prepared, optimizer)
 
     def on_train_begin(self, logs: Any = None) -> None:
         self._now: float | None = None
@@ -273,6 +272,42 @@ class Rate(Callback):
         if rate != self._now:
             self.model.optimizer.learning_rate = rate
             self._now = rate
+
+
+def rate_of(optimizer: Any) -> float:
+    """Returns an optimizer's current learning rate, of a variable or of a schedule."""
+    rate = leaves_of(optimizer)[0].learning_rate  # of several (MultiOptimizer) the first one's
+    return float(keras.ops.convert_to_numpy(rate.value if hasattr(rate, "value") else rate))
+
+
+def global_batch(prepared: Prepared, optimizer: Any) -> int:
+    """Returns the samples of one update: ranks x per-rank batch x accumulation, as far as an epoch has so many."""
+    passes = max((leaf.gradient_accumulation_steps or 1) for leaf in leaves_of(optimizer))
+    full = (prepared.per_rank_batch or 0) * prepared.world.size * passes
+    return min(full, prepared.samples or full)
+
+
+def check_rate(optimizer: Any, lr: LR, global_batch: int) -> None:
+    """Refuses a learning rate that would be set in two places.
+
+    Raises:
+        ConfigError: the optimizer has a schedule of its own, or a rate that was scaled already.
+    """
+    leaves = leaves_of(optimizer)
+    if len(leaves) > 1:
+        raise ConfigError(
+            "lr= sets one learning rate",
+            f"{type(optimizer).__name__} with {len(leaves)} optimizers, each with a rate of its own",
+            "leave lr= out and give each a learning_rate (or schedule) for the global batch",
+        )
+    own = leaves[0]._learning_rate
+    if not isinstance(own, keras.Variable):
+        raise ConfigError(
+            "the learning rate is set in one place: lr=, or the optimizer's own schedule",
+            f"lr={lr} and {type(own).__name__} in {leaves[0].name!r}",
+            f"make the optimizer with learning_rate={lr.base}, or leave lr= out",
+        )
+    lr.check_optimizer(rate_of(optimizer), global_batch)
 
 
 class Watch(Callback):

@@ -12,7 +12,7 @@ from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.sharding import Plan
 from hvdtrain.keras.data.loader import Loader
 from hvdtrain.keras.data.sources import Arrays, Batches, Items, Source, batch_of, rows_of, stacked
-from hvdtrain.keras.data.walked import Walk, WalkedLoader
+from hvdtrain.keras.data.streams import Walk, WalkedLoader
 from hvdtrain.world import same_data
 from hvdtrain.world.records import check_heads, stream_of
 from hvdtrain.world.streams import StreamPlan

@@ -10,7 +10,7 @@ import numpy as np
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.keras.backends.session import map_leaves
-from hvdtrain.keras.data.drawing import OwnRng
+from hvdtrain.keras.data.shuffle_seeds import OwnRng
 from hvdtrain.world import same_data
 
 Batch = tuple[Any, Any, Any]  # x, y and sample weights; None is what is not there

@@ -12,8 +12,8 @@ import numpy as np
 from keras.src.trainers.epoch_iterator import EpochIterator
 
 from hvdtrain.keras.backends.session import replaced
-from hvdtrain.keras.data.drawing import OwnRng
 from hvdtrain.keras.data.loader import Loader
+from hvdtrain.keras.data.shuffle_seeds import OwnRng
 from hvdtrain.keras.data.sources import Batch
 from hvdtrain.world.records import STREAM, Head, Noted, check_ends, head
 from hvdtrain.world.streams import StreamPlan, StreamStep, walk
