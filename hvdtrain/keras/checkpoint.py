@@ -109,8 +109,7 @@ class ModelPart(Part):
             )
         if not self.model.optimizer.built:
             self.model.optimizer.build(self.model.trainable_variables)
-        self.session.place.kept_weights = None
-        self.session.place.loaded = True
+        moving_average.forget(self.session.place)
         try:
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")

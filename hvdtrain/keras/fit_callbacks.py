@@ -26,7 +26,7 @@ from hvdtrain.core.errors import ConfigError, HvdtrainError, NonFiniteError, Rep
 from hvdtrain.core.lr import LR
 from hvdtrain.keras import averaging
 from hvdtrain.keras.backends.chosen import BACKEND
-from hvdtrain.keras.backends.session import Prepared, Session, is_built, is_hooked, leaves_of, missing_hook
+from hvdtrain.keras.backends.session import Prepared, Session, is_hooked, leaves_of, missing_hook
 from hvdtrain.keras.checkpoint import check_saveable, model_state
 from hvdtrain.keras.data.loader import Loader
 from hvdtrain.keras.state import metric_states, moving_average, replicas, start
@@ -80,11 +80,7 @@ class Start(Callback):
                 " hvdtrain.keras.callbacks(model), then model.fit(..., callbacks=ours)",
                 shared=True,
             )
-        proofs = self.session.proofs
-        proofs.ready, proofs.wants_broadcast = False, not self.session.prepared.alone
-        if is_built(self.model):
-            start.start(self.model, self.session)
-        # else: the first train step builds the model, then starts
+        start.begin_fit(self.model, self.session)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self.place.executions, self._in_epoch = 0, True
@@ -532,8 +528,7 @@ class EpochOfLoaders(Callback):
         if self.data is not None and not self.session.prepared.alone and not self.model.stop_training:
             self.data.check_end(self.world)
         is_rest = self.data is not None and self.data.done(epoch) > 0
-        ends_fit = is_rest or self.model.stop_training  # as far as is known here
-        self.place.kept_weights = moving_average.kept(self.model, began_within=is_rest) if ends_fit else None
+        moving_average.keep(self.model, self.place, is_rest=is_rest)
 
 
 class RateOfRestored(Callback):

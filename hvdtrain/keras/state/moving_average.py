@@ -46,9 +46,17 @@ def _overwritten(model: keras.Model) -> list[Any]:
     return found if all(same) else []
 
 
-def kept(model: keras.Model, *, began_within: bool) -> Kept:
-    """Returns weights and averages, before anything writes or swaps the ones over the others."""
-    return Kept(BACKEND.copies(_averaged(model)), began_within)
+def keep(model: keras.Model, place: TrainingPlace, *, is_rest: bool) -> None:
+    """Keeps weights and averages at an epoch's end, where `fit` may end within it, or with the rest (`is_rest`) of it:
+    before anything writes or swaps the ones over the others.
+    """
+    ends = is_rest or model.stop_training
+    place.kept_weights = Kept(BACKEND.copies(_averaged(model)), is_rest) if ends else None
+
+
+def forget(place: TrainingPlace) -> None:
+    """Forgets them: a checkpoint is loaded, which has the weights themselves."""
+    place.kept_weights, place.loaded = None, True
 
 
 def _not_swapped(callbacks: Sequence[Any]) -> None:
@@ -79,7 +87,7 @@ def go_on(model: keras.Model, session: Session, callbacks: Sequence[Any], *, wit
     check(model)
     place = session.place
     last, place.kept_weights = place.kept_weights, None
-    if place.loaded:  # a checkpoint has the weights themselves, whatever an earlier fit left in the model
+    if place.loaded:  # whatever an earlier fit left in the model
         place.loaded = False
         _not_swapped(callbacks)
     variables = _overwritten(model)

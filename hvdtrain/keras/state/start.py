@@ -9,9 +9,16 @@ from typing import Any
 import keras
 
 from hvdtrain.comm.elastic import repeated
-from hvdtrain.keras.backends.session import Session, TrainingPlace, is_hooked, missing_hook, optimizers_of
+from hvdtrain.keras.backends.session import Session, TrainingPlace, is_built, is_hooked, missing_hook, optimizers_of
 from hvdtrain.keras.state import moving_average, replicas, rng
 from hvdtrain.world.world import World
+
+
+def begin_fit(model: keras.Model, session: Session) -> None:
+    """Asks for rank 0's state and all checks; a model that is not built gets them when its first step has built it."""
+    session.proofs.ready, session.proofs.wants_broadcast = False, not session.prepared.alone
+    if is_built(model):
+        start(model, session)
 
 
 def start(model: keras.Model, session: Session) -> None:
