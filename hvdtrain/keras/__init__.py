@@ -28,10 +28,11 @@ from hvdtrain.comm import elastic
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.lr import LR
 from hvdtrain.core.proof import Proof
-from hvdtrain.keras import averaging, fit, fit_callbacks, fit_records
+from hvdtrain.keras import averaging, fit, fit_callbacks
 from hvdtrain.keras.backends.chosen import BACKEND
 from hvdtrain.keras.backends.session import (
     KEY,
+    Prepared,
     Session,
     leaves_of,
     require_compiled,
@@ -42,7 +43,7 @@ from hvdtrain.keras.checkpoint import model_state
 from hvdtrain.keras.data.create import loader
 from hvdtrain.keras.data.loader import Loader
 from hvdtrain.keras.evaluation import evaluate, hook_reads, predict
-from hvdtrain.keras.state import rate, start
+from hvdtrain.keras.state import start
 from hvdtrain.keras.state.replicas import fingerprint
 from hvdtrain.keras.state.whole_batch import whole
 from hvdtrain.record.log import RunLog
@@ -125,13 +126,13 @@ def prepare(
             "watch_every is a number of steps, 0 for never", f"watch_every={watch_every}", "use 0 or more"
         )
     world = given_or_current(world, "keras")
-    session = Session(
+    prepared = Prepared(
         world, compression, sparse_as_dense, verify, watch_every, lr=lr,
         per_rank_batch=_batch_of(data, lr, per_rank_batch), sync_batchnorm=sync_batchnorm,
         samples=data.plan.samples * data.unit if isinstance(data, Loader) else 0, whole=whole,
     )  # fmt: skip
-    if not session.alone:
-        clock = session.clock  # not the session, which goes with the model
+    if not prepared.alone:
+        clock = prepared.clock  # not the session, which goes with the model
         world.tracker.phase = lambda: clock.phase
     if whole and (isinstance(model, keras.optimizers.Optimizer) or elastic.active() is not None):
         raise ConfigError(
@@ -151,7 +152,8 @@ def prepare(
         require_compiled(model)
         optimizer = model.optimizer  # type: ignore[attr-defined]
     if lr is not None:
-        rate.check_rate(optimizer, lr, rate.global_batch(session, optimizer))
+        fit_callbacks.check_rate(optimizer, lr, fit_callbacks.global_batch(prepared, optimizer))
+    session = Session(prepared)
     if optimizer is model:
         averaging.hook_optimizer(optimizer, session)
     else:
@@ -196,24 +198,26 @@ def callbacks(
     require_compiled(model)
     session = _session_for(model)
     fit.wrap_fit(model)
-    session.saves = checkpointer is not None
+    prepared, place = session.prepared, session.place
+    place.saves = checkpointer is not None
     count = fit_callbacks.Count(session)
     found: list[keras.callbacks.Callback] = [fit_callbacks.Start(session)]
-    if not session.alone:
+    if not prepared.alone:
         found.append(fit_callbacks.Epoch(session))
-    if session.lr is not None or run is not None or checkpointer is not None or elastic.active() is not None:
+    watches = prepared.watch_every > 0 and not prepared.alone
+    if watches or any(part is not None for part in (prepared.lr, run, checkpointer, elastic.active())):
         found.append(count)
-    if session.lr is not None:
-        found.append(fit_callbacks.Rate(session, session.lr, rate.global_batch(session, model.optimizer)))
-    if session.watch_every and not session.alone:
+    if prepared.lr is not None:
+        found.append(fit_callbacks.Rate(session, prepared.lr, model.optimizer))
+    if watches:
         found.append(fit_callbacks.Watch(session))
-    session.records = run is not None and getattr(model, "_loss_tracker", None) is not None
+    place.records = run is not None and getattr(model, "_loss_tracker", None) is not None
     if checkpointer is not None:
         checkpointer.run = checkpointer.run or run
-        found.append(fit_records.Save(session, checkpointer, save_every, extra))
+        found.append(fit_callbacks.Save(session, checkpointer, save_every, extra))
     if run is not None:
-        steps = fit_records.Record(session, run, count)
-        found += [steps, fit_records.RecordEpoch(session, steps)]
+        steps = fit_callbacks.Record(session, run, count)
+        found += [steps, fit_callbacks.RecordEpoch(session, steps)]
     return found
 
 
@@ -240,10 +244,10 @@ def verify(model: keras.Model, *, world: World | None = None) -> Proof:
     from hvdtrain.keras.state import average
 
     found = session_of(model) or session_of(model.optimizer)
-    if found is not None and world is not None and world.comm is not found.world.comm:
+    if found is not None and world is not None and world.comm is not found.prepared.world.comm:
         raise ConfigError("verify() proves the averaging over the model's own ranks", "another world")
-    session = found if found is not None else Session(given_or_current(world, "keras"))
-    if session.alone:
+    session = found if found is not None else Session(Prepared(given_or_current(world, "keras")))
+    if session.prepared.alone:
         return Proof(1, len(model.trainable_variables))
     with BACKEND.eager():
         if not model.optimizer.built:
@@ -255,7 +259,7 @@ def verify(model: keras.Model, *, world: World | None = None) -> Proof:
 def _session_for(model: keras.Model) -> Session:
     """The model's session, that of its prepared optimizer, or a new one for a model that was not prepared."""
     known = (session_of(holder) for holder in (model, model.optimizer, *leaves_of(model.optimizer)))
-    found = next(filter(None, known), None) or Session(given_or_current(None, "keras"))
+    found = next(filter(None, known), None) or Session(Prepared(given_or_current(None, "keras")))
     vars(model)[KEY] = found
     return found
 

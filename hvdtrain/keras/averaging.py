@@ -26,6 +26,7 @@ from hvdtrain.keras.backends.session import (
     KEY,
     LiveBatch,
     Session,
+    has_own_step,
     hook,
     is_built,
     is_hooked,
@@ -34,6 +35,7 @@ from hvdtrain.keras.backends.session import (
     missing_hook,
     optimizers_of,
     replaced,
+    while_set,
 )
 from hvdtrain.keras.state import metric_states, reduce, replicas, rng, start, steps, sync_batchnorm, units, whole_batch
 
@@ -51,13 +53,13 @@ def hook_optimizer(optimizer: Any, session: Session, index: int = 0) -> None:
         ConfigError: gradient accumulation inside a `MultiOptimizer`.
         ReplicaError: Horovod's own wrapper.
     """
-    if session.alone:
+    if session.prepared.alone:
         vars(optimizer)[KEY] = session
         return
     if is_stock(optimizer):
         raise missing_hook("the model", optimizer)
     unhook(optimizer)
-    name = f"{session.name}.{index}"
+    name = f"{session.prepared.name}.{index}"
     accumulating = [leaf for leaf in leaves_of(optimizer) if leaf.gradient_accumulation_steps]
     if accumulating and len(leaves_of(optimizer)) > 1:
         raise ConfigError(
@@ -96,43 +98,50 @@ def _apply(self: Any, grads: Any, trainable_variables: Any = None, *, name: str,
     _refuse_branch(self, session)
     grads = list(grads)
     variables = list(trainable_variables) if trainable_variables is not None else self._trainable_variables
-    if session.live is None and name not in session.compared:
-        session.compared.add(name)
-        _compare_alone(self, variables, session)
-    if session.live is None and not session.proving:
-        session.say(
-            "updates outside of a prepared model's train step: all ranks weigh the same, whatever samples each has"
-            ' (loader(..., tail="drop") deals the same number to all)',
-            once="alone",
+    live = session.live
+    if live is None:
+        _check_alone(self, variables, session, name)
+    elif not BACKEND.usable_here(live.samples):
+        session.prepared.say(
+            "optimizer.apply runs in a tf.function of its own: batches of unequal size weigh the same there"
         )
+        live = None
     special = [reduce.overwrites(variable) for variable in variables]
-    plain = reduce.weigh([None if s else g for g, s in zip(grads, special, strict=True)], session)
+    plain: list[Any] = [None if s else g for g, s in zip(grads, special, strict=True)]
+    if live is not None:
+        plain = reduce.weigh(plain, live, session.ranks)
     if not once_per_update:
-        plain = reduce.average(plain, session, name)
+        plain = reduce.average(plain, session.prepared, session.ranks, name)
     if any(special):
-        grads = reduce.maximum(grads, variables, session, name)
+        grads = reduce.maximum(grads, variables, session.ranks, name)
     grads = [g if s else p for g, p, s in zip(grads, plain, special, strict=True)]
-    before, session.applying = session.applying, True
-    try:
+    with nullcontext() if session.live is None else while_set(session.live, "applying", True):
         return type(self).apply(self, grads, trainable_variables if trainable_variables is None else variables)
-    finally:
-        session.applying = before
 
 
-def _compare_alone(optimizer: Any, variables: Sequence[Any], session: Session) -> None:
-    """Before the first update outside a prepared model's step (a loop of the user's, or `fit` of a model that our
-    callbacks never met): are the variables equal on all ranks? Collective.
+def _check_alone(optimizer: Any, variables: Sequence[Any], session: Session, name: str) -> None:
+    """Checks an update outside of a prepared model's step (a loop of the user's, or `fit` of a model that our callbacks
+    never met). Before the first one all ranks' variables must be equal: collective.
     """
-    with BACKEND.eager():
-        if any(BACKEND.to_numpy(v).shape != tuple(v.shape) for v in variables):  # TensorFlow is still making them
-            raise ReplicaError(
-                "a model is known to hvdtrain, or built, before its first step",
-                f"optimizer {optimizer.name!r} was prepared without its model, whose variables are not there yet",
-                "give fit() hvdtrain.keras.callbacks(model), or prepare the compiled model instead of the optimizer",
-                shared=True,
-            )
-        replicas.check_same_variables(variables, session.world)
-        replicas.check_equal(variables, session.world, when="before the first update")
+    prepared, compared = session.prepared, session.proofs.compared
+    if name not in compared:
+        compared.add(name)
+        with BACKEND.eager():
+            if any(BACKEND.to_numpy(v).shape != tuple(v.shape) for v in variables):  # TensorFlow still makes them
+                raise ReplicaError(
+                    "a model is known to hvdtrain, or built, before its first step",
+                    f"optimizer {optimizer.name!r} was prepared without its model, whose variables are not there yet",
+                    "give fit() hvdtrain.keras.callbacks(model), or prepare the compiled model instead of the"
+                    " optimizer",
+                    shared=True,
+                )
+            replicas.check_same_variables(variables, prepared.world)
+            replicas.check_equal(variables, prepared.world, when="before the first update")
+    prepared.say(
+        "updates outside of a prepared model's train step: all ranks weigh the same, whatever samples each has"
+        ' (loader(..., tail="drop") deals the same number to all)',
+        once="alone",
+    )
 
 
 def _clip_gradients(self: Any, grads: Sequence[Any], *, session: Session, name: str) -> Any:
@@ -141,7 +150,7 @@ def _clip_gradients(self: Any, grads: Sequence[Any], *, session: Session, name: 
     Runs inside the update branch of Keras' `cond`; ranks take it together, because they count the same
     steps.
     """
-    return type(self)._clip_gradients(self, reduce.average(list(grads), session, name))
+    return type(self)._clip_gradients(self, reduce.average(list(grads), session.prepared, session.ranks, name))
 
 
 def _check_finite(self: Any, grads: Sequence[Any], *, name: str) -> Any:
@@ -153,7 +162,7 @@ def _check_finite(self: Any, grads: Sequence[Any], *, name: str) -> Any:
 
 def _refuse_branch(optimizer: Any, session: Session) -> None:
     """Refuses to communicate where ranks may take different ways: inside a `LossScaleOptimizer`."""
-    unseen = not session.attached and keras.config.dtype_policy().name == "mixed_float16"
+    unseen = session.notes is None and keras.config.dtype_policy().name == "mixed_float16"
     if BACKEND.in_branch() or (unseen and not isinstance(optimizer, keras.optimizers.LossScaleOptimizer)):
         raise ReplicaError(
             # one sentence with the remedy in it: Keras re-raises errors from inside a cond with their first
@@ -173,29 +182,27 @@ def attach(model: keras.Model, session: Session) -> None:
     if vars(model).get(KEY) is not session:
         model.train_function = None  # what was traced is another session's
         vars(model)[KEY] = session
-    if session.wants_batch is None:
-        session.wants_batch, session.step_loss, session.telling = BACKEND.notes()
-    session.attached = True
+    if session.notes is None:
+        session.notes = BACKEND.notes()
     sync_batchnorm.synchronize(model, session)
     steps.wrap_train_function(model)
-    if session.alone:
+    if session.prepared.alone:
         hook_own_steps(model)
         return
     _refuse_stateful(model)
     hook_test_step(model)
-    if session.whole:
-        whole_batch.hook_loss(model, session)
+    if session.prepared.whole:
+        whole_batch.hook_loss(model)
     for index, optimizer in enumerate(optimizers_of(model)):
         hook_optimizer(optimizer, session, index)
     # Horovod's operations have no XLA kernel, nor does torch.compile see through them
     if getattr(model, "jit_compile", False):
         model.jit_compile = False
         model.train_function = None
-        session.say(
+        session.prepared.say(
             f"model {model.name!r}: jit_compile=True is now False: all-reduces cannot be compiled into the step"
         )
     if hook(model, "train_step", functools.partial(_train_step, model)):
-        session.own_step = type(model).train_step is not keras.Model.train_step
         model.train_function = None
 
 
@@ -225,35 +232,37 @@ def _train_step(model: keras.Model, inner: Callable[[Any], Any], data: Any) -> A
     session: Session = vars(model)[KEY]
     _before_step(model, session, data)
     sync_batchnorm.of_step(session)
-    steps.note_batch(session, data)
+    steps.note_batch(session.proofs, data)
     samples, data, may_be_dead = _split_dead(data)
-    if session.verify and not session.own_step:
-        BACKEND.keep_batch(data, session)
+    if session.prepared.verify and not has_own_step(model):
+        session.notes.keep_batch(data)
     # a batch without a sample must leave no trace in metrics and moving statistics; building metrics computes a loss,
     # which is not one of this step's
     local = [*_metric_variables(model, data), *sync_batchnorm.own_statistics(model)] if may_be_dead else []
     with (
-        _live_batch(session, samples),
+        _live_batch(session, samples) as live,
         whole_batch.of_step(session),
         units.weighed(session, data),
-        _all_averaged(model, session),
-        rng.of_step(session),
+        _all_averaged(model, live),
+        rng.of_step(session.place),
         _built_outside(),
     ):
-        before = BACKEND.copies([model._loss_tracker.total]) if session.records else []
+        before = BACKEND.copies([model._loss_tracker.total]) if session.place.records else []
         with BACKEND.unmoved_if_dead(samples, local) if may_be_dead else nullcontext():
-            logs = metric_states.named(model, lambda: inner(_as_keras_has_it(data)), session)
-        rng.check_saved(session)
+            step = functools.partial(inner, _as_keras_has_it(data))
+            logs = metric_states.named(model, step, live.own, session.proofs.metric_of)
+        if session.place.saves:
+            rng.check_saved()
         if before:
-            BACKEND.note_loss(session, model._loss_tracker.total - before[0], f"{session.name}.loss")
+            session.notes.note_loss(model._loss_tracker.total - before[0], live, f"{session.prepared.name}.loss")
         return logs
 
 
-def _all_averaged(model: keras.Model, session: Session) -> AbstractContextManager[None]:
-    """While a prepared model's step runs, no optimizer updates anything without averaging."""
+def _all_averaged(model: keras.Model, live: LiveBatch) -> AbstractContextManager[None]:
+    """Refuses updates without averaging while a prepared model's step runs."""
 
     def apply(original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        if not session.applying and not is_hooked(optimizer):
+        if not live.applying and not is_hooked(optimizer):
             raise missing_hook(model.name, optimizer)
         return original(optimizer, *args, **kwargs)
 
@@ -285,12 +294,14 @@ def hook_test_step(model: keras.Model) -> None:
         with ExitStack() as around:
             if may_be_dead:
                 around.enter_context(BACKEND.unmoved_if_dead(samples, _metric_variables(model, data)))
-            if session.together and not session.alone:
-                around.enter_context(_live_batch(session, samples, at_once=False))
+            own: dict[int, Any] = {}
+            if session.joint is not None and not session.prepared.alone:
+                own = around.enter_context(_live_batch(session, samples, even=session.joint)).own
                 around.enter_context(units.weighed(session, data))
-                if session.even:
+                if session.joint:
                     around.enter_context(whole_batch.of_step(session, trains=False))
-            return metric_states.named(model, lambda: inner(_as_keras_has_it(data)), session, "val_")
+            step = functools.partial(inner, _as_keras_has_it(data))
+            return metric_states.named(model, step, own, session.proofs.metric_of, "val_")
 
     if hook(model, "test_step", test_step):
         hook(model, "_symbolic_build", _without_marks)
@@ -309,24 +320,22 @@ def _without_marks(symbolic_build: Callable[..., Any], iterator: Any = None, dat
 
 @contextmanager
 def together(model: keras.Model, *, even: bool) -> Iterator[None]:
-    """Inside, batches of an evaluation are the ranks' parts of global batches (`even`: all ranks have as many); else
-    `evaluate` is this rank's own, as in plain Keras.
+    """Makes batches of an evaluation the ranks' parts of global batches while open (`even`: all ranks have as many);
+    else `evaluate` is this rank's own, as in plain Keras.
     """
     session: Session = vars(model)[KEY]
-    if session.even != even:
-        session.even, session.test_function = even, None
+    traced = session.test_functions
 
-    def swap() -> None:  # what was traced for one is not for the other
-        session.test_function, model.test_function = model.test_function, session.test_function
+    def switch(joint: bool | None) -> None:  # what was traced for one is not for the other
+        traced[session.joint], session.joint = model.test_function, joint
+        model.test_function = traced.pop(joint, None)
 
-    swap()
-    session.together = True
+    switch(even)
     try:
         model.make_test_function()
         yield
     finally:
-        session.together = False
-        swap()
+        switch(None)
 
 
 def _split_dead(data: Any) -> tuple[Any, Any, bool]:
@@ -339,35 +348,35 @@ def _split_dead(data: Any) -> tuple[Any, Any, bool]:
 
 
 def _as_keras_has_it(data: Any) -> Any:
-    """A batch as `fit(x, y)` gives it to a step: without a mark in place of weights, and `x` alone as it is."""
+    """Returns a batch as `fit(x, y)` gives it to a step: without a mark in place of weights, and `x` alone as it is."""
     if not isinstance(data, tuple) or len(data) > 3:
         return data
     return keras.utils.pack_x_y_sample_weight(*keras.utils.unpack_x_y_sample_weight(data))
 
 
 def _before_step(model: keras.Model, session: Session, data: Any) -> None:
-    """Checks, and at the first step of a model that was not built: build, broadcast, proof.
+    """Checks a step; before the first one of a model that was not built, builds, broadcasts and proves.
 
     Under TensorFlow this runs while the step is traced, in eager mode (`init_scope`), where variables are
     real.
     """
     if not is_hooked(model.optimizer):
         raise missing_hook(model.name, model.optimizer)
-    if session.ready:
+    if session.proofs.ready:
         return
     with BACKEND.eager():
         if not is_built(model):
-            _build(model, session, data)
+            _build(model, data)
             sync_batchnorm.synchronize(model, session)  # layers that were made just now
         start.start(model, session)
 
 
-def _build(model: keras.Model, session: Session, data: Any) -> None:
+def _build(model: keras.Model, data: Any) -> None:
     """Builds a model by a batch; without its loss where that is of what only its own train step makes of the batch."""
     try:
         return model._symbolic_build(data_batch=data)
     except Exception:
-        if not session.own_step:
+        if not has_own_step(model):
             raise
     loss, vars(model)["_compile_loss"] = model._compile_loss, None
     try:
@@ -377,19 +386,20 @@ def _build(model: keras.Model, session: Session, data: Any) -> None:
 
 
 @contextmanager
-def _live_batch(session: Session, samples: Any, *, at_once: bool = True) -> Iterator[None]:
-    """Notes the samples of the batch in flight; their sum over ranks starts at once, beside the forward pass, or when
-    it is needed.
+def _live_batch(session: Session, samples: Any, *, even: bool | None = None) -> Iterator[LiveBatch]:
+    """Notes the batch of a step. In a train step the sum of the samples over ranks starts at once, beside the forward
+    pass; in an evaluation (`even`: as of `together`) when it is needed.
     """
-    told = session if at_once else None  # an evaluation ends by itself
-    start_sum = functools.cache(lambda: BACKEND.start_sum(samples, f"{session.name}.live", told))
-    session.live = LiveBatch(samples, functools.cache(lambda: BACKEND.finish_sum(start_sum())))
+    trains = even is None
+    words = (session.words(), session.receive) if trains else ()
+    start_sum = functools.cache(lambda: BACKEND.start_sum(samples, f"{session.prepared.name}.live", *words))
+    live = session.live = LiveBatch(samples, functools.cache(lambda: BACKEND.finish_sum(start_sum())), even)
     try:
-        if at_once:
+        if trains:
             start_sum()
-        yield
-        if at_once:
-            session.live.total()  # a step that never reached the optimizer still takes part in the sum
+        yield live
+        if trains:
+            live.total()  # a step that never reached the optimizer still takes part in the sum
     finally:
         session.live = None
 

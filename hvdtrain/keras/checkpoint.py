@@ -24,8 +24,8 @@ from hvdtrain.checkpoint.staging import StateFile
 from hvdtrain.core.errors import CheckpointError, ConfigError
 from hvdtrain.keras.backends.chosen import BACKEND
 from hvdtrain.keras.backends.session import (
-    KEY,
     Session,
+    TrainingPlace,
     is_built,
     optimizers_of,
     replaced,
@@ -76,16 +76,16 @@ class ModelPart(Part):
 
     def collect(self) -> None:
         """Makes what is each rank's own one: moving statistics, and gradients accumulated so far."""
-        world = self.session.world
+        world = self.session.prepared.world
         if is_built(self.model) and not self.model.optimizer.built:  # as load() does: so both have slots
             self.model.optimizer.build(self.model.trainable_variables)
-        if is_built(self.model) and self.session.streams_set:  # training has begun
+        if is_built(self.model) and self.session.place.streams_set:  # training has begun
             replicas.average_statistics(self.model, world)
             replicas.average(replicas.accumulators(self.model), world)
         replicas.check_finite(self.model, world)
 
     def write(self, file: StateFile) -> None:
-        with moving_average.themselves(self.model, self.session):
+        with moving_average.themselves(self.model, self.session.place):
             if not file.in_memory:
                 self.model.save(file)
                 return
@@ -109,8 +109,7 @@ class ModelPart(Part):
             )
         if not self.model.optimizer.built:
             self.model.optimizer.build(self.model.trainable_variables)
-        self.session.kept_weights = None
-        self.session.loaded = True
+        moving_average.forget(self.session.place)
         try:
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
@@ -217,9 +216,8 @@ class RandomPart(Part):
     on from factors of zero, for ever); and those of optimizers that it does not have.
     """
 
-    def __init__(self, model: keras.Model, world: World) -> None:
-        self.model = model
-        self.world = world
+    def __init__(self, model: keras.Model, place: TrainingPlace, world: World) -> None:
+        self.model, self.place, self.world = model, place, world
         self.states: list[dict[str, np.ndarray]] = []
 
     def collect(self) -> None:
@@ -228,9 +226,8 @@ class RandomPart(Part):
     def write(self, file: StateFile) -> None:
         arrays = {f"{rank}/{key}": value for rank, state in enumerate(self.states) for key, value in state.items()}
         kept = {f"kept.{i}": keras.ops.convert_to_numpy(v) for i, v in enumerate(_not_in_file(self.model))}
-        order = vars(self.model)[KEY].order
-        told = {} if order is None else {"order": np.array(order)}
-        np.savez(file, world_size=np.array(len(self.states)), **told, **arrays, **kept)  # type: ignore[arg-type]
+        order = {} if self.place.order is None else {"order": np.array(self.place.order)}
+        np.savez(file, world_size=np.array(len(self.states)), **order, **arrays, **kept)  # type: ignore[arg-type]
 
     def load(self, path: Path) -> None:
         """Puts this rank's state back; at another world size, streams that follow from rank 0's.
@@ -243,15 +240,15 @@ class RandomPart(Part):
             state = {key.partition("/")[2]: stored[key] for key in stored.files if key.startswith(f"{mine}/")}
             for index, variable in enumerate(_not_in_file(self.model)):
                 variable.assign(stored[f"kept.{index}"])
-            vars(self.model)[KEY].order = str(stored["order"]) if "order" in stored.files else None
+            self.place.order = str(stored["order"]) if "order" in stored.files else None
         rng.restore(self.model, state)
         if not same_size:
             rng.apply_derived(self.model, state, self.world.rank)
             state = rng.capture(self.model)
-        vars(self.model)[KEY].restored_random = state
+        self.place.restored_random = state
 
     def restored(self, progress: Progress) -> None:
-        vars(self.model)[KEY].progress = progress
+        self.place.progress = progress
 
 
 def _not_in_file(model: keras.Model) -> list[Any]:
@@ -367,6 +364,8 @@ def model_state(model: keras.Model, *, extra: MutableMapping[str, Any] | None = 
         raise ConfigError(
             "a model is prepared before it is saved", f"model {model.name!r} is not", "hvdtrain.keras.prepare(model)"
         )
-    world = session.world
-    parts: dict[str, Part] = {"model.keras": ModelPart(model, session), "random.npz": RandomPart(model, world)}
+    parts: dict[str, Part] = {
+        "model.keras": ModelPart(model, session),
+        "random.npz": RandomPart(model, session.place, session.prepared.world),
+    }
     return parts if extra is None else {**parts, "extra.npz": Extra(extra)}

@@ -13,10 +13,10 @@ from hvdtrain.comm.elastic import repeated
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.sharding import check_evaluation
 from hvdtrain.keras import averaging
-from hvdtrain.keras.backends.session import KEY, Session, hook, session_of
+from hvdtrain.keras.backends.session import KEY, Prepared, Session, hook, session_of
 from hvdtrain.keras.data.create import comes_in_batches, loader
 from hvdtrain.keras.data.loader import Loader
-from hvdtrain.keras.data.walked import open_ended
+from hvdtrain.keras.data.streams import open_ended
 from hvdtrain.keras.state import metric_states, replicas
 from hvdtrain.world.world import World, given_or_current
 
@@ -47,7 +47,8 @@ def evaluate(
             averaging.hook_own_steps(model)
             return dict(type(model).evaluate(model, data, verbose=0, return_dict=True))
         replicas.check_equal(model.trainable_weights, world, when="when they are evaluated")
-        session: Session = vars(model).setdefault(KEY, Session(world))
+        session = session_of(model) or Session(Prepared(world))
+        vars(model)[KEY] = session
         averaging.hook_test_step(model)
         with averaging.together(model, even=True):
             logs = dict(type(model).evaluate(model, data, verbose=0, return_dict=True))  # past `hook_reads`
@@ -55,10 +56,9 @@ def evaluate(
         if mine is None:
             mine = metric_states.seen(model)[1]
         results = metric_states.results(model, metric_states.states(model), world, mine)
-        names = {log: session.logs.get(f"val_{log}", f"val_{log}")[len("val_") :] for log in logs}
-        found = {
-            log: results[name] for log, name in names.items() if f"val_{log}" not in session.raw and name in results
-        }
+        results = {f"val_{name}": value for name, value in results.items()}
+        known = metric_states.by_log(results, session.proofs.metric_of)
+        found = {log: known[f"val_{log}"] for log in logs if f"val_{log}" in known}
         own = {log: float(value) for log, value in logs.items() if log not in found}
         if own:  # what a step of the user's returns beside the metrics: Keras gives that of the last batch
             found.update(world.mean(own, weight=data.last_rows))
@@ -124,7 +124,7 @@ def _predicted(model: keras.Model, data: Loader, world: World) -> tuple[Any, lis
 
 
 def _is_all_inputs(model: keras.Model, data: Any) -> bool:
-    """Whether data is one array for each of a model's several inputs, as `model.predict` takes them; not (x, y)."""
+    """Returns True if data is one array for each of a model's several inputs, as `predict` takes them; not (x, y)."""
     inputs = getattr(model, "inputs", None) or []
     several = isinstance(data, (tuple, list)) and len(data) == len(inputs) > 1
     return several and all(hasattr(array, "shape") for array in data)
@@ -155,10 +155,10 @@ def _of_all(
 ) -> Any:
     session = session_of(model)
     validates = kwargs.get("_use_cached_eval_dataset", False)  # Keras' `fit` calls it so
-    if validates and session is not None and session.changing is not None:
-        return session.changing.evaluate(original, x, *args, **kwargs)
-    own = not isinstance(x, Loader) or session is None or session.world.size == 1
-    if own or session is None or session.together or validates:
+    if validates and session is not None and session.place.elastic is not None:
+        return session.place.elastic.evaluate(original, x, *args, **kwargs)
+    own = not isinstance(x, Loader) or session is None or session.prepared.world.size == 1
+    if own or session is None or session.joint is not None or validates:
         return original(x, *args, **kwargs)
     more = sorted(name for name in ("callbacks", "steps", "sample_weight", "y") if kwargs.get(name) is not None)
     if args or more:
@@ -167,7 +167,7 @@ def _of_all(
             ", ".join(more) or "more than the loader",
             f"hvdtrain.keras.{of_all.__name__}(model, loader)",
         )
-    logs = of_all(model, x, world=session.world)
+    logs = of_all(model, x, world=session.prepared.world)
     if of_all is predict or kwargs.get("return_dict"):
         return logs
     return model._flatten_metrics_in_order(logs)

@@ -1,12 +1,15 @@
-"""The callbacks for `fit`: start-up checks and broadcast, metrics of all ranks, progress, learning rate, watch.
+"""The callbacks for `fit`: start-up checks and broadcast, metrics of all ranks, progress, learning rate, watch, the run
+log and the checkpoints; and those that `fit` adds itself.
 
-Each does one thing; `callbacks` (in `__init__`) puts them in the order they need. Collectives run only in
+Each does one thing; `callbacks` (in `__init__`) and `fit` put them in the order they need. Collectives run only in
 hooks that all ranks reach at the same step, and never in a callback that Keras may call from a thread
 (`async_safe`).
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import MutableMapping
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -14,18 +17,22 @@ from typing import Any
 import keras
 import numpy as np
 
+from hvdtrain.checkpoint.checkpoint import Checkpointer
 from hvdtrain.checkpoint.parts import Progress
+from hvdtrain.checkpoint.preemption import tell_if_lost
 from hvdtrain.comm import turns
-from hvdtrain.comm.elastic import note_progress
-from hvdtrain.core.errors import ConfigError
+from hvdtrain.comm.elastic import note_progress, repeated
+from hvdtrain.core.errors import ConfigError, HvdtrainError, NonFiniteError, ReplicaError
 from hvdtrain.core.lr import LR
 from hvdtrain.keras import averaging
 from hvdtrain.keras.backends.chosen import BACKEND
-from hvdtrain.keras.backends.session import Session, is_built, is_hooked, missing_hook
+from hvdtrain.keras.backends.session import Prepared, Session, is_hooked, leaves_of, missing_hook
+from hvdtrain.keras.checkpoint import check_saveable, model_state
 from hvdtrain.keras.data.loader import Loader
-from hvdtrain.keras.state import metric_states, replicas, start
-from hvdtrain.keras.state.rate import rate_of
+from hvdtrain.keras.state import metric_states, moving_average, replicas, start
 from hvdtrain.keras.state.steps import ended_early
+from hvdtrain.record.log import RunLog
+from hvdtrain.world.world import World
 
 
 class Callback(keras.callbacks.Callback):
@@ -33,7 +40,8 @@ class Callback(keras.callbacks.Callback):
 
     Attributes:
         comes_last: after all others, which have then set what a checkpoint is to hold.
-        fed: what a rank that comes in the middle of a `fit` gets of another's, by name.
+        fed: attributes that a rank which joins in the middle of a `fit` gets from another one, by name.
+        place: the point that training has reached.
     """
 
     comes_last = False
@@ -41,8 +49,13 @@ class Callback(keras.callbacks.Callback):
 
     def __init__(self, session: Session) -> None:
         super().__init__()
-        self.session = session
-        self.world = session.world
+        self.session, self.place = session, session.place
+        self.world, self.clock = session.prepared.world, session.prepared.clock
+
+    @property
+    def data(self) -> Any:
+        """The `Loader` that `fit` reads; `None`: data that hvdtrain does not deal."""
+        return self.session.fit.data
 
 
 class Start(Callback):
@@ -51,7 +64,7 @@ class Start(Callback):
     def set_model(self, model: keras.Model) -> None:
         """Called by `fit` before it makes its train function: the last moment to change what it will trace."""
         super().set_model(model)
-        if not self.session.alone and not is_hooked(model.optimizer):
+        if not self.session.prepared.alone and not is_hooked(model.optimizer):
             inner = getattr(model.optimizer, "inner_optimizer", None)
             if inner is None or not is_hooked(inner):
                 raise missing_hook(model.name, model.optimizer)
@@ -59,8 +72,7 @@ class Start(Callback):
         self._in_epoch = False
 
     def on_train_begin(self, logs: Any = None) -> None:
-        session, model = self.session, self.model
-        if not session.fitting:  # Python looks up `model.fit` before it makes the arguments
+        if not self.session.fit.runs:  # Python looks up `model.fit` before it makes the arguments
             raise ConfigError(
                 "fit() is looked up when hvdtrain knows the model: it checks the data and the callbacks",
                 "model.fit(..., callbacks=hvdtrain.keras.callbacks(model)) of a model that was not prepared before",
@@ -68,20 +80,16 @@ class Start(Callback):
                 " hvdtrain.keras.callbacks(model), then model.fit(..., callbacks=ours)",
                 shared=True,
             )
-        session.ready = False
-        session.wants_broadcast = not session.alone
-        if is_built(model):
-            start.start(model, session)
-        # else: the first train step builds the model, then starts
+        start.begin_fit(self.model, self.session)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self.session.executions, self._in_epoch = 0, True
-        if self.session.changing is not None:
-            self.session.changing.begin_epoch()
+        self.place.executions, self._in_epoch = 0, True
+        if self.place.elastic is not None:
+            self.place.elastic.begin_epoch()
 
     def on_test_begin(self, logs: Any = None) -> None:
         if self._in_epoch:
-            self.session.clock.enter("other")
+            self.clock.enter("other")
             ended_early(self.model, self.session, self.params.get("steps"))
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -103,7 +111,7 @@ class Epoch(Callback):
 
     def __init__(self, session: Session) -> None:
         super().__init__(session)
-        self._in_epoch = self._dealt = self._said_so = False
+        self._in_epoch = self._dealt = False
         self._train: tuple[metric_states.States, float] | None = None
         self.results: dict[str, float] | None = None  # of a validation that ranks may be lost in
         self._validation = ExitStack()
@@ -112,7 +120,7 @@ class Epoch(Callback):
         self._in_epoch, self._train, self.results = True, None, None
 
     def before_validation(self) -> None:
-        """Once an epoch."""
+        """Compares replicas and keeps the metrics of training, once an epoch."""
         if self._train is None:
             self._trained(validates=True)
             self._train = self._now()  # validation is about to reset the metrics of training
@@ -124,7 +132,7 @@ class Epoch(Callback):
             self._dealt = validation_loader(self.model) is not None
             # losses are then those of global batches; those that do not divide by samples take a word among the ranks
             batches = getattr(getattr(self.model, "_eval_epoch_iterator", None), "num_batches", None)
-            if not self.session.by_samples:
+            if not self.session.proofs.by_samples:
                 self.world.agree("number of validation steps (loader(...) deals the same to all ranks)", batches)
             even = self._dealt or (batches is not None and self.world.gather(batches) == [batches] * self.world.size)
             self._validation.enter_context(averaging.together(self.model, even=even))
@@ -143,16 +151,11 @@ class Epoch(Callback):
         if validated:
             results = self.validated() if self.results is None else self.results
             known.update({f"val_{name}": value for name, value in results.items()})
-        known.update({log: known[name] for log, name in self.session.logs.items() if name in known})
-        for log in self.session.raw & known.keys():
-            del known[log]
+        known = metric_states.by_log(known, self.session.proofs.metric_of)
         own = {k: float(v) for k, v in logs.items() if k not in known and isinstance(v, (int, float))}
-        for validates in (
-            False,
-            True,
-        ):  # what a user's step returns beside the metrics: Keras logs that of the last batch
+        # what a user's step returns beside the metrics: Keras logs that of the last batch
+        for validates, data in ((False, self.data), (True, validation_loader(self.model))):
             last = {k: v for k, v in own.items() if k.startswith("val_") is validates}
-            data = validation_loader(self.model) if validates else self.session.fitted
             if last:
                 known.update(self.world.mean(last, weight=samples or 1.0 if data is None else data.last_rows))
         logs.update({key: known[key] for key in logs if key in known})
@@ -161,10 +164,10 @@ class Epoch(Callback):
         """Returns the metrics of validation, of all ranks' samples; collective."""
         states, samples = self._now()
         same = not self._dealt and metric_states.same(states, self.world)
-        if same and not self._said_so:
-            self.session.say("validation: all ranks evaluate the same samples; loader(...) would deal them")
-            self._said_so = True
-        if self.session.changing is not None and not (same or self._dealt or self.world.size == 1):
+        if same:
+            text = "validation: all ranks evaluate the same samples; loader(...) would deal them"
+            self.session.prepared.say(text, once="validation")
+        if self.place.elastic is not None and not (same or self._dealt or self.world.size == 1):
             raise ConfigError(
                 "an elastic job validates on samples that it can deal anew, or that all ranks have",
                 "validation data of each rank's own",
@@ -174,7 +177,7 @@ class Epoch(Callback):
         return metric_states.results(self.model, states, self.world, samples, same=same)
 
     def _trained(self, *, validates: bool) -> None:
-        """The first thing after the last batch; a rank that validates meets one that does not, and both say so."""
+        """Compares replicas after the last batch; a rank that validates, and one that does not, both raise an error."""
         self.world.agree("validation of this epoch", validates)
         replicas.check_equal(replicas.replicated(self.model), self.world, when="at the end of an epoch")
         replicas.average_statistics(self.model, self.world)
@@ -184,7 +187,7 @@ class Epoch(Callback):
 
 
 class Count(Callback):
-    """Counts updates and samples of all ranks, as `session.progress`: what the learning rate, the record and the
+    """Counts updates and samples of all ranks, as `place.progress`: what the learning rate, the record and the
     checkpoint go by. It goes on from the last `fit`, so that a loop of `fit` calls is one training.
     """
 
@@ -192,28 +195,28 @@ class Count(Callback):
     fed = ("_next_batch",)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        progress, data = self.session.progress, self.session.fitted
-        self._next_batch = 0 if self.session.changing is None else self.session.changing.skipped
+        progress, data = self.place.progress, self.data
+        self._next_batch = 0 if self.place.elastic is None else self.place.elastic.skipped
         done = progress.samples_in_epoch
         if data is not None:
             done = data.done(epoch) + (data.samples_of(0, self._next_batch) if self._next_batch else 0)
-        self.session.progress = replace(progress, epoch=epoch, samples_in_epoch=done)
+        self.place.progress = replace(progress, epoch=epoch, samples_in_epoch=done)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        now, data = self.session.progress, self.session.fitted
+        now, data = self.place.progress, self.data
         # Keras counts the last execution as a full one
         done = min(batch + 1, self.params.get("steps") or batch + 1) if data is None else data.steps_until(batch + 1)
         steps = done - self._next_batch  # several with steps_per_execution
         if data is None:
-            samples = steps * (self.session.per_rank_batch or 0) * self.world.size
+            samples = steps * (self.session.prepared.per_rank_batch or 0) * self.world.size
         else:
             samples = data.samples_of(self._next_batch, done)
         self._next_batch = done
-        self.session.progress = Progress(
+        self.place.progress = Progress(
             now.epoch, now.step + steps, now.samples_seen + samples, now.samples_in_epoch + samples
         )
         self.last_step_samples = samples
-        note_progress(self.session.progress.step)
+        note_progress(self.place.progress.step)
         turns.updated("keras", self._few)
 
     def _few(self) -> list[float]:
@@ -222,16 +225,16 @@ class Count(Callback):
         return [float(x) for value in values for x in value[:: value.size // 16 + 1]]
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        now, data = self.session.progress, self.session.fitted
+        now, data = self.place.progress, self.data
         if data is not None and not data.complete(self._next_batch):
             return  # a stop left samples of the epoch
         left = (self.params.get("steps") or 0) - self._next_batch
-        if left > 0 and self.session.saves:
-            self.session.say(
+        if left > 0 and self.place.saves:
+            self.session.prepared.say(
                 f"epoch {epoch} was stopped {left} step(s) before its end: with data that hvdtrain does not deal its"
                 " checkpoint is that of a whole epoch, so a resumed run goes on with the next"
             )
-        self.session.progress = Progress(now.epoch + 1, now.step, now.samples_seen, 0)
+        self.place.progress = Progress(now.epoch + 1, now.step, now.samples_seen, 0)
 
 
 class Rate(Callback):
@@ -239,9 +242,9 @@ class Rate(Callback):
 
     fed = ("_now", "global_batch")
 
-    def __init__(self, session: Session, lr: LR, global_batch: int) -> None:
+    def __init__(self, session: Session, lr: LR, optimizer: Any) -> None:
         super().__init__(session)
-        self.lr, self.global_batch = lr, global_batch
+        self.lr, self.global_batch = lr, global_batch(session.prepared, optimizer)
 
     def on_train_begin(self, logs: Any = None) -> None:
         self._now: float | None = None
@@ -261,37 +264,348 @@ class Rate(Callback):
         self._set()
 
     def _set(self) -> None:
-        rate = self.lr.at(self.session.progress.samples_seen, self.global_batch)
+        rate = self.lr.at(self.place.progress.samples_seen, self.global_batch)
         if rate != self._now:
             self.model.optimizer.learning_rate = rate
             self._now = rate
 
 
+def rate_of(optimizer: Any) -> float:
+    """Returns an optimizer's current learning rate, of a variable or of a schedule."""
+    rate = leaves_of(optimizer)[0].learning_rate  # of several (MultiOptimizer) the first one's
+    return float(keras.ops.convert_to_numpy(rate.value if hasattr(rate, "value") else rate))
+
+
+def global_batch(prepared: Prepared, optimizer: Any) -> int:
+    """Returns the samples of one update: ranks x per-rank batch x accumulation, as far as an epoch has so many."""
+    passes = max((leaf.gradient_accumulation_steps or 1) for leaf in leaves_of(optimizer))
+    full = (prepared.per_rank_batch or 0) * prepared.world.size * passes
+    return min(full, prepared.samples or full)
+
+
+def check_rate(optimizer: Any, lr: LR, global_batch: int) -> None:
+    """Refuses a learning rate that would be set in two places.
+
+    Raises:
+        ConfigError: the optimizer has a schedule of its own, or a rate that was scaled already.
+    """
+    leaves = leaves_of(optimizer)
+    if len(leaves) > 1:
+        raise ConfigError(
+            "lr= sets one learning rate",
+            f"{type(optimizer).__name__} with {len(leaves)} optimizers, each with a rate of its own",
+            "leave lr= out and give each a learning_rate (or schedule) for the global batch",
+        )
+    own = leaves[0]._learning_rate
+    if not isinstance(own, keras.Variable):
+        raise ConfigError(
+            "the learning rate is set in one place: lr=, or the optimizer's own schedule",
+            f"lr={lr} and {type(own).__name__} in {leaves[0].name!r}",
+            f"make the optimizer with learning_rate={lr.base}, or leave lr= out",
+        )
+    lr.check_optimizer(rate_of(optimizer), global_batch)
+
+
 class Watch(Callback):
     """Compares the replicas every so many steps: one checksum per variable, one small all-reduce."""
-
-    fed = ("_steps", "_next_batch")
-
-    def __init__(self, session: Session) -> None:
-        super().__init__(session)
-        self.every = session.watch_every
-        self._steps = 0
 
     def on_train_begin(self, logs: Any = None) -> None:
         self._checksums: Any = None
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self._next_batch = 0
+        self._step = self.place.progress.step
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        before, self._steps = self._steps, self._steps + batch + 1 - self._next_batch
-        self._next_batch = batch + 1
-        if self._steps // self.every == before // self.every:  # several steps with steps_per_execution
+        before, self._step = self._step, self.place.progress.step
+        every = self.session.prepared.watch_every
+        if self._step // every == before // every:  # several steps with steps_per_execution
             return
         if self._checksums is None:
             self._variables = replicas.replicated(self.model)
             self._checksums = BACKEND.make_checksums(self._variables)
-        replicas.check_equal(self._variables, self.world, self._checksums, when=f"after step {self._steps}")
+        replicas.check_equal(self._variables, self.world, self._checksums, when=f"after step {self._step}")
+
+
+class Record(Callback):
+    """Writes steps to the run log, and where their time went.
+
+    Keras tells apart: waiting for a batch (up to `on_train_batch_begin`, and what the step says itself), the step (from
+    the call of the train function: `state.steps`), and what comes between two steps.
+    """
+
+    def __init__(self, session: Session, run: RunLog, count: Count) -> None:
+        super().__init__(session)
+        self.run, self.count = run, count
+        self.epoch_started = self._waited = 0.0
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self.clock.enter("other")
+        self.clock.take()  # setting up is no part of a step
+        if self.data is not None:
+            self.run.facts = replace(self.run.facts, workers=self.data.source.workers)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.epoch_started = time.perf_counter()
+        self._seen = (0.0, 0.0)
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self.clock.enter("other")
+        self._waited = float(self.session.notes.waited)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.clock.enter("other")
+        seconds, waited = self.clock.take(), float(self.session.notes.waited) - self._waited
+        if waited > 0:
+            seconds["input"] = seconds.get("input", 0.0) + waited
+            seconds["train_step"] = seconds.get("train_step", 0.0) - waited
+        now = self.place.progress
+        self.run.step(
+            step=now.step, epoch=now.epoch, samples_seen=now.samples_seen,
+            loss=self._loss(logs or {}), lr=rate_of(self.model.optimizer),
+            samples=self.count.last_step_samples, seconds=seconds,
+        )  # fmt: skip
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        self.clock.enter("evaluation")
+
+    def on_test_end(self, logs: Any = None) -> None:
+        self.clock.enter("other")
+
+    def _loss(self, logs: dict[str, Any]) -> float:
+        """Returns the global batch's loss: Keras' own is the mean since the epoch began, and this rank's."""
+        if not self.session.prepared.alone:
+            noted = self.session.notes.loss() if self.place.records else float("nan")
+            return noted if np.isfinite(noted) and noted else float(logs.get("loss", float("nan")))
+        total, count = self._seen
+        self._seen = metric_states.seen(self.model)
+        since = self._seen[1] - count
+        return (self._seen[0] - total) / since if since > 0 else float(logs.get("loss", float("nan")))
+
+
+class RecordEpoch(Callback):
+    """Writes an epoch to the run log, of which its checkpoint is a part."""
+
+    comes_last = True
+
+    def __init__(self, session: Session, steps: Record) -> None:
+        super().__init__(session)
+        self.steps = steps
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        numbers = {key: float(value) for key, value in (logs or {}).items() if np.ndim(value) == 0}
+        seconds = time.perf_counter() - self.steps.epoch_started
+        self.steps.run.epoch(epoch, numbers, seconds, self.clock.take())
+
+
+class Wait(Callback):
+    """Comes after all others: from here on Keras fetches the next batch."""
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.clock.enter("input")
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.clock.enter("input")
+
+
+class Save(Callback):
+    """Writes a checkpoint after each epoch; and within it, if asked, at the first chance at or after every so many
+    steps (with `steps_per_execution` that is after the call that held the step). Weights that are not finite are not
+    written: earlier checkpoints stay.
+    """
+
+    comes_last = True
+    fed = ("_saved_at",)
+
+    def __init__(
+        self,
+        session: Session,
+        checkpointer: Checkpointer,
+        every_steps: int,
+        extra: MutableMapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(session)
+        self.checkpointer, self.every_steps, self.extra = checkpointer, every_steps, extra
+        self._finite = True
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        if self.every_steps and self.data is None:
+            raise ConfigError(
+                "a checkpoint within an epoch knows its place in the data from the plan that deals it",
+                f"save_every={self.every_steps}, data that hvdtrain does not deal",
+                "fit(hvdtrain.keras.loader(...)), or save after each epoch only",
+            )
+        check_saveable(self.model)
+        self._saved_at = self.place.progress.step
+        self._done = f"what it has learned is in {self.checkpointer.directory}"
+        self.session.fit.saving = self
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        data = self.data
+        last = data is not None and data.complete(batch + 1)  # the epoch's own checkpoint follows at once
+        step = self.place.progress.step
+        due = self.every_steps and step // self.every_steps > self._saved_at // self.every_steps
+        told = self.place.preempted and step > self._saved_at
+        if (due or (told and data is not None)) and not last:
+            self._save({})
+        elif told and data is None:
+            self.session.prepared.say(
+                "preempted: data that hvdtrain does not deal has no place within an epoch, so this one goes on first,"
+                " and is saved",
+                once="told",
+            )
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        metrics = {key: float(value) for key, value in (logs or {}).items() if np.ndim(value) == 0}
+        self._save(metrics)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        before = self.clock.enter("checkpoint")
+        self.checkpointer.wait()
+        self.clock.enter(before)
+
+    def _save(self, metrics: dict[str, float]) -> None:
+        try:
+            self._save_once(metrics)
+        except HvdtrainError as error:
+            if not self.place.preempted:
+                raise
+            tell_if_lost(error)
+            self._save_once(metrics)
+
+    def _save_once(self, metrics: dict[str, float]) -> None:
+        progress = self.place.progress
+        self._saved_at, self._done = progress.step, "weights that are not finite are in no checkpoint"
+        before = self.clock.enter("checkpoint")
+        try:
+            state = model_state(self.model, extra=self.extra)
+            path = self.checkpointer.save(state, progress=progress, metrics=metrics)
+            self._done = f"saved in {path}"
+        except NonFiniteError as error:
+            self.session.prepared.say(
+                f"no checkpoint after step {progress.step}: {error if self._finite else error.rule}"
+            )
+            self._finite = False
+        finally:
+            self.clock.enter(before)
+
+    # ---- of a fit that is preempted (`hvdtrain.checkpoint.parts.Saves`)
+    @property
+    def order(self) -> str:
+        return str(self.checkpointer.directory)
+
+    def save(self) -> str:
+        """Returns where the last step is saved; "": nowhere yet."""
+        if self._saved_at != self.place.progress.step:
+            return ""
+        try:
+            self.checkpointer.wait()
+        except HvdtrainError as error:
+            tell_if_lost(error)
+            self._save({})
+            self.checkpointer.wait()
+        return self._done
+
+
+# -------------------------------------------------------------------- what fit adds itself
+class EpochOfLoaders(Callback):
+    """Tells loaders the epoch, which Keras does not; keeps the weights behind an average where `fit` ends within
+    an epoch, or with the rest of one.
+    """
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.epoch = epoch
+        if self.place.elastic is not None:
+            self.place.elastic.epoch_has_begun()
+        if self.data is not None:
+            self.data.next_epoch = epoch
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        validated = validation_loader(self.model)
+        if validated is not None:
+            validated.next_epoch = self.epoch  # its order is the epoch's in a resumed run, too
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if self.data is not None and not self.session.prepared.alone and not self.model.stop_training:
+            self.data.check_end(self.world)
+        is_rest = self.data is not None and self.data.done(epoch) > 0
+        moving_average.keep(self.model, self.place, is_rest=is_rest)
+
+
+class RateOfRestored(Callback):
+    """Keeps the rate of a run that goes on within an epoch: what a callback makes of it as an epoch begins (0.7 times
+    what it was) is in it already."""
+
+    comes_last = True
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        # noted before the epoch begins, and after what a user's on_train_begin may set
+        rated = [leaf for leaf in leaves_of(self.model.optimizer) if isinstance(leaf._learning_rate, keras.Variable)]
+        self._rates = [(leaf, keras.ops.convert_to_numpy(leaf.learning_rate)) for leaf in rated]
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        for optimizer, rate in self._rates:
+            optimizer.learning_rate = rate
+        self._rates = []
+
+
+class Last(Callback):
+    """Comes after all others: ranks take the same number of steps, and a stop that one wants is one for all."""
+
+    stops_in_epoch = False
+
+    def __init__(self, session: Session, first_epoch: int) -> None:
+        super().__init__(session)
+        self.first_epoch = first_epoch
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self.session.fit.stops_in_epoch = self.stops_in_epoch
+        first = getattr(self.model, "_initial_epoch", None) or self.first_epoch  # the former: BackupAndRestore
+        length = {
+            "steps per epoch": self.params.get("steps"), "epochs": self.params.get("epochs"), "initial epoch": first,
+        }  # fmt: skip
+        reports = self.world.gather(length)
+        if any(report != reports[0] for report in reports):
+            raise ReplicaError(
+                "every rank must take the same number of steps",
+                "\n".join(f"rank {rank}: {report}" for rank, report in enumerate(reports)),
+                "deal the data with hvdtrain.keras.loader((x, y), per_rank_batch): all ranks get the same number",
+                shared=True,
+            )
+        if "steps" in self.params and length["steps per epoch"] is None and self.data is None:
+            raise ReplicaError(
+                "every rank must take the same number of steps, so it must be known",
+                "data of unknown length (a generator, or a tf.data.Dataset such as TFRecords): a rank that ends first"
+                " would leave the others waiting",
+                "data = hvdtrain.keras.loader(dataset), or loader(lambda: generator()), of all the data on every rank,"
+                " then fit(data); or fit(steps_per_epoch=...) of each rank's own data, which does not end before:"
+                " dataset.repeat(), or `while True` in the generator",
+                shared=True,
+            )
+        if self.place.elastic is not None:
+            self.place.elastic.enter()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._share_stop()
+
+    def _share_stop(self) -> None:
+        before = self.clock.enter("communication")  # it waits for the ranks
+        self.model.stop_training = _any(bool(self.model.stop_training), self.world)
+        self.clock.enter(before)
+
+
+@repeated
+def _any(mine: bool, world: World) -> bool:
+    with world.in_step("end of a step", value=float(mine)) as wanted:
+        return wanted > 0
+
+
+class LastOfBatch(Last):
+    """The same after every step: some callback of some rank may stop there."""
+
+    stops_in_epoch = True
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._share_stop()
 
 
 def validation_loader(model: keras.Model) -> Loader | None:

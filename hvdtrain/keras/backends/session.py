@@ -1,5 +1,4 @@
-"""What the adapter remembers about one prepared model: a `Session`, shared by its optimizers' hooks and
-callbacks.
+"""What hvdtrain keeps of one prepared model: a `Session`, which its optimizers' hooks and its callbacks share.
 
 It lives in `model.__dict__` and `optimizer.__dict__` under `KEY`, past the attribute tracking of Keras,
 TensorFlow and torch: nothing of it reaches a config, a checkpoint or a saved model.
@@ -13,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakSet
 
 import keras
 import numpy as np
@@ -26,80 +24,28 @@ from hvdtrain.record.clock import Clock
 from hvdtrain.world.world import World
 
 KEY = "_hvdtrain"
-# A rank that has no sample left takes part with a batch of one row that is none. Its sample weight says so: NaN, which
+# A padding rank takes part in a step with a batch of one row that is no sample. Its sample weight says so: NaN, which
 # shows in a step without our hooks; where there are no sample weights, a mask (bool): is this row a sample?
 NO_SAMPLE = float("nan")
 
 
 @dataclass(frozen=True)
-class LiveBatch:
-    """The batch in flight.
-
-    Attributes:
-        samples: this rank's.
-        total: gives those of all ranks; waits for the sum the first time.
-        calls: numbers the calls of synchronised layers, for the names of their sums.
-    """
-
-    samples: Any
-    total: Callable[[], Any]
-    calls: Iterator[int] = field(default_factory=itertools.count)
-
-
-@dataclass
-class Session:
-    """One prepared model (or optimizer that has not met its model yet).
+class Prepared:
+    """The ranks of a prepared model, and the options of `prepare`.
 
     Attributes:
         world: the ranks.
         compression: `None` or `"fp16"`.
         sparse_as_dense: turn `IndexedSlices` into dense gradients before the reduction.
-        sync_batchnorm: batch-norm layers normalise over all ranks; moments: each such layer, and how in this session
-            it comes by mean and variance, None for its own way.
-        verify: prove the averaging before the first step.
+        verify: prove the averaging before the first step, and try the loss on pieces of batches.
         watch_every: compare replicas every so many steps; 0 is never.
         lr, per_rank_batch: the learning-rate contract, and the batch it is computed from.
-        write_on_main: callbacks that write files, which do so on rank 0 only.
         samples: of an epoch of the data that prepare() was given; 0: not known.
-        by_samples: every loss so far divides by samples, so that ranks need no word about it in a step.
-        together: batches of an evaluation are the ranks' parts of global batches.
-        even: all ranks have as many of those batches.
-        test_function: `model.test_function` for those.
-        telling: this rank was preempted, as a step sends it (`notes` of the backend); told: all know that one was.
-        saving: what writes this `fit`'s checkpoints.
-        records, step_loss: steps are recorded: the loss of the last step's global batch.
-        own_step: the model's class has a `train_step` of its own.
-        logs: which metric's result a log of the model's steps is, by their names ("val_..." of a test step).
-        raw: logs that are no metric's result.
-        tries: the loss is tried after this step, on its batch (`kept_batch`); wants_batch: that is not kept yet.
-        live: weight of the batch in flight; `None` outside a train step (then all ranks weigh the same).
-        ready: the checks of this `fit` are done.
-        wants_broadcast: the callbacks asked for rank 0's state before the next step.
-        streams_set: every rank has its own random stream (done once, so that a second `fit` goes on).
-        restored_random: random state that a checkpoint gave this rank, to be put in place when training
-            starts; until then `fit` goes on where the checkpoint was taken.
-        saves: this run writes checkpoints.
-        clock: of a recorded run's phases; waited: seconds within steps that waited for data, a number or a variable.
-        step_random: Python's and numpy's generators of this rank within a train step.
-        progress: where training stands, as counted or restored; the next `fit` goes on from there.
-        fitting: `fit` runs, and has been checked; fitted: the `Loader` that it reads; `None`: data that hvdtrain
-            does not deal.
-        kept_weights: behind an average that Keras wrote over them at the end of a `fit` (`moving_average.Kept`).
-        loaded: a checkpoint was loaded since the last `fit`.
-        order: `Loader.identity` of what the last `fit` read, or that a checkpoint told; `None`: not known.
-        said: the notes that are said once.
-        first_epoch: `initial_epoch` of this `fit`.
-        executions: calls of the train function in this epoch; executed: in all.
-        in_pieces: a batch's loss is put together of those of the ranks' parts; else only what layers add to it.
-        stops_in_epoch: a stop within the epoch is shared (ranks ask each other after every step), or no `fit` runs.
-        compared: what was compared over ranks in this `fit`: "step", or an optimizer's collectives.
-        applying: the hooked optimizer is at work, with those it holds.
-        proving: trial updates are made.
-        first_batch: numbers of the first batch; `False` until there is one, `None` if it is not needed.
-        proof: the result of the last verification.
-        changing: of an elastic job's `fit`: its part in it (`hvdtrain.keras.changing`).
-        whole: `compute_loss` sees the global batch; joined: this step has gathered it; own: this rank's rows of
-            what was gathered, by its id; of_whole: the loss that is being computed is of it.
+        sync_batchnorm: batch-norm layers normalise over all ranks.
+        whole: `compute_loss` sees the global batch.
+        name: of the model's collectives.
+        clock: of a recorded run's phases.
+        said: the notes that are printed once.
     """
 
     world: World
@@ -110,81 +56,21 @@ class Session:
     lr: LR | None = None
     per_rank_batch: int | None = None
     samples: int = 0
-    write_on_main: WeakSet[Any] = field(default_factory=WeakSet)
     sync_batchnorm: bool = False
-    moments: list[tuple[Any, Any]] = field(default_factory=list)
-    name: str = field(init=False)
-    live: LiveBatch | None = None
-    attached: bool = False
-    by_samples: bool = True
-    together: bool = False
-    even: bool = False
-    test_function: Any = None
-    own_step: bool = False
-    logs: dict[str, str] = field(default_factory=dict)
-    raw: set[str] = field(default_factory=set)
-    kept_batch: Any = None
-    wants_batch: Any = None
-    tries: bool = False
-    in_pieces: bool = True
-    telling: Any = None
-    told: bool = False
-    saving: Saves | None = None
-    records: bool = False
-    step_loss: Any = None
-    ready: bool = False
-    wants_broadcast: bool = False
-    streams_set: bool = False
-    restored_random: Mapping[str, np.ndarray] | None = None
-    saves: bool = False
-    step_random: tuple[Any, Any] | None = None
-    progress: Progress = field(default_factory=Progress)
-    fitting: bool = False
-    fitted: Any = None
-    clock: Clock = field(default_factory=Clock)
-    waited: Any = 0.0
-    kept_weights: Any = None
-    loaded: bool = False
-    order: str | None = None
-    said: set[str] = field(default_factory=set)
-    first_epoch: int = 0
-    executions: int = 0
-    executed: int = 0
-    stops_in_epoch: bool = True
-    compared: set[str] = field(default_factory=set)
-    applying: bool = False
-    proving: bool = False
-    first_batch: Any = None
-    proof: Any = None
-    changing: Any = None
     whole: bool = False
-    joined: bool = False
-    own: dict[int, tuple[Any, Any]] = field(default_factory=dict)
-    of_whole: bool = False
+    name: str = field(init=False)
+    clock: Clock = field(default_factory=Clock)
+    said: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        # Names the collectives: ranks prepare their models in the same order (checked at start). Counted on what joins
-        # the ranks, so that all who have joined have counted as far.
-        self.name = f"hvdtrain.{next(vars(self.world.comm).setdefault(KEY, itertools.count()))}"
+        # Ranks prepare their models in the same order (checked at start). Counted on what joins the ranks, so that all
+        # who have joined have counted as far.
+        numbers = vars(self.world.comm).setdefault(KEY, itertools.count())
+        object.__setattr__(self, "name", f"hvdtrain.{next(numbers)}")
 
     @property
     def alone(self) -> bool:
         return self.world.size == 1 and elastic.active() is None
-
-    @property
-    def ranks(self) -> Any:
-        """Their number, as traced functions have it where it may change."""
-        return self.world.size if self.changing is None else self.changing.size.read_value()
-
-    def leaving(self) -> list[Any]:
-        """What a step tells the others besides `telling`."""
-        return [] if self.changing is None else [self.changing.leaving.read_value()]
-
-    def note(self, told: Any, leaves: Any = 0) -> None:
-        """A step has come to know that ranks were preempted, or are about to change."""
-        self.told = self.told or bool(told > 0)
-        if leaves > 0:
-            self.changing.leaves = True
 
     def say(self, text: str, *, once: str = "") -> None:
         """Prints a note, on rank 0; one that has a name (`once`) the first time only."""
@@ -192,6 +78,148 @@ class Session:
             print(f"hvdtrain: {text}", flush=True)
             if once:
                 self.said.add(once)
+
+
+@dataclass
+class TrainingPlace:
+    """The point that training has reached; it lasts from one `fit` to the next.
+
+    Attributes:
+        progress: as counted or restored; the next `fit` resumes there.
+        executions: calls of the train function in this epoch.
+        order: `Loader.identity` of what the last `fit` read, or that a checkpoint names; `None`: not known.
+        streams_set: every rank has its own random stream (made once, so that a second `fit` continues it).
+        step_random: Python's and numpy's generators of this rank within a train step.
+        restored_random: random state that a checkpoint gave this rank, to be put in place when training
+            starts; until then `fit` resumes where the checkpoint was taken.
+        loaded: a checkpoint was loaded since the last `fit`.
+        kept_weights: behind an average that Keras wrote over them at the end of a `fit` (`moving_average.Kept`).
+        saves, records: this run writes checkpoints; it writes steps to a run log.
+        preempted: all ranks know that one of them was.
+        elastic: of an elastic job's `fit`: its part in it (`hvdtrain.keras.elastic_fit`).
+    """
+
+    progress: Progress = field(default_factory=Progress)
+    executions: int = 0
+    order: str | None = None
+    streams_set: bool = False
+    step_random: tuple[Any, Any] | None = None
+    restored_random: Mapping[str, np.ndarray] | None = None
+    loaded: bool = False
+    kept_weights: Any = None
+    saves: bool = False
+    records: bool = False
+    preempted: bool = False
+    elastic: Any = None
+
+
+@dataclass
+class RunningFit:
+    """The `fit` that runs, from its checks to its end.
+
+    Attributes:
+        runs: False outside of `fit`.
+        data: the `Loader` that it reads; `None`: data that hvdtrain does not deal.
+        saving: what writes its checkpoints.
+        stops_in_epoch: a stop within the epoch is shared (ranks ask each other after every step), or no `fit` runs.
+    """
+
+    runs: bool = False
+    data: Any = None
+    saving: Saves | None = None
+    stops_in_epoch: bool = True
+
+
+@dataclass
+class LiveBatch:
+    """A step under way, and its batch.
+
+    Attributes:
+        samples: this rank's.
+        total: gives those of all ranks; waits for the sum the first time.
+        even: of an evaluation by all ranks: all have as many batches; `None` in a train step.
+        calls: numbers the calls of synchronised layers, for the names of their sums.
+        own: this rank's rows of what `whole` has joined in this step, by its id.
+        of_whole: the loss that is being computed is of the global batch.
+        applying: a hooked optimizer is at work, with those it holds.
+    """
+
+    samples: Any
+    total: Callable[[], Any]
+    even: bool | None = None
+    calls: Iterator[int] = field(default_factory=itertools.count)
+    own: dict[int, tuple[Any, Any]] = field(default_factory=dict)
+    of_whole: bool = False
+    applying: bool = False
+
+    @property
+    def joined(self) -> bool:
+        """Returns True if this step has gathered the global batch."""
+        return bool(self.own)
+
+
+@dataclass
+class Proofs:
+    """What was checked, and what came out.
+
+    Attributes:
+        ready: the checks of this `fit` are done.
+        wants_broadcast: the callbacks asked for rank 0's state before the next step.
+        proof: the result of the last verification.
+        compared: what was compared over ranks in this `fit`: "step", or an optimizer's collectives.
+        first_batch: numbers of the first batch; `False` until there is one, `None` if it is not needed.
+        executed: calls of the train function, in all.
+        by_samples: every loss so far divides by samples, so that ranks need not exchange what it divides by.
+        metric_of: which metric's result a log of the model's steps is, by their names ("val_..." of a test step);
+            `None`: of none.
+    """
+
+    ready: bool = False
+    wants_broadcast: bool = False
+    proof: Any = None
+    compared: set[str] = field(default_factory=set)
+    first_batch: Any = None
+    executed: int = 0
+    by_samples: bool = True
+    metric_of: dict[str, str | None] = field(default_factory=dict)
+
+
+@dataclass
+class Session:
+    """One prepared model (or optimizer that has not met its model yet), in records by their lifetime.
+
+    Attributes:
+        live: the step under way; `None` outside of one (then all ranks weigh the same).
+        notes: what steps send and keep (`notes` of the backend); `None` before there is a model.
+        test_functions: a model's traced test functions, by `even` of the evaluation that runs (`joint`).
+        moments: each batch-norm layer, and how it computes mean and variance in this session; None for its own way.
+    """
+
+    prepared: Prepared
+    place: TrainingPlace = field(default_factory=TrainingPlace)
+    fit: RunningFit = field(default_factory=RunningFit)
+    proofs: Proofs = field(default_factory=Proofs)
+    live: LiveBatch | None = None
+    notes: Any = None
+    joint: bool | None = None
+    test_functions: dict[bool | None, Any] = field(default_factory=dict)
+    moments: list[tuple[Any, Any]] = field(default_factory=list)
+
+    @property
+    def ranks(self) -> Any:
+        """Their number, as traced functions have it where it may change."""
+        return self.prepared.world.size if self.place.elastic is None else self.place.elastic.size.read_value()
+
+    def words(self) -> list[Any]:
+        """Returns what a step sends to the other ranks: was this rank preempted, is it about to leave?"""
+        its = self.place.elastic
+        return [self.notes.preempted] if its is None else [self.notes.preempted, its.leaving.read_value()]
+
+    def receive(self, preempted: Any, leaves: Any = 0) -> None:
+        """Takes the sums of all ranks' `words`."""
+        self.place.preempted = self.place.preempted or bool(preempted > 0)
+        if leaves > 0:
+            self.place.elastic.leaves = True
 
 
 def session_of(target: Any) -> Session | None:
@@ -236,18 +264,23 @@ def map_leaves(function: Callable[[Any], Any], data: Any) -> Any:
 
 
 @contextmanager
-def replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """While open, calls of `owner.name` are calls of `function`, which is given the original first."""
-    original = getattr(owner, name)
-    setattr(owner, name, _around(original, function))
+def while_set(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Gives an attribute another value while open."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        setattr(owner, name, original)
+        setattr(owner, name, before)
+
+
+def replaced(owner: Any, name: str, function: Callable[..., Any]) -> AbstractContextManager[None]:
+    """Makes calls of `owner.name` calls of `function` while open, which is given the original first."""
+    return while_set(owner, name, _around(getattr(owner, name), function))
 
 
 def first_made(kind: type, made: Callable[[Any], None]) -> AbstractContextManager[None]:
-    """While open, `made` is called with the first object of this kind."""
+    """Calls `made` with the first object of this kind while open."""
     left = [made]
 
     def make(init: Callable[..., None], it: Any, *args: Any, **kwargs: Any) -> None:
@@ -259,7 +292,7 @@ def first_made(kind: type, made: Callable[[Any], None]) -> AbstractContextManage
 
 
 def hook(owner: Any, name: str, function: Callable[..., Any]) -> bool:
-    """The same for good, on this one object; once. Returns whether it was not done before."""
+    """Does the same for good, on this one object; once. Returns True the first time."""
     code = getattr(getattr(function, "func", function), "__code__", None)  # of a partial, or a method
     fresh = name not in vars(owner)
     if fresh:
@@ -303,12 +336,12 @@ def require_compiled(model: Any) -> None:
 
 
 def is_stock(optimizer: Any) -> bool:
-    """True for an optimizer made by `horovod.keras.DistributedOptimizer`, of our wheel or of another."""
+    """Returns True for an optimizer made by `horovod.keras.DistributedOptimizer`, of our wheel or of another."""
     return hasattr(optimizer, "_horovod") or hasattr(optimizer, "_allreduce_grads")
 
 
 def missing_hook(model_name: str, optimizer: Any) -> ReplicaError:
-    """The error for an optimizer whose gradients are not averaged."""
+    """Returns the error for an optimizer whose gradients are not averaged."""
     kind = type(optimizer)
     if is_stock(optimizer):
         return ReplicaError(
@@ -332,17 +365,22 @@ HOOKS = ("apply", "check_finite", "_clip_gradients")
 
 
 def is_hooked(optimizer: Any) -> bool:
-    """True if this optimizer's `apply` averages over ranks."""
+    """Returns True if this optimizer's `apply` averages over ranks."""
     return KEY in vars(optimizer) and "apply" in vars(optimizer)
 
 
+def has_own_step(model: keras.Model) -> bool:
+    """Returns True if the model's class has a `train_step` of its own."""
+    return type(model).train_step is not keras.Model.train_step
+
+
 def is_built(model: keras.Model) -> bool:
-    """True if every layer of the model has its variables.
+    """Returns True if every layer of the model has its variables.
 
     By call() a model is built unless it has none, or has parts that its own train_step calls, as a GAN has: what it
     trains on need not be what its call() takes.
     """
     parts = all(layer.built for layer in model._flatten_layers(include_self=False))
     kind = type(model)
-    of_parts = kind.train_step is not keras.Model.train_step and kind.build is keras.Model.build
+    of_parts = has_own_step(model) and kind.build is keras.Model.build
     return parts and (bool(model.built) or of_parts or kind.call is keras.Model.call)

@@ -1,8 +1,8 @@
-"""The TensorFlow backend of Keras: what the adapter does with tf tensors and Horovod's tf operations inside of steps.
+"""The TensorFlow backend of Keras: everything the adapter does with tf tensors and Horovod's tf operations.
 
-The rest of it is in `tensorflow_host.py`. Twin of `torch.py`; both implement the protocol in `chosen.py`. Two rules
-hold for every Horovod call: it has an explicit name and `ignore_name_scope=True`, because names derived from the graph
-differ as soon as one rank has built one model more, and ranks that wait for different names wait for ever.
+Twin of `torch.py`. Two rules hold for every Horovod call: it has an explicit name and `ignore_name_scope=True`, because
+names derived from the graph differ as soon as one rank has built one model more, and ranks that wait for different
+names wait forever.
 """
 
 from __future__ import annotations
@@ -17,18 +17,138 @@ import numpy as np
 import tensorflow as tf
 from keras.src.backend.tensorflow.trainer import TFEpochIterator
 
-from hvdtrain.keras.backends.session import KEY, first_made, map_leaves
-from hvdtrain.keras.backends.tensorflow_host import OutsideOfSteps
+from hvdtrain.comm.engines import losses_in
+from hvdtrain.keras.backends.session import KEY, LiveBatch, first_made, map_leaves
+from hvdtrain.world import same_data
+from hvdtrain.world.same_data import PRIME
 
 # bfloat16 and the unsigned types are missing from the type list of Horovod's TensorFlow operations.
 REDUCIBLE = frozenset({"float16", "float32", "float64"})
+_HIDDEN_RANDOM = {
+    "Multinomial", "ParameterizedTruncatedNormal", "RandomGamma", "RandomPoissonV2", "RandomShuffle",
+    "RandomStandardNormal", "RandomUniform", "RandomUniformInt", "TruncatedNormal",
+}  # fmt: skip
+_INTEGER_OF_WIDTH = {1: tf.int8, 2: tf.int16, 4: tf.int32, 8: tf.int64}
 
 
-class TensorFlowBackend(OutsideOfSteps):
+class TensorFlowBackend:
     """Tensor and collective operations for `KERAS_BACKEND=tensorflow`."""
 
     name = "tensorflow"
+    epoch_iterator = TFEpochIterator  # of Keras' `fit`
 
+    def __init__(self) -> None:
+        self._host_operations: dict[str, Any] = {}
+
+    @property
+    def hvd(self) -> Any:
+        """`horovod.tensorflow`, imported when the first collective needs it (one process needs none)."""
+        import horovod.tensorflow as hvd
+
+        return hvd
+
+    # ---------------------------------------------------------------- host side
+    def host_allreduce(self, array: np.ndarray, op: str, name: str) -> np.ndarray:
+        """Reduces a host array over ranks. `op`: `sum` | `min` | `max`."""
+        operation = {"sum": self.hvd.Sum, "min": self.hvd.Min, "max": self.hvd.Max}[op]
+        return self._on_host(self.hvd.allreduce, array, f"allreduce.{op}", op=operation)
+
+    def host_broadcast(self, array: np.ndarray, root: int, name: str) -> np.ndarray:
+        return self._on_host(self.hvd.broadcast, array, f"broadcast.{root}", root_rank=root)
+
+    def host_allgather(self, array: np.ndarray, name: str) -> np.ndarray:
+        """Concatenates the ranks' arrays along axis 0 (lengths may differ)."""
+        return self._on_host(self.hvd.allgather, array, "allgather")
+
+    def _on_host(self, operation: Callable[..., Any], array: np.ndarray, kind: str, **options: Any) -> np.ndarray:
+        """Runs one of Horovod's operations on an array [n], outside of whatever is being traced.
+
+        Through a `tf.function`: called eagerly, Horovod's operations ignore their names, and all-reduces pair with
+        whichever other one a rank happens to be in. One function for each kind and dtype; a name of its own for each
+        call would be traced each time.
+        """
+        with tf.init_scope(), tf.device("CPU:0"):
+            value = tf.constant(array)
+            name = f"hvdtrain.host.{kind}.{value.dtype.name}"
+            if name not in self._host_operations:
+
+                @tf.function(autograph=False, input_signature=[tf.TensorSpec([None], value.dtype)])
+                def run(sent: Any) -> Any:
+                    with tf.device("CPU:0"):
+                        return operation(sent, name=name, ignore_name_scope=True, **options)
+
+                self._host_operations[name] = run
+            with self.rank_losses():
+                return self._host_operations[name](value).numpy()
+
+    @contextmanager
+    def eager(self) -> Iterator[None]:
+        """Leaves a function that is being traced: variables made inside are real ones, for which TensorFlow does not
+        trace it a second time.
+        """
+
+        def real(make: Callable[..., Any], **options: Any) -> Any:
+            return make(**{**options, "experimental_enable_variable_lifting": False})
+
+        with tf.init_scope(), tf.variable_creator_scope(real):
+            yield
+
+    def to_numpy(self, variable: Any) -> np.ndarray:
+        """A variable's values, to be read at once: they may be its own memory."""
+        with tf.init_scope():
+            value = tf.convert_to_tensor(variable.value)
+            known = np.dtype(value.dtype.as_numpy_dtype).isbuiltin == 1  # numpy's own, as bfloat16 is not
+            return np.asarray(memoryview(value) if known else value.numpy())
+
+    def copies(self, variables: Sequence[Any]) -> list[Any]:
+        """Device-side copies of the variables' values, for `put_back`."""
+        return [tf.identity(variable.value) for variable in variables]
+
+    def make_copies(self, variables: Sequence[Any]) -> Callable[[], list[Any]]:
+        """`copies` as a function to be called often: a variable's memory is copied only where a step writes into it."""
+
+        @tf.function(autograph=False)
+        def copies() -> list[Any]:
+            return [tf.identity(variable.value) for variable in variables]
+
+        return copies
+
+    def put_back(self, variables: Sequence[Any], copies: Sequence[Any]) -> None:
+        for variable, copy in zip(variables, copies, strict=True):
+            variable.value.assign(copy)
+
+    def number(self, value: float) -> Any:
+        """A float64 scalar that traced functions read whenever they run; `.assign` changes it."""
+        with tf.init_scope(), tf.device("CPU:0"):
+            return tf.Variable(value, trainable=False, dtype=tf.float64)
+
+    def rank_losses(self) -> AbstractContextManager[None]:
+        """Explains errors of Horovod's: TensorFlow has no class of its own for a lost rank."""
+        words = ("Horovod", "gloo", "node hvdtrain.")
+        kinds = (tf.errors.UnknownError, tf.errors.AbortedError, tf.errors.FailedPreconditionError)
+        return losses_in(*kinds, told_by=lambda error: any(word in str(error.message) for word in words))
+
+    def checksums(self, variables: Sequence[Any]) -> np.ndarray:
+        """One int64 per variable, of its bits and their order."""
+        return np.array([self._checksum(variable) for variable in variables], np.int64)
+
+    def _checksum(self, variable: Any) -> int:
+        """A dozen operations of TensorFlow's, called one by one, take longer than numpy with millions of numbers."""
+        small = int(np.prod(variable.shape)) <= 1 << 22
+        return same_data.checksum(self.to_numpy(variable)) if small else int(_checksum(variable.value))
+
+    def make_checksums(self, variables: Sequence[Any]) -> Callable[[], np.ndarray]:
+        """`checksums` as a function to be called often: traced once, one launch, one transfer to the
+        host.
+        """
+
+        @tf.function(autograph=False)
+        def checksums() -> Any:
+            return tf.stack([_checksum(variable.value) for variable in variables])
+
+        return lambda: checksums().numpy()
+
+    # ---------------------------------------------------------------- inside a step
     def split_dead(self, x: Any, sample_weight: Any) -> tuple[Any, Any]:
         """Returns this rank's samples (float64 scalar), and its sample weights as Keras may see them.
 
@@ -45,73 +165,9 @@ class TensorFlowBackend(OutsideOfSteps):
         shown = map_leaves(lambda weight: tf.where(dead, tf.zeros_like(weight), weight), sample_weight)
         return tf.where(dead, tf.zeros_like(samples), samples), shown
 
-    def notes(self) -> tuple[Any, Any, Any]:
-        """A variable, for `keep_batch`, one for the number of `note_loss`, and one that `tell` makes 1; to
-        be made outside of a step.
-        """
-        with tf.device("CPU:0"):
-            telling = tf.Variable(0.0, trainable=False, dtype=tf.float64)
-        loss = tf.Variable(float("nan"), trainable=False, dtype=tf.float64)
-        return tf.Variable(False, trainable=False), loss, telling
-
-    def tell(self, session: Any) -> None:
-        """This rank was preempted: the next step lets all others know."""
-        session.telling.assign(1.0)
-
-    def note_loss(self, session: Any, loss: Any, name: str) -> None:
-        """Notes the loss of the global batch, from this rank's part (its loss times its samples)."""
-        total = self.start_sum(tf.cast(loss, tf.float64), name)
-        session.step_loss.assign(total / session.live.total())
-
-    def loss_noted(self, session: Any) -> float:
-        return float(session.step_loss)
-
-    def want_batch(self, session: Any) -> None:
-        """The next step keeps its batch, if `session.tries`."""
-        session.kept_batch = None
-        session.wants_batch.assign(session.tries)
-
-    def keep_batch(self, data: Any, session: Any) -> None:
-        """Keeps a wanted batch as `session.kept_batch`."""
-        leaves = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
-        if tf.executing_eagerly():
-            if session.tries and session.kept_batch is None:
-                session.kept_batch = data
-            return
-        if not all(isinstance(leaf, tf.Tensor) for leaf in leaves):
-            return  # ragged and sparse batches are not cut in pieces
-        wanted = session.wants_batch
-
-        def store(*arrays: Any) -> None:
-            received = iter([np.array(array) for array in arrays])
-            session.kept_batch = keras.tree.map_structure(lambda leaf: None if leaf is None else next(received), data)
-
-        def keep() -> Any:
-            with tf.control_dependencies([tf.numpy_function(store, leaves, [])]):
-                return wanted.assign(False, read_value=False)
-
-        tf.cond(wanted, keep, tf.no_op)
-
-    @contextmanager
-    def timed_input(self, session: Any) -> Iterator[None]:
-        """Adds to `session.waited` the seconds for which the steps of the `fit` inside wait for their batches.
-
-        Measured within the data's pipeline, where a busy machine's delay of the step itself does not count; made once a
-        fit, as to trace it takes longer than two steps of a small model.
-        """
-        with tf.device("CPU:0"):
-            session.waited = tf.Variable(0.0, trainable=False, dtype=tf.float64)
-
-        def made(iterator: Any) -> None:
-            if isinstance(iterator._distributed_dataset, tf.data.Dataset):
-                iterator._distributed_dataset = _timed(iterator._distributed_dataset, session.waited)
-
-        with first_made(TFEpochIterator, made):
-            yield
-
-    def first_iterator(self, made: Callable[[Any], None]) -> AbstractContextManager[None]:
-        """While `fit` runs inside, `made` is called with its iterator over training's epochs."""
-        return first_made(TFEpochIterator, made)
+    def notes(self) -> TensorFlowNotes:
+        """Returns the notes of a model; to be called outside of a step."""
+        return TensorFlowNotes(self)
 
     def given_of(self, batches: Any) -> Any:
         """Returns what Keras gives its train function, of an iterator over batches."""
@@ -128,7 +184,7 @@ class TensorFlowBackend(OutsideOfSteps):
         return tf.cast(tf.size(values, out_type=tf.int64), tf.float64)
 
     def by_samples(self, values: Any, data: Any) -> bool:
-        """True if the elements of a loss are known to be a multiple of the samples, the same in all batches."""
+        """Returns True if the elements of a loss are known to be a multiple of the samples, the same in all batches."""
         leaves = [leaf for leaf in keras.tree.flatten(data) if leaf is not None and hasattr(leaf, "shape")]
         rows = leaves[0].shape[0] if leaves else None
         if rows is not None:  # a batch that was given as it is: the next may have another shape
@@ -146,21 +202,20 @@ class TensorFlowBackend(OutsideOfSteps):
 
     @functools.cached_property
     def _no_constant(self) -> Any:
-        with self.eager(), tf.device("CPU:0"):
-            return tf.Variable(0.0, trainable=False, dtype=tf.float64)
+        with self.eager():
+            return self.number(0.0)
 
-    def start_sum(self, value: Any, name: str, session: Any = None) -> Any:
-        """Starts the sum of a float64 scalar over ranks; in a graph it runs beside the forward pass. With a session
-        the word goes along that a rank was preempted.
+    def start_sum(self, value: Any, name: str, words: Sequence[Any] = (), receive: Any = None) -> Any:
+        """Starts the sum of a float64 scalar over ranks; in a graph it runs beside the forward pass. `receive` is
+        called with the sums of `words`, if one of these is not 0.
         """
         with tf.device("CPU:0"):
             # Horovod's operations are not marked as stateful: what they are given must be no constant (the samples of
             # batches of one shape), or one rank's optimiser of graphs runs them once, instead of in each step
-            words = [] if session is None else [session.telling, *session.leaving()]
             row = [value + self._no_constant, *words]
             sums = self.hvd.allreduce(tf.stack(row), op=self.hvd.Sum, name=name, ignore_name_scope=True)
-            if session is not None:
-                _note(session, sums[1:])
+            if receive is not None:
+                _receive(sums[1:], receive)
             return sums[0]  # in the step's own graph: the first to ask for it may be a branch of a user's cond
 
     def finish_sum(self, started: Any) -> Any:
@@ -243,7 +298,7 @@ class TensorFlowBackend(OutsideOfSteps):
         return gathered(tensor)
 
     def usable_here(self, tensor: Any) -> bool:
-        """False for a value noted eagerly and used inside a nested traced function: it would be baked in."""
+        """Returns False for a value noted eagerly and used inside a nested traced function: it would be baked in."""
         if tf.executing_eagerly():
             return True
         noted_in = tensor.graph if tf.is_symbolic_tensor(tensor) else None
@@ -321,29 +376,139 @@ class TensorFlowBackend(OutsideOfSteps):
         return tf.convert_to_tensor(gradient)
 
     def agree_finite(self, finite: Any, name: str) -> Any:
-        """True only if `finite` is true on every rank."""
+        """Returns True only if `finite` is true on every rank."""
         flag = tf.reshape(tf.cast(finite, tf.int32), [1])
         with tf.device("CPU:0"):
             lowest = self.hvd.allreduce(flag, op=self.hvd.Min, name=name, ignore_name_scope=True)
         return tf.equal(lowest[0], 1)
 
     def in_branch(self) -> bool:
-        """True while a `tf.cond` branch is being traced: ranks may take different branches."""
+        """Returns True while a `tf.cond` branch is being traced: ranks may take different branches."""
         graph = tf.compat.v1.get_default_graph() if not tf.executing_eagerly() else None
         return type(graph).__name__ == "CondBranchFuncGraph"
 
+    # ---------------------------------------------------------------- devices and random state
+    def visible_gpus(self) -> int:
+        return len(tf.config.list_physical_devices("GPU"))
 
-def _note(session: Any, words: Any) -> None:
-    """Notes in the session whether a rank was preempted, or is to leave, so that no step reads a variable for it."""
+    def pin(self, devices: Sequence[int], *, cpu_only: bool) -> None:
+        """Shows this process its own GPUs only, with memory that grows instead of all of it at once."""
+        gpus = tf.config.list_physical_devices("GPU")
+        chosen = [] if cpu_only else [gpus[index] for index in devices]
+        tf.config.set_visible_devices(chosen, "GPU")
+        for gpu in chosen:
+            tf.config.experimental.set_memory_growth(gpu, True)
 
-    def noted() -> Any:
-        with tf.control_dependencies([tf.numpy_function(session.note, tf.unstack(words), [])]):
+    def random_state(self) -> dict[str, np.ndarray]:
+        """Random state outside of seed generators: what `tf.random`'s operations keep cannot be read."""
+        return {}
+
+    def set_random_state(self, state: dict[str, np.ndarray]) -> None:
+        del state
+
+    def reseed(self, seed: int) -> None:
+        """Seeds `tf.random`'s operations, of the functions that are being traced too."""
+        with tf.init_scope():
+            tf.random.set_seed(seed)
+        graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+        while graph is not None:
+            graph.seed = seed
+            graph = getattr(graph, "outer_graph", None)
+
+    def tracing(self) -> bool:
+        return not tf.executing_eagerly()
+
+    def hidden_random(self) -> list[str]:
+        """The kinds of operations in the graph being traced that keep their random state to themselves."""
+        if tf.executing_eagerly():
+            return []
+        graph = tf.compat.v1.get_default_graph().as_graph_def()
+        nodes = [*graph.node, *(node for function in graph.library.function for node in function.node_def)]
+        return sorted({node.op for node in nodes} & _HIDDEN_RANDOM)
+
+
+class TensorFlowNotes:
+    """What steps send to the other ranks beside gradients, and what they keep.
+
+    Attributes:
+        preempted: a variable, 1 where this rank was, as a step sends it.
+        kept_batch: the batch of a step that was to keep it; `None` until then.
+        waited: seconds within steps that waited for data, a number or a variable.
+    """
+
+    def __init__(self, backend: TensorFlowBackend) -> None:
+        self._backend = backend
+        self.preempted = backend.number(0.0)
+        self._loss = tf.Variable(float("nan"), trainable=False, dtype=tf.float64)
+        self._wants_batch = tf.Variable(False, trainable=False)
+        self.kept_batch: Any = None
+        self.waited: Any = 0.0
+
+    def send_preempted(self) -> None:
+        """Makes the next step send to all ranks that this one was preempted."""
+        self.preempted.assign(1.0)
+
+    def note_loss(self, loss: Any, live: LiveBatch, name: str) -> None:
+        """Notes the loss of the global batch, from this rank's part (its loss times its samples)."""
+        self._loss.assign(self._backend.start_sum(tf.cast(loss, tf.float64), name) / live.total())
+
+    def loss(self) -> float:
+        return float(self._loss)
+
+    def want_batch(self) -> None:
+        """Makes the next step keep its batch."""
+        self.kept_batch = None
+        self._wants_batch.assign(True)
+
+    def keep_batch(self, data: Any) -> None:
+        """Keeps a wanted batch as `kept_batch`."""
+        leaves = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
+        if tf.executing_eagerly():
+            if self._wants_batch:
+                self.kept_batch = data
+                self._wants_batch.assign(False)
+            return
+        if not all(isinstance(leaf, tf.Tensor) for leaf in leaves):
+            return  # ragged and sparse batches are not cut in pieces
+
+        def store(*arrays: Any) -> None:
+            received = iter([np.array(array) for array in arrays])
+            self.kept_batch = keras.tree.map_structure(lambda leaf: None if leaf is None else next(received), data)
+
+        def keep() -> Any:
+            with tf.control_dependencies([tf.numpy_function(store, leaves, [])]):
+                return self._wants_batch.assign(False, read_value=False)
+
+        tf.cond(self._wants_batch, keep, tf.no_op)
+
+    @contextmanager
+    def timed_input(self) -> Iterator[None]:
+        """Adds to `waited` the seconds for which the steps of the `fit` inside wait for their batches.
+
+        Measured within the data's pipeline, where a busy machine's delay of the step itself does not count; made once a
+        fit, as to trace it takes longer than two steps of a small model.
+        """
+        self.waited = self._backend.number(0.0)
+
+        def made(iterator: Any) -> None:
+            if isinstance(iterator._distributed_dataset, tf.data.Dataset):
+                iterator._distributed_dataset = _timed(iterator._distributed_dataset, self.waited)
+
+        with first_made(TFEpochIterator, made):
+            yield
+
+
+def _receive(words: Any, receive: Callable[..., None]) -> None:
+    """Passes on the words of a step, if there are any, so that no step reads a variable for it."""
+
+    def received() -> Any:
+        with tf.control_dependencies([tf.numpy_function(receive, tf.unstack(words), [])]):
             return tf.no_op()
 
     if not tf.executing_eagerly():
-        tf.cond(tf.reduce_any(words > 0), noted, tf.no_op)
+        tf.cond(tf.reduce_any(words > 0), received, tf.no_op)
     elif tf.reduce_any(words > 0):
-        session.note(*words)
+        receive(*words)
 
 
 def _timed(data: Any, waited: Any) -> Any:
@@ -369,3 +534,12 @@ def _rows(leaf: Any) -> Any:
     if isinstance(leaf, tf.SparseTensor):
         return leaf.dense_shape[0]
     return tf.shape(leaf)[0]
+
+
+def _checksum(value: Any) -> Any:
+    """The elements' bits as integers, each times an odd number that belongs to its place, modulo 2**64."""
+    value = tf.reshape(value, [-1])
+    bits = tf.cast(value, tf.int8) if value.dtype == tf.bool else tf.bitcast(value, _INTEGER_OF_WIDTH[value.dtype.size])
+    places = tf.range(1, tf.size(bits, out_type=tf.int64) + 1, dtype=tf.int64) * PRIME
+    factors = tf.bitwise.bitwise_xor(places, tf.bitwise.right_shift(places, tf.constant(29, tf.int64))) * PRIME
+    return tf.reduce_sum(tf.cast(bits, tf.int64) * tf.bitwise.bitwise_or(factors, tf.constant(1, tf.int64)))

@@ -1,7 +1,6 @@
-"""The PyTorch backend of Keras: everything the adapter does with torch tensors and Horovod's torch
-operations.
+"""The PyTorch backend of Keras: everything the adapter does with torch tensors and Horovod's torch operations.
 
-Twin of `tensorflow.py`; both implement the protocol in `chosen.py`.
+Twin of `tensorflow.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import torch
 from keras.src.backend.torch.trainer import TorchEpochIterator
 
 from hvdtrain.comm.engines import losses_in
-from hvdtrain.keras.backends.session import first_made, map_leaves
+from hvdtrain.keras.backends.session import LiveBatch, map_leaves
 from hvdtrain.world.same_data import PRIME
 
 REDUCIBLE = frozenset({torch.float16, torch.float32, torch.float64})
@@ -28,6 +27,7 @@ class TorchBackend:
     """Tensor and collective operations for `KERAS_BACKEND=torch`."""
 
     name = "torch"
+    epoch_iterator = TorchEpochIterator  # of Keras' `fit`
 
     @property
     def hvd(self) -> Any:
@@ -53,7 +53,7 @@ class TorchBackend:
             return self.hvd.allgather(torch.tensor(array, device="cpu"), name=name).numpy()
 
     def rank_losses(self) -> AbstractContextManager[None]:
-        """Says what it means when Horovod gives up."""
+        """Explains errors of Horovod's."""
         from horovod.common.exceptions import HorovodInternalError
 
         return losses_in(HorovodInternalError)
@@ -109,40 +109,8 @@ class TorchBackend:
             return float(first.shape[0]), sample_weight
         return 0.0, map_leaves(torch.zeros_like, sample_weight)
 
-    def notes(self) -> tuple[Any, Any, Any]:
-        return None, None, None
-
-    def tell(self, session: Any) -> None:
-        """This rank was preempted: the next step lets all others know."""
-        session.telling = 1.0
-
-    def note_loss(self, session: Any, loss: Any, name: str) -> None:
-        """Notes the loss of the global batch, from this rank's part (its loss times its samples)."""
-        self.loss_noted(session)
-        session.step_loss = self.start_sum(loss.detach().double(), name), session.live.total()
-
-    def loss_noted(self, session: Any) -> float:
-        if isinstance(session.step_loss, tuple):
-            started, samples = session.step_loss
-            session.step_loss = float(self.finish_sum(started)) / samples
-        return float("nan") if session.step_loss is None else session.step_loss
-
-    def want_batch(self, session: Any) -> None:
-        """The next step keeps its batch, if `session.tries`."""
-        session.kept_batch = None
-
-    def keep_batch(self, data: Any, session: Any) -> None:
-        """Keeps a wanted batch as `session.kept_batch`."""
-        if session.tries and session.kept_batch is None:
-            session.kept_batch = data
-
-    def timed_input(self, session: Any) -> AbstractContextManager[None]:
-        """Keras has the batch before it begins a step."""
-        return nullcontext()
-
-    def first_iterator(self, made: Callable[[Any], None]) -> AbstractContextManager[None]:
-        """While `fit` runs inside, `made` is called with its iterator over training's epochs."""
-        return first_made(TorchEpochIterator, made)
+    def notes(self) -> TorchNotes:
+        return TorchNotes(self)
 
     def given_of(self, batches: Any) -> Any:
         """Returns what Keras gives its train function, of an iterator over batches."""
@@ -159,7 +127,7 @@ class TorchBackend:
         return float(values.numel())
 
     def by_samples(self, values: Any, data: Any) -> bool:
-        """True if the elements of a loss are known to be a multiple of the samples, the same in all batches."""
+        """Returns True if the elements of a loss are known to be a multiple of the samples, the same in all batches."""
         first = next(leaf for leaf in keras.tree.flatten(data) if leaf is not None)
         return tuple(values.shape) == (first.shape[0],)
 
@@ -175,22 +143,19 @@ class TorchBackend:
             return tensor * ratio.to(tensor.dtype)
         return tensor * (a * b / below if below else 0.0)
 
-    def start_sum(self, value: Any, name: str, session: Any = None) -> Any:
-        """Starts the sum of a number over ranks; it travels while the forward pass runs. With a session the word goes
-        along that a rank was preempted.
+    def start_sum(self, value: Any, name: str, words: Sequence[float] = (), receive: Any = None) -> Any:
+        """Starts the sum of a number over ranks; it travels while the forward pass runs. `receive` is called with the
+        sums of `words`.
         """
-        if torch.is_tensor(value):
-            row = value.reshape(1)
-        else:
-            words = [] if session is None else [session.telling or 0.0, *session.leaving()]
-            row = torch.tensor([value, *words], dtype=torch.float64)
-        return self.hvd.allreduce_async(row, op=self.hvd.Sum, name=name), torch.is_tensor(value), session
+        is_tensor = torch.is_tensor(value)
+        row = value.reshape(1) if is_tensor else torch.tensor([value, *words], dtype=torch.float64)
+        return self.hvd.allreduce_async(row, op=self.hvd.Sum, name=name), is_tensor, receive
 
     def finish_sum(self, started: Any) -> Any:
-        handle, stays, session = started
+        handle, stays, receive = started
         sums = self.hvd.synchronize(handle)
-        if session is not None:
-            session.note(*sums[1:].tolist())
+        if receive is not None:
+            receive(*sums[1:].tolist())
         return sums[0] if stays else float(sums[0])
 
     def number_of_call(self, live: Any) -> int:
@@ -279,7 +244,7 @@ class TorchBackend:
         return gradient.to_dense()
 
     def agree_finite(self, finite: Any, name: str) -> Any:
-        """True only if `finite` is true on every rank."""
+        """Returns True only if `finite` is true on every rank."""
         flag = torch.as_tensor(finite).to("cpu", torch.int32).reshape(1)
         return bool(self.hvd.allreduce(flag, op=self.hvd.Min, name=name)[0])
 
@@ -319,6 +284,52 @@ class TorchBackend:
 
     def hidden_random(self) -> list[str]:
         return []
+
+
+class TorchNotes:
+    """What steps send to the other ranks beside gradients, and what they keep.
+
+    Attributes:
+        preempted: 1 where this rank was, as a step sends it.
+        kept_batch: the batch of a step that was to keep it; `None` until then.
+        waited: seconds within steps that waited for data: Keras has the batch before it begins a step.
+    """
+
+    waited = 0.0
+
+    def __init__(self, backend: TorchBackend) -> None:
+        self._backend = backend
+        self.preempted = 0.0
+        self.kept_batch: Any = None
+        self._wants_batch = False
+        self._loss: Any = float("nan")
+
+    def send_preempted(self) -> None:
+        """Makes the next step send to all ranks that this one was preempted."""
+        self.preempted = 1.0
+
+    def note_loss(self, loss: Any, live: LiveBatch, name: str) -> None:
+        """Notes the loss of the global batch, from this rank's part (its loss times its samples)."""
+        self.loss()
+        self._loss = self._backend.start_sum(loss.detach().double(), name), live.total()
+
+    def loss(self) -> float:
+        if isinstance(self._loss, tuple):
+            started, samples = self._loss
+            self._loss = float(self._backend.finish_sum(started)) / samples
+        return float(self._loss)
+
+    def want_batch(self) -> None:
+        """Makes the next step keep its batch."""
+        self.kept_batch, self._wants_batch = None, True
+
+    def keep_batch(self, data: Any) -> None:
+        """Keeps a wanted batch as `kept_batch`."""
+        if self._wants_batch:
+            self.kept_batch, self._wants_batch = data, False
+
+    def timed_input(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 class Number:

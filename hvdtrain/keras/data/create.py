@@ -12,7 +12,7 @@ from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.sharding import Plan
 from hvdtrain.keras.data.loader import Loader
 from hvdtrain.keras.data.sources import Arrays, Batches, Items, Source, batch_of, rows_of, stacked
-from hvdtrain.keras.data.walked import Walk, WalkedLoader, first_rows
+from hvdtrain.keras.data.streams import Walk, WalkedLoader
 from hvdtrain.world import same_data
 from hvdtrain.world.records import check_heads, stream_of
 from hvdtrain.world.streams import StreamPlan
@@ -89,7 +89,7 @@ def _is_walked(data: Any) -> bool:
 
 
 def _is_torch(data: Any, name: str) -> bool:
-    """True for a data set of `torch.utils.data`, which need not be installed."""
+    """Returns True for a data set of `torch.utils.data`, which need not be installed."""
     kinds = [kind for kind in type(data).__mro__ if kind.__module__.startswith("torch.utils.data")]
     return any(kind.__name__ == name for kind in kinds)
 
@@ -155,7 +155,9 @@ def _walking(
 ) -> WalkedLoader:
     begins = walked.peek()
     check_heads(world, begins)
-    rows = first_rows(walked, rows_of)
+    if not walked.peeked:
+        raise ConfigError("an epoch needs samples", "the data has no batch", "give more data")
+    rows = rows_of(walked.peeked[0])
     if in_batches and per_rank_batch not in (None, rows):
         raise ConfigError(
             "data that comes in batches says how many samples these have",

@@ -12,14 +12,14 @@ from weakref import WeakSet
 
 import keras
 import numpy as np
+from keras.src.trainers.data_adapters import data_adapter_utils
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
-from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 
 from hvdtrain.comm import elastic
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.sharding import Dealt, Plan, Step
 from hvdtrain.keras.backends.session import NO_SAMPLE, map_leaves
-from hvdtrain.keras.data.sources import Batch, Source
+from hvdtrain.keras.data.sources import Batch, Source, rows_of
 from hvdtrain.world.world import World
 
 known: WeakSet[Loader] = WeakSet()
@@ -39,8 +39,11 @@ class Loader(Dealt, keras.utils.PyDataset, DataAdapter):
         epoch: the epoch whose order is being read.
         served: the steps of the last reading that have samples of this rank, and how many rows each had.
         last_rows: this rank's in the last step that was read.
+        reads_ahead: TensorFlow may read batches before they are trained on.
         next_epoch: the one to turn to, as our callbacks tell it (Keras does not); `None`: the one that follows.
     """
+
+    reads_ahead = True
 
     def __init__(self, source: Source, plan: Plan, *, rank: int) -> None:
         super().__init__(workers=1)  # see `batches`
@@ -73,10 +76,6 @@ class Loader(Dealt, keras.utils.PyDataset, DataAdapter):
     def go_on(self, epoch: int, samples_in_epoch: int) -> None:
         """Makes the next `fit` begin there; a restored checkpoint does so by itself.
 
-        After `restore`, `fit` goes on with the epochs after it, too; else the rest of an epoch is a `fit` of its own
-        (`epochs=initial_epoch + 1`), and the epochs after it another (with `use_ema` that goes on with the weights
-        themselves, as one fit would).
-
         Raises:
             ConfigError: no such place in this data.
         """
@@ -90,13 +89,13 @@ class Loader(Dealt, keras.utils.PyDataset, DataAdapter):
         self.first_epoch, self._done, self._begun = epoch, samples_in_epoch, False
         self._rest = False
         self._weighted = self.source.weighted or self._marks(samples_in_epoch // self.unit)
-        self._adapter = PyDatasetAdapter(self, shuffle=False)  # which keeps of what a batch consists
-        self._adapter._get_iterator = self.batches
+        self._spec: Any = None
         self._read(epoch)
 
     def _marks(self, units: int) -> bool:
-        """Whether a rank has no sample in the last step of an epoch, a whole one or from that place on: one such step
-        makes Keras expect weights in every batch, on every rank.
+        """Returns True if a rank has no sample in the last step of an epoch, a whole one or from that place on.
+
+        One such step makes Keras expect weights in every batch, on every rank.
         """
         plan = self.plan
         if elastic.active() is not None:  # there may be any number of ranks some time
@@ -130,7 +129,7 @@ class Loader(Dealt, keras.utils.PyDataset, DataAdapter):
         self.epoch = epoch
 
     def redeal(self, world: World, whole: int = 0, place: tuple[int, int] | None = None) -> None:
-        """The ranks have changed: deals to those that are there.
+        """Deals to the ranks that are there, after a change.
 
         Args:
             world: its ranks.
@@ -159,14 +158,14 @@ class Loader(Dealt, keras.utils.PyDataset, DataAdapter):
         return steps >= len(self._steps)
 
     def check_end(self, world: World) -> None:
-        """An epoch is complete; collective. What is read by index was compared before it was dealt."""
+        """Checks a complete epoch; collective. What is read by index was compared before it was dealt."""
 
     def mine(self) -> float | None:
         """Returns this rank's samples of an epoch; None where only the batches say."""
         return float(sum(step.samples for step in self._steps)) if self.unit == 1 else None
 
     def leave_nothing_out(self) -> None:
-        """The rest of an epoch was fitted: the next `fit` of it begins at its beginning."""
+        """Makes the next `fit` of an epoch begin at its beginning, after the rest of it was fitted."""
         if self._done:
             self.go_on(self.first_epoch, 0)
 
@@ -181,6 +180,11 @@ class Loader(Dealt, keras.utils.PyDataset, DataAdapter):
     def __len__(self) -> int:
         return len(self._steps)
 
+    @property
+    def num_batches(self) -> int | None:
+        """The batches of a whole epoch; the first of a `fit` may be the rest of one."""
+        return self.plan.steps()
+
     def __getitem__(self, index: int) -> tuple[Any, ...]:
         return self._batch(self._steps[index])
 
@@ -191,12 +195,11 @@ class Loader(Dealt, keras.utils.PyDataset, DataAdapter):
 
     def _shown(self, batch: Batch, *, live: bool) -> tuple[Any, ...]:
         """A batch as Keras gets it; one of a rank without samples has a row that is none."""
-        x, y, weights = batch if live else map_leaves(lambda array: array[:1], batch)
+        x, y, weights = batch = batch if live else map_leaves(lambda array: array[:1], batch)
         if not self._weighted:
             return (x,) if y is None else (x, y)
         if weights is None:
-            rows = len(next(leaf for leaf in keras.tree.flatten(x) if leaf is not None))
-            return x, y, np.full(rows, live)
+            return x, y, np.full(rows_of(batch), live)
         return x, y, weights if live else map_leaves(lambda weight: weight * NO_SAMPLE, weights)
 
     def batches(self) -> Generator[tuple[Any, ...], None, None]:
@@ -230,7 +233,7 @@ class Loader(Dealt, keras.utils.PyDataset, DataAdapter):
                 threads.shutdown(wait=True, cancel_futures=True)
 
     def _note(self, step: Step, batch: tuple[Any, ...], served: list[tuple[Step, int]]) -> None:
-        rows = len(next(leaf for leaf in keras.tree.flatten(batch[0]) if leaf is not None))
+        rows = rows_of(batch)
         self.last_rows = 0 if step.padding else rows
         if self.last_rows:
             served.append((step, rows))
@@ -243,19 +246,29 @@ class Loader(Dealt, keras.utils.PyDataset, DataAdapter):
         return np.concatenate(places)
 
     def get_numpy_iterator(self) -> Any:
-        return self._adapter.get_numpy_iterator()
+        return self.batches()
+
+    def _examples(self) -> list[tuple[Any, ...]]:
+        """Returns two batches: what differs between them has no fixed length."""
+        steps = self.plan.step_slices(self.epoch, rank=self.rank)
+        return [self._batch(steps[index]) for index in range(min(2, len(steps)))]
 
     def get_tf_dataset(self) -> Any:
         import tensorflow as tf
 
-        self._adapter._get_iterator = lambda: for_tensorflow(self.batches())
+        if self._spec is None:
+            self._spec = data_adapter_utils.get_tensor_spec(self._examples())
+        found = tf.data.Dataset.from_generator(lambda: for_tensorflow(self.batches()), output_signature=self._spec)
         options = tf.data.Options()
         # nothing here is tuned; and its thread may sleep for seconds before an epoch's iterator can go (2.21)
         options.autotune.enabled = False
-        return self._adapter.get_tf_dataset().with_options(options)
+        if self.reads_ahead:
+            return found.prefetch(2).with_options(options)
+        options.experimental_optimization.inject_prefetch = False  # it draws from Python's generators, as training does
+        return found.with_options(options)
 
     def get_torch_dataloader(self) -> Any:
-        made = self._adapter.get_torch_dataloader()
+        made = data_adapter_utils.get_torch_dataloader(self.batches())
         made.collate_fn = lambda batch: batch  # PyTorch's own makes lists of tuples; a step of fit(x) is given x itself
         if self._rest:  # a restored state has behind it what PyTorch draws, as a seed for workers, when an epoch begins
             self._rest = False
@@ -268,18 +281,19 @@ class Loader(Dealt, keras.utils.PyDataset, DataAdapter):
     def batch_size(self) -> int | None:
         return None  # a tail batch has another size
 
+    def _coming(self) -> int:
+        counted = self.epoch + 1 if self._begun else self.first_epoch
+        return counted if self.next_epoch is None else self.next_epoch
+
+    def coming_batches(self) -> int:
+        """Returns how many batches of the epoch are left that is read next."""
+        return self.plan.steps(self.done(self._coming()) // self.unit)
+
     def on_epoch_begin(self) -> None:
         """Turns to the next epoch's order (Keras calls it before it reads the epoch)."""
-        counted = self.epoch + 1 if self._begun else self.first_epoch
-        epoch = counted if self.next_epoch is None else self.next_epoch
+        epoch = self._coming()
         self._begun, self.next_epoch = True, None
-        if self._done and epoch != self.first_epoch:
-            raise ConfigError(
-                "a fit that goes on within an epoch covers the rest of one epoch",
-                f"epoch {epoch} after the partial epoch {self.first_epoch} ({self._done} samples were done)",
-                "fit the partial epoch on its own (epochs=initial_epoch + 1), then fit() the others with the same data",
-            )
-        self._rest = self._done > 0
+        self._rest = self.done(epoch) > 0
         self.source.begin(epoch)
         if epoch != self.epoch:
             self._read(epoch)

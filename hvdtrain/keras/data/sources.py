@@ -10,7 +10,7 @@ import numpy as np
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.keras.backends.session import map_leaves
-from hvdtrain.keras.data.drawing import OwnRng
+from hvdtrain.keras.data.shuffle_seeds import OwnRng
 from hvdtrain.world import same_data
 
 Batch = tuple[Any, Any, Any]  # x, y and sample weights; None is what is not there
@@ -138,7 +138,7 @@ class _Plain(Sequence[Any]):
         return self._dataset[index]
 
 
-def rows_of(batch: Batch) -> int:
+def rows_of(batch: tuple[Any, ...]) -> int:
     """Returns the samples of a batch."""
     return len(next(leaf for leaf in keras.tree.flatten(batch[0]) if leaf is not None))
 
@@ -220,7 +220,7 @@ def arrays(data: Any, name: str) -> Any:
 
 
 def _foreign(leaf: Any) -> bool:
-    """True for a tensor of the framework that is not Keras' backend."""
+    """Returns True for a tensor of the framework that is not Keras' backend."""
     kinds = {(kind.__module__.split(".")[0], kind.__name__) for kind in type(leaf).__mro__}
     return bool(kinds & {("torch", "Tensor"), ("tensorflow", "EagerTensor"), ("tensorflow", "Tensor")})
 

@@ -20,7 +20,7 @@ import numpy as np
 from hvdtrain.core.errors import ReplicaError
 from hvdtrain.core.proof import Proof
 from hvdtrain.keras.backends.chosen import BACKEND
-from hvdtrain.keras.backends.session import HOOKS, Session, is_hooked, is_stock, leaves_of, missing_hook
+from hvdtrain.keras.backends.session import HOOKS, LiveBatch, Session, is_hooked, is_stock, leaves_of, missing_hook
 from hvdtrain.keras.state import replicas
 from hvdtrain.keras.state.reduce import overwrites
 
@@ -36,7 +36,7 @@ def prove(model: keras.Model, session: Session) -> Proof:
         ReplicaError: on every rank; replicas differ, or gradients are not averaged.
     """
     started = time.perf_counter()
-    world, optimizer = session.world, model.optimizer
+    world, optimizer = session.prepared.world, model.optimizer
     if is_stock(optimizer):  # it cannot even list its variables
         raise missing_hook(model.name, optimizer)
     replicas.check_equal(replicas.replicated(model), world, when="when training starts (forgotten broadcast?)")
@@ -93,7 +93,7 @@ def _update(optimizer: Any, variables: Sequence[Any], gradients: list[Any]) -> l
 
 
 def _plain_update(optimizer: Any, variables: Sequence[Any], gradients: list[Any]) -> list[np.ndarray]:
-    """The same update by this rank alone: hooks out of the way."""
+    """Makes the same update by this rank alone: hooks out of the way."""
     holders = [optimizer, *leaves_of(optimizer)]
     kept = [{name: vars(holder).pop(name) for name in HOOKS if name in vars(holder)} for holder in holders]
     try:
@@ -139,7 +139,8 @@ def _scratch(model: keras.Model, optimizer: Any, session: Session) -> Iterator[N
     variables = replicas.everything(model)
     before = BACKEND.copies(variables)
     rates = []
-    session.proving = True
+    size = session.prepared.world.size
+    session.live = LiveBatch(1.0, lambda: float(size))  # as within a step: all ranks have samples, as many
     try:
         for leaf in leaves_of(optimizer):
             rates.append((leaf, vars(leaf)["_learning_rate"]))
@@ -152,7 +153,7 @@ def _scratch(model: keras.Model, optimizer: Any, session: Session) -> Iterator[N
                         accumulator.assign(keras.ops.zeros_like(accumulator))
         yield
     finally:
-        session.proving = False
+        session.live = None
         for leaf, rate in rates:
             vars(leaf)["_learning_rate"] = rate
         BACKEND.put_back(variables, before)

@@ -23,7 +23,7 @@ from keras import tree
 from hvdtrain.core.decomposition import Part, bound, compared, judge
 from hvdtrain.core.errors import ReplicaError
 from hvdtrain.keras.backends.chosen import BACKEND
-from hvdtrain.keras.backends.session import Session, map_leaves
+from hvdtrain.keras.backends.session import Session, has_own_step, map_leaves
 from hvdtrain.keras.state import metric_states, replicas, rng, units
 from hvdtrain.keras.state.sync_batchnorm import is_synchronized, normalises
 
@@ -49,15 +49,15 @@ def check(model: keras.Model, session: Session, *, is_first: bool) -> None:
     Raises:
         ReplicaError: on every rank; the loss does not decompose.
     """
-    data, session.kept_batch = session.kept_batch, None
+    data, session.notes.kept_batch = session.notes.kept_batch, None
     normalising = [layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.BatchNormalization)]
     synchronized = [layer for layer in normalising if is_synchronized(layer)]
     of_torch = any(normalises(part) for _, module in replicas.torch_modules(model) for part in module.modules())
     data = _of_several(data, session)
-    if not session.own_step:
+    if not has_own_step(model):
         # a synchronised one would wait for the other ranks, one of PyTorch refuses a single sample
         trains = not synchronized and not of_torch
-        mine = _judge(model, data, trains=trains, normalises=bool(normalising), added=not session.in_pieces)
+        mine = _judge(model, data, trains=trains, normalises=bool(normalising), added=session.prepared.whole)
     else:
         mine = (
             "note",
@@ -65,14 +65,14 @@ def check(model: keras.Model, session: Session, *, is_first: bool) -> None:
             " to gradients it does to each rank's own, before the average (clipping: clipnorm= of the optimizer)"
             + _added_up(model),
         )
-    metrics = _other_metrics(model, data) if is_first and mine[0] != "differs" and not session.own_step else []
-    reports, named = zip(*session.world.gather((mine, metrics)), strict=True)
+    metrics = _other_metrics(model, data) if is_first and mine[0] != "differs" and not has_own_step(model) else []
+    reports, named = zip(*session.prepared.world.gather((mine, metrics)), strict=True)
     for kind, text in reports:
         if kind == "note":
-            session.say(text, once=text)
+            session.prepared.say(text, once=text)
             break
     for text in next((texts for texts in named if texts), []):
-        session.say(
+        session.prepared.say(
             f"not the metric of one process: {text}; keep sums over samples in its states, or one value a sample"
         )
     if is_first:
@@ -81,7 +81,7 @@ def check(model: keras.Model, session: Session, *, is_first: bool) -> None:
         raise ReplicaError(
             "the loss of a batch must be the mean (or the sum) of those of its pieces: ranks compute pieces",
             "\n".join(f"rank {rank}: {text}" for rank, (kind, text) in enumerate(reports) if kind == "differs"),
-            _REMEDY if session.in_pieces else _ADDED,
+            _ADDED if session.prepared.whole else _REMEDY,
             shared=True,
         )
 
@@ -97,13 +97,13 @@ def _added_up(model: keras.Model) -> str:
 
 def _say_of_layers(model: keras.Model, session: Session, normalises_apart: bool) -> None:
     if normalises_apart:
-        session.say(
+        session.prepared.say(
             "batch normalisation: each rank normalises by its own part of the global batch (keras.layers."
             "BatchNormalization and prepare(model, sync_batchnorm=True): by all of it)"
         )
-    moving = replicas.parted(model, session.world)
+    moving = replicas.parted(model, session.prepared.world)
     if moving:
-        session.say(
+        session.prepared.say(
             f"{', '.join(moving)}: follows each rank's own samples within an epoch; then all ranks get that of rank 0"
         )
 
@@ -111,9 +111,9 @@ def _say_of_layers(model: keras.Model, session: Session, normalises_apart: bool)
 def _of_several(data: Any, session: Session) -> Any:
     """The batch, or those of all ranks where each has a single sample, which has no pieces; collective."""
     rows = None if data is None else _first_rows(data)[1]
-    if any(its is None or its > 1 for its in session.world.gather(rows)):
+    if any(its is None or its > 1 for its in session.prepared.world.gather(rows)):
         return data
-    batches = session.world.gather(map_leaves(keras.ops.convert_to_numpy, data))
+    batches = session.prepared.world.gather(map_leaves(keras.ops.convert_to_numpy, data))
     return tree.map_structure(lambda *own: None if own[0] is None else np.concatenate(own), *batches)
 
 

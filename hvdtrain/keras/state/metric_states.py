@@ -7,16 +7,17 @@ right too. The sum is that of a metric's variables with Keras' default aggregati
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import keras
 import numpy as np
 
-from hvdtrain.comm.elastic import repeated
 from hvdtrain.keras.backends.chosen import BACKEND
-from hvdtrain.keras.backends.session import Session, map_leaves
+from hvdtrain.keras.backends.session import map_leaves
+from hvdtrain.keras.state import reduce
 from hvdtrain.world.world import World
 
 States = list[tuple[Any, np.ndarray]]
@@ -41,9 +42,39 @@ def computed(model: keras.Model) -> dict[str, np.ndarray]:
     return flat(model.get_metrics_result())
 
 
-def named(model: keras.Model, step: Callable[[], Any], session: Session, prefix: str = "") -> Any:
-    """Runs a step, and notes which metric's result each of its logs is, and which are none: a step may return a result
-    under another name, and a number of its own under the name of a metric.
+def named(
+    model: keras.Model,
+    step: Callable[[], Any],
+    own: Mapping[int, tuple[Any, Any]],
+    metric_of: MutableMapping[str, str | None],
+    prefix: str = "",
+) -> Any:
+    """Runs a step, and notes which metric's result each of its logs is: a step may return a result under another name,
+    and a number of its own under the name of a metric.
+
+    Args:
+        model: whose step.
+        step: returns its logs.
+        own: as of `LiveBatch`; filled in the step.
+        metric_of: gets the names of the metrics, by those of the logs; `None` for what is no metric's result.
+        prefix: of both names.
+    """
+    with _observed(model, own) as (metrics, results):
+        logs = step()
+    returned = logs.items() if isinstance(logs, dict) else ()
+    found = {key: results[id(value)][0] for key, value in returned if id(value) in results}
+    within = {name for _, value in results.values() if isinstance(value, dict) for name in value}
+    late = {metric.name for metric in model.metrics if metric not in metrics}  # made in this step
+    metric_of.update({prefix + key: prefix + name for key, name in found.items()})
+    metric_of.update({prefix + key: None for key, _ in returned if key not in {*found, *within, *late}})
+    return logs
+
+
+@contextmanager
+def _observed(
+    model: keras.Model, own: Mapping[int, tuple[Any, Any]]
+) -> Iterator[tuple[list[Any], dict[int, tuple[str, Any]]]]:
+    """Notes the results of a model's metrics while open: by their ids, the metric's name and the result.
 
     A metric that is given what `whole` joined, and that alone, gets this rank's own rows of it.
     """
@@ -55,34 +86,33 @@ def named(model: keras.Model, step: Callable[[], Any], session: Session, prefix:
         return value
 
     def update(metric: Any, *args: Any, **kwargs: Any) -> Any:
-        if all(leaf is None or id(leaf) in session.own for leaf in keras.tree.flatten((args, kwargs))):
-            args, kwargs = map_leaves(lambda leaf: session.own[id(leaf)][0], (args, kwargs))
+        if all(leaf is None or id(leaf) in own for leaf in keras.tree.flatten((args, kwargs))):
+            args, kwargs = map_leaves(lambda leaf: own[id(leaf)][0], (args, kwargs))
         return type(metric).update_state(metric, *args, **kwargs)
 
     metrics = [metric for metric in model.metrics if not {"result", "update_state"} & set(vars(metric))]
     for metric in metrics:
         vars(metric).update(result=partial(note, metric), update_state=partial(update, metric))
     try:
-        logs = step()
+        yield metrics, results
     finally:
         for metric in metrics:
             del vars(metric)["result"], vars(metric)["update_state"]
-    returned = logs.items() if isinstance(logs, dict) else ()
-    found = {key: results[id(value)][0] for key, value in returned if id(value) in results}
-    session.logs.update({prefix + key: prefix + name for key, name in found.items()})
-    within = {name for _, value in results.values() if isinstance(value, dict) for name in value}
-    late = {metric.name for metric in model.metrics if metric not in metrics}  # made in this step
-    session.raw.update(prefix + key for key, _ in returned if key not in {*found, *within, *late})
-    return logs
+
+
+def by_log(results: Mapping[str, float], metric_of: Mapping[str, str | None]) -> dict[str, float]:
+    """Returns metrics' results by the names that logs have for them (`named`); without what is no result."""
+    renamed = {log: results[name] for log, name in metric_of.items() if name is not None and name in results}
+    return renamed | {name: value for name, value in results.items() if name not in metric_of}
 
 
 def same(local: States, world: World) -> bool:
-    """True if all ranks have the same states: they evaluated the same samples; collective."""
+    """Returns True if all ranks have the same states: they evaluated the same samples; collective."""
     if not local:
         return False
     flat = np.concatenate([np.asarray(a, np.float64).reshape(-1) for _, a in local])
     world.agree("set of metrics", flat.size)
-    ends = _reduced(np.concatenate([flat, -flat]), "min", "hvdtrain.metrics.same")
+    ends = reduce.on_host(np.concatenate([flat, -flat]), "min", world, "comparison of metrics")
     low, high = ends[: flat.size], -ends[flat.size :]
     return bool(high.any() and np.allclose(low, high, rtol=1e-6, atol=0))
 
@@ -110,26 +140,19 @@ def _sum(local: States, world: World, samples: float, *, all_means: bool) -> Sta
     if not local:
         return []
     means = [all_means or getattr(v, "aggregation", "sum") == "mean" for v, _ in local]
-    known = any(means) and _reduced(np.array([float(samples)]), "sum", "hvdtrain.metrics.samples")[0] > 0
-    samples = samples if known else 1.0
+    known = any(means) and reduce.summed([np.array(samples)], world, "samples of metrics")[0] > 0
+    samples = float(samples) if known else 1.0
     weighted = [
         np.asarray(a, np.float64) * (samples if m else 1.0) if samples or not m else np.zeros(a.shape)
         for (_, a), m in zip(local, means, strict=True)
     ]
-    flat = np.concatenate([*(a.reshape(-1) for a in weighted), [samples]])
     world.agree("set of metrics", [(tuple(a.shape), m) for a, m in zip(weighted, means, strict=True)])
-    flat = _reduced(flat, "sum", "hvdtrain.metrics")
-    *parts, all_samples = np.split(flat, np.cumsum([a.size for a in weighted]))
+    *sums, all_samples = reduce.summed([*weighted, np.array(samples)], world, "sum of metrics")
     out = []
-    for (variable, value), part, mean in zip(local, parts, means, strict=True):
-        part = part / max(all_samples[0], 1e-300) if mean else part
-        out.append((variable, part.reshape(value.shape).astype(value.dtype)))
+    for (variable, value), part, mean in zip(local, sums, means, strict=True):
+        part = part / max(all_samples, 1e-300) if mean else part
+        out.append((variable, part.astype(value.dtype)))
     return out
-
-
-@repeated
-def _reduced(values: np.ndarray, op: str, name: str) -> np.ndarray:
-    return BACKEND.host_allreduce(values, op, name)
 
 
 def _assign(values: States) -> None:

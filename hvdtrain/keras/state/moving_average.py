@@ -1,9 +1,8 @@
 """The weights themselves, where an optimizer with `use_ema` trains one epoch in two fits.
 
 Keras writes the average over the weights at the end of each `fit`. Two fits of whole epochs are what they are in
-plain Keras. But the rest of an epoch that was stopped is a `fit` of its own (`Loader.go_on`): it and its
-neighbours are one training, as if nothing had been stopped, and what follows goes on with the weights as the last
-step left them; so does a checkpoint that is written in between.
+plain Keras. But fits that end or begin within an epoch (`Loader.go_on`) are one training, as if nothing had been
+stopped: what follows continues with the weights as the last step left them, and so does a checkpoint in between.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ import numpy as np
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.keras.backends.chosen import BACKEND
-from hvdtrain.keras.backends.session import Session, leaves_of, optimizers_of
+from hvdtrain.keras.backends.session import Session, TrainingPlace, leaves_of, optimizers_of
 
 
 @dataclass(frozen=True)
 class Kept:
-    """Weights and their averages, as the last step left them, and whether their `fit` began within an epoch."""
+    """Weights and their averages, as the last step left them; `began_within`: they end the rest of an epoch."""
 
     values: Sequence[Any]
     began_within: bool
@@ -40,27 +39,35 @@ def _averaged(model: keras.Model) -> list[Any]:
 
 
 def _overwritten(model: keras.Model) -> list[Any]:
-    """The same, if weights and averages are equal bit for bit, as the end of `fit` leaves them; else none."""
+    """Returns the same, if weights and averages are equal bit for bit, as the end of `fit` leaves them; else none."""
     found = _averaged(model)
     pairs = zip(found[::2], found[1::2], strict=True)
     same = (np.array_equal(BACKEND.to_numpy(weight), BACKEND.to_numpy(average)) for weight, average in pairs)
     return found if all(same) else []
 
 
-def keep(model: keras.Model, session: Session, *, began_within: bool) -> None:
-    """Keeps weights and averages, before anybody writes or swaps the ones over the others."""
-    session.kept_weights = Kept(BACKEND.copies(_averaged(model)), began_within)
+def keep(model: keras.Model, place: TrainingPlace, *, is_rest: bool) -> None:
+    """Keeps weights and averages at an epoch's end, where `fit` may end within it, or with the rest (`is_rest`) of it:
+    before anything writes or swaps the ones over the others.
+    """
+    ends = is_rest or model.stop_training
+    place.kept_weights = Kept(BACKEND.copies(_averaged(model)), is_rest) if ends else None
+
+
+def forget(place: TrainingPlace) -> None:
+    """Forgets them: a checkpoint is loaded, which has the weights themselves."""
+    place.kept_weights, place.loaded = None, True
 
 
 def _not_swapped(callbacks: Sequence[Any]) -> None:
-    """Tells those of the last fit, too, that the weights themselves are in the model: they would swap them first."""
+    """Resets `SwapEMAWeights` of the last fit: the weights themselves are in the model, it would swap them first."""
     for callback in callbacks:
         if isinstance(callback, keras.callbacks.SwapEMAWeights):
             callback._ema_weights_in_model = False
 
 
 def check(model: keras.Model) -> None:
-    """Looks at a model before its first update, and before `fit`: Keras on torch builds the optimizer there by itself.
+    """Checks a model before its first update, and before `fit`: Keras on torch builds the optimizer there by itself.
 
     Raises:
         ConfigError: an average of weights that another optimizer updates would end `fit` in their place.
@@ -76,22 +83,23 @@ def check(model: keras.Model) -> None:
 
 
 def go_on(model: keras.Model, session: Session, callbacks: Sequence[Any], *, within: bool) -> None:
-    """Before a `fit` that begins `within` an epoch, or follows one that did: puts the weights themselves back."""
+    """Puts the weights themselves back, before a `fit` that begins `within` an epoch, or after the rest of one."""
     check(model)
-    kept, session.kept_weights = session.kept_weights, None
-    if session.loaded:  # a checkpoint has the weights themselves, whatever an earlier fit left in the model
-        session.loaded = False
+    place = session.place
+    last, place.kept_weights = place.kept_weights, None
+    if place.loaded:  # whatever an earlier fit left in the model
+        place.loaded = False
         _not_swapped(callbacks)
     variables = _overwritten(model)
-    if variables and kept is not None and (within or kept.began_within):
-        BACKEND.put_back(variables, kept.values)
+    if variables and last is not None and (within or last.began_within):
+        BACKEND.put_back(variables, last.values)
         _not_swapped(callbacks)
-        session.say(
+        session.prepared.say(
             "use_ema: goes on with the weights themselves, as one fit would; Keras had written the average over them at"
             " the end of the last fit, which ended or began within an epoch"
         )
-    elif variables and session.saves:
-        session.say(
+    elif variables and place.saves:
+        session.prepared.say(
             "use_ema: goes on from the average, which Keras wrote over the weights at the end of the last fit; a run"
             " that is resumed from the last checkpoint of a fit goes on with the weights themselves, as in one fit:"
             " train in one fit(epochs=...), and both are the same",
@@ -100,12 +108,12 @@ def go_on(model: keras.Model, session: Session, callbacks: Sequence[Any], *, wit
 
 
 @contextmanager
-def themselves(model: keras.Model, session: Session) -> Iterator[None]:
-    """Inside, the model has the weights that training goes on with."""
-    variables = _overwritten(model) if session.kept_weights is not None else []
+def themselves(model: keras.Model, place: TrainingPlace) -> Iterator[None]:
+    """Gives the model the weights that training continues with while open."""
+    variables = _overwritten(model) if place.kept_weights is not None else []
     before = BACKEND.copies(variables)
     if variables:
-        BACKEND.put_back(variables, session.kept_weights.values)
+        BACKEND.put_back(variables, place.kept_weights.values)
     try:
         yield
     finally:

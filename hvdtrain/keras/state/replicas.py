@@ -9,11 +9,11 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvdtrain.comm.elastic import repeated
 from hvdtrain.comm.engines import CHUNK_BYTES
 from hvdtrain.core.errors import NonFiniteError, ReplicaError
 from hvdtrain.keras.backends.chosen import BACKEND
 from hvdtrain.keras.backends.session import leaves_of, optimizers_of
+from hvdtrain.keras.state import reduce
 from hvdtrain.world.same_data import is_statistic
 from hvdtrain.world.world import World
 
@@ -139,11 +139,10 @@ def check_equal(
     )
 
 
-@repeated
 def _differing(checksums: np.ndarray, world: World) -> np.ndarray:
     """Returns which of the ranks' checksums differ; collective."""
-    with world.in_step("comparison of the replicas"):
-        low_high = BACKEND.host_allreduce(np.concatenate([checksums, ~checksums]), "min", "hvdtrain.watch")
+    both = np.concatenate([checksums, ~checksums])
+    low_high = reduce.on_host(both, "min", world, "comparison of the replicas")
     return np.flatnonzero(low_high[: len(checksums)] != ~low_high[len(checksums) :])
 
 
@@ -197,46 +196,21 @@ def check_same_variables(variables: Sequence[Any], world: World) -> None:
 
     Names are free to differ (they count layers made in the process); number, shapes and dtypes are not.
     """
-    mine = [(tuple(v.shape), str(v.dtype)) for v in variables]
-    reports = world.gather((mine, [path_of(v) for v in variables]))
-    first = reports[0][0]
-    for _, (theirs, _paths) in enumerate(reports):
-        if theirs == first:
-            continue
-        pairs = zip(first, theirs, strict=False)
-        where = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(theirs)))
-        lines = [
-            f"rank {rank}: {len(signature)} variables, number {where} is "
-            + (f"{paths[where]} {signature[where]}" if where < len(paths) else "absent")
-            for rank, (signature, paths) in enumerate(reports)
-        ]
-        raise ReplicaError(
-            "every rank must build the same model and optimizer",
-            "\n".join(lines),
-            "build and compile the model from the same flags and data shapes on every rank",
-            shared=True,
-        )
+    kinds = {f"variable {number}": f"{tuple(v.shape)} {v.dtype}" for number, v in enumerate(variables)}
+    world.agree_all(
+        {"number of variables": len(variables), **kinds},
+        "every rank must build the same model and optimizer: the {} differs",
+        lambda _: "build and compile the model from the same flags and data shapes on every rank",
+    )
 
 
 def broadcast(variables: Sequence[Any], world: World, root: int = 0) -> None:
     """Sets variables to root's values, bit for bit and whatever the dtype; collective."""
     for group in _groups(variables):
-        mine = [np.array(BACKEND.to_numpy(v), order="C", copy=True) for v in group]  # keeps 0-d shapes
-        data = b"".join(value.tobytes() for value in mine)
-        received = _sent(data, world, root)
-        if world.rank == root:
-            continue
-        start = 0
-        for variable, value in zip(group, mine, strict=True):
-            part = np.frombuffer(received, np.uint8, value.nbytes, start).view(value.dtype).reshape(value.shape)
-            variable.assign(part)
-            start += value.nbytes
-
-
-@repeated
-def _sent(data: bytes, world: World, root: int) -> bytes:
-    with world.in_step("broadcast of variables"):
-        return world.comm.broadcast_bytes(data if world.rank == root else None, root)
+        sends = world.rank == root
+        values = world.broadcast([np.array(BACKEND.to_numpy(v)) for v in group] if sends else None, root)
+        for variable, value in zip(group, values or (), strict=True) if not sends else ():
+            variable.assign(value)
 
 
 def average(variables: Sequence[Any], world: World) -> None:
@@ -247,19 +221,11 @@ def average(variables: Sequence[Any], world: World) -> None:
     others = [v for v in variables if "float" not in str(v.dtype)]
     if floats:
         values = [BACKEND.to_numpy(v) for v in floats]
-        flat = np.concatenate([np.asarray(value, np.float64).reshape(-1) for value in values])
-        flat = _mean(flat, world)
-        parts = np.split(flat, np.cumsum([value.size for value in values[:-1]]))
-        for variable, value, part in zip(floats, values, parts, strict=True):
-            variable.assign(part.reshape(value.shape).astype(value.dtype))
+        sums = reduce.summed(values, world, "average of statistics")
+        for variable, value, total in zip(floats, values, sums, strict=True):
+            variable.assign((total / world.size).astype(value.dtype))
     if others:
         broadcast(others, world)
-
-
-@repeated
-def _mean(values: np.ndarray, world: World) -> np.ndarray:
-    with world.in_step("average of statistics"):
-        return BACKEND.host_allreduce(values, "sum", "hvdtrain.average") / world.size
 
 
 def average_statistics(model: keras.Model, world: World) -> None:

@@ -23,7 +23,7 @@ from keras.src.random.seed_generator import global_seed_generator
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.keras.backends.chosen import BACKEND
-from hvdtrain.keras.backends.session import KEY, Session
+from hvdtrain.keras.backends.session import KEY, Session, TrainingPlace
 from hvdtrain.world.world import World
 
 
@@ -49,9 +49,9 @@ def capture(model: keras.Model) -> dict[str, np.ndarray]:
     """Returns this rank's random state as plain arrays (no pickle needed to store them)."""
     state = {name: BACKEND.to_numpy(variable).copy() for name, variable in seed_variables(model).items()}
     state.update(_as_arrays(_host(), ""))
-    session: Session = vars(model)[KEY]
-    if session.step_random is not None:
-        state.update(_as_arrays(session.step_random, "step."))
+    place = _place(model)
+    if place.step_random is not None:
+        state.update(_as_arrays(place.step_random, "step."))
     state.update({key: value.copy() for key, value in BACKEND.random_state().items()})
     return state
 
@@ -65,8 +65,13 @@ def restore(model: keras.Model, state: Mapping[str, np.ndarray]) -> None:
             variable.assign(state[name])
     _set_host(_from_arrays(state, ""))
     if "step.python" in state:
-        vars(model)[KEY].step_random = _from_arrays(state, "step.")
+        _place(model).step_random = _from_arrays(state, "step.")
     BACKEND.set_random_state({key: np.asarray(value) for key, value in state.items()})
+
+
+def _place(model: keras.Model) -> TrainingPlace:
+    session: Session = vars(model)[KEY]
+    return session.place
 
 
 # -------------------------------------------------------------------- Python's and numpy's generators
@@ -101,17 +106,17 @@ def _from_arrays(state: Mapping[str, np.ndarray], prefix: str) -> tuple[Any, Any
 
 
 @contextmanager
-def of_step(session: Session) -> Iterator[None]:
+def of_step(place: TrainingPlace) -> Iterator[None]:
     """Gives a train step that runs eagerly this rank's own Python and numpy generators."""
-    if session.step_random is None or BACKEND.tracing():
+    if place.step_random is None or BACKEND.tracing():
         yield
         return
     kept = _host()
-    _set_host(session.step_random)
+    _set_host(place.step_random)
     try:
         yield
     finally:
-        session.step_random = _host()
+        place.step_random = _host()
         _set_host(kept)
 
 
@@ -137,7 +142,7 @@ def apply_derived(model: keras.Model, state: Mapping[str, np.ndarray], rank: int
             digest = hashlib.sha256(f"{key}:{rank}:".encode() + np.ascontiguousarray(value).tobytes()).digest()
             seeds[key] = int.from_bytes(digest[:4], "little") & 0x7FFFFFFE
     own, noise = random.Random(seeds["python"]), np.random.RandomState(seeds["numpy"])
-    vars(model)[KEY].step_random = (own.getstate(), noise.get_state(legacy=True))
+    _place(model).step_random = (own.getstate(), noise.get_state(legacy=True))
     if rank == 0:
         return
     for name, variable in seed_variables(model).items():
@@ -148,14 +153,12 @@ def apply_derived(model: keras.Model, state: Mapping[str, np.ndarray], rank: int
     BACKEND.reseed(seeds.get("torch_cpu", seeds["python"]))
 
 
-def check_saved(session: Session) -> None:
-    """Refuses a step whose random state no checkpoint can hold, in a run that writes or was read from one.
+def check_saved() -> None:
+    """Refuses a step whose random state no checkpoint can hold.
 
     Raises:
         ConfigError: the step that is being traced draws from `tf.random`'s operations.
     """
-    if not session.saves:
-        return
     drawn = BACKEND.hidden_random()
     if drawn:
         raise ConfigError(

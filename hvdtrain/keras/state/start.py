@@ -9,8 +9,16 @@ from typing import Any
 import keras
 
 from hvdtrain.comm.elastic import repeated
-from hvdtrain.keras.backends.session import Session, is_hooked, missing_hook, optimizers_of
+from hvdtrain.keras.backends.session import Session, TrainingPlace, is_built, is_hooked, missing_hook, optimizers_of
 from hvdtrain.keras.state import moving_average, replicas, rng
+from hvdtrain.world.world import World
+
+
+def begin_fit(model: keras.Model, session: Session) -> None:
+    """Asks for rank 0's state and all checks; a model that is not built gets them when its first step has built it."""
+    session.proofs.ready, session.proofs.wants_broadcast = False, not session.prepared.alone
+    if is_built(model):
+        start(model, session)
 
 
 def start(model: keras.Model, session: Session) -> None:
@@ -19,50 +27,48 @@ def start(model: keras.Model, session: Session) -> None:
     Broadcasts rank 0's state first if the callbacks asked for it; without the callbacks replicas that differ
     are an error (a forgotten broadcast).
     """
-    if session.alone:
-        _build(model)  # as on many ranks: some optimizers start from the weights as they then are
-        _put_random_state(model, session)
-        session.ready = True
-        return
-    if not is_hooked(model.optimizer):
+    alone = session.prepared.alone
+    if not alone and not is_hooked(model.optimizer):
         raise missing_hook(model.name, model.optimizer)
-    _build(model)
-    session.proof = _made_equal(model, session)
-    session.wants_broadcast = False
-    _put_random_state(model, session)
-    session.ready = True
+    _build(model)  # alone, too: some optimizers start from the weights as they then are
+    if not alone:
+        session.proofs.proof = _made_equal(model, session)
+        session.proofs.wants_broadcast = False
+    _put_random_state(model, session.place, session.prepared.world)
+    session.proofs.ready = True
 
 
 @repeated
 def _made_equal(model: keras.Model, session: Session) -> Any:
     """Returns the proof that it worked, where one is asked for."""
-    world = session.world
+    prepared, place, proofs = session.prepared, session.place, session.proofs
+    world = prepared.world
     check_agreement(model, session)
     variables = [*model.trainable_weights, *replicas.untrained(model), *replicas.optimizer_variables(model)]
     replicas.check_same_variables(variables, world)
-    if session.wants_broadcast:
-        if session.streams_set and session.restored_random is None:  # not the first fit: each rank goes on accumulating
+    if proofs.wants_broadcast:
+        if place.streams_set and place.restored_random is None:  # not the first fit: each rank goes on accumulating
             own = {id(variable) for variable in replicas.accumulators(model)}
             variables = [variable for variable in variables if id(variable) not in own]
         replicas.broadcast(variables, world)
-    if session.verify and session.proof is None and world.size > 1:  # an elastic job may begin with one
+    if prepared.verify and proofs.proof is None and world.size > 1:  # an elastic job may begin with one
         from hvdtrain.keras.state import average
 
         proof = average.prove(model, session)
-        session.say(str(proof))
+        prepared.say(str(proof))
         return proof
     replicas.check_equal(replicas.replicated(model), world, when="when training starts")
-    return session.proof
+    return proofs.proof
 
 
-def _put_random_state(model: keras.Model, session: Session) -> None:
-    """Last of all, because building a model draws random numbers."""
-    if session.restored_random is not None:
-        rng.restore(model, session.restored_random)
-        session.restored_random, session.saves = None, True
-    elif not session.streams_set:
-        rng.split_streams(model, session.world)
-    session.streams_set = True
+def _put_random_state(model: keras.Model, place: TrainingPlace, world: World) -> None:
+    """Runs last of all, because building a model draws random numbers."""
+    if place.restored_random is not None:
+        rng.restore(model, place.restored_random)
+        place.restored_random, place.saves = None, True
+    elif not place.streams_set:
+        rng.split_streams(model, world)
+    place.streams_set = True
 
 
 def check_agreement(model: keras.Model, session: Session) -> None:
@@ -72,7 +78,7 @@ def check_agreement(model: keras.Model, session: Session) -> None:
         ReplicaError: on every rank, naming the first setting that differs, with each rank's value.
     """
     settings = _flat(_settings(model, session))
-    session.world.agree_all(
+    session.prepared.world.agree_all(
         {key: settings[key] for key in sorted(settings, key=lambda key: ("learning_rate" not in key, key))},
         "every rank must train with the same {}",
         lambda key: (
@@ -84,19 +90,20 @@ def check_agreement(model: keras.Model, session: Session) -> None:
 
 
 def _settings(model: keras.Model, session: Session) -> dict[str, Any]:
+    prepared = session.prepared
     return {
         "optimizer": [
             {"class": type(optimizer).__name__, **json.loads(json.dumps(optimizer.get_config(), default=repr))}
             for optimizer in optimizers_of(model)
         ],
         "prepare": {
-            "order of prepare() calls": session.name,
-            "compression": session.compression,
-            "sparse_as_dense": session.sparse_as_dense,
-            "sync_batchnorm": session.sync_batchnorm,
-            "verify": session.verify,
-            "broadcast": session.wants_broadcast,
-            "watch_every": session.watch_every,
+            "order of prepare() calls": prepared.name,
+            "compression": prepared.compression,
+            "sparse_as_dense": prepared.sparse_as_dense,
+            "sync_batchnorm": prepared.sync_batchnorm,
+            "verify": prepared.verify,
+            "broadcast": session.proofs.wants_broadcast,
+            "watch_every": prepared.watch_every,
             "averaging hook": is_hooked(model.optimizer),
         },
         "compile": {
@@ -105,10 +112,10 @@ def _settings(model: keras.Model, session: Session) -> dict[str, Any]:
             "loss": json.dumps(getattr(model, "loss", None), default=_described),
             "loss_weights": json.dumps(getattr(model._compile_loss, "_user_loss_weights", None), default=float),
         },
-        "random state": "restored" if session.restored_random is not None else "fresh",
+        "random state": "restored" if session.place.restored_random is not None else "fresh",
         "backend": keras.backend.backend(),
         "dtype policy": model.dtype_policy.name,
-        "lr": repr(session.lr),
+        "lr": repr(prepared.lr),
     }
 
 

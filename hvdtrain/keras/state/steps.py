@@ -14,9 +14,10 @@ from hvdtrain.checkpoint.preemption import end
 from hvdtrain.comm.elastic import repeated
 from hvdtrain.core.errors import ReplicaError
 from hvdtrain.keras.backends.chosen import BACKEND
-from hvdtrain.keras.backends.session import KEY, Session, hook
+from hvdtrain.keras.backends.session import KEY, Proofs, Session, has_own_step, hook
 from hvdtrain.keras.state import decompose, replicas
 from hvdtrain.watch import preemption
+from hvdtrain.world.world import World
 
 
 def wrap_train_function(model: keras.Model) -> None:
@@ -27,95 +28,94 @@ def wrap_train_function(model: keras.Model) -> None:
     def make_train_function(inner: Callable[..., None], force: bool = False) -> Any:
         if model.train_function is None or force:
             inner(force=force)
-            model.train_function = (_alone if vars(model)[KEY].alone else _counting)(model, model.train_function)
+            model.train_function = _counting(model, model.train_function)
         return model.train_function
 
     if hook(model, "make_train_function", make_train_function):
         model.train_function = None
 
 
-def _alone(model: keras.Model, inner: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    @functools.wraps(inner)
-    def train_function(data: Any) -> Any:
-        session: Session = vars(model)[KEY]
-        _end_if_told(session)
-        session.clock.enter("train_step")
-        logs = inner(data)
-        session.told = preemption.told()
-        return logs
-
-    return train_function
-
-
-def _end_if_told(session: Session) -> None:
-    """Before a step, when all ranks know that one was preempted, and what the last one has learned is saved.
+def _end_if_preempted(session: Session) -> None:
+    """Ends before a step, when all ranks know that one was preempted, and the last step is saved.
 
     Raises:
         Preempted: on every rank.
     """
-    if session.told:
-        done = "" if session.saving is None else session.saving.save()
-        if done or session.saving is None:
+    if session.place.preempted:
+        saving = session.fit.saving
+        done = "" if saving is None else saving.save()
+        if done or saving is None:
             give = "hvdtrain.keras.callbacks(model, checkpointer=hvdtrain.Checkpointer(...))"
-            end(session.world, [done] if done else [], give)
+            end(session.prepared.world, [done] if done else [], give)
 
 
 def _counting(model: keras.Model, inner: Callable[[Any], Any]) -> Callable[[Any], Any]:
     @functools.wraps(inner)
     def train_function(data: Any) -> Any:
         session: Session = vars(model)[KEY]
-        _end_if_told(session)
-        if preemption.told():
-            BACKEND.tell(session)
-        is_first = "step" not in session.compared
-        session.tries = _tries(session, is_first)
-        if session.tries:
-            BACKEND.want_batch(session)
-        key = f"of {session.name.replace('hvdtrain.', 'model ')}"
-
-        def run(data: Any) -> Any:
-            session.clock.enter("train_step")
-            with session.world.tracker.update(key):  # it waits for the ranks
-                return inner(data)
-
-        logs = run(data) if session.changing is None else session.changing.update(run, data)
-        session.executions += 1
-        session.executed += 1
-        if is_first:
-            session.compared.add("step")
-            _after_first(model, session)
-        if session.tries:
-            _try_loss(model, session, is_first)
-        if model.stop_training and not session.stops_in_epoch:
-            raise ReplicaError(
-                "all ranks stop at the same step",
-                f"model.stop_training was set on rank {session.world.rank}, but not by a callback that fit() was given",
-                "set it in a callback's hook, given to fit() on every rank",
-            )
+        _end_if_preempted(session)
+        if not session.prepared.alone:
+            return _step_of_all(model, session, inner, data)
+        session.prepared.clock.enter("train_step")
+        logs = inner(data)
+        session.place.preempted = preemption.told()
         return logs
 
     return train_function
 
 
+def _step_of_all(model: keras.Model, session: Session, inner: Callable[[Any], Any], data: Any) -> Any:
+    place, proofs, world = session.place, session.proofs, session.prepared.world
+    if preemption.told():
+        session.notes.send_preempted()
+    is_first = "step" not in proofs.compared
+    tries = _tries(model, session, is_first)
+    if tries:
+        session.notes.want_batch()
+    key = f"of {session.prepared.name.replace('hvdtrain.', 'model ')}"
+
+    def run(data: Any) -> Any:
+        session.prepared.clock.enter("train_step")
+        with world.tracker.update(key):  # it waits for the ranks
+            return inner(data)
+
+    logs = run(data) if place.elastic is None else place.elastic.update(run, data)
+    place.executions += 1
+    proofs.executed += 1
+    if is_first:
+        proofs.compared.add("step")
+        _after_first(model, proofs, world)
+    if tries:
+        _try_loss(model, session, is_first)
+    if model.stop_training and not session.fit.stops_in_epoch:
+        raise ReplicaError(
+            "all ranks stop at the same step",
+            f"model.stop_training was set on rank {world.rank}, but not by a callback that fit() was given",
+            "set it in a callback's hook, given to fit() on every rank",
+        )
+    return logs
+
+
 @repeated
-def _after_first(model: keras.Model, session: Session) -> None:
-    """After the first update, whatever made it: are the replicas equal, and did each see samples of its own?"""
-    replicas.check_equal(replicas.replicated(model), session.world, when="after the first step")
-    if isinstance(session.first_batch, keras.Variable):
-        seen = session.world.gather(BACKEND.to_numpy(session.first_batch).tolist())
+def _after_first(model: keras.Model, proofs: Proofs, world: World) -> None:
+    """Checks after the first update that the replicas are equal, and that each saw samples of its own."""
+    replicas.check_equal(replicas.replicated(model), world, when="after the first step")
+    if isinstance(proofs.first_batch, keras.Variable):
+        seen = world.gather(BACKEND.to_numpy(proofs.first_batch).tolist())
         if all(other == seen[0] for other in seen) and seen[0][1] > 0:
-            raise same_work(f"the first batch is the same on all {session.world.size} ranks")
+            raise same_work(f"the first batch is the same on all {world.size} ranks")
 
 
-def _tries(session: Session, is_first: bool) -> bool:
+def _tries(model: keras.Model, session: Session, is_first: bool) -> bool:
     """Returns True if the loss is tried at the next step, on all ranks: at steps 1, 2, 4, 8 ... and an epoch's first.
 
     Ranks that come later count the steps of an epoch as the others do, and no others.
     """
-    if not session.verify or (session.own_step and not is_first):
+    if not session.prepared.verify or (has_own_step(model) and not is_first):
         return False
-    is_due = session.changing is None and session.executed & (session.executed + 1) == 0
-    return is_first or is_due or session.executions == 0
+    executed = session.proofs.executed
+    is_due = session.place.elastic is None and executed & (executed + 1) == 0
+    return is_first or is_due or session.place.executions == 0
 
 
 @repeated
@@ -123,24 +123,24 @@ def _try_loss(model: keras.Model, session: Session, is_first: bool) -> None:
     decompose.check(model, session, is_first=is_first)
 
 
-def note_batch(session: Session, data: Any) -> None:
+def note_batch(proofs: Proofs, data: Any) -> None:
     """Notes what the batch of a data set or generator looks like (in a graph: of each batch, a few numbers)."""
-    if session.first_batch is None or "step" in session.compared:
+    if proofs.first_batch is None or "step" in proofs.compared:
         return
     parts = [_few(leaf) for leaf in keras.tree.flatten(data) if keras.ops.is_tensor(leaf) and _is_dense(leaf)]
     if not parts:
         return
-    if session.first_batch is False:
+    if proofs.first_batch is False:
         with BACKEND.eager():
-            session.first_batch = keras.Variable(np.zeros(2), dtype="float64", trainable=False, name="first_batch")
+            proofs.first_batch = keras.Variable(np.zeros(2), dtype="float64", trainable=False, name="first_batch")
     few = keras.ops.concatenate(parts)
     factors = keras.ops.cos(keras.ops.cast(keras.ops.arange(keras.ops.shape(few)[0]), "float64"))
     spread = keras.ops.max(few) - keras.ops.min(few)
-    session.first_batch.assign(keras.ops.stack([keras.ops.sum(few * factors), spread]))
+    proofs.first_batch.assign(keras.ops.stack([keras.ops.sum(few * factors), spread]))
 
 
 def _is_dense(leaf: Any) -> bool:
-    """True for a plain tensor of numbers."""
+    """Returns True for a plain tensor of numbers."""
     if getattr(leaf, "is_sparse", False) or type(leaf).__name__ in ("SparseTensor", "RaggedTensor"):
         return False
     return any(word in str(leaf.dtype) for word in ("float", "int"))
@@ -155,14 +155,15 @@ def _few(leaf: Any) -> Any:
 
 
 def ended_early(model: keras.Model, session: Session, steps: int | None) -> None:
-    """Raises on a rank whose data ended before the steps that all ranks had agreed to take; local."""
-    if session.alone or steps is None or model.stop_training:
+    """Raises on a rank whose own data ended before the steps that all ranks had agreed to take; local."""
+    if session.prepared.alone or session.fit.data is not None or steps is None or model.stop_training:
         return
     expected = -(-steps // int(model.steps_per_execution or 1))
-    if session.executions < expected:
+    executions = session.place.executions
+    if executions < expected:
         raise ReplicaError(
             "every rank must take the same number of steps",
-            f"rank {session.world.rank}: the data ended after {session.executions} of {expected} steps of an epoch (or"
+            f"rank {session.prepared.world.rank}: the data ended after {executions} of {expected} steps of an epoch (or"
             " steps_per_execution of them); ranks with more data wait for this one",
             "data = hvdtrain.keras.loader(dataset) of all the data, of any length; or each rank's own that does not end"
             " before steps_per_epoch: dataset.repeat(), or `while True` in the generator",
@@ -170,7 +171,7 @@ def ended_early(model: keras.Model, session: Session, steps: int | None) -> None
 
 
 def same_work(received: str) -> ReplicaError:
-    """The error for ranks that all train on the same samples."""
+    """Returns the error for ranks that all train on the same samples."""
     return ReplicaError(
         "each rank must train on samples of its own",
         received + ": the same work as many times, for what one rank alone would learn",

@@ -32,7 +32,7 @@ def synchronize(model: keras.Model, session: Session) -> None:
     Raises:
         ConfigError: a layer whose class computes its statistics in its own way.
     """
-    for path, module in torch_modules(model) if session.sync_batchnorm and not session.alone else ():
+    for path, module in torch_modules(model) if session.prepared.sync_batchnorm and not session.prepared.alone else ():
         if any(normalises(part) for part in module.modules()):
             raise ConfigError(
                 "synchronised batch normalisation knows keras.layers.BatchNormalization",
@@ -53,7 +53,7 @@ def of_step(session: Session) -> None:
 
 
 def _hook_of(layer: Any, session: Session, index: int) -> Any:
-    if session.alone or not (session.sync_batchnorm or layer.synchronized):
+    if session.prepared.alone or not (session.prepared.sync_batchnorm or layer.synchronized):
         return None
     if getattr(type(layer), _HOOK) is not getattr(_PLAIN, _HOOK):
         raise ConfigError(
@@ -65,12 +65,12 @@ def _hook_of(layer: Any, session: Session, index: int) -> Any:
 
 
 def is_synchronized(layer: Any) -> bool:
-    """Whether the layer's moving statistics are those of all ranks' samples, on every rank."""
+    """Returns True if the layer's moving statistics are those of all ranks' samples, on every rank."""
     return isinstance(layer, _PLAIN) and _HOOK in vars(layer)
 
 
 def normalises(module: Any) -> bool:
-    """Whether a PyTorch module is a batch normalisation."""
+    """Returns True if a PyTorch module is a batch normalisation."""
     return any(kind.__name__ == "_BatchNorm" for kind in type(module).__mro__)
 
 
@@ -125,6 +125,6 @@ def _of_all_ranks(sums: Any, session: Session, index: int) -> Any:
             "synchronised batch normalisation sums over ranks: all must reach the layer in every step",
             "call the layer in train_step itself, or leave synchronized=True and sync_batchnorm=True out",
         )
-    name = f"{session.name}.batchnorm.{index}.{BACKEND.number_of_call(live)}"
-    with session.world.tracker.reduction("batch normalisation"):
+    name = f"{session.prepared.name}.batchnorm.{index}.{BACKEND.number_of_call(live)}"
+    with session.prepared.world.tracker.reduction("batch normalisation"):
         return BACKEND.differentiable_sum(sums, 1.0 if live is None else live.samples, name)

@@ -104,9 +104,9 @@ def weighed(session: Session, data: Any) -> Iterator[None]:
 
     def weigh(loss: Any, divisor: Divisor) -> Any:
         nonlocal count
-        if divisor.by_samples or session.of_whole:
+        if divisor.by_samples or live.of_whole:
             return loss
-        session.by_samples = False
+        session.proofs.by_samples = False
         refuse_where_ranks_part(
             live,
             "a loss that does not divide by samples (masks, ignore_class, sample weights, sums) is weighed over ranks:"
@@ -118,9 +118,9 @@ def weighed(session: Session, data: Any) -> Iterator[None]:
             part = BACKEND.times(loss, 1.0, live.total(), 1.0, live.samples)
         else:
             mine = BACKEND.unless_zero(divisor.value, live.samples)
-            total = BACKEND.finish_sum(BACKEND.start_sum(mine, f"{session.name}.divisor.{count}"))
+            total = BACKEND.finish_sum(BACKEND.start_sum(mine, f"{session.prepared.name}.divisor.{count}"))
             part = BACKEND.times(loss, mine, live.total(), total, live.samples)
-        if not session.joined:
+        if not live.joined:
             return part
         return ops.where(_is_of_all(loss, divisor.rows, session, live), loss, part)
 
@@ -131,21 +131,21 @@ def weighed(session: Session, data: Any) -> Iterator[None]:
 def _is_of_all(value: Any, rows: Any, session: Session, live: LiveBatch) -> Any:
     """True if a value is of what `whole` joined: all ranks have reduced all ranks' rows, to one value; collective."""
     mine = ops.stack([ops.cast(rows, "float64"), ops.cast(ops.stop_gradient(value), "float64")])
-    name = f"{session.name}.of_all.{BACKEND.number_of_call(live)}"
-    (every,) = BACKEND.gather_rows([mine[None]], live.samples, live.total(), session.world.rank, name)
+    name = f"{session.prepared.name}.of_all.{BACKEND.number_of_call(live)}"
+    (every,) = BACKEND.gather_rows([mine[None]], live.samples, live.total(), session.prepared.world.rank, name)
     of_first = every[:1, 1]
     alike = ops.abs(every[:, 1] - of_first) <= 1e-6 * ops.abs(of_first)
     return ops.all(ops.logical_and(every[:, 0] == live.total(), alike))
 
 
 @contextmanager
-def as_it_is(session: Session) -> Iterator[None]:
+def as_it_is(live: LiveBatch) -> Iterator[None]:
     """While open, losses are of the global batch already."""
-    session.of_whole = True
+    live.of_whole = True
     try:
         yield
     finally:
-        session.of_whole = False
+        live.of_whole = False
 
 
 def _means_of_batches(session: Session, live: LiveBatch) -> AbstractContextManager[None]:
@@ -156,17 +156,17 @@ def _means_of_batches(session: Session, live: LiveBatch) -> AbstractContextManag
 
     def update_state(original: Any, self: Any, values: Any, sample_weight: Any = None) -> Any:
         shape, here = getattr(values, "shape", ()), not BACKEND.in_branch() and BACKEND.usable_here(live.samples)
-        if len(shape) and session.joined and here:
+        if len(shape) and live.joined and here:
             rows = ops.shape(values)[0]
             part = BACKEND.times(ops.ones((rows,), "float64"), live.samples, 1.0, live.total(), 1.0)
             part = ops.where(_is_of_all(ops.mean(values), rows, session, live), part, ops.ones_like(part))
             given = part if sample_weight is None else ops.cast(sample_weight, "float64")
             part = ops.reshape(part, (-1, *[1] * (len(given.shape) - 1)))
             sample_weight = part if sample_weight is None else given * part
-        elif session.of_whole and isinstance(sample_weight, int) and here:
+        elif live.of_whole and isinstance(sample_weight, int) and here:
             sample_weight = live.samples
         elif not len(shape) and sample_weight is None and here:
-            if session.together and session.by_samples and not session.even:
+            if live.even is False and session.proofs.by_samples:
                 sample_weight = live.samples  # a rank may have more batches to evaluate than others: no word with them
             else:
                 sample_weight = BACKEND.times(ops.ones((), "float64"), live.samples, 1.0, live.total(), 1.0)

@@ -26,19 +26,17 @@ _steps: list[Session] = []  # whose train or test step runs
 
 @contextmanager
 def of_step(session: Session, *, trains: bool = True) -> Iterator[None]:
-    """A step of a prepared model runs.
+    """Notes that a step of a prepared model runs.
 
     Raises:
         ConfigError: one of a model with `whole=True` has computed its loss by itself.
     """
-    session.joined, session.own = False, {}
     _steps.append(session)
     try:
         yield
     finally:
         _steps.pop()
-        session.own = {}
-    if session.whole and trains and not session.joined:
+    if session.prepared.whole and trains and session.live is not None and not session.live.joined:
         raise ConfigError(
             "with whole=True the loss is that of compute_loss, which sees the global batch",
             "a train_step that called neither self.compute_loss(...) nor hvdtrain.keras.whole(...)",
@@ -62,43 +60,41 @@ def whole(*values: Any) -> Any:
     """
     found = values if len(values) != 1 else values[0]
     session = _steps[-1] if _steps else None
-    if session is None or session.alone or session.live is None:
+    if session is None or session.prepared.alone or session.live is None:
         return found
-    live = session.live
+    prepared, live = session.prepared, session.live
     units.refuse_where_ranks_part(
         live, "the whole batch is gathered by all ranks in every step", "call it in train_step itself"
     )
-    session.joined = True
     leaves = [(at, leaf) for at, leaf in enumerate(keras.tree.flatten(found)) if leaf is not None]
     number = BACKEND.number_of_call(live)
     tensors = [keras.ops.convert_to_tensor(leaf) for _, leaf in leaves]
     masks = [keras.src.backend.get_keras_mask(leaf) for _, leaf in leaves]
     masked = [at for at, mask in enumerate(masks) if mask is not None]
     sent = [*tensors, *(masks[at] for at in masked)]
-    name = f"{session.name}.whole.{number}"
-    joined = BACKEND.gather_rows(sent, live.samples, live.total(), session.world.rank, name)
+    name = f"{prepared.name}.whole.{number}"
+    joined = BACKEND.gather_rows(sent, live.samples, live.total(), prepared.world.rank, name)
     for at, mask in zip(masked, joined[len(tensors) :], strict=True):
         keras.src.backend.set_keras_mask(joined[at], mask)
-    session.own.update({id(of_all): (own, of_all) for own, of_all in zip(tensors, joined, strict=False)})
+    live.own.update({id(of_all): (own, of_all) for own, of_all in zip(tensors, joined, strict=False)})
     every = iter(joined)
     return keras.tree.map_structure(lambda leaf: None if leaf is None else next(every), found)
 
 
-def hook_loss(model: keras.Model, session: Session) -> None:
+def hook_loss(model: keras.Model) -> None:
     """Makes `model.compute_loss` see the global batch within the steps of a prepared model."""
     if hook(model, "compute_loss", partial(_compute_loss, model)):
         model.train_function = model.test_function = None
-    session.in_pieces = False
 
 
 def _compute_loss(model: keras.Model, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     session: Session = vars(model)[KEY]
-    if not _steps or _steps[-1] is not session or session.live is None or session.alone:
+    if not _steps or _steps[-1] is not session or session.live is None or session.prepared.alone:
         return original(*args, **kwargs)
     bound = inspect.signature(original).bind(*args, **kwargs)
     given = bound.arguments
     own = type(model).compute_loss is not keras.Model.compute_loss
     names = [name for name in ("x", "y", "y_pred", "sample_weight") if name in given and (own or name != "x")]
     given.update(zip(names, whole(tuple(given[name] for name in names)), strict=True))
-    with units.as_it_is(session):
+    with units.as_it_is(session.live):
         return original(*bound.args, **bound.kwargs)

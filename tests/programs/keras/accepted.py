@@ -50,7 +50,7 @@ def other_data_order() -> str:
     order = np.random.default_rng(RANK).permutation(16)
     mine = slice(RANK * 16, RANK * 16 + 16)
     model.fit(x[mine][order], y[mine][order], batch_size=8, verbose=0, callbacks=hvk.callbacks(model))
-    return str(vars(model)["_hvdtrain"].proof)
+    return str(vars(model)["_hvdtrain"].proofs.proof)
 
 
 @case
@@ -110,7 +110,7 @@ def optimizer_inside_loss_scale_with_callbacks() -> str:
     try:
         model = compiled(hvk.prepare(O.SGD(0.1)))
         fit(model, hvk.callbacks(model))
-        return str(vars(model)["_hvdtrain"].proof)
+        return str(vars(model)["_hvdtrain"].proofs.proof)
     finally:
         keras.config.set_dtype_policy("float32")
 

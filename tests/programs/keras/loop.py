@@ -339,7 +339,7 @@ def restored(progress: Any, **arguments: Any) -> str:
         assert checkpoints.restore(hvk.model_state(model)) == progress
         world.barrier()
     model.fit(fitted, epochs=3, verbose=0, callbacks=hvk.callbacks(model), **arguments)
-    return f"trained, {vars(model)['_hvdtrain'].progress}"
+    return f"trained, {vars(model)['_hvdtrain'].place.progress}"
 
 
 @case
@@ -509,7 +509,7 @@ def who_may_stop() -> str:
     for callback in (Timer(), Stop(100)):
         model = hvk.prepare(compiled())
         log = K.LambdaCallback(
-            on_train_end=lambda logs, model=model: asked.append(vars(model)["_hvdtrain"].stops_in_epoch)
+            on_train_end=lambda logs, model=model: asked.append(vars(model)["_hvdtrain"].fit.stops_in_epoch)
         )
         fit(model, [log, callback, *hvk.callbacks(model)])
     assert asked == [False, True], asked

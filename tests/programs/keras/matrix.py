@@ -257,7 +257,7 @@ def main(out: str, wanted: list[str]) -> None:
         facts[name] = {
             "equal": len(set(prints)) == 1,
             "history": history,
-            "proof": str(getattr(vars(model).get("_hvdtrain"), "proof", None)),
+            "proof": str(vars(model)["_hvdtrain"].proofs.proof if "_hvdtrain" in vars(model) else None),
             "iterations": int(numpy_of(model.optimizer.iterations)),
             "jit": bool(model.jit_compile),
         }

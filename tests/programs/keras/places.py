@@ -124,7 +124,7 @@ def main() -> dict[str, Any]:
 
     history = one.fit(its, verbose=0, callbacks=[keras.callbacks.LambdaCallback(on_train_batch_end=look)])
     found["evaluate"] = refused(hvk.evaluate, one, its, per_rank_batch=4)
-    found["data is let go"] = session_of(one).fitted is None
+    found["data is let go"] = session_of(one).fit.data is None
 
     one, its = model(), data()
     hvk.prepare(one, its)

@@ -12,17 +12,18 @@ import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
-from weakref import ref
 
 import keras
 import numpy as np
 
 from hvdtrain.checkpoint.parts import Progress
 from hvdtrain.comm.elastic import Elastic, Member
-from hvdtrain.core.errors import RanksLost
+from hvdtrain.core.errors import ConfigError, RanksLost
 from hvdtrain.keras.backends.chosen import BACKEND
-from hvdtrain.keras.backends.session import Session
+from hvdtrain.keras.backends.session import Session, first_made, is_built, leaves_of, optimizers_of
 from hvdtrain.keras.data.loader import Loader, known
+from hvdtrain.keras.data.sources import Batches
+from hvdtrain.keras.data.streams import WalkedLoader
 from hvdtrain.keras.fit_callbacks import Epoch
 from hvdtrain.keras.state import replicas, rng
 
@@ -33,9 +34,44 @@ _COUNTING = (
     keras.callbacks.ReduceLROnPlateau,
 )  # fmt: skip
 States = Mapping[tuple[str, int], Any]
+RULE = "an elastic job trains one Keras model, in one fit that can do a batch once more"
 
 
-class Changing(Member):
+def check_elastic(
+    model: keras.Model, session: Session, its: Elastic, callbacks: Sequence[Any], *, within: bool
+) -> None:
+    """Checks a `fit` before it begins (`within` an epoch).
+
+    Raises:
+        ConfigError: it could not continue with other ranks.
+    """
+    data = session.fit.data
+    by_index = isinstance(data, Loader) and not isinstance(data, WalkedLoader) and not isinstance(data.source, Batches)
+    kinds = {type(callback).__name__ for callback in callbacks}
+    optimizers = [leaf for optimizer in optimizers_of(model) for leaf in leaves_of(optimizer)]
+    needs = {
+        "one fit in the program, of one model": its.member is None,
+        "fit(hvdtrain.keras.loader(...)) of arrays or of a PyTorch Dataset with a length": by_index,
+        "callbacks=[*hvdtrain.keras.callbacks(model), ...]": {"Start", "Epoch", "Count"} <= kinds,
+        "no BackupAndRestore (new ranks get their state from the others)": "BackupAndRestore" not in kinds,
+        "a model that is built before fit (keras.Input, or model.build(shape))": is_built(model),
+        "sync_batchnorm=False, and no synchronized=True": all(hook is None for _, hook in session.moments),
+        "optimizers without gradient_accumulation_steps": not any(
+            leaf.gradient_accumulation_steps for leaf in optimizers
+        ),
+        "to begin with a whole epoch": not within,
+    }
+    wrong = [need for need, met in needs.items() if not met]
+    if wrong:
+        raise ConfigError(
+            RULE,
+            f"it needs {'; '.join(wrong)}",
+            "leave --min-np, --max-np and --host-discovery out: --max-restarts goes on from the last checkpoint",
+            shared=True,
+        )
+
+
+class ElasticFit(Member):
     """One `fit` whose ranks may change.
 
     Args:
@@ -53,63 +89,51 @@ class Changing(Member):
     """
 
     def __init__(self, model: keras.Model, session: Session, its: Elastic, callbacks: Sequence[Any]) -> None:
-        self._model, self._session = ref(model), ref(session)
+        self.model, self.session = model, session
         self._its, self.callbacks = its, callbacks
-        self._data: Loader = session.fitted
-        self.size, self.leaving = BACKEND.number(session.world.size), BACKEND.number(0.0)
+        self._data: Loader = session.fit.data
+        self.size, self.leaving = BACKEND.number(session.prepared.world.size), BACKEND.number(0.0)
         self.leaves = False
         self.skipped = 0
         self._updates = 0
         self._late = self._comes = False
         self._fed: tuple[list[np.ndarray], States] | None = None
-        self._began = session.progress  # when this epoch did
+        self._began = session.place.progress  # when this epoch did
         self._reading: Any = None  # Keras' iterator over the epochs
         self._variables: list[Any] = []
         self._copies: Callable[[], list[Any]] | None = None
         self._logs: Any = None
 
-    @property
-    def model(self) -> Any:
-        """The model; it is there while it trains."""
-        return self._model()
-
-    @property
-    def session(self) -> Session:
-        """The model's session; it is there while that trains."""
-        found = self._session()
-        assert found is not None
-        return found
-
     # -- Keras' loop ---------------------------------------------------------------------------------------------
     def reads(self) -> AbstractContextManager[None]:
-        """While `fit` runs inside, its data can be begun, and gone on with, within an epoch."""
+        """Lets a `fit` inside begin, and continue, its data within an epoch."""
 
         def made(iterator: Any) -> None:
             whole: Callable[[], Steps] = iterator._enumerate_iterator
             iterator._enumerate_iterator = lambda: (step for step in whole() if step[0] >= self.skipped)
             self._reading = iterator
 
-        return BACKEND.first_iterator(made)
+        return first_made(BACKEND.epoch_iterator, made)
 
     def enter(self) -> None:
-        """All callbacks have begun: a new process meets the others here, and goes on where they are."""
+        """Lets a new process meet the others, and continue where they are; all callbacks have begun."""
         if self._its.joining:
             self._its.begin_epoch()
 
     def begin_epoch(self) -> None:
-        """The first thing in an epoch."""
+        """Runs first in an epoch."""
         if not self._comes:
             self.skipped = 0
             self._its.begin_epoch()
-        self.session.executions = self.skipped // self._steps_of_one
+        self.session.place.executions = self.skipped // self._steps_of_one
 
     def epoch_has_begun(self) -> None:
-        """All of hvdtrain's callbacks know the epoch."""
+        """Runs when all of hvdtrain's callbacks know the epoch."""
         if self._comes:
             self._feed()  # again: some of Keras' have begun to count anew
             self._comes = False
         else:
-            self._began = self.session.progress
+            self._began = self.session.place.progress
 
     @property
     def _steps_of_one(self) -> int:
@@ -168,10 +192,16 @@ class Changing(Member):
 
     def place(self) -> Any:
         began, data = self._began, self._data
-        steps = data.steps_until(self.session.executions * self._steps_of_one)
+        steps = data.steps_until(self.session.place.executions * self._steps_of_one)
         samples = data.samples_of(0, steps)
         now = Progress(began.epoch, began.step + steps, began.samples_seen + samples, began.samples_in_epoch + samples)
-        return {"began": began, "now": now, "steps": steps, "told": self.session.told, "whole": data.plan.global_batch}
+        return {
+            "began": began,
+            "now": now,
+            "steps": steps,
+            "preempted": self.session.place.preempted,
+            "whole": data.plan.global_batch,
+        }
 
     def state(self) -> bytes:
         values = [BACKEND.to_numpy(variable) for variable in self._shared()]
@@ -189,7 +219,7 @@ class Changing(Member):
             self._fed = None
         else:
             rng.restore(self.model, random)
-            rng.apply_derived(self.model, random, max(1, self.session.world.rank))
+            rng.apply_derived(self.model, random, max(1, self.session.prepared.world.rank))
 
     def _feed(self) -> None:
         assert self._fed is not None
@@ -199,19 +229,19 @@ class Changing(Member):
         feed(self.callbacks, callbacks)
 
     def go_on(self, place: Any, *, late: bool) -> None:
-        session, world = self.session, self.session.world
+        session, world = self.session, self.session.prepared.world
         self.size.assign(world.size)
         self.leaving.assign(0.0)
-        self.leaves, session.told = False, place["told"]
+        self.leaves, session.place.preempted = False, place["preempted"]
         for loader in known:
             if loader is not self._data:
                 loader.redeal(world)
         self._data.redeal(world, place["whole"], (place["now"].epoch, place["steps"]))
         if self._comes:
-            session.progress, self._began, self.skipped = place["now"], place["began"], place["steps"]
-            session.compared.add("step")
+            session.place.progress, self._began, self.skipped = place["now"], place["began"], place["steps"]
+            session.proofs.compared.add("step")
             self.model._initial_epoch = place["now"].epoch
-        elif session.fitting:
+        elif session.fit.runs:
             self._reading._current_iterator = iter(self._reading._get_iterator())
 
 
@@ -231,7 +261,7 @@ def feed(callbacks: Sequence[Any], states: States) -> None:
 
 
 def _numbered(callbacks: Sequence[Any]) -> Iterator[tuple[tuple[str, int], Any]]:
-    """Each by its class, and how many of that class came before: rank 0 may have more of them than others."""
+    """Yields each by its class, and how many of that class came before: rank 0 may have more of them than others."""
     seen: dict[str, int] = {}
     for callback in callbacks:
         name = type(callback).__qualname__

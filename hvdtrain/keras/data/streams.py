@@ -9,13 +9,11 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
-from keras.src.trainers.data_adapters import data_adapter_utils
 from keras.src.trainers.epoch_iterator import EpochIterator
 
-from hvdtrain.core.errors import ConfigError
 from hvdtrain.keras.backends.session import replaced
-from hvdtrain.keras.data.drawing import OwnRng
-from hvdtrain.keras.data.loader import Loader, for_tensorflow
+from hvdtrain.keras.data.loader import Loader
+from hvdtrain.keras.data.shuffle_seeds import OwnRng
 from hvdtrain.keras.data.sources import Batch
 from hvdtrain.world.records import STREAM, Head, Noted, check_ends, head
 from hvdtrain.world.streams import StreamPlan, StreamStep, walk
@@ -104,6 +102,7 @@ class WalkedLoader(Loader):
     def __init__(self, source: Walk, plan: StreamPlan, *, rank: int, unit: int) -> None:
         source.unit = unit
         super().__init__(source, plan, rank=rank)  # type: ignore[arg-type]
+        self.reads_ahead = source.by_tensorflow
         self._epoch_steps: list[StreamStep] = []
 
     def identity(self) -> str:
@@ -116,7 +115,7 @@ class WalkedLoader(Loader):
         return True  # any step may be the last
 
     def has_more(self, epoch: int, samples_in_epoch: int) -> bool:
-        """Only `tail="drop"` leaves records out."""
+        """Returns False only with `tail="drop"`, which leaves records out."""
         if self.plan.tail == "weighted":
             return True
         with closing(self._walk(epoch, samples_in_epoch // self.unit)) as steps:
@@ -145,6 +144,9 @@ class WalkedLoader(Loader):
     def __getitem__(self, index: int) -> tuple[Any, ...]:
         return self._shown(self.source.take(np.array([index])), live=True)
 
+    def _examples(self) -> list[tuple[Any, ...]]:
+        return [self[0], self[1]]
+
     def batches(self) -> Generator[tuple[Any, ...], None, None]:
         """Yields this rank's batches of what is left of the epoch."""
         source, epoch = self.source, self.epoch
@@ -168,7 +170,7 @@ class WalkedLoader(Loader):
         return self._ended() and steps >= len(self._epoch_steps)
 
     def _ended(self) -> bool:
-        """Whether the last step was read."""
+        """Returns True if the last step was read."""
         return bool(self._epoch_steps) and not self._epoch_steps[-1].later
 
     def check_end(self, world: World) -> None:
@@ -179,36 +181,21 @@ class WalkedLoader(Loader):
     def mine(self) -> float | None:
         return None
 
-    def get_numpy_iterator(self) -> Any:
-        return self.batches()
-
-    def get_tf_dataset(self) -> Any:
-        import tensorflow as tf
-
-        shapes = data_adapter_utils.get_tensor_spec([self[0], self[1]])
-        found = tf.data.Dataset.from_generator(lambda: for_tensorflow(self.batches()), output_signature=shapes)
-        options = tf.data.Options()
-        options.autotune.enabled = False  # as of `Loader`
-        if self.source.by_tensorflow:
-            return found.prefetch(2).with_options(options)
-        options.experimental_optimization.inject_prefetch = False  # it draws from Python's generators, as training does
-        return found.with_options(options)
-
-    def get_torch_dataloader(self) -> Any:
-        return data_adapter_utils.get_torch_dataloader(self.batches())
-
 
 @contextmanager
 def open_ended() -> Iterator[None]:
-    """Ends an epoch with its last step, inside.
+    """Makes each epoch as long as its data while open, and ends it with its last step.
 
-    Keras makes an iterator after it that nothing reads (3.15). Of data that is walked it would begin one more step,
-    warn, and take the epoch's length for that of the next; and TensorFlow finds the end beside a step, not before,
-    adding 1 to the optimizer's iterations, in plain Keras with data of unknown length too.
+    Keras takes all epochs of a `fit` to be as long, but the first may be the rest of one. And it makes an iterator
+    after an epoch that nothing reads (3.15). Of walked data it would begin one more step, warn, and take the epoch's
+    length for that of the next; and TensorFlow finds the end beside a step, not before, adding 1 to the optimizer's
+    iterations, in plain Keras with data of unknown length too.
     """
 
     def enumerated(every: Callable[[Any], Iterator[Any]], iterator: Any) -> Iterator[Any]:
         data = iterator.data_adapter
+        if isinstance(data, Loader) and data.num_batches is not None:
+            iterator._num_batches = data.coming_batches()
         for first, last, batches in every(iterator):
             yield first, last, batches
             if isinstance(data, Loader) and data.complete(last + 1):
@@ -217,14 +204,3 @@ def open_ended() -> Iterator[None]:
 
     with replaced(EpochIterator, "_enumerate_iterator", enumerated):
         yield
-
-
-def first_rows(source: Walk, rows: Callable[[Batch], int]) -> int:
-    """Returns the samples of the first batch.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    if not source.peeked:
-        raise ConfigError("an epoch needs samples", "the data has no batch", "give more data")
-    return rows(source.peeked[0])

@@ -36,7 +36,7 @@ class OwnRng:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Inside, these are the generators."""
+        """Makes these the generators while open."""
         before = _states()
         _put(self._kept)
         try:
