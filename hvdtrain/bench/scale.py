@@ -16,8 +16,9 @@ from statistics import median
 from typing import Any
 
 from hvdtrain.bench.comm.model import link_cost
+from hvdtrain.bench.turns import train_job
 from hvdtrain.bench.turns.report import begin, finish, heading, progress
-from hvdtrain.bench.turns.turns import ONE_THREAD, InterleavedJobs, launched, torch_command
+from hvdtrain.bench.turns.turns import ONE_THREAD, InterleavedJobs, launched
 from hvdtrain.core.errors import install_command
 from hvdtrain.core.flags import whole
 from hvdtrain.pipeline.plan.costs import Link
@@ -54,15 +55,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _one(args: argparse.Namespace, ranks: int, buckets: tuple[Bucket, ...]) -> dict[str, Any]:
-    its = {name: getattr(args, name) for name in ("model", "device", "per_rank_batch", "pixels")}
+    its = {name: getattr(args, name) for name in ("model", "device", "per_rank_batch", "pixels", "steps")}
     arms = {"1 rank": ("hvdtrain", 1), "ranks": ("hvdtrain", ranks), "no communication": ("apart", ranks)}
     with InterleavedJobs(os.environ | ONE_THREAD) as jobs:
         for name, (arm, count) in arms.items():
             progress(f"{ranks} ranks: starting {name}")
-            jobs.start(name, torch_command(arm, count, **its), count)
+            jobs.start(name, train_job.command(arm, count, **its), count)
         sums = [sys.executable, "-m", "hvdtrain.bench.comm.job", f"--device={args.device}"]
         jobs.start("sums", [*launched(ranks, "horovodrun"), *sums], ranks)
-        turns: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {"steps": args.steps}) for name in arms}
+        turns: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in arms}
         turns |= {str(size): ("sums", {"way": "horovod", "bytes": size, "repeat": 20}) for size in SUMS}
         seconds = jobs.rounds(turns, args.rounds, f"{ranks} ranks")["wall"]
     cores = len(os.sched_getaffinity(0)) if args.device == "cpu" else ranks

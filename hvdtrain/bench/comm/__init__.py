@@ -23,8 +23,9 @@ from typing import Any
 from hvdtrain.bench.comm import model, narrow
 from hvdtrain.bench.comm.report import draw, report
 from hvdtrain.bench.comm.ways import WAYS
+from hvdtrain.bench.turns import train_job
 from hvdtrain.bench.turns.report import begin, finish, progress
-from hvdtrain.bench.turns.turns import ONE_THREAD, InterleavedJobs, launched, torch_command
+from hvdtrain.bench.turns.turns import ONE_THREAD, InterleavedJobs, launched
 from hvdtrain.core.errors import ConfigError, install_command
 from hvdtrain.core.flags import positive, whole
 from hvdtrain.pipeline.plan.scaling import Bucket
@@ -225,6 +226,6 @@ def _measured_step(args: argparse.Namespace) -> float:
     progress(f"{args.model}: a step of one process")
     with InterleavedJobs(os.environ | ONE_THREAD) as jobs:
         jobs.start(
-            "alone", torch_command("alone", 1, model=args.model, device=args.device, per_rank_batch=16, pixels=64), 1
+            "alone", train_job.command("alone", 1, model=args.model, device=args.device, per_rank_batch=16, steps=2), 1
         )
-        return median(jobs.turn("alone", steps=2)[0]["wall"] for _ in range(3))
+        return median(jobs.turn("alone")[0]["wall"] for _ in range(3))

@@ -21,7 +21,7 @@ import hvdtrain.torch as hvt
 from hvdtrain.bench.gpu.found import Goal, say
 from hvdtrain.bench.gpu.speed import REAL, TINY, Sizes, in_turns, prepared
 from hvdtrain.bench.input import write_pictures
-from hvdtrain.bench.torch_job import CLASSES
+from hvdtrain.bench.turns.train_job import CLASSES
 from hvdtrain.datasets import load_folder
 from hvdtrain.record import stats
 from hvdtrain.torch.engines.engine import device_of

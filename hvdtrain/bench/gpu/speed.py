@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import hvdtrain
 import hvdtrain.torch as hvt
 from hvdtrain.bench.gpu.found import Goal, say
-from hvdtrain.bench.torch_job import CLASSES, TOY, network, torch_sgd
+from hvdtrain.bench.turns.train_job import CLASSES, TOY, network, torch_sgd
 from hvdtrain.pipeline.tuning.unsplit import seconds_of
 from hvdtrain.record import stats
 from hvdtrain.torch.engines.engine import device_of

@@ -185,22 +185,6 @@ def pin(local_rank: int, count: int = 1) -> None:
     os.sched_setaffinity(0, {cores[(local_rank * count + number) % len(cores)] for number in range(count)})
 
 
-def torch_command(
-    arm: str, ranks: int, *, model: str, device: str, per_rank_batch: int, pixels: int, devices: int = 1
-) -> list[str]:
-    """The command of an arm of `hvdtrain.bench.torch_job`, with its launcher.
-
-    Args:
-        devices: of one process, which takes the batches of all of them.
-    """
-    launcher = {"hvdtrain": "horovodrun", "horovod": "horovodrun"}.get(arm, "torchrun")
-    return [
-        *launched(ranks, launcher), sys.executable, "-m", "hvdtrain.bench.torch_job", arm, f"--model={model}",
-        f"--device={device}", f"--per-rank-batch={per_rank_batch * devices}", f"--pixels={pixels}",
-        f"--devices={devices}",
-    ]  # fmt: skip
-
-
 def launched(ranks: int, launcher: str) -> list[str]:
     """What stands before a job's command: nothing for one rank, else a launcher of its ranks on this machine.
 
