@@ -11,7 +11,6 @@ import argparse
 import itertools
 import math
 import os
-import re
 import shutil
 import sys
 import tempfile
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.bench.turns import report
-from hvdtrain.bench.turns.turns import InterleavedJobs, launched
+from hvdtrain.bench.turns.turns import InterleavedJobs, launched, shortened
 from hvdtrain.comm.turns import TRAINING
 from hvdtrain.core.errors import ConfigError, HvdtrainError
 from hvdtrain.record import stats
@@ -245,7 +244,7 @@ class Races:
                         seconds[name] = self._turn(name, self._updates(self._name(best)))
                 except HvdtrainError as error:
                     if self._end(self._name(its)) != 0:
-                        raise (Refused(_short(error)) if its is candidate else error) from error
+                        raise (Refused(shortened(error)) if its is candidate else error) from error
                     self._most = max(TURN_UPDATES[0], self._most // 4)  # the program is at its end: it is a short one
                     break
             else:
@@ -308,14 +307,6 @@ def distance(moved: Sequence[float], wanted: Sequence[float]) -> float:
         return math.inf
     off, way = math.dist(moved, wanted), math.hypot(*wanted)
     return math.inf if math.isnan(off) else off / way if way else math.inf if off else 0.0
-
-
-def _short(error: HvdtrainError) -> str:
-    """How a job ended, and the last line that tells why, without the launcher's mark."""
-    said = [re.sub(r"^\[\d+\]<\w+>: ?", "", line).strip() for line in error.received.splitlines()]
-    first, *lines = [line for line in said if line] or [error.rule]
-    telling = [line for line in lines if "Error" in line or ": rank " in line] or lines[-1:]
-    return ": ".join([first, *telling[-1:]])[:300]
 
 
 # ---- the command

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 import select
 import shutil
@@ -210,11 +211,21 @@ def _failed(arm: Arm, what: str) -> HvdtrainError:
     return HvdtrainError(f"a benchmark's job must end well: {arm.name}", f"{what}\n{arm.tail()}")
 
 
+def shortened(error: HvdtrainError) -> str:
+    """How a job ended, and the last line that tells why, without the launcher's mark."""
+    lines = [re.sub(r"^\[\d+\]<\w+>: ?", "", line).strip() for line in error.received.splitlines()]
+    first, *others = [line for line in lines if line] or [error.rule]
+    telling = [its for its in others if ("Error" in its and "ChildFailed" not in its) or ": rank " in its] or others[
+        -1:
+    ]
+    return ": ".join([first, *telling[-1:]])[:300]
+
+
 def _end(arm: Arm) -> None:
     """Lets a job end; after a while makes it. Its ranks may have left its session, or lost their parent."""
     for connection in arm.ranks.values():
         connection.close()  # a rank that waits for its next turn ends
-    for sign in (None, signal.SIGTERM, signal.SIGKILL):
+    for sign in (None, signal.SIGTERM, signal.SIGKILL) if arm.ranks else (signal.SIGTERM, signal.SIGKILL):
         if sign is not None:
             arm.send_signal(sign)
             with contextlib.suppress(ProcessLookupError):
