@@ -381,7 +381,7 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
     Raises:
         ConfigError: matplotlib is missing.
     """
-    from hvdtrain.pipeline.tuning.plots import BLUE, DOTS_PER_INCH, SKY, VERMILION, new_figure
+    from hvdtrain.pipeline.tuning.plots import BLUE, SKY, VERMILION, new_figure, write
 
     ((model, part),) = result["models"].items()
     names = list(part["ratios"])[::-1]
@@ -400,4 +400,4 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
     memory.barh(names, [part["memory_bytes"][name] / 2**30 for name in names], color=SKY, height=0.65)
     memory.set_xlabel("memory a device, GiB" if result["settings"]["device"] == "cuda" else "memory a process, GiB")
     figure.suptitle(_what(result, model), fontsize="medium")
-    figure.savefig(path, dpi=DOTS_PER_INCH)
+    write(figure, path)

@@ -110,6 +110,15 @@ def plot(what: Bars | SplitCurve | Timeline | Drawable, path: str | Path) -> Pat
     else:
         _draw_timeline(axes, picture)
     axes.set_title(picture.title, fontsize=11, wrap=True)
+    return write(figure, path)
+
+
+def write(figure: Figure, path: str | Path) -> Path:
+    """Writes a figure; returns the path.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
     path = Path(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
