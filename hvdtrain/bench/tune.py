@@ -60,7 +60,7 @@ class Knob:
 
 
 @dataclass
-class Found:
+class Tuned:
     """What the search found.
 
     Attributes:
@@ -80,7 +80,7 @@ class Found:
 
 def find(
     search: Search[Settings], start: Settings, knobs: Sequence[Knob], say: Callable[[str], None] = report.progress
-) -> Found:
+) -> Tuned:
     """Turns one knob after the other; `say` is told how far it is."""
     best, longest_s = start, search.spent_s()  # to start a job takes so long again
     trials: list[dict[str, Any]] = []
@@ -106,13 +106,13 @@ def find(
         best = candidate if outcome == "faster" else best
     if best == start:
         verdict = "nothing is faster here" if trials else "nothing was tried: --budget is too short"
-        return Found(start, None, verdict, trials, untried)
+        return Tuned(start, None, verdict, trials, untried)
     outcome, ratio = search.compared(start, best, CONFIRMED)
     told(f"the winner against the start, in fresh turns: {ratio} {outcome}")
     if outcome != "faster":
         verdict = f"nothing is faster here: the winner was not, in fresh turns ({ratio}, {outcome})"
-        return Found(start, None, verdict, trials, untried)
-    return Found(best, ratio, "faster", trials, untried)
+        return Tuned(start, None, verdict, trials, untried)
+    return Tuned(best, ratio, "faster", trials, untried)
 
 
 def knobs_of(what: str, ranks: int, cores: int, *, launchers: Sequence[str], compression: bool) -> list[Knob]:

@@ -68,7 +68,7 @@ CHECKS = (
     Check("keras-shared", "the same, two ranks on one device (Gloo)", "right.keras_fit", ranks=2, shares=True),
     Check("resources", "memory, threads, files and streams over 200 steps", "cost.resources"),
     Check("pipeline", "two stages on one device against the unsplit model", "cost.stages", timed=True),
-    Check("cost.speed", "ResNet-50, bf16: images/s, and against the bare loop", "cost.speed", "solo", 120, timed=True),
+    Check("speed", "ResNet-50, bf16: images/s, and against the bare loop", "cost.speed", "solo", 120, timed=True),
     Check("speed-horovod", "the same over Horovod, one rank (NCCL)", "cost.speed", "horovod", 120, 1, timed=True),
     Check("input", "does the loader keep up: pictures in memory, JPEG files", "cost.feed", "", 150, timed=True),
 )

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdtrain.bench import train, tune
-from hvdtrain.bench.tune import Found, Knob, Settings
+from hvdtrain.bench.tune import Knob, Settings, Tuned
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.pipeline.tuning.search import Refused, Search
 
@@ -45,7 +45,7 @@ class MadeUp:
             self.now_s += sum(pair)
             yield pair[0], pair[1]
 
-    def find(self, start: Settings, knobs: list[Knob] = KNOBS, budget_s: float = 1e6) -> Found:
+    def find(self, start: Settings, knobs: list[Knob] = KNOBS, budget_s: float = 1e6) -> Tuned:
         search = Search(self.race, budget_s, tune.MARGIN, clock=lambda: self.now_s)
         return tune.find(search, start, knobs, say=lambda text: None)
 
