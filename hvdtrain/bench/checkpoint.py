@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the benchmark; returns 0, whatever the figures are."""
+    """Runs the benchmark; returns 0."""
     result = begin("checkpoint", args, "a benchmark starts its own processes")
     result["arms"] = {}
     for number, arm in enumerate(args.arms, 1):

@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs both parts; returns 0, whatever the figures are."""
+    """Runs both parts; returns 0."""
     cores = sorted(os.sched_getaffinity(0))
     if args.cores is not None and args.cores > len(cores):
         raise ConfigError(f"--cores is at most {len(cores)} here", f"--cores {args.cores}")

@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the benchmark; returns 0, whatever the figures are."""
+    """Runs the benchmark; returns 0."""
     cores = sorted(os.sched_getaffinity(0))
     used = cores[: args.stages]
     if not args.ours and not 2 <= args.stages == len(used):

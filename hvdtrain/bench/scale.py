@@ -26,7 +26,7 @@ from hvdtrain.pipeline.plan.scaling import BACKWARD, Bucket, Network, Training, 
 from hvdtrain.record import stats
 from hvdtrain.world.startup import find_modules
 
-SUMS = (1 << 18, 1 << 20, 5 << 20)  # bytes: what a link is told from
+SUMS = (1 << 18, 1 << 20, 5 << 20)  # bytes, from which the link is computed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the benchmark; returns 0, whatever the figures are."""
+    """Runs the benchmark; returns 0."""
     find_modules(dict.fromkeys(("torch", "torchvision"), install_command("torch")))
     from hvdtrain.torch.engines.horovod import USUAL_BUCKET_BYTES
     from hvdtrain.vision.classifiers import buckets_of

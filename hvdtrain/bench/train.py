@@ -106,7 +106,7 @@ def _of_keras(*more: tuple[str, int]) -> tuple[Way, ...]:
     )
 
 
-# of one framework: hvdtrain in one process, too; in processes that do not talk hvdtrain trains, as nothing is faster
+# of one framework: also hvdtrain in one process; hvdtrain trains in the processes that do not talk: nothing is faster
 STEPS = (
     Way(f"PyTorch, {ALONE}", "alone", 1),
     Way(f"PyTorch, {APART}", "apart"),
@@ -154,13 +154,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--at-once", type=count, metavar="N", help=at_once)
     add("--tune", action="store_true", help="find faster settings for COMMAND, or for a model of --models")
     add("--budget", type=flags.positive, default=300.0, metavar="S", help="--tune: seconds (default: %(default)g)")
-    add("--allow-compression", action="store_true", help="--tune: try float16 gradients, too, which change results")
+    add("--allow-compression", action="store_true", help="--tune: also try float16 gradients, which change results")
     add("--out", type=Path, metavar="FILE", help="(default: bench-train.json; --tune: tuned.json)")
     add("argv", nargs=argparse.REMAINDER, metavar="-- COMMAND ...", help="--tune: what every rank runs")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the benchmark; returns 0, whatever the figures are."""
+    """Runs the benchmark; returns 0."""
     args.out = args.out or Path("tuned.json" if args.tune else "bench-train.json")
     if not args.all:
         args.framework = args.framework or ("torch" if args.tune else "keras")

@@ -79,15 +79,15 @@ class Tuned:
 
 
 def find(
-    search: Search[Settings], start: Settings, knobs: Sequence[Knob], say: Callable[[str], None] = report.progress
+    search: Search[Settings], start: Settings, knobs: Sequence[Knob], progress: Callable[[str], None] = report.progress
 ) -> Tuned:
-    """Turns one knob after the other; `say` is told how far it is."""
+    """Turns one knob after the other; `progress` gets a line for each trial."""
     best, longest_s = start, search.spent_s()  # to start a job takes so long again
     trials: list[dict[str, Any]] = []
     untried: list[str] = []
 
-    def told(text: str) -> None:
-        say(f"{search.spent_s():.0f} of {search.budget_s:.0f} s: {text}")
+    def report_trial(text: str) -> None:
+        progress(f"{search.spent_s():.0f} of {search.budget_s:.0f} s: {text}")
 
     for knob, value in [(one, value) for one in knobs for value in one.values]:
         until_s = search.budget_s - max(1.5 * longest_s, 0.2 * search.budget_s)  # for fresh turns at the end
@@ -102,13 +102,13 @@ def find(
         longest_s = max(longest_s, search.spent_s() - began_s)
         its = {"knob": knob.name, "value": value, "best": was or "not set"}
         trials.append(its | {"ratio": ratio and vars(ratio), "outcome": outcome})
-        told(f"{knob.name} {value} (best: {was or 'not set'}): {ratio or ''} {outcome}")
+        report_trial(f"{knob.name} {value} (best: {was or 'not set'}): {ratio or ''} {outcome}")
         best = candidate if outcome == "faster" else best
     if best == start:
         verdict = "nothing is faster here" if trials else "nothing was tried: --budget is too short"
         return Tuned(start, None, verdict, trials, untried)
     outcome, ratio = search.compared(start, best, CONFIRMED)
-    told(f"the winner against the start, in fresh turns: {ratio} {outcome}")
+    report_trial(f"the winner against the start, in fresh turns: {ratio} {outcome}")
     if outcome != "faster":
         verdict = f"nothing is faster here: the winner was not, in fresh turns ({ratio}, {outcome})"
         return Tuned(start, None, verdict, trials, untried)

@@ -109,7 +109,7 @@ class Job:
         self, model: Any, *, cores: Sequence[int] | None = None, threads: int | None = None, **change: Any
     ) -> Variant:
         """One repeat of a training: every batch forward and backward, new gradients each time, and a plain SGD step
-        after each if the settings say so.
+        after each if `settings.update`.
 
         Args:
             model: what has `step` and `parameters`: a pipeline, the unsplit model.

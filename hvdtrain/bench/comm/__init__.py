@@ -2,8 +2,8 @@
 
 Ring and servers are written with mpi4py's messages, so that the bytes of every link are counted; with --rate each rank
 has a network namespace of its own, whose cable is as narrow as that, and the kernel counts as well. A latency and a
-bandwidth are fitted to every other size and tried on those between; with them it is said what a training step of a
-model spends on communication on more ranks.
+bandwidth are fitted to every other size and tried on those between; from these it predicts what a training step
+of a model spends on communication on more ranks.
 
 Prints tables, draws a picture, and writes a JSON file with every sample. Give the machine nothing else to do.
 """
@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the benchmark; returns 0, whatever the figures are."""
+    """Runs the benchmark; returns 0."""
     if args.smallest * LEAST_FACTOR > args.largest << 10:
         received = f"--smallest {args.smallest} (KiB) --largest {args.largest} (MiB)"
         raise ConfigError(f"a fit needs arrays of {LEAST_FACTOR} times the smallest's size", received, "--smallest 1")

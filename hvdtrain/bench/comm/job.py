@@ -78,7 +78,7 @@ def measure(way: SumWay, world: Any, links: Links | None, order: dict[str, Any])
     late_s = order.get("late_s", {}).get(world.rank, 0.0)
     world.comm.barrier()  # not the world's: a bench that stops ranks between turns would look out of step
     sent, interfaces = Counter(links.sent) if links else Counter(), _interface_bytes()
-    world.comm.barrier()  # nobody's bytes come before they are looked for; its own are few
+    world.comm.barrier()  # no rank sends before all have read the counters; the barrier's own bytes are few
     wall, cpu = time.perf_counter(), time.process_time()
     for _ in range(order["repeat"]):
         if late_s:

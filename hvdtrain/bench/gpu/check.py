@@ -32,7 +32,7 @@ Found = tuple[list[Goal], dict[str, Any]]  # goals, and figures that are only pr
 
 
 class NotHere(Exception):
-    """What a check needs is not installed; says what."""
+    """A check needs a package that is not installed; the text names it."""
 
 
 def apart(mine: Mapping[str, Any], plain: Mapping[str, Any]) -> float:

@@ -130,7 +130,7 @@ def _parts(args: argparse.Namespace, device: Any = "cpu") -> tuple[Any, Any, Any
     torch.manual_seed(args.local_rank)  # hvdtrain refuses ranks that train on the same batches
     x = torch.randn(args.per_rank_batch, 3, args.pixels, args.pixels, device=device)
     y = torch.randint(0, CLASSES, (args.per_rank_batch,), device=device)
-    args.drawn = float(x.double().sum())  # tells the ranks' batches apart
+    args.drawn = float(x.double().sum())  # a rank's own number, if its batch is its own
     return model, optimizer, torch.nn.CrossEntropyLoss(), x, y
 
 
@@ -180,7 +180,7 @@ def _loop(model: Any, optimizer: Any, loss_of: Any, x: Any, y: Any, backward: An
     return step
 
 
-# ---- its ways
+# ---- its arms
 
 
 def hvdtrain_arm(args: argparse.Namespace) -> tuple[int, Any, Step]:

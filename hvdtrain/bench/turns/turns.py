@@ -34,11 +34,11 @@ CLOCKS = ("wall", "cpu")  # of all threads of a process, which a busy machine di
 MEMORY = "memory"  # the most bytes so far, where a job tells
 ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")}
 ONE_THREAD["OMP_WAIT_POLICY"] = "PASSIVE"
-Turns = Mapping[str, tuple[str, dict[str, Any]]]  # by name: which job's it is, and what it is told
+Turns = Mapping[str, tuple[str, dict[str, Any]]]  # by name: the job, and its order
 END_WITHIN_S = 15.0
 # ranks that were stopped for minutes find that their peers have been silent for so long
 PATIENCE = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "3600", "HOROVOD_STALL_CHECK_DISABLE": "1"}
-# Open MPI refuses root unless told twice; the jobs are our own
+# Open MPI refuses root without both variables; the jobs are our own
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
@@ -170,7 +170,7 @@ class InterleavedJobs:
             return connection.recv()
         except EOFError:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                arm.process.wait(END_WITHIN_S)  # it may have more to say
+                arm.process.wait(END_WITHIN_S)  # it may print more
             raise _failed(arm, "one of its ranks ended") from None
 
     def _check(self, arm: Arm, deadline: float) -> None:
@@ -225,12 +225,13 @@ def _end(arm: Arm) -> None:
     """Lets a job end; after a while makes it. Its ranks may have left its session, or lost their parent."""
     for connection in arm.ranks.values():
         connection.close()  # a rank that waits for its next turn ends
-    for sign in (None, signal.SIGTERM, signal.SIGKILL) if arm.ranks else (signal.SIGTERM, signal.SIGKILL):
+    for sign in (None, signal.SIGTERM, signal.SIGKILL):
         if sign is not None:
             arm.send_signal(sign)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(arm.process.pid, sign)
-        if _ended_within(arm, END_WITHIN_S):
+        # a job without a rank that is ready waits for nothing that could end
+        if _ended_within(arm, END_WITHIN_S if sign or arm.ranks else 0.0):
             break
     for descriptor in arm.processes.values():
         os.close(descriptor)

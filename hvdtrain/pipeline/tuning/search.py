@@ -20,7 +20,7 @@ Pairs = Iterator[tuple[float, float]]
 
 
 class Refused(Exception):
-    """A challenger that cannot be used; says why."""
+    """A challenger that cannot be used; the text is the reason."""
 
 
 class Verdict(NamedTuple):
@@ -114,7 +114,7 @@ def climb(search: Search[int], start: int, predicted: Mapping[int, float], round
     Args:
         search: of the counts.
         start: one that can be run.
-        predicted: seconds by count: of two neighbours the one that is said to be faster comes first.
+        predicted: seconds by count: of two neighbours the one with the smaller number comes first.
         rounds: see `Search.compared`.
 
     Returns:

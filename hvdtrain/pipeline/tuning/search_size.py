@@ -180,7 +180,7 @@ def tune(
         schedules: to try at that count, in turns with the pipeline's own, which stays unless another is shown to be
             faster; then `pipe.schedule` is set to it.
         kwargs: the model's keyword arguments, as in `Pipeline.step`.
-        require: refuse, instead of only saying so in the verdict, when one device alone is shown to be faster.
+        require: raise an error, instead of a verdict only, when one device alone is shown to be faster.
 
     Raises:
         ConfigError: a candidate that is no count of micro-batches of this batch.

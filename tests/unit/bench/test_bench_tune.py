@@ -47,7 +47,7 @@ class MadeUp:
 
     def find(self, start: Settings, knobs: list[Knob] = KNOBS, budget_s: float = 1e6) -> Tuned:
         search = Search(self.race, budget_s, tune.MARGIN, clock=lambda: self.now_s)
-        return tune.find(search, start, knobs, say=lambda text: None)
+        return tune.find(search, start, knobs, progress=lambda text: None)
 
 
 @given(
@@ -118,7 +118,7 @@ def test_what_there_was_no_time_for_is_named() -> None:
     late = MadeUp({}, 0.0)
     search = Search(late.race, 20.0, tune.MARGIN, clock=lambda: late.now_s)
     late.now_s = 15.0
-    said = tune.find(search, {}, KNOBS, say=lambda text: None).verdict
+    said = tune.find(search, {}, KNOBS, progress=lambda text: None).verdict
     assert said == "nothing was tried: --budget is too short"
 
 
