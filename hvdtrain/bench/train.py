@@ -164,7 +164,8 @@ def run(args: argparse.Namespace) -> int:
     args.out = args.out or Path("tuned.json" if args.tune else "bench-train.json")
     if not args.all:
         args.framework = args.framework or ("torch" if args.tune else "keras")
-        args.backend = args.backend or os.environ.get("KERAS_BACKEND") or "tensorflow"
+        if args.framework == "keras":
+            args.backend = args.backend or os.environ.get("KERAS_BACKEND") or "tensorflow"
     for name, value in DEFAULTS["all" if args.all else args.framework].items():
         setattr(args, name, getattr(args, name) or value)
     if args.tune:
@@ -188,6 +189,9 @@ def run(args: argparse.Namespace) -> int:
 def measure(args: argparse.Namespace, model: str) -> dict[str, Any]:
     """Every way, a group after the other; returns the part of the result that `report` reads."""
     ways = [way for way in (WAYS if args.all else STEPS) if _is_wanted(way, args) and _is_there(way, args, model)]
+    if not ways:
+        rule, received = "a benchmark needs a way to train the model here", f"{model} on {args.device}"
+        raise ConfigError(rule, received, "another of --models, --framework or --device: see above what was left out")
     at_once = args.at_once or (processes_that_fit() if args.all else args.ranks * len(ways))
     groups = grouped(ways, args.ranks, at_once)
     names = [f"{model}, group {number} of {len(groups)}" for number in range(1, len(groups) + 1)]
@@ -359,7 +363,7 @@ def _verdict(ways: Sequence[Way], part: Mapping[str, Any]) -> str:
         stats.judged(f"one process, against plain {plain.family}", by[plain.label]["ours"], TARGETS[plain.arm]),
         f"the same in CPU time: {stats.Interval(**cpu)}" if cpu else "",
     ]
-    rivals = {way.arm: by[way.label]["ours"] for way in ways if way.arm in HAND_WRITTEN}
+    rivals = {way.arm: by[way.label]["ours"] for way in ways if way.arm in HAND_WRITTEN and "ours" in by[way.label]}
     if rivals:
         name, ratio = max(rivals.items(), key=lambda item: item[1].value)
         lines.append(

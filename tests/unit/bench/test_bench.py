@@ -195,5 +195,19 @@ def test_one_model_on_several_ranks(flags: tuple[str, ...], tmp_path: Path) -> N
         train.run(arguments("--all", *flags, "--out", str(tmp_path / "x.json")))
 
 
+def test_nothing_to_measure_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    args = arguments("--framework=keras", "--backend=tensorflow", "--per-rank-batch=1", "--steps=1")
+    with pytest.raises(ConfigError, match="a way to train the model here"):
+        train.measure(args, "resnet18")
+    assert "Keras has no resnet18" in capsys.readouterr().err
+
+
+def test_rivals_in_other_groups_are_not_judged() -> None:
+    ways = [way for way in train.STEPS if way.label in ("PyTorch, one process", "hvdtrain on Horovod, one process")]
+    ddp = Way("DistributedDataParallel", "ddp")
+    first, second = {way.label: [1.0] for way in ways}, {ways[0].label: [1.0], ddp.label: [2.0]}
+    assert "hand-written" not in train.report(result_of([first, second], [*ways, ddp], every=False))
+
+
 def test_free_memory_says_how_many_processes() -> None:
     assert 0 <= train.processes_that_fit() < 10_000
