@@ -22,7 +22,7 @@ from hvdtrain.core.errors import ConfigError, install_command
 from hvdtrain.core.launchers import Detected
 from hvdtrain.pipeline.plan.schedule import REMATS, SCHEDULES
 from hvdtrain.record import folder, stats
-from hvdtrain.vision.trials import Job, Settings, built, compare, sweep, tune
+from hvdtrain.vision.trials import Job, Settings, compare, sweep, tune
 from hvdtrain.world import startup
 
 PROGRAM = "hvdtrain.pipeline_resnet"
@@ -66,12 +66,15 @@ def explore(args: argparse.Namespace) -> None:
 def prepare(args: argparse.Namespace, settings: Settings, devices: Sequence[str], out: Path) -> Job:
     """The model, cut, and random batches."""
     its = settings
-    pipe, batches, loss = built(
+    job = Job.made(
         args.model, its, devices, micro_batches=its.micro_batches or "auto", balance=args.balance,
         schedule=args.schedule, remat=args.remat, batch_norm=args.batch_norm,
     )  # fmt: skip
-    job = f"{args.model}, batch {its.batch} of {its.image_size}x{its.image_size}, {its.classes} classes, {its.loss}"
-    print(f"\n{job}; {pipe.schedule}, remat {pipe.remat}, {pipe.micro_batches} micro-batches")
+    pipe, what = (
+        job.pipe,
+        f"{args.model}, batch {its.batch} of {its.image_size}x{its.image_size}, {its.classes} classes, {its.loss}",
+    )
+    print(f"\n{what}; {pipe.schedule}, remat {pipe.remat}, {pipe.micro_batches} micro-batches")
     stages = [
         {"name": stage.name, "device": str(stage.device), "segments": len(stage.segments),
          "parameters": sum(p.numel() for p in stage.parameters())}
@@ -84,13 +87,13 @@ def prepare(args: argparse.Namespace, settings: Settings, devices: Sequence[str]
     given = {name: value for name, value in vars(args).items() if isinstance(value, (str, int, float, list))}
     result = {"format": 1, "program": PROGRAM, "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "flags": given,
               "settings": asdict(its), "machine": machine, "stages": stages}  # fmt: skip
-    return Job(args.model, its, pipe, batches, loss, out, machine["processor"], result)
+    return replace(job, out=out, machine=machine["processor"], result=result)
 
 
 def settings_of(args: argparse.Namespace, devices: Sequence[str]) -> Settings:
     """The flags; those not given from the preset, else as the devices suggest."""
     base = TUTORIAL if args.preset == "tutorial" else ON_CPU if "cpu" in devices else ON_GPU
-    given = {name: getattr(args, name) for name in asdict(base)}
+    given = {name: getattr(args, name, None) for name in asdict(base)}
     return replace(base, **{name: value for name, value in given.items() if value is not None})
 
 

@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs both parts; returns 0, whatever the figures are."""
+    """Runs both parts; returns 0."""
     cores = sorted(os.sched_getaffinity(0))
     if args.cores is not None and args.cores > len(cores):
         raise ConfigError(f"--cores is at most {len(cores)} here", f"--cores {args.cores}")
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
         measure(args, result)
     finally:
         os.sched_setaffinity(0, cores)
-    return finish(args, result, keras_input.report if args.framework == "keras" else report)
+    return finish(args, result, report)
 
 
 def measure(args: argparse.Namespace, result: dict[str, Any]) -> None:
@@ -150,25 +150,33 @@ def recommend(images_per_s: Mapping[str, list[float]]) -> int:
 
 
 def report(result: Mapping[str, Any]) -> str:
-    """The tables of a result."""
-    memory, its = result["memory"]["images_per_s"], result["files"]["images_per_s"]
-    plain = max((name for name in memory if name != "hvdtrain"), key=lambda name: statistics.median(memory[name]))
-    alone = "DataLoader, 0 workers" if "DataLoader, 0 workers" in memory else plain
-    ratio = stats.ratio_of_medians(memory["hvdtrain"], memory[alone])
-    kept = stats.kept(ratio.value >= MEMORY_TARGET)
-    whole = next(name for name in its if name.endswith(WHOLE))
-    reduced = stats.ratio_of_medians(its[whole.removesuffix(WHOLE)], its[whole])
-    workers, cores = result["files"]["recommended_workers"], result["machine"]["cores_usable"]
-    return "\n\n".join(
-        [
-            f"{measured_on(result)}; batches on {result['device']}",
-            rates("pictures in memory, 3x32x32, crop + mirror + normalise", memory, alone),
-            f"in memory: {ratio} times the {alone} (target >= {MEMORY_TARGET:.0f}: {kept})",
-            rates(f"{result['files']['data']}, random crop + mirror + normalise", its, next(iter(its))),
-            f"large JPEGs decoded at a fraction: {reduced} times the images/s of {whole}\n"
-            f"for files like these: workers={workers} a rank that has {cores} such cores for itself",
+    """The tables of a result, and what they recommend."""
+    memory, its = (result[part]["images_per_s"] for part in ("memory", "files"))
+    if result["framework"] == "keras":
+        name, rate = keras_input.recommend(its)
+        where, base, judged, crop = f"Keras on {result['backend']}", next(iter(memory)), ["", ""], ""
+        best = f"{name or 'no workers'}, {rate:,.0f} images/s"
+        last = ";\na model that takes more a second is input bound"
+    else:
+        plain = max((name for name in memory if name != "hvdtrain"), key=lambda name: statistics.median(memory[name]))
+        base = "DataLoader, 0 workers" if "DataLoader, 0 workers" in memory else plain
+        ratio = stats.ratio_of_medians(memory["hvdtrain"], memory[base])
+        kept = stats.kept(ratio.value >= MEMORY_TARGET)
+        whole = next(name for name in its if name.endswith(WHOLE))
+        reduced = stats.ratio_of_medians(its[whole.removesuffix(WHOLE)], its[whole])
+        judged = [
+            f"in memory: {ratio} times the {base} (target >= {MEMORY_TARGET:.0f}: {kept})",
+            f"large JPEGs decoded at a fraction: {reduced} times the images/s of {whole}",
         ]
-    )
+        where, crop = f"batches on {result['device']}", ", random crop + mirror + normalise"
+        best, last = f"workers={result['files']['recommended_workers']}", ""
+    texts = [
+        f"{measured_on(result)}; {where}",
+        rates(f"pictures in memory, 3x32x32{crop}", memory, base), judged[0],
+        rates(f"{result['files']['data']}{crop}", its, next(iter(its))), judged[1],
+        f"for files like these: {best} a rank that has {result['machine']['cores_usable']} such cores for itself{last}",
+    ]  # fmt: skip
+    return "\n\n".join(filter(None, texts))
 
 
 # ---- what is measured

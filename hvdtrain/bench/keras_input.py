@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from hvdtrain.bench.turns.report import measured_on, rates
 from hvdtrain.core.launchers import detect
 from hvdtrain.record import stats
 from hvdtrain.world import startup
@@ -88,19 +87,6 @@ def _queue(name: str) -> int:
 
 def _workers(name: str) -> int:
     return int(name.split()[1]) if name.split()[1].isdigit() else 0
-
-
-def report(result: Mapping[str, Any]) -> str:
-    """The tables of a result."""
-    tables = [f"{measured_on(result)}; Keras on {result['backend']}"]
-    for title, part in (("pictures in memory, 3x32x32", result["memory"]), (result["files"]["data"], result["files"])):
-        tables.append(rates(title, part["images_per_s"], next(iter(part["images_per_s"]))))
-    name, rate = recommend(result["files"]["images_per_s"])
-    tables.append(
-        f"for files like these: {name or 'no workers'}, {rate:,.0f} images/s a rank that has"
-        f" {result['machine']['cores_usable']} such cores for itself;\na model that takes more a second is input bound"
-    )
-    return "\n\n".join(tables)
 
 
 # ---- what is measured

@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the benchmark; returns 0, whatever the figures are."""
+    """Runs the benchmark; returns 0."""
     cores = sorted(os.sched_getaffinity(0))
     used = cores[: args.stages]
     if not args.ours and not 2 <= args.stages == len(used):
@@ -87,27 +87,27 @@ def measure(args: argparse.Namespace, result: dict[str, Any], cores: Sequence[in
     from hvdtrain.pipeline.tuning.predict import from_profile, predict
 
     first = args.micro_batches[0]
-    its = trials.Settings(args.batch, args.image_size, 1000, 1, args.rounds, "cross-entropy", None, first)
+    its = trials.Settings(args.batch, args.image_size, 1000, 1, args.rounds, "cross-entropy", None, first, update=False)
     progress("measuring the segments, to cut the model")
-    pipe, batches, loss = trials.built(
-        args.model, its, ["cpu"] * args.stages, micro_batches=first, balance=args.balance or "time"
-    )
+    cut = {"micro_batches": first, "balance": args.balance or "time"}
+    job = trials.Job.made(args.model, its, ["cpu"] * args.stages, **cut)
+    pipe = job.pipe
     result["cut"] = [{"name": stage.name, "segments": len(stage.segments)} for stage in pipe.stages]
-    variants = all_variants(args, pipe, batches, loss, cores)
+    variants = all_variants(args, job, cores)
     progress(f"{len(variants)} variants, {args.rounds} rounds")
     result["predicted_s"], result["predicted_by_profile_s"] = {}, {}
     by_profile = from_profile(pipe)
 
     def predict_all() -> None:
         """A prediction is of the machine as it is then."""
-        prediction = predict(pipe, *batches[0], loss)
+        prediction = predict(pipe, *job.batches[0], job.loss)
         for name, change in settings_of_ours(args).items():
             pipe.schedule, sizes = change["schedule"], micro_batch_sizes(args.batch, change["micro_batches"])
             result["predicted_s"].setdefault(name, []).append(prediction(sizes))
             if by_profile:
                 result["predicted_by_profile_s"][name] = [by_profile(sizes)]
 
-    measured = trials.interleaved(variants, "pipeline", pipe.devices, args.rounds, before=predict_all)
+    measured = job.interleaved(variants, "pipeline", before=predict_all)
     for name, reason in measured["failed"].items():
         raise HvdtrainError(f"every variant has to run: {name}", reason)
     result["seconds"] = measured["seconds"]
@@ -121,19 +121,16 @@ def settings_of_ours(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     }
 
 
-def all_variants(
-    args: argparse.Namespace, pipe: Pipeline, batches: Sequence[Any], loss: trials.Loss, cores: Sequence[int]
-) -> trials.Variants:
+def all_variants(args: argparse.Namespace, job: trials.Job, cores: Sequence[int]) -> trials.Variants:
     """What takes turns, by name."""
     import hvdtrain.pipeline
     from hvdtrain.pipeline.tuning.unsplit import Unsplit
 
-    def variant(model: Any, **change: Any) -> trials.Variant:
-        return trials.variant(model, batches, loss, update=False, **change)
+    pipe, variant = job.pipe, job.variant
 
     def split(devices: Sequence[str], balance: Sequence[int]) -> Pipeline:
         model = copy.deepcopy(pipe.module)
-        return hvdtrain.pipeline.split(model, batches[0][0], devices, micro_batches=1, balance=balance)
+        return hvdtrain.pipeline.split(model, job.batches[0][0], devices, micro_batches=1, balance=balance)
 
     found: trials.Variants = {}
     if not args.ours:

@@ -16,8 +16,9 @@ from statistics import median
 from typing import Any
 
 from hvdtrain.bench.comm.model import link_cost
+from hvdtrain.bench.turns import train_job
 from hvdtrain.bench.turns.report import begin, finish, heading, progress
-from hvdtrain.bench.turns.turns import ONE_THREAD, InterleavedJobs, launched, torch_command
+from hvdtrain.bench.turns.turns import ONE_THREAD, InterleavedJobs, launched
 from hvdtrain.core.errors import install_command
 from hvdtrain.core.flags import whole
 from hvdtrain.pipeline.plan.costs import Link
@@ -25,7 +26,7 @@ from hvdtrain.pipeline.plan.scaling import BACKWARD, Bucket, Network, Training, 
 from hvdtrain.record import stats
 from hvdtrain.world.startup import find_modules
 
-SUMS = (1 << 18, 1 << 20, 5 << 20)  # bytes: what a link is told from
+SUMS = (1 << 18, 1 << 20, 5 << 20)  # bytes, from which the link is computed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the benchmark; returns 0, whatever the figures are."""
+    """Runs the benchmark; returns 0."""
     find_modules(dict.fromkeys(("torch", "torchvision"), install_command("torch")))
     from hvdtrain.torch.engines.horovod import USUAL_BUCKET_BYTES
     from hvdtrain.vision.classifiers import buckets_of
@@ -54,15 +55,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _one(args: argparse.Namespace, ranks: int, buckets: tuple[Bucket, ...]) -> dict[str, Any]:
-    its = {name: getattr(args, name) for name in ("model", "device", "per_rank_batch", "pixels")}
+    its = {name: getattr(args, name) for name in ("model", "device", "per_rank_batch", "pixels", "steps")}
     arms = {"1 rank": ("hvdtrain", 1), "ranks": ("hvdtrain", ranks), "no communication": ("apart", ranks)}
     with InterleavedJobs(os.environ | ONE_THREAD) as jobs:
         for name, (arm, count) in arms.items():
             progress(f"{ranks} ranks: starting {name}")
-            jobs.start(name, torch_command(arm, count, **its), count)
+            jobs.start(name, train_job.command(arm, count, **its), count)
         sums = [sys.executable, "-m", "hvdtrain.bench.comm.job", f"--device={args.device}"]
         jobs.start("sums", [*launched(ranks, "horovodrun"), *sums], ranks)
-        turns: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {"steps": args.steps}) for name in arms}
+        turns: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in arms}
         turns |= {str(size): ("sums", {"way": "horovod", "bytes": size, "repeat": 20}) for size in SUMS}
         seconds = jobs.rounds(turns, args.rounds, f"{ranks} ranks")["wall"]
     cores = len(os.sched_getaffinity(0)) if args.device == "cpu" else ranks

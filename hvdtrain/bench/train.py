@@ -1,16 +1,13 @@
 """How fast training is, in paired runs on this machine.
 
-PyTorch (--framework torch): a step of hvdtrain's loop against plain PyTorch, hand-written Horovod and
-DistributedDataParallel, Accelerate and Lightning Fabric; and several ranks against one, and against as many processes
-of hvdtrain that do not talk: efficiency is their time over an arm's. One thread and one core a rank on CPU.
+Ways to train one model take turns: plain PyTorch, hvdtrain, hand-written Horovod, DistributedDataParallel, Accelerate
+and Lightning Fabric (--framework torch), or plain Keras and a prepared fit (--framework keras). Among them are as many
+processes as ranks that do not talk, which is what this machine could do at most: efficiency is over their samples a
+second. One thread and one core a rank on CPU.
 
-Keras (--framework keras):
-1. A prepared fit against plain Keras, both in one process, taking turns: what hvdtrain costs.
-2. Several ranks against one, and against as many processes that do not talk (the limit), one thread and one core each,
-   taking turns: what the ranks bring.
-
-Everything (--all): one model in every way there is, in groups that fit into memory; with a picture. --models toy shows
-in a minute or two whether all of them work here.
+Everything (--all): PyTorch's, Keras' and everybody's ways with one model, in groups that fit into memory, each with
+its own references; with memory, changed lines and a picture. --models toy shows in a minute or two whether all of
+them work here.
 
 Settings (--tune [-- COMMAND ...]): threads, Horovod's cycle time, fusion, shared memory and controller, buckets and
 (--allow-compression) float16 gradients, tried in turns for a program that trains through hvdtrain; what is faster
@@ -22,34 +19,118 @@ Prints a table and writes a JSON file with every sample. Give the machine nothin
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib.util
+import inspect
 import os
-import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from hvdtrain.bench import compared, tune
-from hvdtrain.bench.torch_job import NEEDS
+from hvdtrain.bench import tune
+from hvdtrain.bench.turns import train_job
 from hvdtrain.bench.turns.report import begin, finish, heading, progress
-from hvdtrain.bench.turns.turns import CLOCKS, ONE_THREAD, InterleavedJobs, Turns, launched, torch_command
+from hvdtrain.bench.turns.turns import CLOCKS, MEMORY, ONE_THREAD, InterleavedJobs
+from hvdtrain.cluster.hosts import probe
 from hvdtrain.core import flags
 from hvdtrain.core.errors import ConfigError, install_command
 from hvdtrain.record import stats
 
-LIMIT = "no communication"
-OVERHEAD_TARGET = 1.02
-# what PyTorch runs on several ranks, hvdtrain first; hand-written loops: the fastest of them is the measure
-PEERS, HAND_WRITTEN = ("hvdtrain", "horovod", "ddp", "accelerate", "fabric"), ("horovod", "ddp")
-ALONE = {"plain PyTorch, 1 process": "alone", "hvdtrain, 1 process": "hvdtrain"}
-TORCH_OVERHEAD_TARGET, TORCH_TARGET, EFFICIENCY_GOAL = 1.01, 1.00, 0.92
-SCALING_BLOCKS = 2  # of a round of part 2
+ALONE, APART = "one process", "processes that do not talk"
+TARGETS = {"plain": 1.02, "alone": 1.01}  # by the plain arm: hvdtrain's step over its own
+RIVAL_TARGET, EFFICIENCY_GOAL = 1.00, 0.92
+MANY_DEVICES = ("dataparallel", "pipeline")  # of one process
+HAND_WRITTEN = ("horovod", "ddp")  # loops, of which the fastest is the measure
+NEEDS = {"accelerate": "accelerate", "fabric": "lightning_fabric", "deepspeed": "deepspeed"}
+PROCESS_BYTES = 2 << 30  # about what one of ResNet-50 holds, with its framework
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "keras": {"per_rank_batch": 128, "steps": 20},
+    "keras": {"per_rank_batch": 128, "steps": 20, "models": [train_job.MNIST]},
     "torch": {"per_rank_batch": 16, "steps": 5, "models": ["resnet18", "resnet50"]},
     "all": {"per_rank_batch": 16, "steps": 5, "models": ["resnet50"]},
 }
+Groups = Sequence[Mapping[str, Sequence[float]]]  # samples of each way, by label, round by round
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to train.
+
+    Attributes:
+        label: in the table.
+        arm: of the job.
+        processes: that are started; 0 stands for all ranks.
+        keras: the backend, where Keras trains.
+    """
+
+    label: str
+    arm: str
+    processes: int = 0
+    keras: str = ""
+
+    @property
+    def family(self) -> str:
+        return f"Keras on {self.keras}" if self.keras else "PyTorch"
+
+    @property
+    def alone(self) -> str:
+        """The label of what its speed-up is over."""
+        return f"{self.family}, {ALONE}"
+
+    @property
+    def apart(self) -> str:
+        """The label of what its efficiency is against."""
+        return f"{self.family}, {APART}"
+
+    @property
+    def ours(self) -> str:
+        """The label of hvdtrain on as many processes."""
+        where = f"hvdtrain, {self.family}" if self.keras else "hvdtrain on Horovod"
+        return f"{where}, {ALONE}" if self.processes == 1 else where
+
+    def devices(self, ranks: int) -> int:
+        """How many batches a step trains."""
+        return ranks if self.processes != 1 or self.arm in MANY_DEVICES else 1
+
+
+def _of_keras(*more: tuple[str, int]) -> tuple[Way, ...]:
+    return tuple(
+        way
+        for backend in ("tensorflow", "torch")
+        for way in (
+            Way(f"Keras on {backend}, {ALONE}", "plain", 1, backend),
+            Way(f"Keras on {backend}, {APART}", "plain", 0, backend),
+            *(Way(f"hvdtrain, Keras on {backend}{label}", "prepared", count, backend) for label, count in more),
+        )
+    )
+
+
+# of one framework: also hvdtrain in one process; hvdtrain trains in the processes that do not talk: nothing is faster
+STEPS = (
+    Way(f"PyTorch, {ALONE}", "alone", 1),
+    Way(f"PyTorch, {APART}", "apart"),
+    Way(f"hvdtrain on Horovod, {ALONE}", "hvdtrain", 1),
+    Way("hvdtrain on Horovod", "hvdtrain"),
+    Way("Horovod by hand", "horovod"),
+    Way("DistributedDataParallel", "ddp"),
+    Way("Accelerate", "accelerate"),
+    Way("Lightning Fabric", "fabric"),
+    *_of_keras((f", {ALONE}", 1), ("", 0)),
+)
+WAYS = (
+    Way(f"PyTorch, {ALONE}", "alone", 1),
+    Way(f"PyTorch, {APART}", "alone"),
+    Way("DataParallel (one process)", "dataparallel", 1),
+    Way("pipeline (one process)", "pipeline", 1),
+    Way("DistributedDataParallel", "ddp"),
+    Way("DeepSpeed, ZeRO 0", "deepspeed"),
+    Way("Accelerate", "accelerate"),
+    Way("Lightning Fabric", "fabric"),
+    Way("Horovod by hand", "horovod"),
+    Way("hvdtrain on Horovod", "hvdtrain"),
+    *_of_keras(("", 0)),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,208 +143,265 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--backend", choices=["tensorflow", "torch"], help=backend)
     add("--per-rank-batch", type=count, metavar="N", help="pictures (default: Keras 128, PyTorch 16)")
     add("--steps", type=count, metavar="N", help="updates in a block (default: Keras 20, PyTorch 5)")
-    add("--blocks", type=count, default=10, metavar="N", help="blocks of each arm (default: %(default)s)")
-    add("--ranks", "-np", type=count, default=2, metavar="N", help="in part 2; 1 leaves it out (default: %(default)s)")
-    add("--rounds", type=count, default=3, metavar="N", help="of both in part 2 (default: %(default)s)")
+    add("--blocks", type=count, default=10, metavar="N", help="blocks of each way (default: %(default)s)")
+    add("--ranks", "-np", type=count, default=2, metavar="N", help="1: only one process (default: %(default)s)")
     add("--launcher", choices=["horovodrun", "mpirun"], default="horovodrun", help="(default: %(default)s, on Gloo)")
-    models = "torch: torchvision's (default: resnet18 resnet50; --all: resnet50)"
+    models = "torchvision's, of Keras mnist or Keras' own (default: mnist; PyTorch resnet18 resnet50; --all: resnet50)"
     add("--models", nargs="+", metavar="NAME", help=models)
-    add("--pixels", type=count, default=64, metavar="N", help="torch: side of a picture (default: %(default)s)")
+    add("--pixels", type=count, default=64, metavar="N", help="side of a picture (default: %(default)s)")
     add("--device", choices=["cpu", "cuda"], default="cpu", help="torch: (default: %(default)s)")
-    add("--at-once", type=count, metavar="N", help="--all: processes in memory (default: one for each 2 GiB free)")
+    at_once = "processes in memory (default: all; --all: one for each 2 GiB free)"
+    add("--at-once", type=count, metavar="N", help=at_once)
     add("--tune", action="store_true", help="find faster settings for COMMAND, or for a model of --models")
     add("--budget", type=flags.positive, default=300.0, metavar="S", help="--tune: seconds (default: %(default)g)")
-    add("--allow-compression", action="store_true", help="--tune: try float16 gradients, too, which change results")
+    add("--allow-compression", action="store_true", help="--tune: also try float16 gradients, which change results")
     add("--out", type=Path, metavar="FILE", help="(default: bench-train.json; --tune: tuned.json)")
     add("argv", nargs=argparse.REMAINDER, metavar="-- COMMAND ...", help="--tune: what every rank runs")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the benchmark of a framework; returns 0, whatever the figures are."""
+    """Runs the benchmark; returns 0."""
     args.out = args.out or Path("tuned.json" if args.tune else "bench-train.json")
     if not args.all:
         args.framework = args.framework or ("torch" if args.tune else "keras")
+        if args.framework == "keras":
+            args.backend = args.backend or os.environ.get("KERAS_BACKEND") or "tensorflow"
     for name, value in DEFAULTS["all" if args.all else args.framework].items():
         setattr(args, name, getattr(args, name) or value)
     if args.tune:
         return tune.run(args)
     if args.argv:
         raise ConfigError("a command is what --tune tunes", " ".join(args.argv), "hvdtrain bench train --tune -- ...")
+    if args.all and (args.ranks < 2 or len(args.models) > 1):
+        received = f"--ranks {args.ranks} --models {' '.join(args.models)}"
+        rule = "--all compares ways to train one model on several ranks"
+        raise ConfigError(rule, received, "--ranks 2 --models NAME")
     result = begin("train", args, "a benchmark starts its own ranks")
+    result["models"] = {model: measure(args, model) for model in args.models}
     if args.all:
-        result["compared"] = compared.measure(args)
-        compared.draw(result, args.out.with_suffix(".png"))
-        return finish(args, result, compared.report)
-    result["framework"] = args.framework
-    if args.framework == "torch":
-        result["models"] = {model: measure_torch(args, model) for model in args.models}
-        return finish(args, result, torch_report)
-    result["backend"] = args.backend or os.environ.get("KERAS_BACKEND") or "tensorflow"
-    return finish(args, result | measure(args, result["backend"]), report)
+        draw(result, args.out.with_suffix(".png"))
+    return finish(args, result, report)
 
 
-def measure(args: argparse.Namespace, backend: str) -> dict[str, Any]:
-    """Keras' two parts."""
-    command = [
-        sys.executable, "-m", "hvdtrain.bench.keras_job", f"--backend={backend}", f"--steps={args.steps}",
-        f"--per-rank-batch={args.per_rank_batch}",
-    ]  # fmt: skip
-    with InterleavedJobs(os.environ | ONE_THREAD) as jobs:
-        progress(f"1/2 prepared fit against plain Keras, one process, blocks of {args.steps} updates")
-        jobs.start("1", command, 1)
-        found = {"overhead": overhead(jobs, args.blocks)}
-        if args.ranks > 1:
-            progress(f"2/2 {args.ranks} ranks against 1")
-            jobs.start(str(args.ranks), [*launched(args.ranks, args.launcher), *command], args.ranks)
-            found["scaling"] = scaling(jobs, args.ranks, args.rounds * SCALING_BLOCKS)
-    return found
+# ---- what is measured
 
 
-def overhead(jobs: InterleavedJobs, blocks: int) -> dict[str, Any]:
-    """Part 1: seconds a step by block, of both, and the ratio of pairs; by wall clock and by CPU time."""
-    turns: Turns = {arm: ("1", {"arm": arm}) for arm in ("prepared", "plain")}
-    jobs.rounds(turns, 1, "warming up")  # traces and compiles
-    seconds = jobs.rounds(turns, blocks, "one process")
-    wall, cpu = (stats.ratio_of_medians(seconds[clock]["prepared"], seconds[clock]["plain"]) for clock in CLOCKS)
+def measure(args: argparse.Namespace, model: str) -> dict[str, Any]:
+    """Every way, a group after the other; returns the part of the result that `report` reads."""
+    ways = [way for way in (WAYS if args.all else STEPS) if _is_wanted(way, args) and _is_there(way, args, model)]
+    if not ways:
+        rule, received = "a benchmark needs a way to train the model here", f"{model} on {args.device}"
+        raise ConfigError(rule, received, "another of --models, --framework or --device: see above what was left out")
+    at_once = args.at_once or (processes_that_fit() if args.all else args.ranks * len(ways))
+    groups = grouped(ways, args.ranks, at_once)
+    names = [f"{model}, group {number} of {len(groups)}" for number in range(1, len(groups) + 1)]
+    found = [_one_group(args, model, *its) for its in zip(groups, names, strict=True)]
+    wall, cpu, memory = ([its[kind] for its in found] for kind in (*CLOCKS, MEMORY))
     return {
-        "seconds_per_step": seconds["wall"], "cpu_seconds_per_step": seconds["cpu"],
-        "ratio": vars(wall), "cpu_ratio": vars(cpu), "target": OVERHEAD_TARGET,
+        "ranks": args.ranks, "seconds": wall, "cpu_seconds": cpu,
+        "memory_bytes": {way.label: max(_all(memory, way.label)) for way in ways},
+        "lines": {way.label: changed_lines(way) for way in ways},
+        "ratios": {way.label: ratios(way, wall, args.ranks) for way in ways},
     }  # fmt: skip
 
 
-def scaling(jobs: InterleavedJobs, ranks: int, blocks: int) -> dict[str, Any]:
-    """Part 2: seconds a step by block, of one rank, of several, and of several that train plain Keras each for itself;
-    how much faster than the one the several are, and how near to those."""
-    several = str(ranks)
-    turns: Turns = {
-        "1": ("1", {"arm": "prepared"}), several: (several, {"arm": "prepared"}), LIMIT: (several, {"arm": "plain"}),
-    }  # fmt: skip
-    jobs.rounds(turns, 1, "warming up")
-    seconds = jobs.rounds(turns, blocks, f"1 and {ranks} ranks")["wall"]
-    speedup = stats.ratio_of_medians(seconds["1"], seconds[several])
-    return {
-        "ranks": ranks,
-        "seconds_per_step": seconds,
-        "oversubscribed": ranks > len(os.sched_getaffinity(0)),
-        "efficiency": vars(stats.ratio_of_medians(seconds[LIMIT], seconds[several])),
-        "speedup": {key: value * ranks for key, value in vars(speedup).items()},
-    }
-
-
-def measure_torch(args: argparse.Namespace, model: str) -> dict[str, Any]:
-    """One model in every way that is here; returns the part of the result that `torch_report` reads."""
-    peers = [peer for peer in PEERS if peer not in NEEDS or importlib.util.find_spec(NEEDS[peer])] * (args.ranks > 1)
-    for peer in set(PEERS) - set(peers) if args.ranks > 1 else ():
-        progress(f"skipped, not installed: {peer} ({install_command('dev')})")
-    arms = {label: (arm, 1) for label, arm in ALONE.items()} | {peer: (peer, args.ranks) for peer in peers}
-    if args.ranks > 1:
-        arms[LIMIT] = ("apart", args.ranks)
-    its = {name: getattr(args, name) for name in ("device", "per_rank_batch", "pixels")}
+def _one_group(args: argparse.Namespace, model: str, group: Sequence[Way], name: str) -> dict[str, Any]:
+    """Its ways in turns, see `InterleavedJobs.rounds`. Its processes are gone when it returns."""
+    same = {key: getattr(args, key) for key in ("per_rank_batch", "steps", "pixels", "device", "launcher")}
     with InterleavedJobs(os.environ | ONE_THREAD) as jobs:
-        for name, (arm, ranks) in arms.items():
-            progress(f"{model}: starting {name}")
-            jobs.start(name, torch_command(arm, ranks, model=model, **its), ranks)
-        seconds = jobs.rounds({name: (name, {"steps": args.steps}) for name in arms}, args.blocks, model)
-    steps = {"seconds_per_step": seconds["wall"], "cpu_seconds_per_step": seconds["cpu"]}
-    return {"ranks": args.ranks} | steps | torch_ratios(seconds["wall"])
+        for way in group:
+            progress(f"{name}: starting {way.label}")
+            devices, ranks = args.ranks if way.arm in MANY_DEVICES else 1, way.processes or args.ranks
+            command = train_job.command(way.arm, ranks, model=model, devices=devices, backend=way.keras, **same)
+            jobs.start(way.label, command, ranks, {"OMP_NUM_THREADS": str(devices)})
+        turns: dict[str, tuple[str, dict[str, Any]]] = {way.label: (way.label, {}) for way in group}
+        jobs.rounds(turns, 1, f"{name}, warming up")  # Keras traces
+        return jobs.rounds(turns, args.blocks, name)
 
 
-def torch_ratios(wall: Mapping[str, list[float]]) -> dict[str, Any]:
-    """hvdtrain's step against each arm's, and what the ranks bring."""
-
-    def ratio(above: str, below: str) -> dict[str, float]:
-        return vars(stats.ratio_of_medians(wall[above], wall[below]))
-
-    plain, alone = ALONE
-    found: dict[str, Any] = {"overhead": ratio(alone, plain)}
-    if peers := [name for name in wall if name in PEERS]:
-        found["against"] = {peer: ratio("hvdtrain", peer) for peer in peers if peer != "hvdtrain"}
-        found["efficiency"] = {peer: ratio(LIMIT, peer) for peer in peers}
-    return found
+def processes_that_fit() -> int:
+    """How many processes of ResNet-50 the host's free memory holds."""
+    return probe.memory().get("MemAvailable", 0) // PROCESS_BYTES
 
 
-# ---- the reports
+def grouped(ways: Sequence[Way], ranks: int, at_once: int) -> list[list[Way]]:
+    """Ways that take turns with each other, each group with the references of its family; pure.
+
+    Args:
+        ways: in any order.
+        ranks: processes of a way that uses all.
+        at_once: the most processes of a group; one with a single way besides the references may have more.
+    """
+    groups = []
+    for family in dict.fromkeys(way.family for way in ways):
+        its = [way for way in ways if way.family == family]
+        references = [way for way in its if way.label in (way.alone, way.apart)]
+        group = list(references)
+        for way in its:
+            if way in references:
+                continue
+            if sum(one.processes or ranks for one in (*group, way)) > at_once and len(group) > len(references):
+                groups.append(group)
+                group = list(references)
+            group.append(way)
+        groups.append(group)
+    return groups
+
+
+def _is_wanted(way: Way, args: argparse.Namespace) -> bool:
+    framework = "keras" if way.keras else "torch"
+    several = args.ranks > 1 or way.processes == 1
+    return several and args.framework in (None, framework) and (not way.keras or args.backend in (None, way.keras))
+
+
+def _is_there(way: Way, args: argparse.Namespace, model: str) -> bool:
+    needed = NEEDS.get(way.arm) if not way.keras else "tensorflow" if way.keras == "tensorflow" else "keras"
+    why, known = "", (train_job.MNIST, *train_job.APPLICATIONS)
+    if needed and importlib.util.find_spec(needed) is None:
+        why = f"{needed} is not installed ({install_command('dev')})"
+    elif way.keras and model not in known:
+        why = f"Keras has no {model}; of what both have: {', '.join(known[1:])}"
+    elif way.keras and args.device != "cpu":
+        why = "Keras is measured on CPUs"
+    if why:
+        progress(f"left out: {way.label}: {why}")
+    return not why
+
+
+def ratios(way: Way, groups: Groups, ranks: int) -> dict[str, Any]:
+    """How a way compares, each a ratio of pairs of the same round of the same group: samples a second over those of
+    one process ("speedup"), and over those of processes that do not talk ("efficiency"; not of a single device); and
+    hvdtrain's step over this one ("ours")."""
+    found = {"ours": _ratio(groups, way.ours, way.label)} if way.label != way.ours else {}
+    if way.label != way.alone and way.devices(ranks) > 1:
+        speedup = _ratio(groups, way.alone, way.label)
+        found["speedup"] = speedup and {name: ranks * value for name, value in speedup.items()}
+        found["efficiency"] = _ratio(groups, way.apart, way.label)
+    return {name: ratio for name, ratio in found.items() if ratio}
+
+
+def _ratio(groups: Groups, above: str, below: str) -> dict[str, float] | None:
+    """None: no group has both."""
+    both = [group for group in groups if above in group and below in group]
+    return vars(stats.ratio_of_medians(_all(both, above), _all(both, below))) if both else None
+
+
+def _all(groups: Groups, label: str) -> list[float]:
+    return [sample for group in groups for sample in group.get(label, ())]
+
+
+def changed_lines(way: Way) -> int:
+    """Lines of the plain arm to change, take away or add for this one, of the jobs of this benchmark."""
+    plain, its = (_lines(train_job.ARMS[arm]) for arm in ("plain" if way.keras else "alone", way.arm))
+    steps = difflib.SequenceMatcher(None, plain, its, autojunk=False).get_opcodes()
+    return sum(max(b - a, d - c) for kind, a, b, c, d in steps if kind != "equal")
+
+
+def _lines(arm: Any) -> list[str]:
+    """Those below its first line and docstring."""
+    return [line for line in inspect.getsource(arm).splitlines()[2:] if line.strip()]
+
+
+# ---- the report
+
+
+NOTE = """\
+speed-up: samples a second over those of one process of the same framework; efficiency: over those of processes that do
+not talk; both in the same rounds of the same group. memory: the most that a device held; without GPUs, a process, also
+one of several devices. changed lines: of the loop and what is before it, not of the input that processes share."""
+
+
+def _what(result: Mapping[str, Any], model: str) -> str:
+    its = result["settings"]
+    side = 28 if model == train_job.MNIST else its["pixels"]
+    return (
+        f"{model}, batch {its['per_rank_batch']} a rank of {side}x{side}, {its['device']},"
+        f" {its['ranks']} ranks or devices, a core each; {its['blocks']} rounds of {its['steps']} steps"
+    )
 
 
 def report(result: Mapping[str, Any]) -> str:
-    """The tables of Keras' part."""
-    part = result["overhead"]
-    ratio, cpu_ratio = stats.Interval(**part["ratio"]), stats.Interval(**part["cpu_ratio"])
-    steps, cpu = part["seconds_per_step"], part["cpu_seconds_per_step"]
-    rows: list[tuple[str, ...]] = [
-        ("one process", "step (median)", "ratio, 95 %", f"target <= {part['target']}", "CPU time", "ratio, 95 %"),
-        ("plain Keras", stats.milliseconds(steps["plain"]), "1", "", stats.milliseconds(cpu["plain"]), "1"),
-        (
-            "prepared", stats.milliseconds(steps["prepared"]), str(ratio), stats.kept(ratio.value <= part["target"]),
-            stats.milliseconds(cpu["prepared"]), str(cpu_ratio),
-        ),
-    ]  # fmt: skip
-    batch = result["settings"]["per_rank_batch"]
-    what = f"MNIST network, batch {batch} a rank, Keras on {result['backend']}"
-    tables = [heading(what, result), stats.table(rows)]
-    if "scaling" in result:
-        part = result["scaling"]
-        ranks, steps = part["ranks"], part["seconds_per_step"]
-        speedup, efficiency = stats.Interval(**part["speedup"]), stats.Interval(**part["efficiency"])
-        note = " (ranks share cores)" if part["oversubscribed"] else ""
-        rows = [
-            (f"one thread, one core a rank{note}", "step (median)", "speed-up, 95 %", "efficiency, 95 %"),
-            ("1 rank", stats.milliseconds(steps["1"]), "1", ""),
-            (f"{ranks} ranks", stats.milliseconds(steps[str(ranks)]), str(speedup), str(efficiency)),
-            (f"{ranks} processes, {LIMIT}", stats.milliseconds(steps[LIMIT]), "", "1"),
-        ]
-        tables.append(stats.table(rows))
-    return "\n\n".join(tables)
-
-
-def torch_report(result: Mapping[str, Any]) -> str:
-    """The tables of PyTorch's part."""
-    its = result["settings"]
-    what = (
-        f"batch {its['per_rank_batch']} a rank, {its['pixels']}x{its['pixels']} pixels, {its['device']},"
-        f" one thread and one core a rank; {its['blocks']} rounds of {its['steps']} steps"
-    )
-    tables = [heading(what, result)]
+    """A table for each model, and what the targets make of it."""
+    every = result["settings"]["all"]
+    ways, texts = {way.label: way for way in (WAYS if every else STEPS)}, [heading("", result)]
     for model, part in result["models"].items():
-        tables.append(stats.table(_rows(model, part, its["per_rank_batch"])))
-        tables.append(_verdict(part))
-    return "\n\n".join(tables)
+        rows = [_row(ways[label], part, result["settings"]) for label in part["ratios"]]
+        below = NOTE if every else _verdict([ways[label] for label in part["ratios"]], part)
+        texts += [_what(result, model), stats.table([tuple(rows[0]), *(tuple(row.values()) for row in rows)]), below]
+    return "\n\n".join(texts)
 
 
-def _rows(model: str, part: Mapping[str, Any], per_rank_batch: int) -> list[tuple[str, ...]]:
-    wall, cpu = part["seconds_per_step"], part["cpu_seconds_per_step"]
-    rows: list[tuple[str, ...]] = [
-        (model, "step (median)", "images/s", "CPU time", "hvdtrain's / this, 95 %", "efficiency, 95 %")
-    ]
-    plain, its_own = ALONE
-    for name in wall:
-        ranks = 1 if name in ALONE else part["ranks"]
-        step_s = median(wall[name])
-        against = part.get("against", {}).get(name)
-        if name == plain:
-            against = part["overhead"]
-        efficiency = part.get("efficiency", {}).get(name)
-        rows.append((
-            name if name in ALONE else f"{name}, {ranks} ranks", stats.milliseconds(wall[name]),
-            f"{ranks * per_rank_batch / step_s:,.1f}", stats.milliseconds(cpu[name]),
-            str(stats.Interval(**against)) if against else "1" if name in ("hvdtrain", its_own) else "",
-            str(stats.Interval(**efficiency)) if efficiency else "1" if name == LIMIT else "",
-        ))  # fmt: skip
-    return rows
+def _row(way: Way, part: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, str]:
+    """Cells by column."""
+    ratio, seconds = part["ratios"][way.label], _all(part["seconds"], way.label)
+    rate = way.devices(part["ranks"]) * settings["per_rank_batch"] / median(seconds)
+
+    def shown(name: str, base: str) -> str:
+        return str(stats.Interval(**ratio[name])) if name in ratio else "1" if way.label == base else ""
+
+    step, efficiency = stats.milliseconds(seconds), shown("efficiency", way.apart)
+    if settings["all"]:
+        of = ", ".join(str(number) for number, group in enumerate(part["seconds"], 1) if way.label in group)
+        memory = f"{part['memory_bytes'][way.label] / 2**20:.0f} MiB"
+        return {
+            "way": way.label, "groups": of, "step (median)": step, "speed-up, 95 %": shown("speedup", way.alone),
+            "efficiency, 95 %": efficiency, "memory": memory, "changed lines": str(part["lines"][way.label]),
+        }  # fmt: skip
+    return {
+        "way": way.label, "step (median)": step, "samples/s": f"{rate:,.1f}",
+        "CPU time": stats.milliseconds(_all(part["cpu_seconds"], way.label)),
+        "hvdtrain's / this, 95 %": shown("ours", way.ours), "efficiency, 95 %": efficiency,
+    }  # fmt: skip
 
 
-def _verdict(part: Mapping[str, Any]) -> str:
+def _verdict(ways: Sequence[Way], part: Mapping[str, Any]) -> str:
     """Whether the targets are met, in words."""
-    overhead = stats.Interval(**part["overhead"])
-    lines = [stats.judged("one process, against plain PyTorch", overhead, TORCH_OVERHEAD_TARGET)]
-    rivals = {name: stats.Interval(**part["against"][name]) for name in HAND_WRITTEN if name in part.get("against", {})}
+    by = {way.label: {name: stats.Interval(**its) for name, its in part["ratios"][way.label].items()} for way in ways}
+    plain, ranks = next(way for way in ways if way.label == way.alone), part["ranks"]
+    cpu = _ratio(part["cpu_seconds"], plain.ours, plain.label)
+    lines = [
+        stats.judged(f"one process, against plain {plain.family}", by[plain.label]["ours"], TARGETS[plain.arm]),
+        f"the same in CPU time: {stats.Interval(**cpu)}" if cpu else "",
+    ]
+    rivals = {way.arm: by[way.label]["ours"] for way in ways if way.arm in HAND_WRITTEN and "ours" in by[way.label]}
     if rivals:
         name, ratio = max(rivals.items(), key=lambda item: item[1].value)
         lines.append(
-            stats.judged(f"{part['ranks']} ranks, against the fastest hand-written loop ({name})", ratio, TORCH_TARGET)
+            stats.judged(f"{ranks} ranks, against the fastest hand-written loop ({name})", ratio, RIVAL_TARGET)
         )
-        efficiency = stats.Interval(**part["efficiency"]["hvdtrain"])
-        reached = "reached" if efficiency.value >= EFFICIENCY_GOAL else "not reached"
-        apart = f"efficiency, of {part['ranks']} processes that do not talk"
-        lines.append(f"{apart}: {efficiency}, goal {EFFICIENCY_GOAL}: {reached}")
-    return "\n".join(lines)
+    for its in (by[way.label] for way in ways if way.label == way.ours and way.processes != 1):
+        reached = "reached" if its["efficiency"].value >= EFFICIENCY_GOAL else "not reached"
+        lines.append(
+            f"efficiency, of {ranks} processes that do not talk: {its['efficiency']}, goal {EFFICIENCY_GOAL}: {reached}"
+        )
+        shared = " (ranks share cores)" if ranks > len(os.sched_getaffinity(0)) else ""
+        lines.append(f"speed-up, over one process of plain {plain.family}: {its['speedup']}{shared}")
+    return "\n".join(filter(None, lines))
+
+
+def draw(result: Mapping[str, Any], path: Path) -> None:
+    """Speed-up and memory of every way as bars; beside each what processes that do not talk reach.
+
+    Raises:
+        ConfigError: matplotlib is missing.
+    """
+    from hvdtrain.pipeline.tuning.plots import BLUE, SKY, VERMILION, new_figure, write
+
+    ((model, part),) = result["models"].items()
+    names = list(part["ratios"])[::-1]
+    by = {name: part["ratios"][name] for name in names}
+    one = stats.Interval(1.0, 1.0, 1.0)  # of one process
+    speedups = [stats.Interval(**by[name]["speedup"]) if "speedup" in by[name] else one for name in names]
+    figure = new_figure(11, 0.36 * len(names) + 1.4)
+    speed, memory = figure.subplots(1, 2, sharey=True, width_ratios=[3, 2])
+    errors = [[its.value - its.low for its in speedups], [its.high - its.value for its in speedups]]
+    speed.barh(names, [its.value for its in speedups], xerr=errors, color=BLUE, height=0.65, error_kw={"linewidth": 1})
+    for row, name in enumerate(names):
+        if efficiency := by[name].get("efficiency"):
+            reached = speedups[row].value / efficiency["value"]  # by the processes apart of the same group
+            speed.vlines(reached, row - 0.5, row + 0.5, color=VERMILION, linestyle=":", linewidth=1.5)
+    speed.set_xlabel(f"speed-up over one process, {part['ranks']} ranks or devices\n(dotted: no communication)")
+    memory.barh(names, [part["memory_bytes"][name] / 2**30 for name in names], color=SKY, height=0.65)
+    memory.set_xlabel("memory a device, GiB" if result["settings"]["device"] == "cuda" else "memory a process, GiB")
+    figure.suptitle(_what(result, model), fontsize="medium")
+    write(figure, path)

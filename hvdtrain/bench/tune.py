@@ -11,38 +11,32 @@ import argparse
 import itertools
 import math
 import os
-import re
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hvdtrain.bench.turns import report
-from hvdtrain.bench.turns.turns import InterleavedJobs, launched
+from hvdtrain.bench.turns.turns import InterleavedJobs, launched, shortened
 from hvdtrain.comm.turns import TRAINING
 from hvdtrain.core.errors import ConfigError, HvdtrainError
+from hvdtrain.pipeline.tuning.search import Pairs, Refused, Search
 from hvdtrain.record import stats
 from hvdtrain.record.folder import REHEARSAL
 from hvdtrain.watch.hang import HANG_VARIABLE
 from hvdtrain.world.startup import BUCKET_BYTES, COMPRESSION, THREADS, TUNABLE, TUNED, machine_shape
 
 MARGIN = 0.02  # faster by less is not worth a file
-CLEARLY = 1.1  # slower in every turn by so much: no more turns
-LEAST, TRIED, CONFIRMED = 5, (7, 11), (9, 15)  # rounds: for any verdict; and until a candidate is faster, at most
+TRIED, CONFIRMED = (7, 11), (9, 15)  # rounds: until a candidate is faster, at most
 TURN_S, TURN_UPDATES = 0.5, (2, 50)  # how long a turn shall be; updates of one: at least, at most
 SAME = 0.1  # of what the weights have moved by: results that differ by more are another training's
 LAUNCHER = "launcher"  # the one setting that is no variable: who starts the ranks, and so Horovod's controller
 
 Settings = dict[str, str]
-Pairs = Iterator[tuple[float, float]]
-
-
-class Refused(Exception):
-    """A candidate that cannot be used; says why."""
 
 
 @dataclass(frozen=True)
@@ -66,96 +60,59 @@ class Knob:
 
 
 @dataclass
-class Search:
-    """The search; knows nothing of what is run.
-
-    Args:
-        race: gives seconds an update of two settings, round by round, for as long as it is asked; raises `Refused`
-            where the second cannot be used.
-        budget_s: for all of it; a round that has begun is finished.
-        clock: seconds.
-        say: is told how far it is.
+class Tuned:
+    """What the search found.
 
     Attributes:
+        settings: to use.
+        ratio: their time over that of the start; None: they are the same.
+        verdict: in words.
         trials: what was tried, against which best value until then, and what came of it.
         untried: what there was no time for.
     """
 
-    race: Callable[[Settings, Settings], Pairs]
-    budget_s: float
-    clock: Callable[[], float] = time.monotonic
-    say: Callable[[str], None] = report.progress
-    trials: list[dict[str, Any]] = field(default_factory=list)
-    untried: list[str] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self._began_s, self._longest_s = self.clock(), 0.0
-
-    def find(self, start: Settings, knobs: Sequence[Knob]) -> tuple[Settings, stats.Interval | None, str]:
-        """Returns the settings to use, their time over that of `start` (None: they are the same), and a verdict."""
-        best = start
-        self._longest_s = self._spent_s()  # to start a job takes so long again
-        for knob, value in [(one, value) for one in knobs for value in one.values]:
-            reserve_s = max(1.5 * self._longest_s, 0.2 * self.budget_s)  # for fresh turns at the end
-            if value == knob.of(best):
-                continue
-            if self._spent_s() + self._longest_s > self.budget_s - reserve_s:
-                self.untried.append(f"{knob.name} {value}")
-            elif self._try(knob, value, best, self.budget_s - reserve_s):
-                best = best | dict.fromkeys(knob.variables, value)
-        if best == start:
-            return start, None, "nothing is faster here" if self.trials else "nothing was tried: --budget is too short"
-        outcome, ratio = self._compared(start, best, CONFIRMED, self.budget_s)
-        self._say(f"the winner against the start, in fresh turns: {ratio} {outcome}")
-        if outcome != "faster":
-            return start, None, f"nothing is faster here: the winner was not, in fresh turns ({ratio}, {outcome})"
-        return best, ratio, "faster"
-
-    def _try(self, knob: Knob, value: str, best: Settings, until_s: float) -> bool:
-        """Whether a value is faster than the best one so far."""
-        began_s = self._spent_s()
-        outcome, ratio = self._compared(best, best | dict.fromkeys(knob.variables, value), TRIED, until_s)
-        self._longest_s = max(self._longest_s, self._spent_s() - began_s)
-        was = knob.of(best) or "not set"
-        its = {"knob": knob.name, "value": value, "best": was, "ratio": ratio and vars(ratio), "outcome": outcome}
-        self.trials.append(its)
-        self._say(f"{knob.name} {value} (best: {was}): {ratio or ''} {outcome}")
-        return outcome == "faster"
-
-    def _compared(
-        self, best: Settings, candidate: Settings, rounds: tuple[int, int], until_s: float
-    ) -> tuple[str, stats.Interval | None]:
-        """What comes of a candidate, and its time over that of the best."""
-        ratios: list[float] = []
-        ratio: stats.Interval | None = None
-        try:
-            for one, other in self.race(best, candidate):
-                ratios.append(other / one)
-                ratio = stats.ratio_of_medians(ratios, [1.0] * len(ratios))
-                if outcome := judged(ratios, ratio, rounds):
-                    return outcome, ratio
-                if self._spent_s() > until_s:
-                    break
-        except Refused as why:
-            return f"thrown out: {why}", ratio
-        return "undecided: no time", ratio
-
-    def _spent_s(self) -> float:
-        return self.clock() - self._began_s
-
-    def _say(self, text: str) -> None:
-        self.say(f"{self._spent_s():.0f} of {self.budget_s:.0f} s: {text}")
+    settings: Settings
+    ratio: stats.Interval | None
+    verdict: str
+    trials: list[dict[str, Any]]
+    untried: list[str]
 
 
-def judged(ratios: Sequence[float], ratio: stats.Interval, rounds: tuple[int, int]) -> str:
-    """What is known of a candidate by its times over those of the best; "": another round tells; pure."""
-    if len(ratios) >= 2 and min(ratios) > CLEARLY:
-        return "slower"
-    if len(ratios) >= LEAST and ratio.value > 1 - MARGIN:
-        return "slower" if ratio.low > 1 else "not faster"
-    if len(ratios) >= (LEAST if max(ratios) < 1 / CLEARLY**2 else rounds[0]) and ratio.high < 1 - MARGIN:
-        return "faster"
-    return "within the noise" if len(ratios) >= rounds[1] else ""
+def find(
+    search: Search[Settings], start: Settings, knobs: Sequence[Knob], progress: Callable[[str], None] = report.progress
+) -> Tuned:
+    """Turns one knob after the other; `progress` gets a line for each trial."""
+    best, longest_s = start, search.spent_s()  # to start a job takes so long again
+    trials: list[dict[str, Any]] = []
+    untried: list[str] = []
+
+    def report_trial(text: str) -> None:
+        progress(f"{search.spent_s():.0f} of {search.budget_s:.0f} s: {text}")
+
+    for knob, value in [(one, value) for one in knobs for value in one.values]:
+        until_s = search.budget_s - max(1.5 * longest_s, 0.2 * search.budget_s)  # for fresh turns at the end
+        was, began_s = knob.of(best), search.spent_s()
+        if value == was:
+            continue
+        if began_s + longest_s > until_s:
+            untried.append(f"{knob.name} {value}")
+            continue
+        candidate = best | dict.fromkeys(knob.variables, value)
+        outcome, ratio = search.compared(best, candidate, TRIED, until_s)
+        longest_s = max(longest_s, search.spent_s() - began_s)
+        its = {"knob": knob.name, "value": value, "best": was or "not set"}
+        trials.append(its | {"ratio": ratio and vars(ratio), "outcome": outcome})
+        report_trial(f"{knob.name} {value} (best: {was or 'not set'}): {ratio or ''} {outcome}")
+        best = candidate if outcome == "faster" else best
+    if best == start:
+        verdict = "nothing is faster here" if trials else "nothing was tried: --budget is too short"
+        return Tuned(start, None, verdict, trials, untried)
+    outcome, ratio = search.compared(start, best, CONFIRMED)
+    report_trial(f"the winner against the start, in fresh turns: {ratio} {outcome}")
+    if outcome != "faster":
+        verdict = f"nothing is faster here: the winner was not, in fresh turns ({ratio}, {outcome})"
+        return Tuned(start, None, verdict, trials, untried)
+    return Tuned(best, ratio, "faster", trials, untried)
 
 
 def knobs_of(what: str, ranks: int, cores: int, *, launchers: Sequence[str], compression: bool) -> list[Knob]:
@@ -245,7 +202,7 @@ class Races:
                         seconds[name] = self._turn(name, self._updates(self._name(best)))
                 except HvdtrainError as error:
                     if self._end(self._name(its)) != 0:
-                        raise (Refused(_short(error)) if its is candidate else error) from error
+                        raise (Refused(shortened(error)) if its is candidate else error) from error
                     self._most = max(TURN_UPDATES[0], self._most // 4)  # the program is at its end: it is a short one
                     break
             else:
@@ -310,14 +267,6 @@ def distance(moved: Sequence[float], wanted: Sequence[float]) -> float:
     return math.inf if math.isnan(off) else off / way if way else math.inf if off else 0.0
 
 
-def _short(error: HvdtrainError) -> str:
-    """How a job ended, and the last line that tells why, without the launcher's mark."""
-    said = [re.sub(r"^\[\d+\]<\w+>: ?", "", line).strip() for line in error.received.splitlines()]
-    first, *lines = [line for line in said if line] or [error.rule]
-    telling = [line for line in lines if "Error" in line or ": rank " in line] or lines[-1:]
-    return ": ".join([first, *telling[-1:]])[:300]
-
-
 # ---- the command
 
 
@@ -331,15 +280,15 @@ def run(args: argparse.Namespace) -> int:
     with InterleavedJobs(environment) as jobs, tempfile.TemporaryDirectory(prefix="hvdtrain-tune-") as folder:
         jobs.ready_s, jobs.turn_s = max(60.0, args.budget), max(30.0, args.budget / 4)
         races = Races(jobs, command, args.ranks, Path(folder))
-        search = Search(races, args.budget)
+        search = Search(races, args.budget, MARGIN)
         races.begin(start)
         cores, more = len(os.sched_getaffinity(0)), args.allow_compression
         knobs = knobs_of(races.what, args.ranks, cores, launchers=launchers, compression=more)
-        found, ratio, verdict = search.find(start, knobs)
+        found = find(search, start, knobs)
     result |= {
-        "tuned": _variables(found), "launcher": found[LAUNCHER], "fits": machine_shape(args.ranks), "start": start,
-        "command": command, "verdict": verdict, "ratio": ratio and vars(ratio), "trials": search.trials,
-        "untried": search.untried, "out": str(args.out),
+        "tuned": _variables(found.settings), "launcher": found.settings[LAUNCHER], "fits": machine_shape(args.ranks),
+        "start": start, "command": command, "verdict": found.verdict, "ratio": found.ratio and vars(found.ratio),
+        "trials": found.trials, "untried": found.untried, "out": str(args.out),
     }  # fmt: skip
     return report.finish(args, result, table)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import os
 import platform
@@ -33,66 +32,23 @@ class Interval:
         return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
 
-def ratio_of_medians(above: Sequence[float], below: Sequence[float]) -> Interval:
-    """The median of the ratios of pairs, and the interval that a bootstrap gives it (Efron 1979, percentiles): 95 %.
+def ratio_of_medians(above: Sequence[float], below: Sequence[float], confidence: float = 0.95) -> Interval:
+    """The median of the ratios of pairs, and the interval that a bootstrap gives it (Efron 1979, percentiles).
 
     A sample that something else on the machine spoilt does not move it, nor does a machine that is slow for a while.
-    For 5 pairs and more: of 3, what it calls 95 % is 74 % (`ratio_of_means`).
+    For 5 pairs and more: of 3, what it calls 95 % is 74 %.
 
     Args:
         above, below: samples of one unit; sample i of both was taken at the same time.
+        confidence: of the interval.
     """
     import numpy as np
 
     ratios = np.asarray(above, np.float64) / np.asarray(below, np.float64)
     draw = np.random.Generator(np.random.PCG64(0))  # fixed: the same samples give the same interval
     many = np.median(ratios[draw.integers(0, len(ratios), (RESAMPLES, len(ratios)))], axis=1)
-    low, high = np.percentile(many, [2.5, 97.5])
+    low, high = np.percentile(many, [50 - 50 * confidence, 50 + 50 * confidence])
     return Interval(float(np.median(ratios)), float(low), float(high))
-
-
-def ratio_of_means(above: Mapping[int, float], below: Mapping[int, float], confidence: float) -> Interval | None:
-    """The ratio of samples taken in the same rounds: the geometric mean, with Student's interval of the logarithms.
-
-    It holds from 3 samples on.
-
-    Args:
-        above, below: samples by round.
-
-    Returns:
-        None without a common round.
-    """
-    logs = [math.log(above[turn] / below[turn]) for turn in sorted(above.keys() & below.keys())]
-    if not logs:
-        return None
-    its = mean_of(logs, confidence)
-    return Interval(math.exp(its.value), math.exp(its.low), math.exp(its.high) if its.high < 100 else math.inf)
-
-
-def mean_of(samples: Sequence[float], confidence: float) -> Interval:
-    """The mean of samples, and Student's interval."""
-    mean = statistics.fmean(samples)
-    if len(samples) < 2:
-        return Interval(mean, -math.inf, math.inf)
-    half = student(confidence, len(samples) - 1) * statistics.stdev(samples) / math.sqrt(len(samples))
-    return Interval(mean, mean - half, mean + half)
-
-
-@functools.cache
-def student(confidence: float, freedom: int) -> float:
-    """How many standard errors a mean may be off: the quantile of Student's t, two-sided.
-
-    With t = sqrt(freedom) tan(a) the density is proportional to cos(a)^(freedom - 1), which is summed up.
-
-    Args:
-        confidence: between 0 and 1.
-        freedom: degrees of freedom, at least 1.
-    """
-    import numpy as np
-
-    edges = np.linspace(0, math.pi / 2, 20_001)
-    sums = np.cumsum(np.cos((edges[1:] + edges[:-1]) / 2) ** (freedom - 1))
-    return math.sqrt(freedom) * math.tan(np.interp(confidence, sums / sums[-1], edges[1:]))
 
 
 def spread(samples: Sequence[float]) -> float:

@@ -38,6 +38,7 @@ class Settings:
         batches: of one repeat.
         budget_s: about how long the turns of a comparison may take; None: no limit.
         micro_batches: None: the best that is known.
+        update: with a step of SGD after each batch.
     """
 
     batch: int
@@ -48,6 +49,7 @@ class Settings:
     loss: str
     budget_s: float | None
     micro_batches: int | None
+    update: bool = True
 
 
 @dataclass
@@ -59,10 +61,37 @@ class Job:
     pipe: Pipeline
     batches: list[tuple[torch.Tensor, torch.Tensor]]
     loss: Loss
-    out: Path
-    machine: str
+    out: Path = Path()
+    machine: str = ""
     result: dict[str, Any] = field(default_factory=dict)
     curve: plots.SplitCurve | None = None
+
+    @classmethod
+    def made(cls, name: str, its: Settings, devices: Sequence[str], **cut: Any) -> Job:
+        """A classifier with random weights, cut; random batches, and the loss.
+
+        Args:
+            name: torchvision's.
+            its: what is trained.
+            devices: of the stages.
+            cut: options of `hvdtrain.pipeline.split`.
+        """
+        import torch
+
+        import hvdtrain.pipeline
+        from hvdtrain.vision import classifiers
+
+        torch.manual_seed(0)
+        model = classifiers.build(name, its.classes, image_size=its.image_size).train()
+        batches = [
+            (torch.randn(its.batch, 3, its.image_size, its.image_size), torch.randint(its.classes, (its.batch,)))
+            for _ in range(its.batches)
+        ]
+        loss: Loss = torch.nn.functional.cross_entropy
+        if its.loss == "mse":
+            loss = torch.nn.functional.mse_loss
+            batches = [(x, torch.nn.functional.one_hot(y, its.classes).float()) for x, y in batches]
+        return cls(name, its, hvdtrain.pipeline.split(model, batches[0][0], devices, **cut), batches, loss)
 
     def title(self) -> str:
         """For the pictures: what ran, on what."""
@@ -76,17 +105,93 @@ class Job:
         """What one repeat trains."""
         return "a batch" if self.settings.batches == 1 else f"{self.settings.batches} batches"
 
-    def variant(self, model: Any, **change: Any) -> Variant:
-        """See `variant`: with the job's batches and loss."""
-        return variant(model, self.batches, self.loss, **change)
+    def variant(
+        self, model: Any, *, cores: Sequence[int] | None = None, threads: int | None = None, **change: Any
+    ) -> Variant:
+        """One repeat of a training: every batch forward and backward, new gradients each time, and a plain SGD step
+        after each if `settings.update`.
+
+        Args:
+            model: what has `step` and `parameters`: a pipeline, the unsplit model.
+            cores, threads: what it works on; see `hvdtrain.pipeline.tuning.unsplit.on_cores`.
+            change: what to set on the model before.
+
+        Returns:
+            A function of how many of the batches (all).
+        """
+        import torch
+
+        from hvdtrain.pipeline.tuning.unsplit import on_cores
+
+        optimizer = torch.optim.SGD(list(model.parameters()), lr=0.001)
+
+        def train(count: int = len(self.batches)) -> None:
+            for name, value in change.items():
+                setattr(model, name, value)
+            for x, y in self.batches[:count]:
+                optimizer.zero_grad()
+                with on_cores(cores, threads=threads):
+                    model.step(x, y, self.loss)
+                if self.settings.update:
+                    optimizer.step()
+
+        return train
 
     def cut(self, micro_batches: int) -> Variant:
         """The one through the pipeline, in so many micro-batches."""
         return self.variant(self.pipe, micro_batches=micro_batches, overlap=True)
 
-    def interleaved(self, variants: Mapping[Any, Variant], what: str, *, budget_s: float | None) -> dict[str, Any]:
-        """See `interleaved`: the job's repeats, on its devices."""
-        return interleaved(variants, what, self.pipe.devices, self.settings.repeats, budget_s=budget_s)
+    def interleaved(
+        self,
+        variants: Mapping[Any, Variant],
+        what: str,
+        *,
+        budget_s: float | None = None,
+        before: Callable[[], None] = lambda: None,
+    ) -> dict[str, Any]:
+        """Seconds of the repeats of each variant, in rounds in which all take turns. A batch of each before does not
+        count.
+
+        Args:
+            what: for the progress bar.
+            budget_s: about how long it may take, with `LEAST_REPEATS` rounds at least.
+            before: called before each round.
+
+        Returns:
+            {"seconds": seconds by variant, "failed": reason by variant, "spent_s": in all}
+        """
+        from tqdm import tqdm
+
+        from hvdtrain.pipeline import StageError
+        from hvdtrain.pipeline.tuning.unsplit import seconds_of
+
+        class Bar(tqdm):  # type: ignore[type-arg]
+            monitor_interval = 0  # no thread that watches over it
+
+        started, repeats, devices = time.perf_counter(), self.settings.repeats, self.pipe.devices
+        failed: dict[Any, str] = {}
+        with Bar(total=(repeats + 1) * len(variants), desc=what, unit="turn", leave=False, disable=None) as bar:
+            for name, train in variants.items():
+                bar.set_postfix_str(f"warming up {name}")
+                try:
+                    seconds_of(partial(train, 1), devices)  # until the devices are done: what fails there is seen
+                except Exception as error:  # memory, batch-norm over a single value
+                    if not isinstance(error, StageError) and not is_out_of_memory(error):
+                        raise
+                    failed[name] = str(error)
+                bar.update()
+            seconds: dict[Any, list[float]] = {name: [] for name in variants if name not in failed}
+            for turn in range(repeats):
+                began = time.perf_counter()
+                before()
+                for name in stats.rotated(seconds, turn):
+                    bar.set_postfix_str(str(name))
+                    seconds[name].append(seconds_of(variants[name], devices))
+                    bar.update()
+                now = time.perf_counter()
+                if budget_s and turn + 1 >= LEAST_REPEATS and now + (now - began) > started + budget_s:
+                    break
+        return {"seconds": seconds, "failed": failed, "spent_s": time.perf_counter() - started}
 
     def update_s(self) -> float:
         """What the optimizer takes after a step."""
@@ -104,126 +209,6 @@ class Job:
     def save(self) -> None:
         """Writes what there is so far: an interrupted run keeps it."""
         (self.out / "result.json").write_text(json.dumps(self.result, indent=1) + "\n", encoding="utf-8")
-
-
-def built(
-    name: str, its: Settings, devices: Sequence[str], **cut: Any
-) -> tuple[Pipeline, list[tuple[torch.Tensor, torch.Tensor]], Loss]:
-    """A classifier with random weights, cut; random batches, and the loss.
-
-    Args:
-        name: torchvision's.
-        cut: options of `hvdtrain.pipeline.split`.
-    """
-    import torch
-
-    import hvdtrain.pipeline
-    from hvdtrain.vision import classifiers
-
-    torch.manual_seed(0)
-    model = classifiers.build(name, its.classes, image_size=its.image_size).train()
-    batches = [
-        (torch.randn(its.batch, 3, its.image_size, its.image_size), torch.randint(its.classes, (its.batch,)))
-        for _ in range(its.batches)
-    ]
-    loss: Loss = torch.nn.functional.cross_entropy
-    if its.loss == "mse":
-        loss = torch.nn.functional.mse_loss
-        batches = [(x, torch.nn.functional.one_hot(y, its.classes).float()) for x, y in batches]
-    return hvdtrain.pipeline.split(model, batches[0][0], devices, **cut), batches, loss
-
-
-def variant(
-    model: Any,
-    batches: Sequence[Any],
-    loss: Loss,
-    *,
-    update: bool = True,
-    cores: Sequence[int] | None = None,
-    threads: int | None = None,
-    **change: Any,
-) -> Variant:
-    """One repeat of a training: every batch forward and backward, new gradients each time.
-
-    Args:
-        model: what has `step` and `parameters`: a pipeline, the unsplit model.
-        update: with a plain SGD step after each batch.
-        cores, threads: what it works on; see `hvdtrain.pipeline.tuning.unsplit.on_cores`.
-        change: what to set on the model before.
-
-    Returns:
-        A function of how many of the batches (all).
-    """
-    import torch
-
-    from hvdtrain.pipeline.tuning.unsplit import on_cores
-
-    optimizer = torch.optim.SGD(list(model.parameters()), lr=0.001)
-
-    def train(count: int = len(batches)) -> None:
-        for name, value in change.items():
-            setattr(model, name, value)
-        for x, y in batches[:count]:
-            optimizer.zero_grad()
-            with on_cores(cores, threads=threads):
-                model.step(x, y, loss)
-            if update:
-                optimizer.step()
-
-    return train
-
-
-def interleaved(
-    variants: Mapping[Any, Variant],
-    what: str,
-    devices: Sequence[torch.device],
-    repeats: int,
-    *,
-    budget_s: float | None = None,
-    before: Callable[[], None] = lambda: None,
-) -> dict[str, Any]:
-    """Seconds of the repeats of each variant, in rounds in which all take turns. A batch of each before does not count.
-
-    Args:
-        what: for the progress bar.
-        budget_s: about how long it may take, with `LEAST_REPEATS` rounds at least.
-        before: called before each round.
-
-    Returns:
-        {"seconds": seconds by variant, "failed": reason by variant, "spent_s": in all}
-    """
-    from tqdm import tqdm
-
-    from hvdtrain.pipeline import StageError
-    from hvdtrain.pipeline.tuning.unsplit import seconds_of
-
-    class Bar(tqdm):  # type: ignore[type-arg]
-        monitor_interval = 0  # no thread that watches over it
-
-    started = time.perf_counter()
-    failed: dict[Any, str] = {}
-    with Bar(total=(repeats + 1) * len(variants), desc=what, unit="turn", leave=False, disable=None) as bar:
-        for name, train in variants.items():
-            bar.set_postfix_str(f"warming up {name}")
-            try:
-                seconds_of(partial(train, 1), devices)  # until the devices are done: what fails there is seen
-            except Exception as error:  # memory, batch-norm over a single value
-                if not isinstance(error, StageError) and not is_out_of_memory(error):
-                    raise
-                failed[name] = str(error)
-            bar.update()
-        seconds: dict[Any, list[float]] = {name: [] for name in variants if name not in failed}
-        for turn in range(repeats):
-            began = time.perf_counter()
-            before()
-            for name in stats.rotated(seconds, turn):
-                bar.set_postfix_str(str(name))
-                seconds[name].append(seconds_of(variants[name], devices))
-                bar.update()
-            now = time.perf_counter()
-            if budget_s and turn + 1 >= LEAST_REPEATS and now + (now - began) > started + budget_s:
-                break
-    return {"seconds": seconds, "failed": failed, "spent_s": time.perf_counter() - started}
 
 
 # ---- bars
@@ -372,7 +357,7 @@ def tune(job: Job) -> int:
     ours, theirs = tuning.best.micro_batches, swept["best"]
     ratio = stats.Interval(1.0, 1.0, 1.0)
     if ours != theirs:
-        turns = job.interleaved({n: job.cut(n) for n in (ours, theirs)}, "check", budget_s=None)["seconds"]
+        turns = job.interleaved({n: job.cut(n) for n in (ours, theirs)}, "check")["seconds"]
         ratio = stats.ratio_of_medians(turns[ours], turns[theirs])
     share = tuning.spent_s / swept["spent_s"]
     job.result["tune"]["against_sweep"] = {"step_over_best": asdict(ratio), "share_of_time": share}

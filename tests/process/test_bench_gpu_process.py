@@ -14,36 +14,43 @@ from typing import Any
 import pytest
 from harness import REPOSITORY, clean_environment
 
-from hvdtrain.bench.gpu.plan import CHECKS
-from hvdtrain.bench.gpu.process import outcome_of
+from hvdtrain.bench.gpu import CHECKS, outcome_of
 
 SPEC = importlib.util.spec_from_file_location("gpu_kit", REPOSITORY / "scripts" / "gpu_kit.py")
 assert SPEC is not None and SPEC.loader is not None
 gpu_kit = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(gpu_kit)
 
-SAY = "from hvdtrain.bench.gpu.found import Goal, not_here, say;"
+CHECK = """
+import sys
+from hvdtrain.bench.gpu import check, right
+from hvdtrain.bench.gpu.check import Goal, NotHere
+def machine(args):
+    {}
+right.machine = machine
+sys.argv[1:] = ["right.machine", "--device=cpu"]
+check.main()
+"""
 CASES = {
-    "ok": (SAY + "say([Goal('gap', 1e-12, 1e-10), Goal('time', 9.0, None)], ranks=2)", ""),
-    "MISSED": (SAY + "say([Goal('gap', 0.5, 1e-10), Goal('no', float('nan'), 1.0)])", "gap 0.5 is above 1e-10; no nan"),
-    "FAILED": ("raise ValueError('no such layer')", "exit code 1: ValueError: no such layer"),
-    "not here": (SAY + "raise SystemExit(not_here('DeepSpeed is not installed'))", "DeepSpeed is not installed"),
-}  # fmt: skip
-ENVIRONMENT = {"PYTHONPATH": str(REPOSITORY)}
+    "ok": ("return [Goal('gap', 1e-12, 1e-10), Goal('time', 9.0, None)], {'ranks': 2}", ""),
+    "MISSED": ("return [Goal('gap', 0.5, 1e-10), Goal('no', float('nan'), 1.0)], {}", "gap 0.5 is above 1e-10; no nan"),
+    "FAILED": ("raise ValueError('no such layer')", "it ended with 1: ValueError: no such layer"),
+    "not here": ("raise NotHere('DeepSpeed is not installed')", "DeepSpeed is not installed"),
+}
 
 
 @pytest.mark.parametrize("result", CASES)
 def test_what_comes_of_a_check(result: str) -> None:
     code, reason = CASES[result]
-    found = outcome_of([sys.executable, "-c", code], clean_environment(ENVIRONMENT), 60.0)
+    found = outcome_of([sys.executable, "-c", CHECK.format(code)], 1, 60.0)
     assert found.result == result and reason in found.reason, found
     assert (found.figures == {"ranks": 2}) == (result == "ok")
 
 
 def test_a_check_that_hangs_is_ended_with_what_it_started() -> None:
-    found = outcome_of(["sh", "-c", "sleep 600 & echo $!; wait"], clean_environment(), 3.0)
-    assert found.result == "FAILED" and "ended after 3 s" in found.reason
-    status = Path("/proc", str(int(found.output)), "status")
+    found = outcome_of(["sh", "-c", "sleep 600 & echo $!; wait"], 1, 3.0)
+    assert found.result == "FAILED" and "it took too long" in found.reason
+    status = Path("/proc", found.output.split()[-1], "status")
     assert not status.exists() or "State:\tZ" in status.read_text()  # nobody may have asked how it ended
 
 
@@ -53,7 +60,7 @@ def tried(
     """Runs checks, by default on the CPU; returns the result by check."""
     out = folder / "found.json"
     command = ["-m", "hvdtrain", "bench", "gpu", *flags, f"--out={out}", "--only", *only]
-    environment = clean_environment(ENVIRONMENT)
+    environment = clean_environment()
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment, timeout=500)
     assert done.returncode == code, done.stdout + done.stderr
     checks = json.loads(out.read_text())["checks"]

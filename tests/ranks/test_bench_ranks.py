@@ -12,47 +12,69 @@ from bench_arguments import arguments
 from harness import run_ranks
 from matplotlib.image import imread
 
-from hvdtrain.bench import compared, train
+from hvdtrain.bench import train
 from hvdtrain.bench.checkpoint import ARMS
+from hvdtrain.bench.turns.turns import InterleavedJobs
 from hvdtrain.core.errors import HvdtrainError
-from hvdtrain.record import stats
 
 
-def test_report_says_when_the_target_is_missed() -> None:
-    result = {
-        "backend": "tensorflow", "settings": {"per_rank_batch": 8}, "machine": stats.machine(), "load_after": 0.0,
-        "overhead": {
-            "seconds_per_step": {"plain": [1.0], "prepared": [1.03]}, "ratio": {"value": 1.03, "low": 1.0, "high": 1.1},
-            "cpu_seconds_per_step": {"plain": [1.0], "prepared": [1.0]}, "target": 1.02,
-            "cpu_ratio": {"value": 1.0, "low": 1.0, "high": 1.0},
-        },
-    }  # fmt: skip
-    assert "MISSED" in train.report(result)
-    result["overhead"]["ratio"]["value"] = 1.01  # type: ignore[index]
-    assert "MISSED" not in train.report(result)
-
-
-def test_failed_job_shows_its_end() -> None:
+def test_a_job_that_fails_shows_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = arguments("--framework=keras", "--per-rank-batch=4", "--steps=1")
+    monkeypatch.setattr(train, "STEPS", (train.Way("jax", "plain", 1, "jax"),))
+    args.backend = "jax"
     with pytest.raises(HvdtrainError) as caught:
-        train.measure(arguments("--per-rank-batch=4", "--steps=1"), "jax")
+        train.measure(args, "mnist")
     assert "ended with 2" in caught.value.received and "tensorflow or torch" in caught.value.received
+
+
+def test_each_rank_trains_on_a_batch_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """hvdtrain and hand-written DDP on 2 ranks, by a tiny model: what the other rows do in minutes."""
+    batches: dict[str, set[float]] = {}
+    turn = InterleavedJobs.turn
+
+    def recorded(jobs: InterleavedJobs, name: str, **order: Any) -> list[Any]:
+        answers = turn(jobs, name, **order)
+        batches[name] = {answer["batch"] for answer in answers}
+        return answers
+
+    ways = [way for way in train.STEPS if way.arm in ("alone", "apart", "hvdtrain") and not way.keras]
+    monkeypatch.setattr(train, "STEPS", ways)
+    monkeypatch.setattr(InterleavedJobs, "turn", recorded)
+    flags = ["--framework=torch", "--models=toy", "--pixels=16", "--per-rank-batch=2", "--steps=1", "--blocks=2"]
+    assert train.run(arguments(*flags, f"--out={tmp_path / 'bench.json'}")) == 0
+    assert {label: len(drawn) for label, drawn in batches.items()} == {way.label: way.processes or 2 for way in ways}, (
+        "a rank, a batch"
+    )
+    printed = capsys.readouterr().out
+    for part in (*batches, "samples/s", "efficiency, of 2 processes that do not talk", "speed-up, over one process"):
+        assert part in printed, printed
+    check_samples(json.loads((tmp_path / "bench.json").read_text())["models"]["toy"], {way.label for way in ways})
+
+
+def check_samples(part: dict[str, Any], labels: set[str]) -> None:
+    """Two blocks of each way, by every clock, and ratios of them."""
+    for kind in ("seconds", "cpu_seconds"):
+        assert {label for group in part[kind] for label in group} == labels
+        assert all(len(its) == 2 and min(its) > 0 for group in part[kind] for its in group.values())
+    for ratio in (ratio for its in part["ratios"].values() for ratio in its.values()):
+        assert 0 < ratio["low"] <= ratio["value"] <= ratio["high"]
 
 
 @pytest.mark.slow
 def test_a_tiny_bench(tmp_path: Path) -> None:
-    """Both parts, all of it, as the command line does it."""
-    flags = ["--steps", 2, "--blocks", 2, "--rounds", 1, "--per-rank-batch", 4, "--out", tmp_path / "bench.json"]
-    done = run_ranks(
-        ["-m", "hvdtrain", "bench", "train", "--framework", "keras", *map(str, flags)],
-        1,
-        launcher="none",
-        timeout_s=240,
-    ).check()
-    parts = ("plain Keras", "prepared", "1 rank", "2 ranks", "2 processes, no communication", "speed-up", "efficiency")
-    for part in (*parts, str(tmp_path / "bench.json")):
-        assert part in done.out
-    assert "1/2 " in done.err and "2/2 " in done.err
-    check_result(json.loads((tmp_path / "bench.json").read_text()))
+    """Of Keras, as the command line does it."""
+    flags = ["--steps", 2, "--blocks", 2, "--per-rank-batch", 4, "--out", tmp_path / "bench.json"]
+    command = ["-m", "hvdtrain", "bench", "train", "--framework", "keras", *map(str, flags)]
+    done = run_ranks(command, 1, launcher="none", timeout_s=240).check()
+    labels = {way.label for way in train.STEPS if way.keras == "tensorflow"}
+    assert all(f"\n{label} " in done.out for label in labels) and "speed-up, over one process" in done.out
+    result = json.loads((tmp_path / "bench.json").read_text())
+    assert (result["format"], result["bench"], result["settings"]["framework"]) == (1, "train", "keras")
+    assert {"keras", "numpy", "hvdtrain"} <= set(result["machine"]["versions"])
+    assert result["machine"]["cores"] >= 1 and result["settings"]["steps"] == 2
+    check_samples(result["models"]["mnist"], labels)
 
 
 @pytest.mark.slow
@@ -83,37 +105,15 @@ def test_the_model_of_many_ranks_beside_two(tmp_path: Path) -> None:
     assert min(link) >= 0 < max(link)
 
 
-def check_result(result: dict[str, Any]) -> None:
-    assert (result["format"], result["bench"], result["framework"]) == (1, "train", "keras")
-    assert {"keras", "numpy", "hvdtrain"} <= set(result["machine"]["versions"])
-    assert result["machine"]["cores"] >= 1 and result["settings"]["steps"] == 2
-    steps = result["overhead"]["seconds_per_step"]
-    assert len(steps["plain"]) == len(steps["prepared"]) == 2
-    assert all(value > 0 for samples in steps.values() for value in samples)
-    assert {*result["overhead"]["cpu_seconds_per_step"]} == {"plain", "prepared"}
-    for ratio in (
-        result["overhead"]["ratio"],
-        result["overhead"]["cpu_ratio"],
-        result["scaling"]["speedup"],
-        result["scaling"]["efficiency"],
-    ):
-        assert 0 < ratio["low"] <= ratio["value"] <= ratio["high"]
-    assert set(result["scaling"]["seconds_per_step"]) == {"1", "2", train.LIMIT}
-
-
 @pytest.mark.slow
 def test_torch_bench_measures_and_writes(tmp_path: Path) -> None:
     out = tmp_path / "torch.json"
     flags = ["--framework=torch", "--models", "squeezenet1_1", "--pixels=32", "--per-rank-batch=2", "--steps=1"]
     command = ["-m", "hvdtrain", "bench", "train", *flags, "--blocks=2", "--ranks=1", f"--out={out}"]
     result = run_ranks(command, 1, launcher="none", timeout_s=180).check()
-    assert "one process, against plain PyTorch" in result.out and "images/s" in result.out
-    stored = json.loads(out.read_text())
-    seconds = stored["models"]["squeezenet1_1"]["seconds_per_step"]
-    assert {name: len(samples) for name, samples in seconds.items()} == {
-        "plain PyTorch, 1 process": 2, "hvdtrain, 1 process": 2,
-    }  # fmt: skip
-    assert all(value > 0 for samples in seconds.values() for value in samples)
+    assert "one process, against plain PyTorch" in result.out and "samples/s" in result.out
+    labels = {"PyTorch, one process", "hvdtrain on Horovod, one process"}
+    check_samples(json.loads(out.read_text())["models"]["squeezenet1_1"], labels)
 
 
 @pytest.mark.slow
@@ -132,28 +132,24 @@ def test_every_way_is_measured(framework: str, backend: str, groups: int, tmp_pa
     command = ["-m", "hvdtrain", "bench", "train", "--all", f"--framework={framework}", "--at-once=12", *flags]
     command += [f"--backend={backend}"] if backend else []
     done = run_ranks(command, 1, launcher="none", timeout_s=300).check()
-    part = json.loads(out.read_text())["compared"]
-    labels = {way.label for way in compared.WAYS if bool(way.keras) == (framework == "keras") and backend in way.keras}
+    part = json.loads(out.read_text())["models"]["toy"]
+    labels = {way.label for way in train.WAYS if bool(way.keras) == (framework == "keras") and backend in way.keras}
     assert set(part["ratios"]) == set(part["memory_bytes"]) == set(part["lines"]) == labels
     assert all(f"\n{label} " in done.out for label in labels) and "left out" not in done.err
-    assert len(part["groups"]) == groups and f"group {groups} of {groups}: round 2 of 2" in done.err
-    for label, ratio in part["ratios"].items():
-        check_ratios(label, ratio, part["groups"])
-        assert part["memory_bytes"][label] > 2**20
+    assert len(part["seconds"]) == groups and f"group {groups} of {groups}: round 2 of 2" in done.err
+    check_samples(part, labels)
+    for way in (way for way in train.WAYS if way.label in labels):
+        check_ratios(way, part["ratios"][way.label], part["seconds"])
+        assert part["memory_bytes"][way.label] > 2**20
     height, width = imread(out.with_suffix(".png")).shape[:2]
     assert width > 1000 and height > 40 * len(labels)
 
 
-def check_ratios(label: str, ratio: dict[str, Any], groups: list[dict[str, list[float]]]) -> None:
+def check_ratios(way: train.Way, ratio: dict[str, Any], groups: list[dict[str, list[float]]]) -> None:
     """They are those of the samples, pair by pair."""
-    (way,) = (way for way in compared.WAYS if way.label == label)
-    its = [group for group in groups if label in group]
+    its = [group for group in groups if way.label in group]
     assert its and all({way.alone, way.apart} <= set(group) for group in its)
-    assert all(len(samples) == 2 and min(samples) > 0 for group in its for samples in group.values())
     for kind, against, factor in (("speedup", way.alone, 2), ("efficiency", way.apart, 1)):
-        if label == way.alone:
-            assert ratio == {"speedup": {"value": 1, "low": 1, "high": 1}}
-        else:
-            pairs = [pair for group in its for pair in zip(group[against], group[label], strict=True)]
+        if way.label != way.alone:
+            pairs = [pair for group in its for pair in zip(group[against], group[way.label], strict=True)]
             assert ratio[kind]["value"] == pytest.approx(factor * median(above / below for above, below in pairs))
-            assert ratio[kind]["low"] <= ratio[kind]["value"] <= ratio[kind]["high"]

@@ -2,8 +2,8 @@
 
 Ring and servers are written with mpi4py's messages, so that the bytes of every link are counted; with --rate each rank
 has a network namespace of its own, whose cable is as narrow as that, and the kernel counts as well. A latency and a
-bandwidth are fitted to every other size and tried on those between; with them it is said what a training step of a
-model spends on communication on more ranks.
+bandwidth are fitted to every other size and tried on those between; from these it predicts what a training step
+of a model spends on communication on more ranks.
 
 Prints tables, draws a picture, and writes a JSON file with every sample. Give the machine nothing else to do.
 """
@@ -23,8 +23,9 @@ from typing import Any
 from hvdtrain.bench.comm import model, narrow
 from hvdtrain.bench.comm.report import draw, report
 from hvdtrain.bench.comm.ways import WAYS
+from hvdtrain.bench.turns import train_job
 from hvdtrain.bench.turns.report import begin, finish, progress
-from hvdtrain.bench.turns.turns import ONE_THREAD, InterleavedJobs, launched, torch_command
+from hvdtrain.bench.turns.turns import ONE_THREAD, InterleavedJobs, launched
 from hvdtrain.core.errors import ConfigError, install_command
 from hvdtrain.core.flags import positive, whole
 from hvdtrain.pipeline.plan.scaling import Bucket
@@ -65,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the benchmark; returns 0, whatever the figures are."""
+    """Runs the benchmark; returns 0."""
     if args.smallest * LEAST_FACTOR > args.largest << 10:
         received = f"--smallest {args.smallest} (KiB) --largest {args.largest} (MiB)"
         raise ConfigError(f"a fit needs arrays of {LEAST_FACTOR} times the smallest's size", received, "--smallest 1")
@@ -225,6 +226,6 @@ def _measured_step(args: argparse.Namespace) -> float:
     progress(f"{args.model}: a step of one process")
     with InterleavedJobs(os.environ | ONE_THREAD) as jobs:
         jobs.start(
-            "alone", torch_command("alone", 1, model=args.model, device=args.device, per_rank_batch=16, pixels=64), 1
+            "alone", train_job.command("alone", 1, model=args.model, device=args.device, per_rank_batch=16, steps=2), 1
         )
-        return median(jobs.turn("alone", steps=2)[0]["wall"] for _ in range(3))
+        return median(jobs.turn("alone")[0]["wall"] for _ in range(3))

@@ -20,7 +20,7 @@ from hvdtrain.bench.turns.turns import pin
 from hvdtrain.comm.turns import orders
 
 
-class Way(NamedTuple):
+class SumWay(NamedTuple):
     """Returns what is summed, from an array; its sum over ranks, maybe in place; and an array, once that is there."""
 
     put: Callable[[Any], Any]
@@ -28,14 +28,14 @@ class Way(NamedTuple):
     get: Callable[[Any], Any]
 
 
-def way_of(name: str, links: Links | None, device: str) -> Way:
+def way_of(name: str, links: Links | None, device: str) -> SumWay:
     """mpi4py's ways sum numpy arrays, Horovod's all-reduce tensors of the device that it trains on."""
     if name != "horovod":
-        return Way(lambda values: values, partial(WAYS[name], links), lambda values: values)  # type: ignore[arg-type]
+        return SumWay(lambda values: values, partial(WAYS[name], links), lambda values: values)  # type: ignore[arg-type]
     import horovod.torch as hvd
     import torch
 
-    return Way(
+    return SumWay(
         lambda values: torch.from_numpy(values).to(device),
         lambda values: hvd.allreduce_(values, op=hvd.Sum, name=f"bench.{len(values)}"),
         lambda values: values.cpu().numpy(),
@@ -60,7 +60,7 @@ def main() -> int:
     return 0
 
 
-def measure(way: Way, world: Any, links: Links | None, order: dict[str, Any]) -> dict[str, Any]:
+def measure(way: SumWay, world: Any, links: Links | None, order: dict[str, Any]) -> dict[str, Any]:
     """Seconds of a sum, mean over some; bytes that this rank sent in one; whether the sum is numpy's.
 
     Args:
@@ -78,7 +78,7 @@ def measure(way: Way, world: Any, links: Links | None, order: dict[str, Any]) ->
     late_s = order.get("late_s", {}).get(world.rank, 0.0)
     world.comm.barrier()  # not the world's: a bench that stops ranks between turns would look out of step
     sent, interfaces = Counter(links.sent) if links else Counter(), _interface_bytes()
-    world.comm.barrier()  # nobody's bytes come before they are looked for; its own are few
+    world.comm.barrier()  # no rank sends before all have read the counters; the barrier's own bytes are few
     wall, cpu = time.perf_counter(), time.process_time()
     for _ in range(order["repeat"]):
         if late_s:

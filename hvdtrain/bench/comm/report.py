@@ -128,7 +128,7 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
     Raises:
         ConfigError: matplotlib is missing.
     """
-    from hvdtrain.pipeline.tuning.plots import BLUE, DOTS_PER_INCH, GREEN, ORANGE, PURPLE, SKY, VERMILION, new_figure
+    from hvdtrain.pipeline.tuning.plots import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILION, new_figure, write
 
     colours = dict(zip(
         ("ring", "server", "servers", "mpi", "horovod, mpirun", "horovod, horovodrun"),
@@ -153,4 +153,4 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
         place.grid(alpha=0.3)
     axes[0].set_ylabel("seconds of a sum; dotted: where the ring and that way cross")
     axes[0].legend(fontsize=8)
-    figure.savefig(path, dpi=DOTS_PER_INCH)
+    write(figure, path)

@@ -13,19 +13,116 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.bench.gpu.plan import CHECKS, Check, command, environment
-from hvdtrain.bench.gpu.process import Outcome, outcome_of
 from hvdtrain.bench.turns.report import begin, finish, heading, progress
+from hvdtrain.bench.turns.turns import InterleavedJobs, shortened
+from hvdtrain.core.errors import HvdtrainError
 from hvdtrain.core.flags import whole
 from hvdtrain.record import stats
 
 LEAST_S = 15.0  # what a check is begun with
+
+
+@dataclass(frozen=True)
+class Check:
+    """One program.
+
+    Attributes:
+        name, what: of it, in a word and in a line.
+        job: MODULE.FUNCTION of this folder.
+        engine: that it takes.
+        limit_s: when it is ended.
+        ranks: started by `hvdtrain launch` or torchrun; 0: the program itself.
+        timed: has the machine for itself.
+        shares: its ranks share a GPU, which NCCL does not allow: their sums go over Gloo.
+    """
+
+    name: str
+    what: str
+    job: str
+    engine: str = ""
+    limit_s: int = 100  # the first programs find a cold file system
+    ranks: int = 0
+    timed: bool = False
+    shares: bool = False
+
+
+CHECKS = (
+    Check("machine", "versions, the GPU, what Horovod was built with", "right.machine"),
+    Check("solo", "one process against plain PyTorch", "right.engine", "solo"),
+    Check("dataparallel", "one process that cuts its batches, on one device", "right.engine", "dataparallel"),
+    Check("horovod", "Horovod, one rank (NCCL)", "right.engine", "horovod", ranks=1),
+    Check("horovod-shared", "Horovod, two ranks on one device (Gloo)", "right.engine", "horovod", ranks=2, shares=True),
+    Check("ddp", "DistributedDataParallel, one rank (NCCL)", "right.engine", "ddp", ranks=1),
+    Check("ddp-shared", "the same, two ranks on one device (Gloo)", "right.engine", "ddp", ranks=2, shares=True),
+    Check("deepspeed", "DeepSpeed, if it is there, one rank", "right.engine", "deepspeed", ranks=1),
+    Check("keras", "Keras on PyTorch against plain Keras, one process", "right.keras_fit"),
+    Check("keras-horovod", "Keras on PyTorch over Horovod, one rank (NCCL)", "right.keras_fit", ranks=1),
+    Check("keras-shared", "the same, two ranks on one device (Gloo)", "right.keras_fit", ranks=2, shares=True),
+    Check("resources", "memory, threads, files and streams over 200 steps", "cost.resources"),
+    Check("pipeline", "two stages on one device against the unsplit model", "cost.stages", timed=True),
+    Check("speed", "ResNet-50, bf16: images/s, and against the bare loop", "cost.speed", "solo", 120, timed=True),
+    Check("speed-horovod", "the same over Horovod, one rank (NCCL)", "cost.speed", "horovod", 120, 1, timed=True),
+    Check("input", "does the loader keep up: pictures in memory, JPEG files", "cost.feed", "", 150, timed=True),
+)
+
+
+def command(check: Check, args: argparse.Namespace) -> list[str]:
+    """The check's command line."""
+    program = [sys.executable, "-m", "hvdtrain.bench.gpu.check", check.job, *filter(None, [check.engine])]
+    program += [f"--device={args.device}"] + ["--tiny"] * args.tiny + ["--shared"] * check.shares
+    if not check.ranks:
+        return program
+    if check.engine in ("ddp", "deepspeed"):  # which need no Horovod
+        ranks = ["--standalone", f"--nproc-per-node={check.ranks}", "--no-python"]
+        return [sys.executable, "-m", "torch.distributed.run", *ranks, *program]
+    hosts = ["-np", str(check.ranks), "-H", f"localhost:{check.ranks}", "--no-checks", "--quiet"]
+    return [sys.executable, "-m", "hvdtrain", "launch", *hosts, "--", *program]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a check.
+
+    Attributes:
+        result: ok, MISSED (a goal), FAILED (by itself, or ended), "not here" (what it needs), "left out" (for time).
+        reason: why not ok, in a line.
+        goals, figures: see `check.answer`.
+        seconds: it took.
+        output: its last lines, if it failed.
+    """
+
+    result: str
+    reason: str
+    seconds: float
+    goals: list[dict[str, Any]] = field(default_factory=list)
+    figures: dict[str, Any] = field(default_factory=dict)
+    output: str = ""
+
+
+def outcome_of(command: Sequence[str], ranks: int, limit_s: float) -> Outcome:
+    """Runs a check's command to its end, or ends it with all that it started."""
+    started = time.monotonic()
+    with InterleavedJobs(os.environ | {"KERAS_BACKEND": "torch", "PYTHONUNBUFFERED": "1"}) as jobs:
+        jobs.ready_s = limit_s
+        try:
+            jobs.start("check", command, ranks)
+            found = jobs.turn("check")[0]
+        except HvdtrainError as error:
+            return Outcome("FAILED", shortened(error), time.monotonic() - started, output=error.received)
+    seconds = time.monotonic() - started
+    if "not here" in found:
+        return Outcome("not here", found["not here"], seconds)
+    missed = [goal for goal in found["goals"] if not goal["kept"]]
+    reason = "; ".join(f"{goal['what']} {goal['value']:.4g} is above {goal['limit']:g}" for goal in missed)
+    return Outcome("MISSED" if missed else "ok", reason, seconds, **found)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,8 +152,8 @@ def run(args: argparse.Namespace) -> int:
     def done(check: Check) -> Outcome:
         left = deadline - time.monotonic()
         if left < LEAST_S:
-            return Outcome("left out", "no time was left", [], {}, 0.0)
-        found = outcome_of(command(check, args), environment(), min(check.limit_s, left))
+            return Outcome("left out", "no time was left", 0.0)
+        found = outcome_of(command(check, args), max(1, check.ranks), min(check.limit_s, left))
         progress(f"{check.name}: {found.result} ({found.seconds:.0f} s) {found.reason}".rstrip())
         return found
 

@@ -1,4 +1,4 @@
-"""What every benchmark does around its measuring: it looks first, says how far it is, and writes down what came out."""
+"""The frame of every benchmark: checks before it, progress while it measures, and its result as a file and tables."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def progress(text: str) -> None:
 
 
 def finish(args: argparse.Namespace, result: dict[str, Any], report: Callable[[Mapping[str, Any]], str]) -> int:
-    """Writes every sample, prints the tables; returns 0, whatever the figures are."""
+    """Writes every sample, prints the tables; returns 0."""
     result["load_after"] = round(os.getloadavg()[0], 2)
     flags.write_file("--out", args.out, json.dumps(result, indent=1) + "\n")
     print(report(result))

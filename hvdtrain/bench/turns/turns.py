@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 import select
 import shutil
@@ -33,11 +34,11 @@ CLOCKS = ("wall", "cpu")  # of all threads of a process, which a busy machine di
 MEMORY = "memory"  # the most bytes so far, where a job tells
 ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")}
 ONE_THREAD["OMP_WAIT_POLICY"] = "PASSIVE"
-Turns = Mapping[str, tuple[str, dict[str, Any]]]  # by name: which job's it is, and what it is told
+Turns = Mapping[str, tuple[str, dict[str, Any]]]  # by name: the job, and its order
 END_WITHIN_S = 15.0
 # ranks that were stopped for minutes find that their peers have been silent for so long
 PATIENCE = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "3600", "HOROVOD_STALL_CHECK_DISABLE": "1"}
-# Open MPI refuses root unless told twice; the jobs are our own
+# Open MPI refuses root without both variables; the jobs are our own
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
@@ -169,7 +170,7 @@ class InterleavedJobs:
             return connection.recv()
         except EOFError:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                arm.process.wait(END_WITHIN_S)  # it may have more to say
+                arm.process.wait(END_WITHIN_S)  # it may print more
             raise _failed(arm, "one of its ranks ended") from None
 
     def _check(self, arm: Arm, deadline: float) -> None:
@@ -183,22 +184,6 @@ def pin(local_rank: int, count: int = 1) -> None:
     """Gives this process cores of its own, as far as there are so many."""
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[(local_rank * count + number) % len(cores)] for number in range(count)})
-
-
-def torch_command(
-    arm: str, ranks: int, *, model: str, device: str, per_rank_batch: int, pixels: int, devices: int = 1
-) -> list[str]:
-    """The command of an arm of `hvdtrain.bench.torch_job`, with its launcher.
-
-    Args:
-        devices: of one process, which takes the batches of all of them.
-    """
-    launcher = {"hvdtrain": "horovodrun", "horovod": "horovodrun"}.get(arm, "torchrun")
-    return [
-        *launched(ranks, launcher), sys.executable, "-m", "hvdtrain.bench.torch_job", arm, f"--model={model}",
-        f"--device={device}", f"--per-rank-batch={per_rank_batch * devices}", f"--pixels={pixels}",
-        f"--devices={devices}",
-    ]  # fmt: skip
 
 
 def launched(ranks: int, launcher: str) -> list[str]:
@@ -226,6 +211,16 @@ def _failed(arm: Arm, what: str) -> HvdtrainError:
     return HvdtrainError(f"a benchmark's job must end well: {arm.name}", f"{what}\n{arm.tail()}")
 
 
+def shortened(error: HvdtrainError) -> str:
+    """How a job ended, and the last line that tells why, without the launcher's mark."""
+    lines = [re.sub(r"^\[\d+\]<\w+>: ?", "", line).strip() for line in error.received.splitlines()]
+    first, *others = [line for line in lines if line] or [error.rule]
+    telling = [its for its in others if ("Error" in its and "ChildFailed" not in its) or ": rank " in its] or others[
+        -1:
+    ]
+    return ": ".join([first, *telling[-1:]])[:300]
+
+
 def _end(arm: Arm) -> None:
     """Lets a job end; after a while makes it. Its ranks may have left its session, or lost their parent."""
     for connection in arm.ranks.values():
@@ -235,7 +230,8 @@ def _end(arm: Arm) -> None:
             arm.send_signal(sign)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(arm.process.pid, sign)
-        if _ended_within(arm, END_WITHIN_S):
+        # a job without a rank that is ready waits for nothing that could end
+        if _ended_within(arm, END_WITHIN_S if sign or arm.ranks else 0.0):
             break
     for descriptor in arm.processes.values():
         os.close(descriptor)

@@ -40,6 +40,31 @@ class Bars:
     seconds: Mapping[str, Sequence[float]]
     of: str = "a step"
 
+    @property
+    def inches(self) -> tuple[float, float]:
+        """Width and height of the figure."""
+        return max(6.5, 1.9 * len(self.seconds)), 5.0
+
+    def draw(self, axes: Axes) -> None:
+        """Draws itself."""
+        names = list(self.seconds)
+        means = [statistics.fmean(its) for its in self.seconds.values()]
+        spreads = [spread_of(its) for its in self.seconds.values()]
+        colours = [(BLUE, ORANGE, GREEN, PURPLE, SKY, VERMILION)[i % 6] for i in range(len(names))]
+        look: dict[str, Any] = {"color": colours, "edgecolor": "black", "linewidth": 0.6, "zorder": 2}
+        axes.bar(range(len(names)), means, yerr=spreads, capsize=8, width=0.62, **look)
+        top = max(mean + spread for mean, spread in zip(means, spreads, strict=True))
+        for i, (mean, spread) in enumerate(zip(means, spreads, strict=True)):
+            digits = _digits(mean)
+            text = f"{mean:.{digits}f} s" + (f" ± {spread:.{digits}f}" if spread else "")
+            if i:
+                text += f"\n{mean / means[0]:.2f} × {names[0].partition(' (')[0]}"
+            axes.text(i, mean + spread + 0.02 * top, text, ha="center", va="bottom", fontsize=10)
+        axes.set_xticks(range(len(names)), [_wrapped(name, 18) for name in names], fontsize=10)
+        axes.set_ylim(0, 1.22 * top)
+        axes.set_ylabel(f"Seconds for {self.of}\n(mean ± standard deviation {_repeats([*self.seconds.values()])})")
+        axes.grid(axis="y", color="0.88", zorder=0)
+
 
 @dataclass(frozen=True)
 class SplitCurve:
@@ -62,6 +87,47 @@ class SplitCurve:
     best: int | None = None
     lines: Mapping[str, float] = field(default_factory=dict)
     of: str = "a step"
+    inches = (8.0, 5.0)  # width and height of the figure
+
+    def draw(self, axes: Axes) -> None:
+        """Draws itself."""
+        sizes = sorted(self.seconds)
+        means = [statistics.fmean(self.seconds[size]) for size in sizes]
+        spreads = [spread_of(self.seconds[size]) for size in sizes]
+        axes.errorbar(sizes, means, yerr=spreads, marker="o", capsize=5, color=BLUE, linewidth=1.8, zorder=3,
+                      label=f"measured (mean ± standard deviation {_repeats([*self.seconds.values()])})")  # fmt: skip
+        if self.predicted:
+            known = sorted(self.predicted)
+            axes.plot(known, [self.predicted[size] for size in known], linestyle="--", marker="x", markersize=5,
+                      color=VERMILION, linewidth=1.3, zorder=2, label="predicted")  # fmt: skip
+        for (name, seconds), colour in zip(self.lines.items(), (ORANGE, GREEN, PURPLE, SKY), strict=False):
+            label = f"{name}: {_number(seconds)} s"
+            axes.axhline(seconds, color=colour, linestyle=":", linewidth=1.8, zorder=1, label=label)
+        if self.best is not None:
+            mean = statistics.fmean(self.seconds[self.best])
+            axes.plot([self.best], [mean], marker="*", markersize=19, color=YELLOW, markeredgecolor="black",
+                      linestyle="none", zorder=4, label=f"best: split size {self.best}, {_number(mean)} s")  # fmt: skip
+        self._axis(axes, sizes)
+        tops = [mean + spread for mean, spread in zip(means, spreads, strict=True)]
+        highest = max([*self.lines.values(), *self.predicted.values(), *tops])
+        axes.set_ylim(0, 1.08 * highest)
+        axes.set_ylabel(f"Seconds for {self.of}")
+        axes.grid(color="0.9", zorder=0)
+        handles, labels = axes.get_legend_handles_labels()  # matplotlib puts error bars last: they are what counts
+        order = sorted(range(len(labels)), key=lambda i: not labels[i].startswith("measured"))
+        axes.legend([handles[i] for i in order], [labels[i] for i in order], fontsize=9, loc="best", framealpha=0.9)
+
+    def _axis(self, axes: Axes, sizes: Sequence[int]) -> None:
+        """Sizes on a logarithmic scale, for the small ones lie close; below each how many micro-batches it is."""
+        from matplotlib.ticker import NullLocator
+
+        axes.set_xscale("log")
+        labels = [f"{size}\n({math.ceil(self.batch / size)})" for size in sizes]
+        axes.set_xticks(sizes, labels, fontsize=9)
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.set_xlabel(
+            f"Split size: samples of a micro-batch\n(in how many micro-batches a batch of {self.batch} is cut)"
+        )
 
 
 @dataclass(frozen=True)
@@ -78,6 +144,32 @@ class Timeline:
     title: str
     blocks: Sequence[tuple[int, str, int, float, float]]
     stages: Sequence[str] = ()
+
+    @property
+    def inches(self) -> tuple[float, float]:
+        """Width and height of the figure."""
+        return 11.0, 1.8 + 0.7 * len({block[0] for block in self.blocks})
+
+    def draw(self, axes: Axes) -> None:
+        """Draws itself."""
+        from matplotlib.patches import Patch
+
+        start = min(block[3] for block in self.blocks)
+        end = max(block[4] for block in self.blocks)
+        stages = max(block[0] for block in self.blocks) + 1
+        colours = {"forward": SKY, "backward": ORANGE}
+        for stage, kind, micro, began, ended in self.blocks:
+            look: dict[str, Any] = {"color": colours.get(kind, "0.7"), "edgecolor": "black", "linewidth": 0.6}
+            axes.barh(stage, ended - began, left=began - start, height=0.72, **look)
+            if ended - began > 0.012 * (end - start):  # else the number is wider than its block
+                axes.text((began + ended) / 2 - start, stage, str(micro), ha="center", va="center", fontsize=8)
+        names = list(self.stages) or [f"stage {stage}" for stage in range(stages)]
+        axes.set_yticks(range(stages), [_wrapped(name, 28) for name in names], fontsize=9)
+        axes.invert_yaxis()  # the first stage on top
+        axes.set_xlim(0, end - start)
+        axes.set_xlabel("Seconds since the step began (the number is the micro-batch; white is idle)")
+        legend = [Patch(facecolor=colour, edgecolor="black", label=kind) for kind, colour in colours.items()]
+        axes.legend(handles=legend, fontsize=9, ncols=2, loc="lower right", bbox_to_anchor=(1.0, 1.0), frameon=False)
 
 
 class Drawable(Protocol):
@@ -100,16 +192,29 @@ def plot(what: Bars | SplitCurve | Timeline | Drawable, path: str | Path) -> Pat
         ConfigError: nothing to draw; matplotlib is missing; the file cannot be written.
     """
     picture = what if isinstance(what, (Bars, SplitCurve, Timeline)) else what.picture()
-    _refuse_empty(picture)
-    figure = _new_figure(picture)
+    empty, remedy = "", "measure each at least once"
+    if isinstance(picture, Timeline):
+        if not picture.blocks:
+            empty, remedy = "a timeline without blocks", "pipe.record = True"
+    elif not all(picture.seconds.values()) or not picture.seconds:
+        names = [str(name) for name, its in picture.seconds.items() if not its]
+        empty = f"no seconds for {', '.join(names)}" if names else "no seconds at all"
+    if empty:
+        raise ConfigError("a picture needs something to draw", empty, remedy)
+    figure = new_figure(*picture.inches)
     axes = figure.add_subplot()
-    if isinstance(picture, Bars):
-        _draw_bars(axes, picture)
-    elif isinstance(picture, SplitCurve):
-        _draw_split_curve(axes, picture)
-    else:
-        _draw_timeline(axes, picture)
+    picture.draw(axes)
+    _frame(axes)
     axes.set_title(picture.title, fontsize=11, wrap=True)
+    return write(figure, path)
+
+
+def write(figure: Figure, path: str | Path) -> Path:
+    """Writes a figure; returns the path.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
     path = Path(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -118,17 +223,6 @@ def plot(what: Bars | SplitCurve | Timeline | Drawable, path: str | Path) -> Pat
         rule = "a picture needs a file that can be written, with an ending such as .png"
         raise ConfigError(rule, f"{path}: {error}", "name another file") from error
     return path
-
-
-def _refuse_empty(picture: Bars | SplitCurve | Timeline) -> None:
-    if isinstance(picture, Timeline):
-        if not picture.blocks:
-            raise ConfigError("a picture needs something to draw", "a timeline without blocks", "pipe.record = True")
-        return
-    empty = [str(name) for name, its in picture.seconds.items() if not its]
-    if empty or not picture.seconds:
-        received = f"no seconds for {', '.join(empty)}" if empty else "no seconds at all"
-        raise ConfigError("a picture needs something to draw", received, "measure each at least once")
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -143,15 +237,6 @@ def new_figure(width: float, height: float) -> Figure:
         remedy = install_command("plot")
         raise ConfigError("pictures are drawn by matplotlib", f"it cannot be imported: {error}", remedy) from error
     return Figure(figsize=(width, height), layout="constrained")
-
-
-def _new_figure(picture: Bars | SplitCurve | Timeline) -> Figure:
-    wide = 8.0
-    if isinstance(picture, Bars):
-        wide = max(6.5, 1.9 * len(picture.seconds))
-    elif isinstance(picture, Timeline):
-        return new_figure(11.0, 1.8 + 0.7 * len({block[0] for block in picture.blocks}))
-    return new_figure(wide, 5.0)
 
 
 def _repeats(every: Sequence[Sequence[float]]) -> str:
@@ -171,104 +256,10 @@ def _number(seconds: float) -> str:
     return f"{seconds:.{_digits(seconds)}f}"
 
 
-# ---- bars
-
-
-def _draw_bars(axes: Axes, picture: Bars) -> None:
-    names = list(picture.seconds)
-    means = [statistics.fmean(its) for its in picture.seconds.values()]
-    spreads = [spread_of(its) for its in picture.seconds.values()]
-    colours = [(BLUE, ORANGE, GREEN, PURPLE, SKY, VERMILION)[i % 6] for i in range(len(names))]
-    look: dict[str, Any] = {"color": colours, "edgecolor": "black", "linewidth": 0.6, "zorder": 2}
-    axes.bar(range(len(names)), means, yerr=spreads, capsize=8, width=0.62, **look)
-    top = max(mean + spread for mean, spread in zip(means, spreads, strict=True))
-    for i, (mean, spread) in enumerate(zip(means, spreads, strict=True)):
-        digits = _digits(mean)
-        text = f"{mean:.{digits}f} s" + (f" ± {spread:.{digits}f}" if spread else "")
-        if i:
-            text += f"\n{mean / means[0]:.2f} × {names[0].partition(' (')[0]}"
-        axes.text(i, mean + spread + 0.02 * top, text, ha="center", va="bottom", fontsize=10)
-    axes.set_xticks(range(len(names)), [_wrapped(name, 18) for name in names], fontsize=10)
-    axes.set_ylim(0, 1.22 * top)
-    axes.set_ylabel(f"Seconds for {picture.of}\n(mean ± standard deviation {_repeats([*picture.seconds.values()])})")
-    axes.grid(axis="y", color="0.88", zorder=0)
-    _frame(axes)
-
-
 def _wrapped(text: str, width: int) -> str:
     import textwrap
 
     return "\n".join(textwrap.wrap(text, width))
-
-
-# ---- time over split size
-
-
-def _draw_split_curve(axes: Axes, picture: SplitCurve) -> None:
-    sizes = sorted(picture.seconds)
-    means = [statistics.fmean(picture.seconds[size]) for size in sizes]
-    spreads = [spread_of(picture.seconds[size]) for size in sizes]
-    axes.errorbar(sizes, means, yerr=spreads, marker="o", capsize=5, color=BLUE, linewidth=1.8, zorder=3,
-                  label=f"measured (mean ± standard deviation {_repeats([*picture.seconds.values()])})")  # fmt: skip
-    if picture.predicted:
-        known = sorted(picture.predicted)
-        axes.plot(known, [picture.predicted[size] for size in known], linestyle="--", marker="x", markersize=5,
-                  color=VERMILION, linewidth=1.3, zorder=2, label="predicted")  # fmt: skip
-    for (name, seconds), colour in zip(picture.lines.items(), (ORANGE, GREEN, PURPLE, SKY), strict=False):
-        label = f"{name}: {_number(seconds)} s"
-        axes.axhline(seconds, color=colour, linestyle=":", linewidth=1.8, zorder=1, label=label)
-    if picture.best is not None:
-        mean = statistics.fmean(picture.seconds[picture.best])
-        axes.plot([picture.best], [mean], marker="*", markersize=19, color=YELLOW, markeredgecolor="black",
-                  linestyle="none", zorder=4, label=f"best: split size {picture.best}, {_number(mean)} s")  # fmt: skip
-    _split_axis(axes, picture, sizes)
-    tops = [mean + spread for mean, spread in zip(means, spreads, strict=True)]
-    highest = max([*picture.lines.values(), *picture.predicted.values(), *tops])
-    axes.set_ylim(0, 1.08 * highest)
-    axes.set_ylabel(f"Seconds for {picture.of}")
-    axes.grid(color="0.9", zorder=0)
-    handles, labels = axes.get_legend_handles_labels()  # matplotlib puts error bars last: they are what counts
-    order = sorted(range(len(labels)), key=lambda i: not labels[i].startswith("measured"))
-    axes.legend([handles[i] for i in order], [labels[i] for i in order], fontsize=9, loc="best", framealpha=0.9)
-    _frame(axes)
-
-
-def _split_axis(axes: Axes, picture: SplitCurve, sizes: Sequence[int]) -> None:
-    """Sizes on a logarithmic scale, for the small ones lie close together; below each how many micro-batches it is."""
-    from matplotlib.ticker import NullLocator
-
-    axes.set_xscale("log")
-    labels = [f"{size}\n({math.ceil(picture.batch / size)})" for size in sizes]
-    axes.set_xticks(sizes, labels, fontsize=9)
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_xlabel(
-        f"Split size: samples of a micro-batch\n(in how many micro-batches a batch of {picture.batch} is cut)"
-    )
-
-
-# ---- who works when
-
-
-def _draw_timeline(axes: Axes, picture: Timeline) -> None:
-    from matplotlib.patches import Patch
-
-    start = min(block[3] for block in picture.blocks)
-    end = max(block[4] for block in picture.blocks)
-    stages = max(block[0] for block in picture.blocks) + 1
-    colours = {"forward": SKY, "backward": ORANGE}
-    for stage, kind, micro, began, ended in picture.blocks:
-        look: dict[str, Any] = {"color": colours.get(kind, "0.7"), "edgecolor": "black", "linewidth": 0.6}
-        axes.barh(stage, ended - began, left=began - start, height=0.72, **look)
-        if ended - began > 0.012 * (end - start):  # else the number is wider than its block
-            axes.text((began + ended) / 2 - start, stage, str(micro), ha="center", va="center", fontsize=8)
-    names = list(picture.stages) or [f"stage {stage}" for stage in range(stages)]
-    axes.set_yticks(range(stages), [_wrapped(name, 28) for name in names], fontsize=9)
-    axes.invert_yaxis()  # the first stage on top
-    axes.set_xlim(0, end - start)
-    axes.set_xlabel("Seconds since the step began (the number is the micro-batch; white is idle)")
-    legend = [Patch(facecolor=colour, edgecolor="black", label=kind) for kind, colour in colours.items()]
-    axes.legend(handles=legend, fontsize=9, ncols=2, loc="lower right", bbox_to_anchor=(1.0, 1.0), frameon=False)
-    _frame(axes)
 
 
 def _frame(axes: Any) -> None:

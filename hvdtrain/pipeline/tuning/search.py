@@ -1,163 +1,137 @@
-"""Which of several variants is fastest, by as few runs as it takes: a prediction says where to look, short trials in
-turns say what is so. Nothing here knows what is run."""
+"""The fastest of several settings, by as few runs as it takes: the best so far and a challenger take turns until it is
+known which of them is faster. Nothing here knows what is run."""
 
 from __future__ import annotations
 
+import itertools
 import math
-import statistics
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Generic, NamedTuple, TypeVar
 
-from hvdtrain.record.stats import Interval, ratio_of_means, rotated
+from hvdtrain.record.stats import Interval, ratio_of_medians, rotated
 
-LEAST_ROUNDS, MOST_ROUNDS = 3, 6  # with fewer than 3 runs an interval says nothing
+CLEARLY = 1.1  # slower in every round by so much: no more rounds
+LEAST = 5  # rounds for any other verdict
 CLOSE_ENOUGH = 1.03  # times the fastest: what lies below may be chosen instead
-TRUSTED = 1.25  # a prediction whose errors differ by more says nothing about the order
-REFERENCE = 0  # the key of what the candidates are compared with; candidates are counts, from 1
+Setting = TypeVar("Setting")
+Pairs = Iterator[tuple[float, float]]
+
+
+class Refused(Exception):
+    """A challenger that cannot be used; the text is the reason."""
+
+
+class Verdict(NamedTuple):
+    """What comes of a challenger, and its time over that of the best (None: no round)."""
+
+    outcome: str  # "faster", "slower", "not faster", "within the noise", "undecided: ...", "thrown out: ..."
+    ratio: Interval | None
 
 
 @dataclass
-class Search:
-    """The fastest of several candidates (counts, from 1), whose time has one minimum over them.
+class Search(Generic[Setting]):
+    """Lets settings race.
 
-    It begins at the minimum of the prediction and at the candidates beside it, runs them in turns, and moves on when
-    one at the edge leads: so a prediction that is off costs rounds, not the result. Candidates that are slower for
-    sure are left out of further rounds.
-
-    Attributes:
-        run: takes a candidate, or `REFERENCE`; returns seconds, or infinity for what cannot be run.
-        predicted: seconds by candidate; the candidates are its keys.
+    Args:
+        race: gives seconds of two settings, round by round, for as long as it is asked; raises `Refused` where the
+            second cannot be used.
+        budget_s: for all of it; a round that has begun is finished.
+        margin: faster by less is not faster.
         confidence: of every interval.
-        in_time: whether there is time for so many more seconds.
-        reference: whether `REFERENCE` takes part.
-        seconds: what was measured: by candidate, by round.
-        settled: whether no other candidate can be faster by more than 3 %, with that confidence; and whether the
-            reference is faster or slower.
+        clock: seconds.
     """
 
-    run: Callable[[int], float]
-    predicted: Mapping[int, float]
+    race: Callable[[Setting, Setting], Pairs]
+    budget_s: float = math.inf
+    margin: float = 0.0
     confidence: float = 0.95
-    in_time: Callable[[float], bool] = lambda seconds: True
-    reference: bool = False
-    seconds: dict[int, dict[int, float]] = field(default_factory=dict)
-    settled: bool = False
+    clock: Callable[[], float] = time.monotonic
+    began_s: float = field(init=False)
 
     def __post_init__(self) -> None:
-        self._order = sorted(self.predicted)
-        self._active: list[int] = []
-        self._slower: set[int] = set()
+        self.began_s = self.clock()
 
-    def find(self) -> int:
-        """Runs the rounds; returns the candidate to take (see `settled`)."""
-        self._active = self._around(min(self._order, key=self.predicted.__getitem__))
-        for turn in range(MOST_ROUNDS + LEAST_ROUNDS * len(self._order)):
-            if turn and not self._time_for_a_round():
-                break
-            self._round(turn)
-            leader = self.leader()
-            self._leave_out_the_slower(leader)
-            grown = self._look_beside(leader)
-            self.settled = not grown and self._is_settled(leader)
-            still = [one for one in self._active if one not in self._slower]
-            enough = all(len(self.seconds.get(one, ())) >= MOST_ROUNDS for one in still)
-            if self.settled or (enough and not grown):
-                break
-        return self.leader()
+    def spent_s(self) -> float:
+        """Seconds since the beginning."""
+        return self.clock() - self.began_s
 
-    def leader(self) -> int:
-        """The fastest so far."""
-        tried = [one for one in self._active if self.seconds.get(one)]
-        return min([one for one in tried if one not in self._slower] or tried, key=self._believed)
+    def compared(
+        self, best: Setting, challenger: Setting, rounds: tuple[int, int], until_s: float | None = None
+    ) -> Verdict:
+        """Lets two settings take turns until one is known to be faster.
 
-    def _believed(self, one: int) -> float:
-        """The estimate of a candidate; what it lacks in rounds the prediction stands in for, as far as it goes: at the
-        level of what was measured. So one quick run does not make a winner, and a wrong prediction does not stay."""
-        runs, seconds = len(self.seconds[one]), self._estimate(one)
-        if runs >= LEAST_ROUNDS or seconds == math.inf:
-            return seconds
-        known = [self._estimate(its) / self.predicted[its] for its in self._active if self.seconds.get(its)]
-        known = [ratio for ratio in known if ratio < math.inf]
-        if max(known) > TRUSTED * min(known):
-            return seconds
-        scale = statistics.fmean(known)
-        return (runs * seconds + (LEAST_ROUNDS - runs) * scale * self.predicted[one]) / LEAST_ROUNDS
+        Args:
+            rounds: until the challenger is faster, and at most.
+            until_s: when no other round begins (default: the budget).
+        """
+        ratios: list[float] = []
+        ratio: Interval | None = None
+        try:
+            for one, other in self.race(best, challenger):
+                ratios.append(other / one)
+                ratio = ratio_of_medians(ratios, [1.0] * len(ratios), self.confidence)
+                if outcome := judged(ratios, ratio, rounds, self.margin):
+                    return Verdict(outcome, ratio)
+                if self.spent_s() > (self.budget_s if until_s is None else until_s):
+                    break
+        except Refused as why:
+            return Verdict(f"thrown out: {why}", ratio)
+        return Verdict("undecided: no time", ratio)
 
-    def compared(self, one: int, other: int) -> Interval | None:
-        """The time of one candidate (or the reference) over that of another."""
-        its = [{turn: s for turn, s in self.seconds.get(key, {}).items() if s < math.inf} for key in (one, other)]
-        return ratio_of_means(its[0], its[1], self.confidence)
 
-    def _estimate(self, one: int) -> float:
-        """Seconds of a candidate, without how slow the machine was in the rounds it took part in."""
-        if math.inf in self.seconds[one].values():
-            return math.inf
-        return statistics.median(seconds / self._level(turn) for turn, seconds in self.seconds[one].items())
+def race_in_turns(run: Callable[[Setting], float], best: Setting, challenger: Setting) -> Pairs:
+    """A race of two settings, another one first in each round; seconds are infinite for what cannot be run.
 
-    def _level(self, turn: int) -> float:
-        """How slow the machine was in a round: its seconds over each one's mean. A candidate that came later is not
-        judged by another time of day."""
-        ratios = [
-            its[turn] / statistics.fmean(its.values())
-            for its in self.seconds.values()
-            if turn in its and len(its) > 1 and math.inf not in its.values()
-        ]
-        return statistics.fmean(ratios) if ratios else 1.0
+    The challenger's first run does not count: it plans the layers' work.
+    """
+    if run(challenger) == math.inf:
+        raise Refused("it cannot be run")
+    for turn in itertools.count():
+        seconds = {its: run(its) for its in rotated((best, challenger), turn)}
+        if seconds[challenger] == math.inf:
+            raise Refused("it can no longer be run")
+        yield seconds[best], seconds[challenger]
 
-    def _around(self, one: int) -> list[int]:
-        at = self._order.index(one)
-        return self._order[max(0, at - 1) : at + 2]
 
-    def _time_for_a_round(self) -> bool:
-        """Or nothing has run yet."""
-        if all(second == math.inf for one in self._active for second in self.seconds.get(one, {}).values()):
-            return True
-        last = [statistics.fmean(self.seconds[one].values()) for one in self._keys() if self.seconds.get(one)]
-        return self.in_time(sum(second for second in last if second < math.inf))
+def judged(ratios: Sequence[float], ratio: Interval, rounds: tuple[int, int], margin: float) -> str:
+    """What is known of a challenger by its times over those of the best; "": another round tells; pure."""
+    if len(ratios) >= 2 and min(ratios) > CLEARLY:
+        return "slower"
+    if len(ratios) >= LEAST and ratio.value > 1 - margin:
+        return "slower" if ratio.low > 1 else "not faster"
+    if len(ratios) >= (LEAST if max(ratios) < 1 / CLEARLY**2 else rounds[0]) and ratio.high < 1 - margin:
+        return "faster"
+    return "within the noise" if len(ratios) >= rounds[1] else ""
 
-    def _keys(self) -> list[int]:
-        """Who runs in a round; the reference only as often as it takes to compare with it."""
-        runs = len(self.seconds.get(REFERENCE, ()))
-        wanted = self.reference and (runs < LEAST_ROUNDS or (runs < MOST_ROUNDS and not self._reference_is_clear()))
-        return [one for one in self._active if one not in self._slower] + [REFERENCE] * wanted
 
-    def _round(self, turn: int) -> None:
-        for one in rotated(self._keys(), turn):
-            seconds = self.run(one)
-            self.seconds.setdefault(one, {})[turn] = seconds
-            if seconds == math.inf:
-                self._slower.add(one)
-                self.reference = self.reference and one != REFERENCE
+def climb(search: Search[int], start: int, predicted: Mapping[int, float], rounds: tuple[int, int]) -> tuple[int, bool]:
+    """The fastest of several counts, whose time has one minimum over them: looks beside the best so far.
 
-    def _leave_out_the_slower(self, leader: int) -> None:
-        """Those that are slower for sure; and, with one minimum, those that are slower than one between."""
-        beside = self._around(leader)
-        for one in self._active:
-            ratio = self.compared(one, leader)
-            if one == leader or len(self.seconds[one]) < LEAST_ROUNDS or ratio is None:
-                continue
-            if ratio.low > 1 or (one not in beside and ratio.value > 1):
-                self._slower.add(one)
+    A prediction that is off costs rounds, not the result.
 
-    def _look_beside(self, leader: int) -> bool:
-        """Takes in the neighbours of the one that leads, or of all if none can be run; returns whether there are new
-        ones."""
-        runs = math.inf not in self.seconds[leader].values()
-        new = [
-            one for of in ([leader] if runs else self._active) for one in self._around(of) if one not in self._active
-        ]
-        self._active = sorted({*self._active, *new})
-        return bool(new)
+    Args:
+        search: of the counts.
+        start: one that can be run.
+        predicted: seconds by count: of two neighbours the one with the smaller number comes first.
+        rounds: see `Search.compared`.
 
-    def _is_settled(self, leader: int) -> bool:
-        others = [one for one in self._active if one != leader and one not in self._slower]
-        ratios = [self.compared(leader, one) for one in others]
-        sure = len(self.seconds[leader]) >= LEAST_ROUNDS
-        beaten = all(ratio is not None and ratio.high <= CLOSE_ENOUGH for ratio in ratios)
-        return sure and beaten and (not self.reference or self._reference_is_clear())
-
-    def _reference_is_clear(self) -> bool:
-        if len(self.seconds.get(REFERENCE, ())) < LEAST_ROUNDS:
-            return False
-        ratio = self.compared(REFERENCE, self.leader())
-        return ratio is not None and (ratio.low > 1 or ratio.high < 1)
+    Returns:
+        The count, and whether no other can be faster by more than 3 %, with the search's confidence.
+    """
+    order, best, settled, tried = sorted(predicted), start, True, {start}
+    while True:
+        at = order.index(best)
+        beside = [one for one in order[max(0, at - 1) : at + 2] if one not in tried]
+        if not beside:
+            return best, settled
+        if search.spent_s() >= search.budget_s:
+            return best, False
+        challenger = min(beside, key=predicted.__getitem__)
+        tried.add(challenger)
+        outcome, ratio = search.compared(best, challenger, rounds)
+        if outcome == "faster":
+            best, settled = challenger, True
+        elif outcome.startswith("undecided") or (ratio is not None and ratio.low < 1 / CLOSE_ENOUGH):
+            settled = False

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain.core.errors import ConfigError, is_out_of_memory
 from hvdtrain.pipeline.plan.schedule import Schedule, micro_batch_sizes, usual_counts
 from hvdtrain.pipeline.tuning.plots import SplitCurve
-from hvdtrain.pipeline.tuning.search import REFERENCE, Search
-from hvdtrain.record.stats import Interval, mean_of, ratio_of_means, rotated
+from hvdtrain.pipeline.tuning.search import Search, climb, race_in_turns
+from hvdtrain.record.stats import Interval
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,7 +23,9 @@ if TYPE_CHECKING:
     from hvdtrain.pipeline.tuning.unsplit import Unsplit
 
 Loss = Callable[[Any, Any], "Tensor"]
-SCHEDULE_ROUNDS = 6  # in which schedules take turns
+REFERENCE = 0  # in the place of a count: the unsplit model
+ROUNDS = (5, 6)  # until one is faster, and at most
+FOR_COUNTS = 0.7  # of a budget: what is left is for the comparison with the unsplit model
 
 
 class SplitDoesNotPay(ConfigError):
@@ -36,22 +40,20 @@ class Trial:
         micro_batches: how many.
         split_size: samples of the largest.
         seconds: of its steps.
-        mean, low, high: seconds of a step, with the interval of the wanted confidence (infinite from one step).
+        median: of these.
         predicted_s: what had been predicted.
     """
 
     micro_batches: int
     split_size: int
     seconds: tuple[float, ...]
-    mean: float
-    low: float
-    high: float
+    median: float
     predicted_s: float
 
     def __str__(self) -> str:
-        between = f" [{self.low:.3g}, {self.high:.3g}]" if self.high < math.inf else ""
         what = f"split size {self.split_size} ({counted(self.micro_batches)})"
-        return f"{what}: {self.mean:.3g}{between} s, predicted {self.predicted_s:.3g} s"
+        between = f" [{min(self.seconds):.3g} to {max(self.seconds):.3g}]" * (len(self.seconds) > 1)
+        return f"{what}: {self.median:.3g}{between} s, predicted {self.predicted_s:.3g} s"
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ class Tuning:
         unsplit_s: steps of the unsplit model on one device; empty: it does not fit.
         unsplit_on: that device.
         ratio: the best one's time over that of one device, paired; None: it does not fit.
+        one_device: "faster" or "slower" than the best one, if that is shown.
         settled: whether the rounds sufficed to tell that no other is faster by more than 3 %, and that one device is
             slower or faster.
         failed: what could not be run, with the reason.
@@ -81,6 +84,7 @@ class Tuning:
     unsplit_s: tuple[float, ...]
     unsplit_on: str
     ratio: Interval | None
+    one_device: str
     settled: bool
     failed: Mapping[int, str]
     confidence: float
@@ -89,29 +93,29 @@ class Tuning:
 
     @property
     def single_s(self) -> float | None:
-        """A step on one device alone, on average; None: the model does not fit on it."""
-        return mean_of(self.unsplit_s, self.confidence).value if self.unsplit_s else None
+        """The median of steps on one device alone; None: the model does not fit on it."""
+        return statistics.median(self.unsplit_s) if self.unsplit_s else None
 
     @property
     def split_pays(self) -> bool:
         """Whether the split model is shown to be faster than one device, or is the only one that fits."""
-        return self.ratio is None or self.ratio.high < 1
+        return self.ratio is None or self.one_device == "slower"
 
     @property
     def one_is_faster(self) -> bool:
         """Whether one device is shown to be faster; where neither is shown, rounds did not suffice."""
-        return self.ratio is not None and self.ratio.low > 1
+        return self.ratio is not None and self.one_device == "faster"
 
     @property
     def verdict(self) -> str:
         """One sentence, with the numbers."""
         best = f"split size {self.best.split_size} ({counted(self.best.micro_batches)})"
         best += f", {self.schedule}" * bool(self.schedule)
-        ours = f"{self.best.mean:.3g} s a step of {self.batch}"
+        ours = f"{self.best.median:.3g} s a step of {self.batch}"
         if self.ratio is None:
             return f"split, {best}: {ours}; the unsplit model does not fit on one device ({self.unsplit_on})"
         theirs = f"{self.single_s:.3g} s on {self.unsplit_on} alone"
-        level = f"{self.ratio} of its time, {100 * self.confidence:g} %"
+        level = f"{self.ratio} of its time"
         if self.split_pays:
             return f"split, {best}: {ours}, against {theirs} ({level})"
         if self.one_is_faster:
@@ -133,13 +137,13 @@ class Tuning:
 
     def as_dict(self) -> dict[str, Any]:
         """For a JSON file."""
-        trials = [{**vars(trial), "low": _finite(trial.low), "high": _finite(trial.high)} for trial in self.trials]
-        ratio = None if self.ratio is None else {key: _finite(value) for key, value in vars(self.ratio).items()}
+        trials = [vars(trial) for trial in self.trials]
         return {
             "batch": self.batch, "trials": trials, "best": self.best.micro_batches,
             "prediction_s": {str(count): seconds for count, seconds in self.prediction.items()},
-            "unsplit_s": list(self.unsplit_s), "unsplit_on": self.unsplit_on, "best_over_unsplit": ratio,
-            "split_pays": self.split_pays, "settled": self.settled, "verdict": self.verdict,
+            "unsplit_s": list(self.unsplit_s), "unsplit_on": self.unsplit_on, "one_device": self.one_device,
+            "best_over_unsplit": self.ratio and vars(self.ratio), "split_pays": self.split_pays,
+            "settled": self.settled, "verdict": self.verdict,
             "failed": {str(count): reason for count, reason in self.failed.items()},
             "confidence": self.confidence, "spent_s": self.spent_s, "schedule": self.schedule,
         }  # fmt: skip
@@ -161,8 +165,9 @@ def tune(
     """Finds the micro-batch count that makes a step fastest, and sets `pipe.micro_batches` to it.
 
     A few short steps of parts of the batch give what each stage takes over the samples of a micro-batch; from these
-    the step time of every candidate is predicted (`hvdtrain.pipeline.plan.simulate`). Around the predicted minimum
-    candidates are then run in turns, with the unsplit model on one device among them, until intervals tell them apart.
+    the step time of every candidate is predicted (`hvdtrain.pipeline.plan.simulate`). From the predicted minimum on,
+    the best so far and the candidates beside it then take turns, until it is known which is faster; at last the best
+    one and the unsplit model on one device.
 
     Weights are not changed; gradients, buffers and random state are left as they were.
 
@@ -175,7 +180,7 @@ def tune(
         schedules: to try at that count, in turns with the pipeline's own, which stays unless another is shown to be
             faster; then `pipe.schedule` is set to it.
         kwargs: the model's keyword arguments, as in `Pipeline.step`.
-        require: refuse, instead of only saying so in the verdict, when one device alone is shown to be faster.
+        require: raise an error, instead of a verdict only, when one device alone is shown to be faster.
 
     Raises:
         ConfigError: a candidate that is no count of micro-batches of this batch.
@@ -190,22 +195,41 @@ def tune(
     counts = _counts(candidates, batch)
     if not 0 < confidence < 1:
         raise ConfigError("a confidence lies between 0 and 1", f"confidence={confidence}", "confidence=0.95")
-    deadline = math.inf if budget_s is None else started + budget_s
     with preserved(pipe):
         prediction = predict(pipe, x, y, loss, kwargs)
         predicted = {count: prediction(micro_batch_sizes(batch, count)) for count in counts}
         runs = _Runs(pipe, x, y, loss, batch, kwargs)
-        search = Search(
-            runs, predicted, confidence,
-            in_time=lambda seconds: time.perf_counter() + seconds < deadline, reference=runs.one is not None,
-        )  # fmt: skip
-        best = search.find()
+        left_s = math.inf if budget_s is None else max(0.0, budget_s - (time.perf_counter() - started))
+        search = Search(partial(race_in_turns, runs), FOR_COUNTS * left_s, confidence=confidence)
+        start = next((count for count in sorted(counts, key=predicted.__getitem__) if runs(count) < math.inf), None)
+        if start is None:
+            raise runs.errors[min(counts, key=predicted.__getitem__)]
+        best, settled = climb(search, start, predicted, ROUNDS)
+        one = search.compared(best, REFERENCE, ROUNDS, left_s) if runs.one is not None else None
         schedule = _schedule(runs, best, schedules, confidence) if schedules else pipe.schedule
-    if search.seconds[best] and math.inf in search.seconds[best].values():
-        raise runs.errors[best]
     pipe.micro_batches, pipe.schedule = best, schedule
-    tuning = _tuning(search, runs, best, time.perf_counter() - started)
-    tuning = replace(tuning, schedule=schedule if schedules else "")
+    seconds = {count: [its for its in runs.seconds[count] if its < math.inf] for count in runs.seconds}
+    trials = {
+        count: Trial(count, split_size(batch, count), tuple(its), statistics.median(its), predicted[count])
+        for count, its in sorted(seconds.items())
+        if its and count != REFERENCE
+    }
+    ratio = one.ratio if one else None
+    tuning = Tuning(
+        batch=batch,
+        trials=tuple(trials.values()),
+        best=trials[best],
+        prediction=predicted,
+        unsplit_s=tuple(seconds.get(REFERENCE, ())) if ratio else (),
+        unsplit_on=str(runs.one or ", ".join(dict.fromkeys(map(str, pipe.devices)))),
+        ratio=ratio and Interval(1 / ratio.value, 1 / ratio.high, 1 / ratio.low),
+        one_device=one.outcome if one else "",
+        settled=settled and (one is None or one.outcome in ("faster", "slower")),
+        failed={count: str(error) for count, error in runs.errors.items() if count != REFERENCE},
+        confidence=confidence,
+        spent_s=time.perf_counter() - started,
+        schedule=schedule if schedules else "",
+    )
     if require and tuning.one_is_faster:
         rule = "a model is split where that is faster, or where it does not fit on one device"
         raise SplitDoesNotPay(rule, tuning.verdict, "train the unsplit model on one device")
@@ -239,45 +263,18 @@ def _counts(candidates: Sequence[int] | None, batch: int) -> list[int]:
 
 
 def _schedule(runs: _Runs, count: int, others: Sequence[Schedule], confidence: float) -> Schedule:
-    """The pipeline's own, or the one of the others that is shown to be faster by most."""
-    pipe, own = runs.pipe, runs.pipe.schedule
-    seconds: dict[Schedule, dict[int, float]] = {one: {} for one in (own, *others)}
-    for turn in range(SCHEDULE_ROUNDS + 1):
-        for pipe.schedule in rotated(seconds, turn):
-            its = runs(count)
-            if turn:  # the first one plans the layers' work
-                seconds[pipe.schedule][turn] = its
-    runnable = [one for one, its in seconds.items() if one != own and math.inf not in its.values()]
-    ratios = {one: ratio_of_means(seconds[one], seconds[own], confidence) for one in runnable}
-    faster = {one: ratio.value for one, ratio in ratios.items() if ratio is not None and ratio.high < 1}
-    return min(faster, key=faster.__getitem__, default=own)
+    """The pipeline's own, or one of the others that is shown to be faster."""
+    best: Schedule = runs.pipe.schedule
 
+    def run(schedule: Schedule) -> float:
+        runs.pipe.schedule = schedule
+        return runs(count)
 
-def _tuning(search: Search, runs: _Runs, best: int, spent_s: float) -> Tuning:
-    trials = {}
-    for count, its in search.seconds.items():
-        if count != REFERENCE and math.inf not in its.values():
-            mean = mean_of([*its.values()], search.confidence)
-            size, predicted = split_size(runs.batch, count), search.predicted[count]
-            trials[count] = Trial(count, size, tuple(its.values()), mean.value, mean.low, mean.high, predicted)
-    alone = {turn: s for turn, s in search.seconds.get(REFERENCE, {}).items() if s < math.inf}
-    return Tuning(
-        batch=runs.batch,
-        trials=tuple(trials[count] for count in sorted(trials)),
-        best=trials[best],
-        prediction=dict(search.predicted),
-        unsplit_s=tuple(alone.values()),
-        unsplit_on=str(runs.one or ", ".join(dict.fromkeys(map(str, runs.pipe.devices)))),
-        ratio=search.compared(best, REFERENCE),
-        settled=search.settled,
-        failed={count: str(error) for count, error in runs.errors.items() if count != REFERENCE},
-        confidence=search.confidence,
-        spent_s=spent_s,
-    )
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+    search: Search[Schedule] = Search(partial(race_in_turns, run), confidence=confidence)
+    for other in others:
+        if other != best and search.compared(best, other, ROUNDS).outcome == "faster":
+            best = other
+    return best
 
 
 # ---- runs
@@ -295,6 +292,7 @@ class _Runs:
     kwargs: Mapping[str, Any] | None = None
     one: Unsplit | None = None
     errors: dict[int, Exception] = field(default_factory=dict)
+    seconds: dict[int, list[float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         from hvdtrain.pipeline.tuning.unsplit import unsplit
@@ -305,7 +303,9 @@ class _Runs:
             self.one = None
 
     def __call__(self, count: int) -> float:
-        return self._seconds(count, self.one if count == REFERENCE else None)
+        seconds = self._seconds(count, self.one if count == REFERENCE else None)
+        self.seconds.setdefault(count, []).append(seconds)
+        return seconds
 
     def _seconds(self, count: int, one: Unsplit | None) -> float:
         """Infinite for what cannot be run: too little memory, a layer that cannot take so few samples."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,8 @@ import pytest
 from bench_arguments import arguments
 
 from hvdtrain.bench import train
-from hvdtrain.bench.turns import turns
+from hvdtrain.bench.train import WAYS, Way
+from hvdtrain.bench.turns import train_job, turns
 from hvdtrain.core.errors import ConfigError, LauncherError
 from hvdtrain.record import stats
 
@@ -74,26 +77,137 @@ def test_missing_launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     assert turns.launched(1, "horovodrun") == []
 
 
-def test_torch_report_names_the_fastest_rival_and_the_missed_target() -> None:
-    wall = {
-        "plain PyTorch, 1 process": [1.0, 1.0], "hvdtrain, 1 process": [1.0, 1.0], "hvdtrain": [1.2, 1.2],
-        "horovod": [1.5, 1.5], "ddp": [1.1, 1.1], train.LIMIT: [0.9, 0.9],
+# ---- which ways take turns, and the arithmetic of what is printed of them
+
+ALONE, APART, OTHER, FAR = (Way(f"PyTorch, {train.ALONE}", "alone", 1), Way(f"PyTorch, {train.APART}", "alone"),
+                            Way("other", "ddp"), Way("far", "fabric"))  # fmt: skip
+# the machine was half as fast while the second group ran: what it measures alone shows that
+GROUPS = [
+    {ALONE.label: [1.0, 1.0, 1.1], APART.label: [1.25, 1.25, 1.375], OTHER.label: [2.0, 2.0, 2.2]},
+    {ALONE.label: [2.0, 2.0, 2.2], APART.label: [2.5, 2.5, 2.75], FAR.label: [4.0, 4.0, 4.4]},
+]
+
+
+def result_of(groups: Sequence[Mapping[str, list[float]]], ways: Sequence[Way], *, every: bool) -> dict[str, Any]:
+    part = {
+        "ranks": 2, "seconds": groups, "cpu_seconds": groups, "memory_bytes": {way.label: 3 << 20 for way in ways},
+        "lines": {way.label: 7 for way in ways}, "ratios": {way.label: train.ratios(way, groups, 2) for way in ways},
     }  # fmt: skip
-    part: dict[str, Any] = {"ranks": 2, "seconds_per_step": wall, "cpu_seconds_per_step": wall}
-    part |= train.torch_ratios(wall)
-    settings = {"per_rank_batch": 4, "pixels": 32, "device": "cpu", "blocks": 2, "steps": 1}
-    result = {"models": {"tiny": part}, "settings": settings, "machine": stats.machine(), "load_after": 0.0}
-    text = train.torch_report(result)
-    assert "fastest hand-written loop (ddp): 1.091 [1.091, 1.091] (target <= 1: MISSED)" in text
-    assert "2 processes that do not talk: 0.750 [0.750, 0.750], goal 0.92: not reached" in text
-    assert set(part["efficiency"]) == {"hvdtrain", "horovod", "ddp"}
-    wall["hvdtrain"] = [1.0, 1.04]
-    part.update(train.torch_ratios(wall))
-    text = train.torch_report(result)
-    assert "(ddp): 0.927 [0.909, 0.945] (target <= 1: kept)" in text and "MISSED" not in text
-    wall["hvdtrain"] = [0.9, 1.4]
-    part.update(train.torch_ratios(wall))
-    assert "(target <= 1: MISSED, within the noise)" in train.torch_report(result)
-    wall["hvdtrain"] = [0.95, 0.95]  # the limit, not one process, is what it is held against
-    part.update(train.torch_ratios(wall))
-    assert "0.947 [0.947, 0.947], goal 0.92: reached" in train.torch_report(result)
+    settings = {"per_rank_batch": 4, "pixels": 32, "device": "cpu", "blocks": 3, "steps": 1, "ranks": 2, "all": every}
+    return {"models": {"tiny": part}, "settings": settings, "machine": stats.machine(), "load_after": 0.0}
+
+
+@pytest.mark.parametrize("at_once", [1, 5, 7, 11, 20, 99])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_group_fits_and_has_its_references(at_once: int, ranks: int) -> None:
+    groups = train.grouped(WAYS, ranks, at_once)
+    others = [way for group in groups for way in group if way.label not in (way.alone, way.apart)]
+    assert others == [way for way in WAYS if way.label not in (way.alone, way.apart)], "each once, in order"
+    for group in groups:
+        (family,) = {way.family for way in group}
+        assert [way.label for way in group[:2]] == [f"{family}, {train.ALONE}", f"{family}, {train.APART}"]
+        assert len(group) == 3 or sum(way.processes or ranks for way in group) <= at_once
+    assert train.grouped([], ranks, at_once) == []
+
+
+def test_as_many_ways_as_fit_are_in_a_group() -> None:
+    assert [len(group) for group in train.grouped(WAYS, 2, 99)] == [10, 3, 3]
+    assert [len(group) for group in train.grouped(WAYS, 2, 9)] == [6, 5, 3, 3, 3]
+
+
+def test_ratios_are_of_the_same_group() -> None:
+    other, far = (train.ratios(way, GROUPS, 2) for way in (OTHER, FAR))
+    for ratio in (other, far):
+        assert ratio["speedup"]["value"] == pytest.approx(2 * 1 / 2) and ratio["efficiency"]["value"] == 1.25 / 2
+    assert train.ratios(APART, GROUPS, 2)["speedup"]["value"] == pytest.approx(2 * 1 / 1.25)
+    assert train.ratios(APART, GROUPS, 2)["efficiency"]["value"] == 1
+    assert train.ratios(ALONE, GROUPS, 2) == {}, "the reference"
+    ours = Way("hvdtrain on Horovod", "hvdtrain")
+    groups = [GROUPS[0], GROUPS[1] | {ours.label: [1.0, 1.0, 1.1]}]
+    assert "ours" not in train.ratios(OTHER, groups, 2), "not in one group"
+    assert train.ratios(FAR, groups, 2)["ours"]["value"] == 0.25
+
+
+def test_report_of_all_says_what_is_compared_with_what(monkeypatch: pytest.MonkeyPatch) -> None:
+    ways = (ALONE, APART, OTHER, FAR)
+    monkeypatch.setattr(train, "WAYS", ways)
+    text = train.report(result_of(GROUPS, ways, every=True))
+    rows = {line.split("  ")[0]: line.split() for line in text.splitlines()}
+    assert rows["far"][1:4] == ["2", "4000.00", "ms"] and rows["far"][-3:] == ["3", "MiB", "7"]
+    assert rows[APART.label][6:8] == ["1,", "2"], "in both groups"
+    assert "0.625 [0.625, 0.625]" in text and "in the same rounds of the same group" in text
+
+
+def test_report_names_the_fastest_rival_and_the_missed_target() -> None:
+    ways = [way for way in train.STEPS if not way.keras and way.arm not in train.NEEDS]
+    seconds = dict(zip((way.label for way in ways), ([1.0] * 2, [0.9] * 2, [1.0] * 2, [1.2] * 2, [1.5] * 2, [1.1] * 2),
+                       strict=True))  # fmt: skip
+
+    def text() -> str:
+        return train.report(result_of([seconds], ways, every=False))
+
+    assert "one process, against plain PyTorch: 1.000 [1.000, 1.000] (target <= 1.01: kept)" in text()
+    assert "fastest hand-written loop (ddp): 1.091 [1.091, 1.091] (target <= 1: MISSED)" in text()
+    assert "2 processes that do not talk: 0.750 [0.750, 0.750], goal 0.92: not reached" in text()
+    assert "speed-up, over one process of plain PyTorch: 1.667 [1.667, 1.667]" in text()
+    seconds["hvdtrain on Horovod"] = [1.0, 1.04]
+    assert "(ddp): 0.927 [0.909, 0.945] (target <= 1: kept)" in text() and "MISSED" not in text()
+    seconds["hvdtrain on Horovod"] = [0.9, 1.4]
+    assert "(target <= 1: MISSED, within the noise)" in text()
+    seconds["hvdtrain on Horovod"] = [0.95, 0.95]  # the limit, not one process, is what it is held against
+    assert "0.947 [0.947, 0.947], goal 0.92: reached" in text()
+
+
+@pytest.mark.parametrize(("seconds", "told"), [(1.03, "MISSED"), (1.01, "kept")])
+def test_report_of_keras_in_one_process(seconds: float, told: str) -> None:
+    ways = [way for way in train.STEPS if way.keras == "torch" and way.processes == 1]
+    text = train.report(result_of([{ways[0].label: [1.0], ways[1].label: [seconds]}], ways, every=False))
+    assert f"one process, against plain Keras on torch: {seconds:.3f}" in text and f"(target <= 1.02: {told})" in text
+
+
+def test_changed_lines() -> None:
+    by_label = {way.label: train.changed_lines(way) for way in WAYS}
+    assert all((by_label[way.label] == 0) == (way.label in (way.alone, way.apart)) for way in WAYS)
+    # init_process_group and the wrapper with their imports, and the loop that calls the wrapper
+    assert by_label["DistributedDataParallel"] == 5
+
+
+def test_changed_lines_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = {"alone": ["a", "b", "c"], "ddp": ["a", "x", "c", "d"], "fabric": ["c"]}
+    monkeypatch.setattr(train_job, "ARMS", {name: name for name in texts})
+    monkeypatch.setattr(train, "_lines", texts.__getitem__)
+    assert [train.changed_lines(way) for way in (ALONE, OTHER, FAR)] == [0, 2, 2]
+
+
+def test_ways_that_are_left_out_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    args = arguments("--all", "--models", "resnet18")
+    there = [way for way in WAYS if train._is_there(way, args, "resnet18")]
+    said = capsys.readouterr().err
+    assert not any(way.keras for way in there) and said.count("Keras has no resnet18; of what both have: resnet50") == 6
+    assert not train._is_there(dataclasses.replace(OTHER, keras="torch"), arguments("--device=cuda"), "toy")
+    args = arguments("--all", "--framework=keras", "--backend=torch")
+    assert {way.family for way in WAYS if train._is_wanted(way, args)} == {"Keras on torch"}
+
+
+@pytest.mark.parametrize("flags", [("--ranks=1",), ("--models", "resnet18", "resnet50")])
+def test_one_model_on_several_ranks(flags: tuple[str, ...], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--all compares ways to train one model on several ranks"):
+        train.run(arguments("--all", *flags, "--out", str(tmp_path / "x.json")))
+
+
+def test_nothing_to_measure_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    args = arguments("--framework=keras", "--backend=tensorflow", "--per-rank-batch=1", "--steps=1")
+    with pytest.raises(ConfigError, match="a way to train the model here"):
+        train.measure(args, "resnet18")
+    assert "Keras has no resnet18" in capsys.readouterr().err
+
+
+def test_rivals_in_other_groups_are_not_judged() -> None:
+    ways = [way for way in train.STEPS if way.label in ("PyTorch, one process", "hvdtrain on Horovod, one process")]
+    ddp = Way("DistributedDataParallel", "ddp")
+    first, second = {way.label: [1.0] for way in ways}, {ways[0].label: [1.0], ddp.label: [2.0]}
+    assert "hand-written" not in train.report(result_of([first, second], [*ways, ddp], every=False))
+
+
+def test_free_memory_says_how_many_processes() -> None:
+    assert 0 <= train.processes_that_fit() < 10_000

@@ -80,7 +80,7 @@ def test_rate_counts_after_the_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_report_says_when_the_target_is_missed() -> None:
     result = {
-        "machine": stats.machine(), "load_after": 0.0, "device": "cpu",
+        "machine": stats.machine(), "load_after": 0.0, "device": "cpu", "framework": "torch",
         "memory": {"images_per_s": {"DataLoader, 0 workers": [100.0], "hvdtrain": [999.0]}},
         "files": {
             "images_per_s": {

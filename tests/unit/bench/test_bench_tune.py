@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdtrain.bench import train, tune
-from hvdtrain.bench.tune import Knob, Refused, Search, Settings
+from hvdtrain.bench.tune import Knob, Settings, Tuned
 from hvdtrain.core.errors import ConfigError
+from hvdtrain.pipeline.tuning.search import Refused, Search
 
 KNOBS = [Knob("a", ["A"], ["1", "2", "3"], "1"), Knob("b", ["B", "B2"], ["x", "y"])]
 START_S = 5.0  # of a job
@@ -44,8 +45,9 @@ class MadeUp:
             self.now_s += sum(pair)
             yield pair[0], pair[1]
 
-    def search(self, budget_s: float = 1e6) -> Search:
-        return Search(self.race, budget_s, clock=lambda: self.now_s, say=lambda text: None)
+    def find(self, start: Settings, knobs: list[Knob] = KNOBS, budget_s: float = 1e6) -> Tuned:
+        search = Search(self.race, budget_s, tune.MARGIN, clock=lambda: self.now_s)
+        return tune.find(search, start, knobs, progress=lambda text: None)
 
 
 @given(
@@ -55,9 +57,9 @@ class MadeUp:
 )  # fmt: skip
 def test_it_never_ends_slower_than_it_began(costs: dict[str, float], noise: float, seed: int, budget_s: float) -> None:
     machine = MadeUp(costs, noise, seed)
-    found, ratio, verdict = machine.search(budget_s).find({}, KNOBS)
-    assert machine.cost(found) <= 1.0, (found, ratio, verdict)
-    assert (ratio is None) == (found == {}) == (verdict != "faster")
+    found = machine.find({}, budget_s=budget_s)
+    assert machine.cost(found.settings) <= 1.0, found
+    assert (found.ratio is None) == (found.settings == {}) == (found.verdict != "faster")
     # a round that has begun is finished
     assert machine.now_s <= budget_s + START_S + 2 * 1.5 * 1.5 * 1.3
 
@@ -66,21 +68,22 @@ def test_it_never_ends_slower_than_it_began(costs: dict[str, float], noise: floa
 def test_a_bad_setting_is_found(slower: float, noise: float, seed: int) -> None:
     """Whichever knob it is, and whether its own variable or the usual value is what is better."""
     machine = MadeUp({"A7": slower, "B9": slower}, noise, seed)
-    found, ratio, _ = machine.search().find({"A": "7", "B": "9"}, KNOBS)
-    assert machine.cost(found) == 1.0 and found["A"] in ("1", "2", "3") and found["B"] == found["B2"]
-    assert ratio is not None and ratio.high < 1 - tune.MARGIN
+    found = machine.find({"A": "7", "B": "9"})
+    settings = found.settings
+    assert machine.cost(settings) == 1.0 and settings["A"] in ("1", "2", "3") and settings["B"] == settings["B2"]
+    assert found.ratio is not None and found.ratio.high < 1 - tune.MARGIN
 
 
 def test_what_is_not_beyond_noise_is_not_kept() -> None:
     machine = MadeUp({"A2": 0.97}, 0.3)
-    search = machine.search()
-    assert search.find({}, KNOBS)[0] == {}
-    assert {trial["outcome"] for trial in search.trials} <= {"not faster", "within the noise", "slower"}
+    found = machine.find({})
+    assert found.settings == {}
+    assert {trial["outcome"] for trial in found.trials} <= {"not faster", "within the noise", "slower"}
 
 
 def test_a_little_faster_than_the_margin_is_not_worth_a_file() -> None:
-    assert MadeUp({"A2": 1 - tune.MARGIN / 2}, 0.0).search().find({}, KNOBS)[0] == {}
-    assert MadeUp({"A2": 1 - tune.MARGIN * 2}, 0.0).search().find({}, KNOBS)[0] == {"A": "2"}
+    assert MadeUp({"A2": 1 - tune.MARGIN / 2}, 0.0).find({}).settings == {}
+    assert MadeUp({"A2": 1 - tune.MARGIN * 2}, 0.0).find({}).settings == {"A": "2"}
 
 
 def test_a_winner_that_fresh_turns_do_not_confirm_is_dropped() -> None:
@@ -92,34 +95,31 @@ def test_a_winner_that_fresh_turns_do_not_confirm_is_dropped() -> None:
         machine.costs["A2"] = 0.5 if len(machine.raced) < 4 else 1.0
         return race(best, candidate)
 
-    search = machine.search()
-    search.race = fickle
-    found, ratio, verdict = search.find({}, KNOBS)
-    assert machine.raced[-1] == {"A": "2"} and (found, ratio) == ({}, None)
-    assert "in fresh turns" in verdict
+    machine.race = fickle  # type: ignore[method-assign]
+    found = machine.find({})
+    assert machine.raced[-1] == {"A": "2"} and (found.settings, found.ratio) == ({}, None)
+    assert "in fresh turns" in found.verdict
 
 
 def test_a_candidate_that_cannot_be_used_is_said_so() -> None:
-    search = MadeUp({"A2": -1.0, "A3": 0.5}, 0.0).search()
-    assert search.find({}, KNOBS)[0] == {"A": "3"}
-    assert search.trials[0]["outcome"] == "thrown out: it ended with 1"
+    found = MadeUp({"A2": -1.0, "A3": 0.5}, 0.0).find({})
+    assert found.settings == {"A": "3"} and found.trials[0]["outcome"] == "thrown out: it ended with 1"
 
 
 def test_a_candidate_that_is_clearly_slower_gets_two_rounds() -> None:
     machine = MadeUp({"A2": 2.0}, 0.0)
-    search = machine.search()
-    search.find({}, [Knob("a", ["A"], ["2"], "1")])
-    assert search.trials[0]["outcome"] == "slower" and machine.now_s == START_S + 2 * 3.0
+    found = machine.find({}, [Knob("a", ["A"], ["2"], "1")])
+    assert found.trials[0]["outcome"] == "slower" and machine.now_s == START_S + 2 * 3.0
 
 
 def test_what_there_was_no_time_for_is_named() -> None:
-    search = MadeUp({}, 0.0).search(40.0)
-    assert search.find({}, KNOBS)[0] == {}
-    assert len(search.trials) + len(search.untried) == 4 and search.untried[-1] == "b y"
+    found = MadeUp({}, 0.0).find({}, budget_s=40.0)
+    assert found.settings == {} and len(found.trials) + len(found.untried) == 4 and found.untried[-1] == "b y"
     late = MadeUp({}, 0.0)
-    search = late.search(20.0)
+    search = Search(late.race, 20.0, tune.MARGIN, clock=lambda: late.now_s)
     late.now_s = 15.0
-    assert search.find({}, KNOBS)[2] == "nothing was tried: --budget is too short"
+    said = tune.find(search, {}, KNOBS, progress=lambda text: None).verdict
+    assert said == "nothing was tried: --budget is too short"
 
 
 def test_distance() -> None:

@@ -1,7 +1,7 @@
-"""One rank of `hvdtrain bench train --framework torch`: one of the arms, measured turn by turn.
+"""One rank of `hvdtrain bench train`: trains in one of the ways (`ARMS`), and measures blocks of steps, turn by turn.
 
-Every arm trains the same torchvision model on the same batch with the same optimizer, and is written as its own
-documentation writes it.
+Every way trains the same model on the same batch with the same optimizer, and is written as its own documentation
+writes it.
 """
 
 from __future__ import annotations
@@ -14,65 +14,109 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from hvdtrain.bench.turns.turns import pin
+import hvdtrain
+from hvdtrain.bench.turns.turns import launched, pin
 from hvdtrain.comm.turns import orders
+from hvdtrain.core.launchers import Detected, detect
+from hvdtrain.datasets import load_mnist
+from hvdtrain.world import startup
 
+PROGRAM = "hvdtrain.bench.turns.train_job"
 Step = Callable[[], Any]
-CLASSES, TOY = 1000, "toy"
+Block = Callable[[], tuple[float, float]]  # wall and CPU seconds of a step, mean over a block
+CLASSES, TOY, MNIST = 1000, "toy", "mnist"
 WARMUP_STEPS = 3  # before the first turn: buffers are allocated, DDP rebuilds its buckets, Horovod fills its cache
+SKIPPED_STEPS = 3  # of each block of Keras: the input queue fills, and fit makes its checks
+# models that both frameworks have: by torchvision's name, Keras' own
+APPLICATIONS = {
+    "resnet50": "ResNet50", "mobilenet_v2": "MobileNetV2", "vgg16": "VGG16", "densenet121": "DenseNet121", TOY: "",
+}  # fmt: skip
+
+
+def command(
+    arm: str,
+    ranks: int,
+    *,
+    model: str,
+    per_rank_batch: int,
+    steps: int,
+    pixels: int = 64,
+    device: str = "cpu",
+    devices: int = 1,
+    backend: str = "",
+    launcher: str = "horovodrun",
+) -> list[str]:
+    """The command of a way, with its launcher.
+
+    Args:
+        arm: of `ARMS`.
+        per_rank_batch: samples of a device.
+        steps: of a block.
+        devices: of one process, which takes the batches of all of them.
+        backend: Keras', where Keras trains.
+        launcher: of what runs on Horovod.
+    """
+    on_horovod = arm in ("hvdtrain", "horovod") or backend
+    return [
+        *launched(ranks, launcher if on_horovod else "torchrun"), sys.executable, "-m", PROGRAM, arm,
+        f"--model={model}", f"--device={device}", f"--per-rank-batch={per_rank_batch * devices}",
+        f"--pixels={pixels}", f"--steps={steps}", f"--devices={devices}", f"--backend={backend}",
+    ]  # fmt: skip
 
 
 def main() -> int:
-    """Pins this rank to a core of its own, builds the arm, answers orders until the bench ends."""
+    """Pins this rank to cores of its own, builds the way, answers orders until the bench ends."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("arm", choices=sorted(ARMS))
-    for flag in ("--model", "--device"):
+    for flag in ("--model", "--device", "--backend"):
         parser.add_argument(flag, required=True)
-    for flag in ("--per-rank-batch", "--pixels"):
+    for flag in ("--per-rank-batch", "--pixels", "--steps", "--devices"):
         parser.add_argument(flag, type=int, required=True)
-    parser.add_argument("--devices", type=int, default=1, help="of one process; its batch is for all of them")
     args = parser.parse_args()
-    if args.device == "cpu":
-        pin(_local_rank(), args.devices)
-    import torch
 
-    rank, device, step = ARMS[args.arm](args)
-    wait: Step = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    for _ in range(WARMUP_STEPS):
-        step()
-    wait()
-    for order, connection in orders(rank):
-        connection.send(measure(step, wait, order["steps"]))
-    return 0
+    def work(detected: Detected) -> None:
+        args.local_rank = detected.local_rank
+        if args.device == "cpu":
+            pin(args.local_rank, args.devices)
+        rank, block = (_of_keras if args.backend else _of_torch)(args)
+        for _, connection in orders(rank):
+            wall_s, cpu_s = block()
+            found = {"wall": wall_s, "cpu": cpu_s, "memory": peak_memory()}
+            connection.send(found | ({"batch": args.drawn} if "drawn" in args else {}))
 
-
-def measure(step: Step, wait: Step, steps: int) -> dict[str, float]:
-    """Wall and CPU seconds of a step, mean over some; the first is not counted: the ranks have just been woken.
-
-    With them the most memory that was in use so far: of the process, or of the GPU that has most; in bytes.
-    """
-    step()
-    wait()
-    wall, cpu = time.perf_counter(), time.process_time()
-    for _ in range(steps):
-        step()
-    wait()
-    wall, cpu = (time.perf_counter() - wall) / steps, (time.process_time() - cpu) / steps
-    return {"wall": wall, "cpu": cpu, "memory": peak_memory()}
+    return startup.run_program(PROGRAM, work)
 
 
 def peak_memory() -> float:
-    """Bytes: of the GPU that PyTorch used most of, else of this process."""
+    """The most bytes in use so far: of the GPU that PyTorch used most of, else of this process."""
     torch: Any = sys.modules.get("torch")  # not imported for this alone
     if torch and torch.cuda.is_initialized():
         return float(max(torch.cuda.max_memory_allocated(index) for index in range(torch.cuda.device_count())))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
 
 
-def _local_rank() -> int:
-    from hvdtrain.core.launchers import detect
+# ---- PyTorch
 
-    return detect(os.environ).local_rank
+
+def _of_torch(args: argparse.Namespace) -> tuple[int, Block]:
+    import torch
+
+    rank, device, step = ARMS[args.arm](args)
+    wait: Step = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+
+    def block() -> tuple[float, float]:
+        step()  # not counted: the ranks have just been woken
+        wait()
+        wall, cpu = time.perf_counter(), time.process_time()
+        for _ in range(args.steps):
+            step()
+        wait()
+        return (time.perf_counter() - wall) / args.steps, (time.process_time() - cpu) / args.steps
+
+    for _ in range(WARMUP_STEPS):
+        step()
+    wait()
+    return rank, block
 
 
 def _parts(args: argparse.Namespace, device: Any = "cpu") -> tuple[Any, Any, Any, Any, Any]:
@@ -83,9 +127,10 @@ def _parts(args: argparse.Namespace, device: Any = "cpu") -> tuple[Any, Any, Any
     torch.set_num_threads(args.devices)
     model = network(args.model).to(device)
     optimizer = torch_sgd(model.parameters())
-    torch.manual_seed(_local_rank())  # hvdtrain refuses ranks that train on the same batches
+    torch.manual_seed(args.local_rank)  # hvdtrain refuses ranks that train on the same batches
     x = torch.randn(args.per_rank_batch, 3, args.pixels, args.pixels, device=device)
     y = torch.randint(0, CLASSES, (args.per_rank_batch,), device=device)
+    args.drawn = float(x.double().sum())  # a rank's own number, if its batch is its own
     return model, optimizer, torch.nn.CrossEntropyLoss(), x, y
 
 
@@ -135,12 +180,11 @@ def _loop(model: Any, optimizer: Any, loss_of: Any, x: Any, y: Any, backward: An
     return step
 
 
-# ---- the arms
+# ---- its arms
 
 
 def hvdtrain_arm(args: argparse.Namespace) -> tuple[int, Any, Step]:
     """hvdtrain on Horovod (alone: one process)."""
-    import hvdtrain
     import hvdtrain.torch as hvt
 
     world = hvdtrain.init("torch", device=args.device)
@@ -152,16 +196,15 @@ def hvdtrain_arm(args: argparse.Namespace) -> tuple[int, Any, Step]:
 
 def alone_arm(args: argparse.Namespace) -> tuple[int, Any, Step]:
     """Plain PyTorch, one process; of several, none knows of the others."""
-    device = _device(args, _local_rank())
+    device = _device(args, args.local_rank)
     model, optimizer, loss_of, x, y = _parts(args, device)
-    return _local_rank(), device, _loop(model, optimizer, loss_of, x, y)
+    return args.local_rank, device, _loop(model, optimizer, loss_of, x, y)
 
 
 def apart_arm(args: argparse.Namespace) -> tuple[int, Any, Step]:
     """hvdtrain in processes of which none knows of the others: what ranks could reach that had nothing to send."""
-    rank = _local_rank()
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # of torchrun's
-    return rank, *hvdtrain_arm(args)[1:]
+    return args.local_rank, *hvdtrain_arm(args)[1:]
 
 
 def horovod_arm(args: argparse.Namespace) -> tuple[int, Any, Step]:
@@ -182,7 +225,7 @@ def ddp_arm(args: argparse.Namespace) -> tuple[int, Any, Step]:
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
-    device = _device(args, _local_rank())
+    device = _device(args, args.local_rank)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     model, optimizer, loss_of, x, y = _parts(args, device)
     wrapped = DistributedDataParallel(model)
@@ -213,7 +256,6 @@ def fabric_arm(args: argparse.Namespace) -> tuple[int, Any, Step]:
 
 def dataparallel_arm(args: argparse.Namespace) -> tuple[int, Any, Step]:
     """One process that cuts each batch over its devices: torch.nn.DataParallel, mended (`engine="dataparallel"`)."""
-    import hvdtrain
     import hvdtrain.torch as hvt
 
     world = hvdtrain.init("torch", engine="dataparallel", device=args.device, gpus_per_rank=args.devices)
@@ -228,7 +270,7 @@ def deepspeed_arm(args: argparse.Namespace) -> tuple[int, Any, Step]:
     os.environ["DS_ACCELERATOR"] = args.device
     import deepspeed
 
-    device = _device(args, _local_rank())
+    device = _device(args, args.local_rank)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled here first
     model, optimizer, loss_of, x, y = _parts(args, device)
     config = {"train_micro_batch_size_per_gpu": args.per_rank_batch, "zero_optimization": {"stage": 0}}
@@ -244,7 +286,6 @@ def deepspeed_arm(args: argparse.Namespace) -> tuple[int, Any, Step]:
 
 def pipeline_arm(args: argparse.Namespace) -> tuple[int, Any, Step]:
     """One process, the model cut over its devices."""
-    import hvdtrain
     import hvdtrain.pipeline
 
     hvdtrain.init("torch", engine="solo", device=args.device)
@@ -261,7 +302,112 @@ def pipeline_arm(args: argparse.Namespace) -> tuple[int, Any, Step]:
     return 0, pipe.devices[0], step
 
 
-ARMS: dict[str, Callable[[argparse.Namespace], tuple[int, Any, Step]]] = {
+# ---- Keras
+
+
+def _of_keras(args: argparse.Namespace) -> tuple[int, Block]:
+    os.environ["KERAS_BACKEND"] = args.backend
+    needed = startup.keras_modules(args.backend, detect(os.environ))
+    startup.find_modules(needed)
+    startup.import_modules(needed)
+    rank = hvdtrain.init("keras", device="cpu").rank
+    return rank, ARMS[args.arm](args, *_pictures(args))
+
+
+def _pictures(args: argparse.Namespace) -> tuple[Any, Any]:
+    """Those of a block, and their labels: of all ranks where they are dealt out, else a rank's own."""
+    import numpy as np
+
+    count = (args.steps + SKIPPED_STEPS) * args.per_rank_batch
+    if args.arm == "prepared":
+        count *= hvdtrain.current().size  # type: ignore[union-attr]
+    if args.model != MNIST:
+        draw = np.random.Generator(np.random.PCG64(0))
+        shape = (count, args.pixels, args.pixels, 3)
+        return draw.standard_normal(shape, np.float32), draw.integers(0, CLASSES, count)
+    images = load_mnist("digits")
+    wanted = np.arange(count)
+    return images.x_train[..., None].take(wanted, axis=0, mode="wrap"), images.y_train.take(wanted, mode="wrap")
+
+
+def _compiled(args: argparse.Namespace) -> Any:
+    """The network of the Keras MNIST program, with its optimizer and loss; or one of Keras' own."""
+    import keras
+
+    from hvdtrain import keras_mnist
+
+    if args.model != MNIST:
+        model = _application(args.model, (args.pixels, args.pixels, 3))
+        model.compile(optimizer=keras.optimizers.SGD(0.01, momentum=0.9), loss="sparse_categorical_crossentropy")
+        return model
+    model = keras_mnist.network()
+    model.compile(
+        optimizer=keras.optimizers.Adadelta(learning_rate=1.0),
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy"],
+    )
+    return model
+
+
+def _application(name: str, shape: tuple[int, int, int]) -> Any:
+    import keras
+
+    if name != TOY:
+        return getattr(keras.applications, APPLICATIONS[name])(weights=None, input_shape=shape, classes=CLASSES)
+    its = keras.layers
+    return keras.Sequential([
+        its.Input(shape), its.Conv2D(8, 3), its.BatchNormalization(), its.ReLU(), its.GlobalAveragePooling2D(),
+        its.Dense(CLASSES, "softmax"),
+    ])  # fmt: skip
+
+
+def _timer() -> Any:
+    """A callback that records the end of each step; both ways have one."""
+    import keras
+
+    class Timer(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            self.ends: list[tuple[float, float]] = []
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.ends.append((time.perf_counter(), time.process_time()))
+
+        def seconds_per_step(self) -> tuple[float, float]:
+            """Wall and CPU seconds of a step, mean over the block."""
+            first, last = self.ends[SKIPPED_STEPS - 1], self.ends[-1]
+            steps = len(self.ends) - SKIPPED_STEPS
+            return (last[0] - first[0]) / steps, (last[1] - first[1]) / steps
+
+    return Timer()
+
+
+def plain_arm(args: argparse.Namespace, x: Any, y: Any) -> Block:
+    """A block of plain Keras, as its documentation writes it."""
+    model, timer = _compiled(args), _timer()
+
+    def block() -> tuple[float, float]:
+        model.fit(x, y, batch_size=args.per_rank_batch, epochs=1, callbacks=[timer], verbose=0)
+        return timer.seconds_per_step()
+
+    return block
+
+
+def prepared_arm(args: argparse.Namespace, x: Any, y: Any) -> Block:
+    """The same block with hvdtrain, as its README writes it."""
+    import hvdtrain.keras as hvk
+
+    model, timer = _compiled(args), _timer()
+    data = hvk.loader((x, y), args.per_rank_batch)
+    hvk.prepare(model, data)
+
+    def block() -> tuple[float, float]:
+        model.fit(data, epochs=1, callbacks=[*hvk.callbacks(model), timer], verbose=0)
+        return timer.seconds_per_step()
+
+    return block
+
+
+ARMS: dict[str, Callable[..., Any]] = {  # of PyTorch: a rank, its device, a step; of Keras: a block
     "hvdtrain": hvdtrain_arm,
     "alone": alone_arm,
     "apart": apart_arm,
@@ -272,6 +418,8 @@ ARMS: dict[str, Callable[[argparse.Namespace], tuple[int, Any, Step]]] = {
     "deepspeed": deepspeed_arm,
     "pipeline": pipeline_arm,
     "fabric": fabric_arm,
+    "plain": plain_arm,
+    "prepared": prepared_arm,
 }
 NEEDS = {"accelerate": "accelerate", "fabric": "lightning_fabric", "deepspeed": "deepspeed"}
 

@@ -1,0 +1,289 @@
+"""What training costs: ResNet-50 in bf16, channels last, against the bare loop and against its input; a model in two
+stages; what 200 steps leave behind."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import itertools
+import os
+import resource
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import hvdtrain
+import hvdtrain.torch as hvt
+from hvdtrain.bench.gpu.check import Found, Goal, apart
+from hvdtrain.bench.input import write_pictures
+from hvdtrain.bench.turns.train_job import CLASSES, TOY, network, torch_sgd
+from hvdtrain.datasets import load_folder
+from hvdtrain.pipeline import split
+from hvdtrain.pipeline.tuning.unsplit import seconds_of
+from hvdtrain.record import stats
+from hvdtrain.torch.engines.engine import device_of
+
+OVERHEAD = 1.01
+IN_MEMORY = 1.05  # a step from the loader, against one whose batch lies there
+EXACT, STEPS = 1e-10, 4  # of stages
+BATCH, SIZE, STEPS_AN_EPOCH, EVERY = 16, 16, 20, 5  # of what is left behind
+MIB = 2**20
+Step = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a measurement; `small`: the batch where Python is the limit."""
+
+    batch: int
+    small: int
+    pixels: int
+    steps: int
+    rounds: int
+
+
+REAL, TINY = Sizes(256, 16, 224, 15, 9), Sizes(4, 2, 32, 1, 3)
+
+
+def speed(args: argparse.Namespace) -> Found:
+    """Images a second, and a step of hvdtrain's loop against the bare one; again with a small batch, where the time is
+    Python's. Both loops are in this process, each with a model of its own, and take turns."""
+    sizes = TINY if args.tiny else REAL
+    with hvdtrain.init("torch", engine=args.engine, device=args.device, seed=5) as world:
+        device = device_of(world)
+        torch.backends.cudnn.benchmark = True
+        large, small = (_compared(batch, sizes, device, tiny=args.tiny) for batch in (sizes.batch, sizes.small))
+        ratio = stats.ratio_of_medians(large["hvdtrain"], large["bare"])
+        at_small = stats.ratio_of_medians(small["hvdtrain"], small["bare"])
+        goal = Goal("overhead, at least", ratio.low, None if args.tiny else OVERHEAD)
+        rate = {name: round(sizes.batch / median(its)) for name, its in large.items()}
+        return [goal], {
+            "images_per_s": rate["hvdtrain"], "bare_images_per_s": rate["bare"], "overhead": str(ratio),
+            "small_batch": f"{at_small} at {sizes.small} a step of {stats.milliseconds(small['bare'])}",
+            "batch": sizes.batch,
+            "memory_GiB": round(torch.cuda.max_memory_allocated() / 2**30, 1) if device.type == "cuda" else 0,
+            "engine": world.engine, "samples_s": large,
+        }  # fmt: skip
+
+
+def resnet(device: torch.device, *, tiny: bool) -> nn.Module:
+    """In channels last; `tiny`: one convolution."""
+    torch.manual_seed(0)
+    made: nn.Module = network(TOY if tiny else "resnet50").to(device)
+    return made.to(memory_format=torch.channels_last)
+
+
+def prepared(device: torch.device, data: Any = None, *, tiny: bool) -> Callable[[Tensor, Tensor], None]:
+    """hvdtrain's loop: a step on a batch."""
+    whole = resnet(device, tiny=tiny)
+    model, optimizer = hvt.prepare(whole, torch_sgd(whole.parameters()), data, amp="bf16", channels_last=True)
+
+    def step(x: Tensor, y: Tensor) -> None:
+        optimizer.zero_grad()
+        optimizer.backward(nn.functional.cross_entropy(model(x), y))
+        optimizer.step()
+
+    return step
+
+
+def bare(device: torch.device, *, tiny: bool) -> Callable[[Tensor, Tensor], None]:
+    """The same in plain PyTorch."""
+    model = resnet(device, tiny=tiny)
+    optimizer = torch_sgd(model.parameters())
+
+    def step(x: Tensor, y: Tensor) -> None:
+        optimizer.zero_grad()
+        with torch.autocast(device.type, torch.bfloat16):
+            loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+
+    return step
+
+
+def _compared(batch: int, sizes: Sizes, device: torch.device, *, tiny: bool) -> dict[str, list[float]]:
+    x = torch.randn(batch, 3, sizes.pixels, sizes.pixels, device=device).to(memory_format=torch.channels_last)
+    y = torch.randint(0, CLASSES, (batch,), device=device)
+    loops = {"bare": bare(device, tiny=tiny), "hvdtrain": prepared(device, tiny=tiny)}
+    return in_turns({name: partial(step, x, y) for name, step in loops.items()}, sizes, device)
+
+
+def in_turns(arms: Mapping[str, Step], sizes: Sizes, device: torch.device) -> dict[str, list[float]]:
+    """Seconds of a step of each, round by round."""
+
+    def seconds(step: Step) -> float:
+        step()
+        return seconds_of(lambda: [step() for _ in range(sizes.steps)], [device]) / sizes.steps
+
+    for _ in range(3):
+        for step in arms.values():
+            step()
+    return stats.in_turns({name: partial(seconds, step) for name, step in arms.items()}, sizes.rounds)
+
+
+# ---- the input
+
+
+def feed(args: argparse.Namespace) -> Found:
+    """Does the loader keep up: steps from a loader against the same on one batch.
+
+    From pictures in memory, and from JPEG files by as many workers as the loader chooses.
+    """
+    sizes, many = (TINY, 24) if args.tiny else (replace(REAL, rounds=5), 8192)
+    with (
+        tempfile.TemporaryDirectory(prefix="hvdtrain-gpu-") as folder,
+        hvdtrain.init("torch", engine="solo", device=args.device, seed=5) as world,
+    ):
+        device = device_of(world)
+        torch.backends.cudnn.benchmark = True
+        draw = torch.Generator().manual_seed(3)
+        shape = (many, 3, sizes.pixels, sizes.pixels)
+        x = torch.randint(0, 255, shape, dtype=torch.uint8, generator=draw).numpy()
+        y = torch.randint(0, CLASSES, (many,), generator=draw).numpy()
+        augment = hvt.crop_flip(hvt.IMAGENET_MEAN, hvt.IMAGENET_STD)
+        memory = hvt.loader((x, y), sizes.batch, augment=augment, tail="drop")
+        train, _ = load_folder(_files(Path(folder), many, tiny=args.tiny), world=world)
+        files = hvt.loader(hvt.ImageFiles(train, train=True, size=sizes.pixels), sizes.batch, tail="drop")
+        ratios, rates = {}, {}
+        for name, loader in {"memory": memory, "files": files}.items():
+            seconds = _from(loader, sizes, device, tiny=args.tiny)
+            ratios[name] = stats.ratio_of_medians(seconds["loader"], seconds["one batch"])
+            rates[name] = round(sizes.batch / median(seconds["loader"]))
+            loader.close()
+        goal = Goal("from memory, against one batch, at least", ratios["memory"].low, None if args.tiny else IN_MEMORY)
+        found = {name: f"{ratios[name]} at {rates[name]} images/s" for name in ratios}
+        return [goal], found | {"workers": files.workers, "cores": len(os.sched_getaffinity(0))}
+
+
+def _from(loader: Any, sizes: Sizes, device: torch.device, *, tiny: bool) -> dict[str, list[float]]:
+    step, still = prepared(device, loader, tiny=tiny), prepared(device, tiny=tiny)
+    batches = itertools.chain.from_iterable(itertools.repeat(loader))
+    x, y = next(batches)
+    step(x, y)
+    x, y = x.clone(), y.clone()
+    return in_turns({"loader": lambda: step(*next(batches)), "one batch": lambda: still(x, y)}, sizes, device)
+
+
+def _files(root: Path, many: int, *, tiny: bool) -> Path:
+    """Made-up JPEGs, each under many names: workers begin anew with each pass, which must last."""
+    unique = 8 if tiny else 256
+    write_pictures(root, unique)
+    for picture in sorted(root.glob("*/*.jpg")):
+        for number in range(1, many // unique):
+            os.link(picture, picture.with_name(f"{picture.stem}-{number}.jpg"))
+    return root
+
+
+# ---- two stages
+
+
+def stages(args: argparse.Namespace) -> Found:
+    """Two stages on one device against the unsplit model: weights in float64, and the time of a step."""
+    name = f"{args.device}:0" if args.device == "cuda" else "cpu"
+    with hvdtrain.init("torch", engine="solo", device=args.device, seed=5):
+        off = _difference(torch.device(name))
+        cut, whole = _times(torch.device(name), tiny=args.tiny)
+        times = {"ms_split": round(cut * 1e3, 2), "ms_unsplit": round(whole * 1e3, 2)}
+        return [Goal("weights off by", off, EXACT)], {"devices": f"{name},{name}"} | times
+
+
+def _difference(device: torch.device) -> float:
+    torch.manual_seed(3)
+    parts = [nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Tanh(), nn.Flatten(), nn.Linear(128, 5)]
+    model = nn.Sequential(*parts).double()
+    whole = copy.deepcopy(model).to(device)
+    x, y = torch.randn(10, 3, 8, 8, dtype=torch.float64).to(device), torch.arange(10, device=device) % 5
+    pipe = split(model, x, f"{device},{device}", micro_batches=3)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9)
+    plain = torch.optim.SGD(whole.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        pipe.step(x, y, nn.functional.cross_entropy)
+        optimizer.step()
+        plain.zero_grad()
+        nn.functional.cross_entropy(whole(x), y).backward()
+        plain.step()
+    return apart(pipe.module.state_dict(), whole.state_dict())
+
+
+def _times(device: torch.device, *, tiny: bool) -> tuple[float, float]:
+    """Seconds of a step, split and unsplit: on one device a pipeline can only lose."""
+    torch.manual_seed(3)
+    width, batch, steps = (8, 8, 2) if tiny else (4096, 512, 5)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(8)])
+    whole = copy.deepcopy(model).to(device)
+    x, y = torch.randn(batch, width, device=device), torch.randn(batch, width, device=device)
+    pipe = split(model, x, f"{device},{device}", micro_batches=4)
+    loss = nn.functional.mse_loss
+    arms = {"cut": lambda: pipe.step(x, y, loss), "whole": lambda: loss(whole(x), y).backward()}
+    seconds = in_turns(arms, replace(REAL, steps=steps, rounds=3), device)
+    return median(seconds["cut"]), median(seconds["whole"])
+
+
+# ---- what is left behind
+
+
+def resources(args: argparse.Namespace) -> Found:
+    """What 200 steps leave behind, evaluations among them: memory, threads, open files, streams."""
+    epochs, before = (4, 2) if args.tiny else (13, 3)
+    with hvdtrain.init("torch", engine="solo", device=args.device, seed=5):
+        torch.manual_seed(3)
+        module = nn.Sequential(
+            nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 14 * 14, 10)
+        )
+        x = torch.randint(0, 255, (BATCH * STEPS_AN_EPOCH - 5, 3, SIZE, SIZE), dtype=torch.uint8).numpy()
+        y = torch.randint(0, 10, (len(x),)).numpy()
+        flip = hvt.crop_flip(hvt.CIFAR10_MEAN, hvt.CIFAR10_STD)
+        train = hvt.loader((x, y), BATCH, augment=flip, workers=1)
+        model, optimizer = hvt.prepare(
+            module, torch.optim.SGD(module.parameters(), lr=0.01), train, amp="bf16", channels_last=True
+        )
+        first: dict[str, float] = {}
+        steps = 0
+        for epoch in train.epochs(epochs):
+            for pictures, labels in train:
+                optimizer.zero_grad()
+                optimizer.backward(nn.functional.cross_entropy(model(pictures), labels))
+                optimizer.step()
+                steps += epoch >= before
+            if epoch % EVERY == 0 or epoch < before:
+                normalise = hvt.normalise(hvt.CIFAR10_MEAN, hvt.CIFAR10_STD)
+                hvt.evaluate(model, (x, y), hvt.classification(top=(1,)), per_rank_batch=BATCH, augment=normalise)
+            if epoch == before - 1:
+                first = used()
+        last = used()
+        grown = {name: last[name] - first[name] for name in last}
+        limits = {"threads": 0, "files": 0, "streams": 0, "GPU MiB": 1, "GPU MiB reserved": 32, "MiB": 64}
+        goals = [Goal(f"{name} more", grown[name], limits[name]) for name in grown]
+        return goals, {"steps": steps, "at_the_end": last}
+
+
+def used() -> dict[str, float]:
+    """What this process holds now."""
+    gc.collect()
+    found = {
+        "threads": len(os.listdir("/proc/self/task")),
+        "files": len(os.listdir("/proc/self/fd")),
+        "MiB": resident_bytes() / MIB,
+    }
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+        found |= {
+            "GPU MiB": torch.cuda.memory_allocated() / MIB,
+            "GPU MiB reserved": torch.cuda.memory_reserved() / MIB,
+            "streams": len({segment["stream"] for segment in torch.cuda.memory_snapshot()}),
+        }
+    return {name: round(float(value), 2) for name, value in found.items()}
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
