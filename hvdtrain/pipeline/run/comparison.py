@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.pipeline.trace.restore import preserved_state
-from hvdtrain.pipeline.values.microbatch import Weight, cut, is_differentiable, map_tensors, shares, tensors_of
+from hvdtrain.pipeline.values.microbatch import Weight, is_differentiable, pieces_of, shares
+from hvdtrain.values.nested import map_tensors, tensors_of
 
 _LARGE = 1_000_000  # numbers of a loss with a network in it, which is not copied
 
@@ -106,7 +107,7 @@ class Comparison:
     ) -> None:
         self._loss, self._weight, self._targets, self._sizes = loss, weight, targets, sizes
         self._rounding = rounding
-        self._pieces = cut(targets, sizes)
+        self._pieces = pieces_of(targets, sizes)
         self._whole, self._parts = whole, parts
 
     def check(self) -> None:

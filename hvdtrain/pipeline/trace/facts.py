@@ -15,8 +15,9 @@ from hvdtrain.pipeline.trace.code import forgotten
 from hvdtrain.pipeline.trace.few import a_few, device_of, to_device
 from hvdtrain.pipeline.trace.restore import all_training, preserved_state
 from hvdtrain.pipeline.trace.tracer import Program
-from hvdtrain.pipeline.values.microbatch import SIMPLE, tensors_of
-from hvdtrain.pipeline.values.rng import Generators
+from hvdtrain.pipeline.values.microbatch import SIMPLE
+from hvdtrain.values.generators import Generators
+from hvdtrain.values.nested import tensors_of
 
 
 @dataclass

@@ -21,7 +21,8 @@ from hvdtrain.torch.data.memory import Memory
 from hvdtrain.torch.data.processes import Processes, Reader, answers
 from hvdtrain.torch.data.source import Augment, Fetched
 from hvdtrain.torch.data.workers import Failures, Together, read_batch, together_of, two_of
-from hvdtrain.torch.values.random_state import OwnRng, preserved_rng
+from hvdtrain.torch.values.random_state import OwnRng
+from hvdtrain.values.generators import HOST
 from hvdtrain.world.records import STREAM, Head, Kind, Noted, check_ends, head
 from hvdtrain.world.streams import StreamPlan, StreamStep, epoch_seed, walk
 from hvdtrain.world.world import World
@@ -101,7 +102,7 @@ class _Walker(Reader, IterableDataset[Any]):
                 return
             step, mine = found
             if step.number % workers == worker:
-                with preserved_rng():
+                with HOST.preserved():
                     fetched = source.fetch(self, step, mine, records.first)
                 yield step, fetched
 

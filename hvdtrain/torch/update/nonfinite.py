@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.core.errors import NonFiniteError
-from hvdtrain.torch.engines.buffers import preserved
 from hvdtrain.torch.engines.sync_batchnorm import sync_batchnorm_mode
-from hvdtrain.torch.values.nested import tensors_of
+from hvdtrain.values.nested import tensors_of
+from hvdtrain.values.preserved import kept_buffers
 from hvdtrain.world.same_data import is_statistic
 from hvdtrain.world.world import World
 
@@ -219,7 +219,7 @@ def first_bad_layer(
     hooks = [child.register_forward_hook(look, with_kwargs=True) for child in module.modules()]
     try:
         # the other ranks do not take part in this
-        with torch.no_grad(), sync_batchnorm_mode("alone"), preserved(module, alone=True):
+        with torch.no_grad(), sync_batchnorm_mode("alone"), kept_buffers(module.modules()):
             (module if call is None else call)(*args, **kwargs)
     finally:
         for hook in hooks:

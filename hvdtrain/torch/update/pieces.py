@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.core.errors import ConfigError, HvdtrainError
-from hvdtrain.torch.engines import buffers
 from hvdtrain.torch.engines.shell import unwrap
 from hvdtrain.torch.engines.sync_batchnorm import sync_batchnorm_mode
 from hvdtrain.torch.losses.loss_graph import Reader
@@ -28,8 +27,9 @@ from hvdtrain.torch.losses.replay import CannotTry
 from hvdtrain.torch.losses.tally import weight_of
 from hvdtrain.torch.update.gradients import check_loss
 from hvdtrain.torch.update.session import session_of
-from hvdtrain.torch.values.nested import batch_size, cut, tensors_of
-from hvdtrain.torch.values.random_state import preserved_rng
+from hvdtrain.values.generators import of_all_gpus
+from hvdtrain.values.nested import batch_size, cut, tensors_of
+from hvdtrain.values.preserved import kept_buffers, kept_modes
 
 if TYPE_CHECKING:
     from hvdtrain.torch.losses.tally import Weight
@@ -310,14 +310,13 @@ def _unchanged(modules: list[nn.Module]) -> Iterator[None]:
     for session in sessions:
         session.proof.pause()
     layers = [layer for module in modules for layer in module.modules()]
-    modes = [(layer, layer.training) for layer in layers]
     rows: list[Any] = [
         layer.weight for layer in layers if getattr(layer, "max_norm", None) is not None
     ]  # a forward pass scales
     scaled = [(row, row.detach().clone()) for row in rows]
-    kept = buffers.preserved(nn.ModuleList(modules), alone=True)
+    modes, kept = kept_modes(layers), kept_buffers(layers)
     # alone: the other ranks do not take part in this
-    with torch.random.fork_rng(), preserved_rng(), kept, torch.enable_grad(), sync_batchnorm_mode("alone"):
+    with of_all_gpus().preserved(), modes, kept, torch.enable_grad(), sync_batchnorm_mode("alone"):
         try:
             for session in sessions:
                 session.proof.outputs = None
@@ -325,8 +324,6 @@ def _unchanged(modules: list[nn.Module]) -> Iterator[None]:
         finally:
             for session, call, method, outputs in noted:
                 session.last_call, session.last_method, session.proof.outputs = call, method, outputs
-            for layer, mode in modes:
-                layer.training = mode
             for row, before in scaled:
                 row.data.copy_(before)
 

@@ -32,8 +32,8 @@ from hvdtrain.pipeline.run.worker import Call
 from hvdtrain.pipeline.trace.parted import inputs_first
 from hvdtrain.pipeline.trace.segments import segments
 from hvdtrain.pipeline.tuning.search_size import tune
-from hvdtrain.pipeline.values.microbatch import tensors_of
 from hvdtrain.pipeline.values.places import Places
+from hvdtrain.values.nested import tensors_of
 
 torch.set_default_dtype(torch.float64)
 torch.set_num_threads(2)

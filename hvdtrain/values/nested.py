@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -106,3 +106,35 @@ def cut(values: Any, samples: int, start: int, stop: int) -> Any:
         return whole and all(isinstance(text, (str, bytes)) for text in part)
 
     return _map(lambda part: isinstance(part, Tensor) or texts(part), rows, values)
+
+
+def join(
+    outputs: Sequence[Any],
+    sizes: Sequence[int],
+    refused: Callable[[str, Sequence[int]], Exception],
+    device: torch.device | None = None,
+) -> Any:
+    """Returns the nested outputs of a batch's pieces as one: what has a row for each sample, end to end.
+
+    Args:
+        outputs: of each piece.
+        sizes: samples of each piece.
+        refused: makes the error for outputs that cannot be put together, of these and of `sizes`. A scalar is one:
+            whether it is a mean, a sum or a count, and over what, its value does not tell, and its graph not always.
+        device: where to; by default where the first is.
+    """
+    first = outputs[0]
+    if len(outputs) == 1:
+        return first
+    if isinstance(first, Tensor):
+        if any(not output.dim() or len(output) != size for output, size in zip(outputs, sizes, strict=True)):
+            raise refused(f"tensors of shapes {[tuple(output.shape) for output in outputs]}", sizes)
+        return torch.cat([output.to(device or first.device, non_blocking=True) for output in outputs])
+    opened = [parts_of(output) for output in outputs]
+    if opened[0] is not None:
+        columns = {name: [parts[name] for parts in opened if parts is not None] for name in opened[0]}
+        return made_of({name: join(column, sizes, refused, device) for name, column in columns.items()}, first)
+    counted = type(first) is int and list(outputs) == list(sizes)  # len(x)
+    if not counted and all(output is first or output == first for output in outputs):
+        return first
+    raise refused(f"{type(first).__name__}: {', '.join(map(repr, outputs))}", sizes)
