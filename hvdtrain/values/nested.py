@@ -1,7 +1,7 @@
-"""Tensors in nested values: tuples (named ones too), lists, mappings and dataclasses are walked,
-and the rest stays as it is.
+"""Tensors in nested values: walks tuples, lists, mappings, dataclasses and what PyTorch's pytree knows besides these
+(a deque); any other value stays as it is.
 
-Not by PyTorch's own pytree, to which a class of dict that it does not know, or another mapping (what tokenizers
+Not by the pytree alone, to which a class of dict that it does not know, or another mapping (what tokenizers
 return), is a leaf: its tensors would be left where they are, or go whole where they should be cut.
 """
 
@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 
 def moves_itself(values: Any) -> bool:
@@ -30,7 +31,8 @@ def parts_of(values: Any) -> dict[Any, Any] | None:
     if dataclasses.is_dataclass(values) and not isinstance(values, type):
         names = (field.name for field in dataclasses.fields(values))
         return {name: getattr(values, name) for name in names if hasattr(values, name)}
-    return None
+    known = pytree.SUPPORTED_NODES.get(type(values))
+    return None if known is None else dict(enumerate(known.flatten_fn(values)[0]))
 
 
 def made_of(parts: dict[Any, Any], example: Any) -> Any:
@@ -40,7 +42,10 @@ def made_of(parts: dict[Any, Any], example: Any) -> Any:
         named = hasattr(example, "_fields")
         return type(example)(*parts.values()) if named else type(example)(parts.values())
     if not isinstance(example, Mapping):
-        made = copy.copy(example)
+        if not dataclasses.is_dataclass(example):
+            known = pytree.SUPPORTED_NODES[type(example)]
+            return known.unflatten_fn(parts.values(), known.flatten_fn(example)[1])
+        made: Any = copy.copy(example)
         for name, part in parts.items():
             object.__setattr__(made, name, part)  # frozen ones too
         return made

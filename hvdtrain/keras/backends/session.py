@@ -21,6 +21,7 @@ import numpy as np
 from hvdtrain.checkpoint.parts import Progress, Saves
 from hvdtrain.comm import elastic
 from hvdtrain.core.errors import ConfigError, ReplicaError
+from hvdtrain.core.generators import OwnRandom
 from hvdtrain.core.lr import LR
 from hvdtrain.record.clock import Clock
 from hvdtrain.world.world import World
@@ -80,7 +81,7 @@ class Session:
             starts; until then `fit` goes on where the checkpoint was taken.
         saves: this run writes checkpoints.
         clock: of a recorded run's phases; waited: seconds within steps that waited for data, a number or a variable.
-        step_random: Python's and numpy's generators of this rank within a train step.
+        step_random: what this rank draws with Python's and numpy's generators within a train step.
         progress: where training stands, as counted or restored; the next `fit` goes on from there.
         fitting: `fit` runs, and has been checked; fitted: the `Loader` that it reads; `None`: data that hvdtrain
             does not deal.
@@ -137,7 +138,7 @@ class Session:
     streams_set: bool = False
     restored_random: Mapping[str, np.ndarray] | None = None
     saves: bool = False
-    step_random: tuple[Any, Any] | None = None
+    step_random: OwnRandom | None = None
     progress: Progress = field(default_factory=Progress)
     fitting: bool = False
     fitted: Any = None

@@ -22,9 +22,12 @@ from keras.src.backend.common import global_state
 from keras.src.random.seed_generator import global_seed_generator
 
 from hvdtrain.core.errors import ConfigError
+from hvdtrain.core.generators import Generators, OwnRandom, State
 from hvdtrain.keras.backends.chosen import BACKEND
 from hvdtrain.keras.backends.session import KEY, Session
 from hvdtrain.world.world import World
+
+_HOST = Generators()  # Python's and numpy's; the backend keeps its own
 
 
 def seed_variables(model: keras.Model) -> dict[str, Any]:
@@ -48,10 +51,10 @@ def make_global() -> None:
 def capture(model: keras.Model) -> dict[str, np.ndarray]:
     """Returns this rank's random state as plain arrays (no pickle needed to store them)."""
     state = {name: BACKEND.to_numpy(variable).copy() for name, variable in seed_variables(model).items()}
-    state.update(_as_arrays(_host(), ""))
+    state.update(_as_arrays(_HOST.everything(), ""))
     session: Session = vars(model)[KEY]
     if session.step_random is not None:
-        state.update(_as_arrays(session.step_random, "step."))
+        state.update(_as_arrays(session.step_random.state, "step."))
     state.update({key: value.copy() for key, value in BACKEND.random_state().items()})
     return state
 
@@ -63,24 +66,15 @@ def restore(model: keras.Model, state: Mapping[str, np.ndarray]) -> None:
     for name, variable in seed_variables(model).items():
         if name in state:
             variable.assign(state[name])
-    _set_host(_from_arrays(state, ""))
+    _HOST.restore(_from_arrays(state, ""))
     if "step.python" in state:
-        vars(model)[KEY].step_random = _from_arrays(state, "step.")
+        vars(model)[KEY].step_random = OwnRandom(_HOST, _from_arrays(state, "step."))
     BACKEND.set_random_state({key: np.asarray(value) for key, value in state.items()})
 
 
 # -------------------------------------------------------------------- Python's and numpy's generators
-def _host() -> tuple[Any, Any]:
-    return random.getstate(), np.random.get_state(legacy=True)
-
-
-def _set_host(state: tuple[Any, Any]) -> None:
-    random.setstate(state[0])
-    np.random.set_state(state[1])
-
-
-def _as_arrays(state: tuple[Any, Any], prefix: str) -> dict[str, np.ndarray]:
-    (version, words, gauss), (kind, keys, position, has_gauss, cached) = state
+def _as_arrays(state: State, prefix: str) -> dict[str, np.ndarray]:
+    _, (version, words, gauss), (kind, keys, position, has_gauss, cached) = state
     assert kind == "MT19937" and version == 3
     return {
         f"{prefix}python": np.array(words, np.uint64),
@@ -90,11 +84,12 @@ def _as_arrays(state: tuple[Any, Any], prefix: str) -> dict[str, np.ndarray]:
     }
 
 
-def _from_arrays(state: Mapping[str, np.ndarray], prefix: str) -> tuple[Any, Any]:
+def _from_arrays(state: Mapping[str, np.ndarray], prefix: str) -> State:
     gauss = state[f"{prefix}python_gauss"]
     position, has_gauss, cached = state[f"{prefix}numpy_gauss"]
     words = tuple(int(word) for word in state[f"{prefix}python"])
     return (
+        [],
         (3, words, float(gauss[0]) if gauss.size else None),
         ("MT19937", np.asarray(state[f"{prefix}numpy"], np.uint32), int(position), int(has_gauss), float(cached)),
     )
@@ -106,13 +101,8 @@ def of_step(session: Session) -> Iterator[None]:
     if session.step_random is None or BACKEND.tracing():
         yield
         return
-    kept = _host()
-    _set_host(session.step_random)
-    try:
+    with session.step_random.in_place():
         yield
-    finally:
-        session.step_random = _host()
-        _set_host(kept)
 
 
 # -------------------------------------------------------------------- each rank its own
@@ -137,7 +127,8 @@ def apply_derived(model: keras.Model, state: Mapping[str, np.ndarray], rank: int
             digest = hashlib.sha256(f"{key}:{rank}:".encode() + np.ascontiguousarray(value).tobytes()).digest()
             seeds[key] = int.from_bytes(digest[:4], "little") & 0x7FFFFFFE
     own, noise = random.Random(seeds["python"]), np.random.RandomState(seeds["numpy"])
-    vars(model)[KEY].step_random = (own.getstate(), noise.get_state(legacy=True))
+    own_state: State = [], own.getstate(), noise.get_state(legacy=True)
+    vars(model)[KEY].step_random = OwnRandom(_HOST, own_state)
     if rank == 0:
         return
     for name, variable in seed_variables(model).items():

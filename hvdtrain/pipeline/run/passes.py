@@ -17,7 +17,7 @@ from hvdtrain.pipeline.trace.segments import Segment
 from hvdtrain.pipeline.values.microbatch import is_differentiable, not_joined
 from hvdtrain.pipeline.values.places import Mark, StageDevice, mark
 from hvdtrain.pipeline.values.rng import alone
-from hvdtrain.values.generators import Generators
+from hvdtrain.values.generators import of_devices
 from hvdtrain.values.nested import join, map_tensors, tensors_of
 
 Call = Any  # `worker.Call`, which makes these
@@ -84,7 +84,7 @@ class Passes:
         self._again = call.recompute[index]
         self._parted = any(action.kind == "weight" for action in call.orders[0])
         self.is_last = index == len(call.stages) - 1
-        self._generators = Generators(self._stage.device)
+        self._generators = of_devices(self._stage.device)
         self._norms = call.pooled.of(self._stage.modules()) if call.pooled else ()
         self.kept: dict[int, _Kept] = {}
 

@@ -29,7 +29,7 @@ from hvdtrain.pipeline.run.comparison import Comparison, agrees, inner_loss, tol
 from hvdtrain.pipeline.run.worker import StageError
 from hvdtrain.pipeline.trace.restore import all_training, preserved_state
 from hvdtrain.pipeline.values.microbatch import Weight, is_differentiable, pieces_of, samples_of
-from hvdtrain.values.generators import Generators, differ
+from hvdtrain.values.generators import differ, of_devices
 from hvdtrain.values.nested import map_tensors, tensors_of
 
 SAMPLES = 12  # that a loss is tried with
@@ -162,7 +162,7 @@ class Proof:
     ) -> tuple[Any, list[Any] | StageError, bool]:
         """Of a batch as one piece, and of its parts (or why there are none); and whether random numbers were drawn."""
         pipe = self._pipe
-        generators = Generators(pipe.devices[-1])
+        generators = of_devices(pipe.devices[-1])
         bare = without_batch_statistics(module for stage in pipe.stages for module in stage.modules())
         with preserved_state(pipe.module, *pipe.devices), all_training(pipe.module, training), bare:
             before = generators.everything()

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hvdtrain.values.generators import HOST, Generators, State, differ
+from hvdtrain.core.generators import State
+from hvdtrain.values.generators import HOST, differ, of_devices
 from hvdtrain.values.preserved import kept_buffers, kept_modes
 
 
@@ -106,7 +107,7 @@ def preserved_state(model: nn.Module, *devices: torch.device) -> Iterator[None]:
     """Whatever runs inside: buffers, modules' attributes, gradients and random state end as they were."""
     attributes = attributes_of(model)
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    with Generators(*devices).preserved(), kept_buffers(model.modules()):
+    with of_devices(*devices).preserved(), kept_buffers(model.modules()):
         try:
             for parameter, _ in gradients:
                 parameter.grad = None

@@ -26,7 +26,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.values.generators import Generators, differ
+from hvdtrain.core.generators import Generators
+from hvdtrain.values.generators import differ, of_devices
 
 # PyTorch's functions that draw, by name; what else a segment is seen to draw with is added in its first pass
 _DRAWS = re.compile(
@@ -124,7 +125,7 @@ class Draws:
     """
 
     def __init__(self, seen: dict[Hashable, Seen], devices: Sequence[torch.device]) -> None:
-        self._generators = Generators(*devices)
+        self._generators = of_devices(*devices)
         self._before = self._generators.everything()
         self._step_seed = step_seed()
         self._seen = seen

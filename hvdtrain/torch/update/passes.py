@@ -33,7 +33,7 @@ from hvdtrain.torch.update.whole import whole as whole_values
 from hvdtrain.torch.values.clock import CLOCK
 from hvdtrain.torch.values.out_of_memory import explained
 from hvdtrain.torch.values.random_state import random_streams, restore_streams
-from hvdtrain.values.generators import Generators
+from hvdtrain.values.generators import of_devices
 from hvdtrain.values.nested import map_tensors, tensors_of
 from hvdtrain.values.preserved import Saved, buffers_of, put_back
 
@@ -237,7 +237,7 @@ class Passes(Facade):
         if session.world.size == 1:
             yield
             return
-        with Generators(session.engine.device).preserved(session.world.seed + self.progress.step + 1):
+        with of_devices(session.engine.device).preserved(session.world.seed + self.progress.step + 1):
             yield
 
     def _prove_pieces(self, arguments: Arguments, y: Any, loss: Loss, weight: Weight) -> None:

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import functools
 import math
-import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -223,9 +221,7 @@ def _fitted(wanted: Mapping[nn.Parameter, Tensor], *pieces: Mapping[nn.Parameter
 
 
 def _loss(step: Any, batch: Any, seed: int) -> Tensor:
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed)
+    of_all_gpus().seed_everything(seed)
     loss = step(batch)
     check_loss(loss)
     return loss

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-
-from hvdtrain.values.generators import HOST
 
 
 def random_streams(gpus: Sequence[int]) -> dict[str, Any]:
@@ -36,19 +33,3 @@ def restore_streams(saved: Mapping[str, Any], gpus: Sequence[int]) -> None:
     random.setstate((version, tuple(words), gauss))
     kind, keys, *rest = saved["numpy"]
     np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
-
-
-class OwnRng:
-    """Generators' states of its own, for code that runs in turns with other code: each sees its own numbers only."""
-
-    def __init__(self, seed: int) -> None:
-        with HOST.preserved(seed):
-            self._kept = HOST.everything()
-
-    @contextmanager
-    def in_place(self) -> Iterator[None]:
-        with HOST.preserved(self._kept):
-            try:
-                yield
-            finally:
-                self._kept = HOST.everything()
