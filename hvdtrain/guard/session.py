@@ -198,10 +198,13 @@ class Session:
         self.steps[name] = self.steps.get(name, 0) + 1
         self.tracker.stepped(max(self.steps.values()))
 
-    def joined(self) -> None:
-        """All ranks have joined: each has done updates of its own number, and counts anew."""
+    def joined(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Joins all ranks: each has done updates of its own number, and counts anew."""
+        with self.collective("join"):
+            result = original(*args, **kwargs)
         self.joins += 1
         self.tracker.updates = self.joins << 32
+        return result
 
     # -- rank 0, and what the others hear of it --------------------------------------------------------------------
     def _listen(self) -> None:
