@@ -27,7 +27,8 @@ from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar, cast
 from hvdtrain.comm.agent import AgentLine, Form, line_of
 from hvdtrain.core.errors import ConfigError, HvdtrainError, RanksLost, ReplicaError
 
-VARIABLE, ANSWERS = "HVDTRAIN_ELASTIC", "HVDTRAIN_ELASTIC_ANSWERS"
+ELASTIC = "HVDTRAIN_ELASTIC"
+ANSWERS = "HVDTRAIN_ELASTIC_ANSWERS"  # the file with what workers that join later need
 SIZE, SLOT = "HVDTRAIN_ELASTIC_SIZE", "HVDTRAIN_ELASTIC_SLOT"  # of the first formation; of this host's, and how many
 NEW = "new"
 _PIECE_BYTES = 96 << 10
@@ -292,13 +293,13 @@ def begin(environ: MutableMapping[str, str]) -> Elastic | None:
     if _active is not None:
         return _active
     _line = _line or line_of(environ)
-    kind = environ.get(VARIABLE, "")
+    kind = environ.get(ELASTIC, "")
     if not kind:
         return None
     if _line is None:
         raise ConfigError(
             "a rank of an elastic job has a line to its launcher",
-            f"{VARIABLE}={kind}, and no such line",
+            f"{ELASTIC}={kind}, and no such line",
             "start the program itself, or through what keeps open descriptors (bash does, sudo does not)",
         )
     answers: Answers = []

@@ -31,7 +31,8 @@ from hvdtrain.cluster.hosts.protocol import BEAT_S, WINDOW, Decoder, Message, en
 from hvdtrain.cluster.launch import processes
 from hvdtrain.cluster.launch.environment import is_of_a_host
 from hvdtrain.cluster.launch.processes import TICK_S, guard, sweep
-from hvdtrain.cluster.launch.rank import ANSWERS, ELASTIC, PASSED_ON, Rank, StartError, ask, rendezvous_process
+from hvdtrain.cluster.launch.rank import PASSED_ON, Rank, StartError, ask, rendezvous_process
+from hvdtrain.comm.elastic import ANSWERS, ELASTIC
 from hvdtrain.comm.ring import LAUNCH, forget_launch
 from hvdtrain.core.version import __version__
 from hvdtrain.watch.preemption import ASKS, ENDING, ENDS

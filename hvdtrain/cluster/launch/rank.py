@@ -18,15 +18,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hvdtrain.cluster.launch import processes
+from hvdtrain.comm.agent import DESCRIPTOR
 from hvdtrain.core.version import SAFE_PATH
 from hvdtrain.watch.preemption import is_default
 
 DRAIN_S = 0.5  # how long a rank's pipes are read after its end, if something that it started keeps them open
 LOOK_EVERY_S = 0.5  # at whether a rank is stopped
 LONGEST_BYTES = 1 << 16  # a line without an end is cut there
-LINE = "HVDTRAIN_AGENT_FD"  # in the environment of a rank: its end of the line
-ELASTIC, ELASTIC_SIZE, ELASTIC_SLOT = "HVDTRAIN_ELASTIC", "HVDTRAIN_ELASTIC_SIZE", "HVDTRAIN_ELASTIC_SLOT"
-ANSWERS = "HVDTRAIN_ELASTIC_ANSWERS"  # the file with what workers that join later need
 RESULT = "HVDTRAIN_RESULT_FD"  # in the environment of a rank that got an input: where its result goes
 RETURNED = ".returned"  # the last line of it, if the rank came to its end
 PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)  # from the launcher to ranks that handle them
@@ -129,7 +127,7 @@ class Rank:
         ours, theirs = socket.socketpair()
         self.line, inner["line"] = ours.detach(), theirs.detach()
         self._streams[self.line] = "line", WholeLines()
-        passed = {name: inner[stream] for name, stream in ((RESULT, "result"), (LINE, "line")) if stream in inner}
+        passed = {name: inner[stream] for name, stream in ((RESULT, "result"), (DESCRIPTOR, "line")) if stream in inner}
         env = {**env, **{name: str(descriptor) for name, descriptor in passed.items()}}
         # opened anew, so that each rank reads from the start
         inner["stdin"] = os.open(os.devnull if given is None else f"/proc/self/fd/{given}", os.O_RDONLY)
