@@ -18,9 +18,9 @@ from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 from hvdtrain.comm.link import Link
+from hvdtrain.core import variables
 from hvdtrain.core.errors import before_end
 
-DESCRIPTOR = "HVDTRAIN_AGENT_FD"
 _TICK_S = 1.0
 
 Form = Mapping[str, Any]  # where a rank is in the next formation: rank, size, ..., address and port
@@ -102,7 +102,7 @@ class AgentLine:
 
 def line_of(environ: MutableMapping[str, str]) -> AgentLine | None:
     """Returns this process's line, which its own children do not get; None where no agent has given it one."""
-    text = environ.pop(DESCRIPTOR, "")
+    text = environ.pop(variables.AGENT_FD, "")
     try:
         return AgentLine(int(text)) if text else None
     except (OSError, ValueError):  # a program between agent and rank that closes what it does not know

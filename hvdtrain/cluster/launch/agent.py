@@ -31,11 +31,11 @@ from hvdtrain.cluster.launch import processes
 from hvdtrain.cluster.launch.environment import is_of_a_host
 from hvdtrain.cluster.launch.processes import TICK_S, guard, sweep
 from hvdtrain.cluster.launch.rank import PASSED_ON, Rank, StartError, ask, rendezvous_process
-from hvdtrain.comm.elastic import ANSWERS, ELASTIC
 from hvdtrain.comm.link import Decoder, Outbox, encode
-from hvdtrain.comm.ring import LAUNCH, forget_launch
+from hvdtrain.comm.ring import forget_launch
+from hvdtrain.core import variables
 from hvdtrain.core.version import __version__
-from hvdtrain.watch.preemption import ASKS, ENDING, ENDS
+from hvdtrain.watch.preemption import ASKS, ENDS
 from hvdtrain.world.resources import cgroup_quota
 
 MOST_BUFFERED_BYTES = 1 << 20  # of output that the connection has not taken yet; then the ranks wait
@@ -197,15 +197,15 @@ class Agent:
 
     def _start(self, message: Message) -> None:
         own = {name: value for name, value in os.environ.items() if name not in set(message["without"])}
-        environment = {**message["defaults"], **own, **message["env"], LAUNCH: message["token"]}
+        environment = {**message["defaults"], **own, **message["env"], variables.LAUNCH: message["token"]}
         self._launch = message["token"]
-        environment[ENDING] = f"/proc/{os.getpid()}/fd/{self._says}"
+        environment[variables.ENDING] = f"/proc/{os.getpid()}/fd/{self._says}"
         self._watch_the_data_path(message)
         for wanted in message["ranks"]:
             try:
                 env = {**environment, **wanted["env"]}
-                if env.get(ELASTIC) == "new":
-                    env[ANSWERS] = f"/proc/{os.getpid()}/fd/{self._answers}"
+                if env.get(variables.ELASTIC) == "new":
+                    env[variables.ELASTIC_ANSWERS] = f"/proc/{os.getpid()}/fd/{self._answers}"
                 rank = Rank(wanted["rank"], message["argv"], message["cwd"], env, self._given)
             except StartError as error:
                 self._send("failed", rank=wanted["rank"], what=str(error))

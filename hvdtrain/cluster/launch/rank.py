@@ -17,15 +17,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hvdtrain.cluster.launch import processes
-from hvdtrain.comm.agent import DESCRIPTOR
 from hvdtrain.comm.link import Decoder, Outbox, encode
+from hvdtrain.core import variables
 from hvdtrain.core.version import SAFE_PATH
 from hvdtrain.watch.preemption import is_default
 
 DRAIN_S = 0.5  # how long a rank's pipes are read after its end, if something that it started keeps them open
 LOOK_EVERY_S = 0.5  # at whether a rank is stopped
 LONGEST_BYTES = 1 << 16  # a line without an end is cut there
-RESULT = "HVDTRAIN_RESULT_FD"  # in the environment of a rank that got an input: where its result goes
 RETURNED = ".returned"  # the last line of it, if the rank came to its end
 PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)  # from the launcher to ranks that handle them
 REWRITTEN_EVERY_S = 5.0  # how often a line that is rewritten in place ("\r") is shown while it is
@@ -118,7 +117,11 @@ class Rank:
         ours, theirs = socket.socketpair()
         self.line, inner["line"] = ours.detach(), theirs.detach()
         self._streams[self.line] = "line", Decoder()
-        passed = {name: inner[stream] for name, stream in ((RESULT, "result"), (DESCRIPTOR, "line")) if stream in inner}
+        passed = {
+            name: inner[stream]
+            for name, stream in ((variables.RESULT_FD, "result"), (variables.AGENT_FD, "line"))
+            if stream in inner
+        }
         env = {**env, **{name: str(descriptor) for name, descriptor in passed.items()}}
         # opened anew, so that each rank reads from the start
         inner["stdin"] = os.open(os.devnull if given is None else f"/proc/self/fd/{given}", os.O_RDONLY)

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import parallel_apply, replicate
 
+from hvdtrain.core import variables
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.launchers import Detected
 from hvdtrain.torch.engines.base import Settings, pick_devices
@@ -26,7 +27,6 @@ from hvdtrain.torch.engines.shell import is_compiled
 from hvdtrain.torch.engines.solo import Solo, SoloModel
 from hvdtrain.values.nested import batch_size, cut, join, to_device
 
-CPU_DEVICES_VARIABLE = "HVDTRAIN_CPU_DEVICES"
 UNEVEN = 1.1  # times what the others hold
 
 
@@ -45,9 +45,9 @@ def attach(detected: Detected, *, device: str, gpus_per_rank: int) -> DataParall
 
 
 def _cpu_devices() -> int:
-    text = os.environ.get(CPU_DEVICES_VARIABLE, "2")
+    text = os.environ.get(variables.CPU_DEVICES, "2")
     if not text.isdigit() or int(text) < 1:
-        raise ConfigError(f"{CPU_DEVICES_VARIABLE} must be a whole number >= 1", repr(text))
+        raise ConfigError(f"{variables.CPU_DEVICES} must be a whole number >= 1", repr(text))
     return int(text)
 
 
