@@ -22,13 +22,11 @@ from typing import Any
 
 from hvdtrain.bench.turns import report
 from hvdtrain.bench.turns.turns import InterleavedJobs, launched, shortened
-from hvdtrain.comm.turns import TRAINING
+from hvdtrain.core import variables
 from hvdtrain.core.errors import ConfigError, HvdtrainError
 from hvdtrain.pipeline.tuning.search import Pairs, Refused, Search
 from hvdtrain.record import stats
-from hvdtrain.record.folder import REHEARSAL
-from hvdtrain.watch.hang import HANG_VARIABLE
-from hvdtrain.world.startup import BUCKET_BYTES, COMPRESSION, THREADS, TUNABLE, TUNED, machine_shape
+from hvdtrain.world.startup import THREADS, TUNABLE, machine_shape
 
 MARGIN = 0.02  # faster by less is not worth a file
 TRIED, CONFIRMED = (7, 11), (9, 15)  # rounds: until a candidate is faster, at most
@@ -135,11 +133,11 @@ def knobs_of(what: str, ranks: int, cores: int, *, launchers: Sequence[str], com
     ]
     if torch:
         usual = mib[5] if what == "torch cpu" else mib[25]
-        knobs.append(Knob("bucket in bytes", [BUCKET_BYTES], [mib[1], mib[5], mib[25]], usual))
+        knobs.append(Knob("bucket in bytes", [variables.BUCKET_BYTES], [mib[1], mib[5], mib[25]], usual))
     if len(launchers) > 1:
         knobs.append(Knob("controller (Gloo: horovodrun, MPI: mpirun)", [LAUNCHER], launchers))
     if compression:  # Horovod does not add up bfloat16
-        knobs.append(Knob("compression", [COMPRESSION], ["fp16"], "none"))
+        knobs.append(Knob("compression", [variables.COMPRESSION], ["fp16"], "none"))
     return knobs
 
 
@@ -213,7 +211,7 @@ class Races:
 
     def _start(self, settings: Settings) -> str:
         name = str(next(self._numbers))
-        own = {TRAINING: "1", HANG_VARIABLE: "0", REHEARSAL: str(self.folder / name)}
+        own = {variables.TURNS_TRAINING: "1", variables.HANG_S: "0", variables.REHEARSAL: str(self.folder / name)}
         command = [*launched(self.ranks, settings[LAUNCHER]), *self.command]
         began_s = time.monotonic()
         try:
@@ -250,7 +248,7 @@ class Races:
             Refused: it does not, though the start, started again, does.
         """
         off = distance(self._answer["moved"], self._moved)
-        if off <= SAME or COMPRESSION in settings or not self._repeats:
+        if off <= SAME or variables.COMPRESSION in settings or not self._repeats:
             return
         self._end(self._start(self._first))
         self._repeats = distance(self._answer["moved"], self._moved) <= SAME
@@ -275,7 +273,7 @@ def run(args: argparse.Namespace) -> int:
     result, command = report.begin("train", args, "tuning starts its own ranks"), _command(args)
     launchers = [args.launcher, *({"horovodrun", "mpirun"} - {args.launcher} if shutil.which("mpirun") else ())]
     start = {name: os.environ[name] for name in TUNABLE if name in os.environ} | {LAUNCHER: args.launcher}
-    environment = {name: value for name, value in os.environ.items() if name not in (*TUNABLE, TUNED)}
+    environment = {name: value for name, value in os.environ.items() if name not in (*TUNABLE, variables.TUNED)}
     report.progress(f"{args.ranks} ranks of {' '.join(command)}; set here: {_listed(_variables(start))}")
     with InterleavedJobs(environment) as jobs, tempfile.TemporaryDirectory(prefix="hvdtrain-tune-") as folder:
         jobs.ready_s, jobs.turn_s = max(60.0, args.budget), max(30.0, args.budget / 4)
@@ -333,5 +331,5 @@ def table(result: Mapping[str, Any]) -> str:
     lines += [f"{name}={start[name]} {over}" for name in changed if name in start]
     if result["launcher"] != start[LAUNCHER]:
         lines.append(f"and start the ranks with {result['launcher']}")
-    lines.append(f"to use it: HVDTRAIN_TUNED={out} before the program, or hvdtrain launch --tuned {out}")
+    lines.append(f"to use it: {variables.TUNED}={out} before the program, or hvdtrain launch --tuned {out}")
     return "\n\n".join([report.heading("", result), stats.table(rows), "\n".join(lines)])

@@ -1,4 +1,4 @@
-"""The line between this rank and its host's agent (of `hvdtrain launch`): JSON objects, one a line, both ways.
+"""The line between this rank and its host's agent (of `hvdtrain launch`): a `Link`.
 
 The rank says how many updates are done, once a second at most and at its end, and, where the job is elastic, what
 `hvdtrain.comm.elastic` has to say. A thread of its own listens: what the launcher says may have to break what
@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import json
 import os
 import queue
-import select
 import socket
+import sys
 import threading
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
+from hvdtrain.comm.link import Link
+from hvdtrain.core import variables
 from hvdtrain.core.errors import before_end
 
-DESCRIPTOR = "HVDTRAIN_AGENT_FD"
 _TICK_S = 1.0
 
 Form = Mapping[str, Any]  # where a rank is in the next formation: rank, size, ..., address and port
@@ -41,7 +41,8 @@ class AgentLine:
 
     def __init__(self, descriptor: int) -> None:
         os.set_inheritable(descriptor, False)
-        self._socket = socket.socket(fileno=descriptor)
+        self._link = Link(socket.socket(fileno=descriptor), longest=sys.maxsize)
+        self._link.socket.settimeout(None)  # a rank waits for an agent that does not read
         self._lock = threading.Lock()
         self._forms: queue.SimpleQueue[Form | None] = queue.SimpleQueue()
         self._pid = os.getpid()
@@ -56,7 +57,7 @@ class AgentLine:
     def say(self, **words: Any) -> None:
         """Tells the launcher; what ends with this process need not be heard."""
         with self._lock, contextlib.suppress(OSError):
-            self._socket.sendall(json.dumps(words).encode() + b"\n")
+            self._link.send(**words)
 
     def note(self, updates: int) -> None:
         """So many updates are done: said now, if it is the first one of a formation, else within a second."""
@@ -80,23 +81,13 @@ class AgentLine:
         return self._forms.get()
 
     def _listen(self) -> None:
-        rest, poll = b"", select.poll()
-        poll.register(self._socket, select.POLLIN)
-        while True:
-            found = poll.poll(1000 * _TICK_S)
-            self._tell()
-            if not found:
-                continue
-            try:
-                data = self._socket.recv(1 << 16)
-            except OSError:
-                data = b""
-            if not data:
-                self._forms.put(None)
-                return
-            *lines, rest = (rest + data).split(b"\n")
-            for line in lines:
-                self._take(json.loads(line))
+        with contextlib.suppress(OSError):
+            while True:
+                found = self._link.receive(_TICK_S)
+                self._tell()
+                for said in found:
+                    self._take(said)
+        self._forms.put(None)
 
     def _take(self, said: Mapping[str, Any]) -> None:
         if said["do"] == "form":
@@ -111,7 +102,7 @@ class AgentLine:
 
 def line_of(environ: MutableMapping[str, str]) -> AgentLine | None:
     """Returns this process's line, which its own children do not get; None where no agent has given it one."""
-    text = environ.pop(DESCRIPTOR, "")
+    text = environ.pop(variables.AGENT_FD, "")
     try:
         return AgentLine(int(text)) if text else None
     except (OSError, ValueError):  # a program between agent and rank that closes what it does not know

@@ -18,10 +18,10 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+from hvdtrain.core import variables
 from hvdtrain.core.errors import EXIT_CODE, ConfigError, LauncherError, describe
 from hvdtrain.core.launchers import Detected
 
-TIMEOUT_VARIABLE = "HVDTRAIN_START_TIMEOUT_S"
 _TIMEOUT_S = 1800.0  # ranks import, read and download before they come; torch.distributed waits as long
 _FIRST_NOTE_S = 30.0
 _REQUEST_S = 10.0
@@ -39,7 +39,7 @@ class Store(Protocol):
 
 def timeout_s(environ: Mapping[str, str]) -> float:
     """Returns how long ranks wait for the last one; see `seconds_of`."""
-    return seconds_of(environ, TIMEOUT_VARIABLE, _TIMEOUT_S)
+    return seconds_of(environ, variables.START_TIMEOUT_S, _TIMEOUT_S)
 
 
 def seconds_of(environ: Mapping[str, str], variable: str, default: float, *, never: bool = False) -> float:
@@ -115,14 +115,14 @@ def _watch_mpi(rank: int, size: int, seconds: float, started: threading.Event) -
                 f"all {size} ranks must start within {seconds:.0f} s",
                 "MPI still waits for some, and does not say for which",
                 "read what the ranks that ended have said: one may have ended before hvdtrain.init, without an error;"
-                f" what takes longer before it: {TIMEOUT_VARIABLE}=3600",
+                f" what takes longer before it: {variables.START_TIMEOUT_S}=3600",
             )
             print(describe("hvdtrain", error, rank), file=sys.stderr, flush=True)
             os._exit(EXIT_CODE)
         if waited >= note_s:
             note_s *= 2
             if rank < 2:  # should rank 0 be the one that is missing
-                message = f"for {waited:.0f} s, up to {seconds:.0f} s ({TIMEOUT_VARIABLE})"
+                message = f"for {waited:.0f} s, up to {seconds:.0f} s ({variables.START_TIMEOUT_S})"
                 print(f"hvdtrain: rank {rank} waits {message} for others to start MPI", file=sys.stderr, flush=True)
 
 
@@ -149,13 +149,14 @@ def wait_for_all(store: Store, rank: int, size: int, seconds: float) -> None:
             note_s *= 2
             missing = _missing(store, missing)
             if not any(other not in missing for other in range(rank)):
-                waited = f"for {seconds - remaining:.0f} s, up to {seconds:.0f} s ({TIMEOUT_VARIABLE})"
+                waited = f"for {seconds - remaining:.0f} s, up to {seconds:.0f} s ({variables.START_TIMEOUT_S})"
                 print(f"hvdtrain: waiting {waited} for {names_of(missing)} to start", file=sys.stderr, flush=True)
     missing = _missing(store, missing)
     raise LauncherError(
         f"all {size} ranks must start within {seconds:.0f} s",
         f"{names_of(missing)} did not come, says rank {rank}",
-        f"start them at the same time, on every host; what takes longer before hvdtrain.init: {TIMEOUT_VARIABLE}=3600",
+        "start them at the same time, on every host; what takes longer before hvdtrain.init:"
+        f" {variables.START_TIMEOUT_S}=3600",
         shared=0 not in missing,
     )
 

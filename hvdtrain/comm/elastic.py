@@ -25,10 +25,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar, cast
 
 from hvdtrain.comm.agent import AgentLine, Form, line_of
+from hvdtrain.core import variables
 from hvdtrain.core.errors import ConfigError, HvdtrainError, RanksLost, ReplicaError
 
-VARIABLE, ANSWERS = "HVDTRAIN_ELASTIC", "HVDTRAIN_ELASTIC_ANSWERS"
-SIZE, SLOT = "HVDTRAIN_ELASTIC_SIZE", "HVDTRAIN_ELASTIC_SLOT"  # of the first formation; of this host's, and how many
 NEW = "new"
 _PIECE_BYTES = 96 << 10
 _MOST_BYTES = 64 << 20  # of what new ranks are told of the set-up
@@ -292,19 +291,21 @@ def begin(environ: MutableMapping[str, str]) -> Elastic | None:
     if _active is not None:
         return _active
     _line = _line or line_of(environ)
-    kind = environ.get(VARIABLE, "")
+    kind = environ.get(variables.ELASTIC, "")
     if not kind:
         return None
     if _line is None:
         raise ConfigError(
             "a rank of an elastic job has a line to its launcher",
-            f"{VARIABLE}={kind}, and no such line",
+            f"{variables.ELASTIC}={kind}, and no such line",
             "start the program itself, or through what keeps open descriptors (bash does, sudo does not)",
         )
     answers: Answers = []
     if kind == NEW:
-        size = int(environ[SIZE])
-        answers = pickle.loads(Path(environ[ANSWERS]).read_bytes())  # of rank 0 of this job, through its launcher
+        size = int(environ[variables.ELASTIC_SIZE])
+        answers = pickle.loads(
+            Path(environ[variables.ELASTIC_ANSWERS]).read_bytes()
+        )  # of rank 0 of this job, through its launcher
         numbers: dict[str, object] = {"RANK": size - 1, "SIZE": size, "CROSS_RANK": 0, "CROSS_SIZE": 1}
         slot, slots = _slot(environ)
         local_size = min(slots, size)
@@ -317,7 +318,7 @@ def begin(environ: MutableMapping[str, str]) -> Elastic | None:
 
 
 def _slot(environ: Mapping[str, str]) -> tuple[int, int]:
-    slot, slots = environ[SLOT].split("/")
+    slot, slots = environ[variables.ELASTIC_SLOT].split("/")
     return int(slot), int(slots)
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 from hvdtrain.comm import elastic
 from hvdtrain.comm.agent import Connections
 from hvdtrain.comm.arrival import start_horovod
+from hvdtrain.core import variables
 from hvdtrain.core.errors import ConfigError, LauncherError, RanksLost, build_horovod_command, install_command
 from hvdtrain.core.launchers import Detected
 
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 # Horovod counts bytes in places with 32 bits, and every engine needs a second copy of each piece while it travels.
 CHUNK_BYTES = 1 << 28
 # of how many updates a run notes when each phase began (`RunLog`), and has Horovod record what it does
-TRACE_VARIABLE = "HVDTRAIN_TRACE"
 
 
 @runtime_checkable
@@ -217,7 +217,7 @@ class HorovodCollectives(HostCollectives):
         its, hvd = elastic.active(), self.hvd
         for variable, value in _QUIET.items():
             os.environ.setdefault(variable, value)
-        if os.environ.get(TRACE_VARIABLE):
+        if os.environ.get(variables.TRACE):
             os.environ.setdefault("HOROVOD_TIMELINE", "DYNAMIC")  # or it records nothing later
         if its is None:
             start()

@@ -1,9 +1,13 @@
-"""What ranks say to one another beside the engine: JSON objects, a line each, over a socket of rank 0's."""
+"""Messages beside the engine: JSON objects, a line each, over sockets and pipes.
+
+So ranks report to rank 0 (`connect`), a rank and its host's agent, and the launcher and its agents.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import select
 import selectors
 import socket
@@ -36,11 +40,76 @@ class Meeting:
     hang_s: float = 0.0
 
 
-def _line(**message: Any) -> bytes:
-    return json.dumps(message).encode() + b"\n"
+def encode(message: Mapping[str, Any], mark: bytes = b"") -> bytes:
+    """Returns a message as a line, which begins with `mark`."""
+    return mark + json.dumps(message, separators=(",", ":")).encode() + b"\n"
 
 
-WELCOME = _line(welcome=True)
+WELCOME = encode({"welcome": True})
+
+
+class Decoder:
+    """Turns received bytes into messages.
+
+    Args:
+        mark: begins each message.
+
+    Attributes:
+        noise: the end of what came and was no message.
+        rest: of a line that is not complete.
+    """
+
+    def __init__(self, mark: bytes = b"") -> None:
+        self._mark = mark
+        self.noise = self.rest = b""
+
+    def feed(self, data: bytes) -> list[Mapping[str, Any]]:
+        """Returns the messages that are complete with `data`."""
+        *lines, self.rest = (self.rest + data).split(b"\n")
+        messages: list[Mapping[str, Any]] = []
+        for line in lines:
+            noise, _, text = line.partition(self._mark) if self._mark else (b"", b"", line)
+            message = _object_in(text)
+            if message is None:
+                noise = line
+            else:
+                messages.append(message)
+            if noise:
+                self.noise = (self.noise + noise + b"\n")[-4096:]
+        return messages
+
+
+def _object_in(text: bytes) -> dict[str, Any] | None:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+class Outbox:
+    """Bytes for a descriptor that does not block: what the other end does not take now goes with the next `flush`."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor, self._unsent = descriptor, bytearray()
+
+    def __len__(self) -> int:
+        return len(self._unsent)
+
+    def write(self, data: bytes) -> None:
+        """Adds bytes."""
+        self._unsent += data
+
+    def flush(self) -> bool:
+        """Sends; returns False if the other end takes no more now. What is for one that is gone is discarded."""
+        try:
+            while self._unsent:
+                del self._unsent[: os.write(self._descriptor, self._unsent[: 1 << 16])]
+        except BlockingIOError:
+            return False
+        except OSError:  # its end is seen by who reads
+            self._unsent.clear()
+        return True
 
 
 class Link:
@@ -51,20 +120,20 @@ class Link:
         self.socket.settimeout(_CONNECT_S)
         self._poll = select.poll()
         self._poll.register(connected, select.POLLIN)
-        self._rest = b""
+        self._decoder = Decoder()
 
     def send(self, **message: Any) -> None:
-        self.socket.sendall(_line(**message))
+        self.socket.sendall(encode(message))
 
     def receive(self, wait_s: float) -> list[Mapping[str, Any]]:
-        """Returns the messages so far; raises `OSError` or `ValueError` when the other end is gone, or no rank."""
+        """Returns the messages so far; raises `OSError` when the other end is gone, or sends anything else."""
         if not self._poll.poll(1000 * wait_s):
             return []
         data = self.socket.recv(1 << 16)
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        if not data or len(self._rest) > self.longest:
-            raise ConnectionError("the other end is gone")
-        return [json.loads(line) for line in lines]
+        messages = self._decoder.feed(data)
+        if not data or self._decoder.noise or len(self._decoder.rest) > self.longest:
+            raise ConnectionError("the other end is gone, or sends no messages")
+        return messages
 
     def close(self) -> None:
         self.socket.close()
@@ -75,7 +144,7 @@ def connect(meeting: Meeting, rank: int) -> Link | None:
 
     All are tried at once: some lead nowhere from this host, or to another program.
     """
-    words = _line(token=meeting.token, rank=rank)
+    words = encode({"token": meeting.token, "rank": rank})
     with contextlib.ExitStack() as stack, selectors.DefaultSelector() as selector:
         for address in meeting.addresses:
             tried = stack.enter_context(socket.socket())

@@ -24,10 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.comm.lines import raised_at
+from hvdtrain.core import variables
 
 FOLDER = "hangs"  # in a run directory
-RUN_VARIABLE = "HVDTRAIN_RUN_DIR"
-LAUNCH = "HVDTRAIN_LAUNCH"  # in the environment of all that an agent has started for one attempt of a job
 NOWHERE, UPDATE, MEETING = range(3)
 _PLACES = ("in no collective operation", "in an update", "in a meeting of the ranks")
 _PAGE = 4096
@@ -73,8 +72,8 @@ class Ring:
         room = _SLOTS[1] - _SLOTS[0] - 1
         with self._writing:
             self._facts, known = facts, {"time": time.time(), **facts, **self._words}
-            if LAUNCH in os.environ:
-                known[LAUNCH] = os.environ[LAUNCH]
+            if variables.LAUNCH in os.environ:
+                known[variables.LAUNCH] = os.environ[variables.LAUNCH]
             text = json.dumps(known).encode()
             for most in (150, 40, 20):  # a character may take 12 bytes
                 if len(text) > room:
@@ -206,7 +205,7 @@ def forget_launch(launch: str) -> None:
     """Removes the pages in the temporary directory that ranks of one attempt of a job have left on this host."""
     folder = own_folder()
     for path in folder.glob("*.ring") if folder is not None else ():
-        if (read_ring(path) or {}).get(LAUNCH) == launch:
+        if (read_ring(path) or {}).get(variables.LAUNCH) == launch:
             with contextlib.suppress(OSError):
                 path.unlink()
     with contextlib.suppress(OSError):

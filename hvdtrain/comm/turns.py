@@ -14,10 +14,9 @@ from contextlib import suppress
 from multiprocessing.connection import Client, Connection
 from typing import Any
 
+from hvdtrain.core import variables
 from hvdtrain.core.launchers import detect
 
-ADDRESS, KEY = "HVDTRAIN_TURNS_ADDRESS", "HVDTRAIN_TURNS_KEY"
-TRAINING = "HVDTRAIN_TURNS_TRAINING"  # set: prepared trainings take turns
 WARM_UP = 5  # updates before the first turn: proofs, buffers, Horovod's cache
 _taking: Generator[None, None, None] | None = None
 
@@ -25,7 +24,9 @@ _taking: Generator[None, None, None] | None = None
 def orders(rank: int) -> Iterator[tuple[dict[str, Any], Connection]]:
     """A rank's side: the orders as they come, each with the connection to answer on; the process ends with the bench,
     at once: the others are gone, and no engine's goodbye waits for them."""
-    with Client(os.environ[ADDRESS], "AF_UNIX", authkey=os.environ[KEY].encode()) as connection:
+    with Client(
+        os.environ[variables.TURNS_ADDRESS], "AF_UNIX", authkey=os.environ[variables.TURNS_KEY].encode()
+    ) as connection:
         connection.send((rank, os.getpid()))
         with suppress(EOFError, ConnectionResetError):
             while True:
@@ -42,7 +43,7 @@ def updated(what: str, weights: Callable[[], list[float]]) -> None:
         weights: gives a few of the model's; called before and after a turn, for which the device must be done.
     """
     global _taking
-    if TRAINING in os.environ:
+    if variables.TURNS_TRAINING in os.environ:
         if _taking is None:
             _taking = _turns(what, weights)
         next(_taking)

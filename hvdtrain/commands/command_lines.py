@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from hvdtrain.cluster.launch import environment
 from hvdtrain.cluster.launch.job import Job, Plan
-from hvdtrain.core import launchers
+from hvdtrain.core import variables
 
 
 def horovodrun(plan: Plan, environ: Mapping[str, str]) -> str:
@@ -23,7 +23,7 @@ def horovodrun(plan: Plan, environ: Mapping[str, str]) -> str:
     words += job.ssh.place("--ssh-port", "--ssh-identity-file")
     more = {name: value for name, value in sorted(job.env.items()) if environ.get(name) != value}
     secret = [name for name, value in more.items() if environment.is_secret(name, value)]
-    hidden = {*secret, launchers.JOB, launchers.RESTART}
+    hidden = {*secret, variables.JOB, variables.RESTART}
     settings = [f"{name}={value}" for name, value in more.items() if name not in hidden]
     words = ["env", *settings, *words] if settings else words
     notes = [f"with {', '.join(secret)} set where this is typed"] if secret else []
@@ -64,7 +64,7 @@ def mpirun(plan: Plan, environ: Mapping[str, str]) -> str:
         elif environment.is_secret(name, value):
             words += ["-x", name]
             to_set.append(name)
-        elif name not in (launchers.JOB, launchers.RESTART):
+        elif name not in (variables.JOB, variables.RESTART):
             words += ["-x", f"{name}={value}"]
     line = shlex.join([*words, *job.argv])
     return f"{line}   # with {', '.join(to_set)} set where this is typed" if to_set else line

@@ -24,11 +24,9 @@ from hvdtrain.cluster.launch.failures import Restarts
 from hvdtrain.cluster.launch.job import Elastic
 from hvdtrain.cluster.launch.launcher import Failure, Heard, Job, Outcome, Plan, Timeouts
 from hvdtrain.cluster.launch.output import Display, Logs, failure_block, report
-from hvdtrain.comm.engines import TRACE_VARIABLE
 from hvdtrain.commands import command_lines, host_flags
-from hvdtrain.core import flags, launchers
+from hvdtrain.core import flags, launchers, variables
 from hvdtrain.core.errors import PREEMPTED_CODE, ConfigError, LauncherError
-from hvdtrain.watch.hang import HANG_VARIABLE
 from hvdtrain.world import startup
 
 EPILOG = """\
@@ -54,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         " ranks, too; all get the same: this environment without what looks secret or belongs to this host")
     add("--env-file", type=Path, metavar="FILE", help="pass the variables in it, too: NAME=VALUE, a line each")
     add("--tuned", type=Path, metavar="FILE", help="pass the settings that hvdtrain bench train --tune found, where the"
-        " environment does not say otherwise (default: HVDTRAIN_TUNED)")
+        f" environment does not say otherwise (default: {variables.TUNED})")
     host_flags.add(parser, "network")
     add("--min-np", type=flags.whole(1), metavar="N",
         help="go on without ranks that are lost, as long as so many are left (elastic; default: 1)")
@@ -79,7 +77,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--stopped-after", type=flags.seconds, default=limits.stopped_s, metavar="S",
         help="a rank that is stopped (SIGSTOP) for so long ends the job (default: %(default)g)")
     add("--hang-timeout", type=flags.seconds_or_0, metavar="S",
-        help="a rank that lets others wait for so long ends the job, named (default: 28, or HVDTRAIN_HANG_S; 0: never)")
+        help="a rank that lets others wait for so long ends the job, named"
+        f" (default: 28, or {variables.HANG_S}; 0: never)")
     add("--start-timeout", type=flags.seconds, default=limits.start_s, metavar="S",
         help="that hosts have to answer, to the checks and to the launcher (default: %(default)g)")
     host_flags.add(parser, "python", "ssh_port", "identity")
@@ -99,7 +98,7 @@ def _silence(text: str) -> float:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the job, again if it fails and may; returns the exit code."""
-    named = os.environ.pop(startup.TUNED, None)  # ranks look for no file
+    named = os.environ.pop(variables.TUNED, None)  # ranks look for no file
     args.tuned = args.tuned or named
     job = job_of(args, os.environ)
     if args.dry_run:
@@ -110,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
     logs = Logs(args.log_dir)
     attempts: list[dict[str, Any]] = []
     facts = {"format": 1, "command": "launch", "argv": list(job.argv), "hosts": list(map(str, job.hosts))}
-    facts |= {"np": job.np, "job": job.env[launchers.JOB], "attempts": attempts}
+    facts |= {"np": job.np, "job": job.env[variables.JOB], "attempts": attempts}
     logs.record(facts)
     try:
         return _attempts(job, logs, args, facts, attempts)
@@ -190,11 +189,11 @@ def job_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Job:
     argv = args.argv[1:] if args.argv[:1] == ["--"] else args.argv
     if not argv:
         raise ConfigError("hvdtrain launch runs a command", "none", "hvdtrain launch -np 4 -- python train.py")
-    ours = {launchers.JOB: launchers.job_of(environ) or uuid.uuid4().hex[:12]}
+    ours = {variables.JOB: launchers.job_of(environ) or uuid.uuid4().hex[:12]}
     if args.hang_timeout is not None:
-        ours[HANG_VARIABLE] = f"{args.hang_timeout:g}"
+        ours[variables.HANG_S] = f"{args.hang_timeout:g}"
     if args.trace is not None:
-        ours[TRACE_VARIABLE] = str(args.trace)
+        ours[variables.TRACE] = str(args.trace)
     env = environment.passed(environ, args.variables, args.env_file) | ours
     timeouts = Timeouts(args.start_timeout, args.lost_after, args.stopped_after, args.grace)
     job = host_flags.job_of(args, environ, argv, here=lambda: 1, env=env, timeouts=timeouts)
@@ -238,7 +237,7 @@ def _elastic(args: argparse.Namespace, environ: Mapping[str, str], job: Job) -> 
 
 def _run_once(job: Job, attempt: int, logs: Logs, args: argparse.Namespace) -> Outcome:
     number = launchers.restarts(os.environ) + attempt  # by which programs go on with the run they had begun
-    job = dataclasses.replace(job, env={**job.env, launchers.RESTART: str(number)})
+    job = dataclasses.replace(job, env={**job.env, variables.RESTART: str(number)})
     display = Display(job.slots, logs, quiet=args.quiet, with_hosts=not job.one_host)
 
     def begin(plan: Plan) -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from hvdtrain.cluster.function.rehearsal import Ranks, import_shared, imported_by, slots_of
 from hvdtrain.cluster.launch import processes
-from hvdtrain.core import flags
+from hvdtrain.core import flags, variables
 from hvdtrain.core.errors import ConfigError, LauncherError
 
 EPILOG = """\
@@ -137,21 +137,18 @@ def _folder(wanted: Path | None) -> Path:
 def _variables(np: int, cores: int, folder: Path) -> dict[str, str]:
     """What ranks get that have far too few cores: patience, one thread each, and no GPU, which cannot be forked."""
     from hvdtrain.cluster.launch import environment
-    from hvdtrain.comm.arrival import TIMEOUT_VARIABLE
-    from hvdtrain.record.folder import REHEARSAL
-    from hvdtrain.watch.hang import HANG_VARIABLE
 
     crowd = np / cores
     patience = {
-        HANG_VARIABLE: f"{20 + crowd:.0f}",
+        variables.HANG_S: f"{20 + crowd:.0f}",
         # each rank's thread looks so often for work: at Horovod's own 1 ms they would take all cores
         "HOROVOD_CYCLE_TIME": f"{max(1.0, crowd):.0f}",
         "HOROVOD_GLOO_TIMEOUT_SECONDS": f"{60 + 4 * crowd:.0f}",
-        TIMEOUT_VARIABLE: f"{120 + 4 * crowd:.0f}",
+        variables.START_TIMEOUT_S: f"{120 + 4 * crowd:.0f}",
     }
     found = environment.defaults(1, 1) | patience
     return {name: os.environ.get(name) or value for name, value in found.items()} | {
-        "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1", REHEARSAL: str(folder)
+        "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1", variables.REHEARSAL: str(folder)
     }  # fmt: skip
 
 

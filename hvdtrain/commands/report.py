@@ -16,7 +16,7 @@ from typing import Any
 from hvdtrain.commands import report_charts, report_data, report_trace
 from hvdtrain.commands.report_data import Run
 from hvdtrain.commands.why import moment
-from hvdtrain.core import flags
+from hvdtrain.core import flags, variables
 from hvdtrain.core.errors import ConfigError, install_command
 
 TEMPLATE = Path(__file__).with_name("report.html")
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--trace",
         action="store_true",
         help="write RUN/trace.json instead, for ui.perfetto.dev: where"
-        " the time went, update by update where HVDTRAIN_TRACE or `hvdtrain launch --trace` was set",
+        f" the time went, update by update where {variables.TRACE} or `hvdtrain launch --trace` was set",
     )
 
 

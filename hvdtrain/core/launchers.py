@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from hvdtrain.core import variables
 from hvdtrain.core.errors import ConfigError, LauncherError, install_command
 from hvdtrain.core.slurm import expand, port_of, tasks_per_node
 
@@ -19,7 +20,6 @@ Environ = Mapping[str, str]
 UNKNOWN_NODE = -1
 _MASTER = ("MASTER_ADDR", "MASTER_PORT")
 # what hvdtrain's own launcher sets; the last: the MASTER_PORT that it has made up, without a look whether it is free
-RESTART, JOB, MADE_UP_PORT = "HVDTRAIN_RESTART", "HVDTRAIN_JOB", "HVDTRAIN_MASTER_PORT"
 
 
 @dataclass(frozen=True)
@@ -319,7 +319,7 @@ def meeting_point(
         address, _, port = detected.rendezvous.rpartition(":")
         return address, int(port)
     given = [environ[name] for name in _MASTER if environ.get(name)]
-    made_up = [(detected.rendezvous or "").rpartition(":")[0], environ.get(MADE_UP_PORT)]
+    made_up = [(detected.rendezvous or "").rpartition(":")[0], environ.get(variables.MASTER_PORT)]
     if len(given) == 2 and given != made_up:
         return environ["MASTER_ADDR"], _Variables(environ, detected.launcher).number("MASTER_PORT")
     one_host, by_mpi = detected.local_size == detected.size, detected.launcher in ("mpirun", "mpijob")
@@ -389,7 +389,7 @@ def restarts(environ: Environ) -> int:
     Raises:
         LauncherError: not a whole number.
     """
-    name = next((name for name in (RESTART, "SLURM_RESTART_COUNT") if environ.get(name, "") != ""), None)
+    name = next((name for name in (variables.RESTART, "SLURM_RESTART_COUNT") if environ.get(name, "") != ""), None)
     if name is None:
         return 0
     if not (environ[name].isascii() and environ[name].isdigit()):
@@ -401,7 +401,7 @@ def restarts(environ: Environ) -> int:
 
 def job_of(environ: Environ) -> str | None:
     """Returns what names this job, the same each time it is started; None where nothing does; pure."""
-    if environ.get(JOB):
-        return environ[JOB]
+    if environ.get(variables.JOB):
+        return environ[variables.JOB]
     job = environ.get("SLURM_JOB_ID")
     return f"slurm-{environ.get('SLURM_CLUSTER_NAME') or 'cluster'}-{job}" if job else None

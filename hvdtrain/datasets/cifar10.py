@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hvdtrain.core import variables
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.datasets.download import fill_cache
 from hvdtrain.datasets.images import Images, contents, count_of, load_same, not_usable, start_of
@@ -29,7 +30,6 @@ CIFAR10_URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
 # also in GoMLX (examples/cifar) and red-datasets (lib/datasets/cifar.rb)
 CIFAR10_SHA256 = "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd"
 CIFAR10_BYTES = 170_052_171
-URL_VARIABLE = "HVDTRAIN_CIFAR10_URL"  # a mirror of one's own; the hash holds for it too
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 PICTURE_BYTES = 3 * 32 * 32
 
@@ -58,7 +58,7 @@ def load_cifar10(source: str | os.PathLike[str] = "auto", *, world: World | None
     world = world or World.solo()
     source = os.fspath(source)
     if source == "cifar10":
-        fill_cache(world, cache(), CIFAR10_URL, CIFAR10_SHA256, CIFAR10_BYTES, variable=URL_VARIABLE)
+        fill_cache(world, cache(), CIFAR10_URL, CIFAR10_SHA256, CIFAR10_BYTES, variable=variables.CIFAR10_URL)
     path = cache() if source in ("auto", "cifar10") else Path(os.path.expanduser(source))
     return load_same(world, partial(read, path))
 

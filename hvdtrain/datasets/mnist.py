@@ -10,6 +10,7 @@ import os
 from functools import partial
 from pathlib import Path
 
+from hvdtrain.core import variables
 from hvdtrain.datasets import digits, files
 from hvdtrain.datasets.download import fill_cache
 from hvdtrain.datasets.images import Images, as_rgb, count_of, load_same, together
@@ -19,7 +20,6 @@ from hvdtrain.world.world import World
 MNIST_URL = "https://storage.googleapis.com/tensorflow/tf-keras-datasets/mnist.npz"
 MNIST_SHA256 = "731c5ac602752760c8e48fbffcf8c3b850d9dc2a2aedcf2cc48468fc17b673d1"
 MNIST_BYTES = 11_490_434
-URL_VARIABLE = "HVDTRAIN_MNIST_URL"  # a mirror of one's own; the hash holds for it too
 
 
 def load_mnist(source: str | os.PathLike[str] = "auto", *, world: World | None = None) -> Images:
@@ -46,7 +46,7 @@ def load_mnist(source: str | os.PathLike[str] = "auto", *, world: World | None =
     if source == "digits":
         work = partial(_digits, 28, f"28x28{why}")
     elif source == "mnist":
-        fill_cache(world, cache, MNIST_URL, MNIST_SHA256, MNIST_BYTES, variable=URL_VARIABLE)
+        fill_cache(world, cache, MNIST_URL, MNIST_SHA256, MNIST_BYTES, variable=variables.MNIST_URL)
         work = partial(_read, cache, published=True)
     else:
         work = partial(_read, Path(os.path.expanduser(source)), published=False)

@@ -114,14 +114,6 @@ class KerasWatch:
 
     # -- Horovod ---------------------------------------------------------------------------------------------------
     def horovod(self, module: ModuleType) -> None:
-        session = self._session
-
-        def join(original: Any, *args: Any, **kwargs: Any) -> Any:
-            with session.collective("join"):
-                result = original(*args, **kwargs)
-            session.joined()
-            return result
-
         def tape(original: Any, *args: Any, **kwargs: Any) -> Any:
             self._tape = True
             return original(*args, **kwargs)
@@ -129,7 +121,7 @@ class KerasWatch:
         self._broadcast_object = module.broadcast_object
         for name in _COLLECTIVE:
             wrap(module, name, self._collective)
-        wrap(module, "join", join)
+        wrap(module, "join", self._session.joined)
         wrap(module, "DistributedGradientTape", tape)
         self._init(module)
 

@@ -20,12 +20,11 @@ from typing import Any
 
 from hvdtrain.comm.lines import user_line
 from hvdtrain.comm.link import WELCOME, Link, connect
-from hvdtrain.core import flags, launchers
+from hvdtrain.core import flags, launchers, variables
 from hvdtrain.core.errors import GUARD_CODE, ConfigError
 from hvdtrain.guard import rates
 from hvdtrain.guard.judge import Finding, Judge, as_json
 from hvdtrain.watch import watch
-from hvdtrain.watch.hang import HANG_VARIABLE
 from hvdtrain.watch.meeting import END, OFF, Place
 
 PROGRAM = "hvdtrain guard"
@@ -91,7 +90,7 @@ class Session:
             return
         found = launchers.detect(os.environ)
         # without a word of the user's, no script of theirs is ended for being slow
-        environ = {HANG_VARIABLE: "0", **os.environ}
+        environ = {variables.HANG_S: "0", **os.environ}
         listener, meeting = watch.listen(found, environ) if rank == 0 else (None, None)
         door, where = watch.listen(found, {}) if rank == 0 else (None, None)
         meeting, where = broadcast((meeting, where))
@@ -198,10 +197,13 @@ class Session:
         self.steps[name] = self.steps.get(name, 0) + 1
         self.tracker.stepped(max(self.steps.values()))
 
-    def joined(self) -> None:
-        """All ranks have joined: each has done updates of its own number, and counts anew."""
+    def joined(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Joins all ranks: each has done updates of its own number, and counts anew."""
+        with self.collective("join"):
+            result = original(*args, **kwargs)
         self.joins += 1
         self.tracker.updates = self.joins << 32
+        return result
 
     # -- rank 0, and what the others hear of it --------------------------------------------------------------------
     def _listen(self) -> None:

@@ -124,12 +124,6 @@ class TorchWatch:
             self.batches.look()
             return result
 
-        def join(original: Any, *args: Any, **kwargs: Any) -> Any:
-            with session.collective("join"):
-                result = original(*args, **kwargs)
-            session.joined()
-            return result
-
         def distributed(original: Any, *args: Any, **kwargs: Any) -> Any:
             optimizer = original(*args, **kwargs)
             self._distributed.add(optimizer)
@@ -137,7 +131,7 @@ class TorchWatch:
 
         broadcast_object = module.broadcast_object
         wrap(module, "init", init)
-        wrap(module, "join", join)
+        wrap(module, "join", self._session.joined)
         wrap(module, "DistributedOptimizer", distributed)
         for name in _COLLECTIVE:
             wrap(module, name, session.wrapped_collective)

@@ -12,6 +12,7 @@ import json
 import shutil
 from pathlib import Path
 
+from hvdtrain.core import variables
 from hvdtrain.core.errors import HvdtrainError
 
 DESCRIPTION = """\
@@ -53,7 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dist", type=Path, metavar="DIR", help="make a wheel of hvdtrain-horovod in DIR, and the index of DIR")
     add("--ready", metavar="DIR|URL", help="build nothing: install the wheel of hvdtrain-horovod there that fits")
     add("--index", type=Path, metavar="DIR", help="build nothing: list the wheels of hvdtrain-horovod in DIR again")
-    add("--cache", type=Path, metavar="DIR", help="keep wheels in DIR (default: $HVDTRAIN_CACHE or ~/.cache/hvdtrain)")
+    kept = f"keep wheels in DIR (default: ${variables.CACHE} or ~/.cache/hvdtrain)"
+    add("--cache", type=Path, metavar="DIR", help=kept)
     add("--rebuild", action="store_true", help="build even if the cache has a wheel")
     add("--jobs", type=int, metavar="N", help="compiler processes at once (default: by cores and memory)")
     add = parser.add_argument_group("only look").add_argument

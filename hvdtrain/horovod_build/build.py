@@ -17,6 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from hvdtrain.core import variables
 from hvdtrain.core.errors import HvdtrainError
 from hvdtrain.horovod_build import cuda as cuda_toolchain
 from hvdtrain.horovod_build import patching
@@ -28,7 +29,7 @@ from hvdtrain.horovod_build.support import HOROVOD_VERSION, SDIST_SHA256, torch_
 
 def cache_folder() -> Path:
     """Where wheels are kept: $HVDTRAIN_CACHE, else the user's cache folder."""
-    own = os.environ.get("HVDTRAIN_CACHE")
+    own = os.environ.get(variables.CACHE)
     base = Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "hvdtrain"
     return base / "horovod"
 
@@ -100,7 +101,7 @@ def build(
     Raises:
         HvdtrainError: a step failed; the message ends with the last lines of that step's log.
     """
-    make_folder(cache, "HVDTRAIN_CACHE=DIR, or --cache DIR")
+    make_folder(cache, f"{variables.CACHE}=DIR, or --cache DIR")
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="hvdtrain-horovod-") as scratch:
         work = Path(scratch)
@@ -112,10 +113,10 @@ def build(
         say(
             f"applied {len(patches)} patches to horovod {HOROVOD_VERSION} (`hvdtrain build-horovod --edits` lists them)"
         )
-        variables = _build_variables(environment, cuda, cache, jobs, runner)
+        settings = _build_variables(environment, cuda, cache, jobs, runner)
         # Horovod's messages name their source file: horovod/common/..., not this build's scratch folder
-        variables["CXXFLAGS"] = f"{os.environ.get('CXXFLAGS', '')} -ffile-prefix-map={source}/="
-        wheel = _compile(source, variables, environment, runner)
+        settings["CXXFLAGS"] = f"{os.environ.get('CXXFLAGS', '')} -ffile-prefix-map={source}/="
+        wheel = _compile(source, settings, environment, runner)
         proof = prove(wheel, environment.frameworks(), runner, mpi=environment.mpi, nccl=environment.gpu == "nccl")
         key = cache_key(environment, cuda, sha256_of(archive))
         record = {
@@ -197,20 +198,20 @@ def _extract(tar: tarfile.TarFile, target: Path) -> None:
 
 
 def _build_variables(environment: Environment, cuda: str, cache: Path, jobs: int | None, run: Steps) -> dict[str, str]:
-    variables = {name: value for name, value in os.environ.items() if not name.startswith("HOROVOD_")}
-    variables |= {name: os.environ[name] for name in ("HOROVOD_CMAKE",) if name in os.environ}
+    settings = {name: value for name, value in os.environ.items() if not name.startswith("HOROVOD_")}
+    settings |= {name: os.environ[name] for name in ("HOROVOD_CMAKE",) if name in os.environ}
     for framework, name in (("torch", "PYTORCH"), ("tensorflow", "TENSORFLOW")):
         wanted = framework in environment.frameworks()
-        variables[f"HOROVOD_WITH_{name}" if wanted else f"HOROVOD_WITHOUT_{name}"] = "1"
-    variables["HOROVOD_WITH_MPI" if environment.mpi else "HOROVOD_WITHOUT_MPI"] = "1"
-    variables |= {"HOROVOD_WITHOUT_MXNET": "1", "HOROVOD_WITH_GLOO": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
-    variables["HVDTRAIN_TORCH_CXX_STANDARD"] = torch_cxx_standard(environment.torch)
-    variables |= {"HVDTRAIN_MPI_RPATH": mpi_rpath() if environment.mpi else "", "MAKEFLAGS": f"-j{jobs or _jobs()}"}
+        settings[f"HOROVOD_WITH_{name}" if wanted else f"HOROVOD_WITHOUT_{name}"] = "1"
+    settings["HOROVOD_WITH_MPI" if environment.mpi else "HOROVOD_WITHOUT_MPI"] = "1"
+    settings |= {"HOROVOD_WITHOUT_MXNET": "1", "HOROVOD_WITH_GLOO": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    settings[variables.TORCH_CXX_STANDARD] = torch_cxx_standard(environment.torch)
+    settings |= {variables.MPI_RPATH: mpi_rpath() if environment.mpi else "", "MAKEFLAGS": f"-j{jobs or _jobs()}"}
     if environment.cuda:
         found, origin = cuda_toolchain.find(environment.cuda, source=cuda, cache=cache, run=run)
         run.say(f"CUDA compiler: {origin}")
-        variables |= found
-    return variables
+        settings |= found
+    return settings
 
 
 def _jobs() -> int:
@@ -219,11 +220,11 @@ def _jobs() -> int:
     return max(1, min(len(os.sched_getaffinity(0)), int(memory_bytes / (2.5 * 2**30))))
 
 
-def _compile(source: Path, variables: dict[str, str], environment: Environment, run: Steps) -> Path:
+def _compile(source: Path, settings: dict[str, str], environment: Environment, run: Steps) -> Path:
     names = " and ".join(environment.frameworks())
     minutes = {1: "2", 2: "3"}[len(environment.frameworks())]
     what = f"compiling Horovod for {names} (about {minutes} minutes on 2 cores)"
-    run(what, [sys.executable, "setup.py", "-q", "bdist_wheel"], cwd=source, env=variables, progress=_percent(run.say))
+    run(what, [sys.executable, "setup.py", "-q", "bdist_wheel"], cwd=source, env=settings, progress=_percent(run.say))
     (wheel,) = (source / "dist").glob("*.whl")
     return wheel
 

@@ -13,6 +13,7 @@ import zipfile
 from importlib.machinery import PathFinder
 from pathlib import Path
 
+from hvdtrain.core import variables
 from hvdtrain.core.errors import HvdtrainError
 from hvdtrain.horovod_build.build import cache_folder, make_folder
 from hvdtrain.horovod_build.dist import NAME, metadata_of, version_for
@@ -42,7 +43,7 @@ def install(location: str, say: Say) -> str:
     frameworks = [name for name, there in (("torch", torch), ("tensorflow", tensorflow)) if there]
     cuda = cuda_here(torch)
     wanted = {version_for(torch.get("version"), cuda, tensorflow, mpi): mpi for mpi in _mpi()}
-    make_folder(cache_folder(), "HVDTRAIN_CACHE=DIR")
+    make_folder(cache_folder(), f"{variables.CACHE}=DIR")
     run = Steps(cache_folder() / "ready.log", say)
     none, failed = [], []
     with tempfile.TemporaryDirectory(prefix="hvdtrain-ready-") as folder:

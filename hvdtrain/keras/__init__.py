@@ -25,6 +25,7 @@ import keras
 
 from hvdtrain.checkpoint.checkpoint import Checkpointer
 from hvdtrain.comm import elastic
+from hvdtrain.core import variables
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.lr import LR
 from hvdtrain.core.proof import Proof
@@ -47,7 +48,6 @@ from hvdtrain.keras.state import start
 from hvdtrain.keras.state.replicas import fingerprint
 from hvdtrain.keras.state.whole_batch import whole
 from hvdtrain.record.log import RunLog
-from hvdtrain.world.startup import COMPRESSION
 from hvdtrain.world.world import World, given_or_current
 
 __all__ = [
@@ -115,7 +115,7 @@ def prepare(
         ConfigError: not compiled; an option that is not known; a learning rate without batch size, scaled twice, or
             with a schedule.
     """
-    compression = compression or os.environ.get(COMPRESSION) or None
+    compression = compression or os.environ.get(variables.COMPRESSION) or None
     if compression not in (None, "fp16"):
         raise ConfigError(
             "compression is None or 'fp16'", f"compression={compression!r}", "leave it out, or use 'fp16'"

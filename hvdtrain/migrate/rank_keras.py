@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +18,7 @@ from keras.src.callbacks.callback_list import CallbackList
 from keras.src.utils.rng_utils import GLOBAL_RANDOM_SEED
 from tensorflow.python.eager import context
 
+from hvdtrain.core.generators import Generators, TensorFlowSeeds
 from hvdtrain.guard.hooks import wrap
 from hvdtrain.migrate.rank import Enough, seed
 
@@ -90,20 +90,11 @@ class Watch:
 @contextmanager
 def _kept_streams() -> Iterator[None]:
     """Restores the random streams at its end."""
-    known: Any = context.context()
-    operations = random.Random()  # whose numbers seed TensorFlow's operations; there is none without a seed
-    before, drawn = known._seed, known._rng.getstate() if known._seed is not None else None
-    states = random.getstate(), np.random.get_state()
     seeds = [global_state.get_global_attribute(name) for name in _SEEDS]
     try:
-        yield
+        with Generators([TensorFlowSeeds(context.context())]).preserved():
+            yield
     finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        known._seed = before
-        if drawn is not None:
-            operations.setstate(drawn)
-            known._rng = operations
         for name, value in zip(_SEEDS, seeds, strict=True):
             global_state.set_global_attribute(name, value)
 

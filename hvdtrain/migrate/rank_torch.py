@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from hvdtrain.guard.hooks import wrap
 from hvdtrain.migrate.rank import Enough, seed
+from hvdtrain.values.generators import of_all_gpus
 
 
 class TorchWatch:
@@ -105,7 +105,7 @@ class HorovodWatch(TorchWatch):
         import hvdtrain.torch
 
         def init(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            with _kept_streams():
+            with of_all_gpus().preserved():
                 return original(*args, **kwargs)
 
         def prepare(original: Callable[..., Any], model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -146,16 +146,3 @@ class TorchrunWatch(TorchWatch):
         if dist.is_initialized():
             dist.barrier()
             dist.destroy_process_group()
-
-
-@contextmanager
-def _kept_streams() -> Iterator[None]:
-    """Restores the random streams at its end."""
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state(), torch.cuda.get_rng_state_all()
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
-        torch.cuda.set_rng_state_all(states[3])

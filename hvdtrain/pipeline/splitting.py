@@ -18,7 +18,7 @@ from hvdtrain.pipeline.trace.meta import Initialise, made_by_stages
 from hvdtrain.pipeline.trace.segments import Segment, from_modules, segments
 from hvdtrain.pipeline.tuning.profiles import Profile, profile
 from hvdtrain.pipeline.values.devices import parse_devices
-from hvdtrain.pipeline.values.microbatch import Chunk, batch_size, flat, marked
+from hvdtrain.pipeline.values.microbatch import Chunk, flat, marked, samples_of
 from hvdtrain.world.resources import keep_freed_memory
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def split(
     _check_words(schedule, remat, batch_norm, balance)
     names = tuple(kwargs or ())
     example = marked(flat(example, kwargs, names), chunk, names)
-    batch = batch_size(example)
+    batch = samples_of(example)
     if micro_batches != "auto":
         if isinstance(micro_batches, bool) or not isinstance(micro_batches, int):
             raise ConfigError("micro_batches is a number or 'auto'", repr(micro_batches))

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import ClassVar
 
-from hvdtrain.comm.engines import TRACE_VARIABLE, HorovodCollectives
+from hvdtrain.comm.engines import HorovodCollectives
+from hvdtrain.core import variables
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.record.bottleneck import BETWEEN, STEP
 from hvdtrain.world.world import World
@@ -70,9 +71,9 @@ def traced_updates(environ: Mapping[str, str]) -> int:
     Raises:
         ConfigError: it is no number of updates.
     """
-    text = environ.get(TRACE_VARIABLE) or "0"
+    text = environ.get(variables.TRACE) or "0"
     if not (text.isascii() and text.isdecimal()):
-        raise ConfigError(f"{TRACE_VARIABLE} is a number of updates", repr(text), f"{TRACE_VARIABLE}=200")
+        raise ConfigError(f"{variables.TRACE} is a number of updates", repr(text), f"{variables.TRACE}=200")
     return int(text)
 
 

@@ -10,18 +10,17 @@ import hashlib
 import os
 from pathlib import Path
 
+from hvdtrain.core import variables
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.launchers import job_of, restarts
 from hvdtrain.record.log_files import read_run
-
-REHEARSAL = "HVDTRAIN_REHEARSAL"
 
 
 def place_of(path: str | os.PathLike[str]) -> Path:
     """Returns where a program writes what it wants to have in a directory: there; in a rehearsal (`hvdtrain rehearse`)
     below the rehearsal's own folder, as a rehearsed job neither goes on with the user's runs nor writes over them.
     """
-    folder, wanted = os.environ.get(REHEARSAL), Path(path)
+    folder, wanted = os.environ.get(variables.REHEARSAL), Path(path)
     if not folder or wanted.absolute().is_relative_to(folder):
         return wanted
     number = hashlib.sha256(os.fsencode(wanted.absolute())).hexdigest()[:8]

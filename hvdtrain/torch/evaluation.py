@@ -27,7 +27,8 @@ from hvdtrain.torch.engines.sync_batchnorm import converted, sync_batchnorm_mode
 from hvdtrain.torch.gathered import gather_in_order
 from hvdtrain.torch.metric_states import States, no_samples, numbers_of
 from hvdtrain.torch.values.clock import CLOCK
-from hvdtrain.torch.values.nested import map_tensors
+from hvdtrain.values.nested import map_tensors
+from hvdtrain.values.preserved import kept_modes
 from hvdtrain.world.world import World, fsum, given_or_current
 
 # (outputs, targets) -> {name: [n], one value a sample; or a pair, values and weights}
@@ -302,14 +303,9 @@ class _Predictions:
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode without gradients; at the end each module is in the mode it was in (frozen parts differ)."""
-    modes = [(module, module.training) for module in (*model.modules(), unwrap(model))]  # a pipeline lacks its root
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module, training in modes:
-            module.training = training
+    with kept_modes((*model.modules(), unwrap(model))), torch.no_grad():  # a pipeline's modules lack its root
+        model.eval()
+        yield
 
 
 def classification(top: tuple[int, ...] = (1, 5), label_smoothing: float = 0.0) -> Metrics:

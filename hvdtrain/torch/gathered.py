@@ -12,7 +12,7 @@ from torch import Tensor
 from hvdtrain.comm import elastic
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.sharding import Step
-from hvdtrain.torch.values.nested import made_of, map_tensors, parts_of
+from hvdtrain.values.nested import made_of, map_tensors, parts_of
 from hvdtrain.world.world import World, given_or_current
 
 _NUMBERS = (bool, int, float, complex, np.generic)

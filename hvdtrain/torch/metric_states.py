@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.sharding import Step
-from hvdtrain.torch.values.nested import map_tensors, to_device
+from hvdtrain.values.nested import map_tensors, to_device
 from hvdtrain.world.world import World
 
 _JOINED = ("dim_zero_sum", "dim_zero_max", "dim_zero_min", "dim_zero_mean")  # torchmetrics.utilities.data

@@ -14,7 +14,7 @@ from hvdtrain.core.sharding import Step
 from hvdtrain.torch.data.source import Augment
 from hvdtrain.torch.evaluation import one_pass
 from hvdtrain.torch.gathered import gather_in_order, lengths, reordered
-from hvdtrain.torch.values.nested import map_tensors, tensors_of
+from hvdtrain.values.nested import map_tensors, tensors_of
 from hvdtrain.world.world import World, given_or_current
 
 

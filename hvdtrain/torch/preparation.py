@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from hvdtrain.comm import elastic
+from hvdtrain.core import variables
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.lr import LR
 from hvdtrain.torch.engines.base import PartedEngineModel, Settings, Staged, staged_or_none
@@ -35,7 +36,6 @@ from hvdtrain.torch.update.session import Options, Rates, Session, prepared_opti
 from hvdtrain.torch.update.several import Several
 from hvdtrain.torch.update.staged import check_staged
 from hvdtrain.torch.values.clock import CLOCK
-from hvdtrain.world.startup import COMPRESSION
 from hvdtrain.world.world import World, given_or_current
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def prepare(
             learning rate is scaled twice.
         ReplicaError: on every rank; the ranks differ in model, optimizer or options, or gradients are not averaged.
     """
-    wire: Any = compression or os.environ.get(COMPRESSION) or None
+    wire: Any = compression or os.environ.get(variables.COMPRESSION) or None
     options = Options(accumulate, clip, amp, wire, sync_batchnorm, channels_last, compile, verify, watch_every, zero)
     _check_options(options, lr, data)
     world = given_or_current(world, "torch")

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hvdtrain.comm.arrival import names_of
+from hvdtrain.core import variables
 from hvdtrain.core.errors import ReplicaError
 from hvdtrain.watch.looks import CIRCLES, MOVING
 from hvdtrain.watch.meeting import END, State, described
 
-HANG_VARIABLE = "HVDTRAIN_HANG_S"
 LONGER = 10.0
 STOPPED = 2 / 3  # of a rank that is seen to be: Horovod's Gloo gives up after 30 s, and does not say for whom
 _LONG_PHASES = ("checkpoint", "evaluation")
@@ -123,7 +123,7 @@ def hung(
     first = known[verdict.ranks[0]]
     at = reports[verdict.waiting[0]]["at"] if verdict.waiting else {}
     return ReplicaError(
-        f"no rank may let the others wait for long in a collective operation ({HANG_VARIABLE}={hang_s:g})",
+        f"no rank may let the others wait for long in a collective operation ({variables.HANG_S}={hang_s:g})",
         "\n".join(lines),
         _remedy(first, at, verdict.ranks[0] in silent),
         shared=True,
@@ -178,7 +178,7 @@ def _line_of(frame: Mapping[str, Any], *, within: bool = False) -> str:
 
 
 def _remedy(report: Report, at: Mapping[str, Any], silent: bool) -> str:
-    slow = f"if it only takes long there: world.on_main(...) for work of rank 0's, or {HANG_VARIABLE}=600 (0: never)"
+    slow = f"if it only takes long there: world.on_main(...) for work of rank 0's, or {variables.HANG_S}=600 (0: never)"
     if silent:
         cause = "a process that was stopped, a host that is gone, or native code that holds Python's lock"
         if str(report.get("state", "")).startswith("T"):

@@ -26,7 +26,8 @@ from typing import Any, NamedTuple
 
 from hvdtrain.comm.lines import is_users, line_of, user_line
 from hvdtrain.comm.link import Meeting
-from hvdtrain.comm.ring import RUN_VARIABLE, forget, open_ring
+from hvdtrain.comm.ring import forget, open_ring
+from hvdtrain.core import variables
 from hvdtrain.core.version import qualified_name
 from hvdtrain.watch.meeting import Tracker
 
@@ -253,7 +254,7 @@ class Own:
         self.run_dir: Path | None = None
         self._next_page = 0.0
         atexit.register(self.close)  # what ends by itself, well or not, has said so
-        self.use_run_dir(Path(os.environ[RUN_VARIABLE]) if os.environ.get(RUN_VARIABLE) else None)
+        self.use_run_dir(Path(os.environ[variables.RUN_DIR]) if os.environ.get(variables.RUN_DIR) else None)
 
     def use_run_dir(self, run_dir: Path | None) -> None:
         """Leaves this rank's page, and on rank 0 the report of a hang, in this folder from here on."""

@@ -4,8 +4,8 @@ The first signal is noted, and said; with the numbers of the next update it trav
 and end (`hvdtrain.checkpoint.preemption`). A rank ends at once, as SIGTERM does by default, where no update will come:
 
 - at another SIGTERM, unless it comes within a second: launchers and schedulers send the first one twice;
-- where `hvdtrain launch` ends the job itself, because a rank or a host has failed (`ENDING`), or has no place for this
-  rank any more;
+- where `hvdtrain launch` ends the job itself, because a rank or a host has failed (HVDTRAIN_ENDING), or has no place
+  for this rank any more;
 - when it has waited for the others in one place for 10 s, and twice as long as any update has made it wait so far.
 
 A signal handler of Python's runs only when the main thread comes back from what it is in, which may be a collective
@@ -28,11 +28,10 @@ from pathlib import Path
 from types import FrameType
 
 from hvdtrain.comm import elastic
+from hvdtrain.core import variables
 from hvdtrain.core.errors import PREEMPTED_CODE, ConfigError
 from hvdtrain.watch.meeting import Tracker
 
-VARIABLE = "HVDTRAIN_PREEMPTION"
-ENDING = "HVDTRAIN_ENDING"  # the file in which the launcher's agent says that the job is to end
 ENDS, ASKS = b"now", b"ask"  # what it says: it ends the job; SIGUSR1 asks the ranks to
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _TWICE_S = 1.0
@@ -46,9 +45,13 @@ def wanted(environ: Mapping[str, str]) -> bool:
     Raises:
         ConfigError: the variable is neither on nor off.
     """
-    value = environ.get(VARIABLE, "") or "on"
+    value = environ.get(variables.PREEMPTION, "") or "on"
     if value not in ("on", "off"):
-        raise ConfigError(f"{VARIABLE} is on or off", repr(value), f"{VARIABLE}=off: signals end a rank at once")
+        raise ConfigError(
+            f"{variables.PREEMPTION} is on or off",
+            repr(value),
+            f"{variables.PREEMPTION}=off: signals end a rank at once",
+        )
     return value == "on"
 
 
@@ -66,7 +69,7 @@ class Notice:
 
     def __init__(self, rank: int, tracker: Tracker, environ: Mapping[str, str]) -> None:
         self.told = False
-        self._rank, self._tracker, self._ending = rank, tracker, environ.get(ENDING)
+        self._rank, self._tracker, self._ending = rank, tracker, environ.get(variables.ENDING)
         self._told_s = self._term_s = float("inf")
 
     def follow(self, rank: int, tracker: Tracker) -> None:
@@ -183,7 +186,7 @@ def is_default(process: int | str, number: int) -> bool:
 
 def asked(environ: Mapping[str, str]) -> bool:
     """Returns True if the launcher's agent holds back a signal that tells this rank to end (`ASKS`)."""
-    return wanted(environ) and is_free(signal.SIGUSR1) and _agent_says(environ.get(ENDING)) == ASKS
+    return wanted(environ) and is_free(signal.SIGUSR1) and _agent_says(environ.get(variables.ENDING)) == ASKS
 
 
 def _end() -> None:

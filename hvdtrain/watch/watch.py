@@ -29,13 +29,13 @@ from typing import Any, NoReturn
 from hvdtrain.comm import elastic
 from hvdtrain.comm.arrival import listen_to_ranks, seconds_of
 from hvdtrain.comm.link import LONGEST_REPORT, WELCOME, Link, Meeting, connect
+from hvdtrain.core import variables
 from hvdtrain.core.errors import HUNG_CODE, OUT_OF_STEP_CODE, ReplicaError, describe, end_now, ending
 from hvdtrain.core.launchers import Detected
 from hvdtrain.watch import bundle, hang, looks
 from hvdtrain.watch.meeting import State, Tracker, deadlocked, out_of_step, waiting
 from hvdtrain.watch.rounds import ANSWER_S, Rounds
 
-AFTER_VARIABLE = "HVDTRAIN_IN_STEP_S"
 _AFTER_S = 3.0
 _NOTE_S = 20.0
 _TICK_S = 0.25
@@ -47,12 +47,12 @@ _LAST_WORDS_S = 2.0  # rank 0 ends last: a launcher that sees it gone ends the o
 
 def after_s(environ: Mapping[str, str]) -> float:
     """Returns how long a rank may be in one place before the others are asked; 0 for never; see `seconds_of`."""
-    return seconds_of(environ, AFTER_VARIABLE, _AFTER_S, never=True)
+    return seconds_of(environ, variables.IN_STEP_S, _AFTER_S, never=True)
 
 
 def hang_s(environ: Mapping[str, str]) -> float:
     """Returns how long a rank may let others wait; 0 for ever; see `seconds_of`."""
-    return seconds_of(environ, hang.HANG_VARIABLE, _HANG_S, never=True)
+    return seconds_of(environ, variables.HANG_S, _HANG_S, never=True)
 
 
 def listen(detected: Detected, environ: Mapping[str, str]) -> tuple[socket.socket | None, Meeting]:

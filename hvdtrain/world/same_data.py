@@ -12,11 +12,11 @@ import os
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain.core.errors import ReplicaError
+from hvdtrain.core.generators import Generators
 from hvdtrain.world.world import World
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def of_items(dataset: Any) -> Digest:
     """
     length = len(dataset)
     chosen = _positions(length, _ITEMS)
-    with _fixed_generators():
+    with Generators().preserved(0):
         rows = []
         for index in chosen:
             first, second = ([_whole(leaf) for _, leaf in _leaves(dataset[index])] for _ in range(2))
@@ -331,20 +331,6 @@ def _mixed(rows: np.ndarray) -> np.ndarray:
     octets = np.ascontiguousarray(rows).view(np.uint8).reshape(len(rows), -1)
     factors = np.random.Philox(key=7).random_raw(octets.shape[1]) | np.uint64(1)
     return (octets.astype(np.uint64) + np.uint64(1)) @ factors
-
-
-@contextmanager
-def _fixed_generators() -> Iterator[None]:
-    import numpy as np
-
-    kept, kept_numpy = random.getstate(), np.random.get_state()
-    random.seed(0)
-    np.random.seed(0)
-    try:
-        yield
-    finally:
-        random.setstate(kept)
-        np.random.set_state(kept_numpy)
 
 
 # A tensor's checksum is the sum of its elements' bits, as integers, each times an odd number made of its place and this

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from hvdtrain.comm.engines import choose_engine
+from hvdtrain.core import variables
 from hvdtrain.core.errors import (
     ConfigError,
     HvdtrainError,
@@ -61,11 +62,9 @@ def run_program(name: str, work: Callable[[Detected], None]) -> int:
 
 # ---- tuned settings, cores and imports
 
-TUNED = "HVDTRAIN_TUNED"  # a file of `hvdtrain bench train --tune`
-BUCKET_BYTES, COMPRESSION = "HVDTRAIN_BUCKET_BYTES", "HVDTRAIN_COMPRESSION"  # what `hvdtrain` itself reads of it
 THREADS = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
 # Ranks that fuse, cut or send otherwise than others add up what does not belong together, or wait for ever.
-SAME_ON_ALL = ("HOROVOD_FUSION_THRESHOLD", BUCKET_BYTES, COMPRESSION)
+SAME_ON_ALL = ("HOROVOD_FUSION_THRESHOLD", variables.BUCKET_BYTES, variables.COMPRESSION)
 # all that such a file may set
 TUNABLE = ("HOROVOD_CYCLE_TIME", "HOROVOD_SHARED_MEMORY", *SAME_ON_ALL, *THREADS)
 _PACKAGES = ("horovod", "hvdtrain-horovod", "torch", "tensorflow", "tensorflow-cpu", "keras")
@@ -118,7 +117,7 @@ def tuned(path: str | os.PathLike[str], environ: Mapping[str, str], local_size: 
 
 def _may_be_set(name: str, value: object) -> bool:
     number = isinstance(value, str) and re.fullmatch(r"[0-9]{1,12}(\.[0-9]{1,6})?", value)
-    return bool(number and name in TUNABLE) or (name == COMPRESSION and value in ("fp16", "none"))
+    return bool(number and name in TUNABLE) or (name == variables.COMPRESSION and value in ("fp16", "none"))
 
 
 def use_tuned(detected: Detected) -> None:
@@ -127,7 +126,7 @@ def use_tuned(detected: Detected) -> None:
     Raises:
         ConfigError: see `tuned`.
     """
-    if path := os.environ.pop(TUNED, ""):
+    if path := os.environ.pop(variables.TUNED, ""):
         found, text = tuned(path, os.environ, detected.local_size)
         os.environ.update(found)
         torch: Any = sys.modules.get("torch")  # which has read its number already

@@ -16,12 +16,13 @@ AGENT = """#!{python} -S
 import sys
 sys.path.insert(0, {packages!r})
 from hvdtrain.cluster.launch.agent import hello
-from hvdtrain.cluster.hosts.protocol import Decoder, encode, mark_of
+from hvdtrain.cluster.hosts.protocol import mark_of
+from hvdtrain.comm.link import Decoder, encode
 
 MARK = mark_of(sys.argv[-1])
 
 def say(kind, **fields):
-    sys.stdout.buffer.write(encode(MARK, kind, **fields))
+    sys.stdout.buffer.write(encode(dict(fields, type=kind), MARK))
     sys.stdout.buffer.flush()
 
 def until(kind):

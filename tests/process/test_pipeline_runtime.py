@@ -88,7 +88,7 @@ def test_inference(found: dict[str, Any]) -> None:
     assert received["no_grad"] and received["inference_mode"] and received["grad"] and received["empty"]
     assert (
         "one entry for each sample" in received["rank_2_scalar"]
-        and "shape () for 6 samples" in received["rank_2_scalar"]
+        and "shapes [(), ()], for [6, 6] samples" in received["rank_2_scalar"]
     )
 
 

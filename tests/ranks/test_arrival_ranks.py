@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from harness import PROGRAMS, Result, run_ranks, together
 
-from hvdtrain.comm import arrival
+from hvdtrain.core import variables
 
 LATE = PROGRAMS / "core" / "late.py"
 
@@ -19,11 +19,11 @@ def check_late(framework: str) -> Result:
 
 
 def test_a_rank_that_comes_late_and_one_that_does_not_come() -> None:
-    env = {arrival.TIMEOUT_VARIABLE: "1"}
+    env = {variables.START_TIMEOUT_S: "1"}
     _, done, ended = together(
         lambda: check_late("torch"),
         lambda: run_ranks([LATE, "torch", "60"], 2, env=env),
-        lambda: run_ranks([LATE, "torch", "ends"], 2, launcher="mpirun", env={arrival.TIMEOUT_VARIABLE: "3"}),
+        lambda: run_ranks([LATE, "torch", "ends"], 2, launcher="mpirun", env={variables.START_TIMEOUT_S: "3"}),
     )
     assert done.returncode != 0 and done.seconds < 45
     assert "all 2 ranks must start within 1 s" in done.ranks_error[0], done.text

@@ -16,10 +16,10 @@ import pytest
 from harness import PROGRAMS, Result, run_ranks, together
 from parted_ranks import NAMED_WITHIN_S
 
-from hvdtrain.comm.ring import FOLDER, RUN_VARIABLE
+from hvdtrain.comm.ring import FOLDER
 from hvdtrain.commands.why import why
+from hvdtrain.core import variables
 from hvdtrain.core.errors import HUNG_CODE
-from hvdtrain.watch.hang import HANG_VARIABLE
 
 TORCH, KERAS = PROGRAMS / "torch" / "hang.py", PROGRAMS / "keras" / "hang.py"
 RULE = "no rank may let the others wait for long in a collective operation"
@@ -30,7 +30,7 @@ LAUNCHERS = {"horovod": "horovodrun", "ddp": "torchrun"}
 
 def start(program: Path, arguments: list[str], folder: Path, launcher: str = "horovodrun", **env: str) -> Result:
     folder.mkdir(parents=True, exist_ok=True)
-    environment = {"HVDTRAIN_TEST_BEACON": str(folder), RUN_VARIABLE: str(folder), HANG_VARIABLE: "3", **env}
+    environment = {"HVDTRAIN_TEST_BEACON": str(folder), variables.RUN_DIR: str(folder), variables.HANG_S: "3", **env}
     return run_ranks([program, *arguments], 2, launcher=launcher, env=environment, timeout_s=150)
 
 
@@ -105,7 +105,7 @@ def test_keras_ranks_that_hang(tmp_path: Path) -> None:
 def test_a_rank_that_is_killed_leaves_its_page(tmp_path: Path) -> None:
     """Nobody can say a word; what it did is on its page."""
     with killed_when_parted(tmp_path):
-        done = start(TORCH, ["horovod", "endless_loop"], tmp_path, **{HANG_VARIABLE: "60"})
+        done = start(TORCH, ["horovod", "endless_loop"], tmp_path, **{variables.HANG_S: "60"})
     assert done.returncode != 0 and RULE not in done.text
     said = why(tmp_path)
     assert re.search(r"rank 1 \(host \S+, process \d+\): last heard of .*: 2 update\(s\) done", said), said
@@ -146,8 +146,8 @@ def test_every_way_to_hang(way: str, tmp_path: Path) -> None:
 @pytest.mark.thorough
 def test_horovods_own_limit_comes_later(tmp_path: Path) -> None:
     """Gloo gives up after 30 s, and does not say for whom it has waited."""
-    done = start(TORCH, ["horovod", "stopped"], tmp_path, **{HANG_VARIABLE: ""})
-    assert f"({HANG_VARIABLE}=28)" in done.ranks_error[0] and "process state T" in done.ranks_error[0], done.text
+    done = start(TORCH, ["horovod", "stopped"], tmp_path, **{variables.HANG_S: ""})
+    assert f"({variables.HANG_S}=28)" in done.ranks_error[0] and "process state T" in done.ranks_error[0], done.text
 
 
 @pytest.mark.thorough
@@ -182,7 +182,7 @@ def test_keras_on_torch_ranks_that_hang(way: str, tmp_path: Path) -> None:
 @pytest.mark.thorough
 def test_without_the_watch_it_goes_on(tmp_path: Path) -> None:
     """The negative twin."""
-    done = start(TORCH, ["horovod", "sleeps_12_s"], tmp_path, **{HANG_VARIABLE: "0"}).check()
+    done = start(TORCH, ["horovod", "sleeps_12_s"], tmp_path, **{variables.HANG_S: "0"}).check()
     assert RULE not in done.text
     check_hung(start(TORCH, ["horovod", "sleeps_12_s"], tmp_path / "with"), tmp_path / "with")
 

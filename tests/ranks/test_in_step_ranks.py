@@ -12,7 +12,7 @@ from harness import PROGRAMS, Result, run_ranks, together
 from limits import Limit
 from parted_ranks import ENDING, NAMED_WITHIN_S, RULE
 
-from hvdtrain.watch import watch
+from hvdtrain.core import variables
 
 HERE = Path(__file__).parent
 TORCH, KERAS = PROGRAMS / "torch" / "out_of_step.py", PROGRAMS / "keras" / "out_of_step.py"
@@ -169,7 +169,7 @@ def test_slow_ranks_are_not_accused(engine: str, tmp_path: Path) -> None:
 @pytest.mark.thorough
 def test_without_comparison_they_pair_wrongly(tmp_path: Path) -> None:
     """The negative twin: each rank takes the other's values for its own, and nobody notices."""
-    done = start(TORCH, ["horovod", "other_order"], tmp_path, **{watch.AFTER_VARIABLE: "0"}).check()
+    done = start(TORCH, ["horovod", "other_order"], tmp_path, **{variables.IN_STEP_S: "0"}).check()
     assert "paired [['a', 'b'], ['b', 'a']]" in done.ranks_output[0], "instead of ['a', 'a'], ['b', 'b']"
     assert "paired [['b', 'a'], ['a', 'b']]" in done.ranks_output[1], done.text
 

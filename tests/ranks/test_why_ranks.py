@@ -9,7 +9,7 @@ from harness import Result, run_ranks
 
 from hvdtrain.comm.ring import FOLDER
 from hvdtrain.commands.why import why
-from hvdtrain.watch.watch import AFTER_VARIABLE
+from hvdtrain.core import variables
 
 PROGRAM = """
 import os, sys, torch, hvdtrain
@@ -39,7 +39,9 @@ with hvdtrain.init("torch", device="cpu") as world:
 def start(way: str, run: Path, launcher: str, np: int = 2, in_step_s: str = "3") -> Result:
     script = run.with_suffix(".py")
     script.write_text(PROGRAM)
-    return run_ranks([script, way, str(run)], np, launcher=launcher, env={AFTER_VARIABLE: in_step_s}, timeout_s=120)
+    return run_ranks(
+        [script, way, str(run)], np, launcher=launcher, env={variables.IN_STEP_S: in_step_s}, timeout_s=120
+    )
 
 
 def check_named(run: Path, launcher: str, in_step_s: str = "3") -> None:

@@ -1,11 +1,11 @@
 """Which folder may import which, read from the sources (imports inside functions and under TYPE_CHECKING count too).
 
-    core < comm < watch < world < record < checkpoint, datasets, horovod_build < torch | keras | pipeline | guard
-    < vision | cluster | migrate < programs < bench < commands
+    core < comm < watch < world < record < checkpoint, datasets, horovod_build, values
+    < torch | keras | pipeline | guard < vision | cluster | migrate < programs < bench < commands
 
 A folder imports what stands further left; those side by side between bars never import each other. What stands below
 the adapters knows the standard library, and inside functions numpy, tqdm, tensorboard, mpi4py and pynvml; an adapter
-its own framework.
+its own framework; `values` PyTorch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FLOORS = (
     {"watch"},
     {"world"},
     {"record"},
-    {"checkpoint", "datasets", "horovod_build"},
+    {"checkpoint", "datasets", "horovod_build", "values"},
     {"torch", "keras", "pipeline", "guard"},
     {"vision", "cluster", "migrate"},
     {"keras_mnist", "torch_resnet", "torch_cifar10", "pipeline_resnet"},
@@ -44,6 +44,7 @@ OWN_FRAMEWORKS = {
     "torch": {"torch", "torchvision", "deepspeed", "horovod"},
     "keras": {"keras", "tensorflow", "torch", "horovod"},
     "pipeline": {"torch"},
+    "values": {"torch"},
     "guard": {"torch"},
 }  # fmt: skip
 # what the lowest floors may use besides the standard library, but only inside functions

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import sys
 from pathlib import Path
@@ -26,6 +27,27 @@ def test_the_documented_tree_is_the_one_that_is_there() -> None:
 def test_no_two_modules_or_folders_reach_each_other() -> None:
     assert structure.circles(GRAPH) == []
     assert structure.circles(structure.between_folders(GRAPH, FOUND)) == []
+
+
+def spelled_variables(found: dict[str, Path]) -> list[str]:
+    """Returns where a name of an environment variable of hvdtrain's stands in code, outside of core/variables."""
+    places = []
+    for name, path in found.items():
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        texts = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # docstrings
+        places += [
+            f"{name}:{node.lineno}: {node.value}"
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Constant) and id(node) not in texts
+            if isinstance(node.value, str) and "HVDTRAIN_" in node.value and name != "hvdtrain.core.variables"
+        ]
+    return places
+
+
+def test_environment_variables_are_named_in_one_place(tmp_path: Path) -> None:
+    assert spelled_variables(FOUND) == []
+    (tmp_path / "twin.py").write_text('"""HVDTRAIN_X"""\nprint(f"HVDTRAIN_Y={1}")')
+    assert spelled_variables({"twin": tmp_path / "twin.py"}) == ["twin:2: HVDTRAIN_Y="]
 
 
 def test_negative_twin(tmp_path: Path) -> None:

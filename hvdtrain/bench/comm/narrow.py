@@ -15,9 +15,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from hvdtrain.core import variables
 from hvdtrain.core.errors import ConfigError, LauncherError
 
-INSIDE = "HVDTRAIN_BENCH_NAMESPACE"
 NEEDED = {"unshare": "util-linux", "mount": "mount", "ip": "iproute2", "tc": "iproute2"}
 # what comes of `ssh [options] address command...`
 SHIM = """#!/bin/sh
@@ -40,13 +40,13 @@ def enter() -> None:
     Raises:
         ConfigError: not root, or a program is missing.
     """
-    if os.environ.get(INSIDE):
+    if os.environ.get(variables.BENCH_NAMESPACE):
         return
     missing = [package for name, package in NEEDED.items() if not shutil.which(name)]
     if os.geteuid() != 0 or missing:
         received = "not root" if os.geteuid() != 0 else f"no {' '.join(missing)}"
         raise ConfigError("links of a rate are network namespaces, which need root", received, "leave out --rate")
-    os.environ[INSIDE] = "1"
+    os.environ[variables.BENCH_NAMESPACE] = "1"
     command = [sys.executable, "-m", "hvdtrain", *sys.argv[1:]]
     os.execvp("unshare", ["unshare", "--net", "--mount", "--", *command])
 

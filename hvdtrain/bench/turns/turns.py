@@ -26,7 +26,7 @@ from types import MappingProxyType
 from typing import Any
 
 from hvdtrain.bench.turns.report import progress
-from hvdtrain.comm.turns import ADDRESS, KEY
+from hvdtrain.core import variables
 from hvdtrain.core.errors import HvdtrainError, LauncherError, build_horovod_command, install_command
 from hvdtrain.record.stats import rotated
 
@@ -111,7 +111,11 @@ class InterleavedJobs:
         address = str(Path(self._folder.name) / key[:8])
         with Listener(address, "AF_UNIX", authkey=key.encode()) as listener:
             environment = (
-                self._environment | PATIENCE | AS_ROOT | dict(environ) | {ADDRESS: str(listener.address), KEY: key}
+                self._environment
+                | PATIENCE
+                | AS_ROOT
+                | dict(environ)
+                | {variables.TURNS_ADDRESS: str(listener.address), variables.TURNS_KEY: key}
             )
             log = (Path(self._folder.name) / f"{name}.log").open("w+b")
             process = subprocess.Popen(

@@ -6,7 +6,6 @@ nothing is left there. When the session ends, for whatever reason, so does the p
 
 from __future__ import annotations
 
-import json
 import queue
 import time
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,7 @@ from hvdtrain.cluster.hosts import probe
 from hvdtrain.cluster.hosts.channel import Channel
 from hvdtrain.cluster.hosts.protocol import Message
 from hvdtrain.cluster.hosts.ssh import Ssh, SshProblem, are_this_machine, not_started
+from hvdtrain.comm.link import encode
 from hvdtrain.core.errors import ConfigError
 
 Request = Mapping[str, Any]
@@ -77,7 +77,7 @@ class Sessions:
         """Returns the answers of the hosts that gave one; all are asked at once."""
         waiting = [name for name in requests if name in self.alive]
         for name in waiting:
-            self.alive[name].write(json.dumps(requests[name]).encode() + b"\n")
+            self.alive[name].write(encode(requests[name]))
         replies: dict[str, Message] = {}
         deadline = time.monotonic() + timeout_s
         while waiting:

@@ -19,8 +19,7 @@ from hvdtrain.cluster.hosts.ssh import Ssh
 from hvdtrain.cluster.launch import environment, launcher
 from hvdtrain.cluster.launch.job import Job, Timeouts
 from hvdtrain.cluster.launch.output import FULL
-from hvdtrain.cluster.launch.rank import RESULT
-from hvdtrain.core import launchers
+from hvdtrain.core import launchers, variables
 from hvdtrain.core.errors import ConfigError, LauncherError, install_command
 
 Output = Literal["all", "main", "none"]
@@ -157,7 +156,7 @@ def _need_cloudpickle() -> None:
 
 def _refuse_within_a_job() -> None:
     here = launchers.detect(os.environ)
-    if here.size > 1 or RESULT in os.environ:
+    if here.size > 1 or variables.RESULT_FD in os.environ:
         rule = "hvdtrain.run starts the ranks itself"
         received = f"this process is rank {here.rank} of {here.size}, started by {here.launcher}"
         raise ConfigError(rule, received, "start the program once: python train.py; or call the function itself")

@@ -14,7 +14,8 @@ import traceback
 from types import TracebackType
 from typing import Any
 
-from hvdtrain.cluster.launch.rank import RESULT, RETURNED
+from hvdtrain.cluster.launch.rank import RETURNED
+from hvdtrain.core import variables
 from hvdtrain.core.errors import ConfigError
 
 # the first line of the input is a JSON list, the caller's own places for modules; "" stands for the working directory
@@ -34,8 +35,8 @@ def main() -> int:
     """Returns the exit code; what the function raises ends the process as it ends a program."""
     from hvdtrain.cluster.function import function_pickle
 
-    result, process = _Result(int(os.environ[RESULT])), os.getpid()
-    os.environ[RESULT] = ""  # still there: no `hvdtrain.run` within one
+    result, process = _Result(int(os.environ[variables.RESULT_FD])), os.getpid()
+    os.environ[variables.RESULT_FD] = ""  # still there: no `hvdtrain.run` within one
     sys.excepthook = _show
     grace_s = float(sys.stdin.buffer.readline())
     function, args, kwargs, classes = function_pickle.load_call(sys.stdin.buffer)

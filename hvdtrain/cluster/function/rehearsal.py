@@ -27,7 +27,8 @@ from hvdtrain.cluster.hosts.hosts import Host, Slot, assign
 from hvdtrain.cluster.launch import environment, processes, rendezvous
 from hvdtrain.cluster.launch.failures import RankEnd
 from hvdtrain.cluster.launch.running import places
-from hvdtrain.comm.ring import FOLDER, RUN_VARIABLE, read_ring
+from hvdtrain.comm.ring import FOLDER, read_ring
+from hvdtrain.core import variables
 from hvdtrain.core.slurm import port_of
 from hvdtrain.world import startup
 
@@ -111,7 +112,7 @@ class Ranks:
         _allow_many_files()
         server = rendezvous.serve(HERE.address, places(slots))
         job = environment.of_job(HERE, server.server_port, port_of(uuid.uuid4().hex)) | environment.of_host(HERE)
-        job |= {RUN_VARIABLE: str(self.folder)}
+        job |= {variables.RUN_DIR: str(self.folder)}
         for slot in slots:
             sys.stdout.flush()
             sys.stderr.flush()

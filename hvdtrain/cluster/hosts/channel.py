@@ -13,8 +13,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.cluster.hosts.protocol import Decoder, mark_of
+from hvdtrain.cluster.hosts.protocol import mark_of
 from hvdtrain.cluster.hosts.ssh import Ssh, SshProblem, explain, without_key
+from hvdtrain.comm.link import Decoder, Outbox
 
 _ERRORS_BYTES = 1 << 16  # of standard error are kept
 
@@ -59,7 +60,7 @@ class Channel:
         self._python, self._ssh, self._on_message = argv[0], ssh, on_message
         token = secrets.token_hex(8)
         argv, self.mark, self._answered = [*argv, token], mark_of(token), False
-        self._decoder, self._unsent, self._errors = Decoder(self.mark), bytearray(), bytearray()
+        self._decoder, self._errors = Decoder(self.mark), bytearray()
         self._heard_s = time.monotonic()
         # a session of its own: a Ctrl-C in the terminal is the launcher's to handle
         self._process = subprocess.Popen(
@@ -67,8 +68,8 @@ class Channel:
             stderr=subprocess.PIPE, bufsize=0, start_new_session=True, cwd=cwd if local else None,
         )  # fmt: skip
         assert self._process.stdin is not None
-        self._inward = self._process.stdin.fileno()
-        os.set_blocking(self._inward, False)
+        os.set_blocking(self._process.stdin.fileno(), False)
+        self._unsent = Outbox(self._process.stdin.fileno())
         self._threads = [
             threading.Thread(target=work, name=f"{work.__name__} {name}", daemon=True)
             for work in (self._read_messages, self._read_errors)
@@ -83,21 +84,13 @@ class Channel:
 
     def write(self, data: bytes) -> None:
         """Sends bytes; what the other side does not take now goes with the next `flush`."""
-        self._unsent += data
+        self._unsent.write(data)
         self.flush()
 
     def flush(self) -> bool:
         """Sends what is left, once the program has begun; returns whether nothing can be sent now."""
-        if not self._answered:
-            return True
-        try:
-            while self._unsent and self._inward >= 0:
-                del self._unsent[: os.write(self._inward, self._unsent[: 1 << 16])]
-        except BlockingIOError:
-            return False
-        except OSError:  # it is gone, which the reading thread tells
-            self._unsent.clear()
-        return True
+        assert self._process.stdin is not None
+        return not self._answered or self._process.stdin.closed or self._unsent.flush()
 
     def silent_s(self) -> float:
         """Returns for how long nothing came."""
@@ -120,10 +113,8 @@ class Channel:
 
     def close(self, wait_s: float) -> None:
         """Closes its standard input, which ends it; waits for it, and ends the process that reaches it."""
-        if self._inward >= 0:
-            self._inward = -1
-            assert self._process.stdin is not None
-            self._process.stdin.close()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
         if not self._waited(wait_s):
             self._process.terminate()
             if not self._waited(7.0 if self.local else 1.0):

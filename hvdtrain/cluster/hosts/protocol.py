@@ -44,7 +44,6 @@ Either side that hears nothing for `lost_s` takes the other for dead; an end of 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -57,30 +56,3 @@ Message = Mapping[str, Any]
 def mark_of(token: str) -> bytes:
     """Returns what each message of a connection begins with: not the token itself, as a shell may print its command."""
     return token[::-1].encode()
-
-
-def encode(mark: bytes, kind: str, **fields: Any) -> bytes:
-    """Returns one message as a line."""
-    return mark + json.dumps({"type": kind, **fields}, separators=(",", ":")).encode() + b"\n"
-
-
-class Decoder:
-    """Turns received bytes into messages; keeps what is not one (`noise`), for when no message ever comes."""
-
-    def __init__(self, mark: bytes) -> None:
-        self._mark, self._rest = mark, b""
-        self.noise = b""
-
-    def feed(self, data: bytes) -> list[Message]:
-        """Returns the messages that are complete with `data`."""
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        messages = []
-        for line in lines:
-            noise, mark, text = line.partition(self._mark)
-            try:
-                messages += [json.loads(text)] if mark else []
-            except ValueError:
-                noise += mark + text
-            if noise:
-                self.noise = (self.noise + noise + b"\n")[-4096:]
-        return messages

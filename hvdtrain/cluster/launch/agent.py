@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 import os
 import platform
 import selectors
@@ -27,14 +26,16 @@ from typing import Any
 
 from hvdtrain.cluster.hosts import probe
 from hvdtrain.cluster.hosts.data_path import DataPath, Reach
-from hvdtrain.cluster.hosts.protocol import BEAT_S, WINDOW, Decoder, Message, encode, mark_of
+from hvdtrain.cluster.hosts.protocol import BEAT_S, WINDOW, Message, mark_of
 from hvdtrain.cluster.launch import processes
 from hvdtrain.cluster.launch.environment import is_of_a_host
 from hvdtrain.cluster.launch.processes import TICK_S, guard, sweep
-from hvdtrain.cluster.launch.rank import ANSWERS, ELASTIC, PASSED_ON, Rank, StartError, ask, rendezvous_process
-from hvdtrain.comm.ring import LAUNCH, forget_launch
+from hvdtrain.cluster.launch.rank import PASSED_ON, Rank, StartError, ask, rendezvous_process
+from hvdtrain.comm.link import Decoder, Outbox, encode
+from hvdtrain.comm.ring import forget_launch
+from hvdtrain.core import variables
 from hvdtrain.core.version import __version__
-from hvdtrain.watch.preemption import ASKS, ENDING, ENDS
+from hvdtrain.watch.preemption import ASKS, ENDS
 from hvdtrain.world.resources import cgroup_quota
 
 MOST_BUFFERED_BYTES = 1 << 20  # of output that the connection has not taken yet; then the ranks wait
@@ -47,7 +48,7 @@ class Agent:
         self._inward, self._outward, self._mark = inward, outward, mark
         self._selector = selectors.DefaultSelector()
         self._decoder = Decoder(mark)
-        self._out = bytearray()
+        self._out = Outbox(outward)
         self._ranks: dict[int, Rank] = {}  # by process id
         self._rendezvous: subprocess.Popen[bytes] | None = None
         self._rendezvous_due = 0  # answers of it
@@ -99,18 +100,12 @@ class Agent:
     # ---- the launcher
 
     def _send(self, kind: str, **fields: Any) -> None:
-        self._out += encode(self._mark, kind, **fields)
+        self._out.write(encode({"type": kind, **fields}, self._mark))
         self._flush()
 
     def _flush(self) -> None:
         """Writes what the launcher takes now; the rest when it takes more."""
-        try:
-            while self._out:
-                del self._out[: os.write(self._outward, self._out[: 1 << 16])]
-        except BlockingIOError:
-            pass
-        except OSError:  # the launcher is gone: its end of file, on the other descriptor, ends the job
-            self._out.clear()
+        self._out.flush()  # of a launcher that is gone the end of file, on the other descriptor, ends the job
         writing = self._outward in self._selector.get_map()
         if self._out and not writing:
             self._selector.register(self._outward, selectors.EVENT_WRITE, self._flush)
@@ -152,7 +147,7 @@ class Agent:
         elif kind == "tell":
             for rank in self._ranks.values():
                 if rank.rank == message["rank"] and rank.code is None:
-                    rank.say(json.dumps(message["say"]))
+                    rank.say(message["say"])
         elif kind == "answers":
             os.write(self._answers, base64.b64decode(message["data"]))
         elif kind == "peer":
@@ -187,7 +182,7 @@ class Agent:
 
     def _rendezvous_answers(self) -> None:
         assert self._rendezvous is not None and self._rendezvous.stdout is not None
-        answer = json.loads(self._rendezvous.stdout.readline() or "null")
+        answer = next(iter(Decoder().feed(self._rendezvous.stdout.readline())), None)
         due, self._rendezvous_due = self._rendezvous_due > 0, self._rendezvous_due - 1
         if answer is None:
             self._selector.unregister(self._rendezvous.stdout)
@@ -202,15 +197,15 @@ class Agent:
 
     def _start(self, message: Message) -> None:
         own = {name: value for name, value in os.environ.items() if name not in set(message["without"])}
-        environment = {**message["defaults"], **own, **message["env"], LAUNCH: message["token"]}
+        environment = {**message["defaults"], **own, **message["env"], variables.LAUNCH: message["token"]}
         self._launch = message["token"]
-        environment[ENDING] = f"/proc/{os.getpid()}/fd/{self._says}"
+        environment[variables.ENDING] = f"/proc/{os.getpid()}/fd/{self._says}"
         self._watch_the_data_path(message)
         for wanted in message["ranks"]:
             try:
                 env = {**environment, **wanted["env"]}
-                if env.get(ELASTIC) == "new":
-                    env[ANSWERS] = f"/proc/{os.getpid()}/fd/{self._answers}"
+                if env.get(variables.ELASTIC) == "new":
+                    env[variables.ELASTIC_ANSWERS] = f"/proc/{os.getpid()}/fd/{self._answers}"
                 rank = Rank(wanted["rank"], message["argv"], message["cwd"], env, self._given)
             except StartError as error:
                 self._send("failed", rank=wanted["rank"], what=str(error))
@@ -250,9 +245,9 @@ class Agent:
 
         return read
 
-    def _relay(self, rank: Rank, stream: str, lines: list[str]) -> None:
+    def _relay(self, rank: Rank, stream: str, lines: list[Any]) -> None:
         if stream == "line":
-            for said in filter(None, map(_object_in, lines)):
+            for said in lines:
                 self._send("worker", rank=rank.rank, said=said)
         elif lines:
             self._untaken += 1
@@ -365,15 +360,6 @@ class Agent:
             forget_launch(self._launch)
         self._send("ended")
         self._ended = True
-
-
-def _object_in(line: str) -> dict[str, Any] | None:
-    """What a rank says over its line; None: what came is nothing that one says."""
-    try:
-        said = json.loads(line)
-    except ValueError:
-        return None
-    return said if isinstance(said, dict) else None
 
 
 def hello() -> dict[str, Any]:

@@ -17,10 +17,11 @@ from typing import Any
 import hvdtrain
 from hvdtrain.cluster.hosts.channel import Channel
 from hvdtrain.cluster.hosts.hosts import Host
-from hvdtrain.cluster.hosts.protocol import BEAT_S, Message, encode
+from hvdtrain.cluster.hosts.protocol import BEAT_S, Message
 from hvdtrain.cluster.hosts.ssh import SshProblem, are_this_machine, is_this_machine, not_started
 from hvdtrain.cluster.launch.failures import Tracebacks
 from hvdtrain.cluster.launch.job import Job
+from hvdtrain.comm.link import encode
 from hvdtrain.core.errors import ConfigError, LauncherError
 from hvdtrain.core.version import SAFE_PATH, __version__
 
@@ -57,7 +58,7 @@ class Connection(Channel):
 
     def send(self, kind: str, **fields: object) -> None:
         """Sends a message."""
-        self.write(encode(self.mark, kind, **fields))
+        self.write(encode({"type": kind, **fields}, self.mark))
 
     def note(self, message: Message | None) -> None:
         """Takes in what a message, or the end, says of the connection itself."""

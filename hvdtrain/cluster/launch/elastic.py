@@ -19,9 +19,9 @@ from hvdtrain.cluster.launch.discovery import Discovery
 from hvdtrain.cluster.launch.failures import SETTLE_S, RankEnd, as_exit_code, described, first_failure
 from hvdtrain.cluster.launch.job import Job, Plan
 from hvdtrain.cluster.launch.members import Limits, Members
-from hvdtrain.cluster.launch.rank import ELASTIC, ELASTIC_SIZE, ELASTIC_SLOT
 from hvdtrain.cluster.launch.running import Heard, Running, places
 from hvdtrain.comm import arrival
+from hvdtrain.core import variables
 from hvdtrain.core.errors import EXIT_CODE, HOST_LOST_CODE, HUNG_CODE, OUT_OF_STEP_CODE, PREEMPTED_CODE, ConfigError
 from hvdtrain.core.version import __version__
 
@@ -73,7 +73,7 @@ class ElasticRunning(Running):
             self._discovery = Discovery(its.discovery, self._listed.put, self._heard.say)
 
     def _env_of(self, slot: Slot) -> dict[str, str]:
-        return super()._env_of(slot) | {ELASTIC: "1"}
+        return super()._env_of(slot) | {variables.ELASTIC: "1"}
 
     # ---- what happens
 
@@ -272,8 +272,8 @@ class ElasticRunning(Running):
         its, plan = self._agent_of[host.name], self._plan
         all_env = plan.variables(host, 0, self._master_port)
         env = {name: value for name, value in all_env.items() if name not in _MEETING}
-        own = {"HOROVOD_HOSTNAME": host.address, ELASTIC: "new", ELASTIC_SIZE: str(self._job.np)}
-        own[ELASTIC_SLOT] = f"{slot}/{host.slots}"
+        own = {"HOROVOD_HOSTNAME": host.address, variables.ELASTIC: "new", variables.ELASTIC_SIZE: str(self._job.np)}
+        own[variables.ELASTIC_SLOT] = f"{slot}/{host.slots}"
         self._heard.worker(number, host)
         self._heard.say(f"worker {number} starts on {host.name}")
         self._start_on(its, plan, env, {number: own}, None)

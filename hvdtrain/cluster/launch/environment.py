@@ -12,8 +12,8 @@ from pathlib import Path
 from hvdtrain.cluster.hosts import probe
 from hvdtrain.cluster.hosts.addresses import Chosen
 from hvdtrain.cluster.hosts.hosts import Slot
+from hvdtrain.core import variables
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.core.launchers import MADE_UP_PORT
 
 _SECRET_VALUE = re.compile(r"://[^/\s:@]*:[^/\s@]+@")  # a password in a URL
 # what is true of one host, one log-in, one terminal or one process only: another host's ranks have their own
@@ -29,7 +29,8 @@ _OF_A_LAUNCHER = re.compile(
     r"HOROVOD_(HOSTNAME|RANK|SIZE|(LOCAL|CROSS)_(RANK|SIZE)|GLOO_ADDRESS|GLOO_RENDEZVOUS_.*)"
     r"|SLURM.*|SLURMD_.*|SRUN_.*|PMI_.*|PMIX_.*|MPI_LOCAL.*|HYDRA_.*|K_MPI_JOB_.*|PAI_.*"
     r"|OMPI_(COMM_WORLD|UNIVERSE|APP|FIRST|FILE|NUM|ARGV|COMMAND)_.*|OMPI_MCA_(orte|ess|pmix|mpi_yield|initial_wdir)_?.*|PRTE_.*"
-    r"|RANK|WORLD_SIZE|(LOCAL|GROUP|ROLE)_(RANK|SIZE|WORLD_SIZE|NAME)|TORCHELASTIC_.*|HVDTRAIN_(RESTART|JOB|MASTER_PORT|AGENT_FD|ELASTIC.*)"
+    r"|RANK|WORLD_SIZE|(LOCAL|GROUP|ROLE)_(RANK|SIZE|WORLD_SIZE|NAME)|TORCHELASTIC_.*"
+    rf"|{variables.RESTART}|{variables.JOB}|{variables.MASTER_PORT}|{variables.AGENT_FD}|{variables.ELASTIC}.*"
 )
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
@@ -148,7 +149,7 @@ def of_job(first: Chosen, rendezvous_port: int | None, master_port: int) -> dict
         rendezvous_port: there; None: the ranks do not use Horovod.
         master_port: for rank 0 to listen on, if it wants to.
     """
-    meeting = {"MASTER_ADDR": first.address, "MASTER_PORT": str(master_port), MADE_UP_PORT: str(master_port)}
+    meeting = {"MASTER_ADDR": first.address, "MASTER_PORT": str(master_port), variables.MASTER_PORT: str(master_port)}
     if rendezvous_port is None:
         return meeting
     return meeting | {

@@ -81,8 +81,8 @@ class Job:
         horovod: whether the ranks use Horovod: then its rendezvous is served, and Horovod must be on the first host.
         timeouts: see there.
         given: what every rank reads from its standard input; then each may also write lines to the descriptor that
-            `rank.RESULT` names, which come as stream "result", and has failed unless the last is `rank.RETURNED`. None:
-            nothing.
+            HVDTRAIN_RESULT_FD names, which come as stream "result", and has failed unless the last is
+            `rank.RETURNED`. None: nothing.
         elastic: how it may shrink and grow; None: it ends with the first rank that fails.
     """
 

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
-from hvdtrain.comm.ring import LAUNCH
+from hvdtrain.core import variables
 
 TICK_S = 0.1
 # linux/prctl.h
@@ -132,12 +132,12 @@ def sweep(token: str, grace_s: float) -> None:
     As long as the grace lasts they may be ending by themselves: an agent that only lost its launcher sees to that.
     """
     began = time.monotonic()
-    while (left := marked(LAUNCH, token)) and time.monotonic() - began < grace_s:
+    while (left := marked(variables.LAUNCH, token)) and time.monotonic() - began < grace_s:
         time.sleep(TICK_S)
     while left and time.monotonic() - began < grace_s + 2.0:
         send(left, signal.SIGKILL)
         time.sleep(TICK_S / 10)
-        left = marked(LAUNCH, token)
+        left = marked(variables.LAUNCH, token)
 
 
 def _stat(pid: int) -> tuple[str, int] | None:

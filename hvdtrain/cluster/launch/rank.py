@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import functools
-import json
 import os
 import signal
 import socket
@@ -18,16 +17,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hvdtrain.cluster.launch import processes
+from hvdtrain.comm.link import Decoder, Outbox, encode
+from hvdtrain.core import variables
 from hvdtrain.core.version import SAFE_PATH
 from hvdtrain.watch.preemption import is_default
 
 DRAIN_S = 0.5  # how long a rank's pipes are read after its end, if something that it started keeps them open
 LOOK_EVERY_S = 0.5  # at whether a rank is stopped
 LONGEST_BYTES = 1 << 16  # a line without an end is cut there
-LINE = "HVDTRAIN_AGENT_FD"  # in the environment of a rank: its end of the line
-ELASTIC, ELASTIC_SIZE, ELASTIC_SLOT = "HVDTRAIN_ELASTIC", "HVDTRAIN_ELASTIC_SIZE", "HVDTRAIN_ELASTIC_SLOT"
-ANSWERS = "HVDTRAIN_ELASTIC_ANSWERS"  # the file with what workers that join later need
-RESULT = "HVDTRAIN_RESULT_FD"  # in the environment of a rank that got an input: where its result goes
 RETURNED = ".returned"  # the last line of it, if the rank came to its end
 PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)  # from the launcher to ranks that handle them
 REWRITTEN_EVERY_S = 5.0  # how often a line that is rewritten in place ("\r") is shown while it is
@@ -66,24 +63,16 @@ class LineSplitter:
         return [_text(rest)] if rest.strip(b"\r") else []
 
 
-class WholeLines:
-    """Splits what comes over a rank's line; however long, a line is whole."""
-
-    def __init__(self) -> None:
-        self._rest = b""
-
-    def feed(self, data: bytes, now_s: float) -> list[str]:
-        """Returns the lines that are complete with `data`."""
-        *whole, self._rest = (self._rest + data).split(b"\n")
-        return [line.decode(errors="replace") for line in whole]
-
-    def close(self) -> list[str]:
-        """Returns nothing: half a line says nothing."""
-        return []
-
-
 def _text(line: bytes) -> str:
     return next((part for part in reversed(line.split(b"\r")) if part), b"").decode(errors="replace")
+
+
+def _taken(splitter: LineSplitter | Decoder, data: bytes, now_s: float) -> list[Any]:
+    return splitter.feed(data) if isinstance(splitter, Decoder) else splitter.feed(data, now_s)
+
+
+def _last(splitter: LineSplitter | Decoder) -> list[str]:
+    return [] if isinstance(splitter, Decoder) else splitter.close()  # half a message says nothing
 
 
 class StartError(Exception):
@@ -119,8 +108,7 @@ class Rank:
         self.reported = self.stop_reported = False
         self._stopped_since_s: float | None = None
         self._looked_s = 0.0
-        self._streams: dict[int, tuple[str, LineSplitter | WholeLines]] = {}
-        self._unsaid = bytearray()
+        self._streams: dict[int, tuple[str, LineSplitter | Decoder]] = {}
         self._signals: list[int] = []  # that the rank has still to get
         inner: dict[str, int] = {}
         for stream in ("stdout", "stderr", *(["result"] if given is not None else [])):
@@ -128,8 +116,12 @@ class Rank:
             self._streams[descriptor] = stream, LineSplitter()
         ours, theirs = socket.socketpair()
         self.line, inner["line"] = ours.detach(), theirs.detach()
-        self._streams[self.line] = "line", WholeLines()
-        passed = {name: inner[stream] for name, stream in ((RESULT, "result"), (LINE, "line")) if stream in inner}
+        self._streams[self.line] = "line", Decoder()
+        passed = {
+            name: inner[stream]
+            for name, stream in ((variables.RESULT_FD, "result"), (variables.AGENT_FD, "line"))
+            if stream in inner
+        }
         env = {**env, **{name: str(descriptor) for name, descriptor in passed.items()}}
         # opened anew, so that each rank reads from the start
         inner["stdin"] = os.open(os.devnull if given is None else f"/proc/self/fd/{given}", os.O_RDONLY)
@@ -148,37 +140,33 @@ class Rank:
         self.pid = self._process.pid
         for descriptor in self._streams:
             os.set_blocking(descriptor, False)
+        self._unsaid = Outbox(self.line)
 
     def open_pipes(self) -> list[int]:
         """Returns the descriptors that more may come from."""
         return list(self._streams)
 
-    def read(self, descriptor: int, now_s: float) -> tuple[str, list[str]]:
-        """Returns the stream's name and the lines that came; closes the descriptor at its end."""
+    def read(self, descriptor: int, now_s: float) -> tuple[str, list[Any]]:
+        """Returns the stream's name and the lines that came, of "line" messages; closes the descriptor at its end."""
         stream, splitter = self._streams[descriptor]
         data = _what_is_there(descriptor, 1 << 16)
         if data is None:
             return stream, []
         if data:
-            return stream, splitter.feed(data, now_s)
+            return stream, _taken(splitter, data, now_s)
         del self._streams[descriptor]
         os.close(descriptor)
-        return stream, splitter.close()
+        return stream, _last(splitter)
 
-    def say(self, text: str) -> None:
-        """Sends a line to the rank; what it does not take now goes with the next `flush`."""
-        self._unsaid += text.encode() + b"\n"
+    def say(self, message: Mapping[str, Any]) -> None:
+        """Sends a message to the rank; what it does not take now goes with the next `flush`."""
+        self._unsaid.write(encode(message))
         self.flush()
 
     def flush(self) -> None:
         """Sends what is left for the rank."""
-        try:
-            while self._unsaid and self.line in self._streams:
-                del self._unsaid[: os.write(self.line, self._unsaid)]
-        except BlockingIOError:
-            return
-        except OSError:  # it has ended, which is told
-            self._unsaid.clear()
+        if self.line in self._streams:
+            self._unsaid.flush()
 
     def signal(self, number: int) -> None:
         """Sends a signal; one that is passed on goes with a later `deliver`, while it could only end the rank: before
@@ -202,7 +190,7 @@ class Rank:
         """Whether the end is still to be told, and its last words are in."""
         return self.code is not None and not self.reported and (not self._streams or now_s - self.ended_s >= DRAIN_S)
 
-    def close(self) -> list[tuple[str, list[str]]]:
+    def close(self) -> list[tuple[str, list[Any]]]:
         """Returns the last lines, by stream, and lets the pipes go."""
         self.reported = True
         last = []
@@ -212,8 +200,8 @@ class Rank:
             left = fcntl.fcntl(descriptor, fcntl.F_GETPIPE_SZ) if stream != "line" else 1 << 20
             while left > 0 and (data := _what_is_there(descriptor, left)):
                 left -= len(data)
-                lines += splitter.feed(data, 0.0)
-            last.append((stream, lines + splitter.close()))
+                lines += _taken(splitter, data, 0.0)
+            last.append((stream, lines + _last(splitter)))
         self._close_pipes()
         return last
 
@@ -245,7 +233,7 @@ def ask(process: subprocess.Popen[bytes], **asked: Any) -> None:
     """Has it serve something else; it answers with a line."""
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError):  # it has ended, which is told
-        process.stdin.write(json.dumps(asked).encode() + b"\n")
+        process.stdin.write(encode(asked))
         process.stdin.flush()
 
 

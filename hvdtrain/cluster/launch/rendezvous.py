@@ -7,12 +7,14 @@ there until the next line, or the end of its standard input. Without places noth
 
 from __future__ import annotations
 
-import json
 import socketserver
 import sys
 import threading
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
+
+from hvdtrain.comm.link import Decoder, encode
 
 HOLD_S = 0.5
 
@@ -70,23 +72,28 @@ def main() -> int:
     try:
         import horovod.runner.http.http_server  # noqa: F401 - while the launcher still waits for other hosts
     except ImportError as error:
-        print(json.dumps({"error": f"no Horovod in {sys.executable}: {error}"}), flush=True)
+        _answer(error=f"no Horovod in {sys.executable}: {error}")
         return 1
     server: Any = None
-    for line in sys.stdin:
-        asked, last, server = json.loads(line), server, None
+    for asked in chain.from_iterable(map(Decoder().feed, sys.stdin.buffer)):
+        last, server = server, None
         if asked["places"] is not None:
             try:
                 server = serve(asked["address"], asked["places"])
             except OSError as error:
-                print(json.dumps({"error": f"cannot listen at {asked['address']}: {error}"}), flush=True)
+                _answer(error=f"cannot listen at {asked['address']}: {error}")
             else:
                 threading.Thread(target=server.serve_forever, daemon=True).start()
-                print(json.dumps({"port": server.server_port, "serial": asked["serial"]}), flush=True)
+                _answer(port=server.server_port, serial=asked["serial"])
         if last is not None:
             last.server_close()  # who comes now is refused
             threading.Thread(target=last.shutdown, daemon=True).start()  # which waits for a while
     return 0
+
+
+def _answer(**message: Any) -> None:
+    sys.stdout.buffer.write(encode(message))
+    sys.stdout.buffer.flush()
 
 
 if __name__ == "__main__":

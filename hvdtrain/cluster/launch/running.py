@@ -27,7 +27,8 @@ from hvdtrain.cluster.launch.failures import (
     settled,
 )
 from hvdtrain.cluster.launch.job import Job, Plan, make_plan
-from hvdtrain.cluster.launch.rank import ANSWERS, ELASTIC, ELASTIC_SIZE, ELASTIC_SLOT, PASSED_ON, RETURNED
+from hvdtrain.cluster.launch.rank import PASSED_ON, RETURNED
+from hvdtrain.core import variables
 from hvdtrain.core.errors import HOST_LOST_CODE, NOT_STARTED_CODE, PREEMPTED_CODE, LauncherError
 from hvdtrain.core.slurm import port_of
 
@@ -202,7 +203,7 @@ class Running:
         without = [] if inherits else environment.withheld(os.environ, env)
         its.send(
             "start", argv=list(self._job.argv), cwd=self._job.cwd, defaults=plan.defaults(its.host), env=env,
-            without=[*without, ANSWERS, ELASTIC, ELASTIC_SIZE, ELASTIC_SLOT],  # of a job that started this one
+            without=[*without, *variables.ELASTIC_JOB],  # of a job that started this one
             token=its.token, own=plan.chosen[its.host.name].address, peer=peer,
             ranks=[{"rank": rank, "env": own} for rank, own in ranks.items()],
         )  # fmt: skip

@@ -19,6 +19,7 @@ import numpy as np
 from hvdtrain.checkpoint.parts import Progress, Saves
 from hvdtrain.comm import elastic
 from hvdtrain.core.errors import ConfigError, ReplicaError
+from hvdtrain.core.generators import OwnRandom
 from hvdtrain.core.lr import LR
 from hvdtrain.record.clock import Clock
 from hvdtrain.world.world import World
@@ -103,7 +104,7 @@ class TrainingPlace:
     executions: int = 0
     order: str | None = None
     streams_set: bool = False
-    step_random: tuple[Any, Any] | None = None
+    step_random: OwnRandom | None = None
     restored_random: Mapping[str, np.ndarray] | None = None
     loaded: bool = False
     kept_weights: Any = None

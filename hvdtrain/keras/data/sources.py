@@ -9,9 +9,10 @@ import keras
 import numpy as np
 
 from hvdtrain.core.errors import ConfigError
+from hvdtrain.core.generators import OwnRandom, of_imported
 from hvdtrain.keras.backends.session import map_leaves
-from hvdtrain.keras.data.shuffle_seeds import OwnRng
 from hvdtrain.world import same_data
+from hvdtrain.world.streams import epoch_seed
 
 Batch = tuple[Any, Any, Any]  # x, y and sample weights; None is what is not there
 
@@ -115,9 +116,9 @@ class Batches:
             return
         for past in range(self._told, epoch):
             if past >= 0:
-                with OwnRng(self._seed, past).in_place():
+                with OwnRandom(of_imported(), epoch_seed(self._seed, past)).in_place():
                     self._dataset.on_epoch_end()
-            with OwnRng(self._seed, past + 1).in_place():
+            with OwnRandom(of_imported(), epoch_seed(self._seed, past + 1)).in_place():
                 self._dataset.on_epoch_begin()
         self._told = epoch
 

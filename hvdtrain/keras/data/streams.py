@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 from keras.src.trainers.epoch_iterator import EpochIterator
 
+from hvdtrain.core.generators import OwnRandom, of_imported
 from hvdtrain.keras.backends.session import replaced
 from hvdtrain.keras.data.loader import Loader
-from hvdtrain.keras.data.shuffle_seeds import OwnRng
 from hvdtrain.keras.data.sources import Batch
 from hvdtrain.world.records import STREAM, Head, Noted, check_ends, head
-from hvdtrain.world.streams import StreamPlan, StreamStep, walk
+from hvdtrain.world.streams import StreamPlan, StreamStep, epoch_seed, walk
 from hvdtrain.world.world import World
 
 OF_TENSORFLOW = replace(
@@ -58,7 +58,7 @@ class Walk:
 
     def records(self, epoch: int) -> Iterator[Any]:
         """Yields the records of an epoch; what draws, draws what follows from seed and epoch."""
-        own = OwnRng(self._seed, epoch)
+        own = OwnRandom(of_imported(), epoch_seed(self._seed, epoch))
         with own.in_place():
             records = self._begin(epoch)
         if self.by_tensorflow:  # read ahead beside what trains, whose generators these are

@@ -22,9 +22,12 @@ from keras.src.backend.common import global_state
 from keras.src.random.seed_generator import global_seed_generator
 
 from hvdtrain.core.errors import ConfigError
+from hvdtrain.core.generators import Generators, OwnRandom, State
 from hvdtrain.keras.backends.chosen import BACKEND
 from hvdtrain.keras.backends.session import KEY, Session, TrainingPlace
 from hvdtrain.world.world import World
+
+_HOST = Generators()  # Python's and numpy's; the backend keeps its own
 
 
 def seed_variables(model: keras.Model) -> dict[str, Any]:
@@ -48,10 +51,10 @@ def make_global() -> None:
 def capture(model: keras.Model) -> dict[str, np.ndarray]:
     """Returns this rank's random state as plain arrays (no pickle needed to store them)."""
     state = {name: BACKEND.to_numpy(variable).copy() for name, variable in seed_variables(model).items()}
-    state.update(_as_arrays(_host(), ""))
+    state.update(_as_arrays(_HOST.everything(), ""))
     place = _place(model)
     if place.step_random is not None:
-        state.update(_as_arrays(place.step_random, "step."))
+        state.update(_as_arrays(place.step_random.state, "step."))
     state.update({key: value.copy() for key, value in BACKEND.random_state().items()})
     return state
 
@@ -63,9 +66,9 @@ def restore(model: keras.Model, state: Mapping[str, np.ndarray]) -> None:
     for name, variable in seed_variables(model).items():
         if name in state:
             variable.assign(state[name])
-    _set_host(_from_arrays(state, ""))
+    _HOST.restore(_from_arrays(state, ""))
     if "step.python" in state:
-        _place(model).step_random = _from_arrays(state, "step.")
+        _place(model).step_random = OwnRandom(_HOST, _from_arrays(state, "step."))
     BACKEND.set_random_state({key: np.asarray(value) for key, value in state.items()})
 
 
@@ -75,17 +78,8 @@ def _place(model: keras.Model) -> TrainingPlace:
 
 
 # -------------------------------------------------------------------- Python's and numpy's generators
-def _host() -> tuple[Any, Any]:
-    return random.getstate(), np.random.get_state(legacy=True)
-
-
-def _set_host(state: tuple[Any, Any]) -> None:
-    random.setstate(state[0])
-    np.random.set_state(state[1])
-
-
-def _as_arrays(state: tuple[Any, Any], prefix: str) -> dict[str, np.ndarray]:
-    (version, words, gauss), (kind, keys, position, has_gauss, cached) = state
+def _as_arrays(state: State, prefix: str) -> dict[str, np.ndarray]:
+    _, (version, words, gauss), (kind, keys, position, has_gauss, cached) = state
     assert kind == "MT19937" and version == 3
     return {
         f"{prefix}python": np.array(words, np.uint64),
@@ -95,11 +89,12 @@ def _as_arrays(state: tuple[Any, Any], prefix: str) -> dict[str, np.ndarray]:
     }
 
 
-def _from_arrays(state: Mapping[str, np.ndarray], prefix: str) -> tuple[Any, Any]:
+def _from_arrays(state: Mapping[str, np.ndarray], prefix: str) -> State:
     gauss = state[f"{prefix}python_gauss"]
     position, has_gauss, cached = state[f"{prefix}numpy_gauss"]
     words = tuple(int(word) for word in state[f"{prefix}python"])
     return (
+        [],
         (3, words, float(gauss[0]) if gauss.size else None),
         ("MT19937", np.asarray(state[f"{prefix}numpy"], np.uint32), int(position), int(has_gauss), float(cached)),
     )
@@ -111,13 +106,8 @@ def of_step(place: TrainingPlace) -> Iterator[None]:
     if place.step_random is None or BACKEND.tracing():
         yield
         return
-    kept = _host()
-    _set_host(place.step_random)
-    try:
+    with place.step_random.in_place():
         yield
-    finally:
-        place.step_random = _host()
-        _set_host(kept)
 
 
 # -------------------------------------------------------------------- each rank its own
@@ -142,7 +132,8 @@ def apply_derived(model: keras.Model, state: Mapping[str, np.ndarray], rank: int
             digest = hashlib.sha256(f"{key}:{rank}:".encode() + np.ascontiguousarray(value).tobytes()).digest()
             seeds[key] = int.from_bytes(digest[:4], "little") & 0x7FFFFFFE
     own, noise = random.Random(seeds["python"]), np.random.RandomState(seeds["numpy"])
-    _place(model).step_random = (own.getstate(), noise.get_state(legacy=True))
+    own_state: State = [], own.getstate(), noise.get_state(legacy=True)
+    _place(model).step_random = OwnRandom(_HOST, own_state)
     if rank == 0:
         return
     for name, variable in seed_variables(model).items():

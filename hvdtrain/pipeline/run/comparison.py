@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hvdtrain.core.decomposition import Kind, Part, bound, compared, judge
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.pipeline.trace.restore import preserved_state
-from hvdtrain.pipeline.values.microbatch import Weight, cut, is_differentiable, map_tensors, shares, tensors_of
+from hvdtrain.pipeline.values.microbatch import Weight, is_differentiable, pieces_of, shares
+from hvdtrain.values.nested import map_tensors, tensors_of
 
 _TF32 = 2e-2  # what GPUs round products of float32 to, unless they are told not to
 _LARGE = 1_000_000  # numbers of a loss with a network in it, which is not copied
@@ -107,7 +108,7 @@ class Comparison:
     ) -> None:
         self._loss, self._weight, self._targets, self._sizes = loss, weight, targets, sizes
         self._rounding = rounding
-        self._pieces = cut(targets, sizes)
+        self._pieces = pieces_of(targets, sizes)
         self._whole, self._parts = whole, parts
 
     def check(self) -> None:

@@ -14,9 +14,11 @@ from hvdtrain.core.errors import ConfigError
 from hvdtrain.pipeline.plan.schedule import Action
 from hvdtrain.pipeline.trace.parted import inputs_first
 from hvdtrain.pipeline.trace.segments import Segment
-from hvdtrain.pipeline.values.microbatch import is_differentiable, join, map_tensors, tensors_of
+from hvdtrain.pipeline.values.microbatch import is_differentiable, not_joined
 from hvdtrain.pipeline.values.places import Mark, StageDevice, mark
-from hvdtrain.pipeline.values.rng import Generators, alone
+from hvdtrain.pipeline.values.rng import alone
+from hvdtrain.values.generators import of_devices
+from hvdtrain.values.nested import join, map_tensors, tensors_of
 
 Call = Any  # `worker.Call`, which makes these
 
@@ -82,7 +84,7 @@ class Passes:
         self._again = call.recompute[index]
         self._parted = any(action.kind == "weight" for action in call.orders[0])
         self.is_last = index == len(call.stages) - 1
-        self._generators = Generators(self._stage.device)
+        self._generators = of_devices(self._stage.device)
         self._norms = call.pooled.of(self._stage.modules()) if call.pooled else ()
         self.kept: dict[int, _Kept] = {}
 
@@ -166,7 +168,7 @@ class Passes:
     def _whole_loss(self, head: Head) -> None:
         """Of all micro-batches together, and its backward pass as far as their outputs."""
         with torch.enable_grad():
-            whole = join([head.leaves[micro] for micro in range(len(head.sizes))], head.sizes)
+            whole = join([head.leaves[micro] for micro in range(len(head.sizes))], head.sizes, not_joined)
             loss, differentiated = self._loss(whole, 0, again=False)
         self._call.results[0] = loss.detach()
         differentiated.backward()
@@ -231,7 +233,7 @@ class Passes:
         now = [buffer.detach().clone() for buffer in buffers]
         assert kept.buffers is not None
         _put(buffers, kept.buffers)
-        swapped = nullcontext() if kept.random is None else self._generators.swapped(kept.random)
+        swapped = nullcontext() if kept.random is None else self._generators.preserved(kept.random)
         try:
             with swapped, torch.enable_grad():
                 outputs = self._pass(kept.inputs, micro, again=True)

@@ -28,8 +28,9 @@ from hvdtrain.pipeline.run.batchnorm import without_batch_statistics
 from hvdtrain.pipeline.run.comparison import Comparison, agrees, inner_loss, tolerance_of
 from hvdtrain.pipeline.run.worker import StageError
 from hvdtrain.pipeline.trace.restore import all_training, preserved_state
-from hvdtrain.pipeline.values.microbatch import Weight, batch_size, cut, is_differentiable, map_tensors, tensors_of
-from hvdtrain.pipeline.values.rng import Generators, differ
+from hvdtrain.pipeline.values.microbatch import Weight, is_differentiable, pieces_of, samples_of
+from hvdtrain.values.generators import differ, of_devices
+from hvdtrain.values.nested import map_tensors, tensors_of
 
 SAMPLES = 12  # that a loss is tried with
 _SPREAD = 5  # of them wherever they are, if there is room; the others by their targets
@@ -76,7 +77,7 @@ class Proof:
             ConfigError: they differ.
             StageError: the model does not take the batch, or a half of it.
         """
-        batch = batch_size(arguments)
+        batch = samples_of(arguments)
         key = layout(arguments)
         if key in self._models or batch < 2 or self._pipe.micro_batches == 1:  # then nothing is cut
             return
@@ -124,7 +125,7 @@ class Proof:
         Raises:
             ConfigError: it is not their mean by these weights; says which would be right, if any.
         """
-        batch = batch_size(arguments)
+        batch = samples_of(arguments)
         key = (_settings(loss), _settings(weight), layout((arguments, y), batch), _kinds(y))
         step = self._steps.get(key, 0) + 1
         tried = self._tried.setdefault(key, {})
@@ -147,7 +148,7 @@ class Proof:
         # the same outputs both times, where they can be cut: two forward passes differ by their rounding
         rows = all(tensor.dim() and len(tensor) == len(chosen) for tensor in tensors_of((whole,)))
         if rows or drew or not isinstance(parts, list):  # or it wants more than one sample
-            parts = cut(whole, sizes)
+            parts = pieces_of(whole, sizes)
         device = self._pipe.devices[-1]
         targets = map_tensors(lambda tensor: tensor.to(device), targets)
         rounding = 0.0 if rows else tolerance_of(*tensors_of((whole,)))
@@ -161,21 +162,21 @@ class Proof:
     ) -> tuple[Any, list[Any] | StageError, bool]:
         """Of a batch as one piece, and of its parts (or why there are none); and whether random numbers were drawn."""
         pipe = self._pipe
-        generators = Generators(pipe.devices[-1])
+        generators = of_devices(pipe.devices[-1])
         bare = without_batch_statistics(module for stage in pipe.stages for module in stage.modules())
         with preserved_state(pipe.module, *pipe.devices), all_training(pipe.module, training), bare:
             before = generators.everything()
-            (whole,) = pipe._outputs(cut(arguments, (sum(sizes),)))
+            (whole,) = pipe._outputs(pieces_of(arguments, (sum(sizes),)))
             drew = differ(before, generators.everything())
             try:
-                return whole, pipe._outputs(cut(arguments, sizes)), drew
+                return whole, pipe._outputs(pieces_of(arguments, sizes)), drew
             except StageError as error:
                 return whole, error, drew
 
 
 def layout(values: Any, batch: int | None = None) -> Hashable:
     """What decides how values are cut: which tensors are as long as the batch."""
-    samples = batch_size(values) if batch is None else batch
+    samples = samples_of(values) if batch is None else batch
     leaves, spec = pytree.tree_flatten(values)
 
     def of(leaf: Any) -> Hashable:

@@ -35,18 +35,9 @@ from hvdtrain.pipeline.trace.fixed import Fixed
 from hvdtrain.pipeline.trace.segments import Segment
 from hvdtrain.pipeline.values import rng
 from hvdtrain.pipeline.values.inputs import Inputs
-from hvdtrain.pipeline.values.microbatch import (
-    Chunk,
-    Weight,
-    batch_size,
-    cut,
-    flat,
-    join,
-    map_tensors,
-    marked,
-    shares,
-)
+from hvdtrain.pipeline.values.microbatch import Chunk, Weight, flat, marked, not_joined, pieces_of, samples_of, shares
 from hvdtrain.pipeline.values.places import Places
+from hvdtrain.values.nested import join, map_tensors
 
 __all__ = ["Pipeline", "StageError"]
 
@@ -193,7 +184,7 @@ class Pipeline(nn.Module):
         if not torch.is_grad_enabled():
             raise ConfigError("a step differentiates", "step() under torch.no_grad()", "call the pipeline: pipe(x)")
         arguments = self._arguments(x, kwargs)
-        batch = batch_size(arguments)
+        batch = samples_of(arguments)
         sizes = micro_batch_sizes(batch, max(1, min(self.micro_batches, batch)))
         self._moving.check(self.remat, len(sizes) if self.batch_norm == "batch" else 1)
         head = self._head(loss, y, sizes, weight, factor, whole, outputs)
@@ -215,7 +206,7 @@ class Pipeline(nn.Module):
             inputs.return_gradients()
         counted = [loss * share for loss, share in zip(losses, head.weights, strict=False) if share]
         mean = torch.stack(counted).sum() if counted else torch.zeros((), device=self.devices[-1])
-        return (mean, join(head.outputs, sizes)) if outputs else mean
+        return (mean, join(head.outputs, sizes, not_joined)) if outputs else mean
 
     def _arguments(self, x: Any, kwargs: Mapping[str, Any] | None) -> tuple[Any, ...]:
         arguments = flat(x, kwargs, self.names)
@@ -228,7 +219,7 @@ class Pipeline(nn.Module):
     ) -> Head:
         kept = [None] * len(sizes) if outputs else []
         if not whole:
-            targets = cut(y, sizes, every="targets")
+            targets = pieces_of(y, sizes, every="targets")
             return Head(loss, targets, shares(weight, targets, sizes), factor, loss_key(loss), outputs=kept)
         if weight is not None:
             raise ConfigError("a loss that sees the whole batch divides by what it likes", "whole=True with a weight")
@@ -252,10 +243,10 @@ class Pipeline(nn.Module):
                 "loss = pipe.step(x, y, loss_fn); to look at outputs: with torch.no_grad(), or pipe.eval()",
             )
         arguments = self._arguments(*map_tensors(torch.detach, (args, kwargs)))
-        batch = batch_size(arguments)
+        batch = samples_of(arguments)
         sizes = micro_batch_sizes(batch, min(self.micro_batches, batch)) if batch else (0,)
         with self._alone():
-            return join(self._outputs(cut(arguments, sizes)), sizes)
+            return join(self._outputs(pieces_of(arguments, sizes)), sizes, not_joined)
 
     def check_example(self, arguments: tuple[Any, ...]) -> None:
         """Refuses a model whose outputs for two halves of a batch are not those of the whole; changes nothing.

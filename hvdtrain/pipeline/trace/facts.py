@@ -15,8 +15,9 @@ from hvdtrain.pipeline.trace.code import forgotten
 from hvdtrain.pipeline.trace.few import a_few, device_of, to_device
 from hvdtrain.pipeline.trace.restore import all_training, preserved_state
 from hvdtrain.pipeline.trace.tracer import Program
-from hvdtrain.pipeline.values.microbatch import SIMPLE, tensors_of
-from hvdtrain.pipeline.values.rng import Generators
+from hvdtrain.pipeline.values.microbatch import SIMPLE
+from hvdtrain.values.generators import of_devices
+from hvdtrain.values.nested import tensors_of
 
 
 @dataclass
@@ -130,7 +131,7 @@ class _Watch:
         self._program, self._graph, self._facts = program, graph, facts
         self._values: dict[fx.Node, Any] = {}
         self._versions: dict[fx.Node, tuple[int, ...]] = {}
-        self._generators = Generators(device_of(program.model))
+        self._generators = of_devices(device_of(program.model))
 
     def run(self, *inputs: Any) -> None:
         given, last = iter(inputs), forgotten(list(self._graph.nodes))

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.pipeline.values.microbatch import batch_size, map_tensors, unmarked
+from hvdtrain.pipeline.values.microbatch import samples_of, unmarked
+from hvdtrain.values.nested import map_tensors
 
 FEW = 2  # samples
 
@@ -21,12 +22,12 @@ def device_of(model: nn.Module) -> torch.device:
 
 def a_few(example: tuple[Any, ...]) -> tuple[Any, ...]:
     """The example, but of no more than `FEW` samples."""
-    return resized(example, min(FEW, batch_size(example)))
+    return resized(example, min(FEW, samples_of(example)))
 
 
 def resized(example: tuple[Any, ...], samples: int) -> tuple[Any, ...]:
     """The example with another number of samples, those that it has in turn."""
-    batch = batch_size(example)
+    batch = samples_of(example)
 
     def resize(leaf: Tensor) -> Tensor:
         if not leaf.dim() or len(leaf) != batch or batch == samples:

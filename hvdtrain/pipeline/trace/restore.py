@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import collections
 import copy
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
+
+from hvdtrain.core.generators import State
+from hvdtrain.values.generators import HOST, differ, of_devices
+from hvdtrain.values.preserved import kept_buffers, kept_modes
 
 
 @contextmanager
 def all_training(model: nn.Module, training: bool | None) -> Iterator[None]:
     """Every module in this mode (None: as it is), without calling `train()`, which models override; then as it was."""
-    before = {module: module.training for module in model.modules()}
-    try:
-        for module in before:
+    with kept_modes(model.modules()):
+        for module in model.modules():
             module.training = module.training if training is None else training
         yield
-    finally:
-        for module, was in before.items():
-            module.training = was
 
 
 _CONTAINERS = (list, dict, set, collections.deque, collections.OrderedDict, collections.defaultdict)
@@ -80,22 +78,12 @@ def restored(before: Attributes) -> tuple[nn.Module, str] | None:
     return found
 
 
-def draw_states() -> tuple[Any, ...]:
-    """Of Python's, NumPy's and PyTorch's global generators, to be `redrawn`."""
-    return random.getstate(), np.random.get_state(), torch.random.get_rng_state()
-
-
-def redrawn(before: tuple[Any, ...]) -> bool:
-    """Puts the generators back; returns whether anything had been drawn."""
-    python, numpy, ours = before
-    now = draw_states()
-    same = python == now[0] and numpy[2:] == now[1][2:] and np.array_equal(numpy[1], now[1][1])
-    if same and torch.equal(ours, now[2]):
-        return False
-    random.setstate(python)
-    np.random.set_state(numpy)
-    torch.random.set_rng_state(ours)
-    return True
+def redrawn(before: State) -> bool:
+    """Puts the host's generators back; returns whether anything had been drawn."""
+    drawn = differ(before, HOST.everything())
+    if drawn:
+        HOST.restore(before)
+    return drawn
 
 
 def holds(container: Any, content: Any) -> bool:
@@ -118,26 +106,13 @@ def _refill(container: Any, content: Any) -> None:
 def preserved_state(model: nn.Module, *devices: torch.device) -> Iterator[None]:
     """Whatever runs inside: buffers, modules' attributes, gradients and random state end as they were."""
     attributes = attributes_of(model)
-    buffers = [
-        (module, name, tensor, tensor.detach().clone())
-        for module in model.modules()
-        for name, tensor in module._buffers.items()
-        if tensor is not None
-    ]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    draws = random.getstate(), np.random.get_state()
-    gpus = sorted({torch.cuda._utils._get_device_index(d, optional=True) for d in devices if d.type == "cuda"})
-    with torch.random.fork_rng(gpus):
+    with of_devices(*devices).preserved(), kept_buffers(model.modules()):
         try:
             for parameter, _ in gradients:
                 parameter.grad = None
             yield
         finally:
-            random.setstate(draws[0])
-            np.random.set_state(draws[1])
             restored(attributes)
-            for module, name, tensor, value in buffers:
-                module._buffers[name] = tensor
-                tensor.data.copy_(value)
             for parameter, gradient in gradients:
                 parameter.grad = gradient

@@ -25,8 +25,9 @@ from hvdtrain.pipeline.trace.fixed import outside
 from hvdtrain.pipeline.trace.modes import innermost
 from hvdtrain.pipeline.trace.restore import all_training, attributes_of, changes, copied, preserved_state
 from hvdtrain.pipeline.trace.tracer import Program, parted, trace, users_line
-from hvdtrain.pipeline.values.microbatch import SIMPLE, map_tensors
+from hvdtrain.pipeline.values.microbatch import SIMPLE
 from hvdtrain.pipeline.values.rng import draws_by_name, may_draw
+from hvdtrain.values.nested import map_tensors
 
 Object = TypeVar("Object")
 _DULL = {

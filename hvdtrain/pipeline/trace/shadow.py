@@ -16,8 +16,9 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from hvdtrain.pipeline.trace.few import FEW, device_of, resized, to_device
-from hvdtrain.pipeline.trace.restore import attributes_of, draw_states, redrawn, restored
-from hvdtrain.pipeline.values.microbatch import batch_size
+from hvdtrain.pipeline.trace.restore import attributes_of, restored
+from hvdtrain.pipeline.values.microbatch import samples_of
+from hvdtrain.values.generators import HOST
 
 UNKNOWN: Any = object()
 # what asks a tensor for its form, not for its numbers
@@ -90,10 +91,10 @@ class Shadow:
                 if one not in run and one not in needed:
                     needed.add(one)
                     waiting += one.all_input_nodes
-            before, draws = attributes_of(self._model), draw_states()
+            before, draws = attributes_of(self._model), HOST.everything()
             self.running = True
             try:
-                example = resized(self._example, samples) if batch_size(self._example) else self._example
+                example = resized(self._example, samples) if samples_of(self._example) else self._example
                 inputs = iter(to_device(example, device_of(self._model)))
                 for one in node.graph.nodes:
                     given = next(inputs) if one.op == "placeholder" else None
@@ -101,7 +102,7 @@ class Shadow:
                         run[one] = given if one.op == "placeholder" else self._run(one, run, named)
             finally:
                 self.running = False
-                redrawn(draws)
+                HOST.restore(draws)
                 restored(before)
         return run[node]
 

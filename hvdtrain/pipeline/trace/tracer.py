@@ -38,9 +38,10 @@ from hvdtrain.pipeline.trace.arguments import check_fixed, name_of, places_given
 from hvdtrain.pipeline.trace.few import device_of
 from hvdtrain.pipeline.trace.modes import Call, dependent, differently_wired, key, opened, partners_of, skeleton
 from hvdtrain.pipeline.trace.proxy import Proxy
-from hvdtrain.pipeline.trace.restore import all_training, attributes_of, draw_states, preserved_state, redrawn, restored
+from hvdtrain.pipeline.trace.restore import all_training, attributes_of, preserved_state, redrawn, restored
 from hvdtrain.pipeline.trace.shadow import Shadow, same
 from hvdtrain.pipeline.values.microbatch import is_named, known_to_pytree
+from hvdtrain.values.generators import HOST
 
 # what depends on no stand-in is computed once, when the model is traced
 _DRAWN = "draws random numbers that a trace would fix (Python's, NumPy's, PyTorch's from a tensor of its own)"
@@ -360,7 +361,7 @@ class _Tracer(fx.Tracer):
         call = Call(path)
         self.calls[-1].items.append(call)
         self.calls.append(call)
-        draws = draw_states()
+        draws = HOST.everything()
         try:
             result = forward(*args, **kwargs)
             returned = skeleton(self.create_arg(result))
@@ -441,7 +442,7 @@ class _Run:
         self, model: nn.Module, example: tuple[Any, ...], leaves: dict[str, str], training: bool, names: tuple[str, ...]
     ) -> None:
         tracer = _Tracer(model, leaves, example, names)
-        draws = draw_states()
+        draws = HOST.everything()
         with preserved_state(model, device_of(model)):  # of what is looked up meanwhile
             before = attributes_of(model)
             try:

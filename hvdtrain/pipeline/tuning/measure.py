@@ -18,9 +18,10 @@ from hvdtrain.pipeline.run.stage import Copies
 from hvdtrain.pipeline.trace.few import device_of, resized, to_device
 from hvdtrain.pipeline.trace.segments import Segment
 from hvdtrain.pipeline.values.context import Context
-from hvdtrain.pipeline.values.microbatch import batch_size, map_tensors, tensors_of
+from hvdtrain.pipeline.values.microbatch import samples_of
 from hvdtrain.pipeline.values.places import StageDevice
 from hvdtrain.pipeline.values.threads import side_by_side
+from hvdtrain.values.nested import map_tensors, tensors_of
 
 Call = Callable[..., tuple[Any, ...]]
 
@@ -115,7 +116,7 @@ class SegmentBench:
     @property
     def samples(self) -> int:
         """Of the example."""
-        return batch_size(self._example)
+        return samples_of(self._example)
 
     def _call(self, index: int) -> Call:
         if self.stopped.is_set():

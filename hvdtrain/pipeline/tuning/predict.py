@@ -23,7 +23,7 @@ from hvdtrain.pipeline.trace.restore import preserved_state
 from hvdtrain.pipeline.trace.tracer import parted
 from hvdtrain.pipeline.tuning.unsplit import seconds_of
 from hvdtrain.pipeline.values.devices import CPU_POOL, cpu_slots
-from hvdtrain.pipeline.values.microbatch import batch_size, cut, flat, marked
+from hvdtrain.pipeline.values.microbatch import flat, marked, pieces_of, samples_of
 
 MICRO_BATCHES = 3  # of a step that is timed, where the batch has so many: enough for the stages to overlap
 ROUNDS, ROUNDS_S = 4, 1.0  # such steps of one size: at most, and for how long more are begun
@@ -136,14 +136,14 @@ def _curve(timed: Sequence[_Timed], key: tuple[int, str]) -> Curve:
 def _short_steps(pipe: Pipeline, arguments: tuple[Any, ...], y: Any, loss: Loss) -> list[_Timed]:
     """Steps of a part of the batch, for each of a few sizes of a micro-batch; those that cannot be run (batch-norm
     over a single value, memory) are left out."""
-    batch = batch_size(arguments)
+    batch = samples_of(arguments)
     most = max(1, batch // 2)
     timed, failure = [], None
     for size in sorted({1, max(1, round(math.sqrt(most))), most}):
         count = pipe.micro_batches = min(MICRO_BATCHES, batch // size)
         given = arguments, y
         if size * count < batch:
-            pieces = cut((marked(arguments, pipe.chunk, pipe.names), y), (size * count, batch - size * count))
+            pieces = pieces_of((marked(arguments, pipe.chunk, pipe.names), y), (size * count, batch - size * count))
             given = pieces[0]
         x, keywords = parted(given[0], pipe.names)
         try:

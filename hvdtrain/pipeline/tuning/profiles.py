@@ -24,7 +24,7 @@ from hvdtrain.pipeline.trace.restore import all_training, preserved_state
 from hvdtrain.pipeline.trace.segments import Segment, segments
 from hvdtrain.pipeline.tuning.measure import Bytes, Clock, Seconds, SegmentBench, on_device, together
 from hvdtrain.pipeline.values.devices import CPU_POOL, cpu_slots, kind_of, parse_devices, planned
-from hvdtrain.pipeline.values.microbatch import batch_size
+from hvdtrain.pipeline.values.microbatch import samples_of
 from hvdtrain.pipeline.values.places import stage_devices
 
 BUDGET_S = 5.0  # for the repeats of one size: one at least is always taken
@@ -113,7 +113,7 @@ def profile(
     parts = segments(model, example) if isinstance(model, nn.Module) else list(model)
     places = parse_devices(devices)
     whole = parts[0].chain.program.model
-    batch = batch_size(arguments)
+    batch = samples_of(arguments)
     # larger ones where the model takes no small ones: batch norm wants several values
     shares = ((16, 4), (2,), (1,))
     wanted = [sorted({max(1, math.ceil(batch / share)) for share in some}) for some in shares]

@@ -188,10 +188,10 @@ def tune(
         StageError: nothing could be run.
     """
     from hvdtrain.pipeline.tuning.predict import predict, preserved
-    from hvdtrain.pipeline.values.microbatch import batch_size, flat
+    from hvdtrain.pipeline.values.microbatch import flat, samples_of
 
     started = time.perf_counter()
-    batch = batch_size(flat(x, kwargs, pipe.names))
+    batch = samples_of(flat(x, kwargs, pipe.names))
     counts = _counts(candidates, batch)
     if not 0 < confidence < 1:
         raise ConfigError("a confidence lies between 0 and 1", f"confidence={confidence}", "confidence=0.95")

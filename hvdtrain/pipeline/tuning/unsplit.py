@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hvdtrain.core.errors import is_out_of_memory
 from hvdtrain.pipeline.values.devices import core_blocks
-from hvdtrain.pipeline.values.microbatch import map_tensors
+from hvdtrain.values.nested import map_tensors
 
 if TYPE_CHECKING:
     from hvdtrain.pipeline.run.runtime import Pipeline

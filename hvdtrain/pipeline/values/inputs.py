@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hvdtrain.pipeline.values.microbatch import cut, map_tensors, tensors_of, unmarked
+from hvdtrain.pipeline.values.microbatch import pieces_of, unmarked
+from hvdtrain.values.nested import map_tensors, tensors_of
 
 
 class Inputs:
@@ -26,7 +27,7 @@ class Inputs:
     def __init__(self, arguments: tuple[Any, ...], sizes: Sequence[int]) -> None:
         self._tensors = tensors_of(unmarked(arguments))
         with torch.no_grad():
-            self.pieces = cut(arguments, sizes)
+            self.pieces = pieces_of(arguments, sizes)
         self.gradients: list[list[Tensor | None]] = [[] for _ in sizes]
         self.wanted = any(tensor.requires_grad for tensor in self._tensors)
         if self.wanted:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.sharding import weight_number
+from hvdtrain.values.nested import tensors_of
 
 # leaves of nested values besides tensors
 SIMPLE = (int, float, bool, complex, str, torch.dtype, torch.device, type(None))
@@ -22,11 +22,11 @@ _EXAMPLES = (
 )
 
 
-@dataclass(frozen=True)
 class Whole:
-    """An argument that goes to every micro-batch as it is."""
+    """An argument that goes to every micro-batch as it is; no walk through nested values sees what is in it."""
 
-    value: Any
+    def __init__(self, value: Any) -> None:
+        self.value = value
 
 
 def flat(x: Any, kwargs: Mapping[str, Any] | None, names: Sequence[str]) -> tuple[Any, ...]:
@@ -119,26 +119,12 @@ def known_to_pytree(kind: type[dict[Any, Any]]) -> None:
         )
 
 
-def tensors_of(values: Any) -> list[Tensor]:
-    """The tensors in nested values, in order."""
-    if type(values) is tuple and all(type(value) is Tensor for value in values):  # nearly always
-        return list(values)
-    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
-
-
-def map_tensors(change: Callable[[Tensor], Any], values: Any) -> Any:
-    """The same nested values with every tensor changed."""
-    if type(values) is tuple and all(type(value) is Tensor for value in values):
-        return tuple(map(change, values))
-    return pytree.tree_map_only(Tensor, change, values)
-
-
 def is_differentiable(tensor: Tensor) -> bool:
     """Of a type that can have a gradient; integers and booleans cannot."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def batch_size(arguments: tuple[Any, ...]) -> int:
+def samples_of(arguments: tuple[Any, ...]) -> int:
     """Samples in a batch: the length of the first tensor.
 
     Raises:
@@ -151,7 +137,7 @@ def batch_size(arguments: tuple[Any, ...]) -> int:
     raise ConfigError("a batch holds a tensor whose dimension 0 counts the samples", received)
 
 
-def cut(values: Any, sizes: Sequence[int], *, every: str | None = None) -> list[Any]:
+def pieces_of(values: Any, sizes: Sequence[int], *, every: str | None = None) -> list[Any]:
     """Cuts every tensor that is as long as the batch; others (a mask for all samples, a number) go to all.
 
     Args:
@@ -186,35 +172,13 @@ def cut(values: Any, sizes: Sequence[int], *, every: str | None = None) -> list[
     return [pytree.tree_unflatten(list(group), spec) for group in zip(*pieces, strict=True)]
 
 
-def join(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """Joins the outputs of the micro-batches: tensors [samples, ...] one after the other.
-
-    Raises:
-        ConfigError: an output has no dimension that counts the samples.
-    """
-    if len(outputs) == 1:
-        return outputs[0]
-    flat = [pytree.tree_flatten(output) for output in outputs]
-    joined = [_join_leaf(leaves, sizes) for leaves in zip(*(leaves for leaves, _ in flat), strict=True)]
-    return pytree.tree_unflatten(joined, flat[0][1])
-
-
-def _join_leaf(leaves: Sequence[Any], sizes: Sequence[int]) -> Any:
-    if not isinstance(leaves[0], Tensor):
-        if isinstance(leaves[0], SIMPLE) and all(leaf == leaves[0] for leaf in leaves[1:]):
-            return leaves[0]
-        raise ConfigError(
-            "outputs of a pipeline are tensors in tuples, lists and dicts, to be joined from micro-batches",
-            f"a {type(leaves[0]).__name__}",
-            "a model that returns its tensors: wrap it in a module whose forward ends with, for example, .logits",
-        )
-    if any(leaf.dim() == 0 or len(leaf) != size for leaf, size in zip(leaves, sizes, strict=True)):
-        raise ConfigError(
-            "outputs of a pipeline have one entry for each sample, to be joined from micro-batches",
-            f"shape {tuple(leaves[0].shape)} for {sizes[0]} samples",
-            "micro_batches=1, or a model that returns values by sample",
-        )
-    return torch.cat(list(leaves))
+def not_joined(received: str, sizes: Sequence[int]) -> ConfigError:
+    """Returns the error for outputs of micro-batches that cannot be joined; see `nested.join`."""
+    return ConfigError(
+        "outputs of a pipeline are tensors with one entry for each sample, in tuples, lists and dicts",
+        f"{received}, for {list(sizes)} samples",
+        "micro_batches=1, or a model that returns values by sample; of an object its tensors: .logits",
+    )
 
 
 # ---- how much each counts: by what its mean loss divides by

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from hvdtrain.pipeline.plan.schedule import AHEAD
 from hvdtrain.pipeline.values.devices import core_blocks, cpu_slots
-from hvdtrain.pipeline.values.microbatch import map_tensors, tensors_of
 from hvdtrain.pipeline.values.threads import Crew, FairSemaphore
+from hvdtrain.values.nested import map_tensors, tensors_of
 
 # By device, what tells when the values that lie there are: those of the CPU are there at once, unless a GPU sends them.
 Mark = dict[torch.device, Any]

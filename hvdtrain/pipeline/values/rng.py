@@ -13,7 +13,6 @@ With one micro-batch nothing runs at the same time, and the draws are those of t
 from __future__ import annotations
 
 import hashlib
-import random
 import re
 import threading
 import warnings
@@ -22,12 +21,13 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from hvdtrain.core.errors import ConfigError
+from hvdtrain.core.generators import Generators
+from hvdtrain.values.generators import differ, of_devices
 
 # PyTorch's functions that draw, by name; what else a segment is seen to draw with is added in its first pass
 _DRAWS = re.compile(
@@ -56,63 +56,6 @@ def may_draw(module: nn.Module) -> bool:
 def draws_by_name(name: str) -> bool:
     """Whether a function of PyTorch's draws, as its name says."""
     return _DRAWS.search(name) is not None
-
-
-class Generators:
-    """What numbers are drawn from on a stage: the CPU's generator, its GPU's, Python's and NumPy's."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._all: list[torch.Generator] = [torch.default_generator]
-        if device.type == "cuda":
-            index = torch.cuda.current_device() if device.index is None else device.index
-            self._all.append(torch.cuda.default_generators[index])
-
-    def get(self) -> list[Any]:
-        """Of PyTorch."""
-        return [generator.get_state() for generator in self._all]
-
-    def set(self, states: Sequence[Any]) -> None:
-        for generator, state in zip(self._all, states, strict=True):
-            generator.set_state(state)
-
-    def seed(self, seed: int) -> None:
-        for generator in self._all:
-            generator.manual_seed(seed)
-
-    def everything(self) -> tuple[Any, ...]:
-        """The state of all."""
-        return self.get(), random.getstate(), np.random.get_state()
-
-    def restore(self, everything: tuple[Any, ...]) -> None:
-        ours, python, numpy = everything
-        self.set(ours)
-        random.setstate(python)
-        np.random.set_state(numpy)
-
-    @contextmanager
-    def swapped(self, state: tuple[Any, ...] | int) -> Iterator[None]:
-        """Puts all generators into this state, or seeds them, and puts them back at the end."""
-        before = self.everything()
-        if isinstance(state, int):
-            self.seed(state)
-            random.seed(state)
-            np.random.seed(state % 2**32)
-        else:
-            self.restore(state)
-        try:
-            yield
-        finally:
-            self.restore(before)
-
-
-def differ(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    """Of two states of `Generators.everything`, or of their first parts, which are PyTorch's."""
-    if not all(map(torch.equal, one[0], other[0])):
-        return True
-    if len(one) == 1:
-        return False
-    (_, python, numpy), (_, their_python, their_numpy) = one, other
-    return python != their_python or numpy[2:] != their_numpy[2:] or not np.array_equal(numpy[1], their_numpy[1])
 
 
 @dataclass
@@ -182,8 +125,8 @@ class Draws:
     """
 
     def __init__(self, seen: dict[Hashable, Seen], devices: Sequence[torch.device]) -> None:
-        self._generators = [Generators(device) for device in dict.fromkeys(devices)]
-        self._before = [generators.everything() for generators in self._generators]
+        self._generators = of_devices(*devices)
+        self._before = self._generators.everything()
         self._step_seed = step_seed()
         self._seen = seen
         self._used = False
@@ -203,7 +146,7 @@ class Draws:
         seen = self._seen.get(segment) or Seen()
         seed = combined_seed(self._step_seed, segment if isinstance(segment, int) else "loss", micro)
         if repeats:
-            with _LOCK, generators.swapped(seed):
+            with _LOCK, generators.preserved(seed):
                 first = generators.get()
                 yield
                 self._used = self._used or not all(map(torch.equal, first, generators.get()))
@@ -212,7 +155,7 @@ class Draws:
         with ExitStack() as stack:
             if watch or seen.elsewhere:
                 stack.enter_context(_LOCK)
-                stack.enter_context(generators.swapped(seed))
+                stack.enter_context(generators.preserved(seed))
                 before = generators.everything()
                 stack.callback(lambda: self._note(seen, before, generators.everything()))
             with stream:
@@ -235,11 +178,8 @@ class Draws:
             ConfigError: with `repeats`.
         """
         elsewhere = any(seen.elsewhere for seen in list(self._seen.values()))
-        after = [generators.everything() for generators in self._generators]
-        if not any(
-            differ(a if elsewhere else a[:1], b if elsewhere else b[:1])
-            for a, b in zip(self._before, after, strict=True)
-        ):
+        parts = 3 if elsewhere else 1
+        if not differ(self._before[:parts], self._generators.everything()[:parts]):
             return
         rule = "while a pipeline works, nobody else draws from the global generators"
         received = "numbers were drawn by another thread, or by a layer that drew none in its first pass"

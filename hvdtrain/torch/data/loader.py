@@ -23,7 +23,7 @@ from hvdtrain.torch.data.epoch import Epoch, Follower
 from hvdtrain.torch.data.prefetch import Ahead
 from hvdtrain.torch.data.source import Augment, Fetched, Source
 from hvdtrain.torch.engines.engine import device_of
-from hvdtrain.torch.values.nested import tensors_of, to_device
+from hvdtrain.values.nested import tensors_of, to_device
 from hvdtrain.world.world import World
 
 WARNED_FILES = 3  # unreadable files that are named as they come; all are in `Loader.skipped`

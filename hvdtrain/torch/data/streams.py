@@ -15,13 +15,14 @@ from torch.utils.data import Dataset, IterableDataset, default_collate
 from torch.utils.data._utils import worker as torch_worker
 
 from hvdtrain.core.errors import ConfigError
+from hvdtrain.core.generators import OwnRandom
 from hvdtrain.core.sharding import Step
 from hvdtrain.torch.data.loader import Loader
 from hvdtrain.torch.data.memory import Memory
 from hvdtrain.torch.data.processes import Processes, Reader, answers
 from hvdtrain.torch.data.source import Augment, Fetched
 from hvdtrain.torch.data.workers import Failures, Together, read_batch, together_of, two_of
-from hvdtrain.torch.values.random_state import OwnRng, preserved_rng
+from hvdtrain.values.generators import HOST
 from hvdtrain.world.records import STREAM, Head, Kind, Noted, check_ends, head
 from hvdtrain.world.streams import StreamPlan, StreamStep, epoch_seed, walk
 from hvdtrain.world.world import World
@@ -87,7 +88,7 @@ class _Walker(Reader, IterableDataset[Any]):
     def __iter__(self) -> Iterator[tuple[StreamStep, Fetched]]:
         worker, workers = self.begin()
         plan, source = self._plan, self._source
-        own = OwnRng(epoch_seed(plan.seed, self._epoch))
+        own = OwnRandom(HOST, epoch_seed(plan.seed, self._epoch))
         # Hugging Face's streams have the epoch in memory that workers share, and set_epoch adds what is missing to it
         with own.in_place(), _no_worker(), self.turn:
             records = Noted(source.begin(self._epoch), source.unstable, self.at, kind=source.kind)
@@ -101,7 +102,7 @@ class _Walker(Reader, IterableDataset[Any]):
                 return
             step, mine = found
             if step.number % workers == worker:
-                with preserved_rng():
+                with HOST.preserved():
                     fetched = source.fetch(self, step, mine, records.first)
                 yield step, fetched
 
@@ -114,7 +115,7 @@ class _HeadReader(Reader, Dataset[Head]):
         self.begin()
 
         def begin() -> Iterator[Any]:
-            own = OwnRng(epoch_seed(self._seed, epoch))
+            own = OwnRandom(HOST, epoch_seed(self._seed, epoch))
             with own.in_place(), _no_worker():
                 records = self._source.begin(epoch)
             while True:

@@ -22,7 +22,7 @@ from hvdtrain.core.sharding import Step
 from hvdtrain.torch.data.draws import SEED_STREAM, words
 from hvdtrain.torch.data.processes import Processes, Reader, answers, located
 from hvdtrain.torch.data.source import Fetched
-from hvdtrain.torch.values.random_state import drawn_since, generators, preserved_rng, seed_all
+from hvdtrain.values.generators import HOST, differ
 from hvdtrain.world.same_data import Digest, of_items
 
 # More than this many unreadable samples, and more than this part of what was read: the data is broken, not a file.
@@ -115,13 +115,13 @@ def _read_together(
     if together is None or not names or reader.one_by_one:
         return None, None
     reader.at(names[0])
-    seed_all(seeds[-1])  # what is drawn next, by collate, is what it would be after the last sample
-    before = generators()
+    HOST.seed_everything(seeds[-1])  # what is drawn next, by collate, is what it would be after the last sample
+    before = HOST.everything()
     try:
         found = located(f"while reading {_some(names)} in one call of __getitems__", together, names)
     except Exception as error:
         return None, error
-    if drawn_since(before):
+    if differ(before, HOST.everything()):
         reader.one_by_one = True
         return None, None
     if isinstance(found, (list, tuple)) and len(found) != len(names):
@@ -135,7 +135,7 @@ def _read_together(
 
 def read_sample(get: Callable[[Any], Any], name: int, asked: Any, seed: int) -> Any:
     """Returns a sample, read with random numbers of its own."""
-    seed_all(seed)
+    HOST.seed_everything(seed)
     return located(f"while reading sample {name}", get, asked)
 
 
@@ -158,7 +158,7 @@ class BatchReader(Reader, torch.utils.data.Dataset[Fetched]):
         self.begin()
         if get_worker_info() is not None:  # a worker's generators are nobody else's
             return self._read(step)
-        with preserved_rng():
+        with HOST.preserved():
             return self._read(step)
 
     def _read(self, step: Step) -> Fetched:
@@ -198,7 +198,7 @@ class _DigestReader(Reader, torch.utils.data.Dataset[Any]):
         self._dataset = dataset
 
     def __getitem__(self, _: int) -> tuple[Any, Any]:
-        with preserved_rng():
+        with HOST.preserved():
             digest = of_items(_Samples(self._dataset))
         return digest.card, digest.sketch()
 

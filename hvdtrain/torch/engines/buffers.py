@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from weakref import WeakKeyDictionary
 
 import torch
@@ -13,6 +13,7 @@ from hvdtrain.torch.engines.engine import engine_of
 from hvdtrain.torch.engines.replicas import checksums
 from hvdtrain.torch.engines.shell import unwrap
 from hvdtrain.torch.engines.sync_batchnorm import is_synchronized
+from hvdtrain.values.preserved import Saved, buffers_of, kept_buffers, put_back
 from hvdtrain.world.same_data import is_statistic
 from hvdtrain.world.world import World
 
@@ -101,17 +102,14 @@ def unmoved_by_calls(module: nn.Module) -> Iterator[None]:
 
     Those of synchronised batch norm are left: they follow all ranks' samples, on every rank.
     """
-    layers = [layer for layer in module.modules() if not is_synchronized(layer)]
-    saved: list[tuple[Tensor, Tensor]] = []
-    within = 0
+    saved: Saved = []
+    layers, within = _alone(module), 0
 
     def enter(*_: object) -> None:
         nonlocal within
         within += 1
         if within == 1:
-            saved[:] = [
-                (buffer, buffer.detach().clone()) for layer in layers for buffer in layer.buffers(recurse=False)
-            ]
+            saved[:] = buffers_of(layers)
 
     def leave(*_: object) -> None:
         nonlocal within
@@ -126,21 +124,10 @@ def unmoved_by_calls(module: nn.Module) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def preserved(module: nn.Module, *, alone: bool = False) -> Iterator[None]:
-    """As `unmoved_by_calls`, for code that was compiled, which calls no hooks: whatever changes a buffer meanwhile.
-
-    Args:
-        alone: other ranks take no part, so that synchronised layers follow this rank's batch as well.
-    """
-    layers = [layer for layer in module.modules() if alone or not is_synchronized(layer)]
-    saved = [(buffer, buffer.detach().clone()) for layer in layers for buffer in layer.buffers(recurse=False)]
-    try:
-        yield
-    finally:
-        put_back(saved)
+def preserved(module: nn.Module) -> AbstractContextManager[None]:
+    """As `unmoved_by_calls`, for code that was compiled, which calls no hooks: whatever changes a buffer meanwhile."""
+    return kept_buffers(_alone(module))
 
 
-def put_back(saved: list[tuple[Tensor, Tensor]]) -> None:
-    for buffer, value in saved:
-        buffer.data.copy_(value)
+def _alone(module: nn.Module) -> list[nn.Module]:
+    return [layer for layer in module.modules() if not is_synchronized(layer)]

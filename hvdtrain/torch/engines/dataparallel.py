@@ -16,17 +16,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import parallel_apply, replicate
 
+from hvdtrain.core import variables
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.launchers import Detected
 from hvdtrain.torch.engines.base import Settings, pick_devices
 from hvdtrain.torch.engines.shell import is_compiled
 from hvdtrain.torch.engines.solo import Solo, SoloModel
-from hvdtrain.torch.values.nested import batch_size, cut, made_of, parts_of, to_device
+from hvdtrain.values.nested import batch_size, cut, join, to_device
 
-CPU_DEVICES_VARIABLE = "HVDTRAIN_CPU_DEVICES"
 UNEVEN = 1.1  # times what the others hold
 
 
@@ -45,9 +45,9 @@ def attach(detected: Detected, *, device: str, gpus_per_rank: int) -> DataParall
 
 
 def _cpu_devices() -> int:
-    text = os.environ.get(CPU_DEVICES_VARIABLE, "2")
+    text = os.environ.get(variables.CPU_DEVICES, "2")
     if not text.isdigit() or int(text) < 1:
-        raise ConfigError(f"{CPU_DEVICES_VARIABLE} must be a whole number >= 1", repr(text))
+        raise ConfigError(f"{variables.CPU_DEVICES} must be a whole number >= 1", repr(text))
     return int(text)
 
 
@@ -133,7 +133,7 @@ class Pieces:
             for start, size, device in zip(starts, sizes, devices, strict=False)
         ]
         outputs = self._on_gpus(pieces, devices) if devices[0].type == "cuda" else self._in_turn(pieces)
-        return join(outputs, sizes, devices[0])
+        return join(outputs, sizes, _not_joined, devices[0])
 
     def _on_gpus(self, pieces: Sequence[Any], devices: Sequence[torch.device]) -> list[Any]:
         replicas = replicate(self._module, devices, detach=not torch.is_grad_enabled())
@@ -150,28 +150,6 @@ def piece_sizes(samples: int, pieces: int) -> list[int]:
     """Returns the samples of each piece: as even as possible, the larger first, none empty."""
     least, more = divmod(samples, pieces)
     return [size for size in ([least + 1] * more + [least] * (pieces - more)) if size]
-
-
-def join(outputs: Sequence[Any], sizes: Sequence[int], device: torch.device) -> Any:
-    """Returns the pieces' nested outputs as one: what has a row for each sample, end to end.
-
-    Raises:
-        ConfigError: outputs that cannot be put together. A scalar is one: whether it is a mean, a sum or a count, and
-            over what, its value does not tell, and its graph not always.
-    """
-    first = outputs[0]
-    if isinstance(first, Tensor):
-        if any(not output.dim() or len(output) != size for output, size in zip(outputs, sizes, strict=True)):
-            raise _not_joined(f"tensors of shapes {[tuple(output.shape) for output in outputs]}", sizes)
-        return torch.cat([output.to(device, non_blocking=True) for output in outputs])
-    opened = [parts_of(output) for output in outputs]
-    if opened[0] is not None:
-        columns = {name: [parts[name] for parts in opened if parts is not None] for name in opened[0]}
-        return made_of({name: join(column, sizes, device) for name, column in columns.items()}, first)
-    counted = type(first) is int and list(outputs) == list(sizes)  # len(x)
-    if not counted and all(output is first or output == first for output in outputs):
-        return first
-    raise _not_joined(f"{type(first).__name__}: {', '.join(map(repr, outputs))}", sizes)
 
 
 def _not_joined(received: str, sizes: Sequence[int]) -> ConfigError:

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.comm.engines import HorovodCollectives, losses_in
+from hvdtrain.core import variables
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.launchers import Detected
 from hvdtrain.torch.engines.base import Settings, TensorCollectives, pick_devices, step_of
 from hvdtrain.torch.engines.reducer import Reducer, Wait
-from hvdtrain.world.startup import BUCKET_BYTES
 
 USUAL_BUCKET_BYTES = {"cpu": 5 << 20, "cuda": 25 << 20}  # on a CPU: sent while it is still in a cache
 
@@ -98,9 +98,11 @@ class HorovodEngine(TensorCollectives, HorovodCollectives):
 
 def _wanted_bytes() -> int:
     """What the environment says of buckets; 0: nothing."""
-    text = os.environ.get(BUCKET_BYTES) or "0"
+    text = os.environ.get(variables.BUCKET_BYTES) or "0"
     if not text.isdecimal():
-        raise ConfigError(f"{BUCKET_BYTES} is a whole number of bytes", repr(text), "5242880, or leave it out")
+        raise ConfigError(
+            f"{variables.BUCKET_BYTES} is a whole number of bytes", repr(text), "5242880, or leave it out"
+        )
     return int(text)
 
 

@@ -22,7 +22,7 @@ from hvdtrain.torch.losses.replay import (
     weights_like,
 )
 from hvdtrain.torch.losses.tally import Number, Tally, refusal
-from hvdtrain.torch.values.nested import tensors_of
+from hvdtrain.values.nested import tensors_of
 from hvdtrain.world.world import World
 
 _COUPLED = (

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hvdtrain.torch.engines.base import HALVES, as_parameters
-from hvdtrain.torch.values.nested import map_tensors
+from hvdtrain.values.nested import map_tensors
 
 
 class Precision:

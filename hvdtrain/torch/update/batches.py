@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.sharding import Step
-from hvdtrain.torch.values.nested import tensors_of
+from hvdtrain.values.nested import tensors_of
 
 if TYPE_CHECKING:
     from hvdtrain.torch.data.loader import Loader

@@ -18,16 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hvdtrain.core import variables
 from hvdtrain.core.errors import NonFiniteError
-from hvdtrain.torch.engines.buffers import preserved
 from hvdtrain.torch.engines.sync_batchnorm import sync_batchnorm_mode
-from hvdtrain.torch.values.nested import tensors_of
+from hvdtrain.values.nested import tensors_of
+from hvdtrain.values.preserved import kept_buffers
 from hvdtrain.world.same_data import is_statistic
 from hvdtrain.world.world import World
 
 _LAG = 2
 _SKIPPED_AT_MOST = 10  # in a row: more is no overflow that a smaller scale, or another batch, would end
-_EVERY_STEP = "HVDTRAIN_CHECK_EVERY_STEP"
 GO_BACK = "earlier checkpoints are untouched: restore one, here or in a new run"
 
 
@@ -72,7 +72,7 @@ class Losses:
         self._skips = skips
         self._skipped = 0  # updates one after the other
         self._on_gpu = device.type == "cuda"
-        self.at_once = not self._on_gpu or os.environ.get(_EVERY_STEP, "") not in ("", "0")
+        self.at_once = not self._on_gpu or os.environ.get(variables.CHECK_EVERY_STEP, "") not in ("", "0")
         self._under_way: deque[Reading] = deque()
         self.last: float | None = None
         self.told = self.leaves = False
@@ -126,7 +126,7 @@ class Losses:
     def _error(self, reading: Reading, every: float, mine: float) -> NonFiniteError:
         lines = []
         for rank, (loss, layer) in enumerate(self._world.gather((mine, reading.layer))):
-            where = layer or f"the layer is named when the run is repeated with {_EVERY_STEP}=1"
+            where = layer or f"the layer is named when the run is repeated with {variables.CHECK_EVERY_STEP}=1"
             lines.append(f"rank {rank}: " + ("finite" if math.isfinite(loss) else f"{loss}; {where}"))
         return NonFiniteError(
             f"the loss is {every} at step {reading.step} (epoch {reading.epoch}): training ends",
@@ -219,7 +219,7 @@ def first_bad_layer(
     hooks = [child.register_forward_hook(look, with_kwargs=True) for child in module.modules()]
     try:
         # the other ranks do not take part in this
-        with torch.no_grad(), sync_batchnorm_mode("alone"), preserved(module, alone=True):
+        with torch.no_grad(), sync_batchnorm_mode("alone"), kept_buffers(module.modules()):
             (module if call is None else call)(*args, **kwargs)
     finally:
         for hook in hooks:

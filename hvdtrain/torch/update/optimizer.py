@@ -20,8 +20,8 @@ from hvdtrain.torch.update.regroup import compared, updated
 from hvdtrain.torch.update.session import Session, not_finite
 from hvdtrain.torch.update.several import Several
 from hvdtrain.torch.values.clock import CLOCK
-from hvdtrain.torch.values.nested import tensors_of
 from hvdtrain.torch.values.out_of_memory import explained
+from hvdtrain.values.nested import tensors_of
 
 _LOOKED_AT = 2  # updates, where no loader deals the data
 

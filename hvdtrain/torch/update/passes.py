@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from hvdtrain.core.errors import ConfigError, RanksLost, ReplicaError
 from hvdtrain.torch.engines.base import Pass
-from hvdtrain.torch.engines.buffers import put_back
 from hvdtrain.torch.losses.loss_graph import recomputes_reentrantly
 from hvdtrain.torch.losses.loss_proof import Looked
 from hvdtrain.torch.losses.tally import SIZE, Number, Weight, weight_of, wrong
@@ -32,9 +31,11 @@ from hvdtrain.torch.update.terms import Term, Terms, terms_of
 from hvdtrain.torch.update.whole import given_gradients, gradients_of, is_whole, joined
 from hvdtrain.torch.update.whole import whole as whole_values
 from hvdtrain.torch.values.clock import CLOCK
-from hvdtrain.torch.values.nested import map_tensors, tensors_of
 from hvdtrain.torch.values.out_of_memory import explained
-from hvdtrain.torch.values.random_state import preserved_rng, random_streams, restore_streams, seed_all
+from hvdtrain.torch.values.random_state import random_streams, restore_streams
+from hvdtrain.values.generators import of_devices
+from hvdtrain.values.nested import map_tensors, tensors_of
+from hvdtrain.values.preserved import Saved, buffers_of, put_back
 
 
 class _MicroBatch(NamedTuple):
@@ -50,7 +51,7 @@ class _MicroBatch(NamedTuple):
     y: Any
     batch: Batch
     streams: dict[str, Any]
-    buffers: list[tuple[Tensor, Tensor]]
+    buffers: Saved
 
 
 class Passes(Facade):
@@ -164,7 +165,7 @@ class Passes(Facade):
         session.proof.close_batch()  # there is no loss of this rank's that could be tried
         share = 1 / session.world.size if batch.is_last_micro_batch else 0.0
         amount, coefficient = gradients.begin(batch, None, 1.0, share)
-        streams, buffers = random_streams(session.world.devices), _buffers_of(session.module)
+        streams, buffers = random_streams(session.world.devices), buffers_of(session.module.modules())
         with torch.no_grad():
             kept.append(self._model(*arguments.args, **arguments.kwargs))
         outputs = map_tensors(_as_leaf, kept[0])
@@ -179,7 +180,7 @@ class Passes(Facade):
         gradients.add_loss(mean, amount, coefficient)
         sums = gradients.sums()
         CLOCK.enter("backward")
-        after, buffers = random_streams(session.world.devices), _buffers_of(session.module)
+        after, buffers = random_streams(session.world.devices), buffers_of(session.module.modules())
         try:
             for one in micro_batches:
                 is_last = one is micro_batches[-1]
@@ -244,11 +245,7 @@ class Passes(Facade):
         if session.world.size == 1:
             yield
             return
-        seed, device = session.world.seed + self.progress.step + 1, session.engine.device
-        with preserved_rng(), torch.random.fork_rng([device] if device.type == "cuda" else []):
-            seed_all(seed)
-            if device.type == "cuda":
-                torch.cuda.manual_seed(seed)
+        with of_devices(session.engine.device).preserved(session.world.seed + self.progress.step + 1):
             yield
 
     def _prove_pieces(self, arguments: Arguments, y: Any, loss: Loss, weight: Weight) -> None:
@@ -619,7 +616,3 @@ def _tracked(mean: Tensor, outputs: Sequence[Tensor]) -> Tensor:
 
 def _as_leaf(output: Tensor) -> Tensor:
     return output.detach().requires_grad_(output.is_floating_point() or output.is_complex())
-
-
-def _buffers_of(module: nn.Module) -> list[tuple[Tensor, Tensor]]:
-    return [(buffer, buffer.detach().clone()) for buffer in module.buffers()]

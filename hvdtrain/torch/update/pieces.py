@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import functools
 import math
-import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from hvdtrain.core.decomposition import Part, bound, compared, judge
 from hvdtrain.core.errors import ConfigError, HvdtrainError
-from hvdtrain.torch.engines import buffers
 from hvdtrain.torch.engines.shell import unwrap
 from hvdtrain.torch.engines.sync_batchnorm import sync_batchnorm_mode
 from hvdtrain.torch.losses.loss_graph import Reader
@@ -29,8 +26,9 @@ from hvdtrain.torch.losses.replay import CannotTry
 from hvdtrain.torch.losses.tally import weight_of
 from hvdtrain.torch.update.gradients import check_loss
 from hvdtrain.torch.update.session import session_of
-from hvdtrain.torch.values.nested import batch_size, cut, tensors_of
-from hvdtrain.torch.values.random_state import preserved_rng
+from hvdtrain.values.generators import of_all_gpus
+from hvdtrain.values.nested import batch_size, cut, tensors_of
+from hvdtrain.values.preserved import kept_buffers, kept_modes
 
 if TYPE_CHECKING:
     from hvdtrain.torch.losses.tally import Weight
@@ -213,9 +211,7 @@ def _fitted(wanted: Mapping[nn.Parameter, Tensor], *pieces: Mapping[nn.Parameter
 
 
 def _loss(step: Any, batch: Any, seed: int) -> Tensor:
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed)
+    of_all_gpus().seed_everything(seed)
     loss = step(batch)
     check_loss(loss)
     return loss
@@ -295,14 +291,13 @@ def _unchanged(modules: list[nn.Module]) -> Iterator[None]:
     for session in sessions:
         session.proof.pause()
     layers = [layer for module in modules for layer in module.modules()]
-    modes = [(layer, layer.training) for layer in layers]
     rows: list[Any] = [
         layer.weight for layer in layers if getattr(layer, "max_norm", None) is not None
     ]  # a forward pass scales
     scaled = [(row, row.detach().clone()) for row in rows]
-    kept = buffers.preserved(nn.ModuleList(modules), alone=True)
+    modes, kept = kept_modes(layers), kept_buffers(layers)
     # alone: the other ranks do not take part in this
-    with torch.random.fork_rng(), preserved_rng(), kept, torch.enable_grad(), sync_batchnorm_mode("alone"):
+    with of_all_gpus().preserved(), modes, kept, torch.enable_grad(), sync_batchnorm_mode("alone"):
         try:
             for session in sessions:
                 session.proof.outputs = None
@@ -310,8 +305,6 @@ def _unchanged(modules: list[nn.Module]) -> Iterator[None]:
         finally:
             for session, call, method, outputs in noted:
                 session.last_call, session.last_method, session.proof.outputs = call, method, outputs
-            for layer, mode in modes:
-                layer.training = mode
             for row, before in scaled:
                 row.data.copy_(before)
 

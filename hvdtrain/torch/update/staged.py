@@ -18,7 +18,7 @@ from hvdtrain.torch.losses.tally import Number, Weight, weight_of
 from hvdtrain.torch.update.amp import widened
 from hvdtrain.torch.update.gradients import check_loss
 from hvdtrain.torch.update.session import Options, Session
-from hvdtrain.torch.values.nested import map_tensors, tensors_of
+from hvdtrain.values.nested import map_tensors, tensors_of
 
 Loss = Callable[[Any, Any], Tensor]
 # what helps when a stage is out of memory

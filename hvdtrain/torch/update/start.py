@@ -19,7 +19,7 @@ from hvdtrain.torch.engines.base import Staged
 from hvdtrain.torch.update import staged as stages
 from hvdtrain.torch.update.session import Options
 from hvdtrain.torch.update.several import kind_of
-from hvdtrain.torch.values.nested import map_tensors
+from hvdtrain.values.nested import map_tensors
 from hvdtrain.world.world import World
 
 

@@ -27,7 +27,7 @@ from hvdtrain.torch.engines.engine import engine_of
 from hvdtrain.torch.losses.loss_graph import leaves_of, nodes_of
 from hvdtrain.torch.update.regroup import go_on_without
 from hvdtrain.torch.update.session import Session, at_hand
-from hvdtrain.torch.values.nested import made_of, parts_of, tensors_of
+from hvdtrain.values.nested import made_of, parts_of, tensors_of
 from hvdtrain.world.world import World, given_or_current
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, np.generic)

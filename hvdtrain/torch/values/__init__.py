@@ -1,1 +1,1 @@
-"""Values of any nesting, random state and clocks: what everything for PyTorch stands on."""
+"""Random streams, clocks and errors of memory: what everything for PyTorch stands on."""

@@ -9,6 +9,7 @@ import gc
 import itertools
 import json
 import sys
+from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -32,8 +33,8 @@ from hvdtrain.pipeline.run.worker import Call
 from hvdtrain.pipeline.trace.parted import inputs_first
 from hvdtrain.pipeline.trace.segments import segments
 from hvdtrain.pipeline.tuning.search_size import tune
-from hvdtrain.pipeline.values.microbatch import tensors_of
 from hvdtrain.pipeline.values.places import Places
+from hvdtrain.values.nested import tensors_of
 
 torch.set_default_dtype(torch.float64)
 torch.set_num_threads(2)
@@ -183,7 +184,7 @@ def decisions() -> dict[str, Any]:
 
 # -- keyword arguments, chunks -----------------------------------------------------------------------------------------
 class Keyed(nn.Module):
-    """x [batch, S, W], a mask [S, S], nested values of which one has samples, a number and a word."""
+    """x [batch, S, W], a mask [S, S], nested values of which one (in a deque) has samples, a number and a word."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -192,7 +193,7 @@ class Keyed(nn.Module):
     def forward(self, x: Tensor, *, mask: Tensor, extra: dict[str, Any], how: str = "add", times: int = 1) -> Tensor:
         x = self.a(x) * times
         x = self.b((x @ x.transpose(1, 2) + mask).softmax(-1) @ x)
-        return x + extra["shift"] + extra["table"][0] if how == "add" else x
+        return x + extra["shift"][0] + extra["table"][0] if how == "add" else x
 
 
 class Asking(nn.Module):
@@ -224,8 +225,10 @@ def keywords() -> dict[str, Any]:
     torch.manual_seed(2)
     x, mask = torch.randn(BATCH, BATCH, WIDTH), torch.randn(BATCH, BATCH)
     kwargs = {
-        "mask": mask, "extra": {"shift": torch.randn(BATCH, 1, 1), "table": [torch.randn(BATCH, WIDTH)]}, "times": 2,
-    }  # fmt: skip
+        "mask": mask,
+        "extra": {"shift": deque([torch.randn(BATCH, 1, 1)]), "table": [torch.randn(BATCH, WIDTH)]},
+        "times": 2,
+    }
     y = torch.randn(BATCH, BATCH, WIDTH)
     model = Keyed()
     MSE(model(x, **kwargs), y).backward()

@@ -22,7 +22,7 @@ from hvdtrain.pipeline.run.stage import Stage, build_stages
 from hvdtrain.pipeline.trace import segments as _segments
 from hvdtrain.pipeline.trace.restore import all_training
 from hvdtrain.pipeline.trace.segments import Segment, segments
-from hvdtrain.pipeline.values.microbatch import map_tensors, tensors_of
+from hvdtrain.values.nested import map_tensors, tensors_of
 
 TOLERANCE = 1e-12
 

@@ -11,7 +11,8 @@ import runpy
 import socket
 import sys
 
-from hvdtrain.core.launchers import _JOB_VARIABLES, MADE_UP_PORT, detect
+from hvdtrain.core import variables
+from hvdtrain.core.launchers import _JOB_VARIABLES, detect
 from hvdtrain.core.slurm import port_of
 
 how, program, *arguments = sys.argv[1:]
@@ -21,7 +22,7 @@ if how == "without-mpi4py":
     sys.modules["mpi4py"] = None  # type: ignore[assignment]
 elif detected.rank == 0:
     if detected.launcher == "horovodrun":
-        ports = {port_of(os.environ["HOROVOD_GLOO_RENDEZVOUS_PORT"]), int(os.environ.get(MADE_UP_PORT, "0"))}
+        ports = {port_of(os.environ["HOROVOD_GLOO_RENDEZVOUS_PORT"]), int(os.environ.get(variables.MASTER_PORT, "0"))}
     else:
         ports = {port_of(*(os.environ[name] for name in _JOB_VARIABLES if name in os.environ))}
     listeners = [socket.create_server(("", port)) for port in ports]

@@ -26,7 +26,7 @@ from hvdtrain.core.errors import ConfigError, HvdtrainError
 from hvdtrain.torch.data import forks, prefetch
 from hvdtrain.torch.data.draws import uniforms, words
 from hvdtrain.torch.values.clock import CLOCK
-from hvdtrain.torch.values.nested import tensors_of
+from hvdtrain.values.nested import tensors_of
 from hvdtrain.world.world import World
 
 

@@ -18,7 +18,7 @@ from hvdtrain.cluster.doctor.sessions import Sessions
 from hvdtrain.cluster.hosts import probe
 from hvdtrain.cluster.hosts.addresses import Chosen, choose, interfaces, source_towards
 from hvdtrain.cluster.hosts.hosts import Host, assign, parse_hosts, read_hostfile
-from hvdtrain.cluster.hosts.protocol import Decoder, encode, mark_of
+from hvdtrain.cluster.hosts.protocol import mark_of
 from hvdtrain.cluster.hosts.ssh import Ssh, SshProblem, explain, is_this_machine, not_started, without_key
 from hvdtrain.cluster.launch import environment
 from hvdtrain.cluster.launch.failures import (
@@ -32,6 +32,7 @@ from hvdtrain.cluster.launch.failures import (
 )
 from hvdtrain.cluster.launch.job import Job, make_plan
 from hvdtrain.cluster.launch.rank import LONGEST_BYTES, LineSplitter
+from hvdtrain.comm.link import Decoder, encode
 from hvdtrain.commands import command_lines, launch
 from hvdtrain.core.errors import ConfigError
 
@@ -473,9 +474,10 @@ def test_messages_survive_what_a_login_script_prints():
     mark = mark_of(token)
     decoder = Decoder(mark)
     noise = f"Welcome!\n\x1e no newline: python -m agent {token}".encode()
-    stream = noise + encode(mark, "hello", text="a\nb\x1e") + encode(mark, "beat") + mark + b"{broken\n"
+    hello = {"type": "hello", "text": "a\nb\x1e"}
+    stream = noise + encode(hello, mark) + encode({"type": "beat"}, mark) + mark + b"{broken\n"
     messages = [message for index in range(len(stream)) for message in decoder.feed(stream[index : index + 1])]
-    assert messages == [{"type": "hello", "text": "a\nb\x1e"}, {"type": "beat"}]
+    assert messages == [hello, {"type": "beat"}]
     assert b"Welcome!" in decoder.noise and b"no newline" in decoder.noise
 
 

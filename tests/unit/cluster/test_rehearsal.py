@@ -8,6 +8,7 @@ import pytest
 
 from hvdtrain.cluster.function.rehearsal import imported_by, slots_of
 from hvdtrain.commands import rehearse
+from hvdtrain.core import variables
 from hvdtrain.record import folder
 
 
@@ -39,7 +40,7 @@ def test_places_are_those_of_a_job_on_hosts() -> None:
 def test_a_rehearsed_program_writes_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert folder.place_of("runs/a") == Path("runs/a")
-    monkeypatch.setenv(folder.REHEARSAL, str(tmp_path / "rehearsal"))
+    monkeypatch.setenv(variables.REHEARSAL, str(tmp_path / "rehearsal"))
     placed = {path: folder.place_of(path) for path in ("runs/a", "b/a", "/data/a")}
     assert len(set(placed.values())) == 3 and all(its.is_relative_to(tmp_path / "rehearsal") for its in placed.values())
     assert folder.place_of(placed["b/a"] / "c") == placed["b/a"] / "c"

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from hvdtrain.comm import arrival
+from hvdtrain.core import variables
 from hvdtrain.core.errors import ConfigError, LauncherError
 from hvdtrain.core.launchers import Detected
 
@@ -47,7 +48,7 @@ def test_all_come() -> None:
 def test_who_does_not_come_is_named_by_all(missing: list[int], capsys: pytest.CaptureFixture[str]) -> None:
     there = [rank for rank in range(4) if rank not in missing]
     for error in come(Memory(), there, 4, 0.2):
-        assert isinstance(error, LauncherError) and arrival.TIMEOUT_VARIABLE in error.remedy
+        assert isinstance(error, LauncherError) and variables.START_TIMEOUT_S in error.remedy
         named = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} did not come"
         assert named in error.received, error
         assert error.shared == (0 not in missing), "rank 0 speaks for all where it is there"
@@ -127,7 +128,7 @@ def test_horovods_value_error_says_what_to_read(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("text", ["x", "0", "-1", "nan", "inf"])
 def test_a_time_that_is_none(text: str) -> None:
     with pytest.raises(ConfigError, match="number of seconds"):
-        arrival.timeout_s({arrival.TIMEOUT_VARIABLE: text})
+        arrival.timeout_s({variables.START_TIMEOUT_S: text})
 
 
 @pytest.fixture

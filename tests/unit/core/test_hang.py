@@ -20,6 +20,7 @@ import pytest
 from watched_pair import Ended
 
 from hvdtrain.comm import ring
+from hvdtrain.core import variables
 from hvdtrain.core.errors import HUNG_CODE, ConfigError
 from hvdtrain.core.launchers import Detected
 from hvdtrain.watch import bundle, hang, looks, rounds, watch
@@ -279,7 +280,7 @@ def test_the_error_names_rank_line_and_who_waits() -> None:
         "ranks 0, 2 wait for it in update 4 of model 1: a.py:1: backward()",
         "for 31 s; all ranks' stacks: runs/1/hangs/x.json",
     ]
-    assert "cannot be told for certain" in error.remedy and hang.HANG_VARIABLE in error.remedy
+    assert "cannot be told for certain" in error.remedy and variables.HANG_S in error.remedy
 
 
 def test_the_error_of_a_rank_that_was_stopped() -> None:
@@ -307,7 +308,7 @@ def test_notes_say_who_is_left_alone() -> None:
 @pytest.mark.parametrize("text", ["x", "-1", "nan"])
 def test_a_time_that_is_none(text: str) -> None:
     with pytest.raises(ConfigError, match="number of seconds, 0 for never"):
-        watch.hang_s({hang.HANG_VARIABLE: text})
+        watch.hang_s({variables.HANG_S: text})
 
 
 # -- what is kept --------------------------------------------------------------------------------------------------
@@ -415,8 +416,8 @@ class Pair(Ended):
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         super().__init__(monkeypatch, HUNG_CODE)
         monkeypatch.setattr(rounds, "ANSWER_S", 0.5)
-        monkeypatch.setenv(ring.RUN_VARIABLE, str(folder))
-        environ = {watch.AFTER_VARIABLE: "0.2", hang.HANG_VARIABLE: "0.6"}
+        monkeypatch.setenv(variables.RUN_DIR, str(folder))
+        environ = {variables.IN_STEP_S: "0.2", variables.HANG_S: "0.6"}
         listener, self.where = watch.listen(Detected("mpirun", 0, 2, 0, 2, 0, None), environ)
         who = [("node", 1), ("node", 2)]
         self.ranks = [watch.start(rank, 2, self.where, listener if rank == 0 else None, who) for rank in range(2)]

@@ -20,6 +20,7 @@ from hvdtrain.comm.engines import SoloEngine
 from hvdtrain.comm.lines import user_line
 from hvdtrain.comm.ring import FOLDER
 from hvdtrain.commands.why import why
+from hvdtrain.core import variables
 from hvdtrain.core.errors import OUT_OF_STEP_CODE, ConfigError
 from hvdtrain.core.launchers import Detected
 from hvdtrain.watch import watch
@@ -85,7 +86,7 @@ def test_a_frame_that_is_at_no_line() -> None:
 @pytest.mark.parametrize("text", ["x", "-1", "nan", "inf"])
 def test_a_time_that_is_none(text: str) -> None:
     with pytest.raises(ConfigError, match="number of seconds"):
-        watch.after_s({watch.AFTER_VARIABLE: text})
+        watch.after_s({variables.IN_STEP_S: text})
 
 
 def test_one_process_notes_nothing() -> None:
@@ -120,7 +121,7 @@ class Pair(Ended):
     def __init__(self, monkeypatch: pytest.MonkeyPatch, also: Sequence[str] = ()) -> None:
         super().__init__(monkeypatch, OUT_OF_STEP_CODE)
         detected = Detected("mpirun", 0, 2, 0, 2, 0, None)
-        listener, self.where = watch.listen(detected, {watch.AFTER_VARIABLE: "0.2"})
+        listener, self.where = watch.listen(detected, {variables.IN_STEP_S: "0.2"})
         if also:
             self.where = dataclasses.replace(self.where, addresses=(*also, *self.where.addresses))
         self.ranks = [watch.start(rank, 2, self.where, listener if rank == 0 else None) for rank in range(2)]

@@ -15,10 +15,11 @@ from types import SimpleNamespace
 import pytest
 
 from hvdtrain.comm import elastic
+from hvdtrain.core import variables
 from hvdtrain.core.errors import PREEMPTED_CODE, ConfigError, Preempted
 from hvdtrain.watch import preemption
 from hvdtrain.watch.meeting import Tracker
-from hvdtrain.watch.preemption import ASKS, ENDING, ENDS, Notice, told, wanted
+from hvdtrain.watch.preemption import ASKS, ENDS, Notice, told, wanted
 
 TERM, USR1 = signal.SIGTERM, signal.SIGUSR1
 
@@ -58,7 +59,7 @@ def test_a_launcher_that_ends_the_job_is_believed(says: bytes | None, ends: bool
     file = tmp_path / "ending"
     if says is not None:
         file.write_bytes(says)
-    its = notice({ENDING: str(file)})
+    its = notice({variables.ENDING: str(file)})
     assert its.note(TERM, 5.0) is ends and its.told is not ends
 
 
@@ -124,20 +125,20 @@ def test_who_begins_a_world_that_is_to_end(
     (tmp_path / "ending").write_bytes(says)
     if handled:
         signal.signal(USR1, lambda *_: None)
-    environ = {ENDING: str(tmp_path / "ending"), preemption.VARIABLE: variable}
+    environ = {variables.ENDING: str(tmp_path / "ending"), variables.PREEMPTION: variable}
     assert preemption.asked(environ) is is_asked and not preemption.asked({})
 
 
 @pytest.mark.parametrize(("value", "on"), [("", True), ("on", True), ("off", False)])
 def test_it_can_be_switched_off(value: str, on: bool) -> None:
-    assert wanted({preemption.VARIABLE: value}) is on
-    preemption.watch(0, Tracker(), {preemption.VARIABLE: value})
+    assert wanted({variables.PREEMPTION: value}) is on
+    preemption.watch(0, Tracker(), {variables.PREEMPTION: value})
     assert (signal.getsignal(TERM) is not signal.SIG_DFL) is on
 
 
 def test_another_value_is_refused() -> None:
     with pytest.raises(ConfigError, match="on or off"):
-        wanted({preemption.VARIABLE: "yes"})
+        wanted({variables.PREEMPTION: "yes"})
 
 
 def test_signals_are_noted_until_they_are_released(capfd: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from hvdtrain.comm.engines import SoloEngine
 from hvdtrain.commands import launch
+from hvdtrain.core import variables
 from hvdtrain.core.errors import ConfigError, ReplicaError
 from hvdtrain.core.launchers import ALONE, Detected
 from hvdtrain.world import join, startup
@@ -23,7 +24,7 @@ TWO = Detected("horovodrun", 0, 2, 0, 2, 0, None)
 
 @pytest.fixture(autouse=True)
 def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*startup.TUNABLE, startup.TUNED, "OMP_WAIT_POLICY"):
+    for name in (*startup.TUNABLE, variables.TUNED, "OMP_WAIT_POLICY"):
         monkeypatch.setenv(name, "")  # put back at the end
         monkeypatch.delenv(name)
 
@@ -39,26 +40,26 @@ def test_the_file_is_read_once_and_rank_0_says_so(
 ) -> None:
     threads: list[int] = []
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(set_num_threads=threads.append))
-    monkeypatch.setenv(startup.TUNED, str(write(tmp_path / "tuned.json")))
+    monkeypatch.setenv(variables.TUNED, str(write(tmp_path / "tuned.json")))
     startup.use_tuned(TWO)
     assert (os.environ["HOROVOD_CYCLE_TIME"], os.environ["OMP_NUM_THREADS"], threads) == ("3", "7", [7])
     assert "under horovodrun: HOROVOD_CYCLE_TIME=3; OMP_NUM_THREADS=7\n" in capsys.readouterr().err
     startup.use_tuned(TWO)
     assert capsys.readouterr().err == "" and threads == [7]
-    monkeypatch.setenv(startup.TUNED, str(tmp_path / "tuned.json"))
+    monkeypatch.setenv(variables.TUNED, str(tmp_path / "tuned.json"))
     startup.use_tuned(Detected("horovodrun", 1, 2, 1, 2, 0, None))
     assert capsys.readouterr().err == ""
 
 
 def test_programs_have_it_before_their_own_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(set_num_threads=lambda count: None))
-    monkeypatch.setenv(startup.TUNED, str(write(tmp_path / "tuned.json")))
+    monkeypatch.setenv(variables.TUNED, str(write(tmp_path / "tuned.json")))
     startup.share_cores(TWO)
     assert os.environ["OMP_NUM_THREADS"] == "7"
 
 
 def test_scripts_have_it_from_init(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(startup.TUNED, str(tmp_path / "missing"))
+    monkeypatch.setenv(variables.TUNED, str(tmp_path / "missing"))
     with pytest.raises(ConfigError, match="tuned settings are a file"):
         join.init("torch")
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hvdtrain.core import variables
 from hvdtrain.core.errors import ConfigError, ReplicaError
 from hvdtrain.datasets import digits, files, load_mnist, mnist
 from hvdtrain.datasets import download as download_module
@@ -31,7 +32,7 @@ def keras_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty Keras cache of the test's own."""
     home = tmp_path / "keras home"
     monkeypatch.setenv("KERAS_HOME", str(home))
-    monkeypatch.delenv(mnist.URL_VARIABLE, raising=False)
+    monkeypatch.delenv(variables.MNIST_URL, raising=False)
     return home
 
 
@@ -261,12 +262,12 @@ def test_download_once_then_the_cache(
     serve: Callable[[bytes], str], body: bytes, keras_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    monkeypatch.setenv(mnist.URL_VARIABLE, serve(body))
+    monkeypatch.setenv(variables.MNIST_URL, serve(body))
     monkeypatch.setattr(mnist, "MNIST_SHA256", hashlib.sha256(body).hexdigest())
     images = load_mnist("mnist")
     assert same(images, small()) and "not the published" not in images.note
     assert [entry.name for entry in (keras_home / "datasets").iterdir()] == ["mnist.npz"]
-    monkeypatch.setenv(mnist.URL_VARIABLE, "http://127.0.0.1:1/gone")
+    monkeypatch.setenv(variables.MNIST_URL, "http://127.0.0.1:1/gone")
     assert same(load_mnist("mnist"), small())
 
 

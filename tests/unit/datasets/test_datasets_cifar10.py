@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hvdtrain.core import variables
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.datasets import cifar10, load_cifar10
 
@@ -23,7 +24,7 @@ BATCHES = [f"data_batch_{number}" for number in range(1, 6)] + ["test_batch"]
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache of the test's own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.delenv(cifar10.URL_VARIABLE, raising=False)
+    monkeypatch.delenv(variables.CIFAR10_URL, raising=False)
     return tmp_path / "cache" / "hvdtrain"
 
 
@@ -94,7 +95,7 @@ def test_the_cache_and_auto(home: Path) -> None:
 
 def test_download_is_checked(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     archive = write_archive(tmp_path / "served.tar.gz")
-    monkeypatch.setenv(cifar10.URL_VARIABLE, archive.as_uri())
+    monkeypatch.setenv(variables.CIFAR10_URL, archive.as_uri())
     with pytest.raises(ConfigError, match="SHA-256"):
         load_cifar10("cifar10")
     assert list(home.iterdir()) == []

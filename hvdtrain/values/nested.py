@@ -1,7 +1,7 @@
-"""Tensors in nested values: tuples (named ones too), lists, mappings and dataclasses are walked,
-and the rest stays as it is.
+"""Tensors in nested values: walks tuples, lists, mappings, dataclasses and what PyTorch's pytree knows besides these
+(a deque); any other value stays as it is.
 
-Not by PyTorch's own pytree, to which a class of dict that it does not know, or another mapping (what tokenizers
+Not by the pytree alone, to which a class of dict that it does not know, or another mapping (what tokenizers
 return), is a leaf: its tensors would be left where they are, or go whole where they should be cut.
 """
 
@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 
 def moves_itself(values: Any) -> bool:
@@ -30,7 +31,8 @@ def parts_of(values: Any) -> dict[Any, Any] | None:
     if dataclasses.is_dataclass(values) and not isinstance(values, type):
         names = (field.name for field in dataclasses.fields(values))
         return {name: getattr(values, name) for name in names if hasattr(values, name)}
-    return None
+    known = pytree.SUPPORTED_NODES.get(type(values))
+    return None if known is None else dict(enumerate(known.flatten_fn(values)[0]))
 
 
 def made_of(parts: dict[Any, Any], example: Any) -> Any:
@@ -40,7 +42,10 @@ def made_of(parts: dict[Any, Any], example: Any) -> Any:
         named = hasattr(example, "_fields")
         return type(example)(*parts.values()) if named else type(example)(parts.values())
     if not isinstance(example, Mapping):
-        made = copy.copy(example)
+        if not dataclasses.is_dataclass(example):
+            known = pytree.SUPPORTED_NODES[type(example)]
+            return known.unflatten_fn(parts.values(), known.flatten_fn(example)[1])
+        made: Any = copy.copy(example)
         for name, part in parts.items():
             object.__setattr__(made, name, part)  # frozen ones too
         return made
@@ -106,3 +111,35 @@ def cut(values: Any, samples: int, start: int, stop: int) -> Any:
         return whole and all(isinstance(text, (str, bytes)) for text in part)
 
     return _map(lambda part: isinstance(part, Tensor) or texts(part), rows, values)
+
+
+def join(
+    outputs: Sequence[Any],
+    sizes: Sequence[int],
+    refused: Callable[[str, Sequence[int]], Exception],
+    device: torch.device | None = None,
+) -> Any:
+    """Returns the nested outputs of a batch's pieces as one: what has a row for each sample, end to end.
+
+    Args:
+        outputs: of each piece.
+        sizes: samples of each piece.
+        refused: makes the error for outputs that cannot be put together, of these and of `sizes`. A scalar is one:
+            whether it is a mean, a sum or a count, and over what, its value does not tell, and its graph not always.
+        device: where to; by default where the first is.
+    """
+    first = outputs[0]
+    if len(outputs) == 1:
+        return first
+    if isinstance(first, Tensor):
+        if any(not output.dim() or len(output) != size for output, size in zip(outputs, sizes, strict=True)):
+            raise refused(f"tensors of shapes {[tuple(output.shape) for output in outputs]}", sizes)
+        return torch.cat([output.to(device or first.device, non_blocking=True) for output in outputs])
+    opened = [parts_of(output) for output in outputs]
+    if opened[0] is not None:
+        columns = {name: [parts[name] for parts in opened if parts is not None] for name in opened[0]}
+        return made_of({name: join(column, sizes, refused, device) for name, column in columns.items()}, first)
+    counted = type(first) is int and list(outputs) == list(sizes)  # len(x)
+    if not counted and all(output is first or output == first for output in outputs):
+        return first
+    raise refused(f"{type(first).__name__}: {', '.join(map(repr, outputs))}", sizes)
