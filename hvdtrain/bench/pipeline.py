@@ -87,7 +87,7 @@ def measure(args: argparse.Namespace, result: dict[str, Any], cores: Sequence[in
     from hvdtrain.pipeline.tuning.predict import from_profile, predict
 
     first = args.micro_batches[0]
-    its = trials.Settings(args.batch, args.image_size, 1000, 1, args.rounds, "cross-entropy", None, first)
+    its = trials.TrialSettings(args.batch, args.image_size, 1000, 1, args.rounds, "cross-entropy", None, first)
     progress("measuring the segments, to cut the model")
     pipe, batches, loss = trials.built(
         args.model, its, ["cpu"] * args.stages, micro_batches=first, balance=args.balance or "time"

@@ -64,7 +64,7 @@ class Knob:
 
 
 @dataclass
-class Search:
+class KnobSearch:
     """The search; knows nothing of what is run.
 
     Args:
@@ -226,7 +226,7 @@ class Races:
         report.progress(f"untuned: {seconds * 1e3:.1f} ms an update, {self.what}")
 
     def __call__(self, best: Settings, candidate: Settings) -> Pairs:
-        """See `Search`."""
+        """See `KnobSearch`."""
         both = [best, candidate]
         for name in [name for name, (its, _) in self._running.items() if its not in both]:
             self._end(name)
@@ -329,7 +329,7 @@ def run(args: argparse.Namespace) -> int:
     with InterleavedJobs(environment) as jobs, tempfile.TemporaryDirectory(prefix="hvdtrain-tune-") as folder:
         jobs.ready_s, jobs.turn_s = max(60.0, args.budget), max(30.0, args.budget / 4)
         races = Races(jobs, command, args.ranks, Path(folder))
-        search = Search(races, args.budget)
+        search = KnobSearch(races, args.budget)
         races.begin(start)
         cores, more = len(os.sched_getaffinity(0)), args.allow_compression
         knobs = knobs_of(races.what, args.ranks, cores, launchers=launchers, compression=more)

@@ -20,14 +20,14 @@ from typing import Any, get_args
 from hvdtrain.commands.plan import GIGABIT, LATENCY_US, LINK_GBPS, NETWORK_GBPS, computable, save
 from hvdtrain.core import flags
 from hvdtrain.core.errors import ConfigError, install_command
-from hvdtrain.pipeline.plan.costs import Link
+from hvdtrain.pipeline.plan.costs import LinkSpeed
 from hvdtrain.pipeline.plan.scaling import (
     BACKWARD,
     MOST_RANKS,
-    Bucket,
+    BucketTiming,
+    MeasuredStep,
     Network,
-    Step,
-    Training,
+    StepCost,
     Way,
     first_below,
     predict,
@@ -116,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def as_json(step: Step) -> dict[str, float]:
+def as_json(step: StepCost) -> dict[str, float]:
     """A predicted step, with what follows from it."""
     return asdict(step) | {name: getattr(step, name) for name in ("step_s", "efficiency", "samples_per_s")}
 
@@ -124,7 +124,7 @@ def as_json(step: Step) -> dict[str, float]:
 # ---- what a step is
 
 
-def _training(args: argparse.Namespace, sources: dict[str, list[str]]) -> Training:
+def _training(args: argparse.Namespace, sources: dict[str, list[str]]) -> MeasuredStep:
     if (args.run_dir is None) == (args.step is None):
         remedy = "hvdtrain scale RUN, or --step 0.31 --gradients 170MB"
         raise ConfigError("a step is a run's, or given", "both" if args.run_dir else "neither", remedy)
@@ -144,7 +144,7 @@ def _training(args: argparse.Namespace, sources: dict[str, list[str]]) -> Traini
         sources["given"].append(f"a backward pass of {args.backward:g} s")
     elif share == BACKWARD:
         sources["assumed"].append("two thirds of a step are its backward pass")
-    return Training(tuple(compute_s), backward_s, _buckets(args, sources[kind], sources), args.samples or 1.0)
+    return MeasuredStep(tuple(compute_s), backward_s, _buckets(args, sources[kind], sources), args.samples or 1.0)
 
 
 def of_run(path: Path, sources: dict[str, list[str]]) -> tuple[list[float], float, dict[str, Any]]:
@@ -185,14 +185,14 @@ def _computed(seconds: dict[str, float]) -> float:
     return sum(seconds.get(phase, 0.0) for phase in STEP if phase != "communication")
 
 
-def _buckets(args: argparse.Namespace, known: list[str], sources: dict[str, list[str]]) -> tuple[Bucket, ...]:
+def _buckets(args: argparse.Namespace, known: list[str], sources: dict[str, list[str]]) -> tuple[BucketTiming, ...]:
     if args.gradients:
         count = math.ceil(args.gradients / args.bucket)
         if count > MOST_BUCKETS:
             raise ConfigError(f"gradients travel in {MOST_BUCKETS:,} buckets at most", f"{count:,}", "--bucket 25MiB")
         known.append(f"{args.gradients / 1e6:.1f} MB of gradients")
         sources["assumed"].append("they become ready evenly over the backward pass")
-        return tuple(Bucket(args.gradients / count, (n + 1) / count) for n in range(count))
+        return tuple(BucketTiming(args.gradients / count, (n + 1) / count) for n in range(count))
     if args.model is None:
         raise ConfigError("gradients have a size", "no --gradients", "--gradients 97.5MB, or --model resnet50")
     startup.find_modules(dict.fromkeys(("torch", "torchvision"), install_command("torch")))
@@ -218,7 +218,7 @@ def _network(args: argparse.Namespace, sources: dict[str, list[str]]) -> Network
         rate, latency_us = given or (usual_gbps / 8, LATENCY_US)
         if given and math.isinf(rate * GIGABYTE):
             raise OverflowError(f"{rate:g} GB/s {where}")
-        link = measured[where] if kind == "measured" else Link(latency_us * 1e-6, rate * GIGABYTE)
+        link = measured[where] if kind == "measured" else LinkSpeed(latency_us * 1e-6, rate * GIGABYTE)
         sources[kind].append(f"{link.bytes_per_s / GIGABYTE:.3g} GB/s and {link.latency_s * 1e6:.3g} us {where}")
         links.append(link)
     kind = "assumed" if args.coordinator_us == 1.0 else "given"
@@ -228,21 +228,23 @@ def _network(args: argparse.Namespace, sources: dict[str, list[str]]) -> Network
     return Network(between, inside, args.per_host, args.way, cycle_s, coordinator_s, args.fusion)
 
 
-def _measured_link(path: Path) -> dict[str, Link]:
+def _measured_link(path: Path) -> dict[str, LinkSpeed]:
     """Of `hvdtrain bench comm`: between hosts where each rank had a cable, else inside one."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         cost, rate = found["links"]["ring"], found["settings"].get("rate")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError("--comm names the JSON of hvdtrain bench comm, with a ring", f"{path}: {error!r}") from None
-    link = Link(cost["latency_s"], 1 / cost["s_per_byte"] if cost["s_per_byte"] else math.inf)
+    link = LinkSpeed(cost["latency_s"], 1 / cost["s_per_byte"] if cost["s_per_byte"] else math.inf)
     return {"between hosts" if rate else "inside a host": link}
 
 
 # ---- the report
 
 
-def _report(steps: Sequence[Step], below: dict[str, int | None], others: dict[str, Step], samples: float | None) -> str:
+def _report(
+    steps: Sequence[StepCost], below: dict[str, int | None], others: dict[str, StepCost], samples: float | None
+) -> str:
     rows = [
         ["ranks", "step", "samples/s", "efficiency", "compute", "stragglers", "exposed communication", "negotiation"]
     ]

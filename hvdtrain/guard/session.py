@@ -23,7 +23,7 @@ from hvdtrain.comm.link import WELCOME, Link, connect
 from hvdtrain.core import flags, launchers, variables
 from hvdtrain.core.errors import GUARD_CODE, ConfigError
 from hvdtrain.guard import rates
-from hvdtrain.guard.judge import Finding, Judge, as_json
+from hvdtrain.guard.judge import GuardFinding, Judge, as_json
 from hvdtrain.watch import watch
 from hvdtrain.watch.meeting import END, OFF, Place
 
@@ -36,7 +36,7 @@ _OUT_OF_STEP = (
 )
 
 
-class Session:
+class GuardSession:
     """A rank, from the script's `hvd.init()` on.
 
     Args:
@@ -308,7 +308,7 @@ class Session:
             link.close()
 
 
-def _described(finding: Finding) -> str:
+def _described(finding: GuardFinding) -> str:
     received = finding.received.replace("\n", "\n            ")
     word = "note: " if finding.note else ""
     return f"{word}{finding.text}\n  received: {received}\n  fix: {finding.remedy}"

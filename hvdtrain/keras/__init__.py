@@ -33,7 +33,7 @@ from hvdtrain.keras import averaging, fit, fit_callbacks, fit_records
 from hvdtrain.keras.backends.chosen import BACKEND
 from hvdtrain.keras.backends.session import (
     KEY,
-    Session,
+    KerasSession,
     leaves_of,
     require_compiled,
     require_keras,
@@ -41,7 +41,7 @@ from hvdtrain.keras.backends.session import (
 )
 from hvdtrain.keras.checkpoint import model_state
 from hvdtrain.keras.data.create import loader
-from hvdtrain.keras.data.loader import Loader
+from hvdtrain.keras.data.loader import KerasLoader
 from hvdtrain.keras.evaluation import evaluate, hook_reads, predict
 from hvdtrain.keras.state import rate, start
 from hvdtrain.keras.state.replicas import fingerprint
@@ -50,7 +50,7 @@ from hvdtrain.record.log import RunLog
 from hvdtrain.world.world import World, given_or_current
 
 __all__ = [
-    "Loader",
+    "KerasLoader",
     "Proof",
     "callbacks",
     "evaluate",
@@ -68,7 +68,7 @@ T = TypeVar("T")
 
 def prepare(
     model: T,
-    data: Loader | None = None,
+    data: KerasLoader | None = None,
     *,
     world: World | None = None,
     lr: LR | None = None,
@@ -125,10 +125,10 @@ def prepare(
             "watch_every is a number of steps, 0 for never", f"watch_every={watch_every}", "use 0 or more"
         )
     world = given_or_current(world, "keras")
-    session = Session(
+    session = KerasSession(
         world, compression, sparse_as_dense, verify, watch_every, lr=lr,
         per_rank_batch=_batch_of(data, lr, per_rank_batch), sync_batchnorm=sync_batchnorm,
-        samples=data.plan.samples * data.unit if isinstance(data, Loader) else 0, whole=whole,
+        samples=data.plan.samples * data.unit if isinstance(data, KerasLoader) else 0, whole=whole,
     )  # fmt: skip
     if not session.alone:
         clock = session.clock  # not the session, which goes with the model
@@ -186,7 +186,7 @@ def callbacks(
         run: the run's record.
         checkpointer: saves after each epoch, as long as weights are finite.
         save_every: also saves within an epoch, at the first chance at or after every so many steps (with
-            `steps_per_execution=4` and `save_every=10`: after 12, 20, 32, 40, ...); of a `Loader`.
+            `steps_per_execution=4` and `save_every=10`: after 12, 20, 32, 40, ...); of a `KerasLoader`.
         extra: objects of your own that are saved with the model, as of `model_state`.
 
     Raises:
@@ -198,15 +198,15 @@ def callbacks(
     fit.wrap_fit(model)
     session.saves = checkpointer is not None
     count = fit_callbacks.Count(session)
-    found: list[keras.callbacks.Callback] = [fit_callbacks.Start(session)]
+    found: list[keras.callbacks.Callback] = [fit_callbacks.StartOfFit(session)]
     if not session.alone:
-        found.append(fit_callbacks.Epoch(session))
+        found.append(fit_callbacks.EndOfEpoch(session))
     if session.lr is not None or run is not None or checkpointer is not None or elastic.active() is not None:
         found.append(count)
     if session.lr is not None:
         found.append(fit_callbacks.Rate(session, session.lr, rate.global_batch(session, model.optimizer)))
     if session.watch_every and not session.alone:
-        found.append(fit_callbacks.Watch(session))
+        found.append(fit_callbacks.ReplicaWatch(session))
     session.records = run is not None and getattr(model, "_loss_tracker", None) is not None
     if checkpointer is not None:
         checkpointer.run = checkpointer.run or run
@@ -242,7 +242,7 @@ def verify(model: keras.Model, *, world: World | None = None) -> Proof:
     found = session_of(model) or session_of(model.optimizer)
     if found is not None and world is not None and world.comm is not found.world.comm:
         raise ConfigError("verify() proves the averaging over the model's own ranks", "another world")
-    session = found if found is not None else Session(given_or_current(world, "keras"))
+    session = found if found is not None else KerasSession(given_or_current(world, "keras"))
     if session.alone:
         return Proof(1, len(model.trainable_variables))
     with BACKEND.eager():
@@ -252,17 +252,17 @@ def verify(model: keras.Model, *, world: World | None = None) -> Proof:
         return average.prove(model, session)
 
 
-def _session_for(model: keras.Model) -> Session:
+def _session_for(model: keras.Model) -> KerasSession:
     """The model's session, that of its prepared optimizer, or a new one for a model that was not prepared."""
     known = (session_of(holder) for holder in (model, model.optimizer, *leaves_of(model.optimizer)))
-    found = next(filter(None, known), None) or Session(given_or_current(None, "keras"))
+    found = next(filter(None, known), None) or KerasSession(given_or_current(None, "keras"))
     vars(model)[KEY] = found
     return found
 
 
-def _batch_of(data: Loader | None, lr: LR | None, per_rank_batch: int | None) -> int | None:
+def _batch_of(data: KerasLoader | None, lr: LR | None, per_rank_batch: int | None) -> int | None:
     """Returns the samples of a rank in a full step, which are said once."""
-    if data is not None and not isinstance(data, Loader):
+    if data is not None and not isinstance(data, KerasLoader):
         raise ConfigError(
             "prepare takes the loader that counts samples over all ranks: one of hvdtrain.keras.loader",
             f"a {type(data).__name__}",

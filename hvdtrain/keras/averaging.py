@@ -24,8 +24,8 @@ from hvdtrain.keras.backends.chosen import BACKEND
 from hvdtrain.keras.backends.session import (
     HOOKS,
     KEY,
+    KerasSession,
     LiveBatch,
-    Session,
     hook,
     is_built,
     is_hooked,
@@ -39,7 +39,7 @@ from hvdtrain.keras.state import metric_states, reduce, replicas, rng, start, st
 
 
 # -------------------------------------------------------------------- the optimizer
-def hook_optimizer(optimizer: Any, session: Session, index: int = 0) -> None:
+def hook_optimizer(optimizer: Any, session: KerasSession, index: int = 0) -> None:
     """Makes `optimizer` average its gradients over the session's ranks; in place, once.
 
     Args:
@@ -92,7 +92,7 @@ def unhook(optimizer: Any) -> None:
 
 def _apply(self: Any, grads: Any, trainable_variables: Any = None, *, name: str, once_per_update: bool) -> Any:
     """Replaces `apply` on the instance; `type(self).apply` is the original."""
-    session: Session = vars(self)[KEY]
+    session: KerasSession = vars(self)[KEY]
     _refuse_branch(self, session)
     grads = list(grads)
     variables = list(trainable_variables) if trainable_variables is not None else self._trainable_variables
@@ -119,7 +119,7 @@ def _apply(self: Any, grads: Any, trainable_variables: Any = None, *, name: str,
         session.applying = before
 
 
-def _compare_alone(optimizer: Any, variables: Sequence[Any], session: Session) -> None:
+def _compare_alone(optimizer: Any, variables: Sequence[Any], session: KerasSession) -> None:
     """Before the first update outside a prepared model's step (a loop of the user's, or `fit` of a model that our
     callbacks never met): are the variables equal on all ranks? Collective.
     """
@@ -135,7 +135,7 @@ def _compare_alone(optimizer: Any, variables: Sequence[Any], session: Session) -
         replicas.check_equal(variables, session.world, when="before the first update")
 
 
-def _clip_gradients(self: Any, grads: Sequence[Any], *, session: Session, name: str) -> Any:
+def _clip_gradients(self: Any, grads: Sequence[Any], *, session: KerasSession, name: str) -> Any:
     """With gradient accumulation: one reduction per update, of the accumulated mean, before it is clipped.
 
     Runs inside the update branch of Keras' `cond`; ranks take it together, because they count the same
@@ -151,7 +151,7 @@ def _check_finite(self: Any, grads: Sequence[Any], *, name: str) -> Any:
     return BACKEND.agree_finite(type(self).check_finite(self, grads), name)
 
 
-def _refuse_branch(optimizer: Any, session: Session) -> None:
+def _refuse_branch(optimizer: Any, session: KerasSession) -> None:
     """Refuses to communicate where ranks may take different ways: inside a `LossScaleOptimizer`."""
     unseen = not session.attached and keras.config.dtype_policy().name == "mixed_float16"
     if BACKEND.in_branch() or (unseen and not isinstance(optimizer, keras.optimizers.LossScaleOptimizer)):
@@ -166,7 +166,7 @@ def _refuse_branch(optimizer: Any, session: Session) -> None:
 
 
 # -------------------------------------------------------------------- the model
-def attach(model: keras.Model, session: Session) -> None:
+def attach(model: keras.Model, session: KerasSession) -> None:
     """Puts the session's hooks on a compiled model's optimizers and its train step, and XLA off. Can be
     repeated.
     """
@@ -222,7 +222,7 @@ def _refuse_stateful(model: keras.Model) -> None:
 
 def _train_step(model: keras.Model, inner: Callable[[Any], Any], data: Any) -> Any:
     """A model's train step (Keras' own or the user's): checks before it, the batch's weight around it."""
-    session: Session = vars(model)[KEY]
+    session: KerasSession = vars(model)[KEY]
     _before_step(model, session, data)
     sync_batchnorm.of_step(session)
     steps.note_batch(session, data)
@@ -249,7 +249,7 @@ def _train_step(model: keras.Model, inner: Callable[[Any], Any], data: Any) -> A
         return logs
 
 
-def _all_averaged(model: keras.Model, session: Session) -> AbstractContextManager[None]:
+def _all_averaged(model: keras.Model, session: KerasSession) -> AbstractContextManager[None]:
     """While a prepared model's step runs, no optimizer updates anything without averaging."""
 
     def apply(original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -280,7 +280,7 @@ def hook_test_step(model: keras.Model) -> None:
     """
 
     def test_step(inner: Callable[[Any], Any], data: Any) -> Any:
-        session: Session = vars(model)[KEY]
+        session: KerasSession = vars(model)[KEY]
         samples, data, may_be_dead = _split_dead(data)
         with ExitStack() as around:
             if may_be_dead:
@@ -312,7 +312,7 @@ def together(model: keras.Model, *, even: bool) -> Iterator[None]:
     """Inside, batches of an evaluation are the ranks' parts of global batches (`even`: all ranks have as many); else
     `evaluate` is this rank's own, as in plain Keras.
     """
-    session: Session = vars(model)[KEY]
+    session: KerasSession = vars(model)[KEY]
     if session.even != even:
         session.even, session.test_function = even, None
 
@@ -345,7 +345,7 @@ def _as_keras_has_it(data: Any) -> Any:
     return keras.utils.pack_x_y_sample_weight(*keras.utils.unpack_x_y_sample_weight(data))
 
 
-def _before_step(model: keras.Model, session: Session, data: Any) -> None:
+def _before_step(model: keras.Model, session: KerasSession, data: Any) -> None:
     """Checks, and at the first step of a model that was not built: build, broadcast, proof.
 
     Under TensorFlow this runs while the step is traced, in eager mode (`init_scope`), where variables are
@@ -362,7 +362,7 @@ def _before_step(model: keras.Model, session: Session, data: Any) -> None:
         start.start(model, session)
 
 
-def _build(model: keras.Model, session: Session, data: Any) -> None:
+def _build(model: keras.Model, session: KerasSession, data: Any) -> None:
     """Builds a model by a batch; without its loss where that is of what only its own train step makes of the batch."""
     try:
         return model._symbolic_build(data_batch=data)
@@ -377,7 +377,7 @@ def _build(model: keras.Model, session: Session, data: Any) -> None:
 
 
 @contextmanager
-def _live_batch(session: Session, samples: Any, *, at_once: bool = True) -> Iterator[None]:
+def _live_batch(session: KerasSession, samples: Any, *, at_once: bool = True) -> Iterator[None]:
     """Notes the samples of the batch in flight; their sum over ranks starts at once, beside the forward pass, or when
     it is needed.
     """

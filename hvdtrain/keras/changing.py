@@ -21,9 +21,9 @@ from hvdtrain.checkpoint.parts import Progress
 from hvdtrain.comm.elastic import Elastic, Member
 from hvdtrain.core.errors import RanksLost
 from hvdtrain.keras.backends.chosen import BACKEND
-from hvdtrain.keras.backends.session import Session
-from hvdtrain.keras.data.loader import Loader, known
-from hvdtrain.keras.fit_callbacks import Epoch
+from hvdtrain.keras.backends.session import KerasSession
+from hvdtrain.keras.data.loader import KerasLoader, known
+from hvdtrain.keras.fit_callbacks import EndOfEpoch
 from hvdtrain.keras.state import replicas, rng
 
 Steps = Iterator[tuple[int, int, Any]]
@@ -52,10 +52,10 @@ class Changing(Member):
         skipped: steps of the epoch that were over before this rank came.
     """
 
-    def __init__(self, model: keras.Model, session: Session, its: Elastic, callbacks: Sequence[Any]) -> None:
+    def __init__(self, model: keras.Model, session: KerasSession, its: Elastic, callbacks: Sequence[Any]) -> None:
         self._model, self._session = ref(model), ref(session)
         self._its, self.callbacks = its, callbacks
-        self._data: Loader = session.fitted
+        self._data: KerasLoader = session.fitted
         self.size, self.leaving = BACKEND.number(session.world.size), BACKEND.number(0.0)
         self.leaves = False
         self.skipped = 0
@@ -74,7 +74,7 @@ class Changing(Member):
         return self._model()
 
     @property
-    def session(self) -> Session:
+    def session(self) -> KerasSession:
         """The model's session; it is there while that trains."""
         found = self._session()
         assert found is not None
@@ -150,7 +150,7 @@ class Changing(Member):
 
     def evaluate(self, evaluate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs `evaluate` of the model: the validation within `fit` is done again where ranks are lost in it."""
-        epoch = next(callback for callback in self.callbacks if isinstance(callback, Epoch))
+        epoch = next(callback for callback in self.callbacks if isinstance(callback, EndOfEpoch))
         epoch.before_validation()
 
         def once() -> dict[str, float]:

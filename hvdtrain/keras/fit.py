@@ -22,9 +22,9 @@ from hvdtrain.comm.elastic import repeated
 from hvdtrain.core.errors import ConfigError, ReplicaError
 from hvdtrain.keras import fit_callbacks, fit_records
 from hvdtrain.keras.backends.chosen import BACKEND
-from hvdtrain.keras.backends.session import KEY, Session, hook, leaves_of
+from hvdtrain.keras.backends.session import KEY, KerasSession, hook, leaves_of
 from hvdtrain.keras.changing import Changing
-from hvdtrain.keras.data.loader import Loader
+from hvdtrain.keras.data.loader import KerasLoader
 from hvdtrain.keras.data.walked import open_ended
 from hvdtrain.keras.state import moving_average, start
 from hvdtrain.keras.state.changing_fit import check_elastic
@@ -44,7 +44,7 @@ def wrap_fit(model: keras.Model) -> None:
 
 
 def _fit(model: keras.Model, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    session: Session = vars(model)[KEY]
+    session: KerasSession = vars(model)[KEY]
     signature = inspect.signature(inner)
     bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
@@ -76,11 +76,11 @@ def _fit(model: keras.Model, inner: Callable[..., Any], *args: Any, **kwargs: An
     its = elastic.active()
     if its is not None:
         check_elastic(model, session, its, _listed(given.get("callbacks")))
-    loader: Loader | None = session.fitted
+    loader: KerasLoader | None = session.fitted
     validates_on_it = given.get("validation_data") is loader
     if loader is not None and validates_on_it:
         give("validation_data", loader.apart())  # each has its own place in the data
-    callbacks = _with(Place(session, began_within=within), given.get("callbacks"))
+    callbacks = _with(EpochReporter(session, began_within=within), given.get("callbacks"))
     if within and session.restored_random is not None:
         callbacks = _with(RateOfRestored(session), callbacks)
     callbacks = _in_order(callbacks)
@@ -88,10 +88,12 @@ def _fit(model: keras.Model, inner: Callable[..., Any], *args: Any, **kwargs: An
         _write_on_main(session, _listed(callbacks))
     _check_clock(session, callbacks, given)
     _tell_what_is_not_saved(session, callbacks)
-    if session.restored_random is not None and not any(isinstance(c, fit_callbacks.Start) for c in _listed(callbacks)):
+    if session.restored_random is not None and not any(
+        isinstance(c, fit_callbacks.StartOfFit) for c in _listed(callbacks)
+    ):
         start.start(model, session)
     if not session.alone:
-        if not any(isinstance(callback, fit_callbacks.Epoch) for callback in _listed(callbacks)):
+        if not any(isinstance(callback, fit_callbacks.EndOfEpoch) for callback in _listed(callbacks)):
             session.say(
                 "fit() without hvdtrain.keras.callbacks(model): its logs and history, and what EarlyStopping and others"
                 " make of them, are each rank's own; moving statistics are not made equal",
@@ -121,26 +123,26 @@ def _fit(model: keras.Model, inner: Callable[..., Any], *args: Any, **kwargs: An
         session.fitted = session.restored_random = None
 
 
-def _goes_on_within(session: Session, given: dict[str, Any]) -> bool:
+def _goes_on_within(session: KerasSession, given: dict[str, Any]) -> bool:
     """Whether a restored run goes on within an epoch of data that knows the place."""
     restored = session.restored_random is not None and given.get("initial_epoch") == session.progress.epoch
-    return restored and session.progress.samples_in_epoch > 0 and isinstance(given.get("x"), Loader)
+    return restored and session.progress.samples_in_epoch > 0 and isinstance(given.get("x"), KerasLoader)
 
 
-def _nothing_left(session: Session, given: dict[str, Any]) -> bool:
+def _nothing_left(session: KerasSession, given: dict[str, Any]) -> bool:
     """Whether what is left of that epoch fills no step: `tail="drop"`, and more ranks or larger batches than before."""
     progress = session.progress
     return _goes_on_within(session, given) and not given["x"].has_more(progress.epoch, progress.samples_in_epoch)
 
 
-def _begins_within(session: Session, given: dict[str, Any]) -> bool:
+def _begins_within(session: KerasSession, given: dict[str, Any]) -> bool:
     """Whether a restored run goes on within an epoch, and has others to train after that."""
     return _goes_on_within(session, given) and (given.get("epochs") or 1) > session.progress.epoch + 1
 
 
 def _in_two(model: keras.Model, give: Callable[[str, Any], None], bound: inspect.BoundArguments) -> Any:
     """Keras' epochs have as many steps as the first: so what is left of that one is a `fit` of its own."""
-    session: Session = vars(model)[KEY]
+    session: KerasSession = vars(model)[KEY]
     epochs, first = bound.arguments["epochs"], session.progress.epoch
     callbacks = _listed(bound.arguments.get("callbacks"))
     if not session.alone:
@@ -196,7 +198,7 @@ def _by_position(bound: inspect.BoundArguments) -> dict[str, Any]:
 
 
 def _refuse_unread(given: dict[str, Any]) -> None:
-    if not isinstance(given.get("x"), Loader):
+    if not isinstance(given.get("x"), KerasLoader):
         return
     unread = [name for name in _UNREAD if given.get(name)]
     if given.get("y") is not None:
@@ -255,7 +257,7 @@ _WRITES = (_K.ModelCheckpoint, _K.CSVLogger, _K.TensorBoard, _K.RemoteMonitor)
 _CALLED = [name for name in dir(_K.Callback) if name.startswith("on_")]
 
 
-def _write_on_main(session: Session, callbacks: list[Any]) -> None:
+def _write_on_main(session: KerasSession, callbacks: list[Any]) -> None:
     """Has Keras' callbacks that write files do so on rank 0 only.
 
     Raises:
@@ -278,7 +280,7 @@ def _write_on_main(session: Session, callbacks: list[Any]) -> None:
                     setattr(callback, name, partial(_on_main, session, callback, method))
 
 
-def _on_main(session: Session, callback: Any, method: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+def _on_main(session: KerasSession, callback: Any, method: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """Calls a method of a callback that writes files.
 
     ModelCheckpoint is called on all ranks, without writing: what it counts (the best value) is right on the rank that
@@ -309,12 +311,12 @@ def _first_swap(others: list[Any]) -> int:
     return next((at for at, callback in enumerate(others) if isinstance(callback, _K.SwapEMAWeights)), len(others))
 
 
-class Place(fit_callbacks.Callback):
+class EpochReporter(fit_callbacks.Callback):
     """Tells loaders the epoch, which Keras does not; keeps the weights behind an average where `fit` ends within
     an epoch, or began there.
     """
 
-    def __init__(self, session: Session, *, began_within: bool) -> None:
+    def __init__(self, session: KerasSession, *, began_within: bool) -> None:
         super().__init__(session)
         self.began_within = began_within
 
@@ -356,7 +358,7 @@ class RateOfRestored(fit_callbacks.Callback):
 
 
 # ------------------------------------------------------- the learning rate and the clock
-def _begin(session: Session, given: dict[str, Any]) -> bool:
+def _begin(session: KerasSession, given: dict[str, Any]) -> bool:
     """Puts the data where `fit` begins, which is where a restored run had stopped; True if that is within an epoch.
 
     Raises:
@@ -364,7 +366,7 @@ def _begin(session: Session, given: dict[str, Any]) -> bool:
     """
     first = session.first_epoch = int(given.get("initial_epoch") or 0)
     progress = session.progress
-    data = session.fitted = given["x"] if isinstance(given.get("x"), Loader) else None
+    data = session.fitted = given["x"] if isinstance(given.get("x"), KerasLoader) else None
     restored = session.restored_random is not None
     if restored and first != progress.epoch:
         raise ConfigError(
@@ -394,7 +396,7 @@ def _begin(session: Session, given: dict[str, Any]) -> bool:
     return data is not None and data.done(first) > 0
 
 
-def _check_clock(session: Session, callbacks: Any, given: dict[str, Any]) -> None:
+def _check_clock(session: KerasSession, callbacks: Any, given: dict[str, Any]) -> None:
     """The learning rate is set in one place, and counts the samples that are fitted, which are those that are left."""
     found = _listed(callbacks)
     rate = next((callback for callback in found if isinstance(callback, fit_callbacks.Rate)), None)
@@ -432,7 +434,7 @@ def _check_clock(session: Session, callbacks: Any, given: dict[str, Any]) -> Non
         )
 
 
-def _tell_what_is_not_saved(session: Session, callbacks: Any) -> None:
+def _tell_what_is_not_saved(session: KerasSession, callbacks: Any) -> None:
     """Checkpoints have the model's state; what callbacks of Keras count is in no file (of BackupAndRestore, too), and
     what is set at an epoch's end after `SwapEMAWeights`, which they come before, is in a later one."""
     counting = [type(c).__name__ for c in _listed(callbacks) if isinstance(c, (_K.EarlyStopping, _K.ReduceLROnPlateau))]
@@ -466,7 +468,7 @@ def _arrays(given: dict[str, Any]) -> Any:
     return data if plain else None
 
 
-def _together(session: Session, callbacks: Any, given: dict[str, Any]) -> Any:
+def _together(session: KerasSession, callbacks: Any, given: dict[str, Any]) -> Any:
     """Compares the ranks' data, and adds the callback that makes stopping collective; collective."""
     data = _arrays(given)
     card = None if data is None else same_data.of_arrays(data).card

@@ -21,8 +21,8 @@ from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.lr import LR
 from hvdtrain.keras import averaging
 from hvdtrain.keras.backends.chosen import BACKEND
-from hvdtrain.keras.backends.session import Session, is_built, is_hooked, missing_hook
-from hvdtrain.keras.data.loader import Loader
+from hvdtrain.keras.backends.session import KerasSession, is_built, is_hooked, missing_hook
+from hvdtrain.keras.data.loader import KerasLoader
 from hvdtrain.keras.state import metric_states, replicas, start
 from hvdtrain.keras.state.rate import rate_of
 from hvdtrain.keras.state.steps import ended_early
@@ -39,13 +39,13 @@ class Callback(keras.callbacks.Callback):
     comes_last = False
     fed: tuple[str, ...] = ()
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: KerasSession) -> None:
         super().__init__()
         self.session = session
         self.world = session.world
 
 
-class Start(Callback):
+class StartOfFit(Callback):
     """Re-checks the hooks, compares the ranks' settings and gives all ranks rank 0's state, before the first step."""
 
     def set_model(self, model: keras.Model) -> None:
@@ -92,7 +92,7 @@ class Start(Callback):
         replicas.average_statistics(self.model, self.world)
 
 
-class Epoch(Callback):
+class EndOfEpoch(Callback):
     """At the end of each epoch: replicas compared, moving statistics equal on all ranks, and logs that are those of all
     ranks' samples.
 
@@ -101,7 +101,7 @@ class Epoch(Callback):
     one, Keras on torch would wait for every step's metrics before it starts the next step.
     """
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: KerasSession) -> None:
         super().__init__(session)
         self._in_epoch = self._dealt = self._said_so = False
         self._train: tuple[metric_states.States, float] | None = None
@@ -239,7 +239,7 @@ class Rate(Callback):
 
     fed = ("_now", "global_batch")
 
-    def __init__(self, session: Session, lr: LR, global_batch: int) -> None:
+    def __init__(self, session: KerasSession, lr: LR, global_batch: int) -> None:
         super().__init__(session)
         self.lr, self.global_batch = lr, global_batch
 
@@ -267,12 +267,12 @@ class Rate(Callback):
             self._now = rate
 
 
-class Watch(Callback):
+class ReplicaWatch(Callback):
     """Compares the replicas every so many steps: one checksum per variable, one small all-reduce."""
 
     fed = ("_steps", "_next_batch")
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: KerasSession) -> None:
         super().__init__(session)
         self.every = session.watch_every
         self._steps = 0
@@ -294,7 +294,7 @@ class Watch(Callback):
         replicas.check_equal(self._variables, self.world, self._checksums, when=f"after step {self._steps}")
 
 
-def validation_loader(model: keras.Model) -> Loader | None:
+def validation_loader(model: keras.Model) -> KerasLoader | None:
     """Returns the loader that `fit` validates on; None: other data."""
     data = getattr(getattr(model, "_eval_epoch_iterator", None), "data_adapter", None)
-    return data if isinstance(data, Loader) else None
+    return data if isinstance(data, KerasLoader) else None

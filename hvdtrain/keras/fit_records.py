@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.checkpoint.checkpoint import Checkpointer
-from hvdtrain.checkpoint.preemption import tell_if_lost
+from hvdtrain.checkpoint.parts import tell_if_lost
 from hvdtrain.core.errors import ConfigError, HvdtrainError, NonFiniteError
 from hvdtrain.keras.backends.chosen import BACKEND
-from hvdtrain.keras.backends.session import Session
+from hvdtrain.keras.backends.session import KerasSession
 from hvdtrain.keras.checkpoint import check_saveable, model_state
 from hvdtrain.keras.fit_callbacks import Callback, Count
 from hvdtrain.keras.state import metric_states
@@ -28,7 +28,7 @@ class Record(Callback):
     the call of the train function: `state.steps`), and what comes between two steps.
     """
 
-    def __init__(self, session: Session, run: RunLog, count: Count) -> None:
+    def __init__(self, session: KerasSession, run: RunLog, count: Count) -> None:
         super().__init__(session)
         self.run, self.count = run, count
         self.epoch_started = self._waited = 0.0
@@ -82,7 +82,7 @@ class RecordEpoch(Callback):
 
     comes_last = True
 
-    def __init__(self, session: Session, steps: Record) -> None:
+    def __init__(self, session: KerasSession, steps: Record) -> None:
         super().__init__(session)
         self.steps = steps
 
@@ -113,7 +113,7 @@ class Save(Callback):
 
     def __init__(
         self,
-        session: Session,
+        session: KerasSession,
         checkpointer: Checkpointer,
         every_steps: int,
         extra: MutableMapping[str, Any] | None = None,
@@ -181,7 +181,7 @@ class Save(Callback):
         finally:
             self.session.clock.enter(before)
 
-    # ---- of a fit that is preempted (`hvdtrain.checkpoint.parts.Saves`)
+    # ---- of a fit that is preempted (`hvdtrain.checkpoint.parts.Saver`)
     @property
     def order(self) -> str:
         return str(self.checkpointer.directory)

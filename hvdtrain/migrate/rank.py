@@ -35,7 +35,7 @@ class Enough(BaseException):
 
 
 class Watching(Protocol):
-    """What a framework's `Watch` is: made before the script runs.
+    """What a framework's watch of a script is: made before the script runs.
 
     Attributes:
         updates: that the script's distributed optimizers made.

@@ -15,12 +15,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hvdtrain.bench.comm.ways import WAYS, Links
+from hvdtrain.bench.comm.ways import WAYS, CountedLinks
 from hvdtrain.bench.turns.turns import pin
 from hvdtrain.comm.turns import orders
 
 
-class Way(NamedTuple):
+class SumMethod(NamedTuple):
     """Returns what is summed, from an array; its sum over ranks, maybe in place; and an array, once that is there."""
 
     put: Callable[[Any], Any]
@@ -28,14 +28,14 @@ class Way(NamedTuple):
     get: Callable[[Any], Any]
 
 
-def way_of(name: str, links: Links | None, device: str) -> Way:
+def way_of(name: str, links: CountedLinks | None, device: str) -> SumMethod:
     """mpi4py's ways sum numpy arrays, Horovod's all-reduce tensors of the device that it trains on."""
     if name != "horovod":
-        return Way(lambda values: values, partial(WAYS[name], links), lambda values: values)  # type: ignore[arg-type]
+        return SumMethod(lambda values: values, partial(WAYS[name], links), lambda values: values)  # type: ignore[arg-type]
     import horovod.torch as hvd
     import torch
 
-    return Way(
+    return SumMethod(
         lambda values: torch.from_numpy(values).to(device),
         lambda values: hvd.allreduce_(values, op=hvd.Sum, name=f"bench.{len(values)}"),
         lambda values: values.cpu().numpy(),
@@ -54,13 +54,13 @@ def main() -> int:
     if args.device == "cpu":
         pin(detected.local_rank)
     world = hvdtrain.init("torch", device=args.device)
-    links = None if detected.launcher == "horovodrun" else Links(world.mpi)
+    links = None if detected.launcher == "horovodrun" else CountedLinks(world.mpi)
     for order, connection in orders(world.rank):
         connection.send(measure(way_of(order["way"], links, args.device), world, links, order))
     return 0
 
 
-def measure(way: Way, world: Any, links: Links | None, order: dict[str, Any]) -> dict[str, Any]:
+def measure(way: SumMethod, world: Any, links: CountedLinks | None, order: dict[str, Any]) -> dict[str, Any]:
     """Seconds of a sum, mean over some; bytes that this rank sent in one; whether the sum is numpy's.
 
     Args:

@@ -19,8 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.bench.gpu.plan import CHECKS, Check, command, environment
-from hvdtrain.bench.gpu.process import Outcome, outcome_of
+from hvdtrain.bench.gpu.plan import CHECKS, GpuCheck, command, environment
+from hvdtrain.bench.gpu.process import CheckOutcome, outcome_of
 from hvdtrain.bench.turns.report import begin, finish, heading, progress
 from hvdtrain.core.flags import whole
 from hvdtrain.record import stats
@@ -52,10 +52,10 @@ def run(args: argparse.Namespace) -> int:
     deadline = time.monotonic() + args.seconds
     jobs = args.jobs or max(1, min(4, len(os.sched_getaffinity(0)) // 2))
 
-    def done(check: Check) -> Outcome:
+    def done(check: GpuCheck) -> CheckOutcome:
         left = deadline - time.monotonic()
         if left < LEAST_S:
-            return Outcome("left out", "no time was left", [], {}, 0.0)
+            return CheckOutcome("left out", "no time was left", [], {}, 0.0)
         found = outcome_of(command(check, args), environment(), min(check.limit_s, left))
         progress(f"{check.name}: {found.result} ({found.seconds:.0f} s) {found.reason}".rstrip())
         return found

@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 @dataclass(frozen=True)
-class Check:
+class GpuCheck:
     """One program.
 
     Attributes:
@@ -34,26 +34,26 @@ class Check:
 
 
 CHECKS = (
-    Check("machine", "versions, the GPU, what Horovod was built with", "machine"),
-    Check("solo", "one process against plain PyTorch", "parity", "solo"),
-    Check("dataparallel", "one process that cuts its batches, on one device", "parity", "dataparallel"),
-    Check("horovod", "Horovod, one rank (NCCL)", "parity", "horovod", ranks=1),
-    Check("horovod-shared", "Horovod, two ranks on one device (Gloo)", "parity", "horovod", ranks=2, shares=True),
-    Check("ddp", "DistributedDataParallel, one rank (NCCL)", "parity", "ddp", ranks=1),
-    Check("ddp-shared", "the same, two ranks on one device (Gloo)", "parity", "ddp", ranks=2, shares=True),
-    Check("deepspeed", "DeepSpeed, if it is there, one rank", "parity", "deepspeed", ranks=1),
-    Check("keras", "Keras on PyTorch against plain Keras, one process", "keras_fit"),
-    Check("keras-horovod", "Keras on PyTorch over Horovod, one rank (NCCL)", "keras_fit", ranks=1),
-    Check("keras-shared", "the same, two ranks on one device (Gloo)", "keras_fit", ranks=2, shares=True),
-    Check("resources", "memory, threads, files and streams over 200 steps", "resources"),
-    Check("pipeline", "two stages on one device against the unsplit model", "stages", timed=True),
-    Check("speed", "ResNet-50, bf16: images/s, and against the bare loop", "speed", "solo", 120, timed=True),
-    Check("speed-horovod", "the same over Horovod, one rank (NCCL)", "speed", "horovod", 120, 1, timed=True),
-    Check("input", "does the loader keep up: pictures in memory, JPEG files", "feed", "", 150, timed=True),
+    GpuCheck("machine", "versions, the GPU, what Horovod was built with", "machine"),
+    GpuCheck("solo", "one process against plain PyTorch", "parity", "solo"),
+    GpuCheck("dataparallel", "one process that cuts its batches, on one device", "parity", "dataparallel"),
+    GpuCheck("horovod", "Horovod, one rank (NCCL)", "parity", "horovod", ranks=1),
+    GpuCheck("horovod-shared", "Horovod, two ranks on one device (Gloo)", "parity", "horovod", ranks=2, shares=True),
+    GpuCheck("ddp", "DistributedDataParallel, one rank (NCCL)", "parity", "ddp", ranks=1),
+    GpuCheck("ddp-shared", "the same, two ranks on one device (Gloo)", "parity", "ddp", ranks=2, shares=True),
+    GpuCheck("deepspeed", "DeepSpeed, if it is there, one rank", "parity", "deepspeed", ranks=1),
+    GpuCheck("keras", "Keras on PyTorch against plain Keras, one process", "keras_fit"),
+    GpuCheck("keras-horovod", "Keras on PyTorch over Horovod, one rank (NCCL)", "keras_fit", ranks=1),
+    GpuCheck("keras-shared", "the same, two ranks on one device (Gloo)", "keras_fit", ranks=2, shares=True),
+    GpuCheck("resources", "memory, threads, files and streams over 200 steps", "resources"),
+    GpuCheck("pipeline", "two stages on one device against the unsplit model", "stages", timed=True),
+    GpuCheck("speed", "ResNet-50, bf16: images/s, and against the bare loop", "speed", "solo", 120, timed=True),
+    GpuCheck("speed-horovod", "the same over Horovod, one rank (NCCL)", "speed", "horovod", 120, 1, timed=True),
+    GpuCheck("input", "does the loader keep up: pictures in memory, JPEG files", "feed", "", 150, timed=True),
 )
 
 
-def command(check: Check, args: argparse.Namespace) -> list[str]:
+def command(check: GpuCheck, args: argparse.Namespace) -> list[str]:
     """The check's command line."""
     program = [sys.executable, "-m", "hvdtrain.bench.gpu.check", check.job, *filter(None, [check.engine])]
     program += [f"--device={args.device}"] + ["--tiny"] * args.tiny + ["--shared"] * check.shares

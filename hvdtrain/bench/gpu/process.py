@@ -20,7 +20,7 @@ LINES = 12
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CheckOutcome:
     """What came of a check.
 
     Attributes:
@@ -39,7 +39,7 @@ class Outcome:
     output: str = ""
 
 
-def outcome_of(command: Sequence[str], environment: Mapping[str, str], limit_s: float) -> Outcome:
+def outcome_of(command: Sequence[str], environment: Mapping[str, str], limit_s: float) -> CheckOutcome:
     """Runs a check's command, in a folder of its own."""
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="hvdtrain-gpu-") as folder:
@@ -55,15 +55,15 @@ def outcome_of(command: Sequence[str], environment: Mapping[str, str], limit_s: 
     found = [json.loads(line.split(MARK, 1)[1]) for line in output.splitlines() if MARK in line]
     tail = "\n".join(output.strip().splitlines()[-LINES:])
     if late:
-        return Outcome("FAILED", f"ended after {limit_s:.0f} s", [], {}, seconds, tail)
+        return CheckOutcome("FAILED", f"ended after {limit_s:.0f} s", [], {}, seconds, tail)
     if found and "not here" in found[-1]:  # whatever a launcher makes of the exit code
-        return Outcome("not here", found[-1]["not here"], [], {}, seconds)
+        return CheckOutcome("not here", found[-1]["not here"], [], {}, seconds)
     if process.returncode or not found:
-        return Outcome("FAILED", f"exit code {process.returncode}: {_last(output)}", [], {}, seconds, tail)
+        return CheckOutcome("FAILED", f"exit code {process.returncode}: {_last(output)}", [], {}, seconds, tail)
     goals, figures = found[-1]["goals"], found[-1]["figures"]
     missed = [goal for goal in goals if not goal["kept"]]
     reason = "; ".join(f"{goal['what']} {goal['value']:.4g} is above {goal['limit']:g}" for goal in missed)
-    return Outcome("MISSED" if missed else "ok", reason, goals, figures, seconds)
+    return CheckOutcome("MISSED" if missed else "ok", reason, goals, figures, seconds)
 
 
 def _ended(process: subprocess.Popen[str]) -> str:

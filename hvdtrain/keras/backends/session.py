@@ -1,4 +1,4 @@
-"""What the adapter remembers about one prepared model: a `Session`, shared by its optimizers' hooks and
+"""What the adapter remembers about one prepared model: a `KerasSession`, shared by its optimizers' hooks and
 callbacks.
 
 It lives in `model.__dict__` and `optimizer.__dict__` under `KEY`, past the attribute tracking of Keras,
@@ -18,7 +18,7 @@ from weakref import WeakSet
 import keras
 import numpy as np
 
-from hvdtrain.checkpoint.parts import Progress, Saves
+from hvdtrain.checkpoint.parts import Progress, Saver
 from hvdtrain.comm import elastic
 from hvdtrain.core.errors import ConfigError, ReplicaError
 from hvdtrain.core.generators import OwnRandom
@@ -48,7 +48,7 @@ class LiveBatch:
 
 
 @dataclass
-class Session:
+class KerasSession:
     """One prepared model (or optimizer that has not met its model yet).
 
     Attributes:
@@ -83,11 +83,11 @@ class Session:
         clock: of a recorded run's phases; waited: seconds within steps that waited for data, a number or a variable.
         step_random: what this rank draws with Python's and numpy's generators within a train step.
         progress: where training stands, as counted or restored; the next `fit` goes on from there.
-        fitting: `fit` runs, and has been checked; fitted: the `Loader` that it reads; `None`: data that hvdtrain
+        fitting: `fit` runs, and has been checked; fitted: the `KerasLoader` that it reads; `None`: data that hvdtrain
             does not deal.
-        kept_weights: behind an average that Keras wrote over them at the end of a `fit` (`moving_average.Kept`).
+        kept_weights: behind an average that Keras wrote over them at the end of a `fit` (`moving_average.KeptWeights`).
         loaded: a checkpoint was loaded since the last `fit`.
-        order: `Loader.identity` of what the last `fit` read, or that a checkpoint told; `None`: not known.
+        order: `KerasLoader.identity` of what the last `fit` read, or that a checkpoint told; `None`: not known.
         said: the notes that are said once.
         first_epoch: `initial_epoch` of this `fit`.
         executions: calls of the train function in this epoch; executed: in all.
@@ -130,7 +130,7 @@ class Session:
     in_pieces: bool = True
     telling: Any = None
     told: bool = False
-    saving: Saves | None = None
+    saving: Saver | None = None
     records: bool = False
     step_loss: Any = None
     ready: bool = False
@@ -195,7 +195,7 @@ class Session:
                 self.said.add(once)
 
 
-def session_of(target: Any) -> Session | None:
+def session_of(target: Any) -> KerasSession | None:
     """Returns the session of a model or an optimizer; `None` if it was not prepared."""
     return vars(target).get(KEY) if target is not None else None
 

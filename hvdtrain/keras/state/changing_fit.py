@@ -9,22 +9,26 @@ import keras
 
 from hvdtrain.comm.elastic import Elastic
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.keras.backends.session import Session, is_built, leaves_of, optimizers_of
-from hvdtrain.keras.data.loader import Loader
-from hvdtrain.keras.data.sources import Batches
+from hvdtrain.keras.backends.session import KerasSession, is_built, leaves_of, optimizers_of
+from hvdtrain.keras.data.loader import KerasLoader
+from hvdtrain.keras.data.sources import DatasetBatches
 from hvdtrain.keras.data.walked import WalkedLoader
 
 RULE = "an elastic job trains one Keras model, in one fit that can do a batch once more"
 
 
-def check_elastic(model: keras.Model, session: Session, its: Elastic, callbacks: Sequence[Any]) -> None:
+def check_elastic(model: keras.Model, session: KerasSession, its: Elastic, callbacks: Sequence[Any]) -> None:
     """Looks at a `fit` before it begins.
 
     Raises:
         ConfigError: it could not go on with other ranks.
     """
     data = session.fitted
-    by_index = isinstance(data, Loader) and not isinstance(data, WalkedLoader) and not isinstance(data.source, Batches)
+    by_index = (
+        isinstance(data, KerasLoader)
+        and not isinstance(data, WalkedLoader)
+        and not isinstance(data.source, DatasetBatches)
+    )
     kinds = {type(callback).__name__ for callback in callbacks}
     optimizers = [leaf for optimizer in optimizers_of(model) for leaf in leaves_of(optimizer)]
     needs = {

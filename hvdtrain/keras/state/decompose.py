@@ -21,7 +21,7 @@ from keras import tree
 
 from hvdtrain.core.errors import ReplicaError
 from hvdtrain.keras.backends.chosen import BACKEND
-from hvdtrain.keras.backends.session import Session, map_leaves
+from hvdtrain.keras.backends.session import KerasSession, map_leaves
 from hvdtrain.keras.state import metric_states, replicas, rng, units
 from hvdtrain.keras.state.sync_batchnorm import is_synchronized, normalises
 
@@ -45,7 +45,7 @@ _REMEDY = (
 )
 
 
-def check(model: keras.Model, session: Session, *, is_first: bool) -> None:
+def check(model: keras.Model, session: KerasSession, *, is_first: bool) -> None:
     """Compares whole and pieces of this rank's last batch; of the first one, metrics as well; collective.
 
     Raises:
@@ -97,7 +97,7 @@ def _added_up(model: keras.Model) -> str:
     return f"; the states of {', '.join(unknown)} are added up over ranks, which is right for sums over samples"
 
 
-def _say_of_layers(model: keras.Model, session: Session, normalises_apart: bool) -> None:
+def _say_of_layers(model: keras.Model, session: KerasSession, normalises_apart: bool) -> None:
     if normalises_apart:
         session.say(
             "batch normalisation: each rank normalises by its own part of the global batch (keras.layers."
@@ -110,7 +110,7 @@ def _say_of_layers(model: keras.Model, session: Session, normalises_apart: bool)
         )
 
 
-def _of_several(data: Any, session: Session) -> Any:
+def _of_several(data: Any, session: KerasSession) -> Any:
     """The batch, or those of all ranks where each has a single sample, which has no pieces; collective."""
     rows = None if data is None else _first_rows(data)[1]
     if any(its is None or its > 1 for its in session.world.gather(rows)):

@@ -16,7 +16,7 @@ import numpy as np
 
 from hvdtrain.comm.elastic import repeated
 from hvdtrain.keras.backends.chosen import BACKEND
-from hvdtrain.keras.backends.session import Session, map_leaves
+from hvdtrain.keras.backends.session import KerasSession, map_leaves
 from hvdtrain.world.world import World
 
 States = list[tuple[Any, np.ndarray]]
@@ -41,7 +41,7 @@ def computed(model: keras.Model) -> dict[str, np.ndarray]:
     return flat(model.get_metrics_result())
 
 
-def named(model: keras.Model, step: Callable[[], Any], session: Session, prefix: str = "") -> Any:
+def named(model: keras.Model, step: Callable[[], Any], session: KerasSession, prefix: str = "") -> Any:
     """Runs a step, and notes which metric's result each of its logs is, and which are none: a step may return a result
     under another name, and a number of its own under the name of a metric.
 

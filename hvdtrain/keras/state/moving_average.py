@@ -1,7 +1,7 @@
 """The weights themselves, where an optimizer with `use_ema` trains one epoch in two fits.
 
 Keras writes the average over the weights at the end of each `fit`. Two fits of whole epochs are what they are in
-plain Keras. But the rest of an epoch that was stopped is a `fit` of its own (`Loader.go_on`): it and its
+plain Keras. But the rest of an epoch that was stopped is a `fit` of its own (`KerasLoader.go_on`): it and its
 neighbours are one training, as if nothing had been stopped, and what follows goes on with the weights as the last
 step left them; so does a checkpoint that is written in between.
 """
@@ -18,11 +18,11 @@ import numpy as np
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.keras.backends.chosen import BACKEND
-from hvdtrain.keras.backends.session import Session, leaves_of, optimizers_of
+from hvdtrain.keras.backends.session import KerasSession, leaves_of, optimizers_of
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptWeights:
     """Weights and their averages, as the last step left them, and whether their `fit` began within an epoch."""
 
     values: Sequence[Any]
@@ -47,9 +47,9 @@ def _overwritten(model: keras.Model) -> list[Any]:
     return found if all(same) else []
 
 
-def keep(model: keras.Model, session: Session, *, began_within: bool) -> None:
+def keep(model: keras.Model, session: KerasSession, *, began_within: bool) -> None:
     """Keeps weights and averages, before anybody writes or swaps the ones over the others."""
-    session.kept_weights = Kept(BACKEND.copies(_averaged(model)), began_within)
+    session.kept_weights = KeptWeights(BACKEND.copies(_averaged(model)), began_within)
 
 
 def _not_swapped(callbacks: Sequence[Any]) -> None:
@@ -75,7 +75,7 @@ def check(model: keras.Model) -> None:
         )
 
 
-def go_on(model: keras.Model, session: Session, callbacks: Sequence[Any], *, within: bool) -> None:
+def go_on(model: keras.Model, session: KerasSession, callbacks: Sequence[Any], *, within: bool) -> None:
     """Before a `fit` that begins `within` an epoch, or follows one that did: puts the weights themselves back."""
     check(model)
     kept, session.kept_weights = session.kept_weights, None
@@ -100,7 +100,7 @@ def go_on(model: keras.Model, session: Session, callbacks: Sequence[Any], *, wit
 
 
 @contextmanager
-def themselves(model: keras.Model, session: Session) -> Iterator[None]:
+def themselves(model: keras.Model, session: KerasSession) -> Iterator[None]:
     """Inside, the model has the weights that training goes on with."""
     variables = _overwritten(model) if session.kept_weights is not None else []
     before = BACKEND.copies(variables)

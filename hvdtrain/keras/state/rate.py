@@ -8,7 +8,7 @@ import keras
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.lr import LR
-from hvdtrain.keras.backends.session import Session, leaves_of
+from hvdtrain.keras.backends.session import KerasSession, leaves_of
 
 
 def rate_of(optimizer: Any) -> float:
@@ -17,7 +17,7 @@ def rate_of(optimizer: Any) -> float:
     return float(keras.ops.convert_to_numpy(rate.value if hasattr(rate, "value") else rate))
 
 
-def global_batch(session: Session, optimizer: Any) -> int:
+def global_batch(session: KerasSession, optimizer: Any) -> int:
     """Returns the samples of one update: ranks x per-rank batch x accumulation, as far as an epoch has so many."""
     passes = max((leaf.gradient_accumulation_steps or 1) for leaf in leaves_of(optimizer))
     full = (session.per_rank_batch or 0) * session.world.size * passes

@@ -8,10 +8,10 @@ from typing import Any
 import keras
 
 from hvdtrain.keras.backends.chosen import BACKEND
-from hvdtrain.keras.backends.session import Session
+from hvdtrain.keras.backends.session import KerasSession
 
 
-def weigh(gradients: Sequence[Any], session: Session) -> list[Any]:
+def weigh(gradients: Sequence[Any], session: KerasSession) -> list[Any]:
     """Multiplies this rank's gradients by live samples x ranks / live samples of all ranks.
 
     The average over ranks of the result is then the gradient of the mean over all samples, whatever the
@@ -35,7 +35,7 @@ def weigh(gradients: Sequence[Any], session: Session) -> list[Any]:
     return out
 
 
-def average(gradients: Sequence[Any], session: Session, name: str) -> list[Any]:
+def average(gradients: Sequence[Any], session: KerasSession, name: str) -> list[Any]:
     """Returns the mean over ranks of each gradient; `None` entries stay.
 
     Dense gradients travel as one group per dtype; `IndexedSlices` keep their sparsity: the slices of all
@@ -57,7 +57,7 @@ def average(gradients: Sequence[Any], session: Session, name: str) -> list[Any]:
     return _reduce_groups(out, dense, "average", name, session)
 
 
-def maximum(gradients: Sequence[Any], variables: Sequence[Any], session: Session, name: str) -> list[Any]:
+def maximum(gradients: Sequence[Any], variables: Sequence[Any], session: KerasSession, name: str) -> list[Any]:
     """Reduces only the gradients that overwrite their variable (float8 scales), with the maximum, as Keras
     does.
     """
@@ -70,7 +70,7 @@ def overwrites(variable: Any) -> bool:
     return bool(getattr(variable, "overwrite_with_gradient", False))
 
 
-def _reduce_groups(tensors: list[Any], where: Sequence[int], op: str, name: str, session: Session) -> list[Any]:
+def _reduce_groups(tensors: list[Any], where: Sequence[int], op: str, name: str, session: KerasSession) -> list[Any]:
     """Reduces `tensors[i] for i in where` in place of the list, one group per dtype."""
     groups: dict[str, list[int]] = {}
     for i in where:

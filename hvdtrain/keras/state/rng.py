@@ -24,7 +24,7 @@ from keras.src.random.seed_generator import global_seed_generator
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.generators import Generators, OwnRandom, State
 from hvdtrain.keras.backends.chosen import BACKEND
-from hvdtrain.keras.backends.session import KEY, Session
+from hvdtrain.keras.backends.session import KEY, KerasSession
 from hvdtrain.world.world import World
 
 _HOST = Generators()  # Python's and numpy's; the backend keeps its own
@@ -52,7 +52,7 @@ def capture(model: keras.Model) -> dict[str, np.ndarray]:
     """Returns this rank's random state as plain arrays (no pickle needed to store them)."""
     state = {name: BACKEND.to_numpy(variable).copy() for name, variable in seed_variables(model).items()}
     state.update(_as_arrays(_HOST.everything(), ""))
-    session: Session = vars(model)[KEY]
+    session: KerasSession = vars(model)[KEY]
     if session.step_random is not None:
         state.update(_as_arrays(session.step_random.state, "step."))
     state.update({key: value.copy() for key, value in BACKEND.random_state().items()})
@@ -96,7 +96,7 @@ def _from_arrays(state: Mapping[str, np.ndarray], prefix: str) -> State:
 
 
 @contextmanager
-def of_step(session: Session) -> Iterator[None]:
+def of_step(session: KerasSession) -> Iterator[None]:
     """Gives a train step that runs eagerly this rank's own Python and numpy generators."""
     if session.step_random is None or BACKEND.tracing():
         yield
@@ -139,7 +139,7 @@ def apply_derived(model: keras.Model, state: Mapping[str, np.ndarray], rank: int
     BACKEND.reseed(seeds.get("torch_cpu", seeds["python"]))
 
 
-def check_saved(session: Session) -> None:
+def check_saved(session: KerasSession) -> None:
     """Refuses a step whose random state no checkpoint can hold, in a run that writes or was read from one.
 
     Raises:

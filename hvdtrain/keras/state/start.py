@@ -9,11 +9,11 @@ from typing import Any
 import keras
 
 from hvdtrain.comm.elastic import repeated
-from hvdtrain.keras.backends.session import Session, is_hooked, missing_hook, optimizers_of
+from hvdtrain.keras.backends.session import KerasSession, is_hooked, missing_hook, optimizers_of
 from hvdtrain.keras.state import moving_average, replicas, rng
 
 
-def start(model: keras.Model, session: Session) -> None:
+def start(model: keras.Model, session: KerasSession) -> None:
     """Makes sure that training from here is right on all ranks, or raises; collective.
 
     Broadcasts rank 0's state first if the callbacks asked for it; without the callbacks replicas that differ
@@ -34,7 +34,7 @@ def start(model: keras.Model, session: Session) -> None:
 
 
 @repeated
-def _made_equal(model: keras.Model, session: Session) -> Any:
+def _made_equal(model: keras.Model, session: KerasSession) -> Any:
     """Returns the proof that it worked, where one is asked for."""
     world = session.world
     check_agreement(model, session)
@@ -55,7 +55,7 @@ def _made_equal(model: keras.Model, session: Session) -> Any:
     return session.proof
 
 
-def _put_random_state(model: keras.Model, session: Session) -> None:
+def _put_random_state(model: keras.Model, session: KerasSession) -> None:
     """Last of all, because building a model draws random numbers."""
     if session.restored_random is not None:
         rng.restore(model, session.restored_random)
@@ -65,7 +65,7 @@ def _put_random_state(model: keras.Model, session: Session) -> None:
     session.streams_set = True
 
 
-def check_agreement(model: keras.Model, session: Session) -> None:
+def check_agreement(model: keras.Model, session: KerasSession) -> None:
     """Compares what every rank must have set alike; collective.
 
     Raises:
@@ -83,7 +83,7 @@ def check_agreement(model: keras.Model, session: Session) -> None:
     )
 
 
-def _settings(model: keras.Model, session: Session) -> dict[str, Any]:
+def _settings(model: keras.Model, session: KerasSession) -> dict[str, Any]:
     return {
         "optimizer": [
             {"class": type(optimizer).__name__, **json.loads(json.dumps(optimizer.get_config(), default=repr))}

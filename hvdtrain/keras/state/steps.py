@@ -14,7 +14,7 @@ from hvdtrain.checkpoint.preemption import end
 from hvdtrain.comm.elastic import repeated
 from hvdtrain.core.errors import ReplicaError
 from hvdtrain.keras.backends.chosen import BACKEND
-from hvdtrain.keras.backends.session import KEY, Session, hook
+from hvdtrain.keras.backends.session import KEY, KerasSession, hook
 from hvdtrain.keras.state import decompose, replicas
 from hvdtrain.watch import preemption
 
@@ -37,7 +37,7 @@ def wrap_train_function(model: keras.Model) -> None:
 def _alone(model: keras.Model, inner: Callable[[Any], Any]) -> Callable[[Any], Any]:
     @functools.wraps(inner)
     def train_function(data: Any) -> Any:
-        session: Session = vars(model)[KEY]
+        session: KerasSession = vars(model)[KEY]
         _end_if_told(session)
         session.clock.enter("train_step")
         logs = inner(data)
@@ -47,7 +47,7 @@ def _alone(model: keras.Model, inner: Callable[[Any], Any]) -> Callable[[Any], A
     return train_function
 
 
-def _end_if_told(session: Session) -> None:
+def _end_if_told(session: KerasSession) -> None:
     """Before a step, when all ranks know that one was preempted, and what the last one has learned is saved.
 
     Raises:
@@ -63,7 +63,7 @@ def _end_if_told(session: Session) -> None:
 def _counting(model: keras.Model, inner: Callable[[Any], Any]) -> Callable[[Any], Any]:
     @functools.wraps(inner)
     def train_function(data: Any) -> Any:
-        session: Session = vars(model)[KEY]
+        session: KerasSession = vars(model)[KEY]
         _end_if_told(session)
         if preemption.told():
             BACKEND.tell(session)
@@ -98,7 +98,7 @@ def _counting(model: keras.Model, inner: Callable[[Any], Any]) -> Callable[[Any]
 
 
 @repeated
-def _after_first(model: keras.Model, session: Session) -> None:
+def _after_first(model: keras.Model, session: KerasSession) -> None:
     """After the first update, whatever made it: are the replicas equal, and did each see samples of its own?"""
     replicas.check_equal(replicas.replicated(model), session.world, when="after the first step")
     if isinstance(session.first_batch, keras.Variable):
@@ -107,7 +107,7 @@ def _after_first(model: keras.Model, session: Session) -> None:
             raise same_work(f"the first batch is the same on all {session.world.size} ranks")
 
 
-def _tries(session: Session, is_first: bool) -> bool:
+def _tries(session: KerasSession, is_first: bool) -> bool:
     """Returns True if the loss is tried at the next step, on all ranks: at steps 1, 2, 4, 8 ... and an epoch's first.
 
     Ranks that come later count the steps of an epoch as the others do, and no others.
@@ -119,11 +119,11 @@ def _tries(session: Session, is_first: bool) -> bool:
 
 
 @repeated
-def _try_loss(model: keras.Model, session: Session, is_first: bool) -> None:
+def _try_loss(model: keras.Model, session: KerasSession, is_first: bool) -> None:
     decompose.check(model, session, is_first=is_first)
 
 
-def note_batch(session: Session, data: Any) -> None:
+def note_batch(session: KerasSession, data: Any) -> None:
     """Notes what the batch of a data set or generator looks like (in a graph: of each batch, a few numbers)."""
     if session.first_batch is None or "step" in session.compared:
         return
@@ -154,7 +154,7 @@ def _few(leaf: Any) -> Any:
     return keras.ops.reshape(keras.ops.cast(flat[::step], "float64"), (-1,))
 
 
-def ended_early(model: keras.Model, session: Session, steps: int | None) -> None:
+def ended_early(model: keras.Model, session: KerasSession, steps: int | None) -> None:
     """Raises on a rank whose data ended before the steps that all ranks had agreed to take; local."""
     if session.alone or steps is None or model.stop_training:
         return

@@ -11,7 +11,7 @@ from hvdtrain.migrate.ddp import start, updates
 from hvdtrain.migrate.ddp.calls import HANDLERS, REASONS, move_imports, move_init, names_taken
 from hvdtrain.migrate.ddp.models import Models
 from hvdtrain.migrate.script import ranks, torch_calls, training, wrapping
-from hvdtrain.migrate.script.plan import DDP, Plan
+from hvdtrain.migrate.script.plan import DDP, Rewrite
 from hvdtrain.migrate.script.ranks import Arguments
 from hvdtrain.migrate.script.source import bind, code, is_chain, literal, walk
 
@@ -20,7 +20,7 @@ __all__ = ["move", "move_imports", "names_taken"]
 _PREFIX = "horovod.torch."
 
 
-def move(plan: Plan, imports: Sequence[cst.SimpleStatementLine]) -> None:
+def move(plan: Rewrite, imports: Sequence[cst.SimpleStatementLine]) -> None:
     """Moves all of a script but its imports."""
     if plan.framework != "torch":
         plan.refuse(
@@ -51,7 +51,7 @@ def move(plan: Plan, imports: Sequence[cst.SimpleStatementLine]) -> None:
     ranks.move_rest(plan, torch_calls.movers(HANDLERS, REASONS), REASONS)
 
 
-def _move_wraps(plan: Plan) -> tuple[training.Optimizers, Models]:
+def _move_wraps(plan: Rewrite) -> tuple[training.Optimizers, Models]:
     optimizers, models = training.Optimizers(), Models(plan)
     for call in plan.calls("DistributedOptimizer"):
         plan.settle(call.func)

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import libcst as cst
 
-from hvdtrain.migrate.script.source import Source, calls, code, find, is_chain, owner_of, tail, walk
+from hvdtrain.migrate.script.source import Script, calls, code, find, is_chain, owner_of, tail, walk
 from hvdtrain.migrate.script.torch_calls import without_gradients
 
 # where a name is assigned, and the name; attributes are told apart by their last name only
@@ -43,7 +43,7 @@ class Flow:
         givers: what each is given.
     """
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Script) -> None:
         self._source = source
         self.functions: dict[str, list[cst.FunctionDef]] = defaultdict(list)
         for function in find(source.module, cst.FunctionDef):
@@ -203,7 +203,7 @@ _NOBODYS = "?"  # of a function that nothing here calls
 class Paths:
     """What may have happened last on the ways to a node, back to the beginning of its loop; "" for nothing."""
 
-    def __init__(self, source: Source, flow: Flow, event: Callable[[cst.Call], str]) -> None:
+    def __init__(self, source: Script, flow: Flow, event: Callable[[cst.Call], str]) -> None:
         self._source, self._flow, self._event = source, flow, event
         self._known: dict[cst.FunctionDef, set[str]] = {}
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import libcst as cst
 
 from hvdtrain.migrate.ddp.flow import SAME, Flow, Giver, Variable
-from hvdtrain.migrate.script.plan import Plan, own_nodes
-from hvdtrain.migrate.script.source import Source, calls, code, find, names_in, tail, walk
+from hvdtrain.migrate.script.plan import Rewrite, own_nodes
+from hvdtrain.migrate.script.source import Script, calls, code, find, names_in, tail, walk
 from hvdtrain.migrate.script.torch_calls import without_gradients
 from hvdtrain.migrate.script.wrapping import Wrap, is_parameter
 
@@ -80,7 +80,7 @@ class Models:
         flow: of the script.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Rewrite) -> None:
         self._plan, self._source = plan, plan.source
         self.flow = Flow(plan.source)
         self._models: list[_Followed] = []
@@ -377,7 +377,7 @@ class Models:
             )
 
 
-def _whole(source: Source, node: cst.CSTNode) -> tuple[cst.CSTNode, cst.CSTNode | None]:
+def _whole(source: Script, node: cst.CSTNode) -> tuple[cst.CSTNode, cst.CSTNode | None]:
     """The whole of a chain, `model.a[0].b` of `model.a`, and what it stands in."""
     while isinstance(up := source.parent(node), (cst.Attribute, cst.Subscript)) and up.value is node:
         node = up

@@ -6,22 +6,22 @@ import re
 
 import libcst as cst
 
-from hvdtrain.migrate.script.plan import Plan, assignments, made_of, own_nodes
-from hvdtrain.migrate.script.source import Source, calls, code, find, is_chain, literal, owner_of
+from hvdtrain.migrate.script.plan import Rewrite, assignments, made_of, own_nodes
+from hvdtrain.migrate.script.source import Script, calls, code, find, is_chain, literal, owner_of
 from hvdtrain.migrate.script.wrapping import Wrap
 
 # what horovodrun and mpirun tell each rank, and torchrun does not
 _VARIABLES = re.compile("(HOROVOD|OMPI_COMM_WORLD|PMI|PMIX)_((LOCAL|CROSS|NODE)_)?(RANK|SIZE)")
 
 
-def refuse_variables(plan: Plan) -> None:
+def refuse_variables(plan: Rewrite) -> None:
     """Refuses environment variables that no longer tell a rank who it is."""
     for node in find(plan.source.module, cst.SimpleString):
         if _VARIABLES.fullmatch(str(node.evaluated_value)):
             plan.refuse(node, f"{code(node)} is not set by torchrun: that sets RANK, WORLD_SIZE, LOCAL_RANK")
 
 
-def check_start(plan: Plan, wrap: Wrap) -> None:
+def check_start(plan: Rewrite, wrap: Wrap) -> None:
     """Refuses, or tells, what would begin otherwise once an optimizer's model is wrapped."""
     _check_parameters(plan, wrap)
     source = plan.source
@@ -54,7 +54,7 @@ def check_start(plan: Plan, wrap: Wrap) -> None:
             )
 
 
-def refuse_root(plan: Plan, call: cst.Call, root: str) -> bool:
+def refuse_root(plan: Rewrite, call: cst.Call, root: str) -> bool:
     """Whether weights of another rank than 0 are broadcast to models that have been given rank 0's."""
     source = plan.source
     late = any(
@@ -72,7 +72,7 @@ def refuse_root(plan: Plan, call: cst.Call, root: str) -> bool:
 
 
 # -- whose parameters --------------------------------------------------------------------------------------------
-def _check_parameters(plan: Plan, wrap: Wrap) -> None:
+def _check_parameters(plan: Rewrite, wrap: Wrap) -> None:
     """Horovod averages the gradients that its optimizer steps with; DistributedDataParallel those of a model."""
     source = plan.source
     made = made_of(source, wrap.optimizer, wrap.statement)
@@ -93,7 +93,7 @@ def _check_parameters(plan: Plan, wrap: Wrap) -> None:
         )
 
 
-def _kind(source: Source, node: cst.BaseExpression, wrap: Wrap) -> str:
+def _kind(source: Script, node: cst.BaseExpression, wrap: Wrap) -> str:
     """Whose parameters these are: the "whole" model's, of a "part", of an "other" too; "" where it cannot be told."""
     if is_chain(node):
         grown = any(code(one.func) in (f"{code(node)}.append", f"{code(node)}.extend") for one in calls(source.module))
@@ -118,7 +118,7 @@ def _kind(source: Source, node: cst.BaseExpression, wrap: Wrap) -> str:
     return ""
 
 
-def _of_element(source: Source, element: cst.BaseElement, wrap: Wrap) -> str:
+def _of_element(source: Script, element: cst.BaseElement, wrap: Wrap) -> str:
     if isinstance(element, cst.StarredElement):
         return _kind(source, element.value, wrap)
     if not isinstance(element.value, cst.Dict):

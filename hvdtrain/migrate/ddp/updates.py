@@ -7,13 +7,13 @@ import libcst as cst
 from hvdtrain.migrate.ddp.flow import Paths
 from hvdtrain.migrate.ddp.models import Models
 from hvdtrain.migrate.script import torch_calls, training
-from hvdtrain.migrate.script.plan import Plan
+from hvdtrain.migrate.script.plan import Rewrite
 from hvdtrain.migrate.script.source import calls, code, is_chain, literal, names_in, owner_of, tail, walk
 
 _AVERAGES = "Horovod averages at the step, DistributedDataParallel in a backward() behind a call of the wrapped model"
 
 
-def check_pass(plan: Plan, optimizers: training.Optimizers, models: Models, call: cst.Call) -> None:
+def check_pass(plan: Rewrite, optimizers: training.Optimizers, models: Models, call: cst.Call) -> None:
     """`loss.backward()` stays as it is, where it is one that DistributedDataParallel averages after."""
     if training.refuse_arguments(plan, call):
         return
@@ -48,13 +48,13 @@ def check_pass(plan: Plan, optimizers: training.Optimizers, models: Models, call
 
 
 def _keep_back(
-    plan: Plan, optimizers: training.Optimizers, models: Models, call: cst.Call, steps: list[training.Step]
+    plan: Rewrite, optimizers: training.Optimizers, models: Models, call: cst.Call, steps: list[training.OptimizerStep]
 ) -> bool:
     """Puts `no_sync` around a pass and its call of the model, unless it is the last of its update; whether it can."""
     source, statement = plan.source, plan.source.statement(call)
     if not steps or statement is None:
         return False
-    trial = Plan(source, plan.module, plan.target)  # whose refusals are nobody's
+    trial = Rewrite(source, plan.module, plan.target)  # whose refusals are nobody's
     more = training.more_passes(trial, optimizers, call, steps, code(steps[0].optimizer))
     begins = _begins(plan, models, call)
     if more is None or begins is None:
@@ -74,7 +74,7 @@ def _keep_back(
     return True
 
 
-def _is_called_before(plan: Plan, models: Models, backward: cst.Call) -> bool:
+def _is_called_before(plan: Rewrite, models: Models, backward: cst.Call) -> bool:
     """Whether on every way to a pass a wrapped model was called, with gradients, behind the pass before it."""
     passes = training.passes(plan.source)
 
@@ -86,7 +86,7 @@ def _is_called_before(plan: Plan, models: Models, backward: cst.Call) -> bool:
     return Paths(plan.source, models.flow, event).before(backward) == {"call"}
 
 
-def refuse_other_updates(plan: Plan, optimizers: training.Optimizers, models: Models) -> None:
+def refuse_other_updates(plan: Rewrite, optimizers: training.Optimizers, models: Models) -> None:
     """Refuses what an optimizer steps with that no pass gave it."""
     passes = training.passes(plan.source)
     for node in walk(plan.source.module):
@@ -129,7 +129,7 @@ def _sets_gradients(node: cst.CSTNode) -> bool:
     return False
 
 
-def _begins(plan: Plan, models: Models, backward: cst.Call) -> tuple[cst.CSTNode, str] | None:
+def _begins(plan: Rewrite, models: Models, backward: cst.Call) -> tuple[cst.CSTNode, str] | None:
     """The first statement that calls a model for a pass, and which; in the pass' block, and only one model."""
     statement = plan.source.statement(backward)
     found: list[tuple[cst.CSTNode, str]] = []
@@ -142,7 +142,7 @@ def _begins(plan: Plan, models: Models, backward: cst.Call) -> tuple[cst.CSTNode
     return found[0] if len({model for _, model in found}) == 1 else None
 
 
-def refuse_freezing(plan: Plan, models: Models) -> None:
+def refuse_freezing(plan: Rewrite, models: Models) -> None:
     """Horovod takes zeros for gradients that do not come; DistributedDataParallel waits for them."""
     for node in walk(plan.source.module):
         frozen = (
@@ -162,7 +162,7 @@ def refuse_freezing(plan: Plan, models: Models) -> None:
             )
 
 
-def _is_of_a_copy(plan: Plan, models: Models, node: cst.CSTNode) -> bool:
+def _is_of_a_copy(plan: Rewrite, models: Models, node: cst.CSTNode) -> bool:
     """Whether what is frozen is a copy's, which nobody trains: in `for p in copy.parameters():`, or the whole."""
     source = plan.source
     loop = next((one for one in source.above(node) if isinstance(one, cst.For)), None)

@@ -8,9 +8,9 @@ import libcst as cst
 
 from hvdtrain.migrate.keras.names import binds, for_many, of_callers, reaching, uses_of, value_of
 from hvdtrain.migrate.keras.wrapping import keras_of
-from hvdtrain.migrate.script.plan import Plan, arguments_of, statement_of, target_of
+from hvdtrain.migrate.script.plan import Rewrite, arguments_of, statement_of, target_of
 from hvdtrain.migrate.script.ranks import SEEDS, ranks
-from hvdtrain.migrate.script.source import Source, calls, code, find, is_chain, literal, owner_of, tail, walk
+from hvdtrain.migrate.script.source import Script, calls, code, find, is_chain, literal, owner_of, tail, walk
 
 # hvdtrain's own callbacks do what these do
 _REPLACED = ("callbacks.BroadcastGlobalVariablesCallback", "callbacks.MetricAverageCallback")
@@ -21,7 +21,7 @@ _OTHERWISE = (
 )
 
 
-def move_callbacks(plan: Plan) -> None:
+def move_callbacks(plan: Rewrite) -> None:
     """Horovod's callbacks leave their lists, and `fit` is given hvdtrain's of the same model."""
     source = plan.source
     moved: dict[cst.CSTNode, list[cst.CSTNode]] = {}
@@ -60,7 +60,7 @@ def move_callbacks(plan: Plan) -> None:
         _note_readers(plan, fits)
 
 
-def _fits_of(plan: Plan, call: cst.Call) -> list[cst.Call] | None:
+def _fits_of(plan: Rewrite, call: cst.Call) -> list[cst.Call] | None:
     """The calls of `fit` that get a callback; None where that cannot be told."""
     element = plan.source.parent(call)
     at = plan.source.parent(element) if isinstance(element, (cst.Element, cst.Arg)) else None
@@ -69,7 +69,7 @@ def _fits_of(plan: Plan, call: cst.Call) -> list[cst.Call] | None:
     return _goes(plan, at, call, []) if isinstance(at, (cst.List, cst.Tuple)) else None
 
 
-def _goes(plan: Plan, node: cst.CSTNode, call: cst.Call, seen: list[cst.CSTNode]) -> list[cst.Call] | None:
+def _goes(plan: Rewrite, node: cst.CSTNode, call: cst.Call, seen: list[cst.CSTNode]) -> list[cst.Call] | None:
     """The calls of `fit` that get what a list of callbacks holds; None where it is used in another way too.
 
     Args:
@@ -99,7 +99,7 @@ def _goes(plan: Plan, node: cst.CSTNode, call: cst.Call, seen: list[cst.CSTNode]
 
 
 def _added_to(
-    plan: Plan, to: cst.Call, node: cst.CSTNode, call: cst.Call, seen: list[cst.CSTNode]
+    plan: Rewrite, to: cst.Call, node: cst.CSTNode, call: cst.Call, seen: list[cst.CSTNode]
 ) -> list[cst.Call] | None:
     """The same of what `append`, `extend` or `insert` is given."""
     name = owner_of(to, *_ADDS)
@@ -107,7 +107,7 @@ def _added_to(
 
 
 def _held(
-    plan: Plan, name: cst.CSTNode, node: cst.CSTNode, call: cst.Call, seen: list[cst.CSTNode]
+    plan: Rewrite, name: cst.CSTNode, node: cst.CSTNode, call: cst.Call, seen: list[cst.CSTNode]
 ) -> list[cst.Call] | None:
     """The same of a list that has a name, from where `node` is assigned to it, or added."""
     source = plan.source
@@ -137,13 +137,13 @@ def _held(
     return found
 
 
-def _is_added_to(source: Source, node: cst.CSTNode) -> bool:
+def _is_added_to(source: Script, node: cst.CSTNode) -> bool:
     outer = source.parent(node)
     call = source.parent(outer) if outer is not None else None
     return owner_of(call, *_ADDS) is node and call is not None and isinstance(source.parent(call), cst.Expr)
 
 
-def _holds(plan: Plan, target: cst.CSTNode | None, call: cst.Call, name: cst.CSTNode) -> bool:
+def _holds(plan: Rewrite, target: cst.CSTNode | None, call: cst.Call, name: cst.CSTNode) -> bool:
     """Whether what is assigned to a name is a list with the same callback, or made of the one that had the name."""
     value = None if target is None else value_of(plan.source, target)
     return value is not None and any(
@@ -153,7 +153,7 @@ def _holds(plan: Plan, target: cst.CSTNode | None, call: cst.Call, name: cst.CST
     )
 
 
-def _take_out(plan: Plan, at: cst.CSTNode, gone: list[cst.CSTNode], fits: list[cst.Call]) -> list[cst.CSTNode]:
+def _take_out(plan: Rewrite, at: cst.CSTNode, gone: list[cst.CSTNode], fits: list[cst.Call]) -> list[cst.CSTNode]:
     """Takes elements out of a list; where it is empty, of no other use, and goes: what `fit` was given of it."""
     source = plan.source
     assert isinstance(at, (cst.List, cst.Tuple))
@@ -211,7 +211,7 @@ def _without(at: cst.List | cst.Tuple, updated: Any, gone: list[cst.CSTNode]) ->
     return code(updated.with_changes(elements=left))
 
 
-def _give(plan: Plan, fit: cst.Call, empty: list[cst.CSTNode]) -> None:
+def _give(plan: Rewrite, fit: cst.Call, empty: list[cst.CSTNode]) -> None:
     """`fit` gets hvdtrain's callbacks before its own."""
     assert isinstance(fit.func, cst.Attribute)
     model = code(fit.func.value)
@@ -239,7 +239,7 @@ def _is_fit(call: cst.Call) -> bool:
     return is_chain(owner_of(call, "fit")) and any(literal(arg.keyword) == "callbacks" for arg in call.args)
 
 
-def _note_what_is_new(plan: Plan, fit: cst.Call, theirs: list[cst.Call]) -> None:
+def _note_what_is_new(plan: Rewrite, fit: cst.Call, theirs: list[cst.Call]) -> None:
     """What hvdtrain's callbacks do more than those that `fit` was given; of a model that it has prepared."""
     source = plan.source
     assert isinstance(fit.func, cst.Attribute)
@@ -269,7 +269,7 @@ _MASKS = "hvdtrain gives each rank masks of its own; ranks that are seeded alike
 _SYNCHRONIZED = "synchronized=True: over each rank's own samples with Horovod, over those of all ranks with hvdtrain"
 
 
-def note_differences(plan: Plan) -> None:
+def note_differences(plan: Rewrite) -> None:
     """Says what hvdtrain does in another way than Horovod, on purpose, where it can be seen."""
     source = plan.source
     for call in calls(source.module):
@@ -285,7 +285,7 @@ def note_differences(plan: Plan) -> None:
             plan.note(call, _MASKS)
 
 
-def _note_readers(plan: Plan, fits: dict[cst.Call, list[cst.Call]]) -> None:
+def _note_readers(plan: Rewrite, fits: dict[cst.Call, list[cst.Call]]) -> None:
     """Callbacks that went by their own rank's logs; and those that change one rank's weights before the broadcast."""
     source = plan.source
     classes = find(source.module, cst.ClassDef)
@@ -310,7 +310,7 @@ def _note_readers(plan: Plan, fits: dict[cst.Call, list[cst.Call]]) -> None:
                 plan.refuse(loads[0], "hvk.callbacks(model), which send rank 0's, stand first in fit: load before fit")
 
 
-def _is_averaged_anew(plan: Plan, call: cst.Call, theirs: list[cst.Call]) -> bool:
+def _is_averaged_anew(plan: Rewrite, call: cst.Call, theirs: list[cst.Call]) -> bool:
     """Whether a callback stood before MetricAverageCallback, or there was none."""
     source = plan.source
     order = list(calls(source.module))
@@ -326,7 +326,7 @@ def _methods(node: cst.ClassDef, name: str) -> list[cst.FunctionDef]:
     return [one for one in node.body.body if isinstance(one, cst.FunctionDef) and one.name.value == name]
 
 
-def seed_each_rank(plan: Plan) -> None:
+def seed_each_rank(plan: Rewrite) -> None:
     """A script that seeds nothing draws other numbers on each rank; hvdtrain.init would seed all alike."""
     source = plan.source
     drawn, init = list[cst.Call](), None

@@ -6,7 +6,7 @@ import libcst as cst
 
 from hvdtrain.migrate.keras.callbacks import move_callbacks, note_differences, seed_each_rank
 from hvdtrain.migrate.script import ranks
-from hvdtrain.migrate.script.plan import Plan, arguments_of
+from hvdtrain.migrate.script.plan import Rewrite, arguments_of
 from hvdtrain.migrate.script.ranks import Arguments, Handler, attribute, initialized, method, object_of, shutdown
 from hvdtrain.migrate.script.source import code, literal
 
@@ -29,7 +29,7 @@ _REASONS = {
 }
 
 
-def kept_imports(plan: Plan) -> dict[str, str]:
+def kept_imports(plan: Rewrite) -> dict[str, str]:
     """The import of those of Horovod's callbacks that stay, by what needs it."""
     names = sorted(name.split(".")[1] for name in _KEPT if name in plan.needs)
     if names:
@@ -37,7 +37,7 @@ def kept_imports(plan: Plan) -> dict[str, str]:
     return {"keras": "import keras", "kept callbacks": f"from {plan.prefix}callbacks import {', '.join(names)}"}
 
 
-def move_rest(plan: Plan) -> None:
+def move_rest(plan: Rewrite) -> None:
     """Moves every use of Horovod that is left, or refuses it."""
     move_callbacks(plan)
     note_differences(plan)
@@ -46,7 +46,7 @@ def move_rest(plan: Plan) -> None:
     ranks.move_rest(plan, movers, _REASONS, dict.fromkeys(_KEPT, _keep))
 
 
-def _keep(plan: Plan, node: cst.CSTNode, short: str) -> None:
+def _keep(plan: Rewrite, node: cst.CSTNode, short: str) -> None:
     """A callback that sets the learning rate stays Horovod's, which works beside hvdtrain's average."""
     name = short.split(".")[1]
     plan.needs.add(short)
@@ -55,14 +55,14 @@ def _keep(plan: Plan, node: cst.CSTNode, short: str) -> None:
 
 
 # -- the rest ----------------------------------------------------------------------------------------------------
-def _move_call(plan: Plan, call: cst.Call, name: str) -> None:
+def _move_call(plan: Rewrite, call: cst.Call, name: str) -> None:
     arguments = arguments_of(plan, call, name)
     if arguments is not None:
         plan.settle(arguments.get("compression"))
         _HANDLERS[name](plan, call, name, arguments)
 
 
-def _broadcast(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> None:
+def _broadcast(plan: Rewrite, call: cst.Call, name: str, arguments: Arguments) -> None:
     """`hvd.broadcast` of a number, as of the epoch to go on from: what can be pickled."""
     if plan.module == "horovod.tensorflow":
         plan.refuse(call, "hvd.broadcast of a tensor: world.broadcast is of what can be pickled")
@@ -72,7 +72,7 @@ def _broadcast(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> N
     ranks.send(plan, call, name, does)
 
 
-def _number(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> None:
+def _number(plan: Rewrite, call: cst.Call, name: str, arguments: Arguments) -> None:
     """`hvd.allreduce` of a number; of anything else `world.mean` raises."""
     op, average = arguments.get("op"), literal(arguments.get("average"))
     found = "" if op is None else plan.source.qualified(op).removeprefix(plan.prefix)

@@ -7,11 +7,11 @@ from typing import Any
 
 import libcst as cst
 
-from hvdtrain.migrate.script.plan import Plan, own_nodes, target_of
-from hvdtrain.migrate.script.source import Source, code, is_chain, tail, walk
+from hvdtrain.migrate.script.plan import Rewrite, own_nodes, target_of
+from hvdtrain.migrate.script.source import Script, code, is_chain, tail, walk
 
 
-def home(source: Source, name: cst.CSTNode) -> object:
+def home(source: Script, name: cst.CSTNode) -> object:
     """Whose variable a name is: a scope, for `self.name` a class; None: of several, or of none here."""
     base = name
     while isinstance(base, cst.Attribute):
@@ -21,7 +21,7 @@ def home(source: Source, name: cst.CSTNode) -> object:
     return source.home(base) if isinstance(base, cst.Name) else None
 
 
-def uses_of(source: Source, name: cst.CSTNode) -> list[cst.CSTNode]:
+def uses_of(source: Script, name: cst.CSTNode) -> list[cst.CSTNode]:
     """Where a variable stands, also where it is assigned to."""
     its, text = home(source, name), code(name)
     return [
@@ -37,7 +37,7 @@ def uses_of(source: Source, name: cst.CSTNode) -> list[cst.CSTNode]:
     ]
 
 
-def binds(source: Source, node: cst.CSTNode) -> bool:
+def binds(source: Script, node: cst.CSTNode) -> bool:
     """Whether a name is given a value where it stands."""
     outer = source.parent(node)
     while isinstance(outer, (cst.Element, cst.StarredElement, cst.Tuple, cst.List)):
@@ -47,13 +47,13 @@ def binds(source: Source, node: cst.CSTNode) -> bool:
     return isinstance(outer, (cst.For, cst.CompFor, cst.NamedExpr, cst.AnnAssign)) and outer.target is node
 
 
-def value_of(source: Source, target: cst.CSTNode) -> cst.BaseExpression | None:
+def value_of(source: Script, target: cst.CSTNode) -> cst.BaseExpression | None:
     """What is assigned to a name, where it alone is assigned to."""
     found, value = target_of(source.statement(target))
     return value if found is target else None
 
 
-def reaching(source: Source, name: cst.CSTNode, at: cst.CSTNode) -> list[cst.CSTNode | None]:
+def reaching(source: Script, name: cst.CSTNode, at: cst.CSTNode) -> list[cst.CSTNode | None]:
     """Where the value that a name has at a node may have been given to it, the nearest first; None: somewhere else."""
     bound = [node for node in uses_of(source, name) if binds(source, node)]
     function = source.function(at)
@@ -77,7 +77,7 @@ def reaching(source: Source, name: cst.CSTNode, at: cst.CSTNode) -> list[cst.CST
     return [*found, None]
 
 
-def _before(source: Source, bound: list[cst.CSTNode], block: Sequence[Any]) -> tuple[list[Any], bool]:
+def _before(source: Script, bound: list[cst.CSTNode], block: Sequence[Any]) -> tuple[list[Any], bool]:
     """Where statements in a row may give a name its value, and whether they do in any case."""
     found: list[Any] = []
     for statement in reversed(block):
@@ -88,7 +88,7 @@ def _before(source: Source, bound: list[cst.CSTNode], block: Sequence[Any]) -> t
     return found, False
 
 
-def _always(source: Source, bound: Sequence[cst.CSTNode], statement: cst.CSTNode) -> bool:
+def _always(source: Script, bound: Sequence[cst.CSTNode], statement: cst.CSTNode) -> bool:
     if isinstance(statement, cst.If):
         branches = [statement.body, statement.orelse]
         return all(one is not None and _always(source, bound, one) for one in branches)
@@ -98,7 +98,7 @@ def _always(source: Source, bound: Sequence[cst.CSTNode], statement: cst.CSTNode
     return isinstance(statement, cst.SimpleStatementLine) and any(statement in source.above(one) for one in bound)
 
 
-def for_many(plan: Plan, node: cst.CSTNode, other: cst.CSTNode) -> bool:
+def for_many(plan: Rewrite, node: cst.CSTNode, other: cst.CSTNode) -> bool:
     """Whether what keeps a node from running, and not another, is nothing but `if hvd.size() > 1:`."""
     source = plan.source
     shared, below = list(source.above(other)), node
@@ -117,7 +117,7 @@ def for_many(plan: Plan, node: cst.CSTNode, other: cst.CSTNode) -> bool:
 
 
 def of_callers(
-    source: Source, node: cst.CSTNode, follow: Callable[[cst.Call], list[cst.Call] | None]
+    source: Script, node: cst.CSTNode, follow: Callable[[cst.Call], list[cst.Call] | None]
 ) -> list[cst.Call] | None:
     """What is found at all calls of the function that returns a node; None where they, or what it returns, or what
     becomes of it, cannot be told."""

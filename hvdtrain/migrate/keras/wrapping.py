@@ -9,7 +9,7 @@ import libcst as cst
 
 from hvdtrain.migrate.keras.names import binds, for_many, of_callers, reaching, uses_of
 from hvdtrain.migrate.script.plan import (
-    Plan,
+    Rewrite,
     arguments_of,
     assignments,
     condition_above,
@@ -17,7 +17,7 @@ from hvdtrain.migrate.script.plan import (
     target_of,
 )
 from hvdtrain.migrate.script.source import (
-    Source,
+    Script,
     calls,
     code,
     find,
@@ -36,7 +36,7 @@ _ACCUMULATES = (
 
 
 # -- optimizers --------------------------------------------------------------------------------------------------
-def move_wraps(plan: Plan) -> None:
+def move_wraps(plan: Rewrite) -> None:
     """Takes the wrapper off every optimizer, and prepares the models that are compiled with them, or loaded."""
     _move_pinning(plan)
     accumulates, prepared = False, list[cst.Call]()
@@ -53,7 +53,7 @@ def move_wraps(plan: Plan) -> None:
         _move_load(plan, call, accumulates=accumulates)
 
 
-def _check(plan: Plan, call: cst.Call, arguments: dict[str, cst.BaseExpression]) -> bool:
+def _check(plan: Rewrite, call: cst.Call, arguments: dict[str, cst.BaseExpression]) -> bool:
     """Whether each of them is kept, or is of no matter."""
     op, sets = arguments.get("op"), arguments.get("process_set")
     for node in (op, sets, *(arguments.get(name) for name in _OF_NO_MATTER)):
@@ -71,7 +71,7 @@ def _check(plan: Plan, call: cst.Call, arguments: dict[str, cst.BaseExpression])
     return False
 
 
-def _accumulate(plan: Plan, call: cst.Call, arguments: dict[str, cst.BaseExpression]) -> bool:
+def _accumulate(plan: Rewrite, call: cst.Call, arguments: dict[str, cst.BaseExpression]) -> bool:
     """`backward_passes_per_step` becomes an argument of the optimizer that is wrapped; whether there is one."""
     passes = literal(arguments.get("backward_passes_per_step"))
     if passes in ("", "1"):
@@ -109,7 +109,7 @@ def _accumulate(plan: Plan, call: cst.Call, arguments: dict[str, cst.BaseExpress
     return True
 
 
-def _take_off(plan: Plan, call: cst.Call, arguments: dict[str, cst.BaseExpression]) -> list[cst.Call]:
+def _take_off(plan: Rewrite, call: cst.Call, arguments: dict[str, cst.BaseExpression]) -> list[cst.Call]:
     """The plain optimizer takes the wrapped one's place; what is compiled with it is prepared, and returned."""
     source = plan.source
     compiles = _compiles(plan, call) or []
@@ -144,7 +144,7 @@ def _take_off(plan: Plan, call: cst.Call, arguments: dict[str, cst.BaseExpressio
     return compiles
 
 
-def _prepare(plan: Plan, model: str, arguments: dict[str, cst.BaseExpression]) -> str:
+def _prepare(plan: Rewrite, model: str, arguments: dict[str, cst.BaseExpression]) -> str:
     compression = arguments.get("compression")
     extra = []
     if compression is not None and plan.source.qualified(compression) != plan.prefix + "Compression.none":
@@ -168,7 +168,7 @@ def _is_compile(call: cst.CSTNode | None) -> bool:
     return owner_of(call, "compile") is not None
 
 
-def _compiles(plan: Plan, call: cst.Call) -> list[cst.Call] | None:
+def _compiles(plan: Rewrite, call: cst.Call) -> list[cst.Call] | None:
     """The calls of `model.compile` that are given what a call makes; None where it may go elsewhere too."""
     source = plan.source
     arg = source.parent(call)
@@ -183,7 +183,7 @@ def _compiles(plan: Plan, call: cst.Call) -> list[cst.Call] | None:
     return _compiled_with(plan, target) if is_chain(target) else None
 
 
-def _compiled_with(plan: Plan, target: cst.BaseExpression) -> list[cst.Call] | None:
+def _compiled_with(plan: Rewrite, target: cst.BaseExpression) -> list[cst.Call] | None:
     """The same of the name that it is assigned to."""
     source = plan.source
     found: list[cst.Call] = []
@@ -209,12 +209,12 @@ def _compiled_with(plan: Plan, target: cst.BaseExpression) -> list[cst.Call] | N
     return found
 
 
-def _is_own(source: Source, call: cst.Call) -> bool:
+def _is_own(source: Script, call: cst.Call) -> bool:
     """Whether what is called may be the script's, or keeps what it is given."""
     return tail(call.func) in source.definitions() | {"dict", "list", "tuple", "partial"}
 
 
-def _refuse_other_optimizers(plan: Plan, prepared: cst.Call, others: Sequence[cst.Call]) -> None:
+def _refuse_other_optimizers(plan: Rewrite, prepared: cst.Call, others: Sequence[cst.Call]) -> None:
     """A model that is compiled anew, with an optimizer of each rank's own, would not train."""
     source = plan.source
     assert isinstance(prepared.func, cst.Attribute)
@@ -234,7 +234,7 @@ def _refuse_other_optimizers(plan: Plan, prepared: cst.Call, others: Sequence[cs
 
 
 # -- loaded models -----------------------------------------------------------------------------------------------
-def _move_load(plan: Plan, call: cst.Call, *, accumulates: bool) -> None:
+def _move_load(plan: Rewrite, call: cst.Call, *, accumulates: bool) -> None:
     """`hvd.load_model` wraps what it loads: a plain file's model is prepared."""
     arguments = arguments_of(plan, call, "load_model")
     if arguments is None:
@@ -272,7 +272,7 @@ def _move_load(plan: Plan, call: cst.Call, *, accumulates: bool) -> None:
     plan.then(statement, [*more, _prepare(plan, model, arguments)])
 
 
-def keras_of(plan: Plan) -> str:
+def keras_of(plan: Rewrite) -> str:
     """How the script names Keras; an import is added where it does not."""
     found = {
         plan.source.qualified(node): code(node)
@@ -286,7 +286,7 @@ def keras_of(plan: Plan) -> str:
 
 
 # -- GPUs --------------------------------------------------------------------------------------------------------
-def _move_pinning(plan: Plan) -> None:
+def _move_pinning(plan: Rewrite) -> None:
     """`hvdtrain.init` gives each rank its GPU: the lines that do go, since they would come too late."""
     source = plan.source
     local = plan.prefix + "local_rank"
@@ -318,12 +318,12 @@ def _move_pinning(plan: Plan) -> None:
                 plan.remove(statement)
 
 
-def _device_call(source: Source, call: cst.CSTNode) -> str:
+def _device_call(source: Script, call: cst.CSTNode) -> str:
     name = source.qualified(call.func) if isinstance(call, cst.Call) else ""
     return name.split(".")[-1] if name.startswith("tensorflow.config.") else ""
 
 
-def _pins(source: Source, node: cst.CSTNode, local: str) -> bool:
+def _pins(source: Script, node: cst.CSTNode, local: str) -> bool:
     """Whether a statement does nothing but choose this rank's GPU and how its memory is taken."""
     if isinstance(node, cst.SimpleStatementLine):
         [small] = node.body if len(node.body) == 1 else [None]
@@ -336,7 +336,7 @@ def _pins(source: Source, node: cst.CSTNode, local: str) -> bool:
     return False
 
 
-def _used(source: Source, name: cst.Name, gone: Sequence[cst.CSTNode]) -> bool:
+def _used(source: Script, name: cst.Name, gone: Sequence[cst.CSTNode]) -> bool:
     """Whether a name is used elsewhere than in statements that go."""
     return any(
         node.value == name.value and node is not name and not any(above in gone for above in source.above(node))

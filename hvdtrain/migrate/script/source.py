@@ -16,7 +16,7 @@ _BLANK = cst.Module([])
 
 
 @dataclass(frozen=True, order=True)
-class Finding:
+class LineNote:
     """What is said of a line: a reason why it is not moved, or a note on what was."""
 
     line: int
@@ -53,7 +53,7 @@ def literal(node: cst.CSTNode | None) -> str:
     return "" if node is None else code(node).strip()
 
 
-class Source:
+class Script:
     """One script.
 
     Attributes:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import libcst as cst
 
 from hvdtrain.migrate.script import ranks
-from hvdtrain.migrate.script.plan import Plan, arguments_of, assignments, statement_of
+from hvdtrain.migrate.script.plan import Rewrite, arguments_of, assignments, statement_of
 from hvdtrain.migrate.script.ranks import (
     Arguments,
     Handler,
@@ -20,7 +20,7 @@ from hvdtrain.migrate.script.ranks import (
 )
 from hvdtrain.migrate.script.source import (
     SIGNATURES,
-    Source,
+    Script,
     calls,
     code,
     find,
@@ -54,7 +54,7 @@ _REASONS = {
 
 
 # -- losses ------------------------------------------------------------------------------------------------------
-def refuse_in_losses(plan: Plan) -> None:
+def refuse_in_losses(plan: Rewrite) -> None:
     """Refuses collectives that a gradient goes through: there hvdtrain has none."""
     source = plan.source
     functions = {function.name.value: function for function in find(source.module, cst.FunctionDef)}
@@ -67,7 +67,7 @@ def refuse_in_losses(plan: Plan) -> None:
 
 
 def _follow(
-    plan: Plan, at: cst.CSTNode, value: cst.CSTNode, functions: dict[str, cst.FunctionDef], seen: set[str]
+    plan: Rewrite, at: cst.CSTNode, value: cst.CSTNode, functions: dict[str, cst.FunctionDef], seen: set[str]
 ) -> None:
     """Looks at what a loss is made of: names assigned above, and functions of the script."""
     source = plan.source
@@ -82,7 +82,7 @@ def _follow(
                 _follow(plan, assigned, assigned, functions, seen)
 
 
-def _refuse_in(plan: Plan, part: cst.CSTNode) -> None:
+def _refuse_in(plan: Rewrite, part: cst.CSTNode) -> None:
     source = plan.source
     for call in calls(part):
         name = source.qualified(call.func).removeprefix(_PREFIX)
@@ -96,7 +96,7 @@ def _refuse_in(plan: Plan, part: cst.CSTNode) -> None:
             )
 
 
-def _is_detached(source: Source, call: cst.Call) -> bool:
+def _is_detached(source: Script, call: cst.Call) -> bool:
     """Whether no gradient can go through it, as it is written."""
     given = code(call.args[0].value) if call.args else ""
     if any(mark in given for mark in (".detach()", ".item()", "torch.tensor(", ".data", ".grad")):
@@ -110,7 +110,7 @@ def _is_detached(source: Source, call: cst.Call) -> bool:
     return without_gradients(source, call)
 
 
-def without_gradients(source: Source, node: cst.CSTNode) -> bool:
+def without_gradients(source: Script, node: cst.CSTNode) -> bool:
     """Whether a node stands in `with torch.no_grad():`, or in a function that is decorated so."""
     around: list[cst.CSTNode] = []
     for one in source.above(node):
@@ -118,7 +118,7 @@ def without_gradients(source: Source, node: cst.CSTNode) -> bool:
     return any("no_grad" in code(one) or "inference_mode" in code(one) for one in around)
 
 
-def averages_by_hand(source: Source) -> bool:
+def averages_by_hand(source: Script) -> bool:
     """Whether gradients are averaged by collectives of the script's own."""
     return any(
         source.qualified(call.func).startswith(_PREFIX) and ".grad" in "".join(code(arg) for arg in call.args)
@@ -127,7 +127,7 @@ def averages_by_hand(source: Source) -> bool:
 
 
 # -- the rest ----------------------------------------------------------------------------------------------------
-def move_rest(plan: Plan) -> None:
+def move_rest(plan: Rewrite) -> None:
     """Moves every use of Horovod that is left, or refuses it."""
     ranks.move_rest(plan, movers(HANDLERS, _REASONS) | {"horovod.run": ranks.move_run}, _REASONS)
 
@@ -135,7 +135,7 @@ def move_rest(plan: Plan) -> None:
 def movers(handlers: Mapping[str, Handler], reasons: Mapping[str, str]) -> dict[str, ranks.Mover]:
     """What moves a call of each of Horovod's functions: `handlers` of the same names, given its arguments."""
 
-    def move(plan: Plan, call: cst.Call, name: str) -> None:
+    def move(plan: Rewrite, call: cst.Call, name: str) -> None:
         arguments = arguments_of(plan, call, name)
         if arguments is None:
             return
@@ -151,7 +151,7 @@ def movers(handlers: Mapping[str, Handler], reasons: Mapping[str, str]) -> dict[
     return dict.fromkeys(SIGNATURES, move)
 
 
-def _reduced(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> None:
+def _reduced(plan: Rewrite, call: cst.Call, name: str, arguments: Arguments) -> None:
     op = _op(plan, call, arguments)
     if op is None or _is_written_to(plan, call, name, arguments):
         return
@@ -173,7 +173,7 @@ def _reduced(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> Non
     plan.replace(call, written)
 
 
-def _op(plan: Plan, call: cst.Call, arguments: Arguments) -> str | None:
+def _op(plan: Rewrite, call: cst.Call, arguments: Arguments) -> str | None:
     """What is made of the ranks' values; None where it is refused."""
     for name in ("prescale_factor", "postscale_factor"):
         if literal(arguments.get(name)) not in ("", "1.0", "1"):
@@ -192,13 +192,13 @@ def _op(plan: Plan, call: cst.Call, arguments: Arguments) -> str | None:
     return found
 
 
-def _is_a_number(source: Source, call: cst.Call) -> bool:
+def _is_a_number(source: Script, call: cst.Call) -> bool:
     """Whether only a number is made of what it returns, `hvd.allreduce(x).item()`, and a gradient may hang on it."""
     outer = source.parent(call)
     return isinstance(outer, cst.Attribute) and tail(outer) == "item" and not _is_detached(source, call)
 
 
-def _was_differentiated(source: Source, call: cst.Call) -> bool:
+def _was_differentiated(source: Script, call: cst.Call) -> bool:
     """Whether its tensor is a loss whose backward pass is done, above in the same function: its graph is gone."""
     given = call.args[0].value if call.args else None
     return is_chain(given) and any(
@@ -207,11 +207,11 @@ def _was_differentiated(source: Source, call: cst.Call) -> bool:
     )
 
 
-def _gathered(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> None:
+def _gathered(plan: Rewrite, call: cst.Call, name: str, arguments: Arguments) -> None:
     ranks.send(plan, call, name, plan.use("gather"))
 
 
-def _is_written_to(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> bool:
+def _is_written_to(plan: Rewrite, call: cst.Call, name: str, arguments: Arguments) -> bool:
     """Whether an operation in place is refused: what it writes to would stand twice in what replaces it."""
     given = arguments.get("tensor")
     while isinstance(given, cst.Subscript) and not any(True for part in given.slice for _ in calls(part)):
@@ -222,7 +222,7 @@ def _is_written_to(plan: Plan, call: cst.Call, name: str, arguments: Arguments) 
     return True
 
 
-def _broadcast(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> None:
+def _broadcast(plan: Rewrite, call: cst.Call, name: str, arguments: Arguments) -> None:
     if _is_written_to(plan, call, name, arguments):
         return
     does = plan.use("broadcast")
@@ -238,7 +238,7 @@ def _broadcast(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> N
         ranks.send(plan, call, name, does)
 
 
-def _state(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> None:
+def _state(plan: Rewrite, call: cst.Call, name: str, arguments: Arguments) -> None:
     """A broadcast that `hvt.prepare` does not make: of a state after training, or of another rank's."""
     given = arguments.get("params" if name == "broadcast_parameters" else "optimizer")
     if name == "broadcast_parameters":
@@ -251,7 +251,7 @@ def _state(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> None:
         statement_of(plan, call, f"hvd.{name}")
 
 
-def load_state(plan: Plan, call: cst.Call, name: str, given: cst.BaseExpression | None, does: str) -> bool:
+def load_state(plan: Rewrite, call: cst.Call, name: str, given: cst.BaseExpression | None, does: str) -> bool:
     """Loads the state of what has a name from one rank's, which `does` gives to all; whether it has one."""
     if not is_chain(given):
         plan.refuse(call, f"hvd.{name} is moved where it is given a name")

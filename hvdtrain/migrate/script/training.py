@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 import libcst as cst
 
-from hvdtrain.migrate.script.plan import Plan, own_nodes, target_of
+from hvdtrain.migrate.script.plan import Rewrite, own_nodes, target_of
 from hvdtrain.migrate.script.source import (
-    Source,
+    Script,
     calls,
     code,
     find,
@@ -25,7 +25,7 @@ _LEAVES = (cst.Continue, cst.Break, cst.Return)
 _PURE = ("len", "int", "float", "max", "min", "ceil", "floor", "size", "numel")
 
 
-def trainers(source: Source) -> set[str]:
+def trainers(source: Script) -> set[str]:
     """Names of the script's functions that train, or call one that does."""
     functions = list(find(source.module, cst.FunctionDef))
     found: set[str] = set()
@@ -65,7 +65,7 @@ class Optimizers:
         """Whether it is prepared, or wrapped under this name."""
         return tail(optimizer) in self.prepared or tail(optimizer) in self.wrapped
 
-    def spread(self, source: Source) -> None:
+    def spread(self, source: Script) -> None:
         """Follows them through functions that return them, to what is assigned there."""
         functions = list(find(source.module, cst.FunctionDef))
         lines = list(find(source.module, cst.SimpleStatementLine))
@@ -87,7 +87,7 @@ class Optimizers:
                         found[place] = self.prepared[tail(part)]
         return found
 
-    def _assign(self, source: Source, target: cst.BaseExpression, value: cst.BaseExpression) -> None:
+    def _assign(self, source: Script, target: cst.BaseExpression, value: cst.BaseExpression) -> None:
         targets = [e.value for e in target.elements] if isinstance(target, cst.Tuple) else []
         if targets and isinstance(value, cst.Tuple):
             for one, its in zip(targets, value.elements, strict=False):
@@ -105,7 +105,7 @@ class Optimizers:
 
 
 @dataclass
-class Step:
+class OptimizerStep:
     """The step that follows a backward pass.
 
     Attributes:
@@ -121,7 +121,7 @@ class Step:
     tests: list[cst.If]
 
 
-def step_after(source: Source, optimizers: Optimizers, backward: cst.Call) -> list[Step]:
+def step_after(source: Script, optimizers: Optimizers, backward: cst.Call) -> list[OptimizerStep]:
     """The steps that follow a pass in its function, up to the next pass: the first is its own."""
     own = [owner_of(call, "zero_grad") for call in calls(source.function(backward))]
     zeroed = {code(owner) for owner in own if owner is not None}
@@ -129,7 +129,7 @@ def step_after(source: Source, optimizers: Optimizers, backward: cst.Call) -> li
     at = source.statement(backward)
     while at is not None:
         block = list(source.block(at))
-        found: list[Step] = []
+        found: list[OptimizerStep] = []
         for statement in block[block.index(at) + 1 :]:
             for call in calls(statement, now=True):
                 if found and owner_of(call, "backward") is not None:
@@ -138,7 +138,7 @@ def step_after(source: Source, optimizers: Optimizers, backward: cst.Call) -> li
                 if (optimizer := next(known, None)) is not None:
                     around = list(source.above(statement))
                     tests = [one for one in source.above(call) if isinstance(one, cst.If) and one not in around]
-                    found.append(Step(optimizer, call, loops, tests))
+                    found.append(OptimizerStep(optimizer, call, loops, tests))
         if found:
             return found
         outer = next(source.above(source.parent(at) or at), None)
@@ -156,7 +156,7 @@ def stepped(call: cst.Call) -> list[cst.BaseExpression]:
     return [] if owner is None else [owner, *(arg.value for arg in call.args[:1])]
 
 
-def passes(source: Source) -> list[cst.Call]:
+def passes(source: Script) -> list[cst.Call]:
     """The calls of loss.backward(); not those of torch.autograd.backward and the like, or of the script's classes."""
     return [
         call
@@ -167,7 +167,7 @@ def passes(source: Source) -> list[cst.Call]:
     ]
 
 
-def refuse_other_passes(plan: Plan) -> None:
+def refuse_other_passes(plan: Rewrite) -> None:
     """Refuses `backward` that is no method of a loss, called there."""
     source = plan.source
     for node in find(source.module, cst.Attribute):
@@ -182,7 +182,7 @@ def _is_own(owner: cst.BaseExpression) -> bool:
     return code(owner).startswith("super(") or code(owner) in ("self", "cls")
 
 
-def move_backward(plan: Plan, optimizers: Optimizers, call: cst.Call) -> None:
+def move_backward(plan: Rewrite, optimizers: Optimizers, call: cst.Call) -> None:
     """`loss.backward()` becomes `optimizer.backward(loss)`, of the optimizer whose step follows."""
     if refuse_arguments(plan, call):
         return None
@@ -210,7 +210,7 @@ def move_backward(plan: Plan, optimizers: Optimizers, call: cst.Call) -> None:
     return None
 
 
-def refuse_arguments(plan: Plan, call: cst.Call) -> bool:
+def refuse_arguments(plan: Rewrite, call: cst.Call) -> bool:
     """Whether a backward pass is refused for what it is given."""
     strange = [literal(arg.keyword) or "an argument" for arg in call.args if literal(arg.keyword) != "retain_graph"]
     if strange:
@@ -218,7 +218,7 @@ def refuse_arguments(plan: Plan, call: cst.Call) -> bool:
     return bool(strange)
 
 
-def is_of_one_rank(plan: Plan, optimizers: Optimizers, call: cst.Call, optimizer: cst.BaseExpression) -> bool:
+def is_of_one_rank(plan: Rewrite, optimizers: Optimizers, call: cst.Call, optimizer: cst.BaseExpression) -> bool:
     """Whether a pass is for an optimizer that nobody wraps; one that is wrapped, and steps by itself, is refused."""
     if tail(optimizer) in optimizers.prepared or tail(optimizer) not in optimizers.plain | optimizers.wrapped:
         return False
@@ -227,7 +227,7 @@ def is_of_one_rank(plan: Plan, optimizers: Optimizers, call: cst.Call, optimizer
     return True
 
 
-def note_clipping(plan: Plan, backward: cst.Call, step: Step) -> None:
+def note_clipping(plan: Rewrite, backward: cst.Call, step: OptimizerStep) -> None:
     """Gradients that Horovod still has on their way are clipped there; here they are averaged."""
     source = plan.source
     clips, waits = False, False
@@ -243,13 +243,13 @@ def note_clipping(plan: Plan, backward: cst.Call, step: Step) -> None:
                 )
 
 
-def closures(source: Source, optimizers: Optimizers) -> list[cst.Call]:
+def closures(source: Script, optimizers: Optimizers) -> list[cst.Call]:
     """The calls of step(closure), of prepared optimizers: Horovod averages nothing that the closure differentiates."""
     owners = ((call, owner_of(call, "step")) for call in calls(source.module) if call.args)
     return [call for call, owner in owners if owner is not None and tail(owner) in optimizers.prepared]
 
 
-def _only(plan: Plan, optimizers: Optimizers, call: cst.Call) -> cst.BaseExpression | None:
+def _only(plan: Rewrite, optimizers: Optimizers, call: cst.Call) -> cst.BaseExpression | None:
     """The one optimizer there is, where the function of a backward pass can name it."""
     function = plan.source.function(call)
     found: dict[str, cst.BaseExpression] = {
@@ -267,7 +267,7 @@ def _only(plan: Plan, optimizers: Optimizers, call: cst.Call) -> cst.BaseExpress
     return None
 
 
-def _reachable(plan: Plan, optimizers: Optimizers, call: cst.Call) -> list[cst.BaseExpression]:
+def _reachable(plan: Rewrite, optimizers: Optimizers, call: cst.Call) -> list[cst.BaseExpression]:
     """Prepared optimizers that a method has as attributes of its object, or a function as names of the module."""
     source = plan.source
     owner = next((one for one in source.above(call) if isinstance(one, cst.ClassDef)), None)
@@ -278,7 +278,9 @@ def _reachable(plan: Plan, optimizers: Optimizers, call: cst.Call) -> list[cst.B
     return [target for target in targets if isinstance(target, cst.Name) and target.value in optimizers.prepared]
 
 
-def more_passes(plan: Plan, optimizers: Optimizers, call: cst.Call, steps: list[Step], optimizer: str) -> str | None:
+def more_passes(
+    plan: Rewrite, optimizers: Optimizers, call: cst.Call, steps: list[OptimizerStep], optimizer: str
+) -> str | None:
     """The argument that tells a pass that others of the same update follow; None where it is refused."""
     source = plan.source
     passes = optimizers.prepared.get(tail(cst.parse_expression(optimizer)), "")
@@ -352,7 +354,7 @@ def stored(node: cst.CSTNode) -> set[str]:
     return found
 
 
-def _stored_between(source: Source, call: cst.Call, test: cst.If) -> set[str]:
+def _stored_between(source: Script, call: cst.Call, test: cst.If) -> set[str]:
     start, top = source.statement(call), source.statement(test)
     assert start is not None and top is not None
     block = list(source.block(start))

@@ -8,10 +8,10 @@ from typing import Any
 
 import libcst as cst
 
-from hvdtrain.migrate.script.plan import HVDTRAIN, Plan, Target, condition_above, made_of, target_of
+from hvdtrain.migrate.script.plan import HVDTRAIN, Rewrite, Target, condition_above, made_of, target_of
 from hvdtrain.migrate.script.source import (
     SIGNATURES,
-    Source,
+    Script,
     bind,
     calls,
     code,
@@ -64,7 +64,7 @@ class Wrap:
         """The statement that ends a script where it asks for Adasum."""
         return [_ENDS.format(self.adasum, target.title)] if self.adasum else []
 
-    def know(self, source: Source, optimizers: Optimizers) -> None:
+    def know(self, source: Script, optimizers: Optimizers) -> None:
         """Tells what it is of, and under which names."""
         passes = self.arguments.get("backward_passes_per_step")
         if is_chain(self.optimizer):
@@ -75,7 +75,7 @@ class Wrap:
             optimizers.makers[function.name.value] = {-1: literal(passes)}
 
 
-def move_wraps(plan: Plan) -> Optimizers:
+def move_wraps(plan: Rewrite) -> Optimizers:
     """Moves every wrapped optimizer of a script; returns what is known of its optimizers."""
     source, optimizers = plan.source, Optimizers()
     norms = _norms(plan)
@@ -97,7 +97,7 @@ def move_wraps(plan: Plan) -> Optimizers:
     return optimizers
 
 
-def _move_questions(plan: Plan, adasum: str) -> None:
+def _move_questions(plan: Rewrite, adasum: str) -> None:
     """`if args.use_adasum and hvd.nccl_built()`, as Horovod's examples have it, asks for Adasum alone."""
     for node in find(plan.source.module, cst.BooleanOperation):
         if isinstance(node.operator, cst.And):
@@ -107,7 +107,7 @@ def _move_questions(plan: Plan, adasum: str) -> None:
                 plan.replace(node, adasum)
 
 
-def _norms(plan: Plan) -> tuple[cst.IfExp, bool] | None:
+def _norms(plan: Rewrite) -> tuple[cst.IfExp, bool] | None:
     """`hvd.SyncBatchNorm if ... else nn.BatchNorm2d`, where it is all that a script has of Horovod's; and whether the
     first is Horovod's."""
     source = plan.source
@@ -123,14 +123,14 @@ def _norms(plan: Plan) -> tuple[cst.IfExp, bool] | None:
     return (choice, first) if source.qualified(other).startswith("torch.nn.BatchNorm") else None
 
 
-def _move_norms(plan: Plan, wrap: Wrap, choice: cst.IfExp, first: bool) -> None:
+def _move_norms(plan: Rewrite, wrap: Wrap, choice: cst.IfExp, first: bool) -> None:
     """The model is made of plain layers, which `hvt.prepare` synchronises under the same condition."""
     plan.settle(choice)
     plan.replace(choice, code(choice.orelse if first else choice.body))
     wrap.extra.append(f"sync_batchnorm={code(choice.test) if first else f'not ({code(choice.test)})'}")
 
 
-def read(plan: Plan, call: cst.Call) -> Wrap | None:
+def read(plan: Rewrite, call: cst.Call) -> Wrap | None:
     """What a call of DistributedOptimizer wraps; None, and refused, where it cannot be told, or moved."""
     source = plan.source
     statement = source.statement(call)
@@ -165,14 +165,14 @@ def read(plan: Plan, call: cst.Call) -> Wrap | None:
     return Wrap(call, statement, target, model, arguments["optimizer"], arguments, adasum or "")
 
 
-def is_parameter(source: Source, node: cst.CSTNode, name: str) -> bool:
+def is_parameter(source: Script, node: cst.CSTNode, name: str) -> bool:
     """Whether a name is one of those that the function of a node is called with."""
     function = source.function(node)
     given = find(function.params, cst.Param) if isinstance(function, cst.FunctionDef) else ()
     return any(one.name.value == name for one in given)
 
 
-def _adasum_test(source: Source, op: cst.BaseExpression) -> str | None:
+def _adasum_test(source: Script, op: cst.BaseExpression) -> str | None:
     """When `hvd.Adasum if ... else hvd.Average` is Adasum, as text; None of anything else."""
     if not isinstance(op, cst.IfExp) or "horovod." in "".join(map(source.qualified, walk(op.test))):
         return None
@@ -184,7 +184,7 @@ def _names() -> list[str]:
     return SIGNATURES["DistributedOptimizer"].split()
 
 
-def _check_arguments(plan: Plan, call: cst.Call, arguments: dict[str, cst.BaseExpression]) -> bool:
+def _check_arguments(plan: Rewrite, call: cst.Call, arguments: dict[str, cst.BaseExpression]) -> bool:
     """Whether each of them is kept, or is of no matter."""
     right = True
     op = arguments.get("op")
@@ -208,7 +208,7 @@ def _check_arguments(plan: Plan, call: cst.Call, arguments: dict[str, cst.BaseEx
     return right
 
 
-def _model(source: Source, statement: cst.SimpleStatementLine, arguments: dict[str, cst.BaseExpression]) -> str | None:
+def _model(source: Script, statement: cst.SimpleStatementLine, arguments: dict[str, cst.BaseExpression]) -> str | None:
     """The model, as text: of its named parameters, or else of those that the optimizer was made of."""
     named = made_of(source, arguments.get("named_parameters"), statement)
     if (found := _owner(named, "named_parameters")) is not None:
@@ -233,7 +233,7 @@ def _owner(node: cst.BaseExpression | None, method: str) -> str | None:
     return code(owner) if owner is not None and is_chain(inner) else None
 
 
-def _place(plan: Plan, wrap: Wrap) -> None:
+def _place(plan: Rewrite, wrap: Wrap) -> None:
     """Puts `hvt.prepare` where the last of the broadcasts before training stands, and takes these away."""
     source = plan.source
     block = list(source.block(wrap.statement))
@@ -268,7 +268,7 @@ def _place(plan: Plan, wrap: Wrap) -> None:
     plan.rewrite(moved, lambda _: [_written(wrap.model, target, target, parts["extra"])])
 
 
-def _broadcast(source: Source, statement: cst.CSTNode) -> cst.Call | None:
+def _broadcast(source: Script, statement: cst.CSTNode) -> cst.Call | None:
     """The broadcast that a statement is."""
     if isinstance(statement, cst.SimpleStatementLine) and len(statement.body) == 1:
         [small] = statement.body
@@ -277,7 +277,7 @@ def _broadcast(source: Source, statement: cst.CSTNode) -> cst.Call | None:
     return None
 
 
-def _is_of(plan: Plan, call: cst.Call, model: str, optimizers: set[str]) -> bool:
+def _is_of(plan: Rewrite, call: cst.Call, model: str, optimizers: set[str]) -> bool:
     """Whether it gives rank 0's state of this model or its optimizer to all."""
     name = plan.source.qualified(call.func).split(".")[-1]
     arguments = plan.bind(call, name)
@@ -288,7 +288,7 @@ def _is_of(plan: Plan, call: cst.Call, model: str, optimizers: set[str]) -> bool
     return model in (_owner(arguments.get("params"), one) for one in ("state_dict", "named_parameters", "parameters"))
 
 
-def _reads(source: Source, statement: cst.CSTNode, model: str) -> bool:
+def _reads(source: Script, statement: cst.CSTNode, model: str) -> bool:
     """Whether a statement may use what a model holds: a copy, a teacher; all but what makes an optimizer of it."""
     own = source.definitions()
     _, value = target_of(statement)
@@ -299,7 +299,7 @@ def _reads(source: Source, statement: cst.CSTNode, model: str) -> bool:
     )
 
 
-def _touches(source: Source, statement: cst.CSTNode, texts: set[str]) -> bool:
+def _touches(source: Script, statement: cst.CSTNode, texts: set[str]) -> bool:
     """Whether a statement may change the model or its optimizer, or needs the wrapped one: all but what makes a
     scheduler."""
     if isinstance(statement, (cst.FunctionDef, cst.ClassDef)):
@@ -335,7 +335,7 @@ def _written(model: str, target: str, optimizer: str, extra: Sequence[str]) -> s
     )
 
 
-def move_synchronize(plan: Plan, optimizers: Optimizers) -> None:
+def move_synchronize(plan: Rewrite, optimizers: Optimizers) -> None:
     """`synchronize()` goes, and so does what is around a step for it: gradients are averaged when backward returns."""
     around: list[cst.CSTNode] = []
     for node in walk(plan.source.module):

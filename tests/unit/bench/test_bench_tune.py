@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdtrain.bench import train, tune
-from hvdtrain.bench.tune import Knob, Refused, Search, Settings
+from hvdtrain.bench.tune import Knob, KnobSearch, Refused, Settings
 from hvdtrain.core.errors import ConfigError
 
 KNOBS = [Knob("a", ["A"], ["1", "2", "3"], "1"), Knob("b", ["B", "B2"], ["x", "y"])]
@@ -44,8 +44,8 @@ class MadeUp:
             self.now_s += sum(pair)
             yield pair[0], pair[1]
 
-    def search(self, budget_s: float = 1e6) -> Search:
-        return Search(self.race, budget_s, clock=lambda: self.now_s, say=lambda text: None)
+    def search(self, budget_s: float = 1e6) -> KnobSearch:
+        return KnobSearch(self.race, budget_s, clock=lambda: self.now_s, say=lambda text: None)
 
 
 @given(
