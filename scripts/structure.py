@@ -5,7 +5,7 @@ A folder stands on those that it imports, at any depth; no two may reach each ot
 
     scripts/structure.py            a table; exit code 1 where there is a circle
     scripts/structure.py --tree     the tree as docs/architecture.md shows it
-    scripts/structure.py --names    public classes of one name (then exit code 1), and protocols that one class follows
+    scripts/structure.py --names    public classes of one name (exit code 1), and protocols that no two classes follow
 
 Imports inside functions and under TYPE_CHECKING count as well.
 """
@@ -108,7 +108,7 @@ def twice(found: Mapping[str, Path]) -> list[str]:
 
 
 def lonely_protocols(found: Mapping[str, Path]) -> list[str]:
-    """Returns protocols that exactly one class of the package has all members of."""
+    """Returns protocols that at most one class of the package has all members of."""
     named = classes(found)
     every = [node for places in named.values() for _, node in places]
 
@@ -131,7 +131,7 @@ def lonely_protocols(found: Mapping[str, Path]) -> list[str]:
     protocols = [node for node in every if "Protocol" in bases(node)]
     real = {node.name: members(node) for node in every if node not in protocols}
     owners = {node.name: [name for name, has in real.items() if members(node) <= has] for node in protocols}
-    return [f"{name}: {having[0]}" for name, having in owners.items() if len(having) == 1]
+    return [f"{name}: {', '.join(having)}" for name, having in owners.items() if len(having) < 2]
 
 
 def main(argv: list[str] | None = None) -> int:

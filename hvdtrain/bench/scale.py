@@ -20,7 +20,7 @@ from hvdtrain.bench.turns.report import begin, finish, heading, progress
 from hvdtrain.bench.turns.turns import ONE_THREAD, InterleavedJobs, launched, torch_command
 from hvdtrain.core.errors import install_command
 from hvdtrain.core.flags import whole
-from hvdtrain.pipeline.plan.costs import LinkSpeed
+from hvdtrain.pipeline.plan.costs import Link
 from hvdtrain.pipeline.plan.scaling import BACKWARD, BucketTiming, MeasuredStep, Network, predict
 from hvdtrain.record import stats
 from hvdtrain.world.startup import find_modules
@@ -82,7 +82,7 @@ def compared(
         hidden: sums go on beside the backward pass.
     """
     cost = link_cost("ring", {ranks: {size: median(seconds[str(size)]) for size in SUMS}})
-    link = LinkSpeed(cost.latency_s, 1 / cost.s_per_byte if cost.s_per_byte else float("inf"))
+    link = Link(cost.latency_s, 1 / cost.s_per_byte if cost.s_per_byte else float("inf"))
     network = Network(link, link, per_host=ranks)
     found: dict[str, Any] = {"link": vars(cost), "of_measured": {}, "predicted_s": {}}
     for name, times in {"1 rank": crowd, "no communication": 1.0}.items():

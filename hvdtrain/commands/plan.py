@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from hvdtrain.core import flags
 from hvdtrain.core.errors import ConfigError, install_command
-from hvdtrain.pipeline.plan.costs import Device, LinkSpeed, SegmentCost
+from hvdtrain.pipeline.plan.costs import Device, Link, SegmentCost
 from hvdtrain.pipeline.plan.partition import in_words
 from hvdtrain.pipeline.tuning.planner import Cluster, ParallelPlan, Speed, as_json, described, forward_flops, plans
 from hvdtrain.record import stats
@@ -115,7 +115,7 @@ def _given(args: argparse.Namespace, devices: tuple[Device, ...]) -> PlanInputs:
         sample_s = flops / (args.tflops * 1e12)
         what = f"{args.tflops:g} TFLOP/s on one device ({flops / 1e9:.1f} GFLOP a sample: {1 / sample_s:.0f} samples/s)"
     speed = Speed.of(profile.costs, sample_s, samples, args.launch_us * 1e-6)
-    network, link = _network(args), LinkSpeed(args.latency_us * 1e-6, (args.link_gbps or LINK_GBPS) * GIGABIT)
+    network, link = _network(args), Link(args.latency_us * 1e-6, (args.link_gbps or LINK_GBPS) * GIGABIT)
     inputs = PlanInputs(speed.costs(profile.costs), Cluster(devices, args.nodes, link, network))
     inputs.measured.append(f"bytes, and each part's share of the time, of {len(profile.costs)} parts on this processor")
     inputs.note(what, is_given=bool(args.samples_per_s) or args.tflops != TFLOPS)
@@ -131,9 +131,9 @@ def _real(args: argparse.Namespace) -> PlanInputs:
     model, example = _model(args)
     names = [name.strip() for name in args.devices.split(",")]
     profile = _profile(args, model, example, names, [MEASURED_SAMPLES, 4 * MEASURED_SAMPLES])
-    links: Any = profile.links or LinkSpeed()
+    links: Any = profile.links or Link()
     if args.link_gbps:
-        links = LinkSpeed(args.latency_us * 1e-6, args.link_gbps * GIGABIT)
+        links = Link(args.latency_us * 1e-6, args.link_gbps * GIGABIT)
     cluster = Cluster(profile.devices, args.nodes, links, _network(args), profile.pools)
     inputs = PlanInputs(profile.costs, cluster)
     inputs.measured.append(f"times and bytes of {len(profile.costs)} parts, links and shared cores on {args.devices}")
@@ -142,8 +142,8 @@ def _real(args: argparse.Namespace) -> PlanInputs:
     return _with_network(args, inputs)
 
 
-def _network(args: argparse.Namespace) -> LinkSpeed:
-    return LinkSpeed(args.latency_us * 1e-6, args.all_reduce_gbps * GIGABIT)
+def _network(args: argparse.Namespace) -> Link:
+    return Link(args.latency_us * 1e-6, args.all_reduce_gbps * GIGABIT)
 
 
 def _with_network(args: argparse.Namespace, inputs: PlanInputs) -> PlanInputs:

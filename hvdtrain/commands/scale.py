@@ -20,7 +20,7 @@ from typing import Any, get_args
 from hvdtrain.commands.plan import GIGABIT, LATENCY_US, LINK_GBPS, NETWORK_GBPS, computable, save
 from hvdtrain.core import flags
 from hvdtrain.core.errors import ConfigError, install_command
-from hvdtrain.pipeline.plan.costs import LinkSpeed
+from hvdtrain.pipeline.plan.costs import Link
 from hvdtrain.pipeline.plan.scaling import (
     BACKWARD,
     MOST_RANKS,
@@ -218,7 +218,7 @@ def _network(args: argparse.Namespace, sources: dict[str, list[str]]) -> Network
         rate, latency_us = given or (usual_gbps / 8, LATENCY_US)
         if given and math.isinf(rate * GIGABYTE):
             raise OverflowError(f"{rate:g} GB/s {where}")
-        link = measured[where] if kind == "measured" else LinkSpeed(latency_us * 1e-6, rate * GIGABYTE)
+        link = measured[where] if kind == "measured" else Link(latency_us * 1e-6, rate * GIGABYTE)
         sources[kind].append(f"{link.bytes_per_s / GIGABYTE:.3g} GB/s and {link.latency_s * 1e6:.3g} us {where}")
         links.append(link)
     kind = "assumed" if args.coordinator_us == 1.0 else "given"
@@ -228,14 +228,14 @@ def _network(args: argparse.Namespace, sources: dict[str, list[str]]) -> Network
     return Network(between, inside, args.per_host, args.way, cycle_s, coordinator_s, args.fusion)
 
 
-def _measured_link(path: Path) -> dict[str, LinkSpeed]:
+def _measured_link(path: Path) -> dict[str, Link]:
     """Of `hvdtrain bench comm`: between hosts where each rank had a cable, else inside one."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         cost, rate = found["links"]["ring"], found["settings"].get("rate")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError("--comm names the JSON of hvdtrain bench comm, with a ring", f"{path}: {error!r}") from None
-    link = LinkSpeed(cost["latency_s"], 1 / cost["s_per_byte"] if cost["s_per_byte"] else math.inf)
+    link = Link(cost["latency_s"], 1 / cost["s_per_byte"] if cost["s_per_byte"] else math.inf)
     return {"between hosts" if rate else "inside a host": link}
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from hvdtrain.commands.plan import GIGABIT, save
 from hvdtrain.core.errors import install_command
-from hvdtrain.pipeline.plan.costs import LinkSpeed
+from hvdtrain.pipeline.plan.costs import Link
 from hvdtrain.pipeline.plan.scaling import BACKWARD, BucketTiming, MeasuredStep, Network, StepCost, predict
 from hvdtrain.record import stats
 from hvdtrain.world import startup
@@ -68,14 +68,9 @@ def network(gbit_per_s: int, between: tuple[float, float] | None = None, coordin
     Args:
         between: other GB/s and microseconds between hosts than the nominal ones.
     """
-    link = LinkSpeed(between[1] * 1e-6, between[0] * 8 * GIGABIT) if between else LinkSpeed(14e-6, gbit_per_s * GIGABIT)
+    link = Link(between[1] * 1e-6, between[0] * 8 * GIGABIT) if between else Link(14e-6, gbit_per_s * GIGABIT)
     return Network(
-        link,
-        LinkSpeed(5.7e-6, 15.75e9),
-        per_host=4,
-        cycle_s=5e-3,
-        coordinator_s=coordinator_us * 1e-6,
-        fusion_bytes=2**26,
+        link, Link(5.7e-6, 15.75e9), per_host=4, cycle_s=5e-3, coordinator_s=coordinator_us * 1e-6, fusion_bytes=2**26
     )
 
 

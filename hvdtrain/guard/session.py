@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.comm.lines import user_line
-from hvdtrain.comm.link import WELCOME, Link, connect
+from hvdtrain.comm.link import WELCOME, RankLink, connect
 from hvdtrain.core import flags, launchers, variables
 from hvdtrain.core.errors import GUARD_CODE, ConfigError
 from hvdtrain.guard import rates
@@ -63,7 +63,7 @@ class GuardSession:
         self._met = False
         self._unwritten: ConfigError | None = None
         self._pid = os.getpid()
-        self._links: dict[int, Link] = {}
+        self._links: dict[int, RankLink] = {}
         self._lock, self._over = threading.RLock(), threading.Event()
         self._done: set[int] = set()
         self._depth = threading.local()
@@ -120,7 +120,7 @@ class GuardSession:
         def take() -> None:
             while len(self._links) < self.size - 1 and not self._over.is_set():
                 with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                    link = Link(door.accept()[0])
+                    link = RankLink(door.accept()[0])
                     for message in link.receive(_TICK_S * 20):
                         if hmac.compare_digest(str(message["token"]), token):
                             link.socket.sendall(WELCOME)

@@ -9,7 +9,7 @@ from queue import SimpleQueue
 
 from stub_pipelines import stage
 
-from hvdtrain.pipeline.plan.costs import LinkSpeed, Pool
+from hvdtrain.pipeline.plan.costs import Link, Pool
 from hvdtrain.pipeline.plan.schedule import REMATS, SCHEDULES, Action, actions, micro_batch_sizes, recomputed
 from hvdtrain.pipeline.plan.simulate import simulate
 from hvdtrain.pipeline.values.threads import FairSemaphore
@@ -20,7 +20,7 @@ from hvdtrain.pipeline.values.threads import FairSemaphore
 class StubPipeline:
     """A thread a stage, and one for each direction of a link; their work is to wait on the clock."""
 
-    def __init__(self, stages, sizes, schedule, remat, link: LinkSpeed, slots: int) -> None:
+    def __init__(self, stages, sizes, schedule, remat, link: Link, slots: int) -> None:
         self.stages, self.sizes, self.link = stages, sizes, link
         self.turns = FairSemaphore(slots or len(stages))
         self.orders = [actions(schedule, k, len(stages), len(sizes)) for k in range(len(stages))]
@@ -90,7 +90,7 @@ def settings_of_stubs():
     for at, (spec, batch, micro_batches, slots) in enumerate(STUBS):
         one = [stage(*numbers, pool="cpu") for numbers in spec]
         sizes = micro_batch_sizes(batch, micro_batches)
-        yield one, sizes, SCHEDULES[at % 2], REMATS[at % 3], LinkSpeed(0.002, 500.0), slots
+        yield one, sizes, SCHEDULES[at % 2], REMATS[at % 3], Link(0.002, 500.0), slots
 
 
 def off_by(measured: float, predicted: float) -> float:
@@ -125,7 +125,7 @@ def test_threads_take_as_long_as_simulated():
     for (one, sizes, schedule, remat, link, slots), seconds in zip(cases, measured, strict=True):
         right = {"remat": remat, "links": link, "pools": with_slots(slots)}
         other: list[dict] = [{**right, "remat": "never"}] if remat == "all" else []
-        other += [{**right, "links": LinkSpeed()}] if len(sizes) == 1 else []
+        other += [{**right, "links": Link()}] if len(sizes) == 1 else []
         other += [{**right, "pools": with_slots(0)}] if slots else []
         for changed in other:
             assert off_by(seconds, simulate(one, sizes=sizes, schedule=schedule, **changed).step_s) > 0.05

@@ -29,13 +29,15 @@ def test_no_two_modules_or_folders_reach_each_other() -> None:
     assert structure.circles(structure.between_folders(GRAPH, FOUND)) == []
 
 
-# protocols that one class of the package follows, and why they stay: what uses it stands below that class
+# protocols that at most one class of the package follows: why what uses them does not name that class
 PROTOCOLS = {
     "AgentConnection": "hosts ask through the connections of a launch",
     "Checkpoints": "the parts of a checkpoint are saved by a Checkpointer, which is made of them",
     "Files": "users have lists of files of their own",
     "Follower": "loaders follow the session of what trains",
     "Notes": "the process that writes checkpoints reports to what a Checkpointer records",
+    "Pipe": "a Pipeline is made with what proves it",
+    "Staged": "a Pipeline, which stands beside the PyTorch adapter, follows it",
     "Store": "PyTorch's stores follow it as well",
     "Training": "checkpoints end what trains",
     "Undo": "a session keeps what undoes an update, which holds the session",

@@ -24,11 +24,8 @@ def check_elastic(model: keras.Model, session: KerasSession, its: Elastic, callb
         ConfigError: it could not go on with other ranks.
     """
     data = session.fitted
-    by_index = (
-        isinstance(data, KerasLoader)
-        and not isinstance(data, WalkedLoader)
-        and not isinstance(data.source, DatasetBatches)
-    )
+    dealt = isinstance(data, KerasLoader) and not isinstance(data, WalkedLoader)
+    by_index = dealt and not isinstance(data.source, DatasetBatches)
     kinds = {type(callback).__name__ for callback in callbacks}
     optimizers = [leaf for optimizer in optimizers_of(model) for leaf in leaves_of(optimizer)]
     needs = {

@@ -125,7 +125,7 @@ class Device:
 
 
 @dataclass(frozen=True)
-class LinkSpeed:
+class Link:
     """From a stage to the next one and back; each direction carries one tensor at a time."""
 
     latency_s: float = 0.0
@@ -136,7 +136,7 @@ class LinkSpeed:
         return self.latency_s + size_bytes / self.bytes_per_s
 
 
-def ring_link(ranks: int, per_host: int, inside: LinkSpeed, between: LinkSpeed) -> LinkSpeed:
+def ring_link(ranks: int, per_host: int, inside: Link, between: Link) -> Link:
     """What limits a ring over hosts of so many ranks: the narrowest link, and the mean latency of its hops: what goes
     round crosses each once. (NCCL's graph/tuning.cc adds latencies up in the same way.)"""
     if ranks <= per_host:
@@ -144,10 +144,10 @@ def ring_link(ranks: int, per_host: int, inside: LinkSpeed, between: LinkSpeed) 
     across = -(-ranks // per_host)
     latency_s = (across * between.latency_s + (ranks - across) * inside.latency_s) / ranks
     narrowest = min(between.bytes_per_s, inside.bytes_per_s) if per_host > 1 else between.bytes_per_s
-    return LinkSpeed(latency_s, narrowest)
+    return Link(latency_s, narrowest)
 
 
-def all_reduce_seconds(size_bytes: float, replicas: int, link: LinkSpeed) -> float:
+def all_reduce_seconds(size_bytes: float, replicas: int, link: Link) -> float:
     """A ring all-reduce: each replica sends `2 (n - 1) / n` of the bytes in `2 (n - 1)` messages (Patarasuk and
     Yuan, "Bandwidth optimal all-reduce algorithms", 2009)."""
     rounds = 2 * (replicas - 1)

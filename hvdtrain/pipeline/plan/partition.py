@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import Literal
 
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.pipeline.plan.costs import Device, LinkSpeed, SegmentCost, stage_costs, working_bytes
+from hvdtrain.pipeline.plan.costs import Device, Link, SegmentCost, stage_costs, working_bytes
 from hvdtrain.pipeline.plan.schedule import (
     Action,
     Remat,
@@ -53,7 +53,7 @@ def partition(
     micro_batches: int,
     schedule: Schedule = "1f1b",
     remat: Remat = "never",
-    links: LinkSpeed | Sequence[LinkSpeed] = LinkSpeed(),  # noqa: B008 - frozen
+    links: Link | Sequence[Link] = Link(),  # noqa: B008 - frozen
     balance: Balance = "time",
     chunks: int = 1,
 ) -> Partition:
@@ -172,7 +172,7 @@ class _Chain:
         sizes: Sequence[int],
         orders: Sequence[Sequence[Action]],
         remat: Remat,
-        links: Sequence[LinkSpeed],
+        links: Sequence[Link],
     ) -> None:
         self.segments, self.stages = len(costs), len(devices)
         self._ahead = [device.ahead for device in devices]

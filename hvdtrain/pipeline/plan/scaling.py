@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, get_args
 
-from hvdtrain.pipeline.plan.costs import LinkSpeed, all_reduce_seconds, ring_link
+from hvdtrain.pipeline.plan.costs import Link, all_reduce_seconds, ring_link
 
 Way = Literal["ring", "hierarchical", "tree"]
 MOST_RANKS = 1 << 20  # that are looked at
@@ -94,8 +94,8 @@ class Network:
         fusion_bytes: that are summed together at most (HOROVOD_FUSION_THRESHOLD).
     """
 
-    between: LinkSpeed
-    inside: LinkSpeed
+    between: Link
+    inside: Link
     per_host: int = 8
     way: Way = "ring"
     cycle_s: float = 0.0
@@ -118,7 +118,7 @@ class Network:
         latency_s = self.between.latency_s if ranks > self.per_host else self.inside.latency_s
         return (1 + math.ceil(math.log2(ranks))) * latency_s + (ranks - 1) * self.coordinator_s
 
-    def _ring(self, ranks: int) -> LinkSpeed:
+    def _ring(self, ranks: int) -> Link:
         return ring_link(ranks, self.per_host, self.inside, self.between)
 
 

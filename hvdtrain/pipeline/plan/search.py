@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.pipeline.plan.costs import (
     Device,
-    LinkSpeed,
+    Link,
     Pool,
     SegmentCost,
     all_reduce_seconds,
@@ -45,18 +45,18 @@ class Cluster:
 
     devices: tuple[Device, ...]
     nodes: int = 1
-    links: LinkSpeed | tuple[LinkSpeed, ...] = LinkSpeed()
-    network: LinkSpeed = LinkSpeed()
+    links: Link | tuple[Link, ...] = Link()
+    network: Link = Link()
     pools: Mapping[str, Pool] = field(default_factory=dict)
 
-    def between(self, stages: int) -> tuple[LinkSpeed, ...]:
+    def between(self, stages: int) -> tuple[Link, ...]:
         """The links of a pipeline over the first devices."""
-        return (self.links,) * (stages - 1) if isinstance(self.links, LinkSpeed) else self.links[: stages - 1]
+        return (self.links,) * (stages - 1) if isinstance(self.links, Link) else self.links[: stages - 1]
 
-    def ring(self, replicas: int, per_node: int) -> LinkSpeed:
+    def ring(self, replicas: int, per_node: int) -> Link:
         """What limits an all-reduce over so many replicas."""
-        within = [self.links] if isinstance(self.links, LinkSpeed) else list(self.links)
-        slowest = LinkSpeed(
+        within = [self.links] if isinstance(self.links, Link) else list(self.links)
+        slowest = Link(
             max((one.latency_s for one in within), default=0.0),
             min((one.bytes_per_s for one in within), default=math.inf),
         )

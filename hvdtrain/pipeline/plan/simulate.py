@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.pipeline.plan.costs import LinkSpeed, Pool, StageCost, device_peak_bytes
+from hvdtrain.pipeline.plan.costs import Link, Pool, StageCost, device_peak_bytes
 from hvdtrain.pipeline.plan.schedule import WEIGHT_SHARE, Action, Kind, Remat, Schedule, actions, of_stage, recomputed
 
 NOW = 1e-12  # of the time so far: what ends within it ends now
@@ -56,7 +56,7 @@ def simulate(
     sizes: Sequence[int],
     schedule: Schedule = "1f1b",
     remat: Remat = "never",
-    links: LinkSpeed | Sequence[LinkSpeed] = LinkSpeed(),  # noqa: B008 - frozen
+    links: Link | Sequence[Link] = Link(),  # noqa: B008 - frozen
     pools: Mapping[str, Pool] | None = None,
     overlap: bool = True,
     chunks: int = 1,
@@ -127,17 +127,17 @@ def pool_speeds(seen: Sequence[tuple[float, float, float]], most: int) -> tuple[
     return tuple(1 / (1 + high * (running - 1)) for running in range(1, most + 1))
 
 
-def links_between(links: LinkSpeed | Sequence[LinkSpeed], devices: int, chunks: int = 1) -> tuple[LinkSpeed, ...]:
+def links_between(links: Link | Sequence[Link], devices: int, chunks: int = 1) -> tuple[Link, ...]:
     """One link between each two neighbouring stages; from the last device back to the first the slowest.
 
     Raises:
         ConfigError: too many, or too few.
     """
-    if isinstance(links, LinkSpeed):
+    if isinstance(links, Link):
         links = (links,) * (devices - 1)
     if len(links) != devices - 1:
         raise ConfigError("each two neighbouring stages have a link", f"{len(links)} link(s), {devices} stages")
-    back = LinkSpeed(
+    back = Link(
         max((one.latency_s for one in links), default=0.0), min((one.bytes_per_s for one in links), default=math.inf)
     )
     return tuple(([*links, back] * chunks)[:-1])
@@ -161,7 +161,7 @@ class _Run:
         sizes: Sequence[int],
         orders: Sequence[tuple[Action, ...]],
         remat: Remat,
-        links: Sequence[LinkSpeed],
+        links: Sequence[Link],
         pools: Mapping[str, Pool],
         overlap: bool,
     ) -> None:

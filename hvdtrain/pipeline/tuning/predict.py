@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hvdtrain.pipeline.plan.costs import Curve, Device, LinkSpeed, Pool, StageCost, stage_costs
+from hvdtrain.pipeline.plan.costs import Curve, Device, Link, Pool, StageCost, stage_costs
 from hvdtrain.pipeline.plan.schedule import Remat, recomputed, stage_orders
 from hvdtrain.pipeline.plan.simulate import Span, pool_speeds, simulate
 from hvdtrain.pipeline.run.runtime import Pipeline
@@ -46,7 +46,7 @@ class Prediction:
     pipe: Pipeline
     stages: Sequence[StageCost]
     overhead_s: float
-    links: Sequence[LinkSpeed] | LinkSpeed = LinkSpeed()
+    links: Sequence[Link] | Link = Link()
     pools: Mapping[str, Pool] = field(default_factory=dict)
 
     def __call__(self, sizes: Sequence[int]) -> float:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.pipeline.plan.costs import ZERO, Curve, Device, LinkSpeed, Pool, SegmentCost
+from hvdtrain.pipeline.plan.costs import ZERO, Curve, Device, Link, Pool, SegmentCost
 from hvdtrain.pipeline.trace.restore import all_training, preserved_state
 from hvdtrain.pipeline.trace.segments import Segment, segments
 from hvdtrain.pipeline.tuning.measure import Bytes, DeviceClock, Seconds, SegmentBench, on_device, together
@@ -46,7 +46,7 @@ class Profile:
 
     costs: tuple[SegmentCost, ...]
     devices: tuple[Device, ...] = ()
-    links: tuple[LinkSpeed, ...] = ()
+    links: tuple[Link, ...] = ()
     pools: Mapping[str, Pool] = field(default_factory=dict)
     samples: tuple[int, ...] = ()
 
@@ -66,7 +66,7 @@ class Profile:
             return cls(
                 costs=tuple(_cost(entry) for entry in data["costs"]),
                 devices=tuple(Device(**entry) for entry in data["devices"]),
-                links=tuple(LinkSpeed(**entry) for entry in data["links"]),
+                links=tuple(Link(**entry) for entry in data["links"]),
                 pools={name: Pool(tuple(entry["speeds"]), entry["slots"]) for name, entry in data["pools"].items()},
                 samples=tuple(data["samples"]),
             )
@@ -124,7 +124,7 @@ def profile(
         found = on_device(stage_devices(places)[0], lambda: _by_size(bench, wanted, repeats, timed), bench.stopped)
         costs = _costs(parts, found, optimizer_copies)
         if not timed:
-            return Profile(costs, tuple(map(planned, places)), (LinkSpeed(),) * (len(places) - 1), {}, tuple(found))
+            return Profile(costs, tuple(map(planned, places)), (Link(),) * (len(places) - 1), {}, tuple(found))
         speeds = _speeds(parts, arguments, places, bench, min(found))
         pools = _pools(bench, places, min(found))
         links = tuple(_link(a, b) for a, b in zip(places, places[1:], strict=False))
@@ -283,10 +283,10 @@ def _together(
     return together(some[: len(works)], works, bench.stopped)
 
 
-def _link(a: torch.device, b: torch.device) -> LinkSpeed:
+def _link(a: torch.device, b: torch.device) -> Link:
     """Latency and rate of copies from one device to another."""
     if a == b:
-        return LinkSpeed()
+        return Link()
     clock = DeviceClock(b if b.type == "cuda" else a)
     seconds = []
     for size in TRANSFERS_BYTES:
@@ -299,4 +299,4 @@ def _link(a: torch.device, b: torch.device) -> LinkSpeed:
         seconds.append(statistics.median(taken[2:]))
     small, large = TRANSFERS_BYTES
     rate = (large - small) / max(seconds[1] - seconds[0], 1e-9)
-    return LinkSpeed(max(0.0, seconds[0] - small / rate), rate)
+    return Link(max(0.0, seconds[0] - small / rate), rate)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from test_pipeline_plan import StubAllocator, modes, real_peaks
 
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.pipeline.plan.costs import Curve, Device, LinkSpeed, SegmentCost, stage_costs
+from hvdtrain.pipeline.plan.costs import Curve, Device, Link, SegmentCost, stage_costs
 from hvdtrain.pipeline.plan.partition import Partition, in_words, partition
 from hvdtrain.pipeline.plan.schedule import actions, micro_batch_sizes, recomputed
 
@@ -61,7 +61,7 @@ problems = {
     "costs": st.lists(segments, min_size=1, max_size=8),
     "speeds": st.lists(st.sampled_from([0.5, 1.0, 2.0]), min_size=1, max_size=4),
     "limit": st.sampled_from([None, 60, 120, 240]),
-    "link": st.sampled_from([LinkSpeed(), LinkSpeed(0.5, 1.0), LinkSpeed(0, 4.0)]),
+    "link": st.sampled_from([Link(), Link(0.5, 1.0), Link(0, 4.0)]),
     "batch": st.integers(4, 12),
     "micro_batches": st.integers(1, 4),
     **modes,
@@ -110,7 +110,7 @@ def test_transfers_of_every_stage_count_on_both_sides():
                 for stage, (begin, end) in enumerate(itertools.pairwise(ends))
             )
 
-        links = [LinkSpeed(0.0, speed) for speed in speeds]
+        links = [Link(0.0, speed) for speed in speeds]
         devices = [Device(str(at)) for at in range(stages)]
         found = partition(costs, devices, batch=4, micro_batches=2, links=links)
         assert found.stage_s == pytest.approx(seconds(found.sizes))
@@ -122,7 +122,7 @@ def test_brute_force_tells_good_from_bad():
     costs = [SegmentCost(str(at), Curve.per_sample(at), Curve.per_sample(2 * at)) for at in range(1, 9)]
     run = {"batch": 8, "micro_batches": 4, "schedule": "1f1b", "remat": "never"}
     devices, best = [Device("a"), Device("b")], partition(costs, [Device("a"), Device("b")], batch=8, micro_batches=4)
-    halves, _ = by_hand(costs, devices, (4, 4), link=LinkSpeed(), **run)
+    halves, _ = by_hand(costs, devices, (4, 4), link=Link(), **run)
     assert best.sizes == (6, 2) or best.sizes == (5, 3)
     assert best.bottleneck_s < 0.85 * halves
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.pipeline.plan.costs import Curve, Device, LinkSpeed, Pool, SegmentCost, stage_costs
+from hvdtrain.pipeline.plan.costs import Curve, Device, Link, Pool, SegmentCost, stage_costs
 from hvdtrain.pipeline.plan.schedule import (
     REMATS,
     Action,
@@ -204,7 +204,7 @@ def test_curves_add_where_they_were_measured(points, more):
 
 
 def test_links_and_pools():
-    assert LinkSpeed(0.5, 100).seconds(50) == 1 and LinkSpeed().seconds(1e12) == 0
+    assert Link(0.5, 100).seconds(50) == 1 and Link().seconds(1e12) == 0
     two_cores = Pool((1.0, 0.9))
     assert [two_cores.speed(n) for n in (1, 2, 3)] == [1, 0.9, pytest.approx(0.6)]
     assert Pool().speed(4) == 0.25  # one core

@@ -13,7 +13,7 @@ from test_pipeline_plan import real_peaks
 
 from hvdtrain import __main__
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.pipeline.plan.costs import Curve, Device, LinkSpeed, Pool, SegmentCost, all_reduce_seconds, stage_costs
+from hvdtrain.pipeline.plan.costs import Curve, Device, Link, Pool, SegmentCost, all_reduce_seconds, stage_costs
 from hvdtrain.pipeline.plan.schedule import Schedule, micro_batch_sizes
 from hvdtrain.pipeline.plan.search import Cluster, ParallelPlan, coarsened, plans
 from hvdtrain.pipeline.plan.simulate import simulate
@@ -52,10 +52,10 @@ def test_with_fast_links_and_much_memory_data_parallel_wins():
 
 def test_with_a_slow_network_one_node_is_enough():
     """An all-reduce of 8 KB takes more than a minute over it; with slow links as well, only the pipeline needs none."""
-    slow = Cluster(node(4), 2, network=LinkSpeed(0, 200.0))
+    slow = Cluster(node(4), 2, network=Link(0, 200.0))
     best = plans(CHAIN, batch=64, cluster=slow)[0]
     assert (best.stages, best.replicas) == (1, 4)
-    best = plans(CHAIN, batch=64, cluster=replace(slow, links=LinkSpeed(0, 200.0)))[0]
+    best = plans(CHAIN, batch=64, cluster=replace(slow, links=Link(0, 200.0)))[0]
     assert (best.stages, best.replicas) == (4, 1)
 
 
@@ -109,9 +109,9 @@ def test_replicas_on_shared_cores_slow_each_other_down():
 
 
 def test_all_reduce_by_hand():
-    assert all_reduce_seconds(100, 1, LinkSpeed(1, 1)) == 0
-    assert all_reduce_seconds(100, 2, LinkSpeed(0, 10)) == pytest.approx(10)  # 2 x 1/2 of the bytes
-    assert all_reduce_seconds(100, 4, LinkSpeed(0.5, 10)) == pytest.approx(6 * 0.5 + 15)
+    assert all_reduce_seconds(100, 1, Link(1, 1)) == 0
+    assert all_reduce_seconds(100, 2, Link(0, 10)) == pytest.approx(10)  # 2 x 1/2 of the bytes
+    assert all_reduce_seconds(100, 4, Link(0.5, 10)) == pytest.approx(6 * 0.5 + 15)
 
 
 def test_what_the_backward_pass_hides_is_not_counted():
@@ -119,7 +119,7 @@ def test_what_the_backward_pass_hides_is_not_counted():
     over a slow one the rest is waited for."""
     costs = [replace(cost, gradient_bytes=2**20) for cost in CHAIN]
     fast, slow = (
-        plans(costs, batch=16, cluster=Cluster(node(2), links=LinkSpeed(0, rate)), stages=(1,), replicas=(2,))[0]
+        plans(costs, batch=16, cluster=Cluster(node(2), links=Link(0, rate)), stages=(1,), replicas=(2,))[0]
         for rate in (2.0**26, 2.0**22)
     )
     assert fast.all_reduce_s == pytest.approx(2**20 / 2**26)
@@ -160,16 +160,11 @@ def test_refused_for_memory_means_out_of_memory(costs, batch, limit):
 @settings(max_examples=20)
 @given(costs=chains, batch=st.integers(4, 16))
 def test_predictions_are_the_simulators(costs, batch):
-    for plan in plans(costs, batch=batch, cluster=Cluster(node(2), links=LinkSpeed(0.01, 100.0)), replicas=(1,)):
+    for plan in plans(costs, batch=batch, cluster=Cluster(node(2), links=Link(0.01, 100.0)), replicas=(1,)):
         stages = stage_costs(costs, plan.sizes, node(2)[: plan.stages] * plan.chunks)
         sizes = micro_batch_sizes(plan.part, plan.micro_batches)
         step = simulate(
-            stages,
-            sizes=sizes,
-            schedule=plan.schedule,
-            remat=plan.remat,
-            links=LinkSpeed(0.01, 100.0),
-            chunks=plan.chunks,
+            stages, sizes=sizes, schedule=plan.schedule, remat=plan.remat, links=Link(0.01, 100.0), chunks=plan.chunks
         )
         assert plan.step_s == pytest.approx(plan.accumulate * step.step_s)
         assert plan.bubble == pytest.approx(step.bubble)

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdtrain.pipeline.plan.costs import LinkSpeed, ring_link
+from hvdtrain.pipeline.plan.costs import Link, ring_link
 from hvdtrain.pipeline.plan.scaling import (
     MOST_RANKS,
     BucketTiming,
@@ -27,9 +27,9 @@ from hvdtrain.pipeline.plan.scaling import (
     remedies,
 )
 
-BETWEEN, INSIDE = LinkSpeed(30e-6, 1.25e9), LinkSpeed(5e-6, 12.5e9)
+BETWEEN, INSIDE = Link(30e-6, 1.25e9), Link(5e-6, 12.5e9)
 NETWORK = Network(BETWEEN, INSIDE, per_host=8)
-FREE = Network(LinkSpeed(), LinkSpeed())
+FREE = Network(Link(), Link())
 WHOLE = (BucketTiming(170e6, 1.0),)
 EVEN = tuple(BucketTiming(17e6, n / 10) for n in range(1, 11))
 
@@ -159,10 +159,8 @@ def test_more_ranks_are_never_more_efficient(
 ) -> None:
     """Of whole hosts, where nothing is fused; but for where in a cycle a bucket becomes ready."""
     buckets = tuple(BucketTiming(*its) for its in sorted(pairs, key=lambda its: its[1]))
-    training, network = (
-        MeasuredStep(tuple(compute_s), backward_s, buckets),
-        replace(NETWORK, way=way, per_host=per_host),
-    )
+    training = MeasuredStep(tuple(compute_s), backward_s, buckets)
+    network = replace(NETWORK, way=way, per_host=per_host)
     few, many = (predict(training, network, count * per_host) for count in (ranks, ranks + more))
     cycle_s = network.negotiation_s(many.ranks) if backward_s else 0.0
     assert few.efficiency <= 1 and few.step_s <= (many.step_s + cycle_s) * (1 + 1e-9)

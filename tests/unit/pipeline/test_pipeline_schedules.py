@@ -15,7 +15,7 @@ from stub_pipelines import stage
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.pipeline.plan import schedule as schedules
-from hvdtrain.pipeline.plan.costs import Curve, Device, LinkSpeed, SegmentCost, StageCost
+from hvdtrain.pipeline.plan.costs import Curve, Device, Link, SegmentCost, StageCost
 from hvdtrain.pipeline.plan.partition import partition
 from hvdtrain.pipeline.plan.schedule import Action, Schedule, actions, footprints, of_stage, stage_orders
 from hvdtrain.pipeline.plan.simulate import simulate
@@ -154,12 +154,12 @@ def test_what_interleaved_holds() -> None:
 
 def test_transfers_go_round() -> None:
     """From the last device back to the first, over the slowest link; from chunk to chunk of one device over none."""
-    found = simulate([stage(1, 1, 2)] * 4, sizes=[1], schedule="interleaved", chunks=2, links=[LinkSpeed(0, 2.0)])
+    found = simulate([stage(1, 1, 2)] * 4, sizes=[1], schedule="interleaved", chunks=2, links=[Link(0, 2.0)])
     assert found.step_s == 8 + 6
     alone = simulate([stage(1, 1, 2)] * 3, sizes=[1], schedule="interleaved", chunks=3)
     assert alone.step_s == 6
     with pytest.raises(ConfigError, match="each two neighbouring stages have a link"):
-        simulate([stage(1, 1)] * 4, sizes=[1], schedule="interleaved", chunks=2, links=[LinkSpeed()] * 3)
+        simulate([stage(1, 1)] * 4, sizes=[1], schedule="interleaved", chunks=2, links=[Link()] * 3)
 
 
 def test_a_cut_for_rounds() -> None:

@@ -13,7 +13,7 @@ from stub_pipelines import stage
 from test_pipeline_plan import modes
 
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.pipeline.plan.costs import Curve, Device, LinkSpeed, Pool, StageCost
+from hvdtrain.pipeline.plan.costs import Curve, Device, Link, Pool, StageCost
 from hvdtrain.pipeline.plan.schedule import Schedule, actions, micro_batch_sizes, recomputed
 from hvdtrain.pipeline.plan.simulate import pool_speeds, simulate
 
@@ -33,7 +33,7 @@ def test_equal_stages_have_the_bubble_of_the_table():
 
 
 def test_a_timeline_by_hand():
-    found = simulate([stage(1, 2, 3), stage(2, 4)], sizes=[1], links=LinkSpeed(0.5, 2.0), remat="all")
+    found = simulate([stage(1, 2, 3), stage(2, 4)], sizes=[1], links=Link(0.5, 2.0), remat="all")
     assert [tuple(span) for span in found.timeline] == [
         (0, "forward", 0, 0, 1),
         (1, "forward", 0, 3, 5),  # the transfer takes 0.5 + 3 / 2
@@ -45,17 +45,17 @@ def test_a_timeline_by_hand():
 
 def test_a_split_without_overlap_is_the_sum():
     stages, sizes = [stage(1, 2, 3), stage(2, 4, 1), stage(1, 1)], [3, 2, 2]
-    found = simulate(stages, sizes=sizes, links=LinkSpeed(0.5, 2.0), overlap=False)
-    transfers = sum(2 * (LinkSpeed(0.5, 2.0).seconds(3 * size) + LinkSpeed(0.5, 2.0).seconds(size)) for size in sizes)
+    found = simulate(stages, sizes=sizes, links=Link(0.5, 2.0), overlap=False)
+    transfers = sum(2 * (Link(0.5, 2.0).seconds(3 * size) + Link(0.5, 2.0).seconds(size)) for size in sizes)
     assert found.step_s == pytest.approx(7 * 11 + transfers)
     for before, after in itertools.pairwise(found.timeline):
         assert after.start_s >= before.end_s
-    assert simulate(stages, sizes=sizes, links=LinkSpeed(0.5, 2.0)).step_s < 0.8 * found.step_s
+    assert simulate(stages, sizes=sizes, links=Link(0.5, 2.0)).step_s < 0.8 * found.step_s
 
 
 def test_transfers_wait_for_their_link():
     """A slow link is the bottleneck: each of 4 tensors takes 10 s forth, one back."""
-    found = simulate([stage(1, 1, 10), stage(1, 1)], sizes=[1] * 4, schedule="gpipe", links=LinkSpeed(0, 1.0))
+    found = simulate([stage(1, 1, 10), stage(1, 1)], sizes=[1] * 4, schedule="gpipe", links=Link(0, 1.0))
     assert found.step_s == pytest.approx(1 + 4 * 10 + 1 + 1 + 4 * 10 + 1)
 
 
@@ -105,13 +105,13 @@ def test_peak_bytes():
 
 def test_links_that_do_not_match_are_refused():
     with pytest.raises(ConfigError, match=r"2 link\(s\), 2 stages"):
-        simulate([stage(1, 1)] * 2, sizes=[1], links=[LinkSpeed(), LinkSpeed()])
+        simulate([stage(1, 1)] * 2, sizes=[1], links=[Link(), Link()])
 
 
 # ---- longest paths: no clock, no events
 
 
-def longest_path(stages: Sequence[StageCost], sizes, schedule, remat, links: Sequence[LinkSpeed]) -> float:
+def longest_path(stages: Sequence[StageCost], sizes, schedule, remat, links: Sequence[Link]) -> float:
     """When the last pass ends, each being as late as the latest of what it waits for; first in, first out on links."""
     orders = [list(actions(schedule, k, len(stages), len(sizes))) for k in range(len(stages))]
     ends: dict[tuple, float] = {}
@@ -148,7 +148,7 @@ stages_of_a_kind = st.builds(stage, tenths, tenths, tenths)
     stages=st.lists(stages_of_a_kind, min_size=1, max_size=4),
     batch=st.integers(8, 25),
     micro_batches=st.integers(1, 8),
-    link=st.builds(LinkSpeed, tenths, st.sampled_from([0.7, 3.0, float("inf")])),
+    link=st.builds(Link, tenths, st.sampled_from([0.7, 3.0, float("inf")])),
     **modes,
 )
 def test_it_equals_longest_paths(stages, batch, micro_batches, link, schedule, remat):
