@@ -112,47 +112,72 @@ def run(args: argparse.Namespace) -> int:
     facts |= {"np": job.np, "job": job.env[variables.JOB], "attempts": attempts}
     logs.record(facts)
     try:
-        failed: Failure | None = None
-        restarts, wait_s = Restarts(args.max_restarts), None
-        while True:
-            started = time.time()
+        return _attempts(job, logs, args, facts, attempts)
+    finally:
+        logs.close()
+
+
+def _attempts(
+    job: Job, logs: Logs, args: argparse.Namespace, facts: dict[str, Any], attempts: list[dict[str, Any]]
+) -> int:
+    """Runs the job until it ends, or may not be started again; returns its exit code."""
+    failed: Failure | None = None
+    restarts, wait_s = Restarts(args.max_restarts), 0.0
+    while True:
+        started = time.time()
+        try:
             if failed is None:
                 outcome = _run_once(job, 0, logs, args)
             else:
-                try:
-                    rest_s = wait_s or 0.0
-                    if failed.rank is None:
-                        # a host ends its ranks as late as this one noticed its loss, and then grants them their grace
-                        rest_s = max(rest_s, job.timeouts.grace_s + 2.0)
-                    outcome = _run_again(job, len(attempts), logs, args, rest_s)
-                except (LauncherError, ConfigError) as error:
-                    report(f"not started again: {error}")
-                    return failed.code
-            attempts.append(_attempt(outcome, started, elastic=job.elastic is not None))
-            logs.record(facts)
-            failed = outcome.failed
-            for process in outcome.left:
-                report(f"still runs, and cannot be ended: {process}")
-            if failed is not None:
-                report(failure_block(failed, logs.folder))
-            if outcome.interrupted is not None:  # also while a job that had failed was ending
-                report(f"ended by {signal.Signals(outcome.interrupted).name}")
-            if failed is None and outcome.preempted:
-                words = "whether anything was saved, from which they can go on, is in their words above"
-                report(f"the job was preempted: exit code {PREEMPTED_CODE}; {words}")
-            if failed is None or outcome.interrupted is not None:
-                return outcome.exit_code
-            if outcome.told is not None:
-                report(f"not started again: {signal.Signals(outcome.told).name} told it to end")
-                return outcome.exit_code
-            wait_s, text = restarts.after(failed, outcome.updates)
-            if wait_s is None:
-                if text:
-                    report(text)
-                return outcome.exit_code
-            report(f"{text}, as soon as the hosts pass the checks{f', after {wait_s:g} s' if wait_s else ''}")
-    finally:
-        logs.close()
+                outcome = _run_again(job, len(attempts), logs, args, _rest_s(job, failed, wait_s))
+        except (LauncherError, ConfigError) as error:
+            if failed is None:
+                raise
+            report(f"not started again: {error}")
+            return failed.code
+        attempts.append(_attempt(outcome, started, elastic=job.elastic is not None))
+        logs.record(facts)
+        _report_end(outcome, logs.folder)
+        failed = outcome.failed
+        again_s = None if failed is None else _again_s(failed, outcome, restarts)
+        if again_s is None:
+            return outcome.exit_code
+        wait_s = again_s
+
+
+def _rest_s(job: Job, failed: Failure, wait_s: float) -> float:
+    """Returns after how long a job may be started again."""
+    if failed.rank is not None:
+        return wait_s
+    # a host ends its ranks as late as this one noticed its loss, and then grants them their grace
+    return max(wait_s, job.timeouts.grace_s + 2.0)
+
+
+def _report_end(outcome: Outcome, folder: Path) -> None:
+    for process in outcome.left:
+        report(f"still runs, and cannot be ended: {process}")
+    if outcome.failed is not None:
+        report(failure_block(outcome.failed, folder))
+    if outcome.interrupted is not None:  # also while a job that had failed was ending
+        report(f"ended by {signal.Signals(outcome.interrupted).name}")
+    if outcome.failed is None and outcome.preempted:
+        words = "whether anything was saved, from which they can go on, is in their words above"
+        report(f"the job was preempted: exit code {PREEMPTED_CODE}; {words}")
+
+
+def _again_s(failed: Failure, outcome: Outcome, restarts: Restarts) -> float | None:
+    """Returns after how long the job is started again; None: it is not."""
+    if outcome.interrupted is not None:
+        return None
+    if outcome.told is not None:
+        report(f"not started again: {signal.Signals(outcome.told).name} told it to end")
+        return None
+    wait_s, text = restarts.after(failed, outcome.updates)
+    if wait_s is not None:
+        report(f"{text}, as soon as the hosts pass the checks{f', after {wait_s:g} s' if wait_s else ''}")
+    elif text:
+        report(text)
+    return wait_s
 
 
 def job_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Job:

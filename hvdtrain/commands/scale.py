@@ -2,7 +2,7 @@
 
 The step is a run's (`hvdtrain scale runs/mnist`), or given (`--step 0.31 --gradients 170MB`); the link is given, or
 what `hvdtrain bench comm` measured. What it prints is a prediction, never a result; `hvdtrain bench scale` says how far
-it is off here, `--published` beside Horovod's published figures.
+it is off here.
 """
 
 from __future__ import annotations
@@ -86,17 +86,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--cycle-ms", type=flags.at_least_0, default=1.0, metavar="X", help="HOROVOD_CYCLE_TIME (default: 1)")
     add("--coordinator-us", type=flags.at_least_0, default=1.0, metavar="X",
         help="that the first rank takes for what one rank says in a cycle (default: 1, a guess)")
-    add("--published", action="store_true", help="Horovod's published efficiencies, and what this model says of them")
     add("--json", type=Path, metavar="FILE", help="write everything there")
     # fmt: on
 
 
 def run(args: argparse.Namespace) -> int:
     """Predicts and prints; returns 0."""
-    if args.published:
-        from hvdtrain.commands import scale_published
-
-        return scale_published.run(args)
     sources: dict[str, list[str]] = {"measured": [], "given": [], "assumed": []}
     with computable(args):
         training, network = _training(args, sources), _network(args, sources)

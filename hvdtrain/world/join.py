@@ -9,6 +9,7 @@ import pickle
 import random
 import socket
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -69,37 +70,12 @@ def init(
         ReplicaError: ranks run different versions of hvdtrain, or with different seeds.
         Preempted: the job was preempted before it began.
     """
-    if device not in ("auto", "cpu", "cuda"):
-        raise ConfigError('device must be "auto", "cpu" or "cuda"', f"device={device!r}")
-    if isinstance(gpus_per_rank, bool) or not isinstance(gpus_per_rank, int) or gpus_per_rank < 1:
-        raise ConfigError("gpus_per_rank must be a whole number >= 1", f"gpus_per_rank={gpus_per_rank!r}")
     replaced, seed = _seeded() if seed is None else None, 0 if seed is None else seed
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
-        raise ConfigError("seed must be a whole number, 0 <= seed < 2**32", f"seed={seed!r}")
+    _check_arguments(device, gpus_per_rank, seed)
     its = elastic.begin(os.environ)
-    detected = detect(os.environ)
-    if its is not None and its.joining and detected.size == 1:
-        detected = replace(detected, rank=1)  # like the others it is not the one that does what is done once
-    use_tuned(detected)
-    for seconds in (after_s, hang_s):  # variables that rank 0 alone reads later are refused on all ranks
-        seconds(os.environ)
-    preemption.wanted(os.environ)
-    if framework not in ("torch", "keras"):
-        raise ConfigError('framework must be "torch" or "keras"', f"framework={framework!r}")
-    chosen = choose_engine(engine, detected, framework)
-    if its is not None and chosen != "horovod":
-        raise ConfigError(
-            "an elastic job trains on Horovod",
-            f"{framework} on {chosen}",
-            "leave --min-np, --max-np and --host-discovery out: --max-restarts goes on from the last checkpoint",
-            shared=True,
-        )
-    try:  # the only place where a framework's name is looked up
-        attach = importlib.import_module(_ENGINES[framework]).attach
-    except Exception as error:
-        raise _import_error(error, framework) from error
-    # before anything counts GPUs: as nvidia-smi lists them, not the fastest first, which unlike GPUs would be
-    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    detected = _detected(its)
+    chosen = _engine_of(framework, engine, detected, its)
+    attach = _attach_of(framework)
     earlier = current()
     if earlier is not None:  # all ranks come again, or none
         with earlier.in_step("hvdtrain.init"):
@@ -121,11 +97,7 @@ def init(
     world = World.on(comm, detected, seed=seed, node=node, tracker=tracker)
     set_current(world)
     if replaced not in (None, seed) and earlier is None and world.is_main:
-        print(
-            f"hvdtrain: init() seeds Python, NumPy and {framework} with 0, in place of the seed {replaced} that was set"
-            f"\n  fix: hvdtrain.init({framework!r}, seed={replaced}), or set the seed after init()",
-            file=sys.stderr, flush=True,
-        )  # fmt: skip
+        _report_seed(framework, replaced)
     if its is not None:
         _let_it_change(world, its, framework)
     preemption.watch(comm.rank, tracker, os.environ)
@@ -133,6 +105,60 @@ def init(
         note_exits()
         _end_with_the_others(world)
     return world
+
+
+def _check_arguments(device: object, gpus_per_rank: object, seed: object) -> None:
+    if device not in ("auto", "cpu", "cuda"):
+        raise ConfigError('device must be "auto", "cpu" or "cuda"', f"device={device!r}")
+    if isinstance(gpus_per_rank, bool) or not isinstance(gpus_per_rank, int) or gpus_per_rank < 1:
+        raise ConfigError("gpus_per_rank must be a whole number >= 1", f"gpus_per_rank={gpus_per_rank!r}")
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
+        raise ConfigError("seed must be a whole number, 0 <= seed < 2**32", f"seed={seed!r}")
+
+
+def _detected(its: Elastic | None) -> Detected:
+    """Returns what the environment tells of this rank; variables that rank 0 alone reads later are refused on all."""
+    detected = detect(os.environ)
+    if its is not None and its.joining and detected.size == 1:
+        detected = replace(detected, rank=1)  # like the others it is not the one that does what is done once
+    use_tuned(detected)
+    for seconds in (after_s, hang_s):
+        seconds(os.environ)
+    preemption.wanted(os.environ)
+    # before anything counts GPUs: as nvidia-smi lists them, not the fastest first, which unlike GPUs would be
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    return detected
+
+
+def _engine_of(framework: str, engine: str, detected: Detected, its: Elastic | None) -> str:
+    if framework not in _ENGINES:
+        raise ConfigError('framework must be "torch" or "keras"', f"framework={framework!r}")
+    chosen = choose_engine(engine, detected, framework)
+    if its is not None and chosen != "horovod":
+        raise ConfigError(
+            "an elastic job trains on Horovod",
+            f"{framework} on {chosen}",
+            "leave --min-np, --max-np and --host-discovery out: --max-restarts goes on from the last checkpoint",
+            shared=True,
+        )
+    return chosen
+
+
+def _attach_of(framework: str) -> Callable[..., Engine]:
+    """Returns what joins the ranks of a framework: the only place where its name is looked up."""
+    try:
+        attach: Callable[..., Engine] = importlib.import_module(_ENGINES[framework]).attach
+    except Exception as error:
+        raise _import_error(error, framework) from error
+    return attach
+
+
+def _report_seed(framework: str, replaced: object) -> None:
+    print(
+        f"hvdtrain: init() seeds Python, NumPy and {framework} with 0, in place of the seed {replaced} that was set"
+        f"\n  fix: hvdtrain.init({framework!r}, seed={replaced}), or set the seed after init()",
+        file=sys.stderr, flush=True,
+    )  # fmt: skip
 
 
 def _seeded() -> int | None:

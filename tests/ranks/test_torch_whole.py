@@ -69,6 +69,17 @@ def test_means_with_divisors_of_their_own(
     limit("T30", f"three means with divisors of their own, {ranks} ranks, accumulate={accumulate}", exact=worst)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_a_loss_keeps_and_draws_stays(ranks: int, tmp_path: Path) -> None:
+    """Of several batches: a bank of negatives in a buffer of the model, and the random numbers that come next."""
+    out = tmp_path / "found.json"
+    program = PROGRAMS / "torch" / "whole_kept.py"
+    run_ranks([program, out], ranks, launcher="horovodrun" if ranks > 1 else "none", timeout_s=90).check()
+    reports = json.loads(out.read_text())
+    assert len(reports) == ranks and set(reports[0]) == {"layer.weight", "layer.bias", "bank"}
+    assert all(off <= 1e-12 for report in reports for off in report.values()), reports
+
+
 def test_values_of_every_form_are_joined(tmp_path: Path) -> None:
     out = tmp_path / "found.json"
     run_ranks([PROGRAMS / "torch" / "joined.py", out], 3, timeout_s=120).check()

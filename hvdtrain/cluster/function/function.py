@@ -11,7 +11,7 @@ import sys
 import sysconfig
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TextIO, get_args
+from typing import Any, Literal, NoReturn, TextIO, get_args
 
 from hvdtrain.cluster.function.function_rank import BOOT, RAISED, UNFIT
 from hvdtrain.cluster.hosts.hosts import Host, asked_for
@@ -70,35 +70,23 @@ def run(
             process what it does otherwise.
     """
     _need_cloudpickle()
-    from hvdtrain.cluster.function import function_pickle
-
     _refuse_within_a_job()
-    wrong = [
-        what
-        for holds, what in (
-            (callable(function), f"function={function!r}: what every rank calls"),
-            (np is None or (type(np) is int and np > 0), f"np={np!r}: a whole number, at least 1"),
-            (isinstance(args, (list, tuple)), f"args={args!r}: a list or tuple"),
-            (hosts is None or isinstance(hosts, str), f'hosts={hosts!r}: "host1:4,host2:4"'),
-            (output in get_args(Output), f"output={output!r}: one of {', '.join(get_args(Output))}"),
-            (all(isinstance(text, str) for pair in (env or {}).items() for text in pair), f"env={env!r}: strings"),
-            (isinstance(timeouts, (Timeouts, type(None))), f"timeouts={timeouts!r}: an hvdtrain.Timeouts"),
-        )
-        if not holds
-    ]
-    if wrong:
-        raise ConfigError("hvdtrain.run was called with what it does not take", "\n".join(wrong))
+    _refuse(
+        {
+            f"function={function!r}: what every rank calls": callable(function),
+            f"np={np!r}: a whole number, at least 1": np is None or (type(np) is int and np > 0),
+            f"args={args!r}: a list or tuple": isinstance(args, (list, tuple)),
+            f'hosts={hosts!r}: "host1:4,host2:4"': hosts is None or isinstance(hosts, str),
+            f"output={output!r}: one of {', '.join(get_args(Output))}": output in get_args(Output),
+            f"env={env!r}: strings": all(isinstance(text, str) for pair in (env or {}).items() for text in pair),
+            f"timeouts={timeouts!r}: an hvdtrain.Timeouts": isinstance(timeouts, (Timeouts, type(None))),
+        }
+    )
     job_hosts = asked_for(hosts, Path(hostfile) if hostfile is not None else None, os.environ)
     if job_hosts is None and np is None:
         raise ConfigError("hvdtrain.run needs the number of ranks", "neither np nor hosts", "hvdtrain.run(train, np=2)")
     job_hosts = job_hosts or [Host("localhost", np or 1)]
-    try:
-        call, classes = function_pickle.dump_call(function, tuple(args), dict(kwargs or {}))
-    except Exception as error:  # a pickler raises what the objects raise
-        rule = "the function of hvdtrain.run, its arguments and what it refers to must be picklable"
-        remedy = "open files, locks, generators and connections within the function"
-        received = f"{function_pickle.why_not(function, args, kwargs or {})}{type(error).__name__}: {error}"
-        raise ConfigError(rule, received, remedy) from error
+    call, classes = _pickled(function, tuple(args), dict(kwargs or {}))
     timeouts = timeouts or Timeouts()
     job = Job(
         [python, "-c", BOOT],
@@ -121,17 +109,41 @@ def run(
             show(rank, sys.stdout if stream == "stdout" else sys.stderr, line)
 
     outcome = launcher.run(job, on_line=take)
-    if (number := outcome.interrupted) is not None:
-        signal.raise_signal(number)  # whose handler is the user's own again
-        if number == signal.SIGINT:
-            raise KeyboardInterrupt
-        raise LauncherError(_RULE, f"the job was ended by {signal.Signals(number).name}, which did not end its caller")
+    if outcome.interrupted is not None:
+        _interrupt(outcome.interrupted)
     if outcome.failed is not None:
         failed = outcome.failed
         lines = answers.get(failed.rank, []) if failed.rank is not None else []
         cause, why_none = _loaded(lines, classes) if lines[-1:] == [RAISED] else (None, "")
         raise _failure(failed, lines, why_none) from cause
     return [_returned(rank, answers.pop(rank), classes) for rank in range(job.np)]
+
+
+def _refuse(holds: Mapping[str, bool]) -> None:
+    """Raises `ConfigError` with what does not hold."""
+    wrong = [what for what, is_so in holds.items() if not is_so]
+    if wrong:
+        raise ConfigError("hvdtrain.run was called with what it does not take", "\n".join(wrong))
+
+
+def _pickled(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bytes, list[type]]:
+    from hvdtrain.cluster.function import function_pickle
+
+    try:
+        return function_pickle.dump_call(function, args, kwargs)
+    except Exception as error:  # a pickler raises what the objects raise
+        rule = "the function of hvdtrain.run, its arguments and what it refers to must be picklable"
+        remedy = "open files, locks, generators and connections within the function"
+        received = f"{function_pickle.why_not(function, args, kwargs)}{type(error).__name__}: {error}"
+        raise ConfigError(rule, received, remedy) from error
+
+
+def _interrupt(number: int) -> NoReturn:
+    """Does to this process what a signal that ended the job does to it."""
+    signal.raise_signal(number)  # whose handler is the user's own again
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    raise LauncherError(_RULE, f"the job was ended by {signal.Signals(number).name}, which did not end its caller")
 
 
 def _need_cloudpickle() -> None:

@@ -9,6 +9,7 @@ drawn there and no batch is normalised; nothing of the training state is touched
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ import keras
 import numpy as np
 from keras import tree
 
+from hvdtrain.core.decomposition import LossGradients, bound, compared, judge
 from hvdtrain.core.errors import ReplicaError
 from hvdtrain.keras.backends.chosen import BACKEND
 from hvdtrain.keras.backends.session import KerasSession, map_leaves
@@ -26,11 +28,7 @@ from hvdtrain.keras.state import metric_states, replicas, rng, units
 from hvdtrain.keras.state.sync_batchnorm import is_synchronized, normalises
 
 ROWS = 16  # of the first batch: enough to tell, cheap for large models
-# of the loss: what rounding may do in float32, and in half precision
-TOLERANCE = {"float64": 1e-7, "float32": 2e-5}
-ROUGH = 3e-2
-ROUNDING = 0.05  # of the tolerance: of the loss of outputs that are 0, where the loss itself is next to nothing
-
+ROUNDING = 0.05  # of the bound: of the loss of outputs that are 0, where the loss itself is next to nothing
 
 _ADDED = (
     "what layers add (add_loss) is of each rank's own rows, with whole=True too: add a mean over samples; or return"
@@ -127,7 +125,7 @@ def _judge(model: keras.Model, data: Any, *, trains: bool, normalises: bool, add
     if rows < 2:
         return "note", "a batch of one sample has no pieces: that the loss is a mean over samples was not checked"
     text = ""
-    tolerance = _tolerance(model)
+    limit = _limit(model)
     try:
         with _scratch(model):
             found = its = _compared(model, batch, rows, training=False, added=added)
@@ -138,7 +136,7 @@ def _judge(model: keras.Model, data: Any, *, trains: bool, normalises: bool, add
                     "note",
                     "the model draws random numbers in inference: its loss was not checked on pieces of a batch",
                 )
-            if trains and not its.differs(tolerance) and model._call_has_training_arg:
+            if trains and not its.differs(limit) and model._call_has_training_arg:
                 its = _compared(model, batch, rows, training=True, added=added)
                 if not normalises and its.whole == its.again and np.isfinite(its.whole):
                     found = its
@@ -146,7 +144,7 @@ def _judge(model: keras.Model, data: Any, *, trains: bool, normalises: bool, add
                     text = "losses that layers add in training only were not checked on pieces of a batch"
     except Exception as error:  # whatever a user's model does with a batch of another size
         return "note", f"the loss was not checked on pieces of a batch: {type(error).__name__}: {str(error)[:200]}"
-    if found.differs(tolerance):
+    if found.differs(limit):
         sizes = f"{found.first} and {rows - found.first}"
         return "differs", f"loss {found.whole:.9g} of {rows} samples, {found.together:.9g} from pieces of {sizes}"
     if text:
@@ -182,8 +180,10 @@ class _Compared:
     functions: int
     added: int
 
-    def differs(self, tolerance: float) -> bool:
-        return abs(self.whole - self.together) > tolerance * max(self.scale, ROUNDING * self.untrained)
+    def differs(self, limit: float) -> bool:
+        gaps = compared(LossGradients(self.whole), [LossGradients(self.together)], [1.0])
+        rounding = limit * max(self.scale, ROUNDING * self.untrained)
+        return math.isfinite(gaps.loss) and judge(gaps, gradient=0.0, loss=rounding) != "holds"
 
 
 def _compared(model: keras.Model, batch: Any, rows: int, *, training: bool, added: bool) -> _Compared:
@@ -207,10 +207,9 @@ def _compared(model: keras.Model, batch: Any, rows: int, *, training: bool, adde
     return _Compared(whole, again, together, scale, untrained, first, functions, losses)
 
 
-def _tolerance(model: keras.Model) -> float:
-    if "float64" in (keras.config.floatx(), model.compute_dtype) and BACKEND.name == "torch":
-        return TOLERANCE["float32"]  # stock losses round
-    return TOLERANCE.get(model.compute_dtype, ROUGH)
+def _limit(model: keras.Model) -> float:
+    of_torch = BACKEND.name == "torch" and "float64" in (keras.config.floatx(), model.compute_dtype)
+    return bound("loss", ["float32" if of_torch else model.compute_dtype])  # stock losses round on PyTorch
 
 
 def _other_metrics(model: keras.Model, data: Any) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -13,11 +13,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hvdtrain.core.decomposition import Kind, LossGradients, bound, compared, judge
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.pipeline.trace.restore import preserved_state
 from hvdtrain.pipeline.values.microbatch import Weight, is_differentiable, pieces_of, shares
 from hvdtrain.values.nested import map_tensors, tensors_of
 
+_TF32 = 2e-2  # what GPUs round products of float32 to, unless they are told not to
 _LARGE = 1_000_000  # numbers of a loss with a network in it, which is not copied
 
 
@@ -31,13 +33,13 @@ def inner_loss(loss: Any) -> Any:
 def tolerance_of(*tensors: Tensor) -> float:
     """Relative to the largest number."""
     if any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")):
-        return 0.1
-    types = {tensor.dtype.to_real() for tensor in tensors if is_differentiable(tensor)}
-    if types & {torch.float16, torch.bfloat16}:
-        return 0.1
-    if torch.float32 in types:
-        return 2e-2 if tensors[0].is_cuda else 1e-3  # on GPUs TF32
-    return 1e-8
+        return bound("outputs", ["bfloat16"])
+    limit = bound("outputs", map(_name, filter(is_differentiable, tensors)))
+    return max(limit, _TF32) if any(tensor.is_cuda and tensor.dtype == torch.float32 for tensor in tensors) else limit
+
+
+def _name(tensor: Tensor) -> str:
+    return str(tensor.dtype.to_real()).removeprefix("torch.")
 
 
 class Precision(TorchDispatchMode):
@@ -45,19 +47,18 @@ class Precision(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._types = {torch.float64}
+        self._types = set[str]()
 
     @property
     def tolerance(self) -> float:
         """Relative to the largest gradient."""
-        coarse = self._types - {torch.float64, torch.float32}
-        return 2e-2 if coarse else 1e-5 if torch.float32 in self._types else 1e-9
+        return bound("same outputs", self._types)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(tensor, Tensor) and is_differentiable(tensor):
-                self._types.add(tensor.dtype.to_real())
+                self._types.add(_name(tensor))
         return result
 
     @classmethod
@@ -181,18 +182,19 @@ class Comparison:
             return  # there is nothing to compare
         tolerance = max(self._rounding, self._precision.tolerance)
         ours = shares(self._weight, self._pieces, self._sizes)
-        if self._off(wanted, parts, ours) <= tolerance * largest:
-            mean = sum(share * value for share, value in zip(ours, values, strict=True) if share)
-            if abs(mean - total) <= 10 * tolerance * max(abs(total), 1.0):
-                return
         found = [_ratio(want, part) for want, part in zip(wanted, parts, strict=True)]
-        if self._off(wanted, parts, found) > 10 * tolerance * largest:
-            raise ConfigError(
-                "the loss of a batch is the weighted mean of the losses of its micro-batches",
-                "a loss whose gradient for one sample depends on the other samples of the batch",
-                "step(..., whole=True), which calls it once; micro_batches=1; or a mean over samples, tokens or pixels",
-            )
-        self._refuse(ours, found)
+        of_whole = LossGradients(total, _numbered(enumerate(wanted)))
+        pieces = enumerate(zip(values, parts, strict=True))
+        of_parts = [LossGradients(value, _numbered([(at, part)])) for at, (value, part) in pieces]
+        kind = judge(
+            compared(of_whole, of_parts, ours),
+            gradient=tolerance * largest,
+            loss=10 * tolerance * max(abs(total), 1.0),
+            best=compared(of_whole, of_parts, found),
+            shares=found,
+        )
+        if kind != "holds":
+            self._refuse(kind, ours, found)
 
     def _by_part(self, whole: list[Tensor], parts: list[list[Tensor]]) -> list[list[Tensor]]:
         """The whole's gradients by part."""
@@ -203,17 +205,14 @@ class Comparison:
             columns.append([tensor / len(its)] * len(its) if rows is None else tensor.split(rows, at or 0))
         return [list(row) for row in zip(*columns, strict=True)]
 
-    @staticmethod
-    def _off(wanted: list[list[Tensor]], parts: list[list[Tensor]], weights: Sequence[float]) -> float:
-        worst = 0.0
-        for want, part, weight in zip(wanted, parts, weights, strict=True):
-            for a, b in zip(want, part, strict=True):
-                gap = (a - weight * b if weight else a).abs().max()
-                worst = max(worst, float(gap.nan_to_num(math.inf)))
-        return worst
-
-    def _refuse(self, ours: Sequence[float], found: Sequence[float]) -> None:
-        if all(abs(one - 1) < 1e-4 for one in found):
+    def _refuse(self, kind: Kind, ours: Sequence[float], found: Sequence[float]) -> None:
+        if kind == "samples meet":
+            raise ConfigError(
+                "the loss of a batch is the weighted mean of the losses of its micro-batches",
+                "a loss whose gradient for one sample depends on the other samples of the batch",
+                "step(..., whole=True), which calls it once; micro_batches=1; or a mean over samples, tokens or pixels",
+            )
+        if kind == "is a sum":
             raise ConfigError(
                 "the loss of a batch is the weighted mean of the losses of its micro-batches",
                 "a sum over samples: the batch's loss is that of its micro-batches added up",
@@ -228,6 +227,11 @@ class Comparison:
             else "weight=: a function of the targets that counts what the mean is over (tokens, pixels, valid labels,\n"
             "class weights)",
         )
+
+
+def _numbered(columns: Iterable[tuple[int, Sequence[Tensor]]]) -> dict[Hashable, Tensor]:
+    """Returns gradients by part and output."""
+    return {(part, output): its for part, gradients in columns for output, its in enumerate(gradients)}
 
 
 def _ratio(wanted: list[Tensor], part: list[Tensor]) -> float:

@@ -23,9 +23,8 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_flatten, tree_map
 
-# of the largest gradient: the operations and shapes are the same, so that only sums over samples are rounded otherwise
-TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
-COARSE = 5e-2
+from hvdtrain.core.decomposition import bound
+
 _LONGEST = 5000  # operations
 _SMALL = 1 << 20  # bytes of what an operation gives before the model is called
 _COUNTED = 1e-6  # of gradients: an epsilon beside a count is below
@@ -576,7 +575,7 @@ def _of_others(values: Tensor, rows: Rows, other: Tensor) -> Tensor:
 
 def tolerance(tensors: Sequence[Tensor]) -> float:
     """Returns the bound for differences of gradients: that of the coarsest type."""
-    return max(TOLERANCES.get(tensor.dtype, COARSE) for tensor in tensors)
+    return bound("same operations", (str(tensor.dtype).removeprefix("torch.") for tensor in tensors))
 
 
 def of_one_each(nodes: Sequence[Any], outputs: list[Tensor], samples: int) -> bool:

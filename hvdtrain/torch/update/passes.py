@@ -175,24 +175,12 @@ class BatchPasses(Facade):
             session.batches.done()
             return None
         micro_batches, self._micro_batches = self._micro_batches, []
-        after, buffers = random_streams(session.world.devices), buffers_of(session.module.modules())
-        every, targets = joined(
-            [(one.outputs, one.y) for one in micro_batches],
-            [one.batch.step for one in micro_batches], session.world, session,
-        )  # fmt: skip
-        with self._same_draws():
-            mean = loss(every, targets)
-        check_loss(mean)
-        entered = gradients_of(mean, session.module, session.world.size, retain_graph=False)
-        if entered is None:
-            raise ConfigError(
-                "a loss is computed of the outputs it is given", "a loss that no output has a part in",
-                "loss_fn(outputs, targets), called by forward_backward(x, y, loss_fn, whole=True)",
-            )  # fmt: skip
+        mean, entered = self._loss_of_all(micro_batches, loss)
         gradients.tally.count_whole(mean)
         gradients.add_loss(mean, amount, coefficient)
         sums = gradients.sums()
         CLOCK.enter("backward")
+        after, buffers = random_streams(session.world.devices), buffers_of(session.module.modules())
         try:
             for one in micro_batches:
                 is_last = one is micro_batches[-1]
@@ -209,6 +197,26 @@ class BatchPasses(Facade):
             session.batches.check_calls()
         self._conclude(batch, mean, sums)
         return mean.detach()
+
+    def _loss_of_all(
+        self, micro_batches: list[_MicroBatch], loss: Loss
+    ) -> tuple[Tensor, tuple[list[Tensor], list[Tensor]]]:
+        """The loss of the whole batch; what it was computed of, and the gradients by these."""
+        session = self.session
+        every, targets = joined(
+            [(one.outputs, one.y) for one in micro_batches],
+            [one.batch.step for one in micro_batches], session.world, session,
+        )  # fmt: skip
+        with self._same_draws():
+            mean = loss(every, targets)
+        check_loss(mean)
+        entered = gradients_of(mean, session.module, session.world.size, retain_graph=False)
+        if entered is None:
+            raise ConfigError(
+                "a loss is computed of the outputs it is given", "a loss that no output has a part in",
+                "loss_fn(outputs, targets), called by forward_backward(x, y, loss_fn, whole=True)",
+            )  # fmt: skip
+        return mean, entered
 
     def _gradients_again(
         self, one: _MicroBatch, tensors: list[Tensor], found: list[Tensor], *, rest: bool
@@ -395,20 +403,7 @@ class BatchPasses(Facade):
         size = session.world.size
         amount, coefficient = gradients.begin(batch, None, 1.0, 1 / size if is_last else 0.0)
         counted = [] if batch.padding else [at for at, term in enumerate(terms) if term.divisor]
-        samples = batch.step.samples if batch.step is not None else session.samples_called()
-        for at, term in enumerate([] if batch.padding else terms):
-            if term.divisor:
-                looked = Looked(term.mean, term.divisor, samples, term.given)
-                session.proof.look(looked, self._terms.tallies[at])
-            elif term.mean.requires_grad:
-                session.proof.look_idle(term.mean, 0.0, self._terms.tallies[at])
-        outputs = session.proof.tracked()
-        if session.proof.is_due:
-            for at in counted:
-                outside.note(terms[at].mean)
-        session.proof.close_batch()
-        if session.before is not None and counted:
-            session.before.look(terms[counted[0]].mean, batch)
+        outputs = self._look_at_terms(batch, terms, counted)
         CLOCK.enter("backward")
         if not is_last:
             for at, term in enumerate(terms):  # those that do not count, too: other ranks' may go through batch norm
@@ -436,6 +431,25 @@ class BatchPasses(Facade):
             outputs=outputs,
         )  # fmt: skip
         self._conclude(batch, mean, sums)
+
+    def _look_at_terms(self, batch: Batch, terms: list[MeanTerm], counted: list[int]) -> list[Tensor]:
+        """Has each mean tried, and returns the outputs that have a gradient."""
+        session = self.session
+        samples = batch.step.samples if batch.step is not None else session.samples_called()
+        for at, term in enumerate([] if batch.padding else terms):
+            if term.divisor:
+                looked = Looked(term.mean, term.divisor, samples, term.given)
+                session.proof.look(looked, self._terms.tallies[at])
+            elif term.mean.requires_grad:
+                session.proof.look_idle(term.mean, 0.0, self._terms.tallies[at])
+        outputs = session.proof.tracked()
+        if session.proof.is_due:
+            for at in counted:
+                outside.note(terms[at].mean)
+        session.proof.close_batch()
+        if session.before is not None and counted:
+            session.before.look(terms[counted[0]].mean, batch)
+        return outputs
 
     def _check_whole(self, batch: Batch, weight: object, *, in_parts: bool = True) -> None:
         """Raises `ConfigError` for a loss of the whole batch that is weighed, or of a batch that is a part of one."""

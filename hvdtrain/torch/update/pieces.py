@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from hvdtrain.core.decomposition import LossGradients, bound, compared, judge
 from hvdtrain.core.errors import ConfigError, HvdtrainError
 from hvdtrain.torch.engines.shell import unwrap
 from hvdtrain.torch.engines.sync_batchnorm import sync_batchnorm_mode
@@ -33,9 +34,6 @@ if TYPE_CHECKING:
     from hvdtrain.torch.losses.tally import Weight
     from hvdtrain.torch.update.session import Session
 
-# of the largest value: rounding is far below, a wrong weight or a comparison of samples far above
-_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3}
-_COARSE = 5e-2
 _ROUNDING = 8.0  # times what the last digits of the weights change: a loss that is next to nothing is made of them
 _FITTED: Any = object()  # weights, of which only their sum is known
 _NORMS = (nn.modules.batchnorm._BatchNorm,)
@@ -139,12 +137,12 @@ def _compare(
     """Whole against pieces of two thirds and one third."""
     first = samples - max(samples // 3, 1)
     whole, wanted, _ = _run(step, batch)
-    total, loss, sums = 0.0, 0.0, dict[nn.Parameter, Tensor]()
+    amounts = list[float]()
     ends = ((0, first), (first, samples))
     pieces = [cut(batch, samples, *end) for end in ends]
     runs = [_run(step, piece) for piece in pieces]
     shares = _fitted(wanted, *(gradients for _, gradients, _ in runs)) if weight is _FITTED else ()
-    for at, ((start, stop), piece, (value, gradients, terms)) in enumerate(zip(ends, pieces, runs, strict=True)):
+    for at, ((start, stop), piece, (_, _, terms)) in enumerate(zip(ends, pieces, runs, strict=True)):
         if shares:
             amount = shares[at]
         else:
@@ -154,41 +152,33 @@ def _compare(
                 break
             amount, words = float(terms[0].divisor), terms[0].what
             notes = [*notes, f"give {terms[0].weight}"] if start == 0 else notes
-        total += amount
+        amounts.append(amount)
         if not amount and not shares and whole.isfinite():  # then the other piece is the whole, which says nothing
             raise ConfigError(
                 "a check compares two pieces of a batch that count",
                 f"samples {start} to {stop - 1} of {samples} weigh 0, by {words or 'what the loss divides by'}",
                 "give it another batch, or a larger one",
             )
-        if amount:
-            loss += amount * float(value)
-            for parameter, gradient in gradients.items():
-                sums[parameter] = sums.get(parameter, torch.zeros_like(gradient)) + amount * gradient
+    total = sum(amounts)
     if not total:
         return Check(False, words or "nothing", float("nan"), float("nan"), "", draws, tuple(notes))
-    names = {id(p): name for module in modules for name, p in module.named_parameters()}
-    largest = max((float(g.abs().max()) for g in wanted.values() if g.numel()), default=0.0) or 1.0
-    gaps = {
-        names.get(id(p), f"a parameter of shape {tuple(p.shape)}"): float(
-            (wanted.get(p, torch.zeros_like(p)) - sums.get(p, torch.zeros_like(p)) / total).abs().max()
-        )
-        / largest
-        for p in {**wanted, **sums}
-        if p.numel()
-    }
-    off = abs(float(whole) - loss / total) / max(abs(float(whole)), 1e-12)  # NaN where no label of the batch counts
-    worst = max(gaps, key=lambda name: gaps[name], default="")
-    gap = gaps.get(worst, 0.0)
-    tolerance = _TOLERANCES.get(_coarsest(wanted), _COARSE)
-    if torch.is_autocast_enabled(whole.device.type) or _amp(modules):
-        tolerance = _COARSE
-    exact = off <= tolerance and gap <= tolerance
-    if not exact and math.isfinite(off + gap):
+    parts = [LossGradients(float(value), gradients) for value, gradients, _ in runs[: len(amounts)]]
+    gaps = compared(LossGradients(float(whole), wanted), parts, [amount / total for amount in amounts])
+    kinds = {str(gradient.dtype).removeprefix("torch.") for gradient in wanted.values()}
+    autocast = torch.is_autocast_enabled(whole.device.type) or _amp(modules)
+    tolerance = bound("model", {"bfloat16"} if autocast else kinds)
+    largest, scale = gaps.largest or 1.0, max(abs(float(whole)), 1e-12)  # NaN where no label of the batch counts
+    exact = judge(gaps, gradient=tolerance * largest, loss=tolerance * scale) == "holds"
+    if not exact and math.isfinite(gaps.loss + gaps.gradient):
         of_loss, of_gradient = (_ROUNDING * noise for noise in _noise(step, batch, whole, wanted))
-        scale = max(abs(float(whole)), 1e-12)
-        exact = off <= max(tolerance, of_loss / scale) and gap <= max(tolerance, of_gradient / largest)
-    return Check(exact, words, off, gap, "" if gap <= tolerance else worst, draws, tuple(notes))
+        limits = max(tolerance * largest, of_gradient), max(tolerance * scale, of_loss)
+        exact = judge(gaps, gradient=limits[0], loss=limits[1]) == "holds"
+    names = {id(p): name for module in modules for name, p in module.named_parameters()}
+    worst: Any = max(gaps.gradients, key=lambda p: gaps.gradients[p], default=None)
+    where = ""
+    if gaps.gradient > tolerance * largest:
+        where = names.get(id(worst), f"a parameter of shape {tuple(worst.shape)}")
+    return Check(exact, words, gaps.loss / scale, gaps.gradient / largest, where, draws, tuple(notes))
 
 
 def _noise(step: Any, batch: Any, whole: Tensor, wanted: Mapping[nn.Parameter, Tensor]) -> tuple[float, float]:
@@ -256,11 +246,6 @@ def _draws(step: Any, batch: Any) -> bool:
     """Whether the loss depends on the seed."""
     first, second = (_loss(step, batch, seed).detach().double() for seed in (1, 2))
     return not bool(torch.isclose(first, second, rtol=1e-6, atol=0.0, equal_nan=True).all())
-
-
-def _coarsest(gradients: Mapping[Any, Tensor]) -> torch.dtype:
-    kinds = {gradient.dtype for gradient in gradients.values()}
-    return torch.float64 if kinds <= {torch.float64} else next(iter(kinds - {torch.float64}))
 
 
 def _amp(modules: list[nn.Module]) -> bool:

@@ -11,7 +11,7 @@ import pytest
 
 from hvdtrain.__main__ import main
 from hvdtrain.bench import scale as bench
-from hvdtrain.commands import scale, scale_published
+from hvdtrain.commands import scale
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.pipeline.plan.scaling import BucketTiming
 from hvdtrain.vision.classifiers import buckets_of
@@ -165,38 +165,6 @@ def test_a_models_gradients_come_as_its_layers_are_computed() -> None:
     buckets = buckets_of("vgg16", 25 << 20)
     assert sum(its.size_bytes for its in buckets) == 4 * 138_357_544 and 5 < len(buckets) < 32
     assert len(buckets_of("vit_b_16", 0)) == 152, "a function takes some of its weights"
-
-
-class TestPublished:
-    def test_the_figures_are_those_that_were_published(self) -> None:
-        its = {(row.model, row.where): row.efficiency for row in scale_published.figures()}
-        assert len(its) == 15
-        for model, ratios in {"Inception V3": (15.0, 14.8), "ResNet-101": (14.6, 14.1), "VGG-16": (13.7, 10.0)}.items():
-            assert (round(its[model, "16 GPUs"] * 16, 1), round(its[model, "16 GPUs, TCP"] * 16, 1)) == ratios
-        assert [its[model, "512 GPUs"] for model in scale_published.MODELS] == [0.90, 0.90, 0.68]
-
-    def test_the_errors_are_printed_and_bounded(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        """Over RDMA: the model is too hopeful everywhere, by 17 % at most up to 128 GPUs, and by 28 % for VGG-16."""
-        assert main(["scale", "--published", "--json", str(tmp_path / "published.json")]) == 0
-        text, rows = capsys.readouterr().out, json.loads((tmp_path / "published.json").read_text())["published"]
-        for row in rows:
-            assert row["error"] == pytest.approx(row["predicted"] / row["efficiency"] - 1)
-            assert f"{row['error']:+.1%}" in text
-            if "TCP" not in row["where"]:
-                assert 0 < row["error"] < (0.30 if (row["model"], row["ranks"]) == ("VGG-16", 512) else 0.17), row
-            if "carried" in row:
-                assert abs(row["carried_error"]) < 0.13 and row["ranks"] > 16
-        by = {(row["model"], row["ranks"]): row["predicted"] for row in rows if "TCP" not in row["where"]}
-        for ranks in (16, 128, 512):
-            assert by["VGG-16", ranks] < by["Inception V3", ranks] < by["ResNet-101", ranks]
-        assert "ends at 128 GPUs" in text and "a guess" in text
-
-    def test_nothing_of_what_is_compared_goes_into_the_model(self) -> None:
-        """Negative twin of a fit: another published efficiency leaves the prediction as it is."""
-        figure = scale_published.figures()[-1]
-        other, on = figure._replace(efficiency=0.1), scale_published.network(25)
-        tensors = (BucketTiming(5e8, 1.0),)
-        assert scale_published.predicted(figure, tensors, on) == scale_published.predicted(other, tensors, on)
 
 
 class TestBench:
