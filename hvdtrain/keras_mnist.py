@@ -75,7 +75,7 @@ def train(args: argparse.Namespace, world: World) -> None:
     started = time.perf_counter()
     images = load_mnist(args.data, world=world)
     x_train, x_test = images.x_train[..., None], images.x_test[..., None]
-    plan = Settings.of(args, world.size, images.name, samples=len(x_train))
+    plan = MnistSettings.of(args, world.size, images.name, samples=len(x_train))
     sha256 = images.fingerprint()
     run_dir, args.resume = world.on_main(
         folder.choose_run, args.run_dir, "keras_mnist", resume=args.resume, data_sha256=sha256
@@ -124,7 +124,7 @@ def train(args: argparse.Namespace, world: World) -> None:
 
 
 @dataclass(frozen=True)
-class Settings:
+class MnistSettings:
     """What follows from the flags, the data and the number of ranks; `str()` tells it."""
 
     epochs: int
@@ -136,7 +136,7 @@ class Settings:
     total_samples: int
 
     @classmethod
-    def of(cls, args: argparse.Namespace, ranks: int, data: str, *, samples: int) -> Settings:
+    def of(cls, args: argparse.Namespace, ranks: int, data: str, *, samples: int) -> MnistSettings:
         """`data`: which data set; `samples`: in its training set."""
         epochs = args.epochs or EPOCHS
         each = math.ceil(epochs / ranks) if args.epochs_divided else epochs

@@ -22,15 +22,15 @@ from hvdtrain.core.errors import ConfigError, install_command
 from hvdtrain.core.launchers import Detected
 from hvdtrain.pipeline.plan.schedule import REMATS, SCHEDULES
 from hvdtrain.record import folder, stats
-from hvdtrain.vision.trials import Job, Settings, compare, sweep, tune
+from hvdtrain.vision.trials import SplitJob, TrialSettings, compare, sweep, tune
 from hvdtrain.world import startup
 
 PROGRAM = "hvdtrain.pipeline_resnet"
 BUSY = 0.5  # load a core, from which a note says so
 SIZES = [1, 3, 5, 8, 10, 12, 20, 40, 60]
-TUTORIAL = Settings(120, 128, 1000, 3, 10, "mse", None, micro_batches=6)  # split size 20
-ON_GPU = Settings(120, 128, 1000, 3, 10, "mse", 600.0, micro_batches=None)
-ON_CPU = Settings(32, 128, 1000, 1, 10, "mse", 180.0, micro_batches=None)  # a few minutes on 2 cores
+TUTORIAL = TrialSettings(120, 128, 1000, 3, 10, "mse", None, micro_batches=6)  # split size 20
+ON_GPU = TrialSettings(120, 128, 1000, 3, 10, "mse", 600.0, micro_batches=None)
+ON_CPU = TrialSettings(32, 128, 1000, 1, 10, "mse", 180.0, micro_batches=None)  # a few minutes on 2 cores
 
 
 def explore(args: argparse.Namespace) -> None:
@@ -63,10 +63,10 @@ def explore(args: argparse.Namespace) -> None:
     print(f"every number: {job.out / 'result.json'}", flush=True)
 
 
-def prepare(args: argparse.Namespace, settings: Settings, devices: Sequence[str], out: Path) -> Job:
+def prepare(args: argparse.Namespace, settings: TrialSettings, devices: Sequence[str], out: Path) -> SplitJob:
     """The model, cut, and random batches."""
     its = settings
-    job = Job.made(
+    job = SplitJob.made(
         args.model, its, devices, micro_batches=its.micro_batches or "auto", balance=args.balance,
         schedule=args.schedule, remat=args.remat, batch_norm=args.batch_norm,
     )  # fmt: skip
@@ -90,7 +90,7 @@ def prepare(args: argparse.Namespace, settings: Settings, devices: Sequence[str]
     return replace(job, out=out, machine=machine["processor"], result=result)
 
 
-def settings_of(args: argparse.Namespace, devices: Sequence[str]) -> Settings:
+def settings_of(args: argparse.Namespace, devices: Sequence[str]) -> TrialSettings:
     """The flags; those not given from the preset, else as the devices suggest."""
     base = TUTORIAL if args.preset == "tutorial" else ON_CPU if "cpu" in devices else ON_GPU
     given = {name: getattr(args, name, None) for name in asdict(base)}

@@ -22,7 +22,7 @@ from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.launchers import Detected
 from hvdtrain.pipeline.plan.schedule import REMATS, SCHEDULES
 from hvdtrain.record import folder
-from hvdtrain.record.bottleneck import Facts
+from hvdtrain.record.bottleneck import RunFacts
 from hvdtrain.vision import pictures, pipelines
 from hvdtrain.vision.recipes import RECIPES, Settings, nearest_batch, smallest_batch
 from hvdtrain.world import startup
@@ -73,7 +73,7 @@ def train(args: argparse.Namespace, world: World) -> None:
 
 
 @dataclass(frozen=True)
-class Job:
+class ResNetJob:
     """What is trained, with what, on what."""
 
     model: torch.nn.Module
@@ -131,7 +131,7 @@ def check_batches(
 
 def prepare(
     args: argparse.Namespace, plan: Settings, data: pictures.ImageData, network: torch.nn.Module, run: hvdtrain.RunLog
-) -> Job:
+) -> ResNetJob:
     """Makes everything that training needs."""
     import torch
 
@@ -164,10 +164,10 @@ def prepare(
     )
     checkpoints = hvdtrain.Checkpointer(run.path("checkpoints"), best=BEST, mode="max", run=run)
     loss = torch.nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)
-    return Job(model, optimizer, batches, held_out, loss, data, checkpoints)
+    return ResNetJob(model, optimizer, batches, held_out, loss, data, checkpoints)
 
 
-def restore(args: argparse.Namespace, plan: Settings, job: Job, world: World) -> None:
+def restore(args: argparse.Namespace, plan: Settings, job: ResNetJob, world: World) -> None:
     """Goes on where a run stopped, or starts from another run's weights."""
     job.checkpoints.on_preemption(job.state())
     progress = job.checkpoints.restore(job.state()) if args.resume else None
@@ -181,7 +181,7 @@ def restore(args: argparse.Namespace, plan: Settings, job: Job, world: World) ->
             print(f"starting from the weights of {args.weights}", flush=True)
 
 
-def fit(args: argparse.Namespace, plan: Settings, job: Job, run: hvdtrain.RunLog) -> dict[str, float]:
+def fit(args: argparse.Namespace, plan: Settings, job: ResNetJob, run: hvdtrain.RunLog) -> dict[str, float]:
     """The loop; returns the scores of the held-out pictures at its end."""
     scores: dict[str, float] | None = None
     for epoch in job.batches.epochs(plan.epochs):
@@ -203,7 +203,12 @@ def fit(args: argparse.Namespace, plan: Settings, job: Job, run: hvdtrain.RunLog
 
 
 def conclude(
-    args: argparse.Namespace, plan: Settings, job: Job, scores: dict[str, float], run: hvdtrain.RunLog, world: World
+    args: argparse.Namespace,
+    plan: Settings,
+    job: ResNetJob,
+    scores: dict[str, float],
+    run: hvdtrain.RunLog,
+    world: World,
 ) -> None:
     """Proves that the replicas are equal, and tells how it ended; collective."""
     import torch
@@ -220,7 +225,7 @@ def conclude(
     run.result(**scores, weights_sha256=weights, skipped=[name for name, _ in skipped])
     if not world.is_main:
         return
-    run.facts = Facts(workers, free_cores, world.local_size, args.compression, plan.accumulate)
+    run.facts = RunFacts(workers, free_cores, world.local_size, args.compression, plan.accumulate)
     if skipped:
         first = "".join(f"\n  {name}: {reason}" for name, reason in skipped[:5])
         print(f"left out: {len(skipped)} picture{'s' * (len(skipped) > 1)} that cannot be read{first}")

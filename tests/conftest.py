@@ -171,4 +171,4 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     cache = build.cache_folder()
     cache.mkdir(parents=True, exist_ok=True)
-    return build.fetch_sdist(cache, steps.Steps(tmp_path_factory.mktemp("log") / "log", print))
+    return build.fetch_sdist(cache, steps.Commands(tmp_path_factory.mktemp("log") / "log", print))

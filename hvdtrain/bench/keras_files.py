@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from hvdtrain.datasets.folder import Folder
 
 
-class Files(keras.utils.PyDataset):
+class JpegBatches(keras.utils.PyDataset):
     """Batches of JPEGs: decoded, cropped at random, enlarged to `size`, mirrored; float32 [batch, size, size, 3]."""
 
     def __init__(self, folder: Folder, batch: int, size: int, repeats: int = 1000, **settings: Any) -> None:

@@ -153,20 +153,20 @@ def _queues(train: Any, args: argparse.Namespace, batch: int, rates: Mapping[str
 def _dataset(train: Any, args: argparse.Namespace, batch: int, workers: int, processes: bool, queue: int) -> Data:
     from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 
-    from hvdtrain.bench.keras_files import Files
+    from hvdtrain.bench.keras_files import JpegBatches
 
     settings = {"workers": workers, "use_multiprocessing": processes, "max_queue_size": queue}
     # the adapter that `fit` would make, at hand so that its workers can be ended
-    return lambda: {"x": PyDatasetAdapter(Files(train, batch, args.image_size, **settings), shuffle=True)}
+    return lambda: {"x": PyDatasetAdapter(JpegBatches(train, batch, args.image_size, **settings), shuffle=True)}
 
 
 def _data_loader(train: Any, args: argparse.Namespace, batch: int, workers: int, pin: bool) -> Data:
     from torch.utils.data import DataLoader
 
-    from hvdtrain.bench.keras_files import Files
+    from hvdtrain.bench.keras_files import JpegBatches
 
     def data() -> dict[str, Any]:
-        batches: Any = Files(train, batch, args.image_size)
+        batches: Any = JpegBatches(train, batch, args.image_size)
         return {"x": DataLoader(batches, batch_size=None, num_workers=workers, pin_memory=pin)}
 
     return data

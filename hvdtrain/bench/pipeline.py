@@ -87,10 +87,12 @@ def measure(args: argparse.Namespace, result: dict[str, Any], cores: Sequence[in
     from hvdtrain.pipeline.tuning.predict import from_profile, predict
 
     first = args.micro_batches[0]
-    its = trials.Settings(args.batch, args.image_size, 1000, 1, args.rounds, "cross-entropy", None, first, update=False)
+    its = trials.TrialSettings(
+        args.batch, args.image_size, 1000, 1, args.rounds, "cross-entropy", None, first, update=False
+    )
     progress("measuring the segments, to cut the model")
     cut = {"micro_batches": first, "balance": args.balance or "time"}
-    job = trials.Job.made(args.model, its, ["cpu"] * args.stages, **cut)
+    job = trials.SplitJob.made(args.model, its, ["cpu"] * args.stages, **cut)
     pipe = job.pipe
     result["cut"] = [{"name": stage.name, "segments": len(stage.segments)} for stage in pipe.stages]
     variants = all_variants(args, job, cores)
@@ -121,7 +123,7 @@ def settings_of_ours(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     }
 
 
-def all_variants(args: argparse.Namespace, job: trials.Job, cores: Sequence[int]) -> trials.Variants:
+def all_variants(args: argparse.Namespace, job: trials.SplitJob, cores: Sequence[int]) -> trials.Variants:
     """What takes turns, by name."""
     import hvdtrain.pipeline
     from hvdtrain.pipeline.tuning.unsplit import Unsplit

@@ -22,7 +22,7 @@ from hvdtrain.bench.turns.turns import ONE_THREAD, InterleavedJobs, launched
 from hvdtrain.core.errors import install_command
 from hvdtrain.core.flags import whole
 from hvdtrain.pipeline.plan.costs import Link
-from hvdtrain.pipeline.plan.scaling import BACKWARD, Bucket, Network, Training, predict
+from hvdtrain.pipeline.plan.scaling import BACKWARD, BucketTiming, MeasuredStep, Network, predict
 from hvdtrain.record import stats
 from hvdtrain.world.startup import find_modules
 
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     return finish(args, result, report)
 
 
-def _one(args: argparse.Namespace, ranks: int, buckets: tuple[Bucket, ...]) -> dict[str, Any]:
+def _one(args: argparse.Namespace, ranks: int, buckets: tuple[BucketTiming, ...]) -> dict[str, Any]:
     its = {name: getattr(args, name) for name in ("model", "device", "per_rank_batch", "pixels", "steps")}
     arms = {"1 rank": ("hvdtrain", 1), "ranks": ("hvdtrain", ranks), "no communication": ("apart", ranks)}
     with InterleavedJobs(os.environ | ONE_THREAD) as jobs:
@@ -73,7 +73,7 @@ def _one(args: argparse.Namespace, ranks: int, buckets: tuple[Bucket, ...]) -> d
 
 
 def compared(
-    seconds: Mapping[str, list[float]], ranks: int, buckets: tuple[Bucket, ...], *, crowd: float, hidden: bool
+    seconds: Mapping[str, list[float]], ranks: int, buckets: tuple[BucketTiming, ...], *, crowd: float, hidden: bool
 ) -> dict[str, Any]:
     """Predicted over measured, from one rank and from ranks that do not talk; pure.
 
@@ -89,7 +89,7 @@ def compared(
     for name, times in {"1 rank": crowd, "no communication": 1.0}.items():
         alone = [its * times for its in seconds[name]]
         backward_s = BACKWARD * median(alone) if hidden else 0.0
-        step = predict(Training(tuple(alone), backward_s, buckets), network, ranks)
+        step = predict(MeasuredStep(tuple(alone), backward_s, buckets), network, ranks)
         # the slowest of ranks that do not talk is already what was measured of them
         more_s = step.exposed_communication_s + step.negotiation_s + (step.straggler_s if name == "1 rank" else 0.0)
         each = [its + more_s for its in alone]

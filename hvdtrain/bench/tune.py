@@ -183,7 +183,7 @@ class Races:
         report.progress(f"untuned: {seconds * 1e3:.1f} ms an update, {self.what}")
 
     def __call__(self, best: Settings, candidate: Settings) -> Pairs:
-        """See `Search`."""
+        """See `KnobSearch`."""
         both = [best, candidate]
         for name in [name for name, (its, _) in self._running.items() if its not in both]:
             self._end(name)

@@ -20,7 +20,7 @@ from weakref import WeakValueDictionary, ref
 from hvdtrain.checkpoint import preemption
 from hvdtrain.checkpoint.checkpoint_files import MANIFEST, direction_of, local_copy, read_manifest, verify
 from hvdtrain.checkpoint.checkpoint_folder import (
-    Folder,
+    CheckpointFolder,
     Info,
     Lock,
     Written,
@@ -85,7 +85,9 @@ class Checkpointer:
         if mode not in ("min", "max", None):
             raise ConfigError('mode must be "min" or "max"', f"mode={mode!r}")
         self.directory = place_of(directory).absolute()  # wherever the program goes
-        self.folder = Folder(self.directory, keep, best, mode or ("min" if best is None else direction_of(best)))
+        self.folder = CheckpointFolder(
+            self.directory, keep, best, mode or ("min" if best is None else direction_of(best))
+        )
         self.asynchronous = asynchronous
         self.run = run
         self._world = world
@@ -155,7 +157,7 @@ class Checkpointer:
 
     @repeated
     def _save_all(self, state: Mapping[str, Part], progress: Progress, metrics: dict[str, float]) -> Path:
-        noted = Noted(self.run, progress) if self.run is not None and self.world.is_main else None
+        noted = SaveEvent(self.run, progress) if self.run is not None and self.world.is_main else None
         self.world.agree("progress at a checkpoint", progress)
         for part in state.values():
             part.collect()
@@ -234,7 +236,7 @@ class Checkpointer:
         new = [ref(model) for model in _models_of(state) if not any(model is one() for one in there)]
         _TRAINED[self._place] = there + new or known  # whose models are gone: another one must not follow unasked
 
-    def _save(self, state: Mapping[str, Part], written: Written, noted: Noted | None) -> tuple[Path, str]:
+    def _save(self, state: Mapping[str, Part], written: Written, noted: SaveEvent | None) -> tuple[Path, str]:
         """Returns the checkpoint's directory and the training."""
         writer = self._prepare(state)
         if writer is not None and self.asynchronous:
@@ -247,7 +249,7 @@ class Checkpointer:
         path = self.folder.add(written, name_of(written.progress), {name: part.write for name, part in state.items()})
         return path if noted is None else noted.sealed(path), self.folder.training
 
-    def _submit(self, writer: Writer, state: Mapping[str, Part], written: Written, noted: Noted | None) -> Path:
+    def _submit(self, writer: Writer, state: Mapping[str, Part], written: Written, noted: SaveEvent | None) -> Path:
         writer.start()
         images = writer.images()
         files = {name: images.file(name) for name in state}
@@ -409,7 +411,7 @@ class Checkpointer:
             ) from failure
 
 
-class Noted:
+class SaveEvent:
     """What the run's record says of one save: written when training has gone on, and the checkpoint is there."""
 
     def __init__(self, run: RunLog, progress: Progress) -> None:

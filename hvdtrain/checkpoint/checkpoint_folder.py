@@ -155,7 +155,7 @@ class Written:
 
 
 @dataclass
-class Folder:
+class CheckpointFolder:
     """The checkpoints in `directory`; arguments as of `hvdtrain.Checkpointer`.
 
     Attributes:

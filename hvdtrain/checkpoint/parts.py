@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping
+import sys
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from hvdtrain.checkpoint.staging import StateFile
-from hvdtrain.core.errors import CheckpointError, ConfigError
+from hvdtrain.core.errors import CheckpointError, ConfigError, HvdtrainError, MainRankError, describe
 
 
 @dataclass(frozen=True)
@@ -26,22 +27,6 @@ class Progress:
     step: int = 0
     samples_seen: int = 0
     samples_in_epoch: int = 0
-
-
-class Saves(Protocol):
-    """Saves once more what a checkpointer was given.
-
-    Attributes:
-        order: the same on every rank.
-    """
-
-    @property
-    def order(self) -> str: ...
-    def parts(self) -> dict[str, Part]:
-        """Returns what is saved, made anew."""
-
-    def save(self) -> str:
-        """Saves, unless that was done after the last update; returns what is there, in words. Collective."""
 
 
 class Part:
@@ -87,8 +72,77 @@ class Part:
         """The model whose training this is a part of, if it knows."""
         return None
 
-    def saved_by(self, saver: Saves) -> None:
+    def saved_by(self, saver: Saver) -> None:
         """Called on every rank when a checkpointer knows the state that this is a part of."""
+
+
+class Checkpoints(Protocol):
+    """A `Checkpointer`."""
+
+    directory: Path
+
+    def save(self, state: Mapping[str, Part], *, progress: Progress) -> Path: ...
+    def wait(self) -> None: ...
+
+
+class Saver:
+    """Saves once more what a checkpointer was given; holds nothing that the user may drop.
+
+    Args:
+        checkpointer: which was given it.
+        state: file name to what goes into it.
+        saved: it has just been saved, or restored.
+    """
+
+    def __init__(self, checkpointer: Checkpoints, state: Mapping[str, Part], *, saved: bool) -> None:
+        self.checkpointer = checkpointer
+        self._makers = {name: part.again() for name, part in state.items()}
+        self._saved_at = _progress_of(state) if saved else None
+
+    @property
+    def order(self) -> str:
+        """The same on every rank."""
+        return str(self.checkpointer.directory)
+
+    def parts(self) -> dict[str, Part]:
+        """Returns what is saved, made anew."""
+        return {name: make() for name, make in self._makers.items()}
+
+    def save(self) -> str:
+        """Saves, unless that was done after the last update; returns what is there, in words. Collective."""
+        try:
+            return self._save()
+        except HvdtrainError as error:
+            tell_if_lost(error)
+            self._saved_at = None
+            return self._save()
+
+    def _save(self) -> str:
+        state = self.parts()
+        progress = _progress_of(state)
+        if progress == self._saved_at:
+            self.checkpointer.wait()
+            return f"what it has learned is in {self.checkpointer.directory}"
+        path = self.checkpointer.save(state, progress=progress)
+        self.checkpointer.wait()
+        return f"saved in {path}"
+
+
+def tell_if_lost(error: HvdtrainError) -> None:
+    """Says that an earlier checkpoint was lost, after which all ranks save once more: a job that ends has no next save.
+
+    Raises:
+        HvdtrainError: it is another error.
+    """
+    lost = error.error_type if isinstance(error, MainRankError) else type(error).__name__
+    if lost != CheckpointError.__name__:
+        raise error
+    if isinstance(error, CheckpointError):  # rank 0
+        print(describe("hvdtrain", error, 0), file=sys.stderr, flush=True)
+
+
+def _progress_of(state: Mapping[str, Part]) -> Progress:
+    return next((found for part in state.values() if (found := part.progress) is not None), Progress())
 
 
 class ExtraPart(Part):

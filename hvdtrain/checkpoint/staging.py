@@ -116,7 +116,7 @@ class StateFile(io.RawIOBase):
         super().close()
 
 
-class Images:
+class StagedFiles:
     """The files of one checkpoint in memory, by name; the memory is used again for the next one."""
 
     def __init__(self) -> None:

@@ -29,9 +29,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from hvdtrain.checkpoint.checkpoint_folder import Folder, Written, name_of, read_info
+from hvdtrain.checkpoint.checkpoint_folder import CheckpointFolder, Written, name_of, read_info
 from hvdtrain.checkpoint.parts import Progress
-from hvdtrain.checkpoint.staging import Images, StateFile, write_image
+from hvdtrain.checkpoint.staging import StagedFiles, StateFile, write_image
 from hvdtrain.core.errors import EXIT_CODE, CheckpointError, HvdtrainError, before_end, describe, ends_badly, note_exits
 from hvdtrain.core.version import SAFE_PATH
 
@@ -52,12 +52,12 @@ class Notes(Protocol):
 
 @dataclass
 class _Job:
-    folder: Folder
+    folder: CheckpointFolder
     path: Path
     message: bytes
     descriptors: list[int]  # of the images
     opened: int  # of the directory
-    images: Images
+    images: StagedFiles
     noted: Notes | None = None
     sent: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)
@@ -73,7 +73,7 @@ class Writer:
 
     def __init__(self) -> None:
         self._pid = os.getpid()
-        self._images = [Images(), Images()]
+        self._images = [StagedFiles(), StagedFiles()]
         self._jobs: list[_Job] = []  # whose checkpoints are not there yet; in order
         self._new: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         self._sent: queue.SimpleQueue[_Job] = queue.SimpleQueue()
@@ -130,7 +130,7 @@ class Writer:
                 print(f"hvdtrain: training waits for {first.path}, which is still being written: a disk that does not"
                       " answer, or its process is stopped", file=sys.stderr, flush=True)  # fmt: skip
 
-    def images(self) -> Images:
+    def images(self) -> StagedFiles:
         """Returns memory for a checkpoint; waits until there is some."""
         self.wait_for_room()
         in_use = [job.images for job in self._jobs]
@@ -138,9 +138,9 @@ class Writer:
 
     def submit(
         self,
-        images: Images,
+        images: StagedFiles,
         files: Mapping[str, StateFile],
-        folder: Folder,
+        folder: CheckpointFolder,
         written: Written,
         *,
         noted: Notes | None = None,
@@ -175,7 +175,7 @@ class Writer:
         """Raises what earlier writes into that directory failed with, once.
 
         Raises:
-            CheckpointError: as `Folder.add`; or the process was killed.
+            CheckpointError: as `CheckpointFolder.add`; or the process was killed.
         """
         directory = directory.resolve()
         if directory in self._failures and self._process is not None and self._process.poll() is not None:
@@ -284,7 +284,7 @@ def serve(descriptor: int, parent: int) -> None:
         signal.signal(number, signal.SIG_IGN)
     with socket.socket(fileno=descriptor) as link:
         link.settimeout(_ALONE_S)
-        folders: dict[tuple[Any, ...], Folder] = {}
+        folders: dict[tuple[Any, ...], CheckpointFolder] = {}
         while True:
             try:
                 data, descriptors, _, _ = socket.recv_fds(link, _LONGEST_MESSAGE, _MOST_FILES)
@@ -299,14 +299,14 @@ def serve(descriptor: int, parent: int) -> None:
             message = json.loads(data)
             kept = (message["keep"], message["best_metric"], message["mode"], message["training"])
             options = (Path(message["directory"]), *kept)
-            folder = folders.setdefault(options, Folder(*options))
+            folder = folders.setdefault(options, CheckpointFolder(*options))
             folder.opened = descriptors[-1]
             answer = _written(message, descriptors, folder)
             with contextlib.suppress(ConnectionError):  # what was to be written is written, whoever wants to know
                 link.send(json.dumps(answer).encode())
 
 
-def _written(message: dict[str, Any], descriptors: list[int], folder: Folder) -> dict[str, Any]:
+def _written(message: dict[str, Any], descriptors: list[int], folder: CheckpointFolder) -> dict[str, Any]:
     started = time.perf_counter()
     written = Written(**message["written"] | {"progress": Progress(**message["written"]["progress"])})
     images = descriptors[: len(message["files"])]  # after them, the directory's

@@ -1,4 +1,4 @@
-"""The line between this rank and its host's agent (of `hvdtrain launch`): a `Link`.
+"""The line between this rank and its host's agent (of `hvdtrain launch`): a `RankLink`.
 
 The rank says how many updates are done, once a second at most and at its end, and, where the job is elastic, what
 `hvdtrain.comm.elastic` has to say. A thread of its own listens: what the launcher says may have to break what
@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
-from hvdtrain.comm.link import Link
+from hvdtrain.comm.link import RankLink
 from hvdtrain.core import variables
 from hvdtrain.core.errors import before_end
 
@@ -41,7 +41,7 @@ class AgentLine:
 
     def __init__(self, descriptor: int) -> None:
         os.set_inheritable(descriptor, False)
-        self._link = Link(socket.socket(fileno=descriptor), longest=sys.maxsize)
+        self._link = RankLink(socket.socket(fileno=descriptor), longest=sys.maxsize)
         self._link.socket.settimeout(None)  # a rank waits for an agent that does not read
         self._lock = threading.Lock()
         self._forms: queue.SimpleQueue[Form | None] = queue.SimpleQueue()

@@ -290,7 +290,7 @@ def _mpi_is_ours() -> bool:
 
 
 @dataclass(frozen=True)
-class Kind:
+class EngineInfo:
     """What an engine is for.
 
     Attributes:
@@ -311,11 +311,11 @@ _ONE = 'leave engine="auto", or start the program without a launcher'
 
 # "auto" takes the first that the framework has and the launcher can start
 ENGINES = {
-    "horovod": Kind(("torch", "keras"), _MPI, _HOROVODRUN),
-    "ddp": Kind(("torch",), ("torchrun", "openpai", *_MPI), _TORCHRUN),
-    "deepspeed": Kind(("torch",), ("torchrun", "openpai", *_MPI), _TORCHRUN),
-    "dataparallel": Kind(("torch",), (), _ONE),
-    "solo": Kind(("torch", "keras"), (), _ONE),
+    "horovod": EngineInfo(("torch", "keras"), _MPI, _HOROVODRUN),
+    "ddp": EngineInfo(("torch",), ("torchrun", "openpai", *_MPI), _TORCHRUN),
+    "deepspeed": EngineInfo(("torch",), ("torchrun", "openpai", *_MPI), _TORCHRUN),
+    "dataparallel": EngineInfo(("torch",), (), _ONE),
+    "solo": EngineInfo(("torch", "keras"), (), _ONE),
 }
 
 

@@ -112,7 +112,7 @@ class Outbox:
         return True
 
 
-class Link:
+class RankLink:
     """JSON objects, a line each, over a socket."""
 
     def __init__(self, connected: socket.socket, longest: int = _LONGEST_LINE) -> None:
@@ -139,7 +139,7 @@ class Link:
         self.socket.close()
 
 
-def connect(meeting: Meeting, rank: int) -> Link | None:
+def connect(meeting: Meeting, rank: int) -> RankLink | None:
     """Returns a link through the first of rank 0's addresses that answers as it does; None if none does in time.
 
     All are tried at once: some lead nowhere from this host, or to another program.
@@ -162,7 +162,7 @@ def connect(meeting: Meeting, rank: int) -> Link | None:
                         tried.sendall(words)
                         selector.modify(tried, selectors.EVENT_READ)
                     elif tried.recv(len(WELCOME)) == WELCOME:
-                        return Link(socket.socket(fileno=tried.detach()))
+                        return RankLink(socket.socket(fileno=tried.detach()))
                     else:
                         selector.unregister(tried)
                 except OSError:  # refused, or out of reach

@@ -6,11 +6,11 @@ import shlex
 from collections.abc import Mapping
 
 from hvdtrain.cluster.launch import environment
-from hvdtrain.cluster.launch.job import Job, Plan
+from hvdtrain.cluster.launch.job import Job, JobPlan
 from hvdtrain.core import variables
 
 
-def horovodrun(plan: Plan, environ: Mapping[str, str]) -> str:
+def horovodrun(plan: JobPlan, environ: Mapping[str, str]) -> str:
     """Returns the horovodrun command that starts the same ranks; where it cannot, that is said after it.
 
     Args:
@@ -41,7 +41,7 @@ def horovodrun(plan: Plan, environ: Mapping[str, str]) -> str:
     return f"{line}   # {'; '.join(notes)}" if notes else line
 
 
-def mpirun(plan: Plan, environ: Mapping[str, str]) -> str:
+def mpirun(plan: JobPlan, environ: Mapping[str, str]) -> str:
     """Returns the mpirun command (Open MPI) that starts the same ranks, through the same network.
 
     Args:

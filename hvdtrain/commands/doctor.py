@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.cluster.doctor import findings
-from hvdtrain.cluster.doctor.examine import Report, examined
+from hvdtrain.cluster.doctor.examine import DoctorReport, examined
 from hvdtrain.cluster.doctor.findings import GIB, Facts, bytes_text, known
 from hvdtrain.cluster.doctor.network import GIGABIT, Links
 from hvdtrain.cluster.hosts import probe
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
 # ---- the report for people: the hosts as a table, what was measured, then what was found
 
 
-def text(found: Report) -> str:
+def text(found: DoctorReport) -> str:
     """Returns the report as people read it."""
     parts = [_hosts(found)] if found.cluster.facts else []
     measured = [*_network(found.links)] if found.links is not None else []
@@ -80,7 +80,7 @@ def text(found: Report) -> str:
     return "\n\n".join(parts)
 
 
-def _hosts(found: Report) -> str:
+def _hosts(found: DoctorReport) -> str:
     """The hosts, one a column each; where there are many, only what is the same would repeat."""
     rows = [["", *found.cluster.facts]]
     columns = [_column(found, host) for host in found.cluster.facts]
@@ -92,7 +92,7 @@ def _hosts(found: Report) -> str:
     return stats.table([list(line) for line in zip(*rows, strict=True)])
 
 
-def _column(found: Report, host: str) -> dict[str, str]:
+def _column(found: DoctorReport, host: str) -> dict[str, str]:
     facts = found.cluster.facts[host]
     packages: Facts = known(facts, "packages") or {}
     several = found.links is not None and len(found.links.chosen) > 1
@@ -163,7 +163,7 @@ def _network(links: Links) -> list[str]:
     return lines
 
 
-def _verdict(found: Report) -> str:
+def _verdict(found: DoctorReport) -> str:
     hosts, ranks = len(found.job.ranks), found.job.np
     what = f"{hosts} host(s), {ranks} rank(s), examined in {found.seconds:.1f} s"
     if not found.findings:

@@ -21,8 +21,8 @@ from hvdtrain.cluster.hosts.hosts import Host
 from hvdtrain.cluster.hosts.protocol import BEAT_S
 from hvdtrain.cluster.launch import discovery, environment, launcher
 from hvdtrain.cluster.launch.failures import Restarts
-from hvdtrain.cluster.launch.job import Elastic
-from hvdtrain.cluster.launch.launcher import Failure, Heard, Job, Outcome, Plan, Timeouts
+from hvdtrain.cluster.launch.job import ElasticOptions
+from hvdtrain.cluster.launch.launcher import Failure, Heard, Job, JobPlan, Outcome, Timeouts
 from hvdtrain.cluster.launch.output import Display, Logs, failure_block, report
 from hvdtrain.commands import command_lines, host_flags
 from hvdtrain.core import flags, launchers, variables
@@ -232,7 +232,7 @@ def _elastic(args: argparse.Namespace, environ: Mapping[str, str], job: Job) -> 
     if not minimum <= job.np <= maximum:
         rule, received = "--min-np <= -np <= --max-np", f"{minimum}, {job.np}, {maximum}"
         raise ConfigError(rule, received, "give -np between the two, or leave one out")
-    return dataclasses.replace(job, elastic=Elastic(minimum, maximum, args.elastic_timeout, command))
+    return dataclasses.replace(job, elastic=ElasticOptions(minimum, maximum, args.elastic_timeout, command))
 
 
 def _run_once(job: Job, attempt: int, logs: Logs, args: argparse.Namespace) -> Outcome:
@@ -240,7 +240,7 @@ def _run_once(job: Job, attempt: int, logs: Logs, args: argparse.Namespace) -> O
     job = dataclasses.replace(job, env={**job.env, variables.RESTART: str(number)})
     display = Display(job.slots, logs, quiet=args.quiet, with_hosts=not job.one_host)
 
-    def begin(plan: Plan) -> None:
+    def begin(plan: JobPlan) -> None:
         for rank in range(job.np if attempt else 0):
             logs.write(rank, f"--- restart {attempt}")
         like = [_shortened(f"like: {command_lines.horovodrun(plan, os.environ)}")] if job.elastic is None else []
@@ -275,7 +275,7 @@ class _Told(Heard):
         report(text, within_s=0.2)
 
 
-def _remarks(plan: Plan) -> Iterator[str]:
+def _remarks(plan: JobPlan) -> Iterator[str]:
     """What a user may not expect of what ranks get."""
     yield from plan.notes
     if not plan.job.one_host and (names := environment.withheld(os.environ, plan.job.env)):
@@ -286,7 +286,7 @@ def _remarks(plan: Plan) -> Iterator[str]:
         yield f"set by the log-in on {', '.join(hosts)} itself: {theirs}; {others}"
 
 
-def _places(plan: Plan) -> str:
+def _places(plan: JobPlan) -> str:
     return ", ".join(
         f"{host.name}: {len(plan.of_host(host))} ({plan.chosen[host.name].interface} {plan.chosen[host.name].address})"
         for host in plan.hosts
@@ -357,7 +357,7 @@ def _run_again(job: Job, attempt: int, logs: Logs, args: argparse.Namespace, res
 # ---- what would run
 
 
-def _dry_run(plan: Plan) -> str:
+def _dry_run(plan: JobPlan) -> str:
     job = plan.job
     lines = [
         "horovodrun:", f"  {command_lines.horovodrun(plan, os.environ)}",

@@ -21,7 +21,7 @@ from hvdtrain.core import flags
 from hvdtrain.core.errors import ConfigError, install_command
 from hvdtrain.pipeline.plan.costs import Device, Link, SegmentCost
 from hvdtrain.pipeline.plan.partition import in_words
-from hvdtrain.pipeline.tuning.planner import Cluster, Plan, Speed, as_json, described, forward_flops, plans
+from hvdtrain.pipeline.tuning.planner import Cluster, ParallelPlan, Speed, as_json, described, forward_flops, plans
 from hvdtrain.record import stats
 from hvdtrain.world import startup
 
@@ -197,7 +197,7 @@ def _check_profile(path: Path, wanted: Mapping[str, Any]) -> None:
         raise ConfigError("--profile holds the costs of what is planned", f"{path}: {'; '.join(wrong)}", "name another")
 
 
-def _report(args: argparse.Namespace, inputs: PlanInputs, found: Sequence[Plan]) -> str:
+def _report(args: argparse.Namespace, inputs: PlanInputs, found: Sequence[ParallelPlan]) -> str:
     """The tables, and where the numbers come from."""
     fitting, others = [plan for plan in found if not plan.reason], [plan for plan in found if plan.reason]
     nodes = f"{args.nodes} nodes of {args.devices}" if args.nodes > 1 else args.devices
@@ -218,7 +218,7 @@ def _report(args: argparse.Namespace, inputs: PlanInputs, found: Sequence[Plan])
     return "\n".join(parts)
 
 
-def _rows(found: Sequence[Plan]) -> list[list[str]]:
+def _rows(found: Sequence[ParallelPlan]) -> list[list[str]]:
     rows = [["plan", "samples/s", "of best", "bubble", "all-reduce", "memory", "limit"]]
     best = found[0].predicted_samples_per_s
     for plan in found:
@@ -236,7 +236,7 @@ def _rows(found: Sequence[Plan]) -> list[list[str]]:
     return rows
 
 
-def _write(args: argparse.Namespace, inputs: PlanInputs, found: Sequence[Plan]) -> None:
+def _write(args: argparse.Namespace, inputs: PlanInputs, found: Sequence[ParallelPlan]) -> None:
     save(args, "plan", measured=inputs.measured, given=inputs.given, assumed=inputs.assumed,
          plans=[as_json(plan) for plan in found])  # fmt: skip
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from hvdtrain.commands.why import why
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.record.bottleneck import BETWEEN, STEP, Facts, phases_per_rank, verdict
+from hvdtrain.record.bottleneck import BETWEEN, STEP, RunFacts, phases_per_rank, verdict
 from hvdtrain.record.log import read_events, read_run, run_status
 
 PHASES = (*STEP, *BETWEEN)
@@ -134,11 +134,11 @@ def _happened(events: Sequence[Mapping[str, Any]]) -> list[tuple[float, str, str
 
 def _advice(record: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> list[str]:
     """The run's own verdict, which knows its loader; else one made of what its epochs say. Then epochs that differ."""
-    whole = verdict(phases_per_rank(events) or [{}], Facts())
+    whole = verdict(phases_per_rank(events) or [{}], RunFacts())
     lines = str(record.get("result", {}).get("verdict") or whole).splitlines()
     for event in events:
         if event.get("kind") == "epoch" and event.get("ranks"):
-            found = verdict(event["ranks"], Facts())
+            found = verdict(event["ranks"], RunFacts())
             if found.kind in ("uneven", "input") and found.kind != whole.kind:
                 lines.append(f"epoch {event['epoch'] + 1}: {found.text.splitlines()[0]}")
     return lines

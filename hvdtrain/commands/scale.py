@@ -24,10 +24,10 @@ from hvdtrain.pipeline.plan.costs import Link
 from hvdtrain.pipeline.plan.scaling import (
     BACKWARD,
     MOST_RANKS,
-    Bucket,
+    BucketTiming,
+    MeasuredStep,
     Network,
-    Step,
-    Training,
+    StepCost,
     Way,
     first_below,
     predict,
@@ -111,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def as_json(step: Step) -> dict[str, float]:
+def as_json(step: StepCost) -> dict[str, float]:
     """A predicted step, with what follows from it."""
     return asdict(step) | {name: getattr(step, name) for name in ("step_s", "efficiency", "samples_per_s")}
 
@@ -119,7 +119,7 @@ def as_json(step: Step) -> dict[str, float]:
 # ---- what a step is
 
 
-def _training(args: argparse.Namespace, sources: dict[str, list[str]]) -> Training:
+def _training(args: argparse.Namespace, sources: dict[str, list[str]]) -> MeasuredStep:
     if (args.run_dir is None) == (args.step is None):
         remedy = "hvdtrain scale RUN, or --step 0.31 --gradients 170MB"
         raise ConfigError("a step is a run's, or given", "both" if args.run_dir else "neither", remedy)
@@ -139,7 +139,7 @@ def _training(args: argparse.Namespace, sources: dict[str, list[str]]) -> Traini
         sources["given"].append(f"a backward pass of {args.backward:g} s")
     elif share == BACKWARD:
         sources["assumed"].append("two thirds of a step are its backward pass")
-    return Training(tuple(compute_s), backward_s, _buckets(args, sources[kind], sources), args.samples or 1.0)
+    return MeasuredStep(tuple(compute_s), backward_s, _buckets(args, sources[kind], sources), args.samples or 1.0)
 
 
 def of_run(path: Path, sources: dict[str, list[str]]) -> tuple[list[float], float, dict[str, Any]]:
@@ -180,14 +180,14 @@ def _computed(seconds: dict[str, float]) -> float:
     return sum(seconds.get(phase, 0.0) for phase in STEP if phase != "communication")
 
 
-def _buckets(args: argparse.Namespace, known: list[str], sources: dict[str, list[str]]) -> tuple[Bucket, ...]:
+def _buckets(args: argparse.Namespace, known: list[str], sources: dict[str, list[str]]) -> tuple[BucketTiming, ...]:
     if args.gradients:
         count = math.ceil(args.gradients / args.bucket)
         if count > MOST_BUCKETS:
             raise ConfigError(f"gradients travel in {MOST_BUCKETS:,} buckets at most", f"{count:,}", "--bucket 25MiB")
         known.append(f"{args.gradients / 1e6:.1f} MB of gradients")
         sources["assumed"].append("they become ready evenly over the backward pass")
-        return tuple(Bucket(args.gradients / count, (n + 1) / count) for n in range(count))
+        return tuple(BucketTiming(args.gradients / count, (n + 1) / count) for n in range(count))
     if args.model is None:
         raise ConfigError("gradients have a size", "no --gradients", "--gradients 97.5MB, or --model resnet50")
     startup.find_modules(dict.fromkeys(("torch", "torchvision"), install_command("torch")))
@@ -237,7 +237,9 @@ def _measured_link(path: Path) -> dict[str, Link]:
 # ---- the report
 
 
-def _report(steps: Sequence[Step], below: dict[str, int | None], others: dict[str, Step], samples: float | None) -> str:
+def _report(
+    steps: Sequence[StepCost], below: dict[str, int | None], others: dict[str, StepCost], samples: float | None
+) -> str:
     rows = [
         ["ranks", "step", "samples/s", "efficiency", "compute", "stragglers", "exposed communication", "negotiation"]
     ]

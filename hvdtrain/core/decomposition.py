@@ -36,7 +36,7 @@ def bound(compared: str, precisions: Iterable[str]) -> float:
 
 
 @dataclass(frozen=True)
-class Part:
+class LossGradients:
     """What a batch, or a piece of it, gives.
 
     Attributes:
@@ -72,7 +72,7 @@ class Gaps:
 Kind = Literal["holds", "is a sum", "is weighed otherwise", "samples meet"]
 
 
-def compared(whole: Part, parts: Sequence[Part], shares: Sequence[float]) -> Gaps:
+def compared(whole: LossGradients, parts: Sequence[LossGradients], shares: Sequence[float]) -> Gaps:
     """Returns the differences between a batch and its pieces.
 
     Args:

@@ -12,7 +12,7 @@ Report = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Finding:
+class GuardFinding:
     """What is wrong, and where.
 
     Attributes:
@@ -52,16 +52,16 @@ class Judge:
         self._open: dict[tuple[Any, ...], dict[int, Report]] = {}
         self._apart: set[tuple[Any, ...]] = set()
         self._data: dict[tuple[Any, ...], str] = {}
-        self.findings: list[Finding] = []
+        self.findings: list[GuardFinding] = []
         self.compared = 0
         self.averaged: set[int] = set()
 
-    def take(self, rank: int, report: Report) -> Finding | None:
+    def take(self, rank: int, report: Report) -> GuardFinding | None:
         """Returns what this report, with those before it, shows to be wrong, unless it was found before."""
         if report["kind"] == "finding":
             words = {name: report[name] for name in ("line", "rule", "received", "remedy", "note")}
             words["received"] = f"rank {rank}: {words['received']}"
-            return self._new(Finding(kind=report["name"], **words))
+            return self._new(GuardFinding(kind=report["name"], **words))
         ranks = tuple(report["ranks"])
         key = (report["kind"], ranks, *report["key"])
         group = self._open.setdefault(key, {})
@@ -79,13 +79,13 @@ class Judge:
         reports = [next(iter(group.values())) for (kind, *_), group in self._open.items() if kind == "weights"]
         return sorted({report["made"] for report in reports if report["key"][0] not in self.averaged})
 
-    def _new(self, finding: Finding | None) -> Finding | None:
+    def _new(self, finding: GuardFinding | None) -> GuardFinding | None:
         if finding is None or any((known.kind, known.line) == (finding.kind, finding.line) for known in self.findings):
             return None
         self.findings.append(finding)
         return finding
 
-    def _of_data(self, key: tuple[Any, ...], reports: Sequence[Report]) -> Finding | None:
+    def _of_data(self, key: tuple[Any, ...], reports: Sequence[Report]) -> GuardFinding | None:
         """Two batches in turn, not the same, that are the same on all ranks, are no accident."""
         values = {report["value"] for report in reports}
         source, number = key[1:-1], key[-1]
@@ -95,7 +95,7 @@ class Judge:
         if number == 1 or not before or not first or before == first:
             return None
         return self._new(
-            Finding(
+            GuardFinding(
                 "same-data",
                 reports[0]["line"],
                 "each rank must train on its own samples",
@@ -106,7 +106,7 @@ class Judge:
             )  # fmt: skip
         )
 
-    def _of_weights(self, key: tuple[Any, ...], reports: Sequence[Report]) -> Finding | None:
+    def _of_weights(self, key: tuple[Any, ...], reports: Sequence[Report]) -> GuardFinding | None:
         first, number, step, when = reports[0], key[2], key[4], key[5]
         which = (key[1], number)
         if which in self._apart:
@@ -135,20 +135,20 @@ class Judge:
             if step > 1 and not updated_once:
                 rule = "the weights of all ranks must stay the same: something changes them between updates"
                 remedy = "what is drawn or loaded on one rank only is to be broadcast"
-            return self._new(Finding("broadcast", first["line"], rule, by_rank(shown), remedy))
+            return self._new(GuardFinding("broadcast", first["line"], rule, by_rank(shown), remedy))
         if not equal["settings"]:
             shown = [f"{report['settings']} {report['line']}" for report in reports]
             rule = "the optimizer must have the same learning rate and settings on all ranks"
             return self._new(
-                Finding("settings", first["made"], rule, by_rank(shown), "give every rank the same numbers")
+                GuardFinding("settings", first["made"], rule, by_rank(shown), "give every rank the same numbers")
             )
         shown = [f"{report['state'][:8]} {report['line']}" for report in reports]
         rule = "all ranks must start with the same state of the optimizer: rank 0's is to be broadcast"
         remedy = "hvd.broadcast_optimizer_state(optimizer, root_rank=0) on every rank, after rank 0 has loaded its file"
-        return self._new(Finding("optimizer-state", first["line"], rule, by_rank(shown), remedy))
+        return self._new(GuardFinding("optimizer-state", first["line"], rule, by_rank(shown), remedy))
 
 
-def _not_averaged(report: Report, step: int, shown: str) -> Finding:
+def _not_averaged(report: Report, step: int, shown: str) -> GuardFinding:
     when = "the first update" if step <= 2 else f"update {step}"
     if report["averaged"]:
         why = "Horovod's optimizer is there, and something else changes the weights, or the gradients after it"
@@ -163,7 +163,7 @@ def _not_averaged(report: Report, step: int, shown: str) -> Finding:
             " Keras: compile(optimizer=hvd.DistributedOptimizer(optimizer)); a tape: hvd.DistributedGradientTape(tape)"
         )
     rule = f"gradients must be averaged over all ranks: after {when} their weights differ"
-    return Finding("not-averaged", report["made"], rule, f"{why}; weights after update {step}:\n{shown}", remedy)
+    return GuardFinding("not-averaged", report["made"], rule, f"{why}; weights after update {step}:\n{shown}", remedy)
 
 
 def as_json(judge: Judge, steps: Mapping[str, int]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from hvdtrain.comm.lines import user_line
 from hvdtrain.guard.hooks import Hook, wrap
-from hvdtrain.guard.session import Session
+from hvdtrain.guard.session import GuardSession
 from hvdtrain.world import same_data
 
 _COLLECTIVE = (
@@ -25,7 +25,7 @@ _COLLECTIVE = (
 _BATCHES = (2, 3)  # steps whose inputs are compared
 
 
-def hooks(session: Session) -> dict[str, Hook]:
+def hooks(session: GuardSession) -> dict[str, Hook]:
     """Returns what is to be done to each module when it is imported."""
     watch = KerasWatch(session)
     return {
@@ -44,7 +44,7 @@ class KerasWatch:
         session: takes the reports.
     """
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: GuardSession) -> None:
         self._session = session
         self._made: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         self._numbers: dict[int, int] = {}  # by id: Keras compares optimizers' variables, not optimizers

@@ -15,7 +15,7 @@ from pathlib import Path
 from hvdtrain.core import flags, launchers
 from hvdtrain.core.errors import ConfigError, LauncherError
 from hvdtrain.guard import hooks, keras_watch, torch_watch
-from hvdtrain.guard.session import Session
+from hvdtrain.guard.session import GuardSession
 
 
 def run(what: str, argv: Sequence[str], module: bool, *, warn: bool, report: Path | None, every: int) -> int:
@@ -30,7 +30,7 @@ def run(what: str, argv: Sequence[str], module: bool, *, warn: bool, report: Pat
         with contextlib.suppress(LauncherError):  # which the script's own hvd.init() tells
             if launchers.detect(os.environ).rank == 0:
                 flags.check_file("--report", report)
-    session = Session(warn=warn, report=report, every=every)
+    session = GuardSession(warn=warn, report=report, every=every)
     hooks.install({**torch_watch.hooks(session), **keras_watch.hooks(session)})
     try:
         code = execute(what, argv, module)

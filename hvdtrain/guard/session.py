@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.comm.lines import user_line
-from hvdtrain.comm.link import WELCOME, Link, connect
+from hvdtrain.comm.link import WELCOME, RankLink, connect
 from hvdtrain.core import flags, launchers, variables
 from hvdtrain.core.errors import GUARD_CODE, ConfigError
 from hvdtrain.guard import rates
-from hvdtrain.guard.judge import Finding, Judge, as_json
+from hvdtrain.guard.judge import GuardFinding, Judge, as_json
 from hvdtrain.watch import watch
 from hvdtrain.watch.meeting import END, OFF, Place
 
@@ -36,7 +36,7 @@ _OUT_OF_STEP = (
 )
 
 
-class Session:
+class GuardSession:
     """A rank, from the script's `hvd.init()` on.
 
     Args:
@@ -63,7 +63,7 @@ class Session:
         self._met = False
         self._unwritten: ConfigError | None = None
         self._pid = os.getpid()
-        self._links: dict[int, Link] = {}
+        self._links: dict[int, RankLink] = {}
         self._lock, self._over = threading.RLock(), threading.Event()
         self._done: set[int] = set()
         self._depth = threading.local()
@@ -120,7 +120,7 @@ class Session:
         def take() -> None:
             while len(self._links) < self.size - 1 and not self._over.is_set():
                 with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                    link = Link(door.accept()[0])
+                    link = RankLink(door.accept()[0])
                     for message in link.receive(_TICK_S * 20):
                         if hmac.compare_digest(str(message["token"]), token):
                             link.socket.sendall(WELCOME)
@@ -308,7 +308,7 @@ class Session:
             link.close()
 
 
-def _described(finding: Finding) -> str:
+def _described(finding: GuardFinding) -> str:
     received = finding.received.replace("\n", "\n            ")
     word = "note: " if finding.note else ""
     return f"{word}{finding.text}\n  received: {received}\n  fix: {finding.remedy}"

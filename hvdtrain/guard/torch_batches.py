@@ -11,7 +11,7 @@ from typing import Any
 
 from hvdtrain.comm.lines import user_line
 from hvdtrain.guard.hooks import wrap
-from hvdtrain.guard.session import Session
+from hvdtrain.guard.session import GuardSession
 from hvdtrain.world import same_data
 
 _BATCHES = 2  # of each optimizer, whose contents are compared
@@ -26,7 +26,7 @@ class BatchWatch:
         session: takes the reports.
     """
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: GuardSession) -> None:
         self._session = session
         self._loader: Any = None
         self._batches: dict[int, tuple[int, int]] = {}  # by optimizer: those reported, and updates so far

@@ -10,7 +10,7 @@ from typing import Any
 
 from hvdtrain.comm.lines import user_line
 from hvdtrain.guard.hooks import Hook, wrap
-from hvdtrain.guard.session import Session
+from hvdtrain.guard.session import GuardSession
 from hvdtrain.guard.torch_batches import BatchWatch, ranks_of
 
 _COLLECTIVE = (
@@ -20,7 +20,7 @@ _COLLECTIVE = (
 _MEANS = ("Nll", "Mse", "Mean", "BinaryCrossEntropy", "SmoothL1", "Huber", "KlDiv", "L1Loss", "SoftMarginLoss")
 
 
-def hooks(session: Session) -> dict[str, Hook]:
+def hooks(session: GuardSession) -> dict[str, Hook]:
     """Returns what is to be done to each module when it is imported."""
     watch = TorchWatch(session)
     return {
@@ -44,7 +44,7 @@ class TorchWatch:
         batches: what the updates are made of.
     """
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: GuardSession) -> None:
         self._session = session
         self._made: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()

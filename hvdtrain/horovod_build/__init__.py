@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
         wheel = Path(shutil.copy2(wheel, args.output))
     if args.dist:
         build.make_folder(args.dist, "--dist DIR")
-        made = dist.make(wheel, found, args.dist, steps.Steps(cache / "dist.log", _say))
+        made = dist.make(wheel, found, args.dist, steps.Commands(cache / "dist.log", _say))
         _say(f"ready: {made}, listed in {args.dist / 'simple'}; {dist.needs(made)}")
     if args.install:
         swap.replace(wheel)

@@ -23,7 +23,7 @@ from hvdtrain.horovod_build import cuda as cuda_toolchain
 from hvdtrain.horovod_build import patching
 from hvdtrain.horovod_build.environment import Environment, mpi_rpath
 from hvdtrain.horovod_build.proof import prove
-from hvdtrain.horovod_build.steps import Say, Steps
+from hvdtrain.horovod_build.steps import Commands, Say
 from hvdtrain.horovod_build.support import HOROVOD_VERSION, SDIST_SHA256, torch_cxx_standard
 
 
@@ -105,7 +105,7 @@ def build(
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="hvdtrain-horovod-") as scratch:
         work = Path(scratch)
-        runner = Steps(cache / "build.log", say)
+        runner = Commands(cache / "build.log", say)
         archive = sdist or fetch_sdist(cache, runner)
         source = unpack(archive, work / "source")
         patches = patching.needed(environment.gpu)
@@ -128,7 +128,7 @@ def build(
         return _store(wheel, cache / key, record)
 
 
-def fetch_sdist(cache: Path, run: Steps) -> Path:
+def fetch_sdist(cache: Path, run: Commands) -> Path:
     """Horovod's source distribution from PyPI, kept in `cache`; its checksum is compared at every use.
 
     pip runs an archive's setup.py to learn its requirements, so pip compares the checksum first (`--require-hashes`):
@@ -197,7 +197,9 @@ def _extract(tar: tarfile.TarFile, target: Path) -> None:
     tar.extractall(target)
 
 
-def _build_variables(environment: Environment, cuda: str, cache: Path, jobs: int | None, run: Steps) -> dict[str, str]:
+def _build_variables(
+    environment: Environment, cuda: str, cache: Path, jobs: int | None, run: Commands
+) -> dict[str, str]:
     settings = {name: value for name, value in os.environ.items() if not name.startswith("HOROVOD_")}
     settings |= {name: os.environ[name] for name in ("HOROVOD_CMAKE",) if name in os.environ}
     for framework, name in (("torch", "PYTORCH"), ("tensorflow", "TENSORFLOW")):
@@ -220,7 +222,7 @@ def _jobs() -> int:
     return max(1, min(len(os.sched_getaffinity(0)), int(memory_bytes / (2.5 * 2**30))))
 
 
-def _compile(source: Path, settings: dict[str, str], environment: Environment, run: Steps) -> Path:
+def _compile(source: Path, settings: dict[str, str], environment: Environment, run: Commands) -> Path:
     names = " and ".join(environment.frameworks())
     minutes = {1: "2", 2: "3"}[len(environment.frameworks())]
     what = f"compiling Horovod for {names} (about {minutes} minutes on 2 cores)"

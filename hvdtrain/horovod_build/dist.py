@@ -31,7 +31,7 @@ from urllib.parse import quote
 from hvdtrain.core.errors import HvdtrainError, install_command
 from hvdtrain.horovod_build.environment import NCCL_OF_TENSORFLOW, Environment
 from hvdtrain.horovod_build.proof import prove
-from hvdtrain.horovod_build.steps import Steps
+from hvdtrain.horovod_build.steps import Commands
 from hvdtrain.horovod_build.support import HOROVOD_VERSION, parse
 
 NAME = "hvdtrain-horovod"
@@ -77,7 +77,7 @@ def _release(version: str) -> str:
     return ".".join(map(str, parse(version)[:2]))
 
 
-def make(wheel: Path, environment: Environment, folder: Path, run: Steps) -> Path:
+def make(wheel: Path, environment: Environment, folder: Path, run: Commands) -> Path:
     """Makes a ready wheel of a proven one, proves that too, and lists it in `folder`; returns its path there.
 
     Raises:

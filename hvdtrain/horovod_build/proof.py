@@ -10,12 +10,12 @@ import tempfile
 from pathlib import Path
 
 from hvdtrain.core.errors import HvdtrainError
-from hvdtrain.horovod_build.steps import Steps
+from hvdtrain.horovod_build.steps import Commands
 
 PROOF_TIMEOUT_S = 120
 
 
-def prove(wheel: Path, frameworks: list[str], run: Steps, *, mpi: str | None, nccl: bool) -> list[str]:
+def prove(wheel: Path, frameworks: list[str], run: Commands, *, mpi: str | None, nccl: bool) -> list[str]:
     """Two ranks of every framework over every controller, in a folder of their own; returns their lines.
 
     Args:
@@ -40,7 +40,7 @@ def prove(wheel: Path, frameworks: list[str], run: Steps, *, mpi: str | None, nc
 
 
 def _prove_ranks(
-    frameworks: list[str], launchers: dict[str, list[str]], variables: dict[str, str], folder: Path, run: Steps
+    frameworks: list[str], launchers: dict[str, list[str]], variables: dict[str, str], folder: Path, run: Commands
 ) -> list[str]:
     lines: list[str] = []
     for framework in frameworks:

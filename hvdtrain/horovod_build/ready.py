@@ -19,7 +19,7 @@ from hvdtrain.horovod_build.build import cache_folder, make_folder
 from hvdtrain.horovod_build.dist import NAME, metadata_of, version_for
 from hvdtrain.horovod_build.environment import cuda_here, distribution_version, torch_here
 from hvdtrain.horovod_build.proof import prove
-from hvdtrain.horovod_build.steps import Say, Steps
+from hvdtrain.horovod_build.steps import Commands, Say
 from hvdtrain.horovod_build.swap import pip, replace
 
 _NEEDS = "a ready wheel must find what it needs"
@@ -44,7 +44,7 @@ def install(location: str, say: Say) -> str:
     cuda = cuda_here(torch)
     wanted = {version_for(torch.get("version"), cuda, tensorflow, mpi): mpi for mpi in _mpi()}
     make_folder(cache_folder(), f"{variables.CACHE}=DIR")
-    run = Steps(cache_folder() / "ready.log", say)
+    run = Commands(cache_folder() / "ready.log", say)
     none, failed = [], []
     with tempfile.TemporaryDirectory(prefix="hvdtrain-ready-") as folder:
         for version, mpi in wanted.items():

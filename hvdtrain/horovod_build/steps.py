@@ -22,7 +22,7 @@ _ERROR = re.compile(
 )
 
 
-class Steps:
+class Commands:
     """Runs commands one after another: a line each on the terminal, everything in one log, its end on failure."""
 
     def __init__(self, log: Path, say: Say) -> None:

@@ -33,8 +33,8 @@ from hvdtrain.keras import averaging, fit, fit_callbacks
 from hvdtrain.keras.backends.chosen import BACKEND
 from hvdtrain.keras.backends.session import (
     KEY,
+    KerasSession,
     Prepared,
-    Session,
     leaves_of,
     require_compiled,
     require_keras,
@@ -42,7 +42,7 @@ from hvdtrain.keras.backends.session import (
 )
 from hvdtrain.keras.checkpoint import model_state
 from hvdtrain.keras.data.create import loader
-from hvdtrain.keras.data.loader import Loader
+from hvdtrain.keras.data.loader import KerasLoader
 from hvdtrain.keras.evaluation import evaluate, hook_reads, predict
 from hvdtrain.keras.state import start
 from hvdtrain.keras.state.replicas import fingerprint
@@ -51,7 +51,7 @@ from hvdtrain.record.log import RunLog
 from hvdtrain.world.world import World, given_or_current
 
 __all__ = [
-    "Loader",
+    "KerasLoader",
     "Proof",
     "callbacks",
     "evaluate",
@@ -69,7 +69,7 @@ T = TypeVar("T")
 
 def prepare(
     model: T,
-    data: Loader | None = None,
+    data: KerasLoader | None = None,
     *,
     world: World | None = None,
     lr: LR | None = None,
@@ -129,7 +129,7 @@ def prepare(
     prepared = Prepared(
         world, compression, sparse_as_dense, verify, watch_every, lr=lr,
         per_rank_batch=_batch_of(data, lr, per_rank_batch), sync_batchnorm=sync_batchnorm,
-        samples=data.plan.samples * data.unit if isinstance(data, Loader) else 0, whole=whole,
+        samples=data.plan.samples * data.unit if isinstance(data, KerasLoader) else 0, whole=whole,
     )  # fmt: skip
     if not prepared.alone:
         clock = prepared.clock  # not the session, which goes with the model
@@ -153,7 +153,7 @@ def prepare(
         optimizer = model.optimizer  # type: ignore[attr-defined]
     if lr is not None:
         fit_callbacks.check_rate(optimizer, lr, fit_callbacks.global_batch(prepared, optimizer))
-    session = Session(prepared)
+    session = KerasSession(prepared)
     if optimizer is model:
         averaging.hook_optimizer(optimizer, session)
     else:
@@ -188,7 +188,7 @@ def callbacks(
         run: the run's record.
         checkpointer: saves after each epoch, as long as weights are finite.
         save_every: also saves within an epoch, at the first chance at or after every so many steps (with
-            `steps_per_execution=4` and `save_every=10`: after 12, 20, 32, 40, ...); of a `Loader`.
+            `steps_per_execution=4` and `save_every=10`: after 12, 20, 32, 40, ...); of a `KerasLoader`.
         extra: objects of your own that are saved with the model, as of `model_state`.
 
     Raises:
@@ -201,16 +201,16 @@ def callbacks(
     prepared, place = session.prepared, session.place
     place.saves = checkpointer is not None
     count = fit_callbacks.Count(session)
-    found: list[keras.callbacks.Callback] = [fit_callbacks.Start(session)]
+    found: list[keras.callbacks.Callback] = [fit_callbacks.StartOfFit(session)]
     if not prepared.alone:
-        found.append(fit_callbacks.Epoch(session))
+        found.append(fit_callbacks.EndOfEpoch(session))
     watches = prepared.watch_every > 0 and not prepared.alone
     if watches or any(part is not None for part in (prepared.lr, run, checkpointer, elastic.active())):
         found.append(count)
     if prepared.lr is not None:
         found.append(fit_callbacks.Rate(session, prepared.lr, model.optimizer))
     if watches:
-        found.append(fit_callbacks.Watch(session))
+        found.append(fit_callbacks.ReplicaWatch(session))
     place.records = run is not None and getattr(model, "_loss_tracker", None) is not None
     if checkpointer is not None:
         checkpointer.run = checkpointer.run or run
@@ -246,7 +246,7 @@ def verify(model: keras.Model, *, world: World | None = None) -> Proof:
     found = session_of(model) or session_of(model.optimizer)
     if found is not None and world is not None and world.comm is not found.prepared.world.comm:
         raise ConfigError("verify() proves the averaging over the model's own ranks", "another world")
-    session = found if found is not None else Session(Prepared(given_or_current(world, "keras")))
+    session = found if found is not None else KerasSession(Prepared(given_or_current(world, "keras")))
     if session.prepared.alone:
         return Proof(1, len(model.trainable_variables))
     with BACKEND.eager():
@@ -256,17 +256,17 @@ def verify(model: keras.Model, *, world: World | None = None) -> Proof:
         return average.prove(model, session)
 
 
-def _session_for(model: keras.Model) -> Session:
+def _session_for(model: keras.Model) -> KerasSession:
     """The model's session, that of its prepared optimizer, or a new one for a model that was not prepared."""
     known = (session_of(holder) for holder in (model, model.optimizer, *leaves_of(model.optimizer)))
-    found = next(filter(None, known), None) or Session(Prepared(given_or_current(None, "keras")))
+    found = next(filter(None, known), None) or KerasSession(Prepared(given_or_current(None, "keras")))
     vars(model)[KEY] = found
     return found
 
 
-def _batch_of(data: Loader | None, lr: LR | None, per_rank_batch: int | None) -> int | None:
+def _batch_of(data: KerasLoader | None, lr: LR | None, per_rank_batch: int | None) -> int | None:
     """Returns the samples of a rank in a full step, which are said once."""
-    if data is not None and not isinstance(data, Loader):
+    if data is not None and not isinstance(data, KerasLoader):
         raise ConfigError(
             "prepare takes the loader that counts samples over all ranks: one of hvdtrain.keras.loader",
             f"a {type(data).__name__}",

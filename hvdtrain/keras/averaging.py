@@ -24,8 +24,8 @@ from hvdtrain.keras.backends.chosen import BACKEND
 from hvdtrain.keras.backends.session import (
     HOOKS,
     KEY,
+    KerasSession,
     LiveBatch,
-    Session,
     has_own_step,
     hook,
     is_built,
@@ -41,7 +41,7 @@ from hvdtrain.keras.state import metric_states, reduce, replicas, rng, start, st
 
 
 # -------------------------------------------------------------------- the optimizer
-def hook_optimizer(optimizer: Any, session: Session, index: int = 0) -> None:
+def hook_optimizer(optimizer: Any, session: KerasSession, index: int = 0) -> None:
     """Makes `optimizer` average its gradients over the session's ranks; in place, once.
 
     Args:
@@ -94,7 +94,7 @@ def unhook(optimizer: Any) -> None:
 
 def _apply(self: Any, grads: Any, trainable_variables: Any = None, *, name: str, once_per_update: bool) -> Any:
     """Replaces `apply` on the instance; `type(self).apply` is the original."""
-    session: Session = vars(self)[KEY]
+    session: KerasSession = vars(self)[KEY]
     _refuse_branch(self, session)
     grads = list(grads)
     variables = list(trainable_variables) if trainable_variables is not None else self._trainable_variables
@@ -119,7 +119,7 @@ def _apply(self: Any, grads: Any, trainable_variables: Any = None, *, name: str,
         return type(self).apply(self, grads, trainable_variables if trainable_variables is None else variables)
 
 
-def _check_alone(optimizer: Any, variables: Sequence[Any], session: Session, name: str) -> None:
+def _check_alone(optimizer: Any, variables: Sequence[Any], session: KerasSession, name: str) -> None:
     """Checks an update outside of a prepared model's step (a loop of the user's, or `fit` of a model that our callbacks
     never met). Before the first one all ranks' variables must be equal: collective.
     """
@@ -144,7 +144,7 @@ def _check_alone(optimizer: Any, variables: Sequence[Any], session: Session, nam
     )
 
 
-def _clip_gradients(self: Any, grads: Sequence[Any], *, session: Session, name: str) -> Any:
+def _clip_gradients(self: Any, grads: Sequence[Any], *, session: KerasSession, name: str) -> Any:
     """With gradient accumulation: one reduction per update, of the accumulated mean, before it is clipped.
 
     Runs inside the update branch of Keras' `cond`; ranks take it together, because they count the same
@@ -160,7 +160,7 @@ def _check_finite(self: Any, grads: Sequence[Any], *, name: str) -> Any:
     return BACKEND.agree_finite(type(self).check_finite(self, grads), name)
 
 
-def _refuse_branch(optimizer: Any, session: Session) -> None:
+def _refuse_branch(optimizer: Any, session: KerasSession) -> None:
     """Refuses to communicate where ranks may take different ways: inside a `LossScaleOptimizer`."""
     unseen = session.notes is None and keras.config.dtype_policy().name == "mixed_float16"
     if BACKEND.in_branch() or (unseen and not isinstance(optimizer, keras.optimizers.LossScaleOptimizer)):
@@ -175,7 +175,7 @@ def _refuse_branch(optimizer: Any, session: Session) -> None:
 
 
 # -------------------------------------------------------------------- the model
-def attach(model: keras.Model, session: Session) -> None:
+def attach(model: keras.Model, session: KerasSession) -> None:
     """Puts the session's hooks on a compiled model's optimizers and its train step, and XLA off. Can be
     repeated.
     """
@@ -229,7 +229,7 @@ def _refuse_stateful(model: keras.Model) -> None:
 
 def _train_step(model: keras.Model, inner: Callable[[Any], Any], data: Any) -> Any:
     """A model's train step (Keras' own or the user's): checks before it, the batch's weight around it."""
-    session: Session = vars(model)[KEY]
+    session: KerasSession = vars(model)[KEY]
     _before_step(model, session, data)
     sync_batchnorm.of_step(session)
     steps.note_batch(session.proofs, data)
@@ -289,7 +289,7 @@ def hook_test_step(model: keras.Model) -> None:
     """
 
     def test_step(inner: Callable[[Any], Any], data: Any) -> Any:
-        session: Session = vars(model)[KEY]
+        session: KerasSession = vars(model)[KEY]
         samples, data, may_be_dead = _split_dead(data)
         with ExitStack() as around:
             if may_be_dead:
@@ -323,7 +323,7 @@ def together(model: keras.Model, *, even: bool) -> Iterator[None]:
     """Makes batches of an evaluation the ranks' parts of global batches while open (`even`: all ranks have as many);
     else `evaluate` is this rank's own, as in plain Keras.
     """
-    session: Session = vars(model)[KEY]
+    session: KerasSession = vars(model)[KEY]
     traced = session.test_functions
 
     def switch(joint: bool | None) -> None:  # what was traced for one is not for the other
@@ -354,7 +354,7 @@ def _as_keras_has_it(data: Any) -> Any:
     return keras.utils.pack_x_y_sample_weight(*keras.utils.unpack_x_y_sample_weight(data))
 
 
-def _before_step(model: keras.Model, session: Session, data: Any) -> None:
+def _before_step(model: keras.Model, session: KerasSession, data: Any) -> None:
     """Checks a step; before the first one of a model that was not built, builds, broadcasts and proves.
 
     Under TensorFlow this runs while the step is traced, in eager mode (`init_scope`), where variables are
@@ -386,7 +386,7 @@ def _build(model: keras.Model, data: Any) -> None:
 
 
 @contextmanager
-def _live_batch(session: Session, samples: Any, *, even: bool | None = None) -> Iterator[LiveBatch]:
+def _live_batch(session: KerasSession, samples: Any, *, even: bool | None = None) -> Iterator[LiveBatch]:
     """Notes the batch of a step. In a train step the sum of the samples over ranks starts at once, beside the forward
     pass; in an evaluation (`even`: as of `together`) when it is needed.
     """

@@ -24,7 +24,7 @@ from hvdtrain.checkpoint.staging import StateFile
 from hvdtrain.core.errors import CheckpointError, ConfigError
 from hvdtrain.keras.backends.chosen import BACKEND
 from hvdtrain.keras.backends.session import (
-    Session,
+    KerasSession,
     TrainingPlace,
     is_built,
     optimizers_of,
@@ -63,10 +63,10 @@ def check_saveable(model: keras.Model) -> None:
 _NOT_LOADED = ("Skipping ", "A total of ")
 
 
-class ModelPart(Part):
+class KerasModelPart(Part):
     """`model.keras`: `keras.models.load_model` opens it without Horovod and without hvdtrain."""
 
-    def __init__(self, model: keras.Model, session: Session) -> None:
+    def __init__(self, model: keras.Model, session: KerasSession) -> None:
         self.model = model
         self.session = session
 
@@ -257,7 +257,7 @@ def _not_in_file(model: keras.Model) -> list[Any]:
     return [*(variable for layer in layers for variable in layer.variables), *unlisted]
 
 
-class Extra(ExtraPart):
+class KerasExtra(ExtraPart):
     """`extra.npz`: objects of the user's own; arrays, and their structure as JSON."""
 
     def state_of(self, value: Any) -> Any:
@@ -359,13 +359,13 @@ def model_state(model: keras.Model, *, extra: MutableMapping[str, Any] | None = 
             safely; it is named.
     """
     require_compiled(model)
-    session: Session | None = session_of(model)
+    session: KerasSession | None = session_of(model)
     if session is None:
         raise ConfigError(
             "a model is prepared before it is saved", f"model {model.name!r} is not", "hvdtrain.keras.prepare(model)"
         )
     parts: dict[str, Part] = {
-        "model.keras": ModelPart(model, session),
+        "model.keras": KerasModelPart(model, session),
         "random.npz": RandomPart(model, session.place, session.prepared.world),
     }
-    return parts if extra is None else {**parts, "extra.npz": Extra(extra)}
+    return parts if extra is None else {**parts, "extra.npz": KerasExtra(extra)}

@@ -20,11 +20,11 @@ from hvdtrain.checkpoint.parts import Progress
 from hvdtrain.comm.elastic import Elastic, Member
 from hvdtrain.core.errors import ConfigError, RanksLost
 from hvdtrain.keras.backends.chosen import BACKEND
-from hvdtrain.keras.backends.session import Session, first_made, is_built, leaves_of, optimizers_of
-from hvdtrain.keras.data.loader import Loader, known
-from hvdtrain.keras.data.sources import Batches
+from hvdtrain.keras.backends.session import KerasSession, first_made, is_built, leaves_of, optimizers_of
+from hvdtrain.keras.data.loader import KerasLoader, known
+from hvdtrain.keras.data.sources import DatasetBatches
 from hvdtrain.keras.data.streams import WalkedLoader
-from hvdtrain.keras.fit_callbacks import Epoch
+from hvdtrain.keras.fit_callbacks import EndOfEpoch
 from hvdtrain.keras.state import replicas, rng
 
 Steps = Iterator[tuple[int, int, Any]]
@@ -38,7 +38,7 @@ RULE = "an elastic job trains one Keras model, in one fit that can do a batch on
 
 
 def check_elastic(
-    model: keras.Model, session: Session, its: Elastic, callbacks: Sequence[Any], *, within: bool
+    model: keras.Model, session: KerasSession, its: Elastic, callbacks: Sequence[Any], *, within: bool
 ) -> None:
     """Checks a `fit` before it begins (`within` an epoch).
 
@@ -46,7 +46,11 @@ def check_elastic(
         ConfigError: it could not continue with other ranks.
     """
     data = session.fit.data
-    by_index = isinstance(data, Loader) and not isinstance(data, WalkedLoader) and not isinstance(data.source, Batches)
+    by_index = (
+        isinstance(data, KerasLoader)
+        and not isinstance(data, WalkedLoader)
+        and not isinstance(data.source, DatasetBatches)
+    )
     kinds = {type(callback).__name__ for callback in callbacks}
     optimizers = [leaf for optimizer in optimizers_of(model) for leaf in leaves_of(optimizer)]
     needs = {
@@ -88,10 +92,10 @@ class ElasticFit(Member):
         skipped: steps of the epoch that were over before this rank came.
     """
 
-    def __init__(self, model: keras.Model, session: Session, its: Elastic, callbacks: Sequence[Any]) -> None:
+    def __init__(self, model: keras.Model, session: KerasSession, its: Elastic, callbacks: Sequence[Any]) -> None:
         self.model, self.session = model, session
         self._its, self.callbacks = its, callbacks
-        self._data: Loader = session.fit.data
+        self._data: KerasLoader = session.fit.data
         self.size, self.leaving = BACKEND.number(session.prepared.world.size), BACKEND.number(0.0)
         self.leaves = False
         self.skipped = 0
@@ -174,7 +178,7 @@ class ElasticFit(Member):
 
     def evaluate(self, evaluate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs `evaluate` of the model: the validation within `fit` is done again where ranks are lost in it."""
-        epoch = next(callback for callback in self.callbacks if isinstance(callback, Epoch))
+        epoch = next(callback for callback in self.callbacks if isinstance(callback, EndOfEpoch))
         epoch.before_validation()
 
         def once() -> dict[str, float]:

@@ -13,9 +13,9 @@ from hvdtrain.comm.elastic import repeated
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.sharding import check_evaluation
 from hvdtrain.keras import averaging
-from hvdtrain.keras.backends.session import KEY, Prepared, Session, hook, session_of
+from hvdtrain.keras.backends.session import KEY, KerasSession, Prepared, hook, session_of
 from hvdtrain.keras.data.create import comes_in_batches, loader
-from hvdtrain.keras.data.loader import Loader
+from hvdtrain.keras.data.loader import KerasLoader
 from hvdtrain.keras.data.streams import open_ended
 from hvdtrain.keras.state import metric_states, replicas
 from hvdtrain.world.world import World, given_or_current
@@ -29,8 +29,8 @@ def evaluate(
 
     Args:
         model: compiled; equal on all ranks (they are, after `fit` with our callbacks).
-        data: the same on every rank: what `loader` takes, or a `Loader`.
-        per_rank_batch: samples a rank takes at a time; not needed with a `Loader`, and data that comes in batches.
+        data: the same on every rank: what `loader` takes, or a `KerasLoader`.
+        per_rank_batch: samples a rank takes at a time; not needed with a `KerasLoader`, and data that comes in batches.
         world: the ranks; by default those of `hvdtrain.init`.
 
     Returns:
@@ -47,7 +47,7 @@ def evaluate(
             averaging.hook_own_steps(model)
             return dict(type(model).evaluate(model, data, verbose=0, return_dict=True))
         replicas.check_equal(model.trainable_weights, world, when="when they are evaluated")
-        session = session_of(model) or Session(Prepared(world))
+        session = session_of(model) or KerasSession(Prepared(world))
         vars(model)[KEY] = session
         averaging.hook_test_step(model)
         with averaging.together(model, even=True):
@@ -78,8 +78,8 @@ def predict(
     Args:
         model: equal on all ranks (they are, after `fit` with our callbacks).
         data: the same on every rank: what `loader` takes (`x` alone is enough; an array for each of the model's inputs,
-            as `model.predict` takes them), or a `Loader`.
-        per_rank_batch: samples a rank takes at a time; not needed with a `Loader`, and data that comes in batches.
+            as `model.predict` takes them), or a `KerasLoader`.
+        per_rank_batch: samples a rank takes at a time; not needed with a `KerasLoader`, and data that comes in batches.
         world: the ranks; by default those of `hvdtrain.init`.
         on_main: rank 0 alone gets them; None elsewhere.
 
@@ -106,7 +106,7 @@ def predict(
 
 
 @repeated
-def _predicted(model: keras.Model, data: Loader, world: World) -> tuple[Any, list[Any]]:
+def _predicted(model: keras.Model, data: KerasLoader, world: World) -> tuple[Any, list[Any]]:
     """Returns the structure of the outputs, and each rank's: where they belong, and what they are."""
     with open_ended():
         outputs = type(model).predict(model, data, verbose=0)
@@ -130,11 +130,11 @@ def _is_all_inputs(model: keras.Model, data: Any) -> bool:
     return several and all(hasattr(array, "shape") for array in data)
 
 
-def _loader_of(data: Any, per_rank_batch: int | None, world: World) -> Loader:
+def _loader_of(data: Any, per_rank_batch: int | None, world: World) -> KerasLoader:
     """Returns a loader of the data at its beginning, of the caller's own."""
-    if isinstance(data, Loader) or not comes_in_batches(data):
+    if isinstance(data, KerasLoader) or not comes_in_batches(data):
         check_evaluation(data, per_rank_batch)
-    if not isinstance(data, Loader):
+    if not isinstance(data, KerasLoader):
         data = loader(data, per_rank_batch, world=world, shuffle=False)
     return data.apart()
 
@@ -157,7 +157,7 @@ def _of_all(
     validates = kwargs.get("_use_cached_eval_dataset", False)  # Keras' `fit` calls it so
     if validates and session is not None and session.place.elastic is not None:
         return session.place.elastic.evaluate(original, x, *args, **kwargs)
-    own = not isinstance(x, Loader) or session is None or session.prepared.world.size == 1
+    own = not isinstance(x, KerasLoader) or session is None or session.prepared.world.size == 1
     if own or session is None or session.joint is not None or validates:
         return original(x, *args, **kwargs)
     more = sorted(name for name in ("callbacks", "steps", "sample_weight", "y") if kwargs.get(name) is not None)

@@ -20,8 +20,8 @@ from hvdtrain.comm import elastic
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.keras import fit_callbacks
 from hvdtrain.keras.backends.chosen import BACKEND
-from hvdtrain.keras.backends.session import KEY, RunningFit, Session, hook
-from hvdtrain.keras.data.loader import Loader
+from hvdtrain.keras.backends.session import KEY, KerasSession, RunningFit, hook
+from hvdtrain.keras.data.loader import KerasLoader
 from hvdtrain.keras.data.streams import open_ended
 from hvdtrain.keras.elastic_fit import ElasticFit, check_elastic
 from hvdtrain.keras.state import moving_average, start
@@ -132,7 +132,7 @@ def _by_position(bound: inspect.BoundArguments) -> dict[str, Any]:
 
 
 def _refuse_unread(given: dict[str, Any]) -> None:
-    if not isinstance(given.get("x"), Loader):
+    if not isinstance(given.get("x"), KerasLoader):
         return
     unread = [name for name in _UNREAD if given.get(name)]
     if given.get("y") is not None:
@@ -157,7 +157,7 @@ def _skip_empty_rest(call: FitCall) -> None:
     now = place.progress
     restored = place.restored_random is not None and call.given.get("initial_epoch") == now.epoch
     within = restored and now.samples_in_epoch > 0
-    if within and isinstance(data, Loader) and not data.has_more(now.epoch, now.samples_in_epoch):
+    if within and isinstance(data, KerasLoader) and not data.has_more(now.epoch, now.samples_in_epoch):
         place.progress = replace(now, epoch=now.epoch + 1, samples_in_epoch=0)
         call.give("initial_epoch", now.epoch + 1)
 
@@ -170,7 +170,7 @@ def _begin(call: FitCall) -> bool:
     """
     place, first = call.session.place, call.first_epoch
     progress = place.progress
-    data = call.given["x"] if isinstance(call.given.get("x"), Loader) else None
+    data = call.given["x"] if isinstance(call.given.get("x"), KerasLoader) else None
     call.session.fit = RunningFit(data=data)
     restored = place.restored_random is not None
     if restored and first != progress.epoch:
@@ -367,9 +367,9 @@ def _name_what_is_not_saved(call: FitCall) -> None:
 
 def _start_without_callbacks(call: FitCall) -> None:
     """Starts a restored run here if `hvdtrain.keras.callbacks` are not there to do it."""
-    if call.session.place.restored_random is not None and not call.has(fit_callbacks.Start):
+    if call.session.place.restored_random is not None and not call.has(fit_callbacks.StartOfFit):
         start.start(call.model, call.session)
-    if not call.session.prepared.alone and not call.has(fit_callbacks.Epoch):
+    if not call.session.prepared.alone and not call.has(fit_callbacks.EndOfEpoch):
         call.session.prepared.say(
             "fit() without hvdtrain.keras.callbacks(model): its logs and history, and what EarlyStopping and others"
             " make of them, are each rank's own; moving statistics are not made equal",
@@ -428,7 +428,7 @@ def _elastic(call: FitCall, its: elastic.Elastic | None) -> Iterator[None]:
 
 
 @contextmanager
-def _running(session: Session) -> Iterator[None]:
+def _running(session: KerasSession) -> Iterator[None]:
     data, session.fit.runs = session.fit.data, True
     try:
         yield

@@ -18,17 +18,16 @@ import keras
 import numpy as np
 
 from hvdtrain.checkpoint.checkpoint import Checkpointer
-from hvdtrain.checkpoint.parts import Progress
-from hvdtrain.checkpoint.preemption import tell_if_lost
+from hvdtrain.checkpoint.parts import Progress, tell_if_lost
 from hvdtrain.comm import turns
 from hvdtrain.comm.elastic import note_progress, repeated
 from hvdtrain.core.errors import ConfigError, HvdtrainError, NonFiniteError, ReplicaError
 from hvdtrain.core.lr import LR
 from hvdtrain.keras import averaging
 from hvdtrain.keras.backends.chosen import BACKEND
-from hvdtrain.keras.backends.session import Prepared, Session, is_hooked, leaves_of, missing_hook
+from hvdtrain.keras.backends.session import KerasSession, Prepared, is_hooked, leaves_of, missing_hook
 from hvdtrain.keras.checkpoint import check_saveable, model_state
-from hvdtrain.keras.data.loader import Loader
+from hvdtrain.keras.data.loader import KerasLoader
 from hvdtrain.keras.state import metric_states, moving_average, replicas, start
 from hvdtrain.keras.state.steps import ended_early
 from hvdtrain.record.log import RunLog
@@ -47,18 +46,18 @@ class Callback(keras.callbacks.Callback):
     comes_last = False
     fed: tuple[str, ...] = ()
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: KerasSession) -> None:
         super().__init__()
         self.session, self.place = session, session.place
         self.world, self.clock = session.prepared.world, session.prepared.clock
 
     @property
     def data(self) -> Any:
-        """The `Loader` that `fit` reads; `None`: data that hvdtrain does not deal."""
+        """The `KerasLoader` that `fit` reads; `None`: data that hvdtrain does not deal."""
         return self.session.fit.data
 
 
-class Start(Callback):
+class StartOfFit(Callback):
     """Re-checks the hooks, compares the ranks' settings and gives all ranks rank 0's state, before the first step."""
 
     def set_model(self, model: keras.Model) -> None:
@@ -100,7 +99,7 @@ class Start(Callback):
         replicas.average_statistics(self.model, self.world)
 
 
-class Epoch(Callback):
+class EndOfEpoch(Callback):
     """At the end of each epoch: replicas compared, moving statistics equal on all ranks, and logs that are those of all
     ranks' samples.
 
@@ -109,7 +108,7 @@ class Epoch(Callback):
     one, Keras on torch would wait for every step's metrics before it starts the next step.
     """
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: KerasSession) -> None:
         super().__init__(session)
         self._in_epoch = self._dealt = False
         self._train: tuple[metric_states.States, float] | None = None
@@ -242,7 +241,7 @@ class Rate(Callback):
 
     fed = ("_now", "global_batch")
 
-    def __init__(self, session: Session, lr: LR, optimizer: Any) -> None:
+    def __init__(self, session: KerasSession, lr: LR, optimizer: Any) -> None:
         super().__init__(session)
         self.lr, self.global_batch = lr, global_batch(session.prepared, optimizer)
 
@@ -306,7 +305,7 @@ def check_rate(optimizer: Any, lr: LR, global_batch: int) -> None:
     lr.check_optimizer(rate_of(optimizer), global_batch)
 
 
-class Watch(Callback):
+class ReplicaWatch(Callback):
     """Compares the replicas every so many steps: one checksum per variable, one small all-reduce."""
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -333,7 +332,7 @@ class Record(Callback):
     the call of the train function: `state.steps`), and what comes between two steps.
     """
 
-    def __init__(self, session: Session, run: RunLog, count: Count) -> None:
+    def __init__(self, session: KerasSession, run: RunLog, count: Count) -> None:
         super().__init__(session)
         self.run, self.count = run, count
         self.epoch_started = self._waited = 0.0
@@ -387,7 +386,7 @@ class RecordEpoch(Callback):
 
     comes_last = True
 
-    def __init__(self, session: Session, steps: Record) -> None:
+    def __init__(self, session: KerasSession, steps: Record) -> None:
         super().__init__(session)
         self.steps = steps
 
@@ -418,7 +417,7 @@ class Save(Callback):
 
     def __init__(
         self,
-        session: Session,
+        session: KerasSession,
         checkpointer: Checkpointer,
         every_steps: int,
         extra: MutableMapping[str, Any] | None = None,
@@ -553,7 +552,7 @@ class Last(Callback):
 
     stops_in_epoch = False
 
-    def __init__(self, session: Session, first_epoch: int) -> None:
+    def __init__(self, session: KerasSession, first_epoch: int) -> None:
         super().__init__(session)
         self.first_epoch = first_epoch
 
@@ -608,7 +607,7 @@ class LastOfBatch(Last):
         self._share_stop()
 
 
-def validation_loader(model: keras.Model) -> Loader | None:
+def validation_loader(model: keras.Model) -> KerasLoader | None:
     """Returns the loader that `fit` validates on; None: other data."""
     data = getattr(getattr(model, "_eval_epoch_iterator", None), "data_adapter", None)
-    return data if isinstance(data, Loader) else None
+    return data if isinstance(data, KerasLoader) else None

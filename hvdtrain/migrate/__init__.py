@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from hvdtrain.core.errors import FAULT_CODE, ConfigError
 
 if TYPE_CHECKING:
-    from hvdtrain.migrate.script.source import Finding
+    from hvdtrain.migrate.script.source import LineNote
 
 EPILOG = """\
 examples:
@@ -143,6 +143,6 @@ def _out(args: argparse.Namespace) -> Path | None:
     return args.script if args.in_place else args.out
 
 
-def _print(script: Path, before: str, findings: Sequence[Finding]) -> None:
+def _print(script: Path, before: str, findings: Sequence[LineNote]) -> None:
     for finding in findings:
         print(f"{before}{script}:{finding.line}: {finding.text}", file=sys.stderr)

@@ -10,8 +10,8 @@ from hvdtrain.migrate import ddp
 from hvdtrain.migrate.keras import calls as keras_calls
 from hvdtrain.migrate.keras import wrapping as keras_wrapping
 from hvdtrain.migrate.script import ranks, torch_calls, training, wrapping
-from hvdtrain.migrate.script.plan import DDP, HVDTRAIN, Plan, Target
-from hvdtrain.migrate.script.source import Finding, Source, children, code, find, walk
+from hvdtrain.migrate.script.plan import DDP, HVDTRAIN, Rewrite, Target
+from hvdtrain.migrate.script.source import LineNote, Script, children, code, find, walk
 
 _MODULES = ("horovod.torch", "horovod.tensorflow.keras", "horovod.keras", "horovod.tensorflow")
 
@@ -28,8 +28,8 @@ class Conversion:
     """
 
     text: str
-    refused: tuple[Finding, ...] = ()
-    notes: tuple[Finding, ...] = ()
+    refused: tuple[LineNote, ...] = ()
+    notes: tuple[LineNote, ...] = ()
     framework: str = "torch"
 
 
@@ -44,14 +44,14 @@ def convert(text: str, target: Target = HVDTRAIN) -> Conversion:
 
 def _convert(text: str, target: Target) -> Conversion:
     try:
-        source = Source(text)
+        source = Script(text)
     except cst.ParserSyntaxError as error:
         message = str(error.message).splitlines()[0]
-        return Conversion(text, (Finding(error.raw_line, f"the script does not compile: {message}"),))
-    plan = Plan(source, _module(source), target)
+        return Conversion(text, (LineNote(error.raw_line, f"the script does not compile: {message}"),))
+    plan = Rewrite(source, _module(source), target)
     imports = _imports(plan)
     if not imports and not plan.refused:
-        return Conversion(text, (Finding(1, "nothing here imports horovod.torch, or Horovod's Keras"),))
+        return Conversion(text, (LineNote(1, "nothing here imports horovod.torch, or Horovod's Keras"),))
     if target is DDP:
         ddp.move(plan, imports)
     else:
@@ -72,7 +72,7 @@ def _convert(text: str, target: Target) -> Conversion:
     return Conversion(plan.apply(), (), notes, plan.framework)
 
 
-def _move_to_hvdtrain(plan: Plan) -> None:
+def _move_to_hvdtrain(plan: Rewrite) -> None:
     ranks.move_init(plan)
     if plan.framework == "torch":
         _move_torch(plan)
@@ -80,7 +80,7 @@ def _move_to_hvdtrain(plan: Plan) -> None:
         keras_calls.move_rest(plan, keras_wrapping.move_wraps(plan))
 
 
-def _move_torch(plan: Plan) -> None:
+def _move_torch(plan: Rewrite) -> None:
     optimizers = wrapping.move_wraps(plan)
     optimizers.spread(plan.source)
     ranks.refuse_shared_orders(plan)
@@ -102,13 +102,13 @@ def _imported(node: cst.CSTNode) -> list[str]:
     return [name for name in names if name.split(".")[0] == "horovod"]
 
 
-def _module(source: Source) -> str:
+def _module(source: Script) -> str:
     """Returns the module of Horovod that the script trains with."""
     found = [name.removesuffix(".callbacks") for node in walk(source.module) for name in _imported(node)]
     return next((module for module in _MODULES if module in found), _MODULES[0])
 
 
-def _imports(plan: Plan) -> list[cst.SimpleStatementLine]:
+def _imports(plan: Rewrite) -> list[cst.SimpleStatementLine]:
     """Returns the statements that import Horovod; refuses those of another framework."""
     found = []
     for node in walk(plan.source.module):
@@ -132,7 +132,7 @@ def _imports(plan: Plan) -> list[cst.SimpleStatementLine]:
     return found
 
 
-def _move_passes(plan: Plan, optimizers: training.Optimizers) -> None:
+def _move_passes(plan: Rewrite, optimizers: training.Optimizers) -> None:
     passes = training.passes(plan.source)
     if optimizers.prepared:
         for call in passes:

@@ -57,7 +57,7 @@ class NotProvenError(HvdtrainError):
 
 
 @dataclass(frozen=True)
-class Proof:
+class ScriptProof:
     """The largest difference between the weights of two scripts.
 
     Attributes:
@@ -105,14 +105,14 @@ class Proof:
 
 
 @dataclass(frozen=True)
-class Run:
+class ScriptRun:
     """The weights at the end of a script's run.
 
     Attributes:
         updates: number of updates of each rank.
         eps: the precision of each tensor's type, by the tensor's name, of each rank.
         tensors: the tensors of each rank, by name.
-        framework, whole: as of `Proof`.
+        framework, whole: as of `ScriptProof`.
     """
 
     updates: list[int]
@@ -125,7 +125,7 @@ class Run:
 def prove(
     script: Path, new: str, argv: Sequence[str], *,
     updates: int = 20, timeout_s: float = 600, framework: str = "torch", target: str = "hvdtrain",
-) -> Proof:  # fmt: skip
+) -> ScriptProof:  # fmt: skip
     """Runs a script as it is and as `new`, and compares.
 
     Raises:
@@ -141,7 +141,7 @@ def prove(
 def run(
     script: Path, text: str | None, argv: Sequence[str], *,
     updates: int, timeout_s: float, framework: str = "torch",
-) -> Run:  # fmt: skip
+) -> ScriptRun:  # fmt: skip
     """Runs a script on two ranks up to a number of updates.
 
     Args:
@@ -243,7 +243,7 @@ def _last(said: str) -> str:
     return "\n".join(said.rstrip().splitlines()[-_TAIL_LINES:])
 
 
-def _read(folder: Path, framework: str) -> Run:
+def _read(folder: Path, framework: str) -> ScriptRun:
     records = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
     tensors = []
     for rank, record in enumerate(records):
@@ -251,10 +251,10 @@ def _read(folder: Path, framework: str) -> Run:
             tensors.append(dict(zip(record["eps"], (arrays[name] for name in arrays.files), strict=True)))
     eps = [record["eps"] for record in records]
     whole = all(record["whole"] for record in records)
-    return Run([record["updates"] for record in records], eps, tensors, framework, whole)
+    return ScriptRun([record["updates"] for record in records], eps, tensors, framework, whole)
 
 
-def compare(old: Run, new: Run) -> Proof:
+def compare(old: ScriptRun, new: ScriptRun) -> ScriptProof:
     """Compares each rank's tensors with the same rank's of the other run.
 
     Raises:
@@ -278,7 +278,7 @@ def compare(old: Run, new: Run) -> Proof:
     ]
     gap, tolerance, name, rank = max(found, key=lambda one: one[0] / one[1])
     whole = old.whole and new.whole
-    return Proof(max(old.updates), len(names[0]), name, rank, gap, tolerance, old.framework, whole=whole)
+    return ScriptProof(max(old.updates), len(names[0]), name, rank, gap, tolerance, old.framework, whole=whole)
 
 
 def _gap(before: np.ndarray, after: np.ndarray) -> float:

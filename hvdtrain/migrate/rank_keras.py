@@ -25,7 +25,7 @@ from hvdtrain.migrate.rank import Enough, seed
 _SEEDS = ("global_seed_generator", GLOBAL_RANDOM_SEED)
 
 
-class Watch:
+class KerasScriptWatch:
     """Counts the batches that models are trained on, and knows the models.
 
     Attributes:

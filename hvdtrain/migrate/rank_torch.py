@@ -20,7 +20,7 @@ from hvdtrain.migrate.rank import Enough, seed
 from hvdtrain.values.generators import of_all_gpus
 
 
-class TorchWatch:
+class TorchScriptWatch:
     """Counts updates, and knows the models.
 
     Attributes:
@@ -80,7 +80,7 @@ class TorchWatch:
         return arrays, eps
 
 
-class HorovodWatch(TorchWatch):
+class HorovodWatch(TorchScriptWatch):
     """Counts steps of the optimizers that are wrapped, or prepared."""
 
     def __init__(self, limit: int, *, wraps: bool) -> None:
@@ -123,7 +123,7 @@ class HorovodWatch(TorchWatch):
         self._hvd.shutdown()
 
 
-class TorchrunWatch(TorchWatch):
+class TorchrunWatch(TorchScriptWatch):
     """Counts steps of the optimizers that have parameters of a wrapped model."""
 
     def __init__(self, limit: int, *, wraps: bool) -> None:

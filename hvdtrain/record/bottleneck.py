@@ -46,7 +46,7 @@ Kind = Literal["unknown", "input", "communication", "uneven", "other", "compute"
 
 
 @dataclass(frozen=True)
-class Facts:
+class RunFacts:
     """What the advice depends on.
 
     Attributes:
@@ -70,7 +70,7 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Bottleneck:
     """What holds the training up.
 
     Attributes:
@@ -110,7 +110,9 @@ class Waits:
         return Waits(self.steps + other.steps, self.least_s + other.least_s)
 
 
-def verdict(per_rank: Sequence[Mapping[str, float]], facts: Facts = Facts(), waits: Sequence[Waits] = ()) -> Verdict:
+def verdict(
+    per_rank: Sequence[Mapping[str, float]], facts: RunFacts = RunFacts(), waits: Sequence[Waits] = ()
+) -> Bottleneck:
     """Says what holds a step up.
 
     Args:
@@ -122,7 +124,7 @@ def verdict(per_rank: Sequence[Mapping[str, float]], facts: Facts = Facts(), wai
     seconds = [_by_phase(phases) for phases in per_rank]
     step_s = [sum(phases[name] for name in STEP) for phases in seconds]
     if not seconds or sum(step_s) <= 0:
-        return Verdict("unknown", "no step was measured")
+        return Bottleneck("unknown", "no step was measured")
     shares = {name: sum(phases[name] for phases in seconds) / sum(step_s) for name in STEP}
     kind: Kind
     if max(step_s) < SHORT_S:
@@ -132,7 +134,7 @@ def verdict(per_rank: Sequence[Mapping[str, float]], facts: Facts = Facts(), wai
             _uneven(seconds, step_s, facts) or _in_turns(seconds, waits, step_s) or _bound(shares, len(seconds), facts)
         )
     lines = [finding, *_between(seconds, sum(step_s))]
-    return Verdict(kind, "\n".join(lines), shares)
+    return Bottleneck(kind, "\n".join(lines), shares)
 
 
 def phases_per_rank(events: Iterable[Mapping[str, Any]]) -> list[dict[str, float]]:
@@ -193,7 +195,9 @@ def _in_turns(
     )
 
 
-def _uneven(seconds: Sequence[Mapping[str, float]], step_s: Sequence[float], facts: Facts) -> tuple[Kind, str] | None:
+def _uneven(
+    seconds: Sequence[Mapping[str, float]], step_s: Sequence[float], facts: RunFacts
+) -> tuple[Kind, str] | None:
     """Whether the ranks wait for one of them, and what it is slower at."""
     waits = [phases["communication"] + phases[TRAIN_STEP] for phases in seconds]
     last = waits.index(min(waits))
@@ -223,7 +227,7 @@ def _uneven(seconds: Sequence[Mapping[str, float]], step_s: Sequence[float], fac
     return "uneven", f"{finding}; {what}; {remedy}"
 
 
-def _bound(shares: Mapping[str, float], size: int, facts: Facts) -> tuple[Kind, str]:
+def _bound(shares: Mapping[str, float], size: int, facts: RunFacts) -> tuple[Kind, str]:
     """Which phase holds all ranks up alike."""
     over = {
         "input": shares["input"] / INPUT_SHARE,
@@ -260,7 +264,7 @@ def _bound(shares: Mapping[str, float], size: int, facts: Facts) -> tuple[Kind, 
     return "other", f"{share} of the training is spent outside of its steps: {code}"
 
 
-def _input_remedy(facts: Facts) -> str:
+def _input_remedy(facts: RunFacts) -> str:
     if facts.workers is None:
         return "the data is in memory: look at what else runs on these cores, or take larger batches"
     each = (facts.free_cores or 0) // max(1, facts.local_size)

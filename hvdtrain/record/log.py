@@ -29,7 +29,7 @@ from typing import Any, TextIO
 from hvdtrain.core.errors import ConfigError, Preempted, ended_by, note_exits
 from hvdtrain.core.launchers import job_of
 from hvdtrain.record import gpu, log_files, stats
-from hvdtrain.record.bottleneck import Facts, Waits, phases_per_rank, verdict, waits_per_rank
+from hvdtrain.record.bottleneck import RunFacts, Waits, phases_per_rank, verdict, waits_per_rank
 from hvdtrain.record.clock import Tracing, traced_updates
 from hvdtrain.record.folder import place_of
 from hvdtrain.record.log_files import read_events, read_run
@@ -64,7 +64,7 @@ class RunLog:
         tensorboard: write TensorBoard scalars.
 
     Attributes:
-        facts: what the verdict's advice depends on (`hvdtrain.record.bottleneck.Facts`); set it where it is known.
+        facts: what the verdict's advice depends on (`hvdtrain.record.bottleneck.RunFacts`); set it where it is known.
 
     Raises:
         ConfigError: `run_dir` cannot be written, is in use by another run, or holds another run and `resume` is
@@ -103,7 +103,7 @@ class RunLog:
         self._writing = threading.Lock()  # checkpoints are noted by another thread
         self._saves: list[Mapping[str, Any]] = []
         self._before_end: Callable[[], object] | None = None
-        self.facts = Facts(local_size=world.local_size, hosts=-(-world.size // max(1, world.local_size)))
+        self.facts = RunFacts(local_size=world.local_size, hosts=-(-world.size // max(1, world.local_size)))
         self._cores = core_seconds()
         updates = traced_updates(os.environ)
         world.on_main(self._open, resume)

@@ -19,12 +19,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from hvdtrain.checkpoint.parts import Part, Progress, Saves
+from hvdtrain.checkpoint.parts import Part, Progress, Saver
 from hvdtrain.checkpoint.staging import StateFile
 from hvdtrain.core.errors import CheckpointError, ConfigError
 from hvdtrain.torch.engines import buffers, replicas
 from hvdtrain.torch.engines.shell import unwrap
-from hvdtrain.torch.plain_files import Extra, read, revived, write, write_tensors
+from hvdtrain.torch.plain_files import TorchExtra, read, revived, write, write_tensors
 from hvdtrain.torch.update import nonfinite, start
 from hvdtrain.torch.update.optimizer import Optimizer
 from hvdtrain.torch.update.session import Session
@@ -80,7 +80,7 @@ def model_state(
     parts: dict[str, Part] = {"model.safetensors": ModelPart(model, ranks)}
     if optimizer is not None:
         parts = {"training.pt": TrainingPart(optimizer, _loader_of(optimizer, data), extra or {}), **parts}
-    return parts if extra is None else {**parts, "extra.pt": Extra(extra)}
+    return parts if extra is None else {**parts, "extra.pt": TorchExtra(extra)}
 
 
 def _loader_of(optimizer: Optimizer, data: Loader | None) -> Loader | None:
@@ -249,7 +249,7 @@ class TrainingPart(Part):
 
         return made
 
-    def saved_by(self, saver: Saves) -> None:
+    def saved_by(self, saver: Saver) -> None:
         self.optimizer.session.saver = saver
 
     def collect(self) -> None:

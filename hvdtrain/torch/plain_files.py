@@ -26,7 +26,7 @@ _ARRAY, _NUMBER = "numpy.ndarray", "numpy.generic"  # the key of the dict that s
 _TOO_WIDE = ("float96", "float128", "longdouble", "complex192", "complex256", "clongdouble")  # for a tensor
 
 
-class Extra(ExtraPart):
+class TorchExtra(ExtraPart):
     """`extra.pt`: objects of the user's own."""
 
     def write(self, file: StateFile) -> None:

@@ -15,18 +15,19 @@ from hvdtrain.comm import elastic
 from hvdtrain.core import variables
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.lr import LR
-from hvdtrain.torch.engines.base import PartedEngineModel, Settings, Staged, staged_or_none
+from hvdtrain.torch.engines.base import Staged, Transport, staged_or_none
+from hvdtrain.torch.engines.deepspeed import ZeroModel
 from hvdtrain.torch.engines.engine import engine_of
 from hvdtrain.torch.engines.shell import ModelShell, is_compiled, unwrap
 from hvdtrain.torch.engines.sync_batchnorm import convert, revert
 from hvdtrain.torch.losses.loss_proof import LossProof
 from hvdtrain.torch.trained import Trained
 from hvdtrain.torch.update import start
-from hvdtrain.torch.update.amp import Precision
+from hvdtrain.torch.update.amp import MixedPrecision
 from hvdtrain.torch.update.averaging import prove
 from hvdtrain.torch.update.batches import Batches
 from hvdtrain.torch.update.gradients import Gradients
-from hvdtrain.torch.update.in_step import Noted
+from hvdtrain.torch.update.in_step import TrackedModel
 from hvdtrain.torch.update.model import Model
 from hvdtrain.torch.update.nonfinite import Losses
 from hvdtrain.torch.update.optimizer import Optimizer
@@ -210,20 +211,20 @@ def _bind(
     pieces = options.accumulate * (1 if staged is None else max(staged.micro_batches, 2))
     shell = ModelShell(model, call)
     batches = Batches(data, world.size, options.accumulate)
-    bound = engine.bind(shell, optimizer, Settings(options.compression, staged=staged, zero=options.zero))
+    bound = engine.bind(shell, optimizer, Transport(options.compression, staged=staged, zero=options.zero))
     return Session(
         world=world,
         module=model,
         optimizer=optimizer,
         options=options,
-        engine_model=Noted(bound, world, batches),
+        engine_model=TrackedModel(bound, world, batches),
         batches=batches,
         per_rank_batch=None if data is None else data.per_rank_batch,
-        precision=Precision(options.amp, engine.device),
+        precision=MixedPrecision(options.amp, engine.device),
         losses=Losses(world, engine.device, skips=options.amp == "fp16"),
         gradients=Gradients(model, engine.device, optimizer, staged=staged is not None),
         proof=LossProof(world, pieces, verify=options.verify, counted=data is not None),
         staged=staged,
         compiled=call is not None and staged is None,
-        parted=cast(PartedEngineModel, bound) if options.zero else None,
+        parted=cast(ZeroModel, bound) if options.zero else None,
     )

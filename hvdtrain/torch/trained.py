@@ -26,7 +26,7 @@ from hvdtrain.torch.update.regroup import RULE, extras_of, load, written
 
 
 @dataclass(frozen=True)
-class Kept:
+class ModuleState:
     """What a module has beside its checkpoint: new processes have it as it was at the program's top.
 
     Attributes:
@@ -42,7 +42,7 @@ class Kept:
     modes: dict[str, bool]
 
     @classmethod
-    def of(cls, module: nn.Module) -> Kept:
+    def of(cls, module: nn.Module) -> ModuleState:
         saved = module.state_dict().keys()
         tensors = dict(chain(module.named_parameters(), module.named_buffers()))
         return cls(
@@ -54,7 +54,7 @@ class Kept:
 
     def check(self, module: nn.Module) -> None:
         """Raises `ReplicaError` where the module of a new process is made otherwise."""
-        mine = Kept.of(module)
+        mine = ModuleState.of(module)
         differs = [name for name in self.shapes | mine.shapes if self.shapes.get(name) != mine.shapes.get(name)]
         if differs or self.modes.keys() != mine.modes.keys():
             name = differs[0] if differs else min(self.modes.keys() ^ mine.modes.keys())
@@ -130,7 +130,7 @@ class Trained(Member):
 
     def state(self) -> bytes:
         session = self._its.session
-        return pickle.dumps((written(self._parts() | extras_of(session)), Kept.of(session.module)))
+        return pickle.dumps((written(self._parts() | extras_of(session)), ModuleState.of(session.module)))
 
     def take(self, state: bytes, *, new: bool) -> None:
         session = self._its.session

@@ -11,7 +11,7 @@ from torch import nn
 from torchvision.models.resnet import BasicBlock, Bottleneck
 
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.pipeline.plan.scaling import Bucket
+from hvdtrain.pipeline.plan.scaling import BucketTiming
 from hvdtrain.pipeline.tuning.planner import gradients
 from hvdtrain.torch.engines.reducer import bucketize
 from hvdtrain.vision.recipes import Stem
@@ -37,7 +37,7 @@ def check_name(name: str) -> None:
     raise ConfigError(rule, repr(name), meant, shared=True)
 
 
-def buckets_of(name: str, bucket_bytes: int, *, image_size: int = 224) -> tuple[Bucket, ...]:
+def buckets_of(name: str, bucket_bytes: int, *, image_size: int = 224) -> tuple[BucketTiming, ...]:
     """The gradients of a model as hvdtrain's reducer sends them, in order; with 0 bytes each alone.
 
     Raises:
@@ -49,7 +49,7 @@ def buckets_of(name: str, bucket_bytes: int, *, image_size: int = 224) -> tuple[
         model = torchvision.models.get_model(name, weights=None, **without)
         ready = dict(gradients(model, torch.empty(2, 3, image_size, image_size)))
     groups = bucketize([*reversed(ready)], bucket_bytes) if bucket_bytes else [[its] for its in ready]
-    found = [Bucket(sum(its.nbytes for its in group), max(ready[its] for its in group)) for group in groups]
+    found = [BucketTiming(sum(its.nbytes for its in group), max(ready[its] for its in group)) for group in groups]
     return tuple(sorted(found, key=lambda its: its.ready))
 
 

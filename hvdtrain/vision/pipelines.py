@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from hvdtrain.pipeline import Pipeline
-    from hvdtrain.pipeline.tuning.planner import Plan
+    from hvdtrain.pipeline.tuning.planner import ParallelPlan
 
 _MOST_CPU_STAGES = 4  # that --plan auto thinks of
 
@@ -123,7 +123,7 @@ def apply(
     devices = stages_of(args, world)
     example = pictures(plan.per_rank_batch, image_size)
     if args.plan:
-        chosen: Plan = world.on_main(
+        chosen: ParallelPlan = world.on_main(
             planner.choose,
             network,
             example,
@@ -163,7 +163,7 @@ def apply(
     return made[0] if made else split(network, example, devices, **cut), plan
 
 
-def _cut(sizes: Sequence[int], like: Plan | Pipeline) -> dict[str, Any]:
+def _cut(sizes: Sequence[int], like: ParallelPlan | Pipeline) -> dict[str, Any]:
     """Options of `hvdtrain.pipeline.split`: as a plan says, or as another rank has cut; nothing is measured."""
     return {
         "balance": list(sizes), "micro_batches": like.micro_batches, "schedule": like.schedule, "remat": like.remat,

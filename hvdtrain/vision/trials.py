@@ -31,7 +31,7 @@ WITHIN, SHARE = 1.03, 0.25
 
 
 @dataclass(frozen=True)
-class Settings:
+class TrialSettings:
     """What is trained, and how often.
 
     Attributes:
@@ -53,11 +53,11 @@ class Settings:
 
 
 @dataclass
-class Job:
+class SplitJob:
     """The model, cut, and the batches it is trained on; `result` becomes the JSON file."""
 
     name: str
-    settings: Settings
+    settings: TrialSettings
     pipe: Pipeline
     batches: list[tuple[torch.Tensor, torch.Tensor]]
     loss: Loss
@@ -67,7 +67,7 @@ class Job:
     curve: plots.SplitCurve | None = None
 
     @classmethod
-    def made(cls, name: str, its: Settings, devices: Sequence[str], **cut: Any) -> Job:
+    def made(cls, name: str, its: TrialSettings, devices: Sequence[str], **cut: Any) -> SplitJob:
         """A classifier with random weights, cut; random batches, and the loss.
 
         Args:
@@ -214,7 +214,7 @@ class Job:
 # ---- bars
 
 
-def compare(job: Job, micro_batches: int) -> None:
+def compare(job: SplitJob, micro_batches: int) -> None:
     """One device, the naive split, the pipeline; on CPUs also the unsplit model on all their cores."""
     size = split_size(job.settings.batch, micro_batches)
     pipeline = f"pipeline, split size {size} ({micro_batches} micro-batches)"
@@ -246,7 +246,7 @@ def compare(job: Job, micro_batches: int) -> None:
     draw_timeline(job, micro_batches)
 
 
-def whole_models(job: Job) -> tuple[Variants, Variants]:
+def whole_models(job: SplitJob) -> tuple[Variants, Variants]:
     """The unsplit model: on the first stage's device, if it fits; on CPUs also on the cores of all stages."""
 
     from hvdtrain.pipeline.tuning import unsplit
@@ -263,7 +263,7 @@ def whole_models(job: Job) -> tuple[Variants, Variants]:
     return {f"single device ({single})": job.variant(single)}, all_cores
 
 
-def draw_timeline(job: Job, micro_batches: int) -> None:
+def draw_timeline(job: SplitJob, micro_batches: int) -> None:
     """One more step, to show who works when; on GPUs a pass is only asked for when its call returns: not drawn."""
     if any(device.type != "cpu" for device in job.pipe.devices):
         return
@@ -278,7 +278,7 @@ def draw_timeline(job: Job, micro_batches: int) -> None:
 # ---- the curve over the split size
 
 
-def sweep(job: Job, sizes: Sequence[int]) -> int:
+def sweep(job: SplitJob, sizes: Sequence[int]) -> int:
     """Every split size in turns, and what is predicted for it; returns the micro-batch count of the fastest."""
     from hvdtrain.pipeline.plan.schedule import micro_batch_sizes
     from hvdtrain.pipeline.tuning.predict import predict
@@ -341,7 +341,7 @@ def counts_of(sizes: Sequence[int], batch: int) -> tuple[dict[int, int], list[st
 # ---- tuning
 
 
-def tune(job: Job) -> int:
+def tune(job: SplitJob) -> int:
     """Finds the split size by itself; after a sweep, checks it against that. Returns the micro-batch count."""
     import hvdtrain.pipeline
 

@@ -60,7 +60,7 @@ _CALLERS = ("hvdtrain.torch", "hvdtrain.keras")
 _FEEDERS = ("hvdtrain.keras.data", "keras.src.trainers.data_adapters", "tensorflow.python")
 
 
-class Look(NamedTuple):
+class StackSample(NamedTuple):
     """What was seen at a time: the chain, as a number, and the bytes that the process had read and written."""
 
     at: float
@@ -80,14 +80,14 @@ class Looks:
         self._every_s = window_s / 30
         self._place: object = None
         self._since = time.monotonic()
-        self._seen: list[Look] = []
+        self._seen: list[StackSample] = []
 
     def idle_s(self, place: object, now: float) -> float:
         """Looks if it is time to; returns for how long the rank has been at `place`."""
         if place != self._place:
             self._place, self._since, self._seen = place, now, []
         elif now - (self._seen[-1][0] if self._seen else self._since) >= self._every_s:
-            self._seen.append(Look(now, hash(chain_of(main_frame())), bytes_moved()))
+            self._seen.append(StackSample(now, hash(chain_of(main_frame())), bytes_moved()))
         return now - self._since
 
     @property
@@ -96,7 +96,7 @@ class Looks:
         return movement(self._seen, self._window_s)
 
 
-def movement(looks: Sequence[Look], window_s: float) -> str:
+def movement(looks: Sequence[StackSample], window_s: float) -> str:
     """Returns how a thread moves that was looked at; pure."""
     recent = [look for look in looks if look.at > looks[-1].at - window_s]
     most = Counter(look.chain for look in recent).most_common(1)

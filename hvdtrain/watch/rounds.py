@@ -10,11 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hvdtrain.comm.link import Link
+from hvdtrain.comm.link import RankLink
 from hvdtrain.comm.ring import place_of, read_ring
 from hvdtrain.watch import bundle, hang
 from hvdtrain.watch.looks import Own
 
+Links = Mapping[int, RankLink]  # by rank
 ANSWER_S = 2.5  # that a rank has to say what it does; one that holds Python's lock, or is stopped, cannot
 
 
@@ -52,7 +53,7 @@ class Rounds:
         own: Own,
         size: int,
         who: Sequence[tuple[str, int]],
-        end: Callable[[list[str], list[Link], list[int]], None],
+        end: Callable[[list[str], list[RankLink], list[int]], None],
     ) -> None:
         self._own, self._size, self._who, self._end = own, size, who, end
         self._round: Round | None = None
@@ -64,7 +65,7 @@ class Rounds:
         if self._round is not None and message["asked"] == self._round.number:
             self._round.answers[rank] = message["look"]
 
-    def go_on(self, links: Mapping[int, Link], idle_s: float) -> None:
+    def go_on(self, links: Links, idle_s: float) -> None:
         """Asks, waits for answers, and judges; to be called all the time.
 
         Args:
@@ -93,7 +94,7 @@ class Rounds:
             self._judge({1: self._own.report(full=True)}, {0: self._unheard(0)}, {}, full=True)
 
     def _judge(
-        self, reports: dict[int, hang.Report], silent: dict[int, hang.Report], links: Mapping[int, Link], *, full: bool
+        self, reports: dict[int, hang.Report], silent: dict[int, hang.Report], links: Links, *, full: bool
     ) -> None:
         hang_s = self._own.hang_s
         verdict = hang.judge(reports, silent, hang_s)
@@ -117,7 +118,7 @@ class Rounds:
                 self._left_alone = place
                 print(said, file=sys.stderr, flush=True)
 
-    def _ask(self, links: Mapping[int, Link], ranks: set[int], *, full: bool) -> None:
+    def _ask(self, links: Links, ranks: set[int], *, full: bool) -> None:
         self._number += 1
         self._round = Round(self._number, time.monotonic() + ANSWER_S, ranks & links.keys(), full)
         for rank in self._round.asked:

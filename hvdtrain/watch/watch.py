@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 
 from hvdtrain.comm import elastic
 from hvdtrain.comm.arrival import listen_to_ranks, seconds_of
-from hvdtrain.comm.link import LONGEST_REPORT, WELCOME, Link, Meeting, connect
+from hvdtrain.comm.link import LONGEST_REPORT, WELCOME, Meeting, RankLink, connect
 from hvdtrain.core import variables
 from hvdtrain.core.errors import HUNG_CODE, OUT_OF_STEP_CODE, ReplicaError, describe, end_now, ending
 from hvdtrain.core.launchers import Detected
@@ -136,7 +136,7 @@ class Watch:
         """See `looks.Own.use_run_dir`."""
         self._own.use_run_dir(run_dir)
 
-    def _end_hung(self, error: list[str], links: Sequence[Link], ranks: Sequence[int]) -> None:
+    def _end_hung(self, error: list[str], links: Sequence[RankLink], ranks: Sequence[int]) -> None:
         """Ends the job; an elastic one goes on without those that are hung."""
         its = elastic.active()
         if its is None or its.member is None:
@@ -145,14 +145,14 @@ class Watch:
             print(describe("hvdtrain", ReplicaError(*error), self._tracker.rank), file=sys.stderr, flush=True)
             its.line.say(do="hung", formation=self._formation, ranks=list(ranks))
 
-    def _end_all(self, error: list[str], links: Sequence[Link], code: int = HUNG_CODE) -> None:
+    def _end_all(self, error: list[str], links: Sequence[RankLink], code: int = HUNG_CODE) -> None:
         self._own.close()
         self._tracker.run_dir = None  # what the main thread fails with meanwhile comes of it
         end_all(error, self._tracker.rank, links, code=code)
 
     # -- every rank but 0 ------------------------------------------------------------------------------------------
     def _speak(self) -> None:
-        link: Link | None = None
+        link: RankLink | None = None
         sent: State | None = None
         hang_s = self._meeting.hang_s
         shy_s = min(self._meeting.after_s, hang_s / 3) if hang_s else float("inf")
@@ -194,7 +194,7 @@ class Watch:
     # -- rank 0 ----------------------------------------------------------------------------------------------------
     def _compare(self) -> None:
         assert self._listener is not None
-        links: dict[Link, int] = {}  # rank; 0 until it has said who it is
+        links: dict[RankLink, int] = {}  # rank; 0 until it has said who it is
         reports: dict[int, Mapping[str, Any]] = {}
         with selectors.DefaultSelector() as selector:
             selector.register(self._listener, selectors.EVENT_READ, None)
@@ -203,7 +203,7 @@ class Watch:
                 for key, _ in selector.select(_TICK_S):
                     if key.data is None:
                         with contextlib.suppress(OSError):
-                            link = Link(self._listener.accept()[0])
+                            link = RankLink(self._listener.accept()[0])
                             links[link] = 0
                             selector.register(link.socket, selectors.EVENT_READ, link)
                     elif not self._take(key.data, links, reports):
@@ -219,7 +219,7 @@ class Watch:
             link.close()
         self._listener.close()
 
-    def _take(self, link: Link, links: dict[Link, int], reports: dict[int, Mapping[str, Any]]) -> bool:
+    def _take(self, link: RankLink, links: dict[RankLink, int], reports: dict[int, Mapping[str, Any]]) -> bool:
         """Takes what a rank says; returns whether the link is to be kept."""
         try:
             for message in link.receive(0):
@@ -240,7 +240,7 @@ class Watch:
             return False
         return True
 
-    def _judge(self, links: list[Link], reports: Mapping[int, Mapping[str, Any]]) -> None:
+    def _judge(self, links: list[RankLink], reports: Mapping[int, Mapping[str, Any]]) -> None:
         """Ends the job when all ranks wait for one another, and have said so when they were asked."""
         mine = self._tracker.stuck(self._meeting.after_s)
         states = [mine, *(reports.get(rank, {}).get("at") for rank in range(1, self._tracker.size))]
@@ -276,7 +276,7 @@ class Watch:
 
 
 def end_all(
-    error: list[str], rank: int, links: Sequence[Link], program: str = "hvdtrain", code: int = OUT_OF_STEP_CODE
+    error: list[str], rank: int, links: Sequence[RankLink], program: str = "hvdtrain", code: int = OUT_OF_STEP_CODE
 ) -> NoReturn:
     """Prints the error and ends this process, whose main thread is blocked.
 
@@ -296,7 +296,7 @@ def end_all(
             end_now(code)  # whatever goes wrong with the words
 
 
-def _speak(error: list[str], rank: int, links: Sequence[Link], program: str, code: int) -> None:
+def _speak(error: list[str], rank: int, links: Sequence[RankLink], program: str, code: int) -> None:
     rule, received, remedy = error
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()

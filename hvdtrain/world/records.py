@@ -18,7 +18,7 @@ HEAD = 8  # records that ranks compare before anything is dealt
 
 
 @dataclass(frozen=True)
-class Kind:
+class StreamWords:
     """How messages speak of what is walked.
 
     Attributes:
@@ -40,7 +40,7 @@ class Kind:
     batches: bool = False
 
 
-STREAM = Kind(
+STREAM = StreamWords(
     "the stream", "record", "records",
     "shuffle by a seed that is made of the epoch alone: a callable records(epoch), or set_epoch(epoch) (webdataset:"
     " .shuffle(n, rng=random.Random(epoch)) within records(epoch)); what is drawn for each sample belongs into decode=,"
@@ -53,8 +53,8 @@ STREAM = Kind(
 )  # fmt: skip
 
 
-def _order(argument: str, one: str, *, batches: bool = False) -> Kind:
-    return Kind(
+def _order(argument: str, one: str, *, batches: bool = False) -> StreamWords:
+    return StreamWords(
         f"the order of {argument}", one, "indices",
         "draw with torch's global generator, or with one that the sampler has as `generator`"
         " (RandomSampler(data, generator=torch.Generator())): both are seeded by seed= and the epoch; or give a"
@@ -69,7 +69,7 @@ def _order(argument: str, one: str, *, batches: bool = False) -> Kind:
 SAMPLER, BATCH_SAMPLER = _order("sampler=", "index"), _order("batch_sampler=", "batch", batches=True)
 
 
-def stream_of(data: Any, kind: Kind = STREAM) -> Callable[[int], Iterator[Any]]:
+def stream_of(data: Any, kind: StreamWords = STREAM) -> Callable[[int], Iterator[Any]]:
     """Returns the function that begins the stream of an epoch.
 
     Args:
@@ -114,7 +114,7 @@ def _takes_epoch(function: Callable[..., Any]) -> bool:
     return "epoch" in parameters or bool(needed)
 
 
-class Noted:
+class CountedRecords:
     """An iterator over the records of an epoch that counts them and keeps a digest; what fails says at which record.
 
     Args:
@@ -131,7 +131,7 @@ class Noted:
         unstable: frozenset[str] = frozenset(),
         told: Callable[[int], None] = lambda number: None,
         keep: int = HEAD,
-        kind: Kind = STREAM,
+        kind: StreamWords = STREAM,
     ) -> None:
         self._records = records
         self._unstable = unstable
@@ -145,7 +145,7 @@ class Noted:
         self.digest = 0
         self.first: list[Any] = []
 
-    def __iter__(self) -> Noted:
+    def __iter__(self) -> CountedRecords:
         return self
 
     def __next__(self) -> Any:
@@ -183,7 +183,7 @@ class Noted:
 
 
 @dataclass(frozen=True)
-class Head:
+class StreamHead:
     """How a stream begins, to be compared among ranks and with a later run.
 
     Attributes:
@@ -193,13 +193,13 @@ class Head:
         unstable: names of the parts that were not.
     """
 
-    kind: Kind
+    kind: StreamWords
     records: int
     digest: str
     unstable: frozenset[str]
 
 
-def head(begin: Callable[[], Iterator[Any]], count: int = HEAD, kind: Kind = STREAM) -> Head:
+def head(begin: Callable[[], Iterator[Any]], count: int = HEAD, kind: StreamWords = STREAM) -> StreamHead:
     """Returns the head of a stream, which is read twice: ranks read it on their own, and a resumed run again.
 
     Args:
@@ -230,20 +230,20 @@ def head(begin: Callable[[], Iterator[Any]], count: int = HEAD, kind: Kind = STR
     for record in seen[0]:
         for name, glance in record.items():
             digest = zlib.crc32(name.encode() + glance, digest) if name not in unstable else digest
-    return Head(kind, len(first), f"{digest:08x}", frozenset(unstable))
+    return StreamHead(kind, len(first), f"{digest:08x}", frozenset(unstable))
 
 
-def check_heads(world: World, mine: Head) -> None:
+def check_heads(world: World, mine: StreamHead) -> None:
     """Refuses ranks whose streams do not begin alike; collective."""
     _refuse_different(world, mine.kind, (mine.records, mine.digest), f"its first {{}} {mine.kind.many}: digest {{}}")
 
 
-def check_ends(world: World, samples: int, digest: int, kind: Kind = STREAM) -> None:
+def check_ends(world: World, samples: int, digest: int, kind: StreamWords = STREAM) -> None:
     """Refuses ranks whose streams did not have the same records, at the end of an epoch; collective."""
     _refuse_different(world, kind, (samples, f"{digest:08x}"), "an epoch of {} samples: digest {}")
 
 
-def _refuse_different(world: World, kind: Kind, mine: tuple[int, str], text: str) -> None:
+def _refuse_different(world: World, kind: StreamWords, mine: tuple[int, str], text: str) -> None:
     found = world.gather(mine)
     if any(other != found[0] for other in found):
         raise ReplicaError(

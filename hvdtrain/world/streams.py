@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.sharding import Plan, Step, contiguous
-from hvdtrain.world.records import STREAM, Kind, Noted
+from hvdtrain.world.records import STREAM, CountedRecords, StreamWords
 
 if TYPE_CHECKING:
     import numpy as np
@@ -36,7 +36,7 @@ class StreamPlan(Plan):
     """
 
     whole_batches: int = 0
-    kind: Kind = STREAM
+    kind: StreamWords = STREAM
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -120,7 +120,7 @@ def epoch_seed(seed: int, epoch: int) -> int:
     return int(np.random.Philox(key=np.array([seed, epoch], np.uint64), counter=counter).random_raw(1)[0])
 
 
-class Part(NamedTuple):
+class StepPart(NamedTuple):
     """What a rank gets of a step: its own records, raw; `first`, how many of all ranks, and the digest up to there."""
 
     first: int
@@ -130,7 +130,14 @@ class Part(NamedTuple):
 
 
 def walk(
-    records: Noted, plan: StreamPlan, epoch: int, begin: int, *, rank: int, ahead: int, digest: int | None = None
+    records: CountedRecords,
+    plan: StreamPlan,
+    epoch: int,
+    begin: int,
+    *,
+    rank: int,
+    ahead: int,
+    digest: int | None = None,
 ) -> Iterator[tuple[StreamStep, list[Any]]]:
     """Yields each step that is left in the epoch, and this rank's records of it, raw.
 
@@ -144,7 +151,7 @@ def walk(
         ConfigError: the stream ends before `begin`, or that is within a batch; the records before it are others.
     """
     _skip(records, plan, begin, digest)
-    steps, waiting, ended = _steps(records, plan, begin, rank), deque[Part](), False
+    steps, waiting, ended = _steps(records, plan, begin, rank), deque[StepPart](), False
     earlier: deque[int] = deque(maxlen=ahead)
     number, before = 0, begin
     while True:
@@ -167,7 +174,7 @@ def walk(
         number, before = number + 1, before + now.samples
 
 
-def _skip(records: Noted, plan: StreamPlan, begin: int, digest: int | None) -> None:
+def _skip(records: CountedRecords, plan: StreamPlan, begin: int, digest: int | None) -> None:
     rule, kind = "a run goes on where it stopped, in the data and the order it began with", plan.kind
     done = 0
     while done < begin and (record := next(records, _END)) is not _END:
@@ -190,7 +197,7 @@ def _skip(records: Noted, plan: StreamPlan, begin: int, digest: int | None) -> N
         )
 
 
-def _steps(records: Noted, plan: StreamPlan, begin: int, rank: int) -> Iterator[Part]:
+def _steps(records: CountedRecords, plan: StreamPlan, begin: int, rank: int) -> Iterator[StepPart]:
     before = begin
     while True:
         if plan.whole_batches:
@@ -207,7 +214,7 @@ def _steps(records: Noted, plan: StreamPlan, begin: int, rank: int) -> Iterator[
             mine = contiguous(count, rank, plan.size)
             if count == 0 or (plan.tail == "drop" and count < plan.global_batch):
                 return
-        yield Part(before + mine.start, own, count, records.digest)
+        yield StepPart(before + mine.start, own, count, records.digest)
         before += count
 
 

@@ -115,7 +115,7 @@ def test_sizes_make_counts() -> None:
     }  # fmt: skip
 
 
-def settings(*flags: object, devices: tuple[str, ...] = ("cpu", "cpu")) -> trials.Settings:
+def settings(*flags: object, devices: tuple[str, ...] = ("cpu", "cpu")) -> trials.TrialSettings:
     return pipeline_resnet.settings_of(pipeline_resnet.parser().parse_args(list(map(str, flags))), devices)
 
 

@@ -49,7 +49,7 @@ def test_git_takes_the_patches_in_their_order_and_makes_the_same_of_them(sdist, 
 
 
 def test_a_failed_step_shows_the_end_of_its_log(tmp_path):
-    run = steps.Steps(tmp_path / "log", lambda line: None)
+    run = steps.Commands(tmp_path / "log", lambda line: None)
     program = "for i in range(100): print('line', i)\nraise SystemExit(3)"
     with pytest.raises(HvdtrainError, match=r"exit code 3(.|\n)*line 99") as caught:
         run("counting", [sys.executable, "-c", program])
@@ -66,7 +66,7 @@ def test_a_failed_step_shows_the_end_of_its_log(tmp_path):
     ],
 )
 def test_a_failed_step_shows_its_first_error_and_not_the_traceback_after_it(tmp_path, cause):
-    run = steps.Steps(tmp_path / "log", lambda line: None)
+    run = steps.Commands(tmp_path / "log", lambda line: None)
     program = f"print('quiet'); print({cause!r})\nfor i in range(100): print('  line', i)\nraise SystemExit(3)"
     with pytest.raises(HvdtrainError, match="exit code 3") as caught:
         run("compiling", [sys.executable, "-c", program])
@@ -76,7 +76,7 @@ def test_a_failed_step_shows_its_first_error_and_not_the_traceback_after_it(tmp_
 
 def test_a_step_that_hangs_is_ended_with_its_children(tmp_path):
     program = "import subprocess, sys; p = subprocess.Popen(['sleep', '60']); print(p.pid, flush=True); p.wait()"
-    run = steps.Steps(tmp_path / "log", lambda line: None)
+    run = steps.Commands(tmp_path / "log", lambda line: None)
     with pytest.raises(HvdtrainError, match="exit code -9"):
         run("hanging", [sys.executable, "-c", program], timeout_s=2)
     child = int((tmp_path / "log").read_text().splitlines()[-1])
@@ -107,7 +107,7 @@ def test_an_archive_that_the_index_made_up_is_not_run(tmp_path, monkeypatch, lim
     cache = tmp_path / "cache"
     cache.mkdir()
     with pytest.raises(HvdtrainError, match="DO NOT MATCH THE HASHES") as error:
-        build.fetch_sdist(cache, steps.Steps(tmp_path / "log", print))
+        build.fetch_sdist(cache, steps.Commands(tmp_path / "log", print))
     assert not ran.exists() and support.SDIST_SHA256 in str(error.value)
     limit("C11a", "a package index that lies: its archive's setup.py", refused=str(error.value).splitlines()[0])
 

@@ -15,7 +15,7 @@ from harness import clean_environment
 from horovod_scripts import FOLDER
 
 from hvdtrain.migrate.convert import convert
-from hvdtrain.migrate.prove import NotProvenError, Proof, Run, compare, prove, run
+from hvdtrain.migrate.prove import NotProvenError, ScriptProof, ScriptRun, compare, prove, run
 from hvdtrain.migrate.script.plan import DDP, HVDTRAIN, Target
 
 TRAINER = "torch_trainer_class.py"
@@ -39,12 +39,12 @@ def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @functools.cache
-def as_it_is(name: str) -> Run:
+def as_it_is(name: str) -> ScriptRun:
     script = FOLDER / name
     return run(script, None, [], updates=20, timeout_s=200, framework=convert(script.read_text()).framework)
 
 
-def proof_of(name: str, *changes: tuple[str, str], target: Target = HVDTRAIN) -> Proof:
+def proof_of(name: str, *changes: tuple[str, str], target: Target = HVDTRAIN) -> ScriptProof:
     """Of a script and what it becomes, with mistakes put into that."""
     script = FOLDER / name
     found = convert(script.read_text(), target)

@@ -29,6 +29,41 @@ def test_no_two_modules_or_folders_reach_each_other() -> None:
     assert structure.circles(structure.between_folders(GRAPH, FOUND)) == []
 
 
+# protocols that at most one class of the package follows: why what uses them does not name that class
+PROTOCOLS = {
+    "AgentConnection": "hosts ask through the connections of a launch",
+    "Checkpoints": "the parts of a checkpoint are saved by a Checkpointer, which is made of them",
+    "Files": "users have lists of files of their own",
+    "Follower": "loaders follow the session of what trains",
+    "Notes": "the process that writes checkpoints reports to what a Checkpointer records",
+    "Pipe": "a Pipeline is made with what proves it",
+    "Staged": "a Pipeline, which stands beside the PyTorch adapter, follows it",
+    "Store": "PyTorch's stores follow it as well",
+    "Training": "checkpoints end what trains",
+    "Undo": "a session keeps what undoes an update, which holds the session",
+}
+
+
+def test_no_two_public_classes_have_one_name() -> None:
+    assert structure.twice(FOUND) == [], "give each the name of what it is"
+
+
+def test_a_protocol_that_one_class_follows_has_a_reason() -> None:
+    assert {line.split(":")[0] for line in structure.lonely_protocols(FOUND)} == set(PROTOCOLS)
+
+
+def test_negative_twin_of_names(tmp_path: Path) -> None:
+    found = {name: tmp_path / f"{name}.py" for name in ("a", "b")}
+    found["a"].write_text(
+        "class Whole(Protocol):\n    def cut(self): ...\nclass Loaf:\n    pass\nclass _Own:\n    pass"
+    )
+    found["b"].write_text("class Loaf:\n    def cut(self): ...\nclass Roll(Loaf): ...\nclass _Own: ...")
+    assert structure.twice(found) == ["Loaf: a, b"]
+    assert structure.lonely_protocols(found) == []
+    found["b"].write_text("class Bread:\n    def __init__(self):\n        self.cut = 1")
+    assert structure.lonely_protocols(found) == ["Whole: Bread"]
+
+
 def spelled_variables(found: dict[str, Path]) -> list[str]:
     """Returns where a name of an environment variable of hvdtrain's stands in code, outside of core/variables."""
     places = []

@@ -28,7 +28,7 @@ from hvdtrain.bench.turns.report import begin, finish, progress
 from hvdtrain.bench.turns.turns import ONE_THREAD, InterleavedJobs, launched
 from hvdtrain.core.errors import ConfigError, install_command
 from hvdtrain.core.flags import positive, whole
-from hvdtrain.pipeline.plan.scaling import Bucket
+from hvdtrain.pipeline.plan.scaling import BucketTiming
 from hvdtrain.record.stats import rotated
 from hvdtrain.world.startup import find_modules
 
@@ -118,10 +118,10 @@ def measure(args: argparse.Namespace, ranks: int) -> dict[str, Any]:
 
 
 @contextmanager
-def jobs_of(args: argparse.Namespace, ranks: int) -> Iterator[tuple[InterleavedJobs, narrow.Network | None]]:
+def jobs_of(args: argparse.Namespace, ranks: int) -> Iterator[tuple[InterleavedJobs, narrow.NarrowNetwork | None]]:
     """A job of ranks for each launcher, ready for orders; on a network of its own where there is a rate."""
     with tempfile.TemporaryDirectory(prefix="hvdtrain-comm-") as folder:
-        network = narrow.Network(ranks, args.rate, Path(folder)) if args.rate else None
+        network = narrow.NarrowNetwork(ranks, args.rate, Path(folder)) if args.rate else None
         command = [sys.executable, "-m", "hvdtrain.bench.comm.job", f"--device={args.device}"]
         try:
             with InterleavedJobs(os.environ | ONE_THREAD) as jobs:
@@ -176,7 +176,7 @@ def slow_ranks(
     jobs: InterleavedJobs,
     ways: Mapping[str, tuple[str, str]],
     ranks: int,
-    network: narrow.Network | None,
+    network: narrow.NarrowNetwork | None,
 ) -> dict[str, dict[str, float]]:
     """Seconds of a sum when one rank comes late to each, and when one rank's cable is narrower; the last rank is it."""
     found: dict[str, dict[str, float]] = {}
@@ -212,7 +212,7 @@ def links(measured: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def training(
-    args: argparse.Namespace, buckets: Sequence[Bucket], costs: Mapping[str, Mapping[str, float]]
+    args: argparse.Namespace, buckets: Sequence[BucketTiming], costs: Mapping[str, Mapping[str, float]]
 ) -> dict[str, Any]:
     """A step of the model on more ranks, each sum sent in buckets while the backward pass goes on."""
     step_s = args.step_ms / 1e3 if args.step_ms else _measured_step(args)

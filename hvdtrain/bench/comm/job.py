@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hvdtrain.bench.comm.ways import WAYS, Links
+from hvdtrain.bench.comm.ways import WAYS, CountedLinks
 from hvdtrain.bench.turns.turns import pin
 from hvdtrain.comm.turns import orders
 
@@ -28,7 +28,7 @@ class SumWay(NamedTuple):
     get: Callable[[Any], Any]
 
 
-def way_of(name: str, links: Links | None, device: str) -> SumWay:
+def way_of(name: str, links: CountedLinks | None, device: str) -> SumWay:
     """mpi4py's ways sum numpy arrays, Horovod's all-reduce tensors of the device that it trains on."""
     if name != "horovod":
         return SumWay(lambda values: values, partial(WAYS[name], links), lambda values: values)  # type: ignore[arg-type]
@@ -54,13 +54,13 @@ def main() -> int:
     if args.device == "cpu":
         pin(detected.local_rank)
     world = hvdtrain.init("torch", device=args.device)
-    links = None if detected.launcher == "horovodrun" else Links(world.mpi)
+    links = None if detected.launcher == "horovodrun" else CountedLinks(world.mpi)
     for order, connection in orders(world.rank):
         connection.send(measure(way_of(order["way"], links, args.device), world, links, order))
     return 0
 
 
-def measure(way: SumWay, world: Any, links: Links | None, order: dict[str, Any]) -> dict[str, Any]:
+def measure(way: SumWay, world: Any, links: CountedLinks | None, order: dict[str, Any]) -> dict[str, Any]:
     """Seconds of a sum, mean over some; bytes that this rank sent in one; whether the sum is numpy's.
 
     Args:

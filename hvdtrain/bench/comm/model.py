@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from statistics import median
 
-from hvdtrain.pipeline.plan.scaling import BACKWARD, Bucket, exchange, exposed
+from hvdtrain.pipeline.plan.scaling import BACKWARD, BucketTiming, exchange, exposed
 
 MOST_REGIMES = 3  # protocols and caches change with the size: one line does not hold from 1 KiB to 256 MiB
 GOOD_ENOUGH = 0.05  # of an error on the fitted sizes: fewer regimes do as well
@@ -142,7 +142,7 @@ RANKS = (2, 4, 8, 16, 32, 64)
 
 
 def steps(
-    buckets: Sequence[Bucket], step_s: float, costs: Mapping[str, LinkCost]
+    buckets: Sequence[BucketTiming], step_s: float, costs: Mapping[str, LinkCost]
 ) -> dict[str, dict[int, dict[str, float]]]:
     """What a training step takes on more ranks, the batch a rank the same.
 

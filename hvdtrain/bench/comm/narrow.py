@@ -51,7 +51,7 @@ def enter() -> None:
     os.execvp("unshare", ["unshare", "--net", "--mount", "--", *command])
 
 
-class Network:
+class NarrowNetwork:
     """A namespace a rank, each with one cable to the switch.
 
     Args:

@@ -15,7 +15,7 @@ CHUNK_BYTES = 1 << 20  # of a message: while one is added, the next is on its wa
 PUSH, SUM = 0, 1 << 12  # tags of messages to a server, and back, less the number of the chunk
 
 
-class Links:
+class CountedLinks:
     """Messages between two ranks of an MPI communicator, and the bytes that this rank sent to each.
 
     Args:
@@ -42,7 +42,7 @@ def chunks(values: Any) -> list[Any]:
     return [values[start : start + length] for start in range(0, len(values), length)]
 
 
-def ring(links: Links, values: Any) -> Any:
+def ring(links: CountedLinks, values: Any) -> Any:
     """Sums a flat array over ranks, in place; every rank sends 2 (N-1)/N of it to its right neighbour.
 
     Returns:
@@ -69,7 +69,7 @@ def ring(links: Links, values: Any) -> Any:
     return values
 
 
-def server(links: Links, values: Any) -> Any:
+def server(links: CountedLinks, values: Any) -> Any:
     """Sums a flat array over ranks at rank 0; its link carries N-1 times the array each way.
 
     Returns:
@@ -78,12 +78,12 @@ def server(links: Links, values: Any) -> Any:
     return _served(links, values, 1)
 
 
-def servers(links: Links, values: Any) -> Any:
+def servers(links: CountedLinks, values: Any) -> Any:
     """The same with every rank as the server of one of N parts: each link carries 2 (N-1)/N of the array each way."""
     return _served(links, values, links.size)
 
 
-def _served(links: Links, values: Any, count: int) -> Any:
+def _served(links: CountedLinks, values: Any, count: int) -> Any:
     import numpy as np
 
     result = np.empty_like(values)
@@ -106,7 +106,7 @@ def _served(links: Links, values: Any, count: int) -> Any:
     return result
 
 
-def _sums(links: Links, own: list[Any], totals: list[Any]) -> Iterator[Any]:
+def _sums(links: CountedLinks, own: list[Any], totals: list[Any]) -> Iterator[Any]:
     """A server's part, chunk by chunk: adds what every rank pushes, in the order of ranks; the next is under way."""
     import numpy as np
 
@@ -124,11 +124,11 @@ def _sums(links: Links, own: list[Any], totals: list[Any]) -> Iterator[Any]:
         yield total
 
 
-def _others(links: Links) -> list[int]:
+def _others(links: CountedLinks) -> list[int]:
     return [peer for peer in range(links.size) if peer != links.rank]
 
 
-def _exchange(links: Links, out: Any, right: int, into: Any, left: int) -> tuple[list[Any], list[Any]]:
+def _exchange(links: CountedLinks, out: Any, right: int, into: Any, left: int) -> tuple[list[Any], list[Any]]:
     arriving = [links.receive(piece, left) for piece in chunks(into)]
     return [links.send(piece, right) for piece in chunks(out)], arriving
 
@@ -138,7 +138,7 @@ def _wait(requests: list[Any]) -> None:
         request.Wait()
 
 
-def mpi(links: Links, values: Any) -> Any:
+def mpi(links: CountedLinks, values: Any) -> Any:
     """MPI's own all-reduce, in place; what it sends is its own affair, and not counted."""
     from mpi4py import MPI
 
@@ -146,4 +146,4 @@ def mpi(links: Links, values: Any) -> Any:
     return values
 
 
-WAYS: dict[str, Callable[[Links, Any], Any]] = {"mpi": mpi, "ring": ring, "server": server, "servers": servers}
+WAYS: dict[str, Callable[[CountedLinks, Any], Any]] = {"mpi": mpi, "ring": ring, "server": server, "servers": servers}

@@ -31,7 +31,7 @@ LEAST_S = 15.0  # what a check is begun with
 
 
 @dataclass(frozen=True)
-class Check:
+class GpuCheck:
     """One program.
 
     Attributes:
@@ -55,26 +55,28 @@ class Check:
 
 
 CHECKS = (
-    Check("machine", "versions, the GPU, what Horovod was built with", "right.machine"),
-    Check("solo", "one process against plain PyTorch", "right.engine", "solo"),
-    Check("dataparallel", "one process that cuts its batches, on one device", "right.engine", "dataparallel"),
-    Check("horovod", "Horovod, one rank (NCCL)", "right.engine", "horovod", ranks=1),
-    Check("horovod-shared", "Horovod, two ranks on one device (Gloo)", "right.engine", "horovod", ranks=2, shares=True),
-    Check("ddp", "DistributedDataParallel, one rank (NCCL)", "right.engine", "ddp", ranks=1),
-    Check("ddp-shared", "the same, two ranks on one device (Gloo)", "right.engine", "ddp", ranks=2, shares=True),
-    Check("deepspeed", "DeepSpeed, if it is there, one rank", "right.engine", "deepspeed", ranks=1),
-    Check("keras", "Keras on PyTorch against plain Keras, one process", "right.keras_fit"),
-    Check("keras-horovod", "Keras on PyTorch over Horovod, one rank (NCCL)", "right.keras_fit", ranks=1),
-    Check("keras-shared", "the same, two ranks on one device (Gloo)", "right.keras_fit", ranks=2, shares=True),
-    Check("resources", "memory, threads, files and streams over 200 steps", "cost.resources"),
-    Check("pipeline", "two stages on one device against the unsplit model", "cost.stages", timed=True),
-    Check("speed", "ResNet-50, bf16: images/s, and against the bare loop", "cost.speed", "solo", 120, timed=True),
-    Check("speed-horovod", "the same over Horovod, one rank (NCCL)", "cost.speed", "horovod", 120, 1, timed=True),
-    Check("input", "does the loader keep up: pictures in memory, JPEG files", "cost.feed", "", 150, timed=True),
+    GpuCheck("machine", "versions, the GPU, what Horovod was built with", "right.machine"),
+    GpuCheck("solo", "one process against plain PyTorch", "right.engine", "solo"),
+    GpuCheck("dataparallel", "one process that cuts its batches, on one device", "right.engine", "dataparallel"),
+    GpuCheck("horovod", "Horovod, one rank (NCCL)", "right.engine", "horovod", ranks=1),
+    GpuCheck(
+        "horovod-shared", "Horovod, two ranks on one device (Gloo)", "right.engine", "horovod", ranks=2, shares=True
+    ),
+    GpuCheck("ddp", "DistributedDataParallel, one rank (NCCL)", "right.engine", "ddp", ranks=1),
+    GpuCheck("ddp-shared", "the same, two ranks on one device (Gloo)", "right.engine", "ddp", ranks=2, shares=True),
+    GpuCheck("deepspeed", "DeepSpeed, if it is there, one rank", "right.engine", "deepspeed", ranks=1),
+    GpuCheck("keras", "Keras on PyTorch against plain Keras, one process", "right.keras_fit"),
+    GpuCheck("keras-horovod", "Keras on PyTorch over Horovod, one rank (NCCL)", "right.keras_fit", ranks=1),
+    GpuCheck("keras-shared", "the same, two ranks on one device (Gloo)", "right.keras_fit", ranks=2, shares=True),
+    GpuCheck("resources", "memory, threads, files and streams over 200 steps", "cost.resources"),
+    GpuCheck("pipeline", "two stages on one device against the unsplit model", "cost.stages", timed=True),
+    GpuCheck("speed", "ResNet-50, bf16: images/s, and against the bare loop", "cost.speed", "solo", 120, timed=True),
+    GpuCheck("speed-horovod", "the same over Horovod, one rank (NCCL)", "cost.speed", "horovod", 120, 1, timed=True),
+    GpuCheck("input", "does the loader keep up: pictures in memory, JPEG files", "cost.feed", "", 150, timed=True),
 )
 
 
-def command(check: Check, args: argparse.Namespace) -> list[str]:
+def command(check: GpuCheck, args: argparse.Namespace) -> list[str]:
     """The check's command line."""
     program = [sys.executable, "-m", "hvdtrain.bench.gpu.check", check.job, *filter(None, [check.engine])]
     program += [f"--device={args.device}"] + ["--tiny"] * args.tiny + ["--shared"] * check.shares
@@ -88,7 +90,7 @@ def command(check: Check, args: argparse.Namespace) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CheckOutcome:
     """What came of a check.
 
     Attributes:
@@ -107,7 +109,7 @@ class Outcome:
     output: str = ""
 
 
-def outcome_of(command: Sequence[str], ranks: int, limit_s: float) -> Outcome:
+def outcome_of(command: Sequence[str], ranks: int, limit_s: float) -> CheckOutcome:
     """Runs a check's command to its end, or ends it with all that it started."""
     started = time.monotonic()
     with InterleavedJobs(os.environ | {"KERAS_BACKEND": "torch", "PYTHONUNBUFFERED": "1"}) as jobs:
@@ -116,13 +118,13 @@ def outcome_of(command: Sequence[str], ranks: int, limit_s: float) -> Outcome:
             jobs.start("check", command, ranks)
             found = jobs.turn("check")[0]
         except HvdtrainError as error:
-            return Outcome("FAILED", shortened(error), time.monotonic() - started, output=error.received)
+            return CheckOutcome("FAILED", shortened(error), time.monotonic() - started, output=error.received)
     seconds = time.monotonic() - started
     if "not here" in found:
-        return Outcome("not here", found["not here"], seconds)
+        return CheckOutcome("not here", found["not here"], seconds)
     missed = [goal for goal in found["goals"] if not goal["kept"]]
     reason = "; ".join(f"{goal['what']} {goal['value']:.4g} is above {goal['limit']:g}" for goal in missed)
-    return Outcome("MISSED" if missed else "ok", reason, seconds, **found)
+    return CheckOutcome("MISSED" if missed else "ok", reason, seconds, **found)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -149,10 +151,10 @@ def run(args: argparse.Namespace) -> int:
     deadline = time.monotonic() + args.seconds
     jobs = args.jobs or max(1, min(4, len(os.sched_getaffinity(0)) // 2))
 
-    def done(check: Check) -> Outcome:
+    def done(check: GpuCheck) -> CheckOutcome:
         left = deadline - time.monotonic()
         if left < LEAST_S:
-            return Outcome("left out", "no time was left", 0.0)
+            return CheckOutcome("left out", "no time was left", 0.0)
         found = outcome_of(command(check, args), max(1, check.ranks), min(check.limit_s, left))
         progress(f"{check.name}: {found.result} ({found.seconds:.0f} s) {found.reason}".rstrip())
         return found

@@ -18,7 +18,7 @@ from typing import Any
 
 from hvdtrain.cluster.doctor import findings, live, machine, network, software
 from hvdtrain.cluster.doctor.findings import ClusterFacts, Facts, Finding
-from hvdtrain.cluster.doctor.network import Folder, Links
+from hvdtrain.cluster.doctor.network import Links, RunFolder
 from hvdtrain.cluster.doctor.sessions import Sessions
 from hvdtrain.cluster.hosts import addresses
 from hvdtrain.cluster.hosts.ssh import SshProblem
@@ -34,7 +34,7 @@ _CLOCK_READINGS = 3
 
 
 @dataclass
-class Report:
+class DoctorReport:
     """All that was found.
 
     Attributes:
@@ -48,7 +48,7 @@ class Report:
     job: Job
     cluster: ClusterFacts
     links: Links | None = None
-    folder: Folder | None = None
+    folder: RunFolder | None = None
     live: live.Live | None = None
     findings: list[Finding] = field(default_factory=list)
     seconds: float = 0.0
@@ -76,7 +76,7 @@ class Report:
         }  # fmt: skip
 
 
-def examined(job: Job, run_dir: Path | None = None, *, fast: bool = False, with_live: bool = True) -> Report:
+def examined(job: Job, run_dir: Path | None = None, *, fast: bool = False, with_live: bool = True) -> DoctorReport:
     """Returns all that can be found out about the hosts.
 
     Args:
@@ -92,7 +92,7 @@ def examined(job: Job, run_dir: Path | None = None, *, fast: bool = False, with_
     names = [host.name for host in job.ranks]
     with contextlib.closing(Sessions(names, job.python, job.ssh)) as sessions:
         cluster = facts(sessions, job, run_dir, fast=fast)
-        found = Report(job, cluster)
+        found = DoctorReport(job, cluster)
         found.spent["facts"] = time.monotonic() - started
         everything = [*network.distinct(cluster), *software.quick(cluster), *machine.quick(cluster)]
         if not fast:
@@ -179,10 +179,10 @@ def disjoint(pairs: Sequence[tuple[str, str]]) -> list[list[tuple[str, str]]]:
     return groups
 
 
-def folder(sessions: Sessions, job: Job, run_dir: Path | None, cluster: ClusterFacts) -> Folder:
+def folder(sessions: Sessions, job: Job, run_dir: Path | None, cluster: ClusterFacts) -> RunFolder:
     """Returns what happens when every host writes a file into the run directory; all are removed again."""
     places = {name: room["nearest"] for name, room in cluster.of("run_dir").items()}
-    found = Folder(_run_folder(job, run_dir), asked=run_dir is not None)
+    found = RunFolder(_run_folder(job, run_dir), asked=run_dir is not None)
     names, token, timeout_s = list(places), secrets.token_hex(8), job.timeouts.start_s
     marks = {
         name: {"do": "mark", "folder": places[name], "token": token, "index": index} for index, name in enumerate(names)
@@ -243,7 +243,7 @@ def _rate(flow: Facts) -> float:
     return flow["bytes"] / flow["seconds"] if flow.get("seconds") else 0.0
 
 
-def _thorough(sessions: Sessions, found: Report, run_dir: Path | None) -> list[Finding]:
+def _thorough(sessions: Sessions, found: DoctorReport, run_dir: Path | None) -> list[Finding]:
     """What takes measurements; a host that stops answering meanwhile is left out of the rest."""
     cluster, before = found.cluster, time.monotonic()
     everything = [*machine.thorough(cluster)]

@@ -52,7 +52,7 @@ class Links:
 
 
 @dataclass
-class Folder:
+class RunFolder:
     """What happened when every host wrote a file into the run directory.
 
     Attributes:
@@ -254,7 +254,7 @@ def _clocks(cluster: ClusterFacts, links: Links) -> Iterator[Finding]:
 
 
 # -- the folder that runs are written to ----------------------------------------------------------------------
-def folder(cluster: ClusterFacts, found: Folder) -> Iterator[Finding]:
+def folder(cluster: ClusterFacts, found: RunFolder) -> Iterator[Finding]:
     """The run directory can be written to, and is the same on every host."""
     first = next(iter(cluster.facts), None)  # none answers: nothing was written
     for host, reply in found.written.items():

@@ -183,7 +183,7 @@ TRAIN = {"torch": train_torch, "keras": train_keras}
 
 
 @dataclass(frozen=True)
-class Check:
+class ToyCheck:
     """One thing that was looked at.
 
     Attributes:
@@ -197,12 +197,12 @@ class Check:
     message: str
 
 
-def checks(ranks: Sequence[Measured], expected_size: int | None = None) -> list[Check]:
+def checks(ranks: Sequence[Measured], expected_size: int | None = None) -> list[ToyCheck]:
     """Returns all checks of one framework; `ranks` in rank order, `expected_size` as the user asked for."""
     return [distinct(ranks, expected_size), broadcast(ranks), averaging(ranks), training(ranks), replicas(ranks)]
 
 
-def distinct(ranks: Sequence[Measured], expected_size: int | None = None) -> Check:
+def distinct(ranks: Sequence[Measured], expected_size: int | None = None) -> ToyCheck:
     """Every rank is another process, knows its place, and has devices of its own."""
     cards = [rank.card for rank in ranks]
     size = len(cards) if expected_size is None else expected_size
@@ -223,10 +223,10 @@ def distinct(ranks: Sequence[Measured], expected_size: int | None = None) -> Che
             wrong.append(f"on {host} ranks share GPUs: {devices}")
     places = ", ".join(f"{host}: {len(its)}" for host, its in hosts.items())
     shown = f"{len(cards)} on {len(hosts)} host(s) ({places}), each a process of its own"
-    return Check("ranks", not wrong, "; ".join(wrong) or shown)
+    return ToyCheck("ranks", not wrong, "; ".join(wrong) or shown)
 
 
-def broadcast(ranks: Sequence[Measured]) -> Check:
+def broadcast(ranks: Sequence[Measured]) -> ToyCheck:
     """All ranks begin with rank 0's weights, though they had others."""
     import numpy as np
 
@@ -234,13 +234,13 @@ def broadcast(ranks: Sequence[Measured]) -> Check:
     wrong = [str(rank) for rank, its in enumerate(ranks) if not np.array_equal(its.start, root)]
     seen = sum(not np.array_equal(its.own_start, root) for its in ranks)
     if wrong:
-        return Check("broadcast", False, f"rank(s) {', '.join(wrong)} did not begin with rank 0's weights")
+        return ToyCheck("broadcast", False, f"rank(s) {', '.join(wrong)} did not begin with rank 0's weights")
     if seen != len(ranks) - 1:
-        return Check("broadcast", False, "ranks had the same weights before: nothing could be seen")
-    return Check("broadcast", True, f"{seen} rank(s) had other weights, and began with rank 0's, bit for bit")
+        return ToyCheck("broadcast", False, "ranks had the same weights before: nothing could be seen")
+    return ToyCheck("broadcast", True, f"{seen} rank(s) had other weights, and began with rank 0's, bit for bit")
 
 
-def averaging(ranks: Sequence[Measured]) -> Check:
+def averaging(ranks: Sequence[Measured]) -> ToyCheck:
     """The first step uses the mean of all ranks' gradients; a step that does not would be seen."""
     root = ranks[0].own_start
     mean = one_process(root, range(len(ranks)), 1)
@@ -248,37 +248,37 @@ def averaging(ranks: Sequence[Measured]) -> Check:
     skipped = [_off(its.skipped, mean, root) for its in ranks]
     shown = f"off by {max(off):.1g} of the mean of the ranks' gradients, computed apart"
     if len(ranks) == 1:
-        return Check("averaging", off[0] <= TOLERANCE, f"{shown}; one rank: nothing to average")
+        return ToyCheck("averaging", off[0] <= TOLERANCE, f"{shown}; one rank: nothing to average")
     if not all(value <= TOLERANCE for value in off):  # NaN is not <=
         each = ", ".join(f"rank {rank}: {value:.2g}" for rank, value in enumerate(off))
         own = all(_off(its.first, its.skipped, root) <= TOLERANCE for its in ranks)
-        return Check("averaging", False, f"off the mean by {each}" + "; every rank used its own gradient" * own)
+        return ToyCheck("averaging", False, f"off the mean by {each}" + "; every rank used its own gradient" * own)
     if not all(value > TOLERANCE for value in skipped):
-        return Check("averaging", False, f"a step without averaging is off by {min(skipped):.1g} only: not seen")
-    return Check("averaging", True, f"{shown}; a step that skips the averaging is off by {min(skipped):.2g}: seen")
+        return ToyCheck("averaging", False, f"a step without averaging is off by {min(skipped):.1g} only: not seen")
+    return ToyCheck("averaging", True, f"{shown}; a step that skips the averaging is off by {min(skipped):.2g}: seen")
 
 
-def training(ranks: Sequence[Measured]) -> Check:
+def training(ranks: Sequence[Measured]) -> ToyCheck:
     """The whole training is that of one process with the batches of all ranks together; and the loss falls."""
     root = ranks[0].own_start
     wanted = one_process(root, range(len(ranks)), STEPS)
     off = [_off(its.last, wanted, root) for its in ranks]
     first, last = (squared_error(weights, range(len(ranks))) for weights in (root, ranks[0].last))
     shown = f"{STEPS} steps, off by {max(off):.1g} of one process with the whole batch; loss {first:.2f} -> {last:.2f}"
-    return Check("training", all(value <= TOLERANCE for value in off) and last < first / 2, shown)
+    return ToyCheck("training", all(value <= TOLERANCE for value in off) and last < first / 2, shown)
 
 
-def replicas(ranks: Sequence[Measured]) -> Check:
+def replicas(ranks: Sequence[Measured]) -> ToyCheck:
     """All ranks end with the same weights, bit for bit; one changed bit would be seen."""
     last = [its.last for its in ranks]
     wrong = unequal(last)
     if wrong:
-        return Check("replicas", False, f"rank(s) {', '.join(map(str, wrong))} ended with other weights than rank 0")
+        return ToyCheck("replicas", False, f"rank(s) {', '.join(map(str, wrong))} ended with other weights than rank 0")
     changed = last[-1].copy()
     changed.view("uint8").flat[0] ^= 1
     if unequal([last[0], changed]) != [1]:
-        return Check("replicas", False, "one changed bit was not seen")
-    return Check("replicas", True, f"equal on {len(ranks)} rank(s), bit for bit; one changed bit is seen")
+        return ToyCheck("replicas", False, "one changed bit was not seen")
+    return ToyCheck("replicas", True, f"equal on {len(ranks)} rank(s), bit for bit; one changed bit is seen")
 
 
 def unequal(weights: Sequence[Array]) -> list[int]:

@@ -20,7 +20,7 @@ _ANSWER_S = 3.0  # for an agent's answer, beyond what it waits for
 _SERIALS = itertools.count(1)
 
 
-class Agent(Protocol):
+class AgentConnection(Protocol):
     """The connection to a host's agent (`launch.agents.Connection`)."""
 
     ended: bool
@@ -29,14 +29,14 @@ class Agent(Protocol):
     def send(self, kind: str, **fields: object) -> None: ...
 
 
-class Look:
+class LinkCheck:
     """One question to the agents of some hosts.
 
     Attributes:
         serial: of the messages that belong to it.
     """
 
-    def __init__(self, asked: Mapping[str, Agent], addresses: Mapping[str, str]) -> None:
+    def __init__(self, asked: Mapping[str, AgentConnection], addresses: Mapping[str, str]) -> None:
         """Asks each agent for a port.
 
         Args:

@@ -9,14 +9,14 @@ from hvdtrain.cluster.hosts.hosts import Host, Slot
 
 
 @dataclass(frozen=True)
-class Reach:
+class ReachHost:
     """Reach a host; then say `host_there` or `host_gone`."""
 
     host: Host
 
 
 @dataclass(frozen=True)
-class Start:
+class StartWorker:
     """Start a worker.
 
     Attributes:
@@ -54,7 +54,7 @@ class Serve:
 
 
 @dataclass(frozen=True)
-class Look:
+class FindCut:
     """Find out which of the members' hosts do not reach each other, and drop those; then call `looked`."""
 
 
@@ -89,4 +89,4 @@ class Fail:
     why: str
 
 
-Action = Reach | Start | Signal | Say | Serve | Look | Unserve | Lost | Formed | Fail
+Action = ReachHost | StartWorker | Signal | Say | Serve | FindCut | Unserve | Lost | Formed | Fail

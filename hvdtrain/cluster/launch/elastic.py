@@ -17,7 +17,7 @@ from hvdtrain.cluster.launch import actions
 from hvdtrain.cluster.launch.agents import Agents, Connection
 from hvdtrain.cluster.launch.discovery import Discovery
 from hvdtrain.cluster.launch.failures import SETTLE_S, RankEnd, as_exit_code, described, first_failure
-from hvdtrain.cluster.launch.job import Job, Plan
+from hvdtrain.cluster.launch.job import Job, JobPlan
 from hvdtrain.cluster.launch.members import Limits, Members
 from hvdtrain.cluster.launch.running import Heard, Running, places
 from hvdtrain.comm import arrival
@@ -34,7 +34,7 @@ class ElasticRunning(Running):
     """One elastic job from the agents' hello to its end."""
 
     _members: Members
-    _plan: Plan
+    _plan: JobPlan
 
     def __init__(self, job: Job, agents: Agents, received: list[int], heard: Heard) -> None:
         super().__init__(job, agents, received, heard)
@@ -52,7 +52,7 @@ class ElasticRunning(Running):
         self._listed: queue.SimpleQueue[list[Host]] = queue.SimpleQueue()
         self._unreached: dict[str, str] = {}  # by host: why, as it was told
 
-    def run(self, on_plan: Callable[[Plan], None] | None) -> None:
+    def run(self, on_plan: Callable[[JobPlan], None] | None) -> None:
         """Starts the first workers, watches and replaces them, and ends them."""
         try:
             super().run(on_plan)
@@ -60,7 +60,7 @@ class ElasticRunning(Running):
             if self._discovery is not None:
                 self._discovery.close()
 
-    def _start(self, plan: Plan, port: int | None) -> None:
+    def _start(self, plan: JobPlan, port: int | None) -> None:
         its, job = self._elastic, self._job
         start_s = arrival.timeout_s(os.environ)
         limits = Limits(its.minimum, its.maximum, its.timeout_s, start_s, open=its.discovery is not None)
@@ -245,9 +245,9 @@ class ElasticRunning(Running):
             if self._deadline_s is not None:
                 return
             match action:
-                case actions.Reach(host):
+                case actions.ReachHost(host):
                     self._agents.find(host)
-                case actions.Start(number, host, slot):
+                case actions.StartWorker(number, host, slot):
                     self._start_one(number, host, slot)
                 case actions.Signal(number, sent):
                     if sent == signal.SIGTERM:  # else it waits for an update with the others
@@ -257,7 +257,7 @@ class ElasticRunning(Running):
                     self._host_of[number].send("tell", rank=number, say=message)
                 case actions.Serve(serial, host, slots):
                     self._serve(self._agent_of[host], serial, slots)
-                case actions.Look():
+                case actions.FindCut():
                     self._look([its.host for its in self._members.members()], self._part)
                 case actions.Unserve():
                     self._unserve()

@@ -50,7 +50,7 @@ class Timeouts:
 
 
 @dataclass(frozen=True)
-class Elastic:
+class ElasticOptions:
     """How a job may shrink and grow.
 
     Attributes:
@@ -97,7 +97,7 @@ class Job:
     horovod: bool = True
     timeouts: Timeouts = field(default_factory=Timeouts)
     given: bytes | None = field(default=None, repr=False)
-    elastic: Elastic | None = None
+    elastic: ElasticOptions | None = None
 
     @functools.cached_property
     def slots(self) -> list[Slot]:
@@ -121,7 +121,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Plan:
+class JobPlan:
     """Where each rank of a job runs and what it is told.
 
     Attributes:
@@ -158,7 +158,7 @@ class Plan:
         local_size = self.job.ranks[host] if elastic is None else min(host.slots, elastic.maximum)
         return environment.defaults(self.cores[host.name], local_size)
 
-    def with_host(self, host: Host, hello: Message) -> Plan:
+    def with_host(self, host: Host, hello: Message) -> JobPlan:
         """Returns the plan with a host that joins.
 
         Raises:
@@ -180,7 +180,9 @@ class Plan:
         return {**own, **job, **self.job.env, **horovod}
 
 
-def make_plan(job: Job, hellos: Mapping[str, Message], reached: Mapping[str, str], local: Collection[str] = ()) -> Plan:
+def make_plan(
+    job: Job, hellos: Mapping[str, Message], reached: Mapping[str, str], local: Collection[str] = ()
+) -> JobPlan:
     """Returns the plan for a job on hosts that said hello; pure.
 
     Args:
@@ -199,7 +201,7 @@ def make_plan(job: Job, hellos: Mapping[str, Message], reached: Mapping[str, str
     cores = {name: float(hello["cores"]) for name, hello in hellos.items()}
     own = {name: {} if name in local else hello.get("own", {}) for name, hello in hellos.items()}
     differing = environment.on_some_hosts_only(own, job.env)
-    return Plan(job, chosen, cores, differing, list(_notes(found, chosen)))
+    return JobPlan(job, chosen, cores, differing, list(_notes(found, chosen)))
 
 
 def _notes(found: Mapping[str, Interfaces], chosen: Mapping[str, Chosen]) -> Iterator[str]:

@@ -17,7 +17,7 @@ from typing import Any
 from hvdtrain.cluster.launch.agents import Agents, OnLine
 from hvdtrain.cluster.launch.elastic import ElasticRunning
 from hvdtrain.cluster.launch.failures import Failure
-from hvdtrain.cluster.launch.job import Job, Plan, Timeouts
+from hvdtrain.cluster.launch.job import Job, JobPlan, Timeouts
 from hvdtrain.cluster.launch.rank import PASSED_ON
 from hvdtrain.cluster.launch.running import (
     ENDING,
@@ -29,14 +29,14 @@ from hvdtrain.cluster.launch.running import (
     plan_of,
 )
 
-__all__ = ["Failure", "Heard", "Job", "Outcome", "Plan", "Timeouts", "look", "result_in", "run"]
+__all__ = ["Failure", "Heard", "Job", "Outcome", "JobPlan", "Timeouts", "look", "result_in", "run"]
 
 
 def run(
     job: Job,
     *,
     on_line: OnLine | None = None,
-    on_plan: Callable[[Plan], None] | None = None,
+    on_plan: Callable[[JobPlan], None] | None = None,
     heard: Heard | None = None,
 ) -> Outcome:
     """Runs a job to its end.
@@ -95,7 +95,7 @@ def result_in(lines: Sequence[str], mark: str) -> dict[str, Any] | None:
     return json.loads(found[-1]) if found else None
 
 
-def look(job: Job) -> Plan:
+def look(job: Job) -> JobPlan:
     """Returns the plan for a job, for which the hosts are asked; nothing is started there but the agents.
 
     Raises:

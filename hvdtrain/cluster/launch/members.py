@@ -18,14 +18,14 @@ from hvdtrain.cluster.hosts.hosts import Host, Slot, numbered
 from hvdtrain.cluster.launch.actions import (
     Action,
     Fail,
+    FindCut,
     Formed,
-    Look,
     Lost,
-    Reach,
+    ReachHost,
     Say,
     Serve,
     Signal,
-    Start,
+    StartWorker,
     Unserve,
 )
 
@@ -354,13 +354,13 @@ class Members:
             if host.name in self._there:
                 for slot in [slot for slot in range(host.slots) if slot not in taken][:take]:
                     self.workers[self._next] = Worker(self._next, host.name, slot, "starting", started_s=now)
-                    self._actions.append(Start(self._next, host, slot))
+                    self._actions.append(StartWorker(self._next, host, slot))
                     self._next += 1
             elif host.name not in self._reaching:
                 if now < self._retry_s.get(host.name, now):
                     continue
                 self._reaching.add(host.name)
-                self._actions.append(Reach(host))
+                self._actions.append(ReachHost(host))
             wanted -= take
 
     def _chosen(self) -> list[Worker]:
@@ -404,7 +404,7 @@ class Members:
         explained = self._regrouping or self._lost_s >= self._broken_s
         if self._looking is None and not explained and len({its.host for its in members}) > 1:
             self._looking = True
-            self._actions.append(Look())
+            self._actions.append(FindCut())
         return bool(self._looking)
 
     def _regroup(self, now: float) -> None:

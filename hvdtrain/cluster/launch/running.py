@@ -13,7 +13,7 @@ from typing import Any
 
 from hvdtrain.cluster.hosts import addresses
 from hvdtrain.cluster.hosts.hosts import Host, Slot
-from hvdtrain.cluster.hosts.links import Look, Pair, to_drop
+from hvdtrain.cluster.hosts.links import LinkCheck, Pair, to_drop
 from hvdtrain.cluster.hosts.protocol import Message
 from hvdtrain.cluster.launch import environment
 from hvdtrain.cluster.launch.agents import Agents, Connection
@@ -26,7 +26,7 @@ from hvdtrain.cluster.launch.failures import (
     left_the_others,
     settled,
 )
-from hvdtrain.cluster.launch.job import Job, Plan, make_plan
+from hvdtrain.cluster.launch.job import Job, JobPlan, make_plan
 from hvdtrain.cluster.launch.rank import PASSED_ON, RETURNED
 from hvdtrain.core import variables
 from hvdtrain.core.errors import HOST_LOST_CODE, NOT_STARTED_CODE, PREEMPTED_CODE, LauncherError
@@ -93,7 +93,7 @@ class Interrupted(Exception):
     """The user ended the job before its ranks were started."""
 
 
-def plan_of(job: Job, agents: Agents) -> Plan:
+def plan_of(job: Job, agents: Agents) -> JobPlan:
     hellos = {its.host.name: its.hello or {} for its in agents.connections}
     local = [its.host.name for its in agents.connections if its.local]
     reached = addresses.reached({name: hello["reached"] for name, hello in hellos.items()}, local)
@@ -120,11 +120,11 @@ class Running:
         self._master_port = port_of(uuid.uuid4().hex)
         self._cut: dict[str, str] = {}  # by host: that it does not reach the first one any more
         self._cut_s = float("inf")  # when the first of them said so
-        self._looks: dict[Look, Callable[[str, list[Pair]], None]] = {}  # and what gets the answer
+        self._looks: dict[LinkCheck, Callable[[str, list[Pair]], None]] = {}  # and what gets the answer
         self._no_link: tuple[str, list[Pair]] | None = None  # once ranks have lost one another: why, as far as known
         self._closing = False
 
-    def run(self, on_plan: Callable[[Plan], None] | None) -> None:
+    def run(self, on_plan: Callable[[JobPlan], None] | None) -> None:
         """Starts the ranks, watches them, and ends them."""
         agents, job = self._agents, self._job
         agents.meet(self._stop_if_asked)
@@ -155,7 +155,7 @@ class Running:
 
     # ---- the start
 
-    def _rendezvous(self, plan: Plan) -> int:
+    def _rendezvous(self, plan: JobPlan) -> int:
         """Has the first host serve Horovod's rendezvous; returns its port."""
         first = self._agents.connections[0]
         first.send("rendezvous", address=plan.chosen[first.host.name].address, places=places(self._job.slots))
@@ -176,7 +176,7 @@ class Running:
         late = f"{first.host.name}: not after {self._job.timeouts.start_s:g} s"
         raise LauncherError("Horovod's rendezvous must start in time", late, "hvdtrain doctor -H ...")
 
-    def _start(self, plan: Plan, port: int | None) -> None:
+    def _start(self, plan: JobPlan, port: int | None) -> None:
         self._plan, first = plan, plan.first.address
         self._started_s = time.monotonic()
         for its in self._agents.connections:
@@ -192,7 +192,7 @@ class Running:
     def _start_on(
         self,
         its: Connection,
-        plan: Plan,
+        plan: JobPlan,
         env: dict[str, str],
         ranks: dict[int, dict[str, str]],
         peer: list[object] | None,
@@ -325,7 +325,7 @@ class Running:
         if len(asked) < 2:
             then("", [])
         else:
-            self._looks[Look(asked, addresses)] = then
+            self._looks[LinkCheck(asked, addresses)] = then
 
     def _look_at_cuts(self) -> None:
         """Ends the job whose hosts do not reach each other any more, though the launcher reaches them."""

@@ -42,10 +42,10 @@ def attach(detected: Detected, *, engine: str, device: str, gpus_per_rank: int, 
     keras.utils.set_random_seed(seed)
     if engine == "solo":
         return SoloEngine(devices=devices)
-    return HorovodEngine.join(BACKEND.hvd, detected, devices)
+    return KerasHorovodEngine.join(BACKEND.hvd, detected, devices)
 
 
-class HorovodEngine(HorovodCollectives):
+class KerasHorovodEngine(HorovodCollectives):
     """`hvdtrain.comm.engines.Engine` on the Horovod of Keras' backend."""
 
     def host_sum(self, array: np.ndarray) -> np.ndarray:

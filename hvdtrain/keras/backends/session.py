@@ -1,4 +1,4 @@
-"""What hvdtrain keeps of one prepared model: a `Session`, which its optimizers' hooks and its callbacks share.
+"""What hvdtrain keeps of one prepared model: a `KerasSession`, which its optimizers' hooks and its callbacks share.
 
 It lives in `model.__dict__` and `optimizer.__dict__` under `KEY`, past the attribute tracking of Keras,
 TensorFlow and torch: nothing of it reaches a config, a checkpoint or a saved model.
@@ -16,7 +16,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvdtrain.checkpoint.parts import Progress, Saves
+from hvdtrain.checkpoint.parts import Progress, Saver
 from hvdtrain.comm import elastic
 from hvdtrain.core.errors import ConfigError, ReplicaError
 from hvdtrain.core.generators import OwnRandom
@@ -127,7 +127,7 @@ class RunningFit:
 
     runs: bool = False
     data: Any = None
-    saving: Saves | None = None
+    saving: Saver | None = None
     stops_in_epoch: bool = True
 
 
@@ -186,7 +186,7 @@ class Proofs:
 
 
 @dataclass
-class Session:
+class KerasSession:
     """One prepared model (or optimizer that has not met its model yet), in records by their lifetime.
 
     Attributes:
@@ -223,7 +223,7 @@ class Session:
             self.place.elastic.leaves = True
 
 
-def session_of(target: Any) -> Session | None:
+def session_of(target: Any) -> KerasSession | None:
     """Returns the session of a model or an optimizer; `None` if it was not prepared."""
     return vars(target).get(KEY) if target is not None else None
 

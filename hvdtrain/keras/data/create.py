@@ -10,8 +10,8 @@ from keras.src.trainers.data_adapters import is_tf_dataset, is_torch_dataloader
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.sharding import Plan
-from hvdtrain.keras.data.loader import Loader
-from hvdtrain.keras.data.sources import Arrays, Batches, Items, Source, batch_of, rows_of, stacked
+from hvdtrain.keras.data.loader import KerasLoader
+from hvdtrain.keras.data.sources import Arrays, BatchSource, DatasetBatches, Items, batch_of, rows_of, stacked
 from hvdtrain.keras.data.streams import Walk, WalkedLoader
 from hvdtrain.world import same_data
 from hvdtrain.world.records import check_heads, stream_of
@@ -28,7 +28,7 @@ def loader(
     tail: Literal["weighted", "drop"] = "weighted",
     seed: int | None = None,
     class_weight: Mapping[int, float] | None = None,
-) -> Loader:
+) -> KerasLoader:
     """Returns this rank's training batches: each sample once an epoch over all ranks, in an order that does not depend
     on how many ranks there are; collective.
 
@@ -60,9 +60,9 @@ def loader(
     walked = _walk_of(data, class_weight, seed)
     if walked is not None:
         return _walking(walked, per_rank_batch, world, tail, seed, in_batches=comes_in_batches(data))
-    source: Source
+    source: BatchSource
     if isinstance(data, keras.utils.PyDataset):
-        source = Batches(data, class_weight, seed)
+        source = DatasetBatches(data, class_weight, seed)
     elif _is_torch(data, "Dataset"):
         source = Items(data, class_weight)
     else:
@@ -71,7 +71,7 @@ def loader(
     plan = Plan(source.units, world.size, per_rank_batch or 1, seed=seed, shuffle=shuffle, tail=tail)
     world.agree("plan of loader() (seed, per_rank_batch, shuffle, tail)", plan)
     # a new rank of an elastic job that began with one is beyond its plan, until it joins
-    return Loader(source, plan, rank=min(world.rank, plan.size - 1))
+    return KerasLoader(source, plan, rank=min(world.rank, plan.size - 1))
 
 
 def comes_in_batches(data: Any) -> bool:

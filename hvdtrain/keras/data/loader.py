@@ -19,13 +19,13 @@ from hvdtrain.comm import elastic
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.sharding import Dealt, Plan, Step
 from hvdtrain.keras.backends.session import NO_SAMPLE, map_leaves
-from hvdtrain.keras.data.sources import Batch, Source, rows_of
+from hvdtrain.keras.data.sources import Batch, BatchSource, rows_of
 from hvdtrain.world.world import World
 
-known: WeakSet[Loader] = WeakSet()
+known: WeakSet[KerasLoader] = WeakSet()
 
 
-class Loader(Dealt, keras.utils.PyDataset, DataAdapter):
+class KerasLoader(Dealt, keras.utils.PyDataset, DataAdapter):
     """One rank's batches; made by `loader`. What is dealt are samples, or whole batches of the data's own.
 
     It is its own data adapter, which `fit` takes as it is: the adapter that Keras makes for a `PyDataset`
@@ -45,7 +45,7 @@ class Loader(Dealt, keras.utils.PyDataset, DataAdapter):
 
     reads_ahead = True
 
-    def __init__(self, source: Source, plan: Plan, *, rank: int) -> None:
+    def __init__(self, source: BatchSource, plan: Plan, *, rank: int) -> None:
         super().__init__(workers=1)  # see `batches`
         self.plan = plan
         self.rank = rank
@@ -173,9 +173,9 @@ class Loader(Dealt, keras.utils.PyDataset, DataAdapter):
         """Samples of an epoch that are left out, because an earlier run has done them."""
         return self._done if epoch == self.first_epoch else 0
 
-    def apart(self) -> Loader:
+    def apart(self) -> KerasLoader:
         """Returns a loader of the same data at its beginning: what reads that leaves this one where it is."""
-        return Loader(self.source, self.plan, rank=self.rank)
+        return KerasLoader(self.source, self.plan, rank=self.rank)
 
     def __len__(self) -> int:
         return len(self._steps)

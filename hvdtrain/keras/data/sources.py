@@ -17,7 +17,7 @@ from hvdtrain.world.streams import epoch_seed
 Batch = tuple[Any, Any, Any]  # x, y and sample weights; None is what is not there
 
 
-class Source(Protocol):
+class BatchSource(Protocol):
     """What is dealt.
 
     Attributes:
@@ -38,7 +38,7 @@ class Source(Protocol):
 
 
 class Arrays:
-    """A `Source` of in-memory arrays."""
+    """A `BatchSource` of in-memory arrays."""
 
     unit = 1
     workers: int | None = None
@@ -63,7 +63,7 @@ class Arrays:
 
 
 class Items:
-    """A `Source` of samples that are read one by one: `len(dataset)`, `dataset[i]`."""
+    """A `BatchSource` of samples that are read one by one: `len(dataset)`, `dataset[i]`."""
 
     unit = 1
     workers: int | None = 1
@@ -83,8 +83,8 @@ class Items:
         return same_data.of_items(self._dataset)
 
 
-class Batches:
-    """A `Source` of the batches of a `keras.utils.PyDataset`: each rank reads its own only, in threads.
+class DatasetBatches:
+    """A `BatchSource` of the batches of a `keras.utils.PyDataset`: each rank reads its own only, in threads.
 
     What it shuffles between epochs with Python's or numpy's generators is the same on all ranks: these are seeded by
     the epoch. An epoch that a restored run begins with has been told of those before.

@@ -13,9 +13,9 @@ from keras.src.trainers.epoch_iterator import EpochIterator
 
 from hvdtrain.core.generators import OwnRandom, of_imported
 from hvdtrain.keras.backends.session import replaced
-from hvdtrain.keras.data.loader import Loader
+from hvdtrain.keras.data.loader import KerasLoader
 from hvdtrain.keras.data.sources import Batch
-from hvdtrain.world.records import STREAM, Head, Noted, check_ends, head
+from hvdtrain.world.records import STREAM, CountedRecords, StreamHead, check_ends, head
 from hvdtrain.world.streams import StreamPlan, StreamStep, epoch_seed, walk
 from hvdtrain.world.world import World
 
@@ -71,7 +71,7 @@ class Walk:
                 return
             yield found[0]
 
-    def peek(self) -> Head:
+    def peek(self) -> StreamHead:
         """Returns how epoch 0 begins; keeps its first batches, for their shapes."""
 
         def begin() -> Iterator[Any]:
@@ -93,8 +93,8 @@ class Walk:
         """Each epoch is begun where it is walked."""
 
 
-class WalkedLoader(Loader):
-    """As any `Loader`, but that nobody knows how long it is before its end."""
+class WalkedLoader(KerasLoader):
+    """As any `KerasLoader`, but that nobody knows how long it is before its end."""
 
     plan: StreamPlan
     source: Walk  # type: ignore[assignment]
@@ -123,7 +123,7 @@ class WalkedLoader(Loader):
 
     def _walk(self, epoch: int, done: int) -> Generator[tuple[StreamStep, list[Any], list[Any]], None, None]:
         """Yields the steps that are left, with this rank's records, and the first of all."""
-        records = Noted(self.source.records(epoch), self.source.unstable, keep=1)
+        records = CountedRecords(self.source.records(epoch), self.source.unstable, keep=1)
         for step, own in walk(records, self.plan, epoch, done, rank=self.rank, ahead=1):
             yield step, own, records.first
 
@@ -194,11 +194,11 @@ def open_ended() -> Iterator[None]:
 
     def enumerated(every: Callable[[Any], Iterator[Any]], iterator: Any) -> Iterator[Any]:
         data = iterator.data_adapter
-        if isinstance(data, Loader) and data.num_batches is not None:
+        if isinstance(data, KerasLoader) and data.num_batches is not None:
             iterator._num_batches = data.coming_batches()
         for first, last, batches in every(iterator):
             yield first, last, batches
-            if isinstance(data, Loader) and data.complete(last + 1):
+            if isinstance(data, KerasLoader) and data.complete(last + 1):
                 data.on_epoch_end()
                 return
 

@@ -20,7 +20,7 @@ import numpy as np
 from hvdtrain.core.errors import ReplicaError
 from hvdtrain.core.proof import Proof
 from hvdtrain.keras.backends.chosen import BACKEND
-from hvdtrain.keras.backends.session import HOOKS, LiveBatch, Session, is_hooked, is_stock, leaves_of, missing_hook
+from hvdtrain.keras.backends.session import HOOKS, KerasSession, LiveBatch, is_hooked, is_stock, leaves_of, missing_hook
 from hvdtrain.keras.state import replicas
 from hvdtrain.keras.state.reduce import overwrites
 
@@ -29,7 +29,7 @@ _RATE = 2.0**-6
 _TOLERANCE = 1e-6  # of the largest step: an optimizer's own averaging may round differently than Horovod's
 
 
-def prove(model: keras.Model, session: Session) -> Proof:
+def prove(model: keras.Model, session: KerasSession) -> Proof:
     """Runs the proof; collective. The model and its optimizer must be built.
 
     Raises:
@@ -132,7 +132,7 @@ def _largest(a: Sequence[np.ndarray], b: Sequence[np.ndarray]) -> float:
 
 # -------------------------------------------------------------------- scratch state
 @contextmanager
-def _scratch(model: keras.Model, optimizer: Any, session: Session) -> Iterator[None]:
+def _scratch(model: keras.Model, optimizer: Any, session: KerasSession) -> Iterator[None]:
     """Sets the optimizer up for one telling update (rate > 0, accumulators empty, update due), and undoes
     everything.
     """

@@ -20,10 +20,10 @@ import keras
 import numpy as np
 from keras import tree
 
-from hvdtrain.core.decomposition import Part, bound, compared, judge
+from hvdtrain.core.decomposition import LossGradients, bound, compared, judge
 from hvdtrain.core.errors import ReplicaError
 from hvdtrain.keras.backends.chosen import BACKEND
-from hvdtrain.keras.backends.session import Session, has_own_step, map_leaves
+from hvdtrain.keras.backends.session import KerasSession, has_own_step, map_leaves
 from hvdtrain.keras.state import metric_states, replicas, rng, units
 from hvdtrain.keras.state.sync_batchnorm import is_synchronized, normalises
 
@@ -43,7 +43,7 @@ _REMEDY = (
 )
 
 
-def check(model: keras.Model, session: Session, *, is_first: bool) -> None:
+def check(model: keras.Model, session: KerasSession, *, is_first: bool) -> None:
     """Compares whole and pieces of this rank's last batch; of the first one, metrics as well; collective.
 
     Raises:
@@ -95,7 +95,7 @@ def _added_up(model: keras.Model) -> str:
     return f"; the states of {', '.join(unknown)} are added up over ranks, which is right for sums over samples"
 
 
-def _say_of_layers(model: keras.Model, session: Session, normalises_apart: bool) -> None:
+def _say_of_layers(model: keras.Model, session: KerasSession, normalises_apart: bool) -> None:
     if normalises_apart:
         session.prepared.say(
             "batch normalisation: each rank normalises by its own part of the global batch (keras.layers."
@@ -108,7 +108,7 @@ def _say_of_layers(model: keras.Model, session: Session, normalises_apart: bool)
         )
 
 
-def _of_several(data: Any, session: Session) -> Any:
+def _of_several(data: Any, session: KerasSession) -> Any:
     """The batch, or those of all ranks where each has a single sample, which has no pieces; collective."""
     rows = None if data is None else _first_rows(data)[1]
     if any(its is None or its > 1 for its in session.prepared.world.gather(rows)):
@@ -181,7 +181,7 @@ class _Compared:
     added: int
 
     def differs(self, limit: float) -> bool:
-        gaps = compared(Part(self.whole), [Part(self.together)], [1.0])
+        gaps = compared(LossGradients(self.whole), [LossGradients(self.together)], [1.0])
         rounding = limit * max(self.scale, ROUNDING * self.untrained)
         return math.isfinite(gaps.loss) and judge(gaps, gradient=0.0, loss=rounding) != "holds"
 

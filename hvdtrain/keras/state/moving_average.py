@@ -17,11 +17,11 @@ import numpy as np
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.keras.backends.chosen import BACKEND
-from hvdtrain.keras.backends.session import Session, TrainingPlace, leaves_of, optimizers_of
+from hvdtrain.keras.backends.session import KerasSession, TrainingPlace, leaves_of, optimizers_of
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptWeights:
     """Weights and their averages, as the last step left them; `began_within`: they end the rest of an epoch."""
 
     values: Sequence[Any]
@@ -51,7 +51,7 @@ def keep(model: keras.Model, place: TrainingPlace, *, is_rest: bool) -> None:
     before anything writes or swaps the ones over the others.
     """
     ends = is_rest or model.stop_training
-    place.kept_weights = Kept(BACKEND.copies(_averaged(model)), is_rest) if ends else None
+    place.kept_weights = KeptWeights(BACKEND.copies(_averaged(model)), is_rest) if ends else None
 
 
 def forget(place: TrainingPlace) -> None:
@@ -82,7 +82,7 @@ def check(model: keras.Model) -> None:
         )
 
 
-def go_on(model: keras.Model, session: Session, callbacks: Sequence[Any], *, within: bool) -> None:
+def go_on(model: keras.Model, session: KerasSession, callbacks: Sequence[Any], *, within: bool) -> None:
     """Puts the weights themselves back, before a `fit` that begins `within` an epoch, or after the rest of one."""
     check(model)
     place = session.place

@@ -24,7 +24,7 @@ from keras.src.random.seed_generator import global_seed_generator
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.generators import Generators, OwnRandom, State
 from hvdtrain.keras.backends.chosen import BACKEND
-from hvdtrain.keras.backends.session import KEY, Session, TrainingPlace
+from hvdtrain.keras.backends.session import KEY, KerasSession, TrainingPlace
 from hvdtrain.world.world import World
 
 _HOST = Generators()  # Python's and numpy's; the backend keeps its own
@@ -73,7 +73,7 @@ def restore(model: keras.Model, state: Mapping[str, np.ndarray]) -> None:
 
 
 def _place(model: keras.Model) -> TrainingPlace:
-    session: Session = vars(model)[KEY]
+    session: KerasSession = vars(model)[KEY]
     return session.place
 
 

@@ -9,19 +9,26 @@ from typing import Any
 import keras
 
 from hvdtrain.comm.elastic import repeated
-from hvdtrain.keras.backends.session import Session, TrainingPlace, is_built, is_hooked, missing_hook, optimizers_of
+from hvdtrain.keras.backends.session import (
+    KerasSession,
+    TrainingPlace,
+    is_built,
+    is_hooked,
+    missing_hook,
+    optimizers_of,
+)
 from hvdtrain.keras.state import moving_average, replicas, rng
 from hvdtrain.world.world import World
 
 
-def begin_fit(model: keras.Model, session: Session) -> None:
+def begin_fit(model: keras.Model, session: KerasSession) -> None:
     """Asks for rank 0's state and all checks; a model that is not built gets them when its first step has built it."""
     session.proofs.ready, session.proofs.wants_broadcast = False, not session.prepared.alone
     if is_built(model):
         start(model, session)
 
 
-def start(model: keras.Model, session: Session) -> None:
+def start(model: keras.Model, session: KerasSession) -> None:
     """Makes sure that training from here is right on all ranks, or raises; collective.
 
     Broadcasts rank 0's state first if the callbacks asked for it; without the callbacks replicas that differ
@@ -39,7 +46,7 @@ def start(model: keras.Model, session: Session) -> None:
 
 
 @repeated
-def _made_equal(model: keras.Model, session: Session) -> Any:
+def _made_equal(model: keras.Model, session: KerasSession) -> Any:
     """Returns the proof that it worked, where one is asked for."""
     prepared, place, proofs = session.prepared, session.place, session.proofs
     world = prepared.world
@@ -71,7 +78,7 @@ def _put_random_state(model: keras.Model, place: TrainingPlace, world: World) ->
     place.streams_set = True
 
 
-def check_agreement(model: keras.Model, session: Session) -> None:
+def check_agreement(model: keras.Model, session: KerasSession) -> None:
     """Compares what every rank must have set alike; collective.
 
     Raises:
@@ -89,7 +96,7 @@ def check_agreement(model: keras.Model, session: Session) -> None:
     )
 
 
-def _settings(model: keras.Model, session: Session) -> dict[str, Any]:
+def _settings(model: keras.Model, session: KerasSession) -> dict[str, Any]:
     prepared = session.prepared
     return {
         "optimizer": [

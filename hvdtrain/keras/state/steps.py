@@ -14,7 +14,7 @@ from hvdtrain.checkpoint.preemption import end
 from hvdtrain.comm.elastic import repeated
 from hvdtrain.core.errors import ReplicaError
 from hvdtrain.keras.backends.chosen import BACKEND
-from hvdtrain.keras.backends.session import KEY, Proofs, Session, has_own_step, hook
+from hvdtrain.keras.backends.session import KEY, KerasSession, Proofs, has_own_step, hook
 from hvdtrain.keras.state import decompose, replicas
 from hvdtrain.watch import preemption
 from hvdtrain.world.world import World
@@ -35,7 +35,7 @@ def wrap_train_function(model: keras.Model) -> None:
         model.train_function = None
 
 
-def _end_if_preempted(session: Session) -> None:
+def _end_if_preempted(session: KerasSession) -> None:
     """Ends before a step, when all ranks know that one was preempted, and the last step is saved.
 
     Raises:
@@ -52,7 +52,7 @@ def _end_if_preempted(session: Session) -> None:
 def _counting(model: keras.Model, inner: Callable[[Any], Any]) -> Callable[[Any], Any]:
     @functools.wraps(inner)
     def train_function(data: Any) -> Any:
-        session: Session = vars(model)[KEY]
+        session: KerasSession = vars(model)[KEY]
         _end_if_preempted(session)
         if not session.prepared.alone:
             return _step_of_all(model, session, inner, data)
@@ -64,7 +64,7 @@ def _counting(model: keras.Model, inner: Callable[[Any], Any]) -> Callable[[Any]
     return train_function
 
 
-def _step_of_all(model: keras.Model, session: Session, inner: Callable[[Any], Any], data: Any) -> Any:
+def _step_of_all(model: keras.Model, session: KerasSession, inner: Callable[[Any], Any], data: Any) -> Any:
     place, proofs, world = session.place, session.proofs, session.prepared.world
     if preemption.told():
         session.notes.send_preempted()
@@ -106,7 +106,7 @@ def _after_first(model: keras.Model, proofs: Proofs, world: World) -> None:
             raise same_work(f"the first batch is the same on all {world.size} ranks")
 
 
-def _tries(model: keras.Model, session: Session, is_first: bool) -> bool:
+def _tries(model: keras.Model, session: KerasSession, is_first: bool) -> bool:
     """Returns True if the loss is tried at the next step, on all ranks: at steps 1, 2, 4, 8 ... and an epoch's first.
 
     Ranks that come later count the steps of an epoch as the others do, and no others.
@@ -119,7 +119,7 @@ def _tries(model: keras.Model, session: Session, is_first: bool) -> bool:
 
 
 @repeated
-def _try_loss(model: keras.Model, session: Session, is_first: bool) -> None:
+def _try_loss(model: keras.Model, session: KerasSession, is_first: bool) -> None:
     decompose.check(model, session, is_first=is_first)
 
 
@@ -154,7 +154,7 @@ def _few(leaf: Any) -> Any:
     return keras.ops.reshape(keras.ops.cast(flat[::step], "float64"), (-1,))
 
 
-def ended_early(model: keras.Model, session: Session, steps: int | None) -> None:
+def ended_early(model: keras.Model, session: KerasSession, steps: int | None) -> None:
     """Raises on a rank whose own data ended before the steps that all ranks had agreed to take; local."""
     if session.prepared.alone or session.fit.data is not None or steps is None or model.stop_training:
         return

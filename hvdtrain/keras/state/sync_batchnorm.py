@@ -17,7 +17,7 @@ from keras.src.backend.common.stateless_scope import in_stateless_scope
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.keras.backends.chosen import BACKEND
-from hvdtrain.keras.backends.session import Session
+from hvdtrain.keras.backends.session import KerasSession
 from hvdtrain.keras.state.replicas import torch_modules, untrained
 from hvdtrain.keras.state.units import refuse_where_ranks_part
 
@@ -25,7 +25,7 @@ _HOOK = "_moments"
 _PLAIN = keras.layers.BatchNormalization
 
 
-def synchronize(model: keras.Model, session: Session) -> None:
+def synchronize(model: keras.Model, session: KerasSession) -> None:
     """Makes batch-norm layers normalise over the session's ranks: those with `synchronized=True`, and with
     `prepare(sync_batchnorm=True)` all of them; others are plain again. In place; can be repeated.
 
@@ -43,7 +43,7 @@ def synchronize(model: keras.Model, session: Session) -> None:
     of_step(session)
 
 
-def of_step(session: Session) -> None:
+def of_step(session: KerasSession) -> None:
     """Puts the layers in this session's hands; models that were prepared one after the other may share some."""
     for layer, hook in session.moments:
         if hook is None:
@@ -52,7 +52,7 @@ def of_step(session: Session) -> None:
             vars(layer)[_HOOK] = hook
 
 
-def _hook_of(layer: Any, session: Session, index: int) -> Any:
+def _hook_of(layer: Any, session: KerasSession, index: int) -> Any:
     if session.prepared.alone or not (session.prepared.sync_batchnorm or layer.synchronized):
         return None
     if getattr(type(layer), _HOOK) is not getattr(_PLAIN, _HOOK):
@@ -84,7 +84,7 @@ def _layers(model: keras.Model) -> list[Any]:
     return [layer for layer in model._flatten_layers() if isinstance(layer, _PLAIN)]
 
 
-def _moments(layer: Any, session: Session, index: int, inputs: Any, mask: Any) -> tuple[Any, Any]:
+def _moments(layer: Any, session: KerasSession, index: int, inputs: Any, mask: Any) -> tuple[Any, Any]:
     """Returns mean and variance [channels] over all ranks, as the layer's own `_moments` does over one batch."""
     sums = _own_sums(layer, inputs, mask)
     if not in_stateless_scope():  # there Keras asks for shapes only, whenever a rank builds
@@ -116,7 +116,7 @@ def _own_sums(layer: Any, inputs: Any, mask: Any) -> Any:
     return ops.concatenate([count * mean, count * (variance + mean * mean), count])
 
 
-def _of_all_ranks(sums: Any, session: Session, index: int) -> Any:
+def _of_all_ranks(sums: Any, session: KerasSession, index: int) -> Any:
     """The sum over ranks, through which gradients go: what the ranks' losses make of it counts by their samples."""
     live = session.live
     if live is not None:

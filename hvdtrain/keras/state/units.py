@@ -27,7 +27,7 @@ from keras.src.trainers.compile_utils import CompileLoss
 
 from hvdtrain.core.errors import ConfigError, ReplicaError
 from hvdtrain.keras.backends.chosen import BACKEND
-from hvdtrain.keras.backends.session import LiveBatch, Session, replaced
+from hvdtrain.keras.backends.session import KerasSession, LiveBatch, replaced
 
 MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 
@@ -90,7 +90,7 @@ def divisor_of(values: Any, sample_weight: Any, mask: Any, reduction: str, data:
 
 
 @contextmanager
-def weighed(session: Session, data: Any) -> Iterator[None]:
+def weighed(session: KerasSession, data: Any) -> Iterator[None]:
     """While open, losses count in this step as the part of the global batch's loss that they are.
 
     `session.live` is this step's. Collective if a loss asks for it: ranks call their losses in the same order.
@@ -128,7 +128,7 @@ def weighed(session: Session, data: Any) -> Iterator[None]:
         yield
 
 
-def _is_of_all(value: Any, rows: Any, session: Session, live: LiveBatch) -> Any:
+def _is_of_all(value: Any, rows: Any, session: KerasSession, live: LiveBatch) -> Any:
     """True if a value is of what `whole` joined: all ranks have reduced all ranks' rows, to one value; collective."""
     mine = ops.stack([ops.cast(rows, "float64"), ops.cast(ops.stop_gradient(value), "float64")])
     name = f"{session.prepared.name}.of_all.{BACKEND.number_of_call(live)}"
@@ -148,7 +148,7 @@ def as_it_is(live: LiveBatch) -> Iterator[None]:
         live.of_whole = False
 
 
-def _means_of_batches(session: Session, live: LiveBatch) -> AbstractContextManager[None]:
+def _means_of_batches(session: KerasSession, live: LiveBatch) -> AbstractContextManager[None]:
     """While open, one number for a batch (an output's loss, `tracker.update_state(loss)`) counts in a `Mean` as
     this rank's part of the global batch, and so the batch as a whole once, as in one process. So does a value for
     each row of what `whole` joined, and an output's loss that Keras weighs by the rows of the global batch.

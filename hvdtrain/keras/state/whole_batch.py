@@ -18,14 +18,14 @@ import keras
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.keras.backends.chosen import BACKEND
-from hvdtrain.keras.backends.session import KEY, Session, hook
+from hvdtrain.keras.backends.session import KEY, KerasSession, hook
 from hvdtrain.keras.state import units
 
-_steps: list[Session] = []  # whose train or test step runs
+_steps: list[KerasSession] = []  # whose train or test step runs
 
 
 @contextmanager
-def of_step(session: Session, *, trains: bool = True) -> Iterator[None]:
+def of_step(session: KerasSession, *, trains: bool = True) -> Iterator[None]:
     """Notes that a step of a prepared model runs.
 
     Raises:
@@ -88,7 +88,7 @@ def hook_loss(model: keras.Model) -> None:
 
 
 def _compute_loss(model: keras.Model, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    session: Session = vars(model)[KEY]
+    session: KerasSession = vars(model)[KEY]
     if not _steps or _steps[-1] is not session or session.live is None or session.prepared.alone:
         return original(*args, **kwargs)
     bound = inspect.signature(original).bind(*args, **kwargs)

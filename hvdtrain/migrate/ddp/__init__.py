@@ -11,7 +11,7 @@ import libcst as cst
 from hvdtrain.migrate.ddp.calls import HANDLERS, MODEL, REASONS, move_imports, move_init, names_taken
 from hvdtrain.migrate.ddp.passes import keep_back
 from hvdtrain.migrate.script import ranks, torch_calls, training, wrapping
-from hvdtrain.migrate.script.plan import DDP, Plan
+from hvdtrain.migrate.script.plan import DDP, Rewrite
 from hvdtrain.migrate.script.ranks import Arguments
 from hvdtrain.migrate.script.source import bind, calls, code, find, is_chain, literal, tail, walk
 
@@ -22,7 +22,7 @@ _PREFIX = "horovod.torch."
 _VARIABLES = re.compile("(HOROVOD|OMPI_COMM_WORLD|PMI|PMIX)_((LOCAL|CROSS|NODE)_)?(RANK|SIZE)")
 
 
-def move(plan: Plan, imports: Sequence[cst.SimpleStatementLine]) -> None:
+def move(plan: Rewrite, imports: Sequence[cst.SimpleStatementLine]) -> None:
     """Converts all of a script but its imports."""
     if plan.framework != "torch":
         plan.refuse(imports[0], "DistributedDataParallel needs a script of horovod.torch; convert Keras --to hvdtrain")
@@ -47,7 +47,7 @@ def move(plan: Plan, imports: Sequence[cst.SimpleStatementLine]) -> None:
     ranks.move_rest(plan, torch_calls.movers(HANDLERS, REASONS), REASONS)
 
 
-def _move_wraps(plan: Plan) -> tuple[training.Optimizers, set[str]]:
+def _move_wraps(plan: Rewrite) -> tuple[training.Optimizers, set[str]]:
     """Converts every wrapped optimizer; returns the optimizers, and the last names of their models."""
     optimizers, models = training.Optimizers(), dict[str, wrapping.Wrap]()
     for call in plan.calls("DistributedOptimizer"):
@@ -72,7 +72,7 @@ def _move_wraps(plan: Plan) -> tuple[training.Optimizers, set[str]]:
     return optimizers, {tail(cst.parse_expression(model)) for model in models}
 
 
-def _move_questions(plan: Plan, wrap: wrapping.Wrap) -> None:
+def _move_questions(plan: Rewrite, wrap: wrapping.Wrap) -> None:
     """Has `isinstance(model, Net)` look at the plain model; in all else the wrapped one acts as it."""
     for call in calls(plan.source.module):
         if code(call.func) != "isinstance" or not call.args or plan.source.is_above(call, wrap.call):

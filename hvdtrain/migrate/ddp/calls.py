@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import libcst as cst
 
 from hvdtrain.migrate.script import ranks, torch_calls
-from hvdtrain.migrate.script.plan import Plan
+from hvdtrain.migrate.script.plan import Rewrite
 from hvdtrain.migrate.script.ranks import Arguments, Handler
 from hvdtrain.migrate.script.source import code, tail
 
@@ -123,7 +123,7 @@ REASONS = {
 }
 
 
-def move_init(plan: Plan) -> None:
+def move_init(plan: Rewrite) -> None:
     """Turns `hvd.init()` into `dist.init_process_group`, also for GPUs if the script uses them."""
     text = plan.source.module.code
     for _, statement in ranks.inits(plan):
@@ -138,18 +138,18 @@ def move_init(plan: Plan) -> None:
         plan.rewrite(statement, ranks.constantly(lines))
 
 
-def _of_ranks(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> None:
+def _of_ranks(plan: Rewrite, call: cst.Call, name: str, arguments: Arguments) -> None:
     text = _RANKS[name]
     plan.needs.add(text.removeprefix("int(").split(".")[0])
     strings = [one for one in plan.source.above(call) if isinstance(one, cst.FormattedString)]
     plan.replace(call, text.replace('"', "'") if strings and '"' in strings[0].start else text)
 
 
-def _of_objects(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> None:
+def _of_objects(plan: Rewrite, call: cst.Call, name: str, arguments: Arguments) -> None:
     ranks.send(plan, call, name, "broadcast_value" if name == "broadcast_object" else "gather_values")
 
 
-def _parameters(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> None:
+def _parameters(plan: Rewrite, call: cst.Call, name: str, arguments: Arguments) -> None:
     given = arguments.get("params")
     if not isinstance(given, cst.Call) or tail(given.func) != "state_dict" or given.args:
         plan.refuse(call, "broadcast_parameters needs model.state_dict()")
@@ -157,7 +157,7 @@ def _parameters(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> 
     ranks.send(plan, call, name, "broadcast_state")
 
 
-def _optimizer_state(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> None:
+def _optimizer_state(plan: Rewrite, call: cst.Call, name: str, arguments: Arguments) -> None:
     torch_calls.load_state(plan, call, name, arguments.get("optimizer"), "broadcast_value")
 
 
@@ -171,7 +171,7 @@ HANDLERS: dict[str, Handler] = {
 
 
 # -- what the new script begins with -----------------------------------------------------------------------------
-def move_imports(plan: Plan, imports: Sequence[cst.SimpleStatementLine]) -> None:
+def move_imports(plan: Rewrite, imports: Sequence[cst.SimpleStatementLine]) -> None:
     """Turns Horovod's import into those that are needed; puts functions behind the last import."""
     functions = [name for name in FUNCTIONS if name in plan.needs]
     plan.needs |= {"copy"} if MODEL in functions else set()
@@ -185,7 +185,7 @@ def move_imports(plan: Plan, imports: Sequence[cst.SimpleStatementLine]) -> None
         plan.follow(_last_import(plan, imports[0]), [f"\n{FUNCTIONS[name]}" for name in functions])
 
 
-def _last_import(plan: Plan, first: cst.SimpleStatementLine) -> cst.SimpleStatementLine:
+def _last_import(plan: Rewrite, first: cst.SimpleStatementLine) -> cst.SimpleStatementLine:
     """Returns the last of the imports that a script begins with; at least Horovod's own."""
     found = first
     for line in plan.source.module.body[list(plan.source.module.body).index(first) :]:
@@ -195,7 +195,7 @@ def _last_import(plan: Plan, first: cst.SimpleStatementLine) -> cst.SimpleStatem
     return found
 
 
-def names_taken(plan: Plan) -> list[str]:
+def names_taken(plan: Rewrite) -> list[str]:
     """Returns the names that the new script needs, and the old one uses for something else."""
     there = {code(line).split("#")[0].strip() for line in plan.source.module.body}
     needs = {name for name in plan.needs if LINES.get(name) not in there}

@@ -7,11 +7,11 @@ from collections.abc import Collection
 import libcst as cst
 
 from hvdtrain.migrate.script import training
-from hvdtrain.migrate.script.plan import Plan
+from hvdtrain.migrate.script.plan import Rewrite
 from hvdtrain.migrate.script.source import calls, code, names_in, owner_of, tail
 
 
-def keep_back(plan: Plan, optimizers: training.Optimizers, models: Collection[str], call: cst.Call) -> None:
+def keep_back(plan: Rewrite, optimizers: training.Optimizers, models: Collection[str], call: cst.Call) -> None:
     """Puts `no_sync` around a pass and its call of the model, unless it is the last pass of its update.
 
     Args:
@@ -33,13 +33,17 @@ def keep_back(plan: Plan, optimizers: training.Optimizers, models: Collection[st
 
 
 def _is_kept_back(
-    plan: Plan, optimizers: training.Optimizers, models: Collection[str], call: cst.Call, steps: list[training.Step]
+    plan: Rewrite,
+    optimizers: training.Optimizers,
+    models: Collection[str],
+    call: cst.Call,
+    steps: list[training.OptimizerStep],
 ) -> bool:
     """Puts `no_sync` where it can; returns True if it could."""
     source, statement = plan.source, plan.source.statement(call)
     if not steps or statement is None:
         return False
-    trial = Plan(source, plan.module, plan.target)  # its refusals are dropped
+    trial = Rewrite(source, plan.module, plan.target)  # its refusals are dropped
     more = training.more_passes(trial, optimizers, call, steps, code(steps[0].optimizer))
     begins = _begins(plan, models, call)
     if more is None or begins is None:
@@ -59,7 +63,7 @@ def _is_kept_back(
     return True
 
 
-def _begins(plan: Plan, models: Collection[str], backward: cst.Call) -> tuple[cst.CSTNode, str] | None:
+def _begins(plan: Rewrite, models: Collection[str], backward: cst.Call) -> tuple[cst.CSTNode, str] | None:
     """Returns the first statement that calls a model for a pass, and the model; None: several, or in another block."""
     statement = plan.source.statement(backward)
     found: list[tuple[cst.CSTNode, str]] = []

@@ -9,7 +9,7 @@ from typing import Any
 import libcst as cst
 
 from hvdtrain.migrate.keras.wrapping import keras_of
-from hvdtrain.migrate.script.plan import Plan, arguments_of
+from hvdtrain.migrate.script.plan import Rewrite, arguments_of
 from hvdtrain.migrate.script.ranks import SEEDS, ranks
 from hvdtrain.migrate.script.source import calls, code, find, is_chain, literal, owner_of, tail, walk
 
@@ -19,7 +19,7 @@ _LOOSE = (cst.IfExp, cst.BooleanOperation, cst.UnaryOperation, cst.Comparison, c
 _REPLACED = ("callbacks.BroadcastGlobalVariablesCallback", "callbacks.MetricAverageCallback")
 
 
-def move_callbacks(plan: Plan, models: Collection[str]) -> None:
+def move_callbacks(plan: Rewrite, models: Collection[str]) -> None:
     """Takes Horovod's callbacks out of the script, and gives hvdtrain's to `fit`.
 
     Args:
@@ -54,7 +54,7 @@ def move_callbacks(plan: Plan, models: Collection[str]) -> None:
             plan.refuse(theirs[0], "no model.fit(..., callbacks=...) in this file can be given hvdtrain's callbacks")
 
 
-def _take_out(plan: Plan, call: cst.Call, moved: dict[cst.List | cst.Tuple, list[cst.CSTNode]]) -> None:
+def _take_out(plan: Rewrite, call: cst.Call, moved: dict[cst.List | cst.Tuple, list[cst.CSTNode]]) -> None:
     """Takes a callback out of its list; elsewhere one that does nothing takes its place.
 
     Args:
@@ -117,7 +117,7 @@ def _without(at: cst.List | cst.Tuple, gone: list[cst.CSTNode], updated: Any) ->
     return code(updated.with_changes(elements=left))
 
 
-def _give(plan: Plan, fit: cst.Call) -> None:
+def _give(plan: Rewrite, fit: cst.Call) -> None:
     """Puts hvdtrain's callbacks before those of a `fit`."""
     assert isinstance(fit.func, cst.Attribute)
     ours = f"hvk.callbacks({code(fit.func.value)})"
@@ -148,7 +148,7 @@ _AVERAGED = "{} now sees averages over all ranks: hvk.callbacks(model), which av
 _MASKS = "hvdtrain gives each rank masks of its own; ranks with equal seeds drew equal masks with Horovod"
 
 
-def note_masks(plan: Plan) -> None:
+def note_masks(plan: Rewrite) -> None:
     """Notes layers whose masks differ between ranks from now on."""
     for call in calls(plan.source.module):
         short = plan.source.qualified(call.func).split(".")[-1]
@@ -157,7 +157,7 @@ def note_masks(plan: Plan) -> None:
             plan.note(call, _MASKS)
 
 
-def _note_readers(plan: Plan, theirs: list[cst.Call]) -> None:
+def _note_readers(plan: Rewrite, theirs: list[cst.Call]) -> None:
     """Notes callbacks that read the logs of their own rank, as no MetricAverageCallback stands before them."""
     source = plan.source
     order = list(calls(source.module))
@@ -178,7 +178,7 @@ def _reads_logs(node: cst.ClassDef) -> bool:
     return is_callback and any(literal(name) == "logs" for one in methods for name in walk(one.body))
 
 
-def seed_each_rank(plan: Plan) -> None:
+def seed_each_rank(plan: Rewrite) -> None:
     """Seeds each rank of a script that seeds nothing: hvdtrain.init would seed all ranks equally."""
     source = plan.source
     drawn, init = list[cst.Call](), None

@@ -8,7 +8,7 @@ import libcst as cst
 
 from hvdtrain.migrate.keras.callbacks import move_callbacks, note_masks, seed_each_rank
 from hvdtrain.migrate.script import ranks
-from hvdtrain.migrate.script.plan import Plan, arguments_of
+from hvdtrain.migrate.script.plan import Rewrite, arguments_of
 from hvdtrain.migrate.script.ranks import Arguments, Handler, attribute, initialized, method, object_of, shutdown
 from hvdtrain.migrate.script.source import code, literal
 
@@ -31,7 +31,7 @@ _REASONS = {
 }
 
 
-def kept_imports(plan: Plan) -> dict[str, str]:
+def kept_imports(plan: Rewrite) -> dict[str, str]:
     """Returns the import of those of Horovod's callbacks that stay, by what needs it."""
     names = sorted(name.split(".")[1] for name in _KEPT if name in plan.needs)
     if names:
@@ -39,7 +39,7 @@ def kept_imports(plan: Plan) -> dict[str, str]:
     return {"keras": "import keras", "kept callbacks": f"from {plan.prefix}callbacks import {', '.join(names)}"}
 
 
-def move_rest(plan: Plan, models: Collection[str]) -> None:
+def move_rest(plan: Rewrite, models: Collection[str]) -> None:
     """Moves every remaining use of Horovod, or refuses it; `models` are the last names of those that are prepared."""
     move_callbacks(plan, models)
     note_masks(plan)
@@ -48,7 +48,7 @@ def move_rest(plan: Plan, models: Collection[str]) -> None:
     ranks.move_rest(plan, movers, _REASONS, dict.fromkeys(_KEPT, _keep))
 
 
-def _keep(plan: Plan, node: cst.CSTNode, short: str) -> None:
+def _keep(plan: Rewrite, node: cst.CSTNode, short: str) -> None:
     """Keeps Horovod's callback that sets the learning rate: it works beside hvdtrain's average."""
     name = short.split(".")[1]
     plan.needs.add(short)
@@ -57,14 +57,14 @@ def _keep(plan: Plan, node: cst.CSTNode, short: str) -> None:
 
 
 # -- the rest ----------------------------------------------------------------------------------------------------
-def _move_call(plan: Plan, call: cst.Call, name: str) -> None:
+def _move_call(plan: Rewrite, call: cst.Call, name: str) -> None:
     arguments = arguments_of(plan, call, name)
     if arguments is not None:
         plan.settle(arguments.get("compression"))
         _HANDLERS[name](plan, call, name, arguments)
 
 
-def _broadcast(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> None:
+def _broadcast(plan: Rewrite, call: cst.Call, name: str, arguments: Arguments) -> None:
     """Converts `hvd.broadcast` of a number, or of another value that can be pickled."""
     if plan.module == "horovod.tensorflow":
         plan.refuse(call, "hvd.broadcast of a tensor: world.broadcast is of what can be pickled")
@@ -74,7 +74,7 @@ def _broadcast(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> N
     ranks.send(plan, call, name, does)
 
 
-def _number(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> None:
+def _number(plan: Rewrite, call: cst.Call, name: str, arguments: Arguments) -> None:
     """Converts `hvd.allreduce` of a number; `world.mean` raises an error on anything else."""
     op, average = arguments.get("op"), literal(arguments.get("average"))
     found = "" if op is None else plan.source.qualified(op).removeprefix(plan.prefix)

@@ -9,7 +9,7 @@ from typing import Any
 import libcst as cst
 
 from hvdtrain.migrate.script.plan import (
-    Plan,
+    Rewrite,
     arguments_of,
     assignments,
     condition_above,
@@ -17,7 +17,7 @@ from hvdtrain.migrate.script.plan import (
     target_of,
 )
 from hvdtrain.migrate.script.source import (
-    Source,
+    Script,
     calls,
     code,
     find,
@@ -39,7 +39,7 @@ _FOR_MANY = re.compile(r"[\w.]*\bsize\(\) *(> *1|>= *2|!= *1)")
 
 
 # -- optimizers --------------------------------------------------------------------------------------------------
-def move_wraps(plan: Plan) -> set[str]:
+def move_wraps(plan: Rewrite) -> set[str]:
     """Takes the wrapper off every optimizer, and prepares the models that are compiled with them, or loaded.
 
     Returns:
@@ -59,7 +59,7 @@ def move_wraps(plan: Plan) -> set[str]:
     return models
 
 
-def _check(plan: Plan, call: cst.Call, arguments: dict[str, cst.BaseExpression]) -> bool:
+def _check(plan: Rewrite, call: cst.Call, arguments: dict[str, cst.BaseExpression]) -> bool:
     """Returns True if each argument is kept, or changes no weights; refuses the call otherwise."""
     op, sets = arguments.get("op"), arguments.get("process_set")
     for node in (op, sets, *(arguments.get(name) for name in _OF_NO_MATTER)):
@@ -77,7 +77,7 @@ def _check(plan: Plan, call: cst.Call, arguments: dict[str, cst.BaseExpression])
     return False
 
 
-def _accumulate(plan: Plan, call: cst.Call, arguments: dict[str, cst.BaseExpression]) -> bool:
+def _accumulate(plan: Rewrite, call: cst.Call, arguments: dict[str, cst.BaseExpression]) -> bool:
     """Turns `backward_passes_per_step` into an argument of the plain optimizer; returns True if there is one."""
     passes = literal(arguments.get("backward_passes_per_step"))
     if passes in ("", "1"):
@@ -116,7 +116,7 @@ def _accumulate(plan: Plan, call: cst.Call, arguments: dict[str, cst.BaseExpress
 
 
 def _take_off(
-    plan: Plan, call: cst.Call, arguments: dict[str, cst.BaseExpression], prepared: list[cst.Call]
+    plan: Rewrite, call: cst.Call, arguments: dict[str, cst.BaseExpression], prepared: list[cst.Call]
 ) -> set[str]:
     """Puts the plain optimizer in the wrapped one's place, and prepares what is compiled with it.
 
@@ -158,7 +158,7 @@ def _take_off(
     return models
 
 
-def _compiles(plan: Plan, call: cst.Call) -> list[cst.Call]:
+def _compiles(plan: Rewrite, call: cst.Call) -> list[cst.Call]:
     """Returns the calls of `model.compile` that may be given what a call makes: itself, or under a name."""
     source, names = plan.source, Optimizers()
     target, value = target_of(source.statement(call))
@@ -183,7 +183,7 @@ def _compiles(plan: Plan, call: cst.Call) -> list[cst.Call]:
     return found
 
 
-def _note_condition(plan: Plan, call: cst.Call, compiled: cst.Call, *, others: bool) -> None:
+def _note_condition(plan: Rewrite, call: cst.Call, compiled: cst.Call, *, others: bool) -> None:
     """Notes that the new script averages in any case, where the old one may compile with a plain optimizer."""
     above = condition_above(plan.source, call)
     for_many = isinstance(above, cst.If) and _FOR_MANY.fullmatch(code(above.test))
@@ -191,7 +191,7 @@ def _note_condition(plan: Plan, call: cst.Call, compiled: cst.Call, *, others: b
         plan.note(call, "wrapped under a condition: the new script averages over ranks also where it does not hold")
 
 
-def _may_be(source: Source, node: cst.BaseExpression, at: cst.CSTNode) -> list[cst.BaseExpression]:
+def _may_be(source: Script, node: cst.BaseExpression, at: cst.CSTNode) -> list[cst.BaseExpression]:
     """Returns what a name may have been given in its function: under conditions, and the nearest under none."""
     found: list[cst.BaseExpression] = []
     for value in assignments(source, code(node), at) if is_chain(node) else ():
@@ -202,7 +202,7 @@ def _may_be(source: Source, node: cst.BaseExpression, at: cst.CSTNode) -> list[c
     return found or [node]
 
 
-def _prepare(plan: Plan, model: str, arguments: dict[str, cst.BaseExpression]) -> str:
+def _prepare(plan: Rewrite, model: str, arguments: dict[str, cst.BaseExpression]) -> str:
     compression = arguments.get("compression")
     extra = []
     if compression is not None and plan.source.qualified(compression) != plan.prefix + "Compression.none":
@@ -223,7 +223,7 @@ def _optimizer_of(call: cst.Call) -> cst.BaseExpression | None:
 
 
 # -- loaded models -----------------------------------------------------------------------------------------------
-def _move_load(plan: Plan, call: cst.Call, *, accumulates: bool) -> set[str]:
+def _move_load(plan: Rewrite, call: cst.Call, *, accumulates: bool) -> set[str]:
     """Prepares the model that `hvd.load_model` loads, and wraps; returns its last name."""
     arguments = arguments_of(plan, call, "load_model")
     if arguments is None:
@@ -262,7 +262,7 @@ def _move_load(plan: Plan, call: cst.Call, *, accumulates: bool) -> set[str]:
     return {tail(target)}
 
 
-def keras_of(plan: Plan) -> str:
+def keras_of(plan: Rewrite) -> str:
     """Returns the script's name for Keras; adds an import if there is none."""
     found = {
         plan.source.qualified(node): code(node)
@@ -276,7 +276,7 @@ def keras_of(plan: Plan) -> str:
 
 
 # -- GPUs --------------------------------------------------------------------------------------------------------
-def _move_pinning(plan: Plan) -> None:
+def _move_pinning(plan: Rewrite) -> None:
     """Removes the lines that pin a GPU: `hvdtrain.init` does, and they would come too late."""
     source = plan.source
     local = plan.prefix + "local_rank"
@@ -308,12 +308,12 @@ def _move_pinning(plan: Plan) -> None:
                 plan.remove(statement)
 
 
-def _device_call(source: Source, call: cst.CSTNode) -> str:
+def _device_call(source: Script, call: cst.CSTNode) -> str:
     name = source.qualified(call.func) if isinstance(call, cst.Call) else ""
     return name.split(".")[-1] if name.startswith("tensorflow.config.") else ""
 
 
-def _pins(source: Source, node: cst.CSTNode, local: str) -> bool:
+def _pins(source: Script, node: cst.CSTNode, local: str) -> bool:
     """Returns True if a statement only chooses this rank's GPU and how its memory is taken."""
     if isinstance(node, cst.SimpleStatementLine):
         [small] = node.body if len(node.body) == 1 else [None]
@@ -326,7 +326,7 @@ def _pins(source: Source, node: cst.CSTNode, local: str) -> bool:
     return False
 
 
-def _used(source: Source, name: cst.Name, gone: Sequence[cst.CSTNode]) -> bool:
+def _used(source: Script, name: cst.Name, gone: Sequence[cst.CSTNode]) -> bool:
     """Returns True if a name is used outside of the statements that are removed."""
     return any(
         node.value == name.value and node is not name and not any(above in gone for above in source.above(node))

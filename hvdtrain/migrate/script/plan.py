@@ -12,8 +12,8 @@ from libcst import metadata
 from hvdtrain.migrate.script.source import (
     KERAS_SIGNATURES,
     SIGNATURES,
-    Finding,
-    Source,
+    LineNote,
+    Script,
     Statement,
     bind,
     calls,
@@ -71,7 +71,7 @@ TARGETS = {target.name: target for target in (HVDTRAIN, DDP)}
 
 
 @dataclass
-class Plan:
+class Rewrite:
     """The changes of one script.
 
     Attributes:
@@ -87,14 +87,14 @@ class Plan:
         world_scope: the scope where `world` is assigned; None: nowhere.
     """
 
-    source: Source
+    source: Script
     module: str = "horovod.torch"
     target: Target = HVDTRAIN
     expressions: dict[cst.CSTNode, Expression] = field(default_factory=dict)
     statements: dict[cst.CSTNode, Statements] = field(default_factory=dict)
     around: dict[tuple[cst.CSTNode, cst.CSTNode], str] = field(default_factory=dict)
-    refused: set[Finding] = field(default_factory=set)
-    notes: set[Finding] = field(default_factory=set)
+    refused: set[LineNote] = field(default_factory=set)
+    notes: set[LineNote] = field(default_factory=set)
     needs: set[str] = field(default_factory=set)
     world_scope: metadata.Scope | None = None
     _settled: set[cst.CSTNode] = field(default_factory=set)
@@ -122,10 +122,10 @@ class Plan:
         return [call for call in calls(self.source.module) if self.source.qualified(call.func) == self.prefix + name]
 
     def refuse(self, node: cst.CSTNode, reason: str) -> None:
-        self.refused.add(Finding(self.source.line(node), reason))
+        self.refused.add(LineNote(self.source.line(node), reason))
 
     def note(self, node: cst.CSTNode, text: str) -> None:
-        self.notes.add(Finding(self.source.line(node), text))
+        self.notes.add(LineNote(self.source.line(node), text))
 
     def use(self, what: str) -> str:
         """Returns the target's name for what Horovod does, and has the new script import it."""
@@ -199,7 +199,7 @@ class Plan:
 
 
 class _Rewriter(cst.CSTTransformer):
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Rewrite) -> None:
         super().__init__()
         self._plan = plan
 
@@ -245,7 +245,7 @@ def _begins_blank(statement: Any) -> bool:
     return bool(statement.leading_lines) and not statement.leading_lines[0].comment
 
 
-def arguments_of(plan: Plan, call: cst.Call, name: str) -> dict[str, cst.BaseExpression] | None:
+def arguments_of(plan: Rewrite, call: cst.Call, name: str) -> dict[str, cst.BaseExpression] | None:
     """Returns a call's arguments; None, and refuses the call, if they are not known."""
     found = bind(call, name, plan.signatures)
     if found is None or set(found) - set(plan.signatures[name].split()):
@@ -257,7 +257,7 @@ def arguments_of(plan: Plan, call: cst.Call, name: str) -> dict[str, cst.BaseExp
     return found
 
 
-def statement_of(plan: Plan, call: cst.CSTNode, what: str) -> cst.SimpleStatementLine | None:
+def statement_of(plan: Rewrite, call: cst.CSTNode, what: str) -> cst.SimpleStatementLine | None:
     """Returns the line that a call is alone on; None, and refuses it, if it is a part of something else."""
     source = plan.source
     found = source.statement(call)
@@ -268,7 +268,7 @@ def statement_of(plan: Plan, call: cst.CSTNode, what: str) -> cst.SimpleStatemen
     return None
 
 
-def condition_above(source: Source, node: cst.CSTNode) -> cst.CSTNode | None:
+def condition_above(source: Script, node: cst.CSTNode) -> cst.CSTNode | None:
     """Returns what may keep a statement of a function from running once: an `if`, a loop, a `try`, a `match`."""
     for one in source.above(node):
         if isinstance(one, (cst.FunctionDef, cst.ClassDef)):
@@ -294,7 +294,7 @@ def target_of(statement: cst.CSTNode | None) -> tuple[cst.BaseExpression | None,
     return None, None
 
 
-def assignments(source: Source, name: str, before: cst.CSTNode) -> list[cst.BaseExpression]:
+def assignments(source: Script, name: str, before: cst.CSTNode) -> list[cst.BaseExpression]:
     """Returns what is assigned to a name, in the same function, above a node; the nearest first."""
     function, line = source.function(before), source.line(before)
     found = []
@@ -306,7 +306,7 @@ def assignments(source: Source, name: str, before: cst.CSTNode) -> list[cst.Base
     return found[::-1]
 
 
-def made_of(source: Source, node: cst.BaseExpression | None, before: cst.CSTNode) -> cst.BaseExpression | None:
+def made_of(source: Script, node: cst.BaseExpression | None, before: cst.CSTNode) -> cst.BaseExpression | None:
     """Returns the last value of a name above a node, in the same function; what is no name, itself."""
     return next(iter(assignments(source, code(node), before)), None) if is_chain(node) else node
 

@@ -8,12 +8,12 @@ from typing import Any, TypeAlias
 import libcst as cst
 from libcst import metadata
 
-from hvdtrain.migrate.script.plan import Plan, condition_above, statement_of
-from hvdtrain.migrate.script.source import Source, calls, code, is_chain, literal, walk
+from hvdtrain.migrate.script.plan import Rewrite, condition_above, statement_of
+from hvdtrain.migrate.script.source import Script, calls, code, is_chain, literal, walk
 
 Arguments = dict[str, cst.BaseExpression]
-Mover: TypeAlias = Callable[[Plan, cst.Call, str], None]
-Handler: TypeAlias = Callable[[Plan, cst.Call, str, Arguments], None]
+Mover: TypeAlias = Callable[[Rewrite, cst.Call, str], None]
+Handler: TypeAlias = Callable[[Rewrite, cst.Call, str, Arguments], None]
 SETS_REASON = "process sets: hvdtrain trains one model on all ranks"
 RUN_REASON = "horovod.run must be called, with no more than args=, kwargs=, np=, hosts= and hostfile="
 SEEDS = (
@@ -28,7 +28,7 @@ _ORDERS = (
 )  # fmt: skip
 
 
-def inits(plan: Plan) -> Iterator[tuple[cst.Call, cst.SimpleStatementLine]]:
+def inits(plan: Rewrite) -> Iterator[tuple[cst.Call, cst.SimpleStatementLine]]:
     """Yields the one `hvd.init()` and its line; refuses others."""
     source, found = plan.source, plan.calls("init")
     for call in found:
@@ -49,7 +49,7 @@ def inits(plan: Plan) -> Iterator[tuple[cst.Call, cst.SimpleStatementLine]]:
         yield call, statement
 
 
-def move_init(plan: Plan) -> None:
+def move_init(plan: Rewrite) -> None:
     """Turns `hvd.init()` into `world = hvdtrain.init("torch")`, or "keras"."""
     source = plan.source
     for call, statement in inits(plan):
@@ -63,7 +63,7 @@ def move_init(plan: Plan) -> None:
         _note_seeds(plan, call)
 
 
-def _note_seeds(plan: Plan, init: cst.Call) -> None:
+def _note_seeds(plan: Rewrite, init: cst.Call) -> None:
     """Notes seeds above hvdtrain.init, which seeds again."""
     source = plan.source
     for call in calls(source.module):
@@ -72,7 +72,7 @@ def _note_seeds(plan: Plan, init: cst.Call) -> None:
             plan.note(call, f"hvdtrain.init seeds Python, numpy and {library} again: give it seed=, or seed after it")
 
 
-def ranks(plan: Plan, node: cst.CSTNode) -> str:
+def ranks(plan: Rewrite, node: cst.CSTNode) -> str:
     """Returns the world, as a node can name it."""
     plan.needs.add("hvdtrain")
     scope = plan.source.scope(node)
@@ -93,7 +93,7 @@ LINES = {
 }
 
 
-def move_imports(plan: Plan, imports: Sequence[cst.SimpleStatementLine], lines: Mapping[str, str]) -> None:
+def move_imports(plan: Rewrite, imports: Sequence[cst.SimpleStatementLine], lines: Mapping[str, str]) -> None:
     """Turns the first import of Horovod in each scope into those that are needed.
 
     Args:
@@ -114,20 +114,20 @@ def constantly(texts: Sequence[str]) -> Callable[[Any], Sequence[str]]:
     return lambda _: texts
 
 
-def attribute(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> None:
+def attribute(plan: Rewrite, call: cst.Call, name: str, arguments: Arguments) -> None:
     plan.replace(call, f"{ranks(plan, call)}.{name}")
 
 
-def method(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> None:
+def method(plan: Rewrite, call: cst.Call, name: str, arguments: Arguments) -> None:
     plan.replace(call, f"{ranks(plan, call)}.{name}()")
 
 
-def initialized(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> None:
+def initialized(plan: Rewrite, call: cst.Call, name: str, arguments: Arguments) -> None:
     plan.needs.add("hvdtrain")
     plan.replace(call, "(hvdtrain.current() is not None)")
 
 
-def shutdown(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> None:
+def shutdown(plan: Rewrite, call: cst.Call, name: str, arguments: Arguments) -> None:
     statement = statement_of(plan, call, "hvd.shutdown()")
     if statement is not None:
         plan.remove(statement)  # a world is left at the program's end
@@ -138,7 +138,7 @@ def root_of(arguments: Arguments) -> str:
     return "" if root in ("", "0") else f", {root}"
 
 
-def send(plan: Plan, call: cst.Call, name: str, does: str) -> None:
+def send(plan: Rewrite, call: cst.Call, name: str, does: str) -> None:
     """Turns the call into one of `does`, with the first of its arguments, and the root rank."""
     first = plan.signatures[name].split()[0]
     plan.needs.add(does.split(".")[0])
@@ -150,11 +150,11 @@ def send(plan: Plan, call: cst.Call, name: str, does: str) -> None:
     plan.replace(call, written)
 
 
-def object_of(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> None:
+def object_of(plan: Rewrite, call: cst.Call, name: str, arguments: Arguments) -> None:
     send(plan, call, name, f"{ranks(plan, call)}.{'broadcast' if name == 'broadcast_object' else 'gather'}")
 
 
-def move_run(plan: Plan, call: cst.Call, name: str) -> None:
+def move_run(plan: Rewrite, call: cst.Call, name: str) -> None:
     """Turns `horovod.run(f, args=(...), np=2)` into `hvdtrain.run`."""
     names = ["func", "args", "kwargs", "np"][: len(call.args)]
     names = [names[i] if arg.keyword is None else arg.keyword.value for i, arg in enumerate(call.args)]
@@ -174,7 +174,7 @@ _RUN = ("func", "args", "kwargs", "np", "hosts", "hostfile")
 _RUN_DROPPED = ("use_gloo", "use_mpi", "verbose")
 
 
-def uses(plan: Plan) -> Iterator[tuple[cst.Name | cst.Attribute, str]]:
+def uses(plan: Rewrite) -> Iterator[tuple[cst.Name | cst.Attribute, str]]:
     """Yields every remaining use of Horovod, and what it means; refuses a name that may also be another's."""
     source = plan.source
     for node in list(walk(source.module)):
@@ -192,7 +192,7 @@ def uses(plan: Plan) -> Iterator[tuple[cst.Name | cst.Attribute, str]]:
 
 
 def move_rest(
-    plan: Plan, movers: Mapping[str, Mover], reasons: Mapping[str, str], kept: Mapping[str, Callable[..., None]] = {}
+    plan: Rewrite, movers: Mapping[str, Mover], reasons: Mapping[str, str], kept: Mapping[str, Callable[..., None]] = {}
 ) -> None:
     """Converts every remaining use of Horovod, or refuses it.
 
@@ -219,7 +219,7 @@ def move_rest(
 
 
 # -- orders that ranks draw alike, each by itself, and share out by rank -------------------------------------------
-def refuse_shared_orders(plan: Plan) -> None:
+def refuse_shared_orders(plan: Rewrite) -> None:
     """Refuses orders drawn behind `hvt.prepare` in a script that takes parts of something by its rank."""
     source = plan.source
     if not (wraps := plan.calls("DistributedOptimizer")):
@@ -239,7 +239,7 @@ def refuse_shared_orders(plan: Plan) -> None:
             )
 
 
-def _shares_out(source: Source) -> bool:
+def _shares_out(source: Script) -> bool:
     """Returns True if a part is taken by rank: x[hvd.rank()::hvd.size()], range(hvd.rank(), ...)."""
     return any(
         source.mentions(node, "horovod.torch.rank")

@@ -16,7 +16,7 @@ _BLANK = cst.Module([])
 
 
 @dataclass(frozen=True, order=True)
-class Finding:
+class LineNote:
     """A reason why a line is not converted, or a note on one that is."""
 
     line: int
@@ -53,7 +53,7 @@ def literal(node: cst.CSTNode | None) -> str:
     return "" if node is None else code(node).strip()
 
 
-class Source:
+class Script:
     """One script.
 
     Attributes:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import libcst as cst
 
 from hvdtrain.migrate.script import ranks
-from hvdtrain.migrate.script.plan import Plan, arguments_of, statement_of
+from hvdtrain.migrate.script.plan import Rewrite, arguments_of, statement_of
 from hvdtrain.migrate.script.ranks import (
     Arguments,
     Handler,
@@ -20,7 +20,7 @@ from hvdtrain.migrate.script.ranks import (
 )
 from hvdtrain.migrate.script.source import (
     SIGNATURES,
-    Source,
+    Script,
     calls,
     code,
     is_chain,
@@ -48,7 +48,7 @@ _REASONS = {
 }
 
 
-def averages_by_hand(source: Source) -> bool:
+def averages_by_hand(source: Script) -> bool:
     """Returns True if the script averages gradients by collectives of its own."""
     return any(
         source.qualified(call.func).startswith(_PREFIX) and ".grad" in "".join(code(arg) for arg in call.args)
@@ -57,7 +57,7 @@ def averages_by_hand(source: Source) -> bool:
 
 
 # -- the rest ----------------------------------------------------------------------------------------------------
-def move_rest(plan: Plan) -> None:
+def move_rest(plan: Rewrite) -> None:
     """Converts every remaining use of Horovod, or refuses it."""
     ranks.move_rest(plan, movers(HANDLERS, _REASONS) | {"horovod.run": ranks.move_run}, _REASONS)
 
@@ -65,7 +65,7 @@ def move_rest(plan: Plan) -> None:
 def movers(handlers: Mapping[str, Handler], reasons: Mapping[str, str]) -> dict[str, ranks.Mover]:
     """Returns what converts a call of each of Horovod's functions: `handlers` of the same names, with its arguments."""
 
-    def move(plan: Plan, call: cst.Call, name: str) -> None:
+    def move(plan: Rewrite, call: cst.Call, name: str) -> None:
         arguments = arguments_of(plan, call, name)
         if arguments is None:
             return
@@ -81,7 +81,7 @@ def movers(handlers: Mapping[str, Handler], reasons: Mapping[str, str]) -> dict[
     return dict.fromkeys(SIGNATURES, move)
 
 
-def _reduced(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> None:
+def _reduced(plan: Rewrite, call: cst.Call, name: str, arguments: Arguments) -> None:
     op = _op(plan, call, arguments)
     if op is None or _is_written_to(plan, call, name, arguments):
         return
@@ -103,7 +103,7 @@ def _reduced(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> Non
     plan.replace(call, written)
 
 
-def _op(plan: Plan, call: cst.Call, arguments: Arguments) -> str | None:
+def _op(plan: Rewrite, call: cst.Call, arguments: Arguments) -> str | None:
     """Returns what is made of the ranks' values; None, and refuses the call, if there is none for it."""
     for name in ("prescale_factor", "postscale_factor"):
         if literal(arguments.get(name)) not in ("", "1.0", "1"):
@@ -122,7 +122,7 @@ def _op(plan: Plan, call: cst.Call, arguments: Arguments) -> str | None:
     return found
 
 
-def _is_a_number(source: Source, call: cst.Call) -> bool:
+def _is_a_number(source: Script, call: cst.Call) -> bool:
     """Returns True if only a number is made of the result, `hvd.allreduce(x).item()`: no gradient goes through it."""
     outer = source.parent(call)
     given = code(call.args[0].value) if call.args else ""
@@ -130,7 +130,7 @@ def _is_a_number(source: Source, call: cst.Call) -> bool:
     return isinstance(outer, cst.Attribute) and tail(outer) == "item" and not plain
 
 
-def _was_differentiated(source: Source, call: cst.Call) -> bool:
+def _was_differentiated(source: Script, call: cst.Call) -> bool:
     """Returns True if its tensor is a loss whose backward pass stands above in the same function."""
     given = call.args[0].value if call.args else None
     return is_chain(given) and any(
@@ -139,11 +139,11 @@ def _was_differentiated(source: Source, call: cst.Call) -> bool:
     )
 
 
-def _gathered(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> None:
+def _gathered(plan: Rewrite, call: cst.Call, name: str, arguments: Arguments) -> None:
     ranks.send(plan, call, name, plan.use("gather"))
 
 
-def _is_written_to(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> bool:
+def _is_written_to(plan: Rewrite, call: cst.Call, name: str, arguments: Arguments) -> bool:
     """Returns True, and refuses an operation in place, if its tensor has no name: it is written twice."""
     given = arguments.get("tensor")
     while isinstance(given, cst.Subscript) and not any(True for part in given.slice for _ in calls(part)):
@@ -154,7 +154,7 @@ def _is_written_to(plan: Plan, call: cst.Call, name: str, arguments: Arguments) 
     return True
 
 
-def _broadcast(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> None:
+def _broadcast(plan: Rewrite, call: cst.Call, name: str, arguments: Arguments) -> None:
     if _is_written_to(plan, call, name, arguments):
         return
     does = plan.use("broadcast")
@@ -170,7 +170,7 @@ def _broadcast(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> N
         ranks.send(plan, call, name, does)
 
 
-def _state(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> None:
+def _state(plan: Rewrite, call: cst.Call, name: str, arguments: Arguments) -> None:
     """Converts a broadcast that `hvt.prepare` does not make: after training, or of another rank."""
     given = arguments.get("params" if name == "broadcast_parameters" else "optimizer")
     if name == "broadcast_parameters":
@@ -183,7 +183,7 @@ def _state(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> None:
         statement_of(plan, call, f"hvd.{name}")
 
 
-def load_state(plan: Plan, call: cst.Call, name: str, given: cst.BaseExpression | None, does: str) -> bool:
+def load_state(plan: Rewrite, call: cst.Call, name: str, given: cst.BaseExpression | None, does: str) -> bool:
     """Loads one rank's state, which `does` sends to all; returns False, and refuses it, for what has no name."""
     if not is_chain(given):
         plan.refuse(call, f"hvd.{name} needs an argument that has a name")

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 import libcst as cst
 
-from hvdtrain.migrate.script.plan import Plan, own_nodes, target_of
+from hvdtrain.migrate.script.plan import Rewrite, own_nodes, target_of
 from hvdtrain.migrate.script.source import (
-    Source,
+    Script,
     calls,
     code,
     find,
@@ -44,7 +44,7 @@ class Optimizers:
         """Returns True for one that is prepared, or wrapped under this name."""
         return tail(optimizer) in self.prepared or tail(optimizer) in self.wrapped
 
-    def spread(self, source: Source) -> None:
+    def spread(self, source: Script) -> None:
         """Follows them through functions that return them, to what is assigned there."""
         functions = list(find(source.module, cst.FunctionDef))
         lines = list(find(source.module, cst.SimpleStatementLine))
@@ -66,7 +66,7 @@ class Optimizers:
                         found[place] = self.prepared[tail(part)]
         return found
 
-    def _assign(self, source: Source, target: cst.BaseExpression, value: cst.BaseExpression) -> None:
+    def _assign(self, source: Script, target: cst.BaseExpression, value: cst.BaseExpression) -> None:
         targets = [e.value for e in target.elements] if isinstance(target, cst.Tuple) else []
         if targets and isinstance(value, cst.Tuple):
             for one, element in zip(targets, value.elements, strict=False):
@@ -84,7 +84,7 @@ class Optimizers:
 
 
 @dataclass
-class Step:
+class OptimizerStep:
     """The step that follows a backward pass.
 
     Attributes:
@@ -100,7 +100,7 @@ class Step:
     tests: list[cst.If]
 
 
-def step_after(source: Source, optimizers: Optimizers, backward: cst.Call) -> list[Step]:
+def step_after(source: Script, optimizers: Optimizers, backward: cst.Call) -> list[OptimizerStep]:
     """Returns the steps that follow a pass in its function, up to the next pass: the first is its own."""
     own = [owner_of(call, "zero_grad") for call in calls(source.function(backward))]
     zeroed = {code(owner) for owner in own if owner is not None}
@@ -108,7 +108,7 @@ def step_after(source: Source, optimizers: Optimizers, backward: cst.Call) -> li
     at = source.statement(backward)
     while at is not None:
         block = list(source.block(at))
-        found: list[Step] = []
+        found: list[OptimizerStep] = []
         for statement in block[block.index(at) + 1 :]:
             for call in calls(statement, now=True):
                 if found and owner_of(call, "backward") is not None:
@@ -117,7 +117,7 @@ def step_after(source: Source, optimizers: Optimizers, backward: cst.Call) -> li
                 if (optimizer := next(known, None)) is not None:
                     around = list(source.above(statement))
                     tests = [one for one in source.above(call) if isinstance(one, cst.If) and one not in around]
-                    found.append(Step(optimizer, call, loops, tests))
+                    found.append(OptimizerStep(optimizer, call, loops, tests))
         if found:
             return found
         outer = next(source.above(source.parent(at) or at), None)
@@ -135,7 +135,7 @@ def stepped(call: cst.Call) -> list[cst.BaseExpression]:
     return [] if owner is None else [owner, *(arg.value for arg in call.args[:1])]
 
 
-def passes(source: Source) -> list[cst.Call]:
+def passes(source: Script) -> list[cst.Call]:
     """Returns the calls of loss.backward(), but not of torch.autograd.backward and methods of the script."""
     return [
         call
@@ -150,7 +150,7 @@ def _is_own(owner: cst.BaseExpression) -> bool:
     return code(owner).startswith("super(") or code(owner) in ("self", "cls")
 
 
-def move_backward(plan: Plan, optimizers: Optimizers, call: cst.Call) -> None:
+def move_backward(plan: Rewrite, optimizers: Optimizers, call: cst.Call) -> None:
     """Turns `loss.backward()` into `optimizer.backward(loss)`, of the optimizer whose step follows."""
     strange = [literal(arg.keyword) or "an argument" for arg in call.args if literal(arg.keyword) != "retain_graph"]
     if strange:
@@ -177,7 +177,7 @@ def move_backward(plan: Plan, optimizers: Optimizers, call: cst.Call) -> None:
     return None
 
 
-def _is_of_one_rank(plan: Plan, optimizers: Optimizers, call: cst.Call, optimizer: cst.BaseExpression) -> bool:
+def _is_of_one_rank(plan: Rewrite, optimizers: Optimizers, call: cst.Call, optimizer: cst.BaseExpression) -> bool:
     """Returns True if a pass is for a plain optimizer; refuses one that is wrapped under another name, and steps."""
     if tail(optimizer) in optimizers.prepared or tail(optimizer) not in optimizers.plain | optimizers.wrapped:
         return False
@@ -186,7 +186,7 @@ def _is_of_one_rank(plan: Plan, optimizers: Optimizers, call: cst.Call, optimize
     return True
 
 
-def _only(plan: Plan, optimizers: Optimizers, call: cst.Call) -> cst.BaseExpression | None:
+def _only(plan: Rewrite, optimizers: Optimizers, call: cst.Call) -> cst.BaseExpression | None:
     """Returns the one optimizer that the function of a backward pass can name; refuses the pass if there is none."""
     function = plan.source.function(call)
     found: dict[str, cst.BaseExpression] = {
@@ -204,7 +204,7 @@ def _only(plan: Plan, optimizers: Optimizers, call: cst.Call) -> cst.BaseExpress
     return None
 
 
-def _reachable(plan: Plan, optimizers: Optimizers, call: cst.Call) -> list[cst.BaseExpression]:
+def _reachable(plan: Rewrite, optimizers: Optimizers, call: cst.Call) -> list[cst.BaseExpression]:
     """Returns prepared optimizers that a method has as attributes of self, or a function as names of the module."""
     source = plan.source
     owner = next((one for one in source.above(call) if isinstance(one, cst.ClassDef)), None)
@@ -215,7 +215,9 @@ def _reachable(plan: Plan, optimizers: Optimizers, call: cst.Call) -> list[cst.B
     return [target for target in targets if isinstance(target, cst.Name) and target.value in optimizers.prepared]
 
 
-def more_passes(plan: Plan, optimizers: Optimizers, call: cst.Call, steps: list[Step], optimizer: str) -> str | None:
+def more_passes(
+    plan: Rewrite, optimizers: Optimizers, call: cst.Call, steps: list[OptimizerStep], optimizer: str
+) -> str | None:
     """Returns the argument by which a pass knows that others of the same update follow; None if it is refused."""
     source = plan.source
     passes = optimizers.prepared.get(tail(cst.parse_expression(optimizer)), "")
@@ -289,7 +291,7 @@ def stored(node: cst.CSTNode) -> set[str]:
     return found
 
 
-def _stored_between(source: Source, call: cst.Call, test: cst.If) -> set[str]:
+def _stored_between(source: Script, call: cst.Call, test: cst.If) -> set[str]:
     start, top = source.statement(call), source.statement(test)
     assert start is not None and top is not None
     block = list(source.block(start))

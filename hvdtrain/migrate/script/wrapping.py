@@ -8,10 +8,10 @@ from typing import Any
 
 import libcst as cst
 
-from hvdtrain.migrate.script.plan import HVDTRAIN, Plan, Target, condition_above, made_of, target_of
+from hvdtrain.migrate.script.plan import HVDTRAIN, Rewrite, Target, condition_above, made_of, target_of
 from hvdtrain.migrate.script.source import (
     SIGNATURES,
-    Source,
+    Script,
     bind,
     calls,
     code,
@@ -64,7 +64,7 @@ class Wrap:
         """Returns the statement that ends a script where it asks for Adasum."""
         return [_ENDS.format(self.adasum, target.title)] if self.adasum else []
 
-    def know(self, source: Source, optimizers: Optimizers) -> None:
+    def know(self, source: Script, optimizers: Optimizers) -> None:
         """Adds it to the script's optimizers."""
         passes = self.arguments.get("backward_passes_per_step")
         if is_chain(self.optimizer):
@@ -75,7 +75,7 @@ class Wrap:
             optimizers.makers[function.name.value] = {-1: literal(passes)}
 
 
-def move_wraps(plan: Plan) -> Optimizers:
+def move_wraps(plan: Rewrite) -> Optimizers:
     """Converts every wrapped optimizer of a script; returns the script's optimizers."""
     source, optimizers = plan.source, Optimizers()
     norms = _norms(plan)
@@ -97,7 +97,7 @@ def move_wraps(plan: Plan) -> Optimizers:
     return optimizers
 
 
-def _move_questions(plan: Plan, adasum: str) -> None:
+def _move_questions(plan: Rewrite, adasum: str) -> None:
     """Turns `if args.use_adasum and hvd.nccl_built()`, as of Horovod's examples, into the first alone."""
     for node in find(plan.source.module, cst.BooleanOperation):
         if isinstance(node.operator, cst.And):
@@ -107,7 +107,7 @@ def _move_questions(plan: Plan, adasum: str) -> None:
                 plan.replace(node, adasum)
 
 
-def _norms(plan: Plan) -> tuple[cst.IfExp, bool] | None:
+def _norms(plan: Rewrite) -> tuple[cst.IfExp, bool] | None:
     """Returns the only `hvd.SyncBatchNorm if ... else nn.BatchNorm2d` of a script, and True if the first is Horovod's;
     None if there is another use."""
     source = plan.source
@@ -123,14 +123,14 @@ def _norms(plan: Plan) -> tuple[cst.IfExp, bool] | None:
     return (choice, first) if source.qualified(other).startswith("torch.nn.BatchNorm") else None
 
 
-def _move_norms(plan: Plan, wrap: Wrap, choice: cst.IfExp, first: bool) -> None:
+def _move_norms(plan: Rewrite, wrap: Wrap, choice: cst.IfExp, first: bool) -> None:
     """Builds the model of plain layers, which `hvt.prepare` synchronises under the same condition."""
     plan.settle(choice)
     plan.replace(choice, code(choice.orelse if first else choice.body))
     wrap.extra.append(f"sync_batchnorm={code(choice.test) if first else f'not ({code(choice.test)})'}")
 
 
-def read(plan: Plan, call: cst.Call) -> Wrap | None:
+def read(plan: Rewrite, call: cst.Call) -> Wrap | None:
     """Returns what a call of DistributedOptimizer wraps; None, and refuses it, if that is not known."""
     source = plan.source
     statement = source.statement(call)
@@ -163,14 +163,14 @@ def read(plan: Plan, call: cst.Call) -> Wrap | None:
     return Wrap(call, statement, target, model, arguments["optimizer"], arguments, adasum or "")
 
 
-def is_parameter(source: Source, node: cst.CSTNode, name: str) -> bool:
+def is_parameter(source: Script, node: cst.CSTNode, name: str) -> bool:
     """Returns True if a name is a parameter of the function that a node is in."""
     function = source.function(node)
     given = find(function.params, cst.Param) if isinstance(function, cst.FunctionDef) else ()
     return any(one.name.value == name for one in given)
 
 
-def _adasum_test(source: Source, op: cst.BaseExpression) -> str | None:
+def _adasum_test(source: Script, op: cst.BaseExpression) -> str | None:
     """Returns the condition under which `hvd.Adasum if ... else hvd.Average` is Adasum; None of anything else."""
     if not isinstance(op, cst.IfExp) or "horovod." in "".join(map(source.qualified, walk(op.test))):
         return None
@@ -182,7 +182,7 @@ def _names() -> list[str]:
     return SIGNATURES["DistributedOptimizer"].split()
 
 
-def _check_arguments(plan: Plan, call: cst.Call, arguments: dict[str, cst.BaseExpression]) -> bool:
+def _check_arguments(plan: Rewrite, call: cst.Call, arguments: dict[str, cst.BaseExpression]) -> bool:
     """Returns True if each argument is kept, or changes no weights; refuses the others."""
     right = True
     op = arguments.get("op")
@@ -206,7 +206,7 @@ def _check_arguments(plan: Plan, call: cst.Call, arguments: dict[str, cst.BaseEx
     return right
 
 
-def _model(source: Source, statement: cst.SimpleStatementLine, arguments: dict[str, cst.BaseExpression]) -> str | None:
+def _model(source: Script, statement: cst.SimpleStatementLine, arguments: dict[str, cst.BaseExpression]) -> str | None:
     """Returns the model, as text, by its named parameters, or by those that the optimizer was made of."""
     named = made_of(source, arguments.get("named_parameters"), statement)
     if (found := _owner(named, "named_parameters")) is not None:
@@ -231,7 +231,7 @@ def _owner(node: cst.BaseExpression | None, method: str) -> str | None:
     return code(owner) if owner is not None and is_chain(inner) else None
 
 
-def _place(plan: Plan, wrap: Wrap) -> None:
+def _place(plan: Rewrite, wrap: Wrap) -> None:
     """Puts `hvt.prepare` where the last of the broadcasts before training stands, and takes these away."""
     source = plan.source
     block = list(source.block(wrap.statement))
@@ -266,7 +266,7 @@ def _place(plan: Plan, wrap: Wrap) -> None:
     plan.rewrite(moved, lambda _: [_written(wrap.model, target, target, parts["extra"])])
 
 
-def _broadcast(source: Source, statement: cst.CSTNode) -> cst.Call | None:
+def _broadcast(source: Script, statement: cst.CSTNode) -> cst.Call | None:
     """Returns the broadcast that a statement is, or None."""
     if isinstance(statement, cst.SimpleStatementLine) and len(statement.body) == 1:
         [small] = statement.body
@@ -275,7 +275,7 @@ def _broadcast(source: Source, statement: cst.CSTNode) -> cst.Call | None:
     return None
 
 
-def _is_of(plan: Plan, call: cst.Call, model: str, optimizers: set[str]) -> bool:
+def _is_of(plan: Rewrite, call: cst.Call, model: str, optimizers: set[str]) -> bool:
     """Returns True if a broadcast sends rank 0's state of this model or its optimizer."""
     name = plan.source.qualified(call.func).split(".")[-1]
     arguments = plan.bind(call, name)
@@ -286,7 +286,7 @@ def _is_of(plan: Plan, call: cst.Call, model: str, optimizers: set[str]) -> bool
     return model in (_owner(arguments.get("params"), one) for one in ("state_dict", "named_parameters", "parameters"))
 
 
-def _may_train(source: Source, statement: cst.CSTNode) -> bool:
+def _may_train(source: Script, statement: cst.CSTNode) -> bool:
     """Returns True if weights may change while a statement runs: it steps, or calls a function of the script."""
     own = source.definitions()
     return any(
@@ -294,7 +294,7 @@ def _may_train(source: Source, statement: cst.CSTNode) -> bool:
     )
 
 
-def _reads(source: Source, statement: cst.CSTNode, model: str) -> bool:
+def _reads(source: Script, statement: cst.CSTNode, model: str) -> bool:
     """Returns True if a statement may use a model's weights, as a copy does; not if it makes an optimizer of it."""
     own = source.definitions()
     _, value = target_of(statement)
@@ -305,7 +305,7 @@ def _reads(source: Source, statement: cst.CSTNode, model: str) -> bool:
     )
 
 
-def _touches(source: Source, statement: cst.CSTNode, texts: set[str]) -> bool:
+def _touches(source: Script, statement: cst.CSTNode, texts: set[str]) -> bool:
     """Returns True if a statement may change the model or its optimizer, or needs the wrapped one; not if it makes a
     scheduler."""
     if isinstance(statement, (cst.FunctionDef, cst.ClassDef)):
@@ -341,7 +341,7 @@ def _written(model: str, target: str, optimizer: str, extra: Sequence[str]) -> s
     )
 
 
-def move_synchronize(plan: Plan, optimizers: Optimizers) -> None:
+def move_synchronize(plan: Rewrite, optimizers: Optimizers) -> None:
     """Removes `synchronize()` and `skip_synchronize()`: gradients are averaged when backward returns."""
     around: list[cst.CSTNode] = []
     for node in walk(plan.source.module):

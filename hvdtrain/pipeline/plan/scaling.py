@@ -21,7 +21,7 @@ MOST_RANKS = 1 << 20  # that are looked at
 BACKWARD = 2 / 3  # of a step: twice the forward pass's operations
 
 
-class Bucket(NamedTuple):
+class BucketTiming(NamedTuple):
     """Gradients that travel together: bytes, and the share of the backward pass that is done when they are ready."""
 
     size_bytes: float
@@ -37,7 +37,7 @@ class Sum(NamedTuple):
 
 
 def exchange(
-    buckets: Sequence[Bucket],
+    buckets: Sequence[BucketTiming],
     backward_s: float,
     seconds: Callable[[float], float],
     *,
@@ -123,7 +123,7 @@ class Network:
 
 
 @dataclass(frozen=True)
-class Training:
+class MeasuredStep:
     """A step of one rank, as measured.
 
     Attributes:
@@ -135,7 +135,7 @@ class Training:
 
     compute_s: tuple[float, ...]
     backward_s: float
-    buckets: tuple[Bucket, ...]
+    buckets: tuple[BucketTiming, ...]
     samples: float = 1.0
 
     def slowest_s(self, ranks: int) -> float:
@@ -145,7 +145,7 @@ class Training:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepCost:
     """A predicted step, in seconds; they add up to it.
 
     Attributes:
@@ -178,7 +178,7 @@ class Step:
         return self.ranks * self.samples / self.step_s
 
 
-def predict(training: Training, network: Network, ranks: int) -> Step:
+def predict(training: MeasuredStep, network: Network, ranks: int) -> StepCost:
     """A step on so many ranks; one alone has nothing to send."""
     compute_s = math.fsum(training.compute_s) / len(training.compute_s)
     on_link_s = waiting_s = 0.0
@@ -189,10 +189,10 @@ def predict(training: Training, network: Network, ranks: int) -> Step:
         )  # fmt: skip
         on_link_s, waiting_s = exposed(sums, training.backward_s)
     slowest_s = max(compute_s, training.slowest_s(ranks))
-    return Step(ranks, compute_s, slowest_s - compute_s, on_link_s, waiting_s, training.samples)
+    return StepCost(ranks, compute_s, slowest_s - compute_s, on_link_s, waiting_s, training.samples)
 
 
-def first_below(training: Training, network: Network, efficiency: float) -> int | None:
+def first_below(training: MeasuredStep, network: Network, efficiency: float) -> int | None:
     """The fewest ranks, whole hosts, whose efficiency is below; None: none up to `MOST_RANKS`.
 
     By halving: more ranks are taken to be less efficient. (Fusing can make one size a trifle better than a smaller.)
@@ -202,14 +202,14 @@ def first_below(training: Training, network: Network, efficiency: float) -> int 
     return sizes[found] if found < len(sizes) else None
 
 
-def remedies(training: Training, network: Network, ranks: int) -> dict[str, Step]:
+def remedies(training: MeasuredStep, network: Network, ranks: int) -> dict[str, StepCost]:
     """The step with one thing changed, the most efficient first.
 
     Twice the batch, and two batches an update, are taken to compute twice as long; the latter hides sums behind the
     last backward pass only.
     """
     twice = replace(training, compute_s=tuple(2 * its for its in training.compute_s), samples=2 * training.samples)
-    half = tuple(Bucket(its.size_bytes / 2, its.ready) for its in training.buckets)
+    half = tuple(BucketTiming(its.size_bytes / 2, its.ready) for its in training.buckets)
     found = {
         "twice the batch": predict(replace(twice, backward_s=2 * training.backward_s), network, ranks),
         "two batches an update": predict(twice, network, ranks),

@@ -64,7 +64,7 @@ class Cluster:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ParallelPlan:
     """One way to train.
 
     Attributes:
@@ -137,7 +137,7 @@ def plans(
     stages: Sequence[int] | None = None,
     replicas: Sequence[int] | None = None,
     schedules: Sequence[Schedule] = SCHEDULES,
-) -> list[Plan]:
+) -> list[ParallelPlan]:
     """The best plan of each kind, the fastest first; those that fit nowhere last, with the reason.
 
     A kind is how many stages and replicas, and whether memory is saved: by passes over parts of the batch on a single
@@ -221,13 +221,13 @@ class _Search:
         per_node = len(self.cluster.devices) // stages
         return [n for n in sorted({1, per_node, per_node * self.cluster.nodes}) if n <= self.batch]
 
-    def kinds(self, replicas: int, stages: int) -> list[list[Plan]]:
+    def kinds(self, replicas: int, stages: int) -> list[list[ParallelPlan]]:
         """Candidates of each kind.
 
         A single stage takes its part of the batch in passes; a pipeline in micro-batches, which is the same without a
         bubble in between.
         """
-        plan = Plan(stages, replicas, 1, 1, "1f1b", "never", self.batch)
+        plan = ParallelPlan(stages, replicas, 1, 1, "1f1b", "never", self.batch)
         if stages == 1:
             passes = [replace(plan, accumulate=n) for n in _counts(plan.share, MOST_PASSES)]
             return [passes[:1], passes[1:]]
@@ -248,7 +248,7 @@ class _Search:
             for remat, some in useful
         ]
 
-    def best(self, candidates: Sequence[Plan]) -> Plan:
+    def best(self, candidates: Sequence[ParallelPlan]) -> ParallelPlan:
         """The fastest that fits (of those alike the one that needs the least memory); else the one that comes nearest
         to fitting, with the reason."""
         possible = [plan for plan in map(self._tried, candidates) if not plan.reason]
@@ -258,7 +258,7 @@ class _Search:
             return min(alike, key=lambda plan: (max(plan.memory_bytes), _expected_s(plan)))
         return min((self._least_memory(plan) for plan in candidates), key=_overflow)
 
-    def _tried(self, plan: Plan) -> Plan:
+    def _tried(self, plan: ParallelPlan) -> ParallelPlan:
         """With its times and memory; or with a reason."""
         try:
             cut = self._cut(plan, self._devices(plan), "time")
@@ -275,13 +275,13 @@ class _Search:
             plan, cut, step_s=plan.accumulate * step.step_s + exposed, bubble=step.bubble, all_reduce_s=exposed
         )
 
-    def _cut(self, plan: Plan, devices: Sequence[Device], balance: Balance) -> Partition:
+    def _cut(self, plan: ParallelPlan, devices: Sequence[Device], balance: Balance) -> Partition:
         return partition(
             self.costs, devices, batch=plan.part, micro_batches=plan.micro_batches, schedule=plan.schedule,
             remat=plan.remat, links=self.cluster.between(plan.stages), balance=balance, chunks=plan.chunks,
         )  # fmt: skip
 
-    def _devices(self, plan: Plan) -> list[Device]:
+    def _devices(self, plan: ParallelPlan) -> list[Device]:
         """Of a pipeline's stages. One pipeline takes the fastest neighbours; several wait for the slowest of them, and
         all are cut alike."""
         devices, count = self.cluster.devices, plan.stages
@@ -292,7 +292,7 @@ class _Search:
             replace(min(same, key=_memory), speed=min(one.speed for one in same)) for same in zip(*blocks, strict=True)
         ]
 
-    def _pools(self, plan: Plan) -> dict[str, Pool]:
+    def _pools(self, plan: ParallelPlan) -> dict[str, Pool]:
         """With more replicas in a node, each pass runs beside as many others of its kind."""
         beside = min(plan.replicas, len(self.cluster.devices) // plan.stages)
         return {
@@ -300,7 +300,7 @@ class _Search:
             for name, pool in self.cluster.pools.items()
         }
 
-    def _exposed_all_reduce(self, plan: Plan, cut: Partition, step: Simulation) -> float:
+    def _exposed_all_reduce(self, plan: ParallelPlan, cut: Partition, step: Simulation) -> float:
         """How much later than the backward pass the averaged gradients are there.
 
         A stage's gradients are sent while its last backward pass computes them; the stages of a node share its
@@ -319,7 +319,7 @@ class _Search:
             free_s = max(free_s, span.end_s + tail_s)
         return free_s - step.step_s
 
-    def _least_memory(self, plan: Plan) -> Plan:
+    def _least_memory(self, plan: ParallelPlan) -> ParallelPlan:
         """Cuts so that the fullest device is as little overfull as possible."""
         devices = [replace(one, memory_bytes=None) for one in self._devices(plan)]
         cut = self._cut(plan, devices, "memory")
@@ -328,7 +328,7 @@ class _Search:
         over = [f"{one.name} needs {in_words(need)} of {in_words(has)}" for one, need, has in pairs if need > has]
         return replace(plan, reason="; ".join(over) or "no cut fits all devices")
 
-    def _filled_in(self, plan: Plan, cut: Partition, **numbers: float) -> Plan:
+    def _filled_in(self, plan: ParallelPlan, cut: Partition, **numbers: float) -> ParallelPlan:
         ends = [sum(cut.sizes[:n]) for n in range(len(cut.sizes) + 1)]
         return replace(
             plan,
@@ -339,7 +339,7 @@ class _Search:
         )
 
 
-def _expected_s(plan: Plan) -> float:
+def _expected_s(plan: ParallelPlan) -> float:
     return plan.step_s * (PARTED if plan.schedule == "zb-h1" else 1.0)
 
 
@@ -347,7 +347,7 @@ def _memory(device: Device) -> float:
     return math.inf if device.memory_bytes is None else device.memory_bytes
 
 
-def _overflow(plan: Plan) -> float:
+def _overflow(plan: ParallelPlan) -> float:
     return max(need / has for need, has in zip(plan.memory_bytes, plan.limit_bytes, strict=True))
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hvdtrain.core.decomposition import Kind, Part, bound, compared, judge
+from hvdtrain.core.decomposition import Kind, LossGradients, bound, compared, judge
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.pipeline.trace.restore import preserved_state
 from hvdtrain.pipeline.values.microbatch import Weight, is_differentiable, pieces_of, shares
@@ -183,10 +183,9 @@ class Comparison:
         tolerance = max(self._rounding, self._precision.tolerance)
         ours = shares(self._weight, self._pieces, self._sizes)
         found = [_ratio(want, part) for want, part in zip(wanted, parts, strict=True)]
-        of_whole = Part(total, _numbered(enumerate(wanted)))
-        of_parts = [
-            Part(value, _numbered([(at, part)])) for at, (value, part) in enumerate(zip(values, parts, strict=True))
-        ]
+        of_whole = LossGradients(total, _numbered(enumerate(wanted)))
+        pieces = enumerate(zip(values, parts, strict=True))
+        of_parts = [LossGradients(value, _numbered([(at, part)])) for at, (value, part) in pieces]
         kind = judge(
             compared(of_whole, of_parts, ours),
             gradient=tolerance * largest,

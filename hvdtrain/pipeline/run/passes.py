@@ -20,7 +20,7 @@ from hvdtrain.pipeline.values.rng import alone
 from hvdtrain.values.generators import of_devices
 from hvdtrain.values.nested import join, map_tensors, tensors_of
 
-Call = Any  # `worker.Call`, which makes these
+Call = Any  # `worker.StageCall`, which makes these
 
 
 @dataclass

@@ -56,7 +56,7 @@ class Pipe(Protocol):
     def _outputs(self, pieces: Sequence[tuple[Any, ...]]) -> list[Any]: ...
 
 
-class Proof:
+class CutProof:
     """What was tried, and is not tried again: by the shape of inputs, and by loss.
 
     A loss is tried in its first step, the second, the fourth, the eighth..., and when a label comes that it was not

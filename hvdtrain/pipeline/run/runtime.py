@@ -27,9 +27,9 @@ from hvdtrain.pipeline.plan.schedule import (
 from hvdtrain.pipeline.plan.simulate import Span
 from hvdtrain.pipeline.run.batchnorm import Moving, Pooled
 from hvdtrain.pipeline.run.passes import Head
-from hvdtrain.pipeline.run.proof import Proof, loss_key
+from hvdtrain.pipeline.run.proof import CutProof, loss_key
 from hvdtrain.pipeline.run.stage import Stage
-from hvdtrain.pipeline.run.worker import Call, StageError
+from hvdtrain.pipeline.run.worker import StageCall, StageError
 from hvdtrain.pipeline.trace.arguments import check_given
 from hvdtrain.pipeline.trace.fixed import Fixed
 from hvdtrain.pipeline.trace.segments import Segment
@@ -107,7 +107,7 @@ class Pipeline(nn.Module):
         own.update(
             counts=counts, _finishing=[False] * len(stages), _drawing={}, _moving=Moving(model, changing, counts),
             _busy=threading.Lock(), _fixed=Fixed(segments[0].chain.program), _places=Places(self.devices),
-            _proof=Proof(weakref.proxy(self)),  # no circle: threads end with the last reference
+            _proof=CutProof(weakref.proxy(self)),  # no circle: threads end with the last reference
         )  # fmt: skip
         for name, check in _CHECKS.items():
             check(own[name])
@@ -136,7 +136,7 @@ class Pipeline(nn.Module):
     _busy: threading.Lock
     _fixed: Fixed
     _places: Places
-    _proof: Proof
+    _proof: CutProof
 
     # -- one batch -------------------------------------------------------------------------------------------
     def step(
@@ -286,7 +286,7 @@ class Pipeline(nn.Module):
         gather = self.batch_norm == "batch" and (several or repeats) and training
         pooled = Pooled(module for stage in self.stages for module in stage.modules()) if gather else None
         self.timeline = []
-        call = Call(
+        call = StageCall(
             stages=self.stages,
             places=self._places,
             orders=orders,

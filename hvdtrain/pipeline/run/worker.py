@@ -42,7 +42,7 @@ class _Stopped(Exception):
 
 
 @dataclass
-class Call:
+class StageCall:
     """What one call does.
 
     Attributes:
@@ -186,7 +186,7 @@ class Call:
 class _Row:
     """What one device does in a call: the passes of its stages, in the order of the schedule."""
 
-    def __init__(self, call: Call, device: StageDevice, order: Sequence[Action], stages: Sequence[Passes]) -> None:
+    def __init__(self, call: StageCall, device: StageDevice, order: Sequence[Action], stages: Sequence[Passes]) -> None:
         self._call, self._device, self._stages = call, device, stages
         self.order = order
         ends = {(action.chunk, action.kind): at for at, action in enumerate(order) if action.kind != "forward"}

@@ -49,7 +49,7 @@ class Stopped(Exception):
     """The caller was interrupted."""
 
 
-class Clock:
+class DeviceClock:
     """Times on a device: of the processor, or of the GPU's own stream."""
 
     def __init__(self, device: torch.device) -> None:
@@ -88,7 +88,7 @@ class SegmentBench:
     def __init__(self, segments: Sequence[Segment], example: tuple[Any, ...], device: torch.device) -> None:
         self.segments, self._example, self._device = segments, example, device
         self._chain = segments[0].chain
-        self._clock = Clock(device)
+        self._clock = DeviceClock(device)
         self._is_here = device_of(self._chain.program.model) == device
         self.fits = True
         self.stopped = threading.Event()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.pipeline.plan.costs import Curve, Device, SegmentCost, total
 from hvdtrain.pipeline.plan.schedule import AHEAD
-from hvdtrain.pipeline.plan.search import Cluster, Plan, plans
+from hvdtrain.pipeline.plan.search import Cluster, ParallelPlan, plans
 
 if TYPE_CHECKING:
     import torch
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 WORTH_A_STAGE = 0.05
 MOST_DEVICES = 128  # of a node: an NVL72 rack has 72, and each more is planned for minutes
 
-__all__ = ["Cluster", "Plan", "Speed", "choose", "forward_flops", "gradients", "plans"]
+__all__ = ["Cluster", "ParallelPlan", "Speed", "choose", "forward_flops", "gradients", "plans"]
 
 
 def choose(
@@ -32,7 +32,7 @@ def choose(
     devices: Sequence[str],
     batch: int,
     optimizer_copies: float = 1.0,
-) -> Plan:
+) -> ParallelPlan:
     """Measures a model on the devices of this process, and returns the fastest plan for them that fits.
 
     One device alone is among the plans, as passes over parts of the batch where the whole does not fit. Of plans that
@@ -52,7 +52,7 @@ def choose(
     from hvdtrain.pipeline.tuning.profiles import profile
 
     everywhere = profile(model, example, list(devices), optimizer_copies=optimizer_copies)
-    found: list[Plan] = []
+    found: list[ParallelPlan] = []
     for stages in range(1, min(len(devices), len(everywhere.costs)) + 1):
         measured = everywhere
         if stages < len(devices) and any(str(device).startswith("cpu") for device in devices):
@@ -186,7 +186,7 @@ def described(text: str, *, reserve_bytes: float = 0.0) -> tuple[Device, ...] | 
     return tuple(devices)
 
 
-def as_json(plan: Plan) -> dict[str, Any]:
+def as_json(plan: ParallelPlan) -> dict[str, Any]:
     """A plan as plain values; what is infinite becomes None."""
     finite = {
         name: None if isinstance(value, float) and math.isinf(value) else value for name, value in vars(plan).items()

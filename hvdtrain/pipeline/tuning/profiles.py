@@ -22,7 +22,7 @@ from hvdtrain.core.errors import ConfigError
 from hvdtrain.pipeline.plan.costs import ZERO, Curve, Device, Link, Pool, SegmentCost
 from hvdtrain.pipeline.trace.restore import all_training, preserved_state
 from hvdtrain.pipeline.trace.segments import Segment, segments
-from hvdtrain.pipeline.tuning.measure import Bytes, Clock, Seconds, SegmentBench, on_device, together
+from hvdtrain.pipeline.tuning.measure import Bytes, DeviceClock, Seconds, SegmentBench, on_device, together
 from hvdtrain.pipeline.values.devices import CPU_POOL, cpu_slots, kind_of, parse_devices, planned
 from hvdtrain.pipeline.values.microbatch import samples_of
 from hvdtrain.pipeline.values.places import stage_devices
@@ -287,7 +287,7 @@ def _link(a: torch.device, b: torch.device) -> Link:
     """Latency and rate of copies from one device to another."""
     if a == b:
         return Link()
-    clock = Clock(b if b.type == "cuda" else a)
+    clock = DeviceClock(b if b.type == "cuda" else a)
     seconds = []
     for size in TRANSFERS_BYTES:
         source = torch.ones(size, dtype=torch.uint8, device=a)

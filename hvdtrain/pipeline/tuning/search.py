@@ -23,7 +23,7 @@ class Refused(Exception):
     """A challenger that cannot be used; the text is the reason."""
 
 
-class Verdict(NamedTuple):
+class PairOutcome(NamedTuple):
     """What comes of a challenger, and its time over that of the best (None: no round)."""
 
     outcome: str  # "faster", "slower", "not faster", "within the noise", "undecided: ...", "thrown out: ..."
@@ -59,7 +59,7 @@ class Search(Generic[Setting]):
 
     def compared(
         self, best: Setting, challenger: Setting, rounds: tuple[int, int], until_s: float | None = None
-    ) -> Verdict:
+    ) -> PairOutcome:
         """Lets two settings take turns until one is known to be faster.
 
         Args:
@@ -73,12 +73,12 @@ class Search(Generic[Setting]):
                 ratios.append(other / one)
                 ratio = ratio_of_medians(ratios, [1.0] * len(ratios), self.confidence)
                 if outcome := judged(ratios, ratio, rounds, self.margin):
-                    return Verdict(outcome, ratio)
+                    return PairOutcome(outcome, ratio)
                 if self.spent_s() > (self.budget_s if until_s is None else until_s):
                     break
         except Refused as why:
-            return Verdict(f"thrown out: {why}", ratio)
-        return Verdict("undecided: no time", ratio)
+            return PairOutcome(f"thrown out: {why}", ratio)
+        return PairOutcome("undecided: no time", ratio)
 
 
 def race_in_turns(run: Callable[[Setting], float], best: Setting, challenger: Setting) -> Pairs:

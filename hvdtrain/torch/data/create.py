@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.sharding import Plan
 from hvdtrain.torch.data.loader import Loader
-from hvdtrain.torch.data.memory import Memory, Rows, memory_of
+from hvdtrain.torch.data.memory import Memory, MemoryRows, memory_of
 from hvdtrain.torch.data.processes import Processes
 from hvdtrain.torch.data.source import Augment
 from hvdtrain.torch.data.streams import Get, Streamed, StreamLoader, drawn_by_epoch
@@ -75,7 +75,7 @@ def source_of(
         return memory
     if memory is None:
         return Workers(_dataset_of(data), processes, collate)
-    return Workers(Rows(memory), replace(processes, count=0, timeout_s=0.0) if auto else processes, collate)
+    return Workers(MemoryRows(memory), replace(processes, count=0, timeout_s=0.0) if auto else processes, collate)
 
 
 def get_of(source: Memory | Workers) -> Get | Memory:

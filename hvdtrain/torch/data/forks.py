@@ -71,12 +71,12 @@ class Process(multiprocessing.context.ForkProcess):
         )
 
 
-class Context(multiprocessing.context.ForkContext):
+class WorkerContext(multiprocessing.context.ForkContext):
     """What a `DataLoader` starts its workers by."""
 
     Process = Process
 
 
-def worker_context() -> Context | None:
+def worker_context() -> WorkerContext | None:
     """Returns how to start workers; None where `torch.multiprocessing` is set to another way than a fork."""
-    return Context() if torch.multiprocessing.get_start_method(allow_none=True) in (None, "fork") else None
+    return WorkerContext() if torch.multiprocessing.get_start_method(allow_none=True) in (None, "fork") else None

@@ -18,7 +18,7 @@ from hvdtrain.world.same_data import Digest, of_arrays
 FREE_PART = 0.25  # of a GPU's free memory that data may take; the rest is the training's
 
 
-class Rows(torch.utils.data.Dataset[Any]):
+class MemoryRows(torch.utils.data.Dataset[Any]):
     """The samples of a `Memory` one by one, as a collate function of the user's takes them."""
 
     def __init__(self, memory: Memory) -> None:

@@ -52,7 +52,7 @@ class Processes:
             )
 
 
-class Reader:
+class ProcessReader:
     """What runs in the processes; it notes what it is at, which is asked for when it takes too long."""
 
     _places: Any = None
@@ -113,7 +113,7 @@ def answers(reader: Any, processes: Processes, questions: Sequence[Any] | None =
     """Yields `reader[question]` for each question, in order; or what iterating over a reader that is iterable gives.
 
     Args:
-        reader: a `Reader` that is a `torch.utils.data.Dataset`, map-style or iterable.
+        reader: a `ProcessReader` that is a `torch.utils.data.Dataset`, map-style or iterable.
         processes: which do it.
         questions: None of an iterable.
     """

@@ -19,11 +19,11 @@ from hvdtrain.core.generators import OwnRandom
 from hvdtrain.core.sharding import Step
 from hvdtrain.torch.data.loader import Loader
 from hvdtrain.torch.data.memory import Memory
-from hvdtrain.torch.data.processes import Processes, Reader, answers
+from hvdtrain.torch.data.processes import Processes, ProcessReader, answers
 from hvdtrain.torch.data.source import Augment, Fetched
 from hvdtrain.torch.data.workers import Failures, Together, read_batch, together_of, two_of
 from hvdtrain.values.generators import HOST
-from hvdtrain.world.records import STREAM, Head, Kind, Noted, check_ends, head
+from hvdtrain.world.records import STREAM, CountedRecords, StreamHead, StreamWords, check_ends, head
 from hvdtrain.world.streams import StreamPlan, StreamStep, epoch_seed, walk
 from hvdtrain.world.world import World
 
@@ -74,7 +74,7 @@ def _no_worker() -> Iterator[None]:
         torch_worker._worker_info = info
 
 
-class _Walker(Reader, IterableDataset[Any]):
+class _Walker(ProcessReader, IterableDataset[Any]):
     """Walks a stream; what runs in the workers. Each walks all of it, and reads every so many steps of its rank."""
 
     def __init__(
@@ -91,7 +91,7 @@ class _Walker(Reader, IterableDataset[Any]):
         own = OwnRandom(HOST, epoch_seed(plan.seed, self._epoch))
         # Hugging Face's streams have the epoch in memory that workers share, and set_epoch adds what is missing to it
         with own.in_place(), _no_worker(), self.turn:
-            records = Noted(source.begin(self._epoch), source.unstable, self.at, kind=source.kind)
+            records = CountedRecords(source.begin(self._epoch), source.unstable, self.at, kind=source.kind)
         steps = walk(
             records, plan, self._epoch, self._done, rank=self._rank, ahead=self._ahead, digest=self._digest
         )  # fmt: skip
@@ -107,11 +107,11 @@ class _Walker(Reader, IterableDataset[Any]):
                 yield step, fetched
 
 
-class _HeadReader(Reader, Dataset[Head]):
+class _HeadReader(ProcessReader, Dataset[StreamHead]):
     def __init__(self, source: Streamed, seed: int) -> None:
         self._source, self._seed = source, seed
 
-    def __getitem__(self, epoch: int) -> Head:
+    def __getitem__(self, epoch: int) -> StreamHead:
         self.begin()
 
         def begin() -> Iterator[Any]:
@@ -146,7 +146,7 @@ class Streamed:
         get: Get | Memory,
         processes: Processes,
         collate: Callable[[list[Any]], Any] | None,
-        kind: Kind = STREAM,
+        kind: StreamWords = STREAM,
     ) -> None:
         self.begin = begin
         self.get = get
@@ -165,11 +165,11 @@ class Streamed:
     def worth_a_thread(self) -> bool:
         return self.workers > 0
 
-    def head(self, seed: int) -> Head:
+    def head(self, seed: int) -> StreamHead:
         """Returns how epoch 0 begins, and notes what of it is not the same when it is read again."""
         one = replace(self._processes, count=min(1, self.workers), pin_memory=False)
         with closing(answers(_HeadReader(self, seed), one, (0,))) as found:
-            begins: Head = next(found)
+            begins: StreamHead = next(found)
         self.unstable = begins.unstable
         return begins
 
@@ -185,7 +185,7 @@ class Streamed:
                 self._failures.check(step, fetched, float("inf"))
                 yield step, fetched
 
-    def fetch(self, reader: Reader, step: StreamStep, own: list[Any], first: list[Any]) -> Fetched:
+    def fetch(self, reader: ProcessReader, step: StreamStep, own: list[Any], first: list[Any]) -> Fetched:
         """Returns the batch of a step's own records, or, where there are none, one of the first of the stream."""
         if step.plan.whole_batches and not own:  # type: ignore[attr-defined]
             first = [record for batch in first for record in batch]
@@ -218,7 +218,7 @@ class StreamLoader(Loader):
     _source: Streamed  # type: ignore[assignment]
 
     def __init__(
-        self, source: Streamed, plan: StreamPlan, world: World, *, augment: Augment | None, begins: Head
+        self, source: Streamed, plan: StreamPlan, world: World, *, augment: Augment | None, begins: StreamHead
     ) -> None:
         super().__init__(source, plan, world, augment=augment)  # type: ignore[arg-type]
         self._begins = begins

@@ -20,7 +20,7 @@ from torch.utils.data import Subset, default_collate, get_worker_info
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.sharding import Step
 from hvdtrain.torch.data.draws import SEED_STREAM, words
-from hvdtrain.torch.data.processes import Processes, Reader, answers, located
+from hvdtrain.torch.data.processes import Processes, ProcessReader, answers, located
 from hvdtrain.torch.data.source import Fetched
 from hvdtrain.values.generators import HOST, differ
 from hvdtrain.world.same_data import Digest, of_items
@@ -54,7 +54,7 @@ def read_batch(
     samples: Sequence[tuple[int, Any]],
     *,
     together: Together | None = None,
-    reader: Reader,
+    reader: ProcessReader,
     collate: Callable[[list[Any]], Any],
     others: Callable[[], Any],
 ) -> Fetched:
@@ -106,7 +106,7 @@ def together_of(dataset: Any) -> Together | None:
 
 
 def _read_together(
-    together: Together | None, names: list[int], seeds: list[int], reader: Reader
+    together: Together | None, names: list[int], seeds: list[int], reader: ProcessReader
 ) -> tuple[Any, Exception | None]:
     """Returns the samples, as one call gives them, or why it fails; neither where they are to be read one by one.
 
@@ -145,7 +145,7 @@ def two_of(samples: Iterable[Any], collate: Callable[[list[Any]], Any]) -> Any:
     return collate(found) if found else NOTHING
 
 
-class BatchReader(Reader, torch.utils.data.Dataset[Fetched]):
+class BatchReader(ProcessReader, torch.utils.data.Dataset[Fetched]):
     """Reads and collates whole batches; what runs in the workers."""
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
@@ -191,7 +191,7 @@ class _Samples:
         return read_sample(lambda at: self._dataset[at], index, index, seed=index)
 
 
-class _DigestReader(Reader, torch.utils.data.Dataset[Any]):
+class _DigestReader(ProcessReader, torch.utils.data.Dataset[Any]):
     """Makes the digest of a data set where its samples are read: a file that it opens must not be shared by workers."""
 
     def __init__(self, dataset: Any) -> None:

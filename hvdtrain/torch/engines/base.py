@@ -96,7 +96,7 @@ def step_of(optimizer: torch.optim.Optimizer, closure: Callable[[], object] | No
 
 
 @dataclass(frozen=True)
-class Settings:
+class Transport:
     """How gradients travel.
 
     Attributes:
@@ -104,7 +104,7 @@ class Settings:
         bucket_bytes: gradients are sent in pieces of about this size; None: what is right on the device.
         staged: the model, where it runs its own passes (see `StagedEngineModel`).
         zero: ZeRO's stage: each rank has a part of the optimizer's state (1), and of the gradients (2); see
-            `PartedEngineModel`.
+            `deepspeed.ZeroModel`.
     """
 
     compression: Literal["fp16", "bf16"] | None = None
@@ -179,44 +179,6 @@ class StagedEngineModel(EngineModel, Protocol):
         ...
 
 
-class PartedEngineModel(EngineModel, Protocol):
-    """A model whose ranks keep the optimizer's state in parts, each its own; the user's optimizer has none.
-
-    Attributes:
-        parted: the gradients are in parts too.
-    """
-
-    parted: bool
-
-    def held(self) -> list[tuple[Piece, Tensor]]:
-        """Parted, after `finish`: this rank's pieces of the sums, and for each a tensor of its elements."""
-        ...
-
-    def clip_grad_norm_(self, max_norm: float, norm_type: float) -> Tensor:
-        """As torch's, for gradients in parts; collective."""
-        ...
-
-    def tensors(self) -> list[Tensor]:
-        """Parted, after `finish`: what `held` has, and padding, so that no rank has none."""
-        ...
-
-    def spread_infinity(self) -> None:
-        """Puts an infinity into every rank's part if one rank's has one; collective."""
-        ...
-
-    def state_dict(self, *, keep: bool = True) -> dict[str, Any]:
-        """Returns the whole optimizer's state dict, on ranks that `keep` it; collective."""
-        ...
-
-    def check_state(self, content: Mapping[str, Any]) -> None:
-        """Raises `CheckpointError` for a state dict that `share_out` would refuse once it is loaded."""
-        ...
-
-    def share_out(self) -> None:
-        """Takes each rank's part of the state that the user's optimizer has, the same on every rank."""
-        ...
-
-
 @runtime_checkable
 class TorchEngine(Engine, Protocol):
     """`hvdtrain.comm.engines.Engine`, plus tensors. Collective methods are called in the same order on every rank.
@@ -242,7 +204,7 @@ class TorchEngine(Engine, Protocol):
         """Returns the ranks' uint8 tensors [n] end to end; rank r's has `counts[r]` elements, at least one."""
         ...
 
-    def bind(self, module: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings) -> EngineModel: ...
+    def bind(self, module: nn.Module, optimizer: torch.optim.Optimizer, settings: Transport) -> EngineModel: ...
 
 
 class TensorCollectives(HostCollectives):

@@ -22,7 +22,7 @@ from torch.nn.parallel import parallel_apply, replicate
 from hvdtrain.core import variables
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.launchers import Detected
-from hvdtrain.torch.engines.base import Settings, pick_devices
+from hvdtrain.torch.engines.base import Transport, pick_devices
 from hvdtrain.torch.engines.shell import is_compiled
 from hvdtrain.torch.engines.solo import Solo, SoloModel
 from hvdtrain.values.nested import batch_size, cut, join, to_device
@@ -58,7 +58,7 @@ class DataParallelEngine(Solo):
     runs_stages = False
     pieces: int = 1
 
-    def bind(self, module: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings) -> SoloModel:
+    def bind(self, module: nn.Module, optimizer: torch.optim.Optimizer, settings: Transport) -> SoloModel:
         if _compiled(module):
             raise ConfigError(
                 "under dataparallel a model is not compiled",

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.launchers import Detected
-from hvdtrain.torch.engines.base import HALVES, Pass, Settings, step_of
+from hvdtrain.torch.engines.base import HALVES, Pass, Transport, step_of
 from hvdtrain.torch.engines.group import GroupEngine, join, rank_losses
 from hvdtrain.torch.engines.reducer import Reducer, Wait
 from hvdtrain.torch.engines.shell import trainable, trains_others
@@ -45,7 +45,7 @@ class DdpModel:
     """
 
     def __init__(
-        self, engine: GroupEngine, module: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings
+        self, engine: GroupEngine, module: nn.Module, optimizer: torch.optim.Optimizer, settings: Transport
     ) -> None:
         self.call: Callable[..., Any] = module
         self._module = module

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from hvdtrain.core.errors import ConfigError, LauncherError, install_command
 from hvdtrain.core.launchers import Detected
-from hvdtrain.torch.engines.base import HALVES, Pass, Piece, Settings, as_parameters
+from hvdtrain.torch.engines.base import HALVES, Pass, Piece, Transport, as_parameters
 from hvdtrain.torch.engines.group import GroupEngine, join, rank_losses
 from hvdtrain.torch.engines.shell import trainable
 from hvdtrain.torch.engines.zero import Elsewhere, InOrder, Parts, twin_of
@@ -50,7 +50,7 @@ def attach(detected: Detected, *, device: str, gpus_per_rank: int) -> GroupEngin
 
 
 def _bind(
-    engine: GroupEngine, module: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings
+    engine: GroupEngine, module: nn.Module, optimizer: torch.optim.Optimizer, settings: Transport
 ) -> DeepSpeedModel:
     return (ZeroModel if settings.zero else DeepSpeedModel)(engine, module, optimizer, settings)
 
@@ -93,7 +93,7 @@ class DeepSpeedModel:
     """
 
     def __init__(
-        self, engine: GroupEngine, module: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings
+        self, engine: GroupEngine, module: nn.Module, optimizer: torch.optim.Optimizer, settings: Transport
     ) -> None:
         self.call: Callable[..., Any] = module
         self._module = module
@@ -157,7 +157,7 @@ class ZeroModel(DeepSpeedModel):
     """
 
     def __init__(
-        self, engine: GroupEngine, module: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings
+        self, engine: GroupEngine, module: nn.Module, optimizer: torch.optim.Optimizer, settings: Transport
     ) -> None:
         twin = twin_of(optimizer)
         self._attributes = [(p, set(vars(p))) for p in module.parameters()]
@@ -342,7 +342,7 @@ def _check_types(module: nn.Module, zero: int) -> None:
             )
 
 
-def _wire_type(module: nn.Module, settings: Settings) -> torch.dtype:
+def _wire_type(module: nn.Module, settings: Transport) -> torch.dtype:
     """Returns the type gradients travel in: the parameters' own where they share one, or float32."""
     if settings.compression:
         return HALVES[settings.compression]
@@ -354,7 +354,7 @@ def _initialize(
     module: nn.Module,
     optimizer: torch.optim.Optimizer,
     engine: GroupEngine,
-    settings: Settings,
+    settings: Transport,
     wire_type: torch.dtype,
 ) -> Any:
     """Returns DeepSpeed's engine: no precision, clipping, accumulation or schedule of its own; sums, not means."""

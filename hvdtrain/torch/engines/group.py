@@ -30,7 +30,7 @@ from hvdtrain.comm.arrival import (
 from hvdtrain.comm.engines import mpi_communicator
 from hvdtrain.core.errors import HvdtrainError, LauncherError, RanksLost, ends_badly
 from hvdtrain.core.launchers import Detected, meeting_point
-from hvdtrain.torch.engines.base import EngineModel, Settings, TensorCollectives, pick_devices
+from hvdtrain.torch.engines.base import EngineModel, TensorCollectives, Transport, pick_devices
 
 # what Gloo cannot add up
 _WIDENED = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
@@ -42,7 +42,7 @@ _joins = itertools.count()  # of this process; every rank joins as often, so the
 class GroupEngine(TensorCollectives):
     """`TorchEngine` on torch.distributed; `model` is what has the gradients summed."""
 
-    model: Callable[[GroupEngine, nn.Module, torch.optim.Optimizer, Settings], EngineModel] = field(repr=False)
+    model: Callable[[GroupEngine, nn.Module, torch.optim.Optimizer, Transport], EngineModel] = field(repr=False)
     # Gradients travel on the default group. What is in main memory has one of its own: in a backward pass the two kinds
     # may start in different orders on different ranks, where a branch of the model gives a rank no gradient.
     host_group: Any = field(repr=False)
@@ -77,7 +77,7 @@ class GroupEngine(TensorCollectives):
     def _group_of(self, tensor: Tensor) -> Any:
         return self.host_group if tensor.device.type == "cpu" else None
 
-    def bind(self, module: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings) -> EngineModel:
+    def bind(self, module: nn.Module, optimizer: torch.optim.Optimizer, settings: Transport) -> EngineModel:
         model = self.model(self, module, optimizer, settings)
         self._models.add(model)  # to be closed before the group ends, if it is still in use
         return model

@@ -18,7 +18,7 @@ from hvdtrain.comm.engines import HorovodCollectives, losses_in
 from hvdtrain.core import variables
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.launchers import Detected
-from hvdtrain.torch.engines.base import Settings, TensorCollectives, pick_devices, step_of
+from hvdtrain.torch.engines.base import TensorCollectives, Transport, pick_devices, step_of
 from hvdtrain.torch.engines.reducer import Reducer, Wait
 
 USUAL_BUCKET_BYTES = {"cpu": 5 << 20, "cuda": 25 << 20}  # on a CPU: sent while it is still in a cache
@@ -92,7 +92,7 @@ class HorovodEngine(TensorCollectives, HorovodCollectives):
         with rank_losses():
             return self.hvd.synchronize(self.hvd.allgather_async(tensor, name=self.next_name()))
 
-    def bind(self, module: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings) -> HorovodModel:
+    def bind(self, module: nn.Module, optimizer: torch.optim.Optimizer, settings: Transport) -> HorovodModel:
         return HorovodModel(self, module, optimizer, settings)
 
 
@@ -117,7 +117,7 @@ class HorovodModel(Reducer):
     """A model whose gradients are summed over Horovod's ranks, as they come."""
 
     def __init__(
-        self, engine: HorovodEngine, module: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings
+        self, engine: HorovodEngine, module: nn.Module, optimizer: torch.optim.Optimizer, settings: Transport
     ) -> None:
         if settings.compression == "bf16":
             raise ConfigError(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hvdtrain.comm.engines import SoloEngine
 from hvdtrain.core.launchers import Detected
-from hvdtrain.torch.engines.base import Pass, Settings, device_of, pick_devices, step_of
+from hvdtrain.torch.engines.base import Pass, Transport, device_of, pick_devices, step_of
 
 
 def attach(detected: Detected, *, device: str, gpus_per_rank: int) -> Solo:
@@ -38,7 +38,7 @@ class Solo(SoloEngine):
     def gather(self, tensor: Tensor, counts: Sequence[int]) -> Tensor:
         return tensor
 
-    def bind(self, module: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings) -> SoloModel:
+    def bind(self, module: nn.Module, optimizer: torch.optim.Optimizer, settings: Transport) -> SoloModel:
         return SoloModel(module, optimizer)
 
 

@@ -17,7 +17,7 @@ from hvdtrain.torch.engines.base import HALVES, as_parameters
 from hvdtrain.values.nested import map_tensors
 
 
-class Precision:
+class MixedPrecision:
     """How one prepared model computes.
 
     Args:

@@ -38,7 +38,7 @@ class _Place(NamedTuple):
         return f"of model {self.model}{at}, {self.stepped} stepped before"
 
 
-class Noted:
+class TrackedModel:
     """An `EngineModel` (and `StagedEngineModel`) whose ranks are in the same update, or raise.
 
     Ranks that reduce the gradients of different models, or of different batches of the loader (after one rank's

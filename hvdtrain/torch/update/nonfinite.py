@@ -32,7 +32,7 @@ GO_BACK = "earlier checkpoints are untouched: restore one, here or in a new run"
 
 
 @dataclass(frozen=True)
-class Reading:
+class PendingLosses:
     """The losses of one update, on their way to Python.
 
     Attributes:
@@ -73,11 +73,11 @@ class Losses:
         self._skipped = 0  # updates one after the other
         self._on_gpu = device.type == "cuda"
         self.at_once = not self._on_gpu or os.environ.get(variables.CHECK_EVERY_STEP, "") not in ("", "0")
-        self._under_way: deque[Reading] = deque()
+        self._under_way: deque[PendingLosses] = deque()
         self.last: float | None = None
         self.told = self.leaves = False
 
-    def add(self, new: Reading) -> None:
+    def add(self, new: PendingLosses) -> None:
         """Notes the losses of an update and reads those that are due; the same call on every rank.
 
         Raises:
@@ -123,7 +123,7 @@ class Losses:
         self._under_way.clear()
         self.leaves = False
 
-    def _error(self, reading: Reading, every: float, mine: float) -> NonFiniteError:
+    def _error(self, reading: PendingLosses, every: float, mine: float) -> NonFiniteError:
         lines = []
         for rank, (loss, layer) in enumerate(self._world.gather((mine, reading.layer))):
             where = layer or f"the layer is named when the run is repeated with {variables.CHECK_EVERY_STEP}=1"

@@ -15,7 +15,7 @@ from hvdtrain.torch.engines import replicas
 from hvdtrain.torch.update.amp import ScalerAdapter
 from hvdtrain.torch.update.batches import Batch, require_batch
 from hvdtrain.torch.update.nonfinite import gradient_error
-from hvdtrain.torch.update.passes import Passes
+from hvdtrain.torch.update.passes import BatchPasses
 from hvdtrain.torch.update.regroup import compared, updated
 from hvdtrain.torch.update.session import Session, not_finite
 from hvdtrain.torch.update.several import Several
@@ -26,7 +26,7 @@ from hvdtrain.values.nested import tensors_of
 _LOOKED_AT = 2  # updates, where no loader deals the data
 
 
-class Optimizer(Passes):
+class Optimizer(BatchPasses):
     """What `prepare` returns for the user's optimizer, which it holds; torch's schedulers take it for one."""
 
     def __init__(self, session: Session) -> None:

@@ -22,12 +22,12 @@ from hvdtrain.torch.update.batches import Batch, require_batch
 from hvdtrain.torch.update.facade import Facade
 from hvdtrain.torch.update.gradients import check_loss, refuse_divided, scale, zero_gradients
 from hvdtrain.torch.update.model import Model
-from hvdtrain.torch.update.nonfinite import Reading, first_bad_layer
+from hvdtrain.torch.update.nonfinite import PendingLosses, first_bad_layer
 from hvdtrain.torch.update.pieces import model_differs, pieces_differ
 from hvdtrain.torch.update.regroup import check_once, go_on_without
 from hvdtrain.torch.update.session import Session
 from hvdtrain.torch.update.staged import SMALLER_STAGES, Arguments, Loss, in_one_call, run_step
-from hvdtrain.torch.update.terms import Term, Terms, terms_of
+from hvdtrain.torch.update.terms import MeanTerm, Terms, terms_of
 from hvdtrain.torch.update.whole import given_gradients, gradients_of, is_whole, joined
 from hvdtrain.torch.update.whole import whole as whole_values
 from hvdtrain.torch.values.clock import CLOCK
@@ -54,7 +54,7 @@ class _MicroBatch(NamedTuple):
     buffers: Saved
 
 
-class Passes(Facade):
+class BatchPasses(Facade):
     """Of one batch, of a whole model or of stages; in the right order with those of other batches."""
 
     def __init__(self, session: Session) -> None:
@@ -392,7 +392,7 @@ class Passes(Facade):
         self._differentiate(passed, amount, coefficient, sums, retain_graph, counts=not batch.padding, outputs=outputs)
         self._conclude(batch, loss, sums, weight=amount, more=more)
 
-    def _backward_terms(self, batch: Batch, terms: list[Term], retain_graph: bool) -> None:
+    def _backward_terms(self, batch: Batch, terms: list[MeanTerm], retain_graph: bool) -> None:
         """Differentiates a sum of means, each of which is divided by what it counts on all ranks."""
         session, gradients = self.session, self.session.gradients
         self._model.check_entered()
@@ -432,7 +432,7 @@ class Passes(Facade):
         )  # fmt: skip
         self._conclude(batch, mean, sums)
 
-    def _look_at_terms(self, batch: Batch, terms: list[Term], counted: list[int]) -> list[Tensor]:
+    def _look_at_terms(self, batch: Batch, terms: list[MeanTerm], counted: list[int]) -> list[Tensor]:
         """Has each mean tried, and returns the outputs that have a gradient."""
         session = self.session
         samples = batch.step.samples if batch.step is not None else session.samples_called()
@@ -598,7 +598,7 @@ class Passes(Facade):
             every = every * factor
         self._mean = every
         layer, self._layer = self._layer, ""
-        session.losses.add(Reading(
+        session.losses.add(PendingLosses(
             self.progress.step + 1, batch.place[0], every, tally.loss, layer,
             wrong(sums, session.world.size), session.proof.explain(tally, sums, lambda: self.lr), sums[-2:],
         ))  # fmt: skip

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.core.decomposition import Part, bound, compared, judge
+from hvdtrain.core.decomposition import LossGradients, bound, compared, judge
 from hvdtrain.core.errors import ConfigError, HvdtrainError
 from hvdtrain.torch.engines.shell import unwrap
 from hvdtrain.torch.engines.sync_batchnorm import sync_batchnorm_mode
@@ -162,8 +162,8 @@ def _compare(
     total = sum(amounts)
     if not total:
         return Check(False, words or "nothing", float("nan"), float("nan"), "", draws, tuple(notes))
-    parts = [Part(float(value), gradients) for value, gradients, _ in runs[: len(amounts)]]
-    gaps = compared(Part(float(whole), wanted), parts, [amount / total for amount in amounts])
+    parts = [LossGradients(float(value), gradients) for value, gradients, _ in runs[: len(amounts)]]
+    gaps = compared(LossGradients(float(whole), wanted), parts, [amount / total for amount in amounts])
     kinds = {str(gradient.dtype).removeprefix("torch.") for gradient in wanted.values()}
     autocast = torch.is_autocast_enabled(whole.device.type) or _amp(modules)
     tolerance = bound("model", {"bfloat16"} if autocast else kinds)

@@ -12,20 +12,21 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.checkpoint.parts import Saves
+from hvdtrain.checkpoint.parts import Saver
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.lr import LR
 from hvdtrain.core.sharding import Step
 from hvdtrain.torch.engines import buffers
-from hvdtrain.torch.engines.base import PartedEngineModel, Piece, Staged, TorchEngine
+from hvdtrain.torch.engines.base import Piece, Staged, TorchEngine
+from hvdtrain.torch.engines.deepspeed import ZeroModel
 from hvdtrain.torch.engines.engine import engine_of
 from hvdtrain.torch.engines.shell import is_compiled
 from hvdtrain.torch.engines.sync_batchnorm import uncounting
 from hvdtrain.torch.losses.loss_proof import LossProof
-from hvdtrain.torch.update.amp import Precision
+from hvdtrain.torch.update.amp import MixedPrecision
 from hvdtrain.torch.update.batches import Batches
 from hvdtrain.torch.update.gradients import Gradients
-from hvdtrain.torch.update.in_step import Noted
+from hvdtrain.torch.update.in_step import TrackedModel
 from hvdtrain.torch.update.nonfinite import Losses
 from hvdtrain.torch.update.several import members_of
 from hvdtrain.torch.values.random_state import random_streams
@@ -101,22 +102,22 @@ class Session:
     module: nn.Module
     optimizer: torch.optim.Optimizer
     options: Options
-    engine_model: Noted
+    engine_model: TrackedModel
     batches: Batches
     per_rank_batch: int | None
-    precision: Precision
+    precision: MixedPrecision
     losses: Losses
     gradients: Gradients
     proof: LossProof
     staged: Staged | None = None
-    parted: PartedEngineModel | None = None
+    parted: ZeroModel | None = None
     compiled: bool = False
     rates: Rates | None = None
     last_call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
     last_method: Callable[..., Any] | None = None
     stepping: bool = False
     entered: bool = False
-    saver: Saves | None = None
+    saver: Saver | None = None
     before: Undo | None = None
     _begun_with: dict[str, Any] | None = field(default=None, repr=False)  # random numbers, as an update began
     _empty_batch: ExitStack = field(default_factory=ExitStack, repr=False)
@@ -141,7 +142,7 @@ class Session:
         return self.options.accumulate
 
     @property
-    def in_parts(self) -> PartedEngineModel | None:
+    def in_parts(self) -> ZeroModel | None:
         """The model on the engine, where ranks have parts of the gradients, too."""
         return self.parted if self.parted is not None and self.parted.parted else None
 

@@ -15,7 +15,7 @@ from hvdtrain.torch.update.gradients import check_loss
 from hvdtrain.torch.update.whole import is_whole
 
 
-class Term(NamedTuple):
+class MeanTerm(NamedTuple):
     """One mean of this rank's batch.
 
     Attributes:
@@ -29,7 +29,7 @@ class Term(NamedTuple):
     given: object
 
 
-def terms_of(given: Sequence[Any], weight: object, more: bool) -> list[Term]:
+def terms_of(given: Sequence[Any], weight: object, more: bool) -> list[MeanTerm]:
     """Returns the terms that `backward` was given.
 
     Raises:
@@ -60,7 +60,7 @@ def terms_of(given: Sequence[Any], weight: object, more: bool) -> list[Term]:
                 " on what hvt.whole(...) gives",
                 shared=True,
             )
-        terms.append(Term(mean, number, divisor))
+        terms.append(MeanTerm(mean, number, divisor))
     if not terms:
         raise ConfigError("backward() takes the loss", "an empty list", "optimizer.backward([(mean, divisor), ...])")
     return terms
@@ -77,7 +77,7 @@ class Terms:
         self._sums = [torch.zeros((), dtype=torch.float64)] * terms
         self._aside: list[dict[nn.Parameter, Tensor]] = []
 
-    def add(self, terms: Sequence[Term], counted: Sequence[int]) -> None:
+    def add(self, terms: Sequence[MeanTerm], counted: Sequence[int]) -> None:
         """Counts a batch's means, those at these places."""
         for at in counted:
             self.counts[at] += terms[at].divisor
@@ -85,7 +85,7 @@ class Terms:
                 self._sums[at].to(terms[at].mean.device) + terms[at].mean.detach().double() * terms[at].divisor
             )
 
-    def check(self, terms: Sequence[Term]) -> None:
+    def check(self, terms: Sequence[MeanTerm]) -> None:
         """Raises `ConfigError` where the update's other batches had more means, or fewer."""
         if len(self.counts) != len(terms):
             raise ConfigError(

@@ -18,7 +18,7 @@ from hvdtrain.record import clock
 _MOST_EVENTS = 1024
 
 
-class Clock(clock.Clock):
+class TorchClock(clock.Clock):
     """The clock of phases, which can measure on a GPU; one for the process (`CLOCK`), for the thread that trains."""
 
     _gpu: _GpuLine | None = None
@@ -72,4 +72,4 @@ class _GpuLine:
             self._spare.append(start)
 
 
-CLOCK = Clock()
+CLOCK = TorchClock()

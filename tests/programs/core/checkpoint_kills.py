@@ -22,26 +22,26 @@ from blob import content, state_of
 
 from hvdtrain import Checkpointer, Progress
 from hvdtrain.checkpoint import checkpoint, checkpoint_files, checkpoint_folder, staging
-from hvdtrain.checkpoint.checkpoint_folder import Folder, Written
+from hvdtrain.checkpoint.checkpoint_folder import CheckpointFolder, Written
 from hvdtrain.checkpoint.staging import StateFile
 
 TRACED = {module.__file__ for module in (checkpoint, checkpoint_files, checkpoint_folder, staging, shutil)}
 
 
-class Naive(Folder):
+class Naive(CheckpointFolder):
     def add(self, written: Written, name: str, parts: Mapping[str, Callable[[StateFile], object]]) -> Path:
         for info in self.list():
             shutil.rmtree(info.path)
         return super().add(written, name, parts)
 
 
-def checkpointer(folder: Path, kind: type[Folder] = Folder) -> Checkpointer:
+def checkpointer(folder: Path, kind: type[CheckpointFolder] = CheckpointFolder) -> Checkpointer:
     found = Checkpointer(folder, keep=2, best="val_loss", asynchronous=False)
     found.folder = kind(folder, 2, "val_loss", "min")
     return found
 
 
-def save(folder: Path, step: int, kind: type[Folder] = Folder) -> None:
+def save(folder: Path, step: int, kind: type[CheckpointFolder] = CheckpointFolder) -> None:
     losses = {1: 0.5, 2: 0.7, 3: 0.8, 4: 0.4, 5: 0.6}
     progress = Progress(step=step, samples_seen=10 * step)
     checkpointer(folder, kind).save(state_of(step), progress=progress, metrics={"val_loss": losses[step]})
@@ -69,7 +69,7 @@ def killed_save(folder: Path, line_number: int) -> bool:
     child = os.fork()
     if child == 0:
         sys.settrace(kill_at(line_number))
-        save(folder, 4, Naive if "--naive" in sys.argv else Folder)
+        save(folder, 4, Naive if "--naive" in sys.argv else CheckpointFolder)
         os._exit(0)
     _, status = os.waitpid(child, 0)
     assert os.WIFSIGNALED(status) or status == 0, f"exit status {status}"

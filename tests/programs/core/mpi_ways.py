@@ -7,7 +7,7 @@ from hvdtrain.bench.comm import ways
 
 with hvdtrain.init("torch", device="cpu") as world:
     ways.CHUNK_BYTES = 1 << 12
-    links = ways.Links(world.mpi)
+    links = ways.CountedLinks(world.mpi)
     most = 2 * (world.size - 1) / world.size
     RULE = {"ring": most, "server": world.size - 1, "servers": most}
     for length in (0, 1, 2, 3, 5, 1000, 12_288, 100_003):

@@ -21,7 +21,7 @@ from common import loss as crossentropy
 from jobs import RANK, SIZE, O, case, hvk, run_cases, world
 
 import hvdtrain
-from hvdtrain.record.bottleneck import Facts
+from hvdtrain.record.bottleneck import RunFacts
 
 keras.config.set_floatx("float64")
 K = keras.callbacks
@@ -705,7 +705,7 @@ def counts_every_step_of_an_execution() -> str:
 class _Log:
     def __init__(self) -> None:
         self.losses: list[float] = []
-        self.facts = Facts()
+        self.facts = RunFacts()
 
     def step(self, *, loss: float, **facts: Any) -> None:
         self.losses.append(loss)

@@ -29,7 +29,7 @@ import hvdtrain.pipeline
 from hvdtrain.core.errors import HvdtrainError
 from hvdtrain.pipeline.plan.schedule import REMATS, SCHEDULES
 from hvdtrain.pipeline.run.runtime import Pipeline
-from hvdtrain.pipeline.run.worker import Call
+from hvdtrain.pipeline.run.worker import StageCall
 from hvdtrain.pipeline.trace.parted import inputs_first
 from hvdtrain.pipeline.trace.segments import segments
 from hvdtrain.pipeline.tuning.search_size import tune
@@ -433,7 +433,7 @@ class Twin(nn.Module):
 
 
 # -- activations in the host's memory ----------------------------------------------------------------------------------
-RUN = Call.run
+RUN = StageCall.run
 
 
 def offload() -> dict[str, Any]:
@@ -450,7 +450,7 @@ def offload() -> dict[str, Any]:
         recorder = Recorder()
         most = [0]
 
-        def recorded(call: Call, recorder: Recorder = recorder) -> Any:
+        def recorded(call: StageCall, recorder: Recorder = recorder) -> Any:
             with recorder:
                 return RUN(call)
 
@@ -461,7 +461,7 @@ def offload() -> dict[str, Any]:
             return outputs
 
         with (
-            recorder.patched(), mock.patch.object(Call, "run", recorded),
+            recorder.patched(), mock.patch.object(StageCall, "run", recorded),
             mock.patch.object(Recorder, "__torch_dispatch__", dispatch),
         ):  # fmt: skip
             pipe._places = Places([gpu(0), gpu(1)])

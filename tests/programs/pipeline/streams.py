@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import hvdtrain.pipeline
 from hvdtrain.pipeline.plan.schedule import REMATS, SCHEDULES
 from hvdtrain.pipeline.run.runtime import Pipeline
-from hvdtrain.pipeline.run.worker import Call
+from hvdtrain.pipeline.run.worker import StageCall
 from hvdtrain.pipeline.values.places import Places
 
 torch.set_default_dtype(torch.float64)
@@ -75,7 +75,7 @@ def example() -> tuple[Tensor, Tensor]:
     return torch.randn(BATCH, WIDTH), torch.randn(BATCH, WIDTH)
 
 
-RUN = Call.run
+RUN = StageCall.run
 
 
 def step(pipe: Pipeline, recorder: Recorder, data: torch.device, *, watch: bool = True) -> None:
@@ -85,11 +85,11 @@ def step(pipe: Pipeline, recorder: Recorder, data: torch.device, *, watch: bool 
         watch: record every operation, not only streams and copies.
     """
 
-    def recorded(call: Call) -> Any:
+    def recorded(call: StageCall) -> Any:
         with recorder if watch else nullcontext():
             return RUN(call)
 
-    with recorder.patched(), mock.patch.object(Call, "run", recorded):
+    with recorder.patched(), mock.patch.object(StageCall, "run", recorded):
         x, shift = example()
         x, shift = recorder.put(x, data, "x"), recorder.put(shift, CPU, "shift")
         y = recorder.put(torch.ones(BATCH, WIDTH), data, "y")

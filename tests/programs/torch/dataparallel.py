@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import hvdtrain
-from hvdtrain.torch.engines.base import Pass, Settings
+from hvdtrain.torch.engines.base import Pass, Transport
 from hvdtrain.torch.engines.dataparallel import DataParallelEngine, PiecesModel, memory_told, piece_sizes
 
 
@@ -53,7 +53,7 @@ class Nested(nn.Module):
 def bound_of(module: nn.Module, pieces: int) -> Any:
     engine = DataParallelEngine(name="dataparallel", pieces=pieces)
     parameters = list(module.parameters()) or [nn.Parameter(torch.zeros(1))]
-    return engine.bind(module, torch.optim.SGD(parameters, lr=0.1), Settings())
+    return engine.bind(module, torch.optim.SGD(parameters, lr=0.1), Transport())
 
 
 def gap(samples: int, pieces: int, inside: bool) -> float:

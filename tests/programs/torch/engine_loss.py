@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 import hvdtrain
-from hvdtrain.torch.engines.base import Pass, Settings
+from hvdtrain.torch.engines.base import Pass, Transport
 
 
 def main(engine: str) -> None:
     with hvdtrain.init("torch", engine=engine) as world:
         bound: Any = world.comm.bind(  # type: ignore[attr-defined]
-            module := nn.Linear(3, 2), torch.optim.SGD(module.parameters(), lr=0.1), Settings()
+            module := nn.Linear(3, 2), torch.optim.SGD(module.parameters(), lr=0.1), Transport()
         )
         for step in range(4):
             if step == 2 and world.rank == 1:

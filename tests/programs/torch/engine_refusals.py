@@ -13,7 +13,7 @@ from torch import nn
 
 import hvdtrain
 import hvdtrain.torch as hvt
-from hvdtrain.torch.engines.base import Settings
+from hvdtrain.torch.engines.base import Transport
 from hvdtrain.torch.engines.dataparallel import DataParallelEngine
 from hvdtrain.torch.engines.sync_batchnorm import convert
 
@@ -58,7 +58,7 @@ def taken() -> str:
 
 def bind_says(engine: Any, module: nn.Module) -> str:
     try:
-        engine.bind(module, torch.optim.SGD(module.parameters(), lr=0.1), Settings())
+        engine.bind(module, torch.optim.SGD(module.parameters(), lr=0.1), Transport())
     except hvdtrain.ConfigError as error:
         return str(error)
     return "nothing"

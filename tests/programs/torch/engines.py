@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import hvdtrain
-from hvdtrain.torch.engines.base import Pass, Settings, TorchEngine
+from hvdtrain.torch.engines.base import Pass, TorchEngine, Transport
 from hvdtrain.torch.engines.sync_batchnorm import convert, is_synchronized, sync_batchnorm_mode
 from hvdtrain.torch.values.clock import CLOCK
 
@@ -60,7 +60,7 @@ def collectives(engine: TorchEngine, dtype: torch.dtype) -> Any:
 def branches(engine: TorchEngine, dtype: torch.dtype) -> Any:
     """Layers that take part on some ranks, in some micro-batches, or nowhere; twice, and extras."""
     module = Branches(dtype)
-    bound = engine.bind(module, torch.optim.SGD(module.parameters(), lr=0.0), Settings())
+    bound = engine.bind(module, torch.optim.SGD(module.parameters(), lr=0.0), Transport())
     x = torch.ones(2, 3, dtype=dtype)
     found = []
     for _ in range(2):
@@ -78,7 +78,7 @@ def branches(engine: TorchEngine, dtype: torch.dtype) -> Any:
 def local(engine: TorchEngine, dtype: torch.dtype) -> Any:
     """The twin: without `reduce` each rank keeps its own."""
     module = Branches(dtype)
-    bound = engine.bind(module, torch.optim.SGD(module.parameters(), lr=0.0), Settings())
+    bound = engine.bind(module, torch.optim.SGD(module.parameters(), lr=0.0), Transport())
     bound.backward(bound.call(torch.full((1, 3), engine.rank + 1.0, dtype=dtype), "a"), Pass(reduce=False))
     found = gradients(module)
     bound.close()
@@ -89,7 +89,7 @@ def thaw(engine: TorchEngine, dtype: torch.dtype) -> Any:
     """A layer frozen when the model was bound, trained later; then another one frozen."""
     module = Branches(dtype)
     module.b.requires_grad_(False)
-    bound = engine.bind(module, torch.optim.SGD(module.parameters(), lr=0.0), Settings())
+    bound = engine.bind(module, torch.optim.SGD(module.parameters(), lr=0.0), Transport())
     x = torch.full((1, 3), engine.rank + 1.0, dtype=dtype)
     found = []
     for frozen, thawed in ((None, None), (None, module.b), (module.a, None)):
@@ -108,7 +108,7 @@ def thaw(engine: TorchEngine, dtype: torch.dtype) -> Any:
 def forwards(engine: TorchEngine, dtype: torch.dtype) -> Any:
     """Forward passes that no backward pass follows, and several before one: evaluation, losses of two passes."""
     module = Branches(dtype)
-    bound = engine.bind(module, torch.optim.SGD(module.parameters(), lr=0.0), Settings())
+    bound = engine.bind(module, torch.optim.SGD(module.parameters(), lr=0.0), Transport())
     x = torch.ones(1, 3, dtype=dtype)
     bound.call(x, "ab")
     with torch.no_grad():
@@ -128,7 +128,7 @@ def training(engine: TorchEngine, dtype: torch.dtype) -> Any:
     sizes = [3 + rank for rank in range(engine.size)]
     make = lambda m: torch.optim.SGD(m.parameters(), lr=1e-3, momentum=0.9, weight_decay=0.01)  # noqa: E731
     optimizer, alone_optimizer = make(module), make(alone)
-    bound = engine.bind(module, optimizer, Settings(bucket_bytes=64))
+    bound = engine.bind(module, optimizer, Transport(bucket_bytes=64))
     for _ in range(5):
         x, y = torch.randn(sum(sizes), 4, dtype=dtype), 100 * torch.randn(sum(sizes), 3, dtype=dtype)
         alone_optimizer.zero_grad()
@@ -152,7 +152,7 @@ def compressed(engine: TorchEngine, dtype: torch.dtype) -> Any:
     found = {}
     for kind in (None, "fp16", "bf16"):
         module = Branches(dtype)
-        bound = engine.bind(module, torch.optim.SGD(module.parameters(), lr=0.0), Settings(compression=kind))
+        bound = engine.bind(module, torch.optim.SGD(module.parameters(), lr=0.0), Transport(compression=kind))
         bound.backward(bound.call(torch.full((1, 3), 1 + 2**-9, dtype=dtype), "a"), Pass(reduce=True))
         bound.finish()
         found[str(kind)] = gradients(module)["a"]
@@ -164,7 +164,7 @@ def closed(engine: TorchEngine, dtype: torch.dtype) -> Any:
     """After `close` the model is as before: plain training on one rank only disturbs nobody, no hooks are left. What is
     still referred to, by a traceback say, has no group, which would end too late."""
     module = Branches(dtype)
-    bound = engine.bind(module, torch.optim.SGD(module.parameters(), lr=0.0), Settings())
+    bound = engine.bind(module, torch.optim.SGD(module.parameters(), lr=0.0), Transport())
     bound.backward(bound.call(torch.ones(1, 3, dtype=dtype), "a"), Pass(reduce=True))
     bound.finish()
     held = list(vars(bound).values())
@@ -226,7 +226,7 @@ def batchnorm_afterwards(module: nn.Module, whole: nn.Module, x: Tensor) -> dict
 def phases(engine: TorchEngine, dtype: torch.dtype) -> Any:
     """Seconds of a pass that rank 0 waits for: the last rank begins its backward pass half a second late."""
     module = nn.Linear(3, 2, dtype=dtype)
-    bound = engine.bind(module, torch.optim.SGD(module.parameters(), lr=0.0), Settings())
+    bound = engine.bind(module, torch.optim.SGD(module.parameters(), lr=0.0), Transport())
     loss = bound.call(torch.ones(1, 3, dtype=dtype)).sum()
     engine.barrier()
     CLOCK.take()

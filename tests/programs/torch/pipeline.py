@@ -40,7 +40,7 @@ import hvdtrain.torch as hvt
 from hvdtrain import torch_resnet
 from hvdtrain.core.errors import ConfigError, ReplicaError
 from hvdtrain.pipeline.tuning import planner
-from hvdtrain.pipeline.tuning.planner import Plan
+from hvdtrain.pipeline.tuning.planner import ParallelPlan
 from hvdtrain.pipeline.values import devices
 from hvdtrain.torch.engines.dataparallel import DataParallelEngine
 from hvdtrain.torch.engines.group import GroupEngine
@@ -259,13 +259,13 @@ def case_ranks_of_a_host_take_cores_of_their_own(world: hvdtrain.World) -> None:
 def case_rank_0_plans_and_all_obey(world: hvdtrain.World) -> None:
     args = torch_resnet.parser().parse_args(["--plan", "auto", "--pipeline", "cpu,cpu,cpu", "--per-rank-batch", "8"])
     settings = Settings.of(args, world.size, RECIPES["digits"], samples=100)
-    planned = Plan(2, 1, 2, 3, "gpipe", "except_last", 8, sizes=(30, 5))
+    planned = ParallelPlan(2, 1, 2, 3, "gpipe", "except_last", 8, sizes=(30, 5))
     asked: list[tuple[Any, ...]] = []
 
-    def applied(plan: Plan) -> tuple[Any, Settings]:
+    def applied(plan: ParallelPlan) -> tuple[Any, Settings]:
         def choose(
             model: Any, example: Tensor, loss: Any, *, devices: Any, batch: int, optimizer_copies: float
-        ) -> Plan:
+        ) -> ParallelPlan:
             asked.append((tuple(example.shape), list(devices), batch, optimizer_copies))
             return plan
 

@@ -253,7 +253,7 @@ def case_looking_for_infinities_before_the_average_lets_ranks_part(world: hvdtra
     model, optimizer, train = prepared(amp="fp16")
     batches = iter(train)
     update(model, optimizer, next(batches))
-    real = amp.Precision.unscale
+    real = amp.MixedPrecision.unscale
 
     def own_only(precision: Any, stepper: Any) -> None:
         if not at_last(world):
@@ -261,7 +261,7 @@ def case_looking_for_infinities_before_the_average_lets_ranks_part(world: hvdtra
                 parameter.grad.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         real(precision, stepper)
 
-    with mock.patch.object(amp.Precision, "unscale", own_only), infinite_gradient(model, at_last(world)):
+    with mock.patch.object(amp.MixedPrecision, "unscale", own_only), infinite_gradient(model, at_last(world)):
         update(model, optimizer, next(batches))
     assert len(set(world.gather(optimizer.skipped_steps))) == 2
     assert len(set(world.gather(hvt.fingerprint(model)))) == 2

@@ -20,8 +20,8 @@ import hvdtrain.torch as hvt
 from hvdtrain.core.errors import ConfigError, HvdtrainError, NonFiniteError
 from hvdtrain.record.log import read_run
 from hvdtrain.torch.losses.tally import SIZE, Tally, wrong
-from hvdtrain.torch.update.nonfinite import Losses, Reading
-from hvdtrain.torch.values.clock import CLOCK, Clock
+from hvdtrain.torch.update.nonfinite import Losses, PendingLosses
+from hvdtrain.torch.values.clock import CLOCK, TorchClock
 
 
 # -- precision ----------------------------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ def case_other_errors_pass_as_they_are(world: hvdtrain.World) -> None:
 
 def case_phases_sum_to_the_wall_time(world: hvdtrain.World) -> None:
     now = [0.0]
-    clock = Clock(lambda: now[0])
+    clock = TorchClock(lambda: now[0])
     for phase, seconds in (("input", 1.0), ("forward", 2.0), ("forward", 0.5), ("other", 0.25)):
         clock.enter(phase)
         now[0] += seconds
@@ -241,7 +241,7 @@ class Event:
 def case_on_a_gpu_phases_are_read_when_they_are_over(world: hvdtrain.World) -> None:
     with mock.patch("torch.cuda.Event", Event), mock.patch("torch.cuda.current_stream", lambda *_: None):
         Event.now = Event.done = 0.0
-        clock = Clock()
+        clock = TorchClock()
         clock.use(torch.device("cuda"))
         clock.take()
         for phase, until in (("input", 1.0), ("forward", 3.0), ("backward", 6.0)):
@@ -280,7 +280,7 @@ def case_on_a_gpu_losses_are_read_two_updates_later(world: hvdtrain.World) -> No
             Event.now, Event.done = float(step), max(step - 2.0, 1.0)  # the GPU is two updates behind
             value = torch.tensor(loss, dtype=torch.float64)
             mine = value if step > 1 else 0.0  # of a rank that has only padding
-            losses.add(Reading(step, 0, value, mine, "", torch.zeros_like(value), AssertionError, torch.zeros(2)))
+            losses.add(PendingLosses(step, 0, value, mine, "", torch.zeros_like(value), AssertionError, torch.zeros(2)))
         assert losses.last == 2.0
         Event.done = 9.0
         with refused("nan at step 4", "HVDTRAIN_CHECK_EVERY_STEP=1", kind=NonFiniteError):

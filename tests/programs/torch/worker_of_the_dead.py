@@ -28,7 +28,7 @@ forks._Watchdog = Late  # type: ignore[misc]
 reader = os.fork()
 if reader == 0:
     os.close(ended)
-    for _ in DataLoader(range(8), num_workers=1, multiprocessing_context=forks.Context()):  # type: ignore[arg-type]
+    for _ in DataLoader(range(8), num_workers=1, multiprocessing_context=forks.WorkerContext()):  # type: ignore[arg-type]
         pass
 os.close(held)
 os.waitpid(reader, 0)

@@ -9,7 +9,7 @@ import pytest
 from hvdtrain.bench.comm import model, narrow
 from hvdtrain.bench.comm.report import readable
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.pipeline.plan.scaling import Bucket
+from hvdtrain.pipeline.plan.scaling import BucketTiming
 
 SIZES = [1 << power for power in range(10, 29)]
 
@@ -66,7 +66,7 @@ class TestOtherNumbersOfRanks:
         assert link.seconds("ring", 1, 1e9) == 0
 
     def test_steps_on_more_ranks(self) -> None:
-        buckets = [Bucket(25 << 20, share / 4) for share in range(1, 5)]
+        buckets = [BucketTiming(25 << 20, share / 4) for share in range(1, 5)]
         free = model.steps(buckets, 0.3, {"ring": model.LinkCost(0.0, 0.0)})["ring"]
         assert all(
             its["step_s"] == pytest.approx(0.3) and its["efficiency"] == pytest.approx(1.0) for its in free.values()

@@ -13,7 +13,7 @@ from hvdtrain.__main__ import main
 from hvdtrain.bench import scale as bench
 from hvdtrain.commands import scale
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.pipeline.plan.scaling import Bucket
+from hvdtrain.pipeline.plan.scaling import BucketTiming
 from hvdtrain.vision.classifiers import buckets_of
 
 GIVEN = ["scale", "--step", "0.31", "--gradients", "170MB"]
@@ -161,7 +161,7 @@ def test_a_models_gradients_come_as_its_layers_are_computed() -> None:
     assert sum(its.size_bytes for its in tensors) == 4 * 138_357_544 and len(tensors) == 32
     early = [its for its in tensors if its.ready < 0.01]
     assert sum(its.size_bytes for its in early) / (4 * 138_357_544) == pytest.approx(0.894, abs=0.001)
-    assert tensors[-1] == Bucket(4 * 3 * 9 * 64, 1.0)
+    assert tensors[-1] == BucketTiming(4 * 3 * 9 * 64, 1.0)
     buckets = buckets_of("vgg16", 25 << 20)
     assert sum(its.size_bytes for its in buckets) == 4 * 138_357_544 and 5 < len(buckets) < 32
     assert len(buckets_of("vit_b_16", 0)) == 152, "a function takes some of its weights"
@@ -175,7 +175,7 @@ class TestBench:
     @pytest.mark.parametrize("hidden", [False, True])
     def test_the_step_is_predicted_from_one_rank_and_the_sums(self, hidden: bool) -> None:
         """Of 2 ranks a sum of S bytes takes S x 1e-9 s and 100 us: two messages of 50 us."""
-        buckets = (Bucket(10e6, 0.5), Bucket(10e6, 1.0))
+        buckets = (BucketTiming(10e6, 0.5), BucketTiming(10e6, 1.0))
         found = bench.compared(self.SECONDS, 2, buckets, crowd=1.0, hidden=hidden)
         assert found["link"] == pytest.approx({"latency_s": 5e-5, "s_per_byte": 1e-9})
         alone = self.SECONDS["1 rank"]

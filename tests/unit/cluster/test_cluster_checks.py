@@ -15,7 +15,7 @@ from hvdtrain.__main__ import _end
 from hvdtrain.cluster.doctor import examine, findings, machine, software
 from hvdtrain.cluster.doctor import network as checks_network
 from hvdtrain.cluster.doctor.findings import ClusterFacts, Finding, odd_ones
-from hvdtrain.cluster.doctor.network import Folder, Links
+from hvdtrain.cluster.doctor.network import Links, RunFolder
 from hvdtrain.cluster.hosts.addresses import Chosen
 from hvdtrain.cluster.hosts.hosts import Host
 from hvdtrain.cluster.launch import launcher
@@ -315,25 +315,25 @@ def test_interfaces() -> None:
 
 
 def test_run_directory() -> None:
-    def check(found: Folder) -> dict[str, tuple[str, ...]]:
+    def check(found: RunFolder) -> dict[str, tuple[str, ...]]:
         return named(list(checks_network.folder(cluster(host(1), host(2), host(3)), found)))
 
     names = ["host1", "host2", "host3"]
-    shared = Folder("/data/runs", True, {name: {} for name in names}, {name: names for name in names})
+    shared = RunFolder("/data/runs", True, {name: {} for name in names}, {name: names for name in names})
     assert check(shared) == {}
-    apart = Folder("/data/runs", True, shared.written, {name: [name] for name in names})
+    apart = RunFolder("/data/runs", True, shared.written, {name: [name] for name in names})
     assert check(apart) == {"run-dir-not-shared": ("host2", "host3")}
     apart.asked = False  # the default folder is each host's own where nothing is shared
     assert [finding.severity for finding in checks_network.folder(cluster(host(1), host(2), host(3)), apart)] == [
         "note"
     ]
     read_only = {"error": "Read-only file system", "errno": "EROFS"}
-    assert check(Folder("/d", True, {"host1": read_only, "host2": {}, "host3": {}}, shared.seen)) == {
+    assert check(RunFolder("/d", True, {"host1": read_only, "host2": {}, "host3": {}}, shared.seen)) == {
         "run-dir-not-writable": ("host1",)
     }
     full = {"error": "Disk quota exceeded", "errno": "EDQUOT"}
     assert check(
-        Folder("/d", True, {"host1": {}, "host2": {}, "host3": full}, {name: names[:2] for name in names})
+        RunFolder("/d", True, {"host1": {}, "host2": {}, "host3": full}, {name: names[:2] for name in names})
     ) == {"full-disk": ("host3",)}
 
 

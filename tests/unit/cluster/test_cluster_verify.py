@@ -19,8 +19,8 @@ from hvdtrain.cluster.doctor.verify_toy import (
     INPUTS,
     OUTPUTS,
     STEPS,
-    Check,
     Measured,
+    ToyCheck,
     checks,
     one_process,
     own_start,
@@ -70,7 +70,7 @@ def ranks_of(size: int) -> list[Measured]:
     return found
 
 
-def by_name(found: Sequence[Check]) -> dict[str, Check]:
+def by_name(found: Sequence[ToyCheck]) -> dict[str, ToyCheck]:
     return {check.name: check for check in found}
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.cluster.hosts.links import Look, to_drop
+from hvdtrain.cluster.hosts.links import LinkCheck, to_drop
 
 ADDRESSES = {name: f"10.0.0.{number}" for number, name in enumerate(["c", "a", "b"], 1)}  # in the job's order
 
@@ -22,10 +22,10 @@ class Agent(SimpleNamespace):
         self.sent.append((kind, fields))
 
 
-def asked(closed: str = "") -> tuple[Look, dict[str, Agent]]:
+def asked(closed: str = "") -> tuple[LinkCheck, dict[str, Agent]]:
     """All have opened a port, and are to reach the others, except one that is gone."""
     agents = {name: Agent() for name in ADDRESSES}
-    look = Look(agents, ADDRESSES)
+    look = LinkCheck(agents, ADDRESSES)
     assert look.pairs() is None
     for number, name in enumerate(name for name in agents if name != closed):
         look.take(name, {"type": "listens", "port": 1000 + number})

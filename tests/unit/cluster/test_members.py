@@ -49,13 +49,13 @@ class World:
             assert not self.failed, "something is to be done after the job has failed"
             self.said.append(action)
             match action:
-                case actions.Start(number, host, slot):
+                case actions.StartWorker(number, host, slot):
                     self.start(number, host, slot)
                 case actions.Signal(number, sent):
                     assert sent in ((signal.SIGKILL,) if number in self.dying else (signal.SIGKILL, signal.SIGTERM))
                     self.dying[number] = self.dying.get(number) or self.alive.pop(number)
                     self.forget(number)
-                case actions.Reach(host):
+                case actions.ReachHost(host):
                     self.reaching.append(host.name)
                 case actions.Serve():
                     assert action.host == action.slots[0].host.name
@@ -64,7 +64,7 @@ class World:
                     assert number in self.alive
                     self.regroup |= message["do"] == "regroup"
                     self.broken |= message["do"] == "abort"
-                case actions.Look():
+                case actions.FindCut():
                     assert len({self.alive[number] for number in self.waiting if number in self.formation}) > 1
                     self.looking = True
                 case actions.Formed():
@@ -397,7 +397,7 @@ def test_members_that_lose_one_another_look_at_the_links_first():
         world.wait(number)
     assert world.looking and world.serving is None
     world.later(1)
-    assert world.said.count(actions.Look()) == 1, "once"
+    assert world.said.count(actions.FindCut()) == 1, "once"
     world.do(world.members.host_gone("b", world.now, why="it does not reach the others"))
     world.alive.pop(2)
     world.later(SECONDS_TO_SETTLE)
@@ -408,7 +408,7 @@ def test_members_that_lose_one_another_look_at_the_links_first():
     for number in (0, 1):
         world.wait(number)
     world.served()
-    assert world.formation == (0, 1) and world.said.count(actions.Look()) == 1, "on one host there are no links"
+    assert world.formation == (0, 1) and world.said.count(actions.FindCut()) == 1, "on one host there are no links"
 
 
 def test_a_loss_or_an_agreement_explains_why_members_leave():
@@ -424,7 +424,7 @@ def test_a_loss_or_an_agreement_explains_why_members_leave():
     for number in (0, 1, 2):
         world.wait(number)
     world.served()
-    assert world.formation == (0, 1, 2, 3) and actions.Look() not in world.said
+    assert world.formation == (0, 1, 2, 3) and actions.FindCut() not in world.said
 
 
 def test_who_does_not_leave_is_told_to_and_then_killed():

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from hvdtrain.core.decomposition import Kind, Part, bound, compared, judge
+from hvdtrain.core.decomposition import Kind, LossGradients, bound, compared, judge
 
 X = np.random.default_rng(0).normal(size=(6, 3))
 PIECES = (X[:4], X[4:])
@@ -16,22 +16,22 @@ SHARES = (4 / 6, 2 / 6)
 LIMIT = 1e-12
 
 
-def mean(x: np.ndarray) -> Part:
+def mean(x: np.ndarray) -> LossGradients:
     """A loss of squares, by weights that are 1."""
-    return Part(float((x**2).sum(1).mean()), {"w": 2 * (x**2).mean(0)})
+    return LossGradients(float((x**2).sum(1).mean()), {"w": 2 * (x**2).mean(0)})
 
 
-def total(x: np.ndarray) -> Part:
+def total(x: np.ndarray) -> LossGradients:
     its = mean(x)
-    return Part(its.loss * len(x), {"w": its.gradients["w"] * len(x)})
+    return LossGradients(its.loss * len(x), {"w": its.gradients["w"] * len(x)})
 
 
-def root(x: np.ndarray) -> Part:
+def root(x: np.ndarray) -> LossGradients:
     its = mean(x)
-    return Part(math.sqrt(its.loss), {"w": its.gradients["w"] / 2 / math.sqrt(its.loss)})
+    return LossGradients(math.sqrt(its.loss), {"w": its.gradients["w"] / 2 / math.sqrt(its.loss)})
 
 
-def kind_of(loss: Callable[[np.ndarray], Part], shares: Sequence[float], best: Sequence[float]) -> Kind:
+def kind_of(loss: Callable[[np.ndarray], LossGradients], shares: Sequence[float], best: Sequence[float]) -> Kind:
     whole, parts = loss(X), [loss(piece) for piece in PIECES]
     gaps, nearest = compared(whole, parts, shares), compared(whole, parts, best)
     return judge(gaps, gradient=LIMIT * gaps.largest, loss=LIMIT * whole.loss, best=nearest, shares=best)
@@ -47,20 +47,20 @@ def kind_of(loss: Callable[[np.ndarray], Part], shares: Sequence[float], best: S
     ],
 )
 def test_what_a_batch_is_to_its_pieces(
-    loss: Callable[[np.ndarray], Part], shares: Sequence[float], best: Sequence[float], wanted: Kind
+    loss: Callable[[np.ndarray], LossGradients], shares: Sequence[float], best: Sequence[float], wanted: Kind
 ) -> None:
     assert kind_of(loss, shares, best) == wanted
 
 
 def test_a_piece_that_counts_nothing_need_not_be_a_number() -> None:
-    empty = Part(math.nan, {"w": np.full(3, math.nan)})
+    empty = LossGradients(math.nan, {"w": np.full(3, math.nan)})
     gaps = compared(mean(X), [mean(X), empty], (1.0, 0.0))
     assert gaps.loss == gaps.gradient == 0.0
     assert compared(mean(X), [mean(X), empty], (0.9, 0.1)).gradient == math.inf
 
 
 def test_a_gradient_that_only_one_side_has_is_a_difference() -> None:
-    nothing = Part(mean(X).loss, {})
+    nothing = LossGradients(mean(X).loss, {})
     assert compared(nothing, [mean(X)], (1.0,)).gradient == compared(mean(X), [nothing], (1.0,)).gradient > 1
 
 

@@ -24,7 +24,7 @@ from hvdtrain.core import variables
 from hvdtrain.core.errors import HUNG_CODE, ConfigError
 from hvdtrain.core.launchers import Detected
 from hvdtrain.watch import bundle, hang, looks, rounds, watch
-from hvdtrain.watch.looks import CIRCLES, MOVING, STILL, Look, movement
+from hvdtrain.watch.looks import CIRCLES, MOVING, STILL, StackSample, movement
 from hvdtrain.watch.meeting import Tracker
 
 UPDATE = {"kind": "update", "number": 4, "key": "of model 1", "line": "a.py:1: backward()", "updates": 3, "meetings": 2,
@@ -144,11 +144,11 @@ def test_of_several_the_one_that_moves_is_not_blamed() -> None:
     ],
 )
 def test_how_a_thread_moves(chains: list[int], expected: str) -> None:
-    assert movement([Look(*each) for each in enumerate(chains)], 30.0) == expected
+    assert movement([StackSample(*each) for each in enumerate(chains)], 30.0) == expected
 
 
 def test_a_thread_that_writes_much_is_at_work() -> None:
-    looked = [[Look(at, 7, at * rate) for at in range(60)] for rate in (1 << 18, 1 << 21)]
+    looked = [[StackSample(at, 7, at * rate) for at in range(60)] for rate in (1 << 18, 1 << 21)]
     assert [movement(each, 30.0) for each in looked] == [STILL, CIRCLES]
     before = looks.bytes_moved()
     with tempfile.TemporaryFile() as file:

@@ -10,7 +10,7 @@ import pytest
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.sharding import Plan
-from hvdtrain.world.records import BATCH_SAMPLER, HEAD, STREAM, Noted, head, stream_of
+from hvdtrain.world.records import BATCH_SAMPLER, HEAD, STREAM, CountedRecords, head, stream_of
 from hvdtrain.world.streams import StreamPlan, StreamStep, walk
 
 
@@ -18,7 +18,7 @@ def steps_of(
     records: Any, size: int, batch: int, rank: int, *, begin: int = 0, ahead: int = 1, **options: Any
 ) -> list[tuple[StreamStep, list[Any]]]:
     plan = StreamPlan(0, size, batch, shuffle=False, **options)
-    noted = Noted(iter(records), kind=BATCH_SAMPLER if plan.whole_batches else STREAM)
+    noted = CountedRecords(iter(records), kind=BATCH_SAMPLER if plan.whole_batches else STREAM)
     return list(walk(noted, plan, 0, begin, rank=rank, ahead=ahead))
 
 
@@ -44,7 +44,7 @@ def test_a_records_parts_are_known_by_name() -> None:
     """A resumed run compares what it walks past: a picture that has become the mask is another record."""
 
     def digest(*records: Any) -> int:
-        noted = Noted(iter(records))
+        noted = CountedRecords(iter(records))
         assert len(list(noted)) == len(records)
         return noted.digest
 
@@ -69,7 +69,7 @@ def test_little_is_held_of_a_step() -> None:
 
     for rank in (0, 31, 63):
         for _ in walk(
-            Noted(Record() for _ in range(256)), StreamPlan(0, 64, 4, shuffle=False), 0, 0, rank=rank, ahead=1
+            CountedRecords(Record() for _ in range(256)), StreamPlan(0, 64, 4, shuffle=False), 0, 0, rank=rank, ahead=1
         ):
             pass
     assert most <= 64 + HEAD + 8, most

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.guard.judge import Finding, Judge
+from hvdtrain.guard.judge import GuardFinding, Judge
 from hvdtrain.guard.rates import scaled_twice
 
 HEAD = "import horovod.torch as hvd\nfrom horovod.tensorflow import size\n"
@@ -104,5 +104,5 @@ def test_a_finding_is_told_once_a_line() -> None:
         "note": False,
     }
     judge = Judge(2)
-    assert isinstance(judge.take(1, report), Finding)
+    assert isinstance(judge.take(1, report), GuardFinding)
     assert judge.take(0, report) is None and len(judge.findings) == 1

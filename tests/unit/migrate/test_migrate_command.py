@@ -9,7 +9,7 @@ import pytest
 
 from hvdtrain.__main__ import main
 from hvdtrain.core.errors import HvdtrainError
-from hvdtrain.migrate.prove import NotProvenError, Proof
+from hvdtrain.migrate.prove import NotProvenError, ScriptProof
 
 SCRIPT = "# -*- coding: latin-1 -*-\r\nimport horovod.torch as hvd\r\nhvd.init()\r\nprint('\xe9', hvd.rank())\r\n"
 
@@ -55,19 +55,19 @@ def test_without_a_proof_it_says_that_nothing_was_proven(script: Path, capsys: p
     [
         (NotProvenError("the new script failed"), 1, "NOT PROVEN: the new script failed"),
         (HvdtrainError("nothing was proven: no data", "", "--no-prove"), 2, "nothing was proven: no data\n  fix: --no"),
-        (Proof(20, 4, "w", 1, 0.5, 1e-5), 1, "NOT PROVEN: after 20 updates"),
-        (Proof(20, 4, "w", 1, 0.0, 1e-5), 0, "hvdtrain migrate: after 20 updates"),
+        (ScriptProof(20, 4, "w", 1, 0.5, 1e-5), 1, "NOT PROVEN: after 20 updates"),
+        (ScriptProof(20, 4, "w", 1, 0.0, 1e-5), 0, "hvdtrain migrate: after 20 updates"),
     ],
 )
 def test_only_what_was_proven_is_written(
-    error: Exception | Proof, code: int, wanted: str, script: Path, tmp_path: Path,
+    error: Exception | ScriptProof, code: int, wanted: str, script: Path, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     given = []
 
-    def proves(path: Path, text: str, argv: list[str], **more: object) -> Proof:
+    def proves(path: Path, text: str, argv: list[str], **more: object) -> ScriptProof:
         given.append((path, argv, more["updates"]))
-        if isinstance(error, Proof):
+        if isinstance(error, ScriptProof):
             return error
         raise error
 

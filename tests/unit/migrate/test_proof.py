@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from hvdtrain.migrate import prove
-from hvdtrain.migrate.prove import NotProvenError, Run, compare, linked
+from hvdtrain.migrate.prove import NotProvenError, ScriptRun, compare, linked
 
 
-def run_of(*values: float, updates: int = 20, dtype: str = "float32") -> Run:
+def run_of(*values: float, updates: int = 20, dtype: str = "float32") -> ScriptRun:
     """Two ranks' weights: each value is one of a tensor of two."""
     tensors = [{f"w{i}": np.array([2.0, value], dtype) for i, value in enumerate(values)} for _ in range(2)]
     eps = [dict.fromkeys(tensors[0], float(np.finfo(dtype).eps)) for _ in range(2)]
-    return Run([updates, updates], eps, tensors)
+    return ScriptRun([updates, updates], eps, tensors)
 
 
 def test_the_tensor_that_differs_most_is_named() -> None:

@@ -15,7 +15,7 @@ from hvdtrain import __main__
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.pipeline.plan.costs import Curve, Device, Link, Pool, SegmentCost, all_reduce_seconds, stage_costs
 from hvdtrain.pipeline.plan.schedule import Schedule, micro_batch_sizes
-from hvdtrain.pipeline.plan.search import Cluster, Plan, coarsened, plans
+from hvdtrain.pipeline.plan.search import Cluster, ParallelPlan, coarsened, plans
 from hvdtrain.pipeline.plan.simulate import simulate
 from hvdtrain.pipeline.tuning.planner import Speed, as_json, described
 
@@ -189,7 +189,7 @@ def test_nothing_to_plan_is_refused(batch, cluster):
 
 
 def test_plans_in_words():
-    plan = Plan(1, 1, 1, 1, "1f1b", "never", 32)
+    plan = ParallelPlan(1, 1, 1, 1, "1f1b", "never", 32)
     assert str(plan) == "one device, batch 32"
     assert str(replace(plan, replicas=4, accumulate=2)) == "data parallel on 4 devices, batch 4, 2 passes"
     assert str(replace(plan, stages=2, micro_batches=4)) == "pipeline of 2 stages, 4 micro-batches of 8, 1f1b"

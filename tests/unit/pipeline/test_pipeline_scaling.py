@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from hvdtrain.pipeline.plan.costs import Link, ring_link
 from hvdtrain.pipeline.plan.scaling import (
     MOST_RANKS,
-    Bucket,
+    BucketTiming,
+    MeasuredStep,
     Network,
-    Training,
     Way,
     exchange,
     exposed,
@@ -30,8 +30,8 @@ from hvdtrain.pipeline.plan.scaling import (
 BETWEEN, INSIDE = Link(30e-6, 1.25e9), Link(5e-6, 12.5e9)
 NETWORK = Network(BETWEEN, INSIDE, per_host=8)
 FREE = Network(Link(), Link())
-WHOLE = (Bucket(170e6, 1.0),)
-EVEN = tuple(Bucket(17e6, n / 10) for n in range(1, 11))
+WHOLE = (BucketTiming(170e6, 1.0),)
+EVEN = tuple(BucketTiming(17e6, n / 10) for n in range(1, 11))
 
 
 def oracle(
@@ -70,7 +70,7 @@ def test_the_events_are_those_of_an_oracle(
     buckets = sorted(given_, key=lambda its: its[1])
     seconds = {size: Fraction(latency, 8) + size * Fraction(rate, 8) for size in range(100)}
     found = exchange(
-        [Bucket(size, float(ready)) for size, ready in buckets], 1.0, lambda size: float(seconds[int(size)]),
+        [BucketTiming(size, float(ready)) for size, ready in buckets], 1.0, lambda size: float(seconds[int(size)]),
         cycle_s=float(cycle), negotiation_s=float(negotiation), fusion_bytes=most,
     )  # fmt: skip
     wanted = oracle(buckets, cycle, negotiation, most, seconds)
@@ -88,7 +88,7 @@ def test_one_bucket_at_the_end_is_the_rings_formula(ranks: int) -> None:
     hosts = math.ceil(ranks / 8)
     narrow, hop_s = (1.25e9, (hosts * 30e-6 + (ranks - hosts) * 5e-6) / ranks) if hosts > 1 else (12.5e9, 5e-6)
     wanted = 2 * (ranks - 1) / ranks * 170e6 / narrow + 2 * (ranks - 1) * hop_s
-    step = predict(Training((0.31,), 0.0, WHOLE), NETWORK, ranks)
+    step = predict(MeasuredStep((0.31,), 0.0, WHOLE), NETWORK, ranks)
     agreeing = (1 + math.ceil(math.log2(ranks))) * (30e-6 if hosts > 1 else 5e-6)
     assert step.exposed_communication_s == pytest.approx(wanted) and step.negotiation_s == pytest.approx(agreeing)
     assert step.step_s == pytest.approx(0.31 + wanted + agreeing)
@@ -105,15 +105,15 @@ def test_the_other_ways_by_hand() -> None:
 
 def test_nothing_to_send_or_nobody_to_send_to_costs_nothing() -> None:
     for network, buckets, ranks in ((FREE, WHOLE, 4096), (NETWORK, (), 512), (NETWORK, WHOLE, 1)):
-        step = predict(Training((0.31,), 0.2, buckets, 32), network, ranks)
+        step = predict(MeasuredStep((0.31,), 0.2, buckets, 32), network, ranks)
         assert step.efficiency == 1 and step.step_s == 0.31 and step.samples_per_s == pytest.approx(ranks * 32 / 0.31)
 
 
 def test_sums_hide_behind_the_backward_pass() -> None:
     """A sum of 17 MB takes 2.4 ms inside a host: the last alone is left; none has a backward pass to hide behind."""
-    even = predict(Training((0.31,), 0.2, EVEN), NETWORK, 8).exposed_communication_s
+    even = predict(MeasuredStep((0.31,), 0.2, EVEN), NETWORK, 8).exposed_communication_s
     assert even == pytest.approx(NETWORK.all_reduce_s(17e6, 8))
-    bare = predict(Training((0.31,), 0.0, EVEN), NETWORK, 8).exposed_communication_s
+    bare = predict(MeasuredStep((0.31,), 0.0, EVEN), NETWORK, 8).exposed_communication_s
     assert bare == pytest.approx(10 * even)
 
 
@@ -121,13 +121,13 @@ def test_the_first_rank_hears_one_rank_after_another_in_every_cycle() -> None:
     heard = replace(NETWORK, coordinator_s=1e-6)
     assert heard.negotiation_s(4096) - NETWORK.negotiation_s(4096) == pytest.approx(4095e-6)
     slow = replace(NETWORK, coordinator_s=1e-3)
-    assert predict(Training((0.31,), 0.2, WHOLE), slow, 512).negotiation_s > 0.5
+    assert predict(MeasuredStep((0.31,), 0.2, WHOLE), slow, 512).negotiation_s > 0.5
 
 
 @given(st.lists(st.floats(0.1, 9), min_size=1, max_size=20), st.integers(1, 4096))
 def test_the_slowest_rank(compute_s: list[float], ranks: int) -> None:
     """The maximum of draws from what was measured: its distribution function is the single one's to the ranks."""
-    found = Training(tuple(compute_s), 0, ()).slowest_s(ranks)
+    found = MeasuredStep(tuple(compute_s), 0, ()).slowest_s(ranks)
     values = sorted(set(compute_s))
     below = [(sum(its <= value for its in compute_s) / len(compute_s)) ** ranks for value in values]
     wanted = math.fsum(v * (p - q) for v, p, q in zip(values, below, [0.0, *below], strict=False))
@@ -138,8 +138,8 @@ def test_the_slowest_rank(compute_s: list[float], ranks: int) -> None:
 def test_the_slowest_rank_by_drawing() -> None:
     draw, compute_s = random.Random(0), (1.0, 1.0, 1.1, 2.0)
     mean = fmean(max(draw.choices(compute_s, k=4)) for _ in range(20_000))
-    assert Training(compute_s, 0, ()).slowest_s(4) == pytest.approx(mean, abs=0.02)
-    assert predict(Training(compute_s, 0, ()), NETWORK, 4).straggler_s == pytest.approx(mean - 1.275, abs=0.02)
+    assert MeasuredStep(compute_s, 0, ()).slowest_s(4) == pytest.approx(mean, abs=0.02)
+    assert predict(MeasuredStep(compute_s, 0, ()), NETWORK, 4).straggler_s == pytest.approx(mean - 1.275, abs=0.02)
 
 
 @settings(max_examples=200, deadline=None)
@@ -158,25 +158,26 @@ def test_more_ranks_are_never_more_efficient(
     backward_s: float,
 ) -> None:
     """Of whole hosts, where nothing is fused; but for where in a cycle a bucket becomes ready."""
-    buckets = tuple(Bucket(*its) for its in sorted(pairs, key=lambda its: its[1]))
-    training, network = Training(tuple(compute_s), backward_s, buckets), replace(NETWORK, way=way, per_host=per_host)
+    buckets = tuple(BucketTiming(*its) for its in sorted(pairs, key=lambda its: its[1]))
+    training = MeasuredStep(tuple(compute_s), backward_s, buckets)
+    network = replace(NETWORK, way=way, per_host=per_host)
     few, many = (predict(training, network, count * per_host) for count in (ranks, ranks + more))
     cycle_s = network.negotiation_s(many.ranks) if backward_s else 0.0
     assert few.efficiency <= 1 and few.step_s <= (many.step_s + cycle_s) * (1 + 1e-9)
 
 
 def test_where_the_efficiency_falls_below() -> None:
-    training, network = Training((0.31,), 0.2, EVEN), replace(NETWORK, coordinator_s=1e-6, cycle_s=1e-3)
+    training, network = MeasuredStep((0.31,), 0.2, EVEN), replace(NETWORK, coordinator_s=1e-6, cycle_s=1e-3)
     for share in (0.9, 0.75, 0.5):
         ranks = first_below(training, network, share)
         assert ranks and ranks % 8 == 0 and predict(training, network, ranks).efficiency < share
         assert ranks == 8 or predict(training, network, ranks - 8).efficiency >= share
-    assert first_below(training, FREE, 0.9) is None and first_below(Training((1.0, 3.0), 0, ()), FREE, 0.9) == 8
+    assert first_below(training, FREE, 0.9) is None and first_below(MeasuredStep((1.0, 3.0), 0, ()), FREE, 0.9) == 8
     assert MOST_RANKS >= 4096
 
 
 def test_what_would_help_is_simulated() -> None:
-    training, ranks = Training((0.31,), 0.2, EVEN, 32), 512
+    training, ranks = MeasuredStep((0.31,), 0.2, EVEN, 32), 512
     now, found = predict(training, NETWORK, ranks), remedies(training, NETWORK, ranks)
     assert [its.efficiency for its in found.values()] == sorted(
         (its.efficiency for its in found.values()), reverse=True

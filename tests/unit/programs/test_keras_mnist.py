@@ -10,8 +10,8 @@ from hvdtrain.core.errors import ConfigError
 # ---- what follows from flags and ranks
 
 
-def settings(ranks: int, data: str = "mnist", *flags: str) -> keras_mnist.Settings:
-    return keras_mnist.Settings.of(keras_mnist.parser().parse_args(flags), ranks, data, samples=60_000)
+def settings(ranks: int, data: str = "mnist", *flags: str) -> keras_mnist.MnistSettings:
+    return keras_mnist.MnistSettings.of(keras_mnist.parser().parse_args(flags), ranks, data, samples=60_000)
 
 
 @pytest.mark.parametrize(

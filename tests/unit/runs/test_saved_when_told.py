@@ -9,7 +9,7 @@ import pytest
 from blob import Blob
 
 from hvdtrain import Checkpointer, Preempted, Progress
-from hvdtrain.checkpoint.parts import Part, Saves
+from hvdtrain.checkpoint.parts import Part, Saver
 from hvdtrain.checkpoint.preemption import end_if_told
 from hvdtrain.world.world import World
 
@@ -18,20 +18,20 @@ class Trained(Blob):
     """A part that knows where training stands."""
 
     at = Progress(step=1)
-    saver: Saves | None = None
+    saver: Saver | None = None
 
     @property
     def progress(self) -> Progress:
         return self.at
 
-    def saved_by(self, saver: Saves) -> None:
+    def saved_by(self, saver: Saver) -> None:
         self.saver = saver
 
 
 @dataclass
 class Training:
     told: bool
-    saver: Saves | None
+    saver: Saver | None
 
 
 @pytest.fixture

@@ -13,19 +13,19 @@ from harness import quick_folder
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.checkpoint.staging import Images, StateFile, write_image
+from hvdtrain.checkpoint.staging import StagedFiles, StateFile, write_image
 
 WRITES = st.lists(st.tuples(st.integers(0, 300), st.binary(max_size=200)), max_size=8)
 
 
-def image(images: Images, name: str, size: int) -> bytes:
+def image(images: StagedFiles, name: str, size: int) -> bytes:
     return os.pread(images.descriptor(name), size, 0)
 
 
 @given(st.lists(WRITES, min_size=1, max_size=4))
 def test_an_image_is_what_was_written_whatever_was_there_before(writes_of_each: list[list[tuple[int, bytes]]]) -> None:
     """Written anew, shorter or longer, with seeks back: as zip archives are."""
-    images = Images()
+    images = StagedFiles()
     for writes in writes_of_each:
         plain, file = io.BytesIO(), images.file("x")
         for place, data in writes:
@@ -38,7 +38,7 @@ def test_an_image_is_what_was_written_whatever_was_there_before(writes_of_each: 
 
 @given(st.binary(max_size=3000), st.dictionaries(st.sampled_from("abcd"), st.binary(max_size=200)))
 def test_an_entry_is_put_into_its_archive(entry: bytes, others: dict[str, bytes]) -> None:
-    images, archive = Images(), io.BytesIO()
+    images, archive = StagedFiles(), io.BytesIO()
     images.file("x").write(bytes(range(256)) * 20)
     with zipfile.ZipFile(archive, "w") as made:
         for name, data in others.items():
@@ -59,7 +59,7 @@ def test_an_entry_is_put_into_its_archive(entry: bytes, others: dict[str, bytes]
 
 
 def test_libraries_write_it(tmp_path: Path) -> None:
-    images = Images()
+    images = StagedFiles()
     values = np.arange(6.0).reshape(2, 3)
     for file in (images.file("a.npz"), images.file("a.npz"), StateFile.on_disk(tmp_path / "a.npz")):
         np.savez(file, values=values, nothing=np.zeros((0, 3)))
@@ -73,7 +73,7 @@ def test_libraries_write_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [0, 1, 5000])
 def test_an_image_is_copied_to_disk(tmp_path: Path, size: int) -> None:
-    images = Images()
+    images = StagedFiles()
     file = images.file("x")
     file.write(bytes(range(256)) * 20)
     with StateFile.on_disk(tmp_path / "x") as target:

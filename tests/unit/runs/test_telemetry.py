@@ -14,7 +14,7 @@ import pytest
 from run_logs import one_step, open_log, strict
 
 from hvdtrain import LR, ConfigError
-from hvdtrain.record.bottleneck import Facts
+from hvdtrain.record.bottleneck import RunFacts
 from hvdtrain.record.log import read_events, read_run
 from hvdtrain.record.log_files import EVENT_EVERY_S, Line, Window, plain, to_json, write_json
 
@@ -279,7 +279,7 @@ class TestVerdict:
 
     def test_what_is_known_makes_its_advice_exact(self, tmp_path: Path) -> None:
         with open_log(tmp_path) as log:
-            log.facts = Facts(workers=0, free_cores=3)
+            log.facts = RunFacts(workers=0, free_cores=3)
             one_step(log, 1, input=9.0, forward=1.0)  # and no epoch: of rank 0
         assert "3 more loader workers fit" in read_run(tmp_path)["result"]["verdict"]  # type: ignore[index]
 

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.record.bottleneck import BETWEEN, STEP, Facts, Waits, phases_per_rank, verdict, waits_per_rank
+from hvdtrain.record.bottleneck import BETWEEN, STEP, RunFacts, Waits, phases_per_rank, verdict, waits_per_rank
 
 BUSY = {"input": 0.02, "forward": 0.3, "backward": 0.55, "communication": 0.05, "optimizer": 0.08}
 
 
 def test_input_bound_with_room_for_workers() -> None:
     step = {"input": 0.43, "forward": 0.2, "backward": 0.3, "optimizer": 0.07}
-    found = verdict([step], Facts(workers=2, free_cores=4))
+    found = verdict([step], RunFacts(workers=2, free_cores=4))
     assert found.kind == "input"
     assert str(found) == (
         "input bound: 43 % of each step waits for data; 4 more loader workers fit on this node"
@@ -24,17 +24,20 @@ def test_input_bound_with_room_for_workers() -> None:
 @pytest.mark.parametrize(
     ("facts", "advice"),
     [
-        (Facts(workers=None, free_cores=8), "in memory"),
-        (Facts(), "try more workers, or less work for each sample (`hvdtrain bench input`"),
-        (Facts(workers=0, free_cores=1), "1 more loader worker fits on this node (--workers 1"),
-        (Facts(workers=1, free_cores=7, local_size=2), "6 more loader workers fit on this node (--workers 4"),
-        (Facts(workers=4, free_cores=0, idle=0.02), "98 % of this node's cores are in use: less work for each sample"),
-        (Facts(workers=4, free_cores=3, local_size=4, idle=0.2), "80 % of this node's cores are in use"),
-        (Facts(workers=1, idle=0.95), "try more workers (95 % of this node's cores are idle), or less work"),
-        (Facts(idle=0.1), "90 % of this node's cores are in use"),
+        (RunFacts(workers=None, free_cores=8), "in memory"),
+        (RunFacts(), "try more workers, or less work for each sample (`hvdtrain bench input`"),
+        (RunFacts(workers=0, free_cores=1), "1 more loader worker fits on this node (--workers 1"),
+        (RunFacts(workers=1, free_cores=7, local_size=2), "6 more loader workers fit on this node (--workers 4"),
+        (
+            RunFacts(workers=4, free_cores=0, idle=0.02),
+            "98 % of this node's cores are in use: less work for each sample",
+        ),
+        (RunFacts(workers=4, free_cores=3, local_size=4, idle=0.2), "80 % of this node's cores are in use"),
+        (RunFacts(workers=1, idle=0.95), "try more workers (95 % of this node's cores are idle), or less work"),
+        (RunFacts(idle=0.1), "90 % of this node's cores are in use"),
     ],
 )
-def test_advice_for_input_depends_on_the_machine(facts: Facts, advice: str) -> None:
+def test_advice_for_input_depends_on_the_machine(facts: RunFacts, advice: str) -> None:
     step = {"input": 0.5, "forward": 0.25, "backward": 0.25}
     found = verdict([step] * facts.local_size, facts)
     assert found.kind == "input" and advice in found.text
@@ -45,8 +48,8 @@ def test_communication_bound() -> None:
     found = verdict([step] * 4)
     assert found.kind == "communication" and "39 % of each step waits for gradients" in found.text
     assert "16 bits" not in found.text and "accumulate 2" in found.text, "on one host it costs more than it saves"
-    assert "large gradients in 16 bits" in verdict([step] * 4, Facts(hosts=2)).text
-    compressed = verdict([step] * 4, Facts(compression="bf16", accumulate=2, hosts=2))
+    assert "large gradients in 16 bits" in verdict([step] * 4, RunFacts(hosts=2)).text
+    compressed = verdict([step] * 4, RunFacts(compression="bf16", accumulate=2, hosts=2))
     assert "16 bits" not in compressed.text and "accumulate 4" in compressed.text
 
 
@@ -111,7 +114,7 @@ def test_a_slow_host_is_told_from_a_slow_disk() -> None:
     found = verdict([slow, fast])
     assert found.kind == "uneven" and "rank 0" in found.text
     assert "2.0 times as long in backward" in found.text and "what else runs on its cores" in found.text
-    assert "what else runs on its host" in verdict([slow, fast], Facts(hosts=2)).text
+    assert "what else runs on its host" in verdict([slow, fast], RunFacts(hosts=2)).text
 
 
 def test_only_one_rank_has_other_work() -> None:
@@ -186,7 +189,7 @@ def test_what_is_too_short_is_not_judged() -> None:
 
 
 def test_data_in_memory_is_not_augmented() -> None:
-    assert "augment" not in verdict([{"input": 0.5, "train_step": 0.5}], Facts(workers=None)).text
+    assert "augment" not in verdict([{"input": 0.5, "train_step": 0.5}], RunFacts(workers=None)).text
 
 
 @pytest.mark.parametrize("nothing", [[], [{}], [{"input": 0.0}, {}], [{"checkpoint": 1.0}]])
