@@ -30,8 +30,7 @@ from hvdtrain.pipeline.run.passes import Head
 from hvdtrain.pipeline.run.proof import Proof, loss_key
 from hvdtrain.pipeline.run.stage import Stage
 from hvdtrain.pipeline.run.worker import Call, StageError
-from hvdtrain.pipeline.trace.arguments import check_given
-from hvdtrain.pipeline.trace.fixed import Fixed
+from hvdtrain.pipeline.trace.fixed import FrozenModelCheck
 from hvdtrain.pipeline.trace.segments import Segment
 from hvdtrain.pipeline.values import rng
 from hvdtrain.pipeline.values.inputs import Inputs
@@ -115,7 +114,7 @@ class Pipeline(nn.Module):
         changing = {id(buffer) for stage in stages for buffer in stage.changing_buffers()}
         own.update(
             counts=counts, _finishing=[False] * len(stages), _drawing={}, _moving=Moving(model, changing, counts),
-            _busy=threading.Lock(), _fixed=Fixed(segments[0].chain.program), _places=Places(self.devices),
+            _busy=threading.Lock(), _fixed=FrozenModelCheck(segments[0].chain.program), _places=Places(self.devices),
             _proof=Proof(weakref.proxy(self)),  # no circle: threads end with the last reference
         )  # fmt: skip
         for name, check in _CHECKS.items():
@@ -143,7 +142,7 @@ class Pipeline(nn.Module):
     _drawing: dict[Hashable, rng.Seen]  # by segment
     _moving: Moving
     _busy: threading.Lock
-    _fixed: Fixed
+    _fixed: FrozenModelCheck
     _places: Places
     _proof: Proof
 
@@ -219,7 +218,8 @@ class Pipeline(nn.Module):
 
     def _arguments(self, x: Any, kwargs: Mapping[str, Any] | None) -> tuple[Any, ...]:
         arguments = flat(x, kwargs, self.names)
-        check_given(self.module, self.names, self.segments[0].chain.program.given, arguments)
+        if fixed := self.segments[0].chain.program.fixed:
+            fixed.check(self.module, self.names, arguments)
         return marked(arguments, self.chunk, self.names)
 
     @staticmethod

@@ -7,7 +7,6 @@ in tensors, or on how many samples there are, is not looked up.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -146,30 +145,9 @@ def same(value: Any, fixed: int, where: str) -> None:
         return
     by, remedy = "Python's loop, index or len() had items by shapes", "pad to one length"
     if isinstance(fixed, bool):
-        by, remedy = "decided by shapes or types", "split it with an example of this shape and type"
+        by = "decided by shapes, types or settings (autocast)"
+        remedy = "split it with an example, and under settings, like these"
     raise RuntimeError(
         f"{where}: {by}, and {now} instead of {fixed} when the model was split: {remedy}, or give parts of it, which"
         " are called as they are: split(..., modules=[...])"
     )
-
-
-# what the calling thread, or the process, has set: another answer at another time
-SETTINGS: dict[str, Callable[..., Any]] = {
-    "is_autocast_enabled": torch.is_autocast_enabled,
-    "get_autocast_dtype": torch.get_autocast_dtype,
-    "is_inference_mode_enabled": torch.is_inference_mode_enabled,
-    "environ": os.environ.get,
-}
-
-
-def same_setting(name: str, fixed: Any, where: str, *args: Any) -> None:
-    """In each pass, of a setting that the model's own forward has asked for (`fixed`: the answer then).
-
-    Raises:
-        RuntimeError: it would get another answer now.
-    """
-    if (now := SETTINGS[name](*args)) != fixed:
-        raise RuntimeError(
-            f"{where}: {name}({', '.join(map(repr, args))}) is {now!r}, and was {fixed!r} when the model was split:"
-            " split it under this setting; or ask in a submodule, which is called as it is"
-        )

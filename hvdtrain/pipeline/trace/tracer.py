@@ -13,15 +13,11 @@ A trace is one run with stand-ins for tensors: what Python decides in that run i
 from __future__ import annotations
 
 import collections
-import functools
-import gc
 import inspect
 import operator
 import threading
 import traceback
-import types
-import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -34,7 +30,7 @@ from torch.nn.modules import transformer
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.pipeline.trace import recording
-from hvdtrain.pipeline.trace.arguments import check_fixed, name_of, places_given
+from hvdtrain.pipeline.trace.arguments import FixedArguments
 from hvdtrain.pipeline.trace.few import device_of
 from hvdtrain.pipeline.trace.modes import Call, dependent, differently_wired, key, opened, partners_of, skeleton
 from hvdtrain.pipeline.trace.proxy import Proxy
@@ -44,9 +40,12 @@ from hvdtrain.pipeline.values.microbatch import is_named, known_to_pytree
 
 # what depends on no stand-in is computed once, when the model is traced
 _DRAWN = "draws random numbers that a trace would fix (Python's, NumPy's, PyTorch's from a tensor of its own)"
-_OPENED = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+_OPENED = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel, torch.jit.ScriptModule)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+WORTH_OPENING = 64  # a module with no more than one in so many of the model's layers is called as a whole
 
 
 class Untraceable(Exception):
@@ -72,8 +71,7 @@ class Program:
         names: of its last arguments, which are given by keyword.
         odd: a model's decision is another one for one sample alone.
         read: attributes that forwards looked at, of their own module or another.
-        given: places in the example's arguments that held something, and not None.
-        written: places outside of the model that its own forward changes (see `fixed.outside`).
+        fixed: what the trace takes for granted of the arguments; None: nothing.
     """
 
     model: nn.Module
@@ -86,8 +84,7 @@ class Program:
     names: tuple[str, ...] = ()
     odd: bool = False
     read: frozenset[tuple[nn.Module, str]] = frozenset()
-    given: frozenset[Any] = frozenset()
-    written: set[Any] = field(default_factory=set)
+    fixed: FixedArguments | None = None
 
     def call(self, arguments: Sequence[Any]) -> Any:
         """The model itself."""
@@ -136,16 +133,12 @@ def trace(model: nn.Module, example: tuple[Any, ...], leaves: dict[str, str], na
             for training in (True, False):
                 runs[training] = _Run(model, example, leaves, training, names)
         except Untraceable as error:
-            _make_leaf(leaves, error.path, error.reason, model, error.line)
-            continue
-        if kept := _taken_back([*runs[True].made, *runs[False].made]):
-            for path in kept:
-                _make_leaf(leaves, path, "its forward puts what it computes into an object outside of the model", model)
+            make_leaf(leaves, error.path, error.reason, model, error.line)
             continue
         differing = dependent(runs[True].calls, runs[False].calls)
         differing = differing or differently_wired(runs[True].graph, runs[False].graph)
         for path in differing - {""}:
-            _make_leaf(leaves, path, "does different things in training and evaluation", model)
+            make_leaf(leaves, path, "does different things in training and evaluation", model)
         if differing - {""}:
             continue
         graphs = {True: runs[True].graph, False: runs[False].graph if differing else runs[True].graph}
@@ -155,8 +148,8 @@ def trace(model: nn.Module, example: tuple[Any, ...], leaves: dict[str, str], na
         doubtful = {path for path in followed if not type(model.get_submodule(path)).__module__.startswith("torch.nn.")}
         odd = any(run.odd for run in runs.values())
         read = frozenset(runs[True].read | runs[False].read)
-        given = places_given(example)
-        return Program(model, graphs, partners, attributes, leaves, doubtful, followed | {""}, names, odd, read, given)
+        fixed = FixedArguments.of(example)
+        return Program(model, graphs, partners, attributes, leaves, doubtful, followed | {""}, names, odd, read, fixed)
 
 
 def _refuse(model: nn.Module) -> None:
@@ -175,69 +168,8 @@ def _refuse(model: nn.Module) -> None:
         )
 
 
-def _taken_back(made: Sequence[weakref.ref[fx.Proxy]]) -> set[str]:
-    """Removes stand-ins from the lists, dicts, sets and objects that still hold them when a trace has ended.
-
-    Returns:
-        Paths of the modules whose forwards made these stand-ins.
-    """
-    if not any(stand_in() is not None for stand_in in made):
-        return set()
-    gc.collect()  # circles of what the trace itself has made
-    kept = [stand_in for one in made if (stand_in := one()) is not None]
-    frozen = bool(kept) and gc.get_freeze_count() > 0
-    if frozen:
-        gc.unfreeze()  # gc.get_referrers does not see frozen holders
-    removed = _removed(kept)
-    if frozen:
-        gc.freeze()
-    return {stand_in.node.meta["path"] for stand_in in kept if id(stand_in) in removed}
-
-
-def _removed(items: list[Any], depth: int = 3, own: tuple[int, ...] = ()) -> set[int]:
-    """Removes items, and tuples that hold them, from what may be changed but the lists in `own`, given by their ids;
-    returns the ids of those that were."""
-    wanted, found = {id(item) for item in items}, set[int]()
-    holders = gc.get_referrers(*items) if items and depth else []
-    own = (*own, id(items), id(holders))
-    for holder in holders:
-        if id(holder) in own or isinstance(holder, types.FrameType) or _is_of_a_cache(holder):
-            continue
-        if type(getattr(holder, "__dict__", None)) is dict:
-            holder = vars(holder)  # attributes that Python keeps in the object until somebody asks for the dict
-        inside = [item for item in _items(holder) if id(item) in wanted]
-        if isinstance(holder, tuple):
-            found |= {id(item) for item in inside} if _removed([holder], depth - 1, own) else set()
-        elif isinstance(holder, dict):
-            for name in [name for name, value in holder.items() if {id(name), id(value)} & wanted]:
-                del holder[name]
-        elif isinstance(holder, (list, collections.deque)):
-            left = [item for item in holder if id(item) not in wanted]
-            holder.clear()
-            holder.extend(left)
-        elif isinstance(holder, set):
-            holder -= set(inside)
-        elif isinstance(holder, types.CellType) and inside:
-            holder.cell_contents = None
-        if isinstance(holder, (dict, list, set, collections.deque, types.CellType)):
-            found |= {id(item) for item in inside}
-    return found
-
-
-def _is_of_a_cache(holder: Any) -> bool:
-    """Of `functools.lru_cache`, which finds no stand-in again: no real argument is equal to one."""
-    return any(isinstance(one, functools._lru_cache_wrapper) for one in gc.get_referrers(holder))
-
-
-def _items(holder: Any) -> Iterable[Any]:
-    if isinstance(holder, dict):
-        return [*holder, *holder.values()]
-    if isinstance(holder, types.CellType):
-        return [holder.cell_contents]
-    return holder if isinstance(holder, (tuple, list, set, collections.deque)) else ()
-
-
-def _make_leaf(leaves: dict[str, str], path: str, reason: str, model: nn.Module, line: str = "") -> None:
+def make_leaf(leaves: dict[str, str], path: str, reason: str, model: nn.Module, line: str = "") -> None:
+    """Has a module called as a whole; raises `ConfigError` for the model itself."""
     if path == "" or path in leaves:
         where = f"\n{line}" if line else ""
         name = f"{type(model).__name__}.forward" if path == "" else f"{path} of {type(model).__name__}"
@@ -251,6 +183,17 @@ def _make_leaf(leaves: dict[str, str], path: str, reason: str, model: nn.Module,
     leaves[path] = reason
 
 
+def layers(module: nn.Module) -> int:
+    """Returns how many parts of a module have weights; of PyTorch's own layers each is one."""
+    counts = ((part, sum(weight is not None for weight in part._parameters.values())) for part in module.modules())
+    return sum(min(count, 1) if _is_torchs(part) else count for part, count in counts)
+
+
+def _is_torchs(module: nn.Module) -> bool:
+    """Returns True for PyTorch's own layers, which are never opened."""
+    return module.__module__.startswith(("torch.nn.", "torch.ao.")) and not isinstance(module, _OPENED)
+
+
 class _Tracer(fx.Tracer):
     proxy_buffer_attributes = True
 
@@ -259,6 +202,7 @@ class _Tracer(fx.Tracer):
     ) -> None:
         super().__init__()
         self._leaves, self._example, self._names = leaves, example, names
+        self._few = max(1, layers(model) // WORTH_OPENING)
         self.calls = [Call("")]
         self.attributes: dict[str, Any] = {}
         self.shadow = Shadow(model, example)
@@ -266,7 +210,6 @@ class _Tracer(fx.Tracer):
         self._fixed = set[tuple[fx.Node, str]]()
         self._autocast = _autocast_state()
         self.read = set[tuple[nn.Module, str]]()
-        self.made: list[weakref.ref[fx.Proxy]] = []
 
     @property
     def records(self) -> bool:
@@ -274,9 +217,7 @@ class _Tracer(fx.Tracer):
         return not self.shadow.running and threading.get_ident() == self._thread
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
-        made = Proxy(node, self)
-        self.made.append(weakref.ref(made))
-        return made
+        return Proxy(node, self)
 
     def _named(self, target: Any) -> Any:
         return self.attributes[target] if target in self.attributes else operator.attrgetter(target)(self.root)
@@ -318,7 +259,7 @@ class _Tracer(fx.Tracer):
         known = obj.node, repr(as_it_is)
         if known not in self._fixed:
             self._fixed.add(known)
-            self.create_proxy("call_function", same, (obj, as_it_is, users_line()), {})
+            self.create_proxy("call_function", same, (obj, as_it_is, recording.users_line()), {})
         return as_it_is
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
@@ -329,11 +270,8 @@ class _Tracer(fx.Tracer):
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
         # only what the example gives: an argument left out keeps its default
         given: list[Any] = [self.create_proxy("placeholder", f"input_{i}", (), {}) for i in range(len(self._example))]
-        for index, value in enumerate(self._example):  # after all of them: what stands between is in no segment
-            if value is None or isinstance(value, (bool, str)):
-                name = name_of(self.root, self._names, len(self._example), index)
-                self.create_proxy("call_function", check_fixed, (given[index], value, name), {})
-                given[index] = value
+        for index, value in FixedArguments.of(self._example).values.items():
+            given[index] = value
         own = vars(self.root).get("forward")  # put in the place of its class's: fx would not look at it
         positional, keywords = parted(given, self._names)
 
@@ -343,9 +281,11 @@ class _Tracer(fx.Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         if module_qualified_name in self._leaves or any(getattr(m, name) for name in HOOKS):
             return True
+        if layers(m) <= self._few:  # nothing worth a cut
+            return True
         if isinstance(m, (torch.jit.ScriptModule, fx.GraphModule)) or type(m).__module__.startswith("torch._dynamo"):
             return True
-        return m.__module__.startswith(("torch.nn.", "torch.ao.")) and not isinstance(m, _OPENED)
+        return _is_torchs(m)
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if not self.records:
@@ -461,7 +401,7 @@ class _Run:
             raise Untraceable(path, f"its forward changes {changed[1]!r} of its own")
         self.calls = tracer.calls[0]
         self.attributes = tracer.attributes
-        self.odd, self.read, self.made = tracer.shadow.odd, tracer.read, tracer.made
+        self.odd, self.read = tracer.shadow.odd, tracer.read
 
 
 def _is_open_encoder(module: nn.Module) -> bool:
@@ -482,14 +422,6 @@ def _encoder_mask(src: Tensor, mask: Any, is_causal: bool | None, batch_first: b
 
 def _autocast_state() -> tuple[Any, ...]:
     return tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda"))
-
-
-def users_line() -> str:
-    """The line of a model's code that is being run: "file:line"."""
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_code.co_filename.startswith(recording.NOT_THE_USERS):
-        frame = frame.f_back
-    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def _reason(error: BaseException) -> str:
