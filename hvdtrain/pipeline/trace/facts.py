@@ -14,6 +14,7 @@ from hvdtrain.pipeline.trace.code import forgotten
 from hvdtrain.pipeline.trace.few import device_of, to_device
 from hvdtrain.pipeline.trace.reference import message_of
 from hvdtrain.pipeline.trace.restore import all_training, preserved_state
+from hvdtrain.pipeline.trace.shadow import executed
 from hvdtrain.pipeline.trace.tracer import Program
 from hvdtrain.pipeline.values.microbatch import SIMPLE, tensors_of
 from hvdtrain.pipeline.values.rng import Generators
@@ -84,7 +85,7 @@ class _Watch:
             if node.op == "output":
                 break
             with mock.patch.object(torch, "get_rng_state", wraps=torch.get_rng_state) as asked:
-                value = next(given) if node.op == "placeholder" else self._call(node)
+                value = next(given) if node.op == "placeholder" else executed(node, self._values, self._program.named)
             if asked.called:
                 self._facts.repeats.add(node)
             now = self._generators.get()
@@ -102,17 +103,6 @@ class _Watch:
             if id(buffer) not in kept or buffer._version != version or not torch.equal(buffer, value)
         }
 
-    def _call(self, node: fx.Node) -> Any:
-        if node.op == "get_attr":
-            return self._program.named(node.target)
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._values.__getitem__)
-        args, kwargs = plain(args), plain(kwargs)
-        with torch.no_grad():
-            if node.op == "call_method":
-                return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-            called: Any = self._program.named(node.target) if node.op == "call_module" else node.target
-            return called(*args, **kwargs)
-
     def _see(self, node: fx.Node, value: Any, place: int) -> None:
         facts = self._facts
         for other, before in self._versions.items():
@@ -125,19 +115,6 @@ class _Watch:
         if all(isinstance(leaf, (Tensor, *SIMPLE)) and not isinstance(leaf, torch.device) for leaf in leaves):
             facts.may_cross.add(node)
         self._values[node], self._versions[node] = value, _versions(value)
-
-
-def plain(value: Any) -> Any:
-    """fx's immutable lists and dicts as ordinary ones."""
-    if isinstance(value, fx.immutable_collections.immutable_list):
-        return [plain(item) for item in value]
-    if isinstance(value, fx.immutable_collections.immutable_dict):
-        return {key: plain(item) for key, item in value.items()}
-    if isinstance(value, slice):
-        return slice(plain(value.start), plain(value.stop), plain(value.step))
-    if type(value) is tuple:
-        return tuple(plain(item) for item in value)
-    return value
 
 
 def _versions(value: Any) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from hvdtrain.pipeline.trace.proxy import Proxy
+from hvdtrain.pipeline.trace.shadow import length
 
 # make a tensor without being given one
 _MAKERS = (
@@ -78,14 +79,14 @@ def patched(tracer: Any) -> Iterator[None]:
 
         return record
 
-    length = builtins.len
+    count = builtins.len
 
     def counted(value: Any) -> Any:
         """How many samples there are is asked in each pass: `x.view(len(x), -1)`."""
         if not isinstance(value, fx.Proxy) or not tracer.records:
-            return length(value)
-        known = tracer.length(value)
-        return tracer.create_proxy("call_function", length, (value,), {}) if known is None else known
+            return count(value)
+        known = tracer.asked(value, length)
+        return tracer.create_proxy("call_function", count, (value,), {}) if known is None else known
 
     kind_of = builtins.isinstance
 

@@ -35,7 +35,7 @@ from hvdtrain.pipeline.trace.few import device_of
 from hvdtrain.pipeline.trace.modes import Call, dependent, differently_wired, key, opened, partners_of, skeleton
 from hvdtrain.pipeline.trace.proxy import Proxy
 from hvdtrain.pipeline.trace.restore import all_training, attributes_of, draw_states, preserved_state, redrawn, restored
-from hvdtrain.pipeline.trace.shadow import Shadow, same
+from hvdtrain.pipeline.trace.shadow import Shadow, same, truth
 from hvdtrain.pipeline.values.microbatch import is_named, known_to_pytree
 
 # what depends on no stand-in is computed once, when the model is traced
@@ -66,7 +66,6 @@ class Program:
         partners: evaluation node -> training node, for those that are in both.
         attributes: what `get_attr` and `call_module` targets name and the model does not.
         leaves: paths of modules that were not opened, and why.
-        doubtful: paths of modules that were, but for PyTorch's own.
         followed: paths of all modules whose forward is not called as a whole; the root is "".
         names: of its last arguments, which are given by keyword.
         odd: a model's decision is another one for one sample alone.
@@ -79,7 +78,6 @@ class Program:
     partners: dict[fx.Node, fx.Node]
     attributes: dict[str, Any] = field(default_factory=dict)
     leaves: dict[str, str] = field(default_factory=dict)
-    doubtful: set[str] = field(default_factory=set)
     followed: set[str] = field(default_factory=lambda: {""})
     names: tuple[str, ...] = ()
     odd: bool = False
@@ -90,6 +88,12 @@ class Program:
         """The model itself."""
         positional, keywords = parted(arguments, self.names)
         return self.model(*positional, **keywords)
+
+    @property
+    def doubtful(self) -> set[str]:
+        """Paths of modules that were opened, but for the root and PyTorch's own."""
+        opened = ((path, type(self.model.get_submodule(path))) for path in self.followed - {""})
+        return {path for path, kind in opened if not kind.__module__.startswith("torch.nn.")}
 
     @property
     def is_one(self) -> bool:
@@ -145,11 +149,10 @@ def trace(model: nn.Module, example: tuple[Any, ...], leaves: dict[str, str], na
         partners = partners_of(graphs[True], graphs[False])
         attributes = runs[False].attributes | runs[True].attributes
         followed = opened(runs[True].calls) | opened(runs[False].calls)
-        doubtful = {path for path in followed if not type(model.get_submodule(path)).__module__.startswith("torch.nn.")}
         odd = any(run.odd for run in runs.values())
         read = frozenset(runs[True].read | runs[False].read)
         fixed = FixedArguments.of(example)
-        return Program(model, graphs, partners, attributes, leaves, doubtful, followed | {""}, names, odd, read, fixed)
+        return Program(model, graphs, partners, attributes, leaves, followed | {""}, names, odd, read, fixed)
 
 
 def _refuse(model: nn.Module) -> None:
@@ -223,33 +226,22 @@ class _Tracer(fx.Tracer):
         return self.attributes[target] if target in self.attributes else operator.attrgetter(target)(self.root)
 
     def to_bool(self, obj: fx.Proxy) -> bool:
-        """What shapes and types decide is fixed, and asked again in each pass."""
-        found = self.shadow.decided(obj.node, self._named)
-        if found is None:
-            return super().to_bool(obj)
-        decided, always = found
-        if not always:  # whether that matters, one sample is tried for
-            self.shadow.odd = True
-            return decided
-        return bool(self.fixed(obj, decided))
+        decided = self.asked(obj, truth)
+        return super().to_bool(obj) if decided is None else decided
 
-    def length(self, obj: fx.Proxy) -> int | None:
-        """Of a tuple, as of a shape; None where it is another thing."""
-        found = self.shadow.length(obj.node, self._named)
+    def asked(self, obj: fx.Proxy, read: Callable[[Any], Any]) -> Any:
+        """Returns what Python reads from a value, if shapes and types decide it; each pass asks again.
+
+        Args:
+            obj: stands for the value.
+            read: see `Shadow.ask`.
+        """
+        found = self.shadow.ask(obj.node, self._named, read)
         if found is None:
             return None
-        length, always = found
-        self.shadow.odd |= not always
-        return self.fixed(obj, length) if always else length
-
-    def number(self, obj: fx.Proxy) -> int:
-        """Of what a shape says, for Python's own `range` and lists."""
-        found = self.shadow.number(obj.node, self._named)
-        if found is None:
-            raise TypeError("Python needs a number that follows from data, or from how many samples there are")
-        number, always = found
-        self.shadow.odd |= not always
-        return self.fixed(obj, number) if always else number
+        answer, always = found
+        self.shadow.odd |= not always  # whether that matters, one sample is tried for
+        return self.fixed(obj, answer) if always else answer
 
     def is_a(self, obj: fx.Proxy, kinds: Any) -> bool:
         return self.shadow.is_a(obj.node, kinds, self._named)
