@@ -8,6 +8,7 @@ it, a leaf of their own whose values are taken over before a step and whose grad
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from types import MethodType
 from typing import Any
 
 import torch
@@ -151,8 +152,8 @@ class _Objects:
             for part in module.modules():
                 self._carry(part)
             return module
-        twin = self._twins[module] = module.__class__.__new__(module.__class__)
-        twin.__dict__.update(module.__dict__)
+        twin = self._twins[module] = object.__new__(module.__class__)
+        twin.__dict__.update(_attributes(module, twin))
         for kind in ("_parameters", "_buffers"):
             named = module.__dict__[kind]
             mine = {name: t if t is None or self._is_mine(t) else self._tensor(t) for name, t in named.items()}
@@ -188,8 +189,15 @@ class _Objects:
         for owner_buffer, ours in self._copies:
             ours.data.copy_(owner_buffer.data)
         for module, twin in self._twins.items():
-            twin.__dict__.update((name, value) for name, value in module.__dict__.items() if name not in _OWN)
+            twin.__dict__.update((name, value) for name, value in _attributes(module, twin) if name not in _OWN)
             self._carry(twin)
+
+
+def _attributes(module: nn.Module, twin: nn.Module) -> Iterator[tuple[str, Any]]:
+    """A module's attributes for its twin; its own methods among them become the twin's."""
+    for name, value in module.__dict__.items():
+        is_own = isinstance(value, MethodType) and value.__self__ is module
+        yield name, MethodType(value.__func__, twin) if is_own else value
 
 
 def _is_bound(module: nn.Module) -> bool:
