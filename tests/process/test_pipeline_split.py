@@ -54,7 +54,7 @@ SEGMENTS = {
     "Constants": 8, "Made": 4, "InPlace": 4, "View": 3, "Frozen": 4, "OwnBackward": 2, "Checkpointed": 3,
     "ModeBelow": 5, "ModeAtRoot": 4, "Leaves": 7, "DictOut": 3, "OrderedOut": 3, "FixedArguments": 2, "Draws": 4,
     "Transformer": 8, "Padded": 3, "Hooked": 2,
-    "AsksForTypes": 5, "SharedInstanceNorm": 4,
+    "Repeated": 5, "AsksForTypes": 5, "SharedInstanceNorm": 4,
 }  # fmt: skip
 
 

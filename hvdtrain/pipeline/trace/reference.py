@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +21,7 @@ from hvdtrain.core.errors import ConfigError
 from hvdtrain.pipeline.trace.few import a_few, device_of, to_device
 from hvdtrain.pipeline.trace.recording import users_line
 from hvdtrain.pipeline.trace.restore import all_training, attributes_of, changes, copied, preserved_state
-from hvdtrain.pipeline.trace.tracer import Program
+from hvdtrain.pipeline.trace.tracer import Program, is_torchs
 from hvdtrain.pipeline.values.microbatch import SIMPLE, map_tensors, tensors_of
 
 
@@ -33,12 +34,14 @@ class Reference:
         outputs: by training mode.
         counts: attributes that each pass in training mode changes again.
         keepers: paths of modules that put tensors into objects outside of the model.
+        layers: with weights, that one call of a module calls in training, by path.
     """
 
     example: tuple[Any, ...]
     outputs: dict[bool, Any] = field(default_factory=dict)
     counts: list[tuple[nn.Module, str]] = field(default_factory=list)
     keepers: set[str] = field(default_factory=set)
+    layers: dict[str, float] = field(default_factory=dict)
 
 
 def refer(program: Program, example: tuple[Any, ...]) -> Reference:
@@ -111,10 +114,12 @@ def _look(program: Program, training: bool, reference: Reference) -> None:
         reference.counts = _counting(model, changed, call)
     changed.clear()  # what the model held is gone now
     graphs.refuse()
-    keepers = _Keepers(model)
+    watched = _Watched(model)
     with preserved_state(model, device), torch.no_grad():
-        keepers.run(call)
-    reference.keepers |= keepers.found()  # now that the model's own attributes are as before
+        watched.run(call)
+    reference.keepers |= watched.keepers()  # now that the model's own attributes are as before
+    if training:
+        reference.layers = watched.layers()
 
 
 def _refuse_strange_outputs(outputs: Any) -> None:
@@ -184,13 +189,14 @@ class _Saved:
     tensor: Tensor
 
 
-class _Keepers(TorchFunctionMode):
-    """Finds the modules that put what they compute into objects outside of the model: tensors that outlive a pass."""
+class _Watched(TorchFunctionMode):
+    """A pass: how many layers each module calls, and which tensors outlive it in objects outside of the model."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self._paths = {module: path for path, module in model.named_modules()}
         self._running = [""]
+        self._calls, self._layers = Counter[str](), Counter[str]()
         self._made: list[tuple[weakref.ref[Tensor], str]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -205,6 +211,9 @@ class _Keepers(TorchFunctionMode):
 
         def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             self._running.append(self._paths.get(module, self._running[-1]))
+            self._calls[self._running[-1]] += module in self._paths
+            for path in set(self._running):
+                self._layers[path] += _weights(module)
             try:
                 result = call(module, *args, **kwargs)
             finally:
@@ -215,11 +224,24 @@ class _Keepers(TorchFunctionMode):
         with mock.patch.object(nn.Module, "__call__", called), self:
             act()
 
-    def found(self) -> set[str]:
-        """Returns their paths."""
+    def layers(self) -> dict[str, float]:
+        """Returns the layers that one call of a module calls, by its path."""
+        return {path: self._layers[path] / count for path, count in self._calls.items()}
+
+    def keepers(self) -> set[str]:
+        """Returns the paths of modules that keep tensors."""
         if any(tensor() is not None for tensor, _ in self._made):
             gc.collect()  # a circle of objects keeps nothing for long
         return {path for tensor, path in self._made if tensor() is not None}
+
+
+def _weights(module: nn.Module) -> int:
+    """Returns how many weights a module uses itself; of PyTorch's own layers all count as one."""
+    own = sum(weight is not None for weight in module._parameters.values())
+    if is_torchs(module):
+        return min(own, 1)
+    lists = (child for child in module.children() if isinstance(child, (nn.ParameterList, nn.ParameterDict)))
+    return own + sum(1 for one in lists for _ in one.parameters())
 
 
 def _counting(

@@ -23,13 +23,8 @@ from hvdtrain.pipeline.trace.tracer import Program, make_leaf, parted, trace
 from hvdtrain.pipeline.values.rng import draws_by_name, may_draw
 
 Object = TypeVar("Object")
-_DULL = {
-    "getitem",
-    "getattr",
-    "same",
-    "size",
-    "OrderedDict",
-}  # names that do not tell where a segment is
+# names that do not tell where a segment is
+_DULL = {"getitem", "getattr", "same", "size", "OrderedDict", "is_autocast_enabled", "get_autocast_dtype"}
 
 
 @dataclass
@@ -182,7 +177,7 @@ def segments(model: nn.Module, example: Any, names: tuple[str, ...] = ()) -> lis
     for path in reference.keepers:
         make_leaf(leaves, path, "its forward puts what it computes into an object outside of the model", model)
     while True:
-        program = trace(model, arguments, leaves, names)
+        program = trace(model, arguments, leaves, reference.layers, names)
         try:
             return _checked(program, reference)
         except Different as error:

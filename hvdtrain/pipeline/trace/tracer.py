@@ -17,7 +17,7 @@ import inspect
 import operator
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -40,12 +40,12 @@ from hvdtrain.pipeline.values.microbatch import is_named, known_to_pytree
 
 # what depends on no stand-in is computed once, when the model is traced
 _DRAWN = "draws random numbers that a trace would fix (Python's, NumPy's, PyTorch's from a tensor of its own)"
-_OPENED = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+_OPENED = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel, torch.jit.ScriptModule)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-WORTH_OPENING = 64  # a module with no more than one in so many of the model's layers is called as a whole
+WORTH_OPENING = 64  # a module that calls no more than one in so many of the layers is called as a whole
 
 
 class Untraceable(Exception):
@@ -118,13 +118,20 @@ def parted(arguments: Sequence[Any], names: Sequence[str]) -> tuple[Sequence[Any
     return arguments[:count], dict(zip(names, arguments[count:], strict=True))
 
 
-def trace(model: nn.Module, example: tuple[Any, ...], leaves: dict[str, str], names: tuple[str, ...] = ()) -> Program:
+def trace(
+    model: nn.Module,
+    example: tuple[Any, ...],
+    leaves: dict[str, str],
+    layers: Mapping[str, float],
+    names: tuple[str, ...] = (),
+) -> Program:
     """Traces a model in both modes; it ends as it was.
 
     Args:
         model: any module; its hooks must be empty (the trace starts inside of them).
         example: the arguments; only what is no tensor is looked at (None, True and strings are fixed).
         leaves: path -> reason, of modules that are not to be opened; those that cannot be are added.
+        layers: with weights, that a call of a module calls, by path.
         names: of the last arguments, which are given by keyword.
 
     Raises:
@@ -135,7 +142,7 @@ def trace(model: nn.Module, example: tuple[Any, ...], leaves: dict[str, str], na
         runs = {}
         try:
             for training in (True, False):
-                runs[training] = _Run(model, example, leaves, training, names)
+                runs[training] = _Run(model, example, leaves, layers, training, names)
         except Untraceable as error:
             make_leaf(leaves, error.path, error.reason, model, error.line)
             continue
@@ -186,13 +193,7 @@ def make_leaf(leaves: dict[str, str], path: str, reason: str, model: nn.Module, 
     leaves[path] = reason
 
 
-def layers(module: nn.Module) -> int:
-    """Returns how many parts of a module have weights; of PyTorch's own layers each is one."""
-    counts = ((part, sum(weight is not None for weight in part._parameters.values())) for part in module.modules())
-    return sum(min(count, 1) if _is_torchs(part) else count for part, count in counts)
-
-
-def _is_torchs(module: nn.Module) -> bool:
+def is_torchs(module: nn.Module) -> bool:
     """Returns True for PyTorch's own layers, which are never opened."""
     return module.__module__.startswith(("torch.nn.", "torch.ao.")) and not isinstance(module, _OPENED)
 
@@ -201,11 +202,16 @@ class _Tracer(fx.Tracer):
     proxy_buffer_attributes = True
 
     def __init__(
-        self, model: nn.Module, leaves: dict[str, str], example: tuple[Any, ...], names: tuple[str, ...]
+        self,
+        model: nn.Module,
+        leaves: dict[str, str],
+        layers: Mapping[str, float],
+        example: tuple[Any, ...],
+        names: tuple[str, ...],
     ) -> None:
         super().__init__()
         self._leaves, self._example, self._names = leaves, example, names
-        self._few = max(1, layers(model) // WORTH_OPENING)
+        self._layers, self._few = layers, max(1, layers[""] // WORTH_OPENING)
         self.calls = [Call("")]
         self.attributes: dict[str, Any] = {}
         self.shadow = Shadow(model, example)
@@ -273,11 +279,11 @@ class _Tracer(fx.Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         if module_qualified_name in self._leaves or any(getattr(m, name) for name in HOOKS):
             return True
-        if layers(m) <= self._few:  # nothing worth a cut
+        if self._layers.get(module_qualified_name, 0) <= self._few:  # nothing worth a cut
             return True
         if isinstance(m, (torch.jit.ScriptModule, fx.GraphModule)) or type(m).__module__.startswith("torch._dynamo"):
             return True
-        return _is_torchs(m)
+        return is_torchs(m)
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if not self.records:
@@ -370,9 +376,15 @@ class _Run:
     """One trace, in one mode; the model ends as it was."""
 
     def __init__(
-        self, model: nn.Module, example: tuple[Any, ...], leaves: dict[str, str], training: bool, names: tuple[str, ...]
+        self,
+        model: nn.Module,
+        example: tuple[Any, ...],
+        leaves: dict[str, str],
+        layers: Mapping[str, float],
+        training: bool,
+        names: tuple[str, ...],
     ) -> None:
-        tracer = _Tracer(model, leaves, example, names)
+        tracer = _Tracer(model, leaves, layers, example, names)
         draws = draw_states()
         with preserved_state(model, device_of(model)):  # of what is looked up meanwhile
             before = attributes_of(model)

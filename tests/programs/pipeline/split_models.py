@@ -59,6 +59,31 @@ class LateInput(Base):
         return self.d(self.c(self.b(self.a(x)))) + late
 
 
+class Steps(nn.Module):
+    """One layer, in a row with itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = torch.tanh(self.layer(x))
+        return x
+
+
+@case()
+class Repeated(nn.Module):
+    """Steps, and a weight of its own in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps, self.scale = Steps(), nn.ParameterList([torch.ones(WIDTH), torch.ones(WIDTH)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.steps(x * self.scale[0]) * self.scale[1]
+
+
 class Fork(nn.Module):
     def __init__(self) -> None:
         super().__init__()
