@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import sys
 import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -221,7 +223,9 @@ class _Watched(TorchFunctionMode):
             # objects of the caller's own: is it the caller who keeps them, or the module?
             return map_tensors(torch.detach, result)
 
-        with mock.patch.object(nn.Module, "__call__", called), self:
+        # only where there may be compiled parts: the import takes seconds
+        eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+        with eager, mock.patch.object(nn.Module, "__call__", called), self:
             act()
 
     def layers(self) -> dict[str, float]:

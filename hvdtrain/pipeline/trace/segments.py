@@ -19,7 +19,7 @@ from hvdtrain.pipeline.trace.few import device_of, resized, to_device
 from hvdtrain.pipeline.trace.modes import innermost
 from hvdtrain.pipeline.trace.reference import Reference, refer, same
 from hvdtrain.pipeline.trace.restore import all_training, preserved_state
-from hvdtrain.pipeline.trace.tracer import Program, make_leaf, parted, trace
+from hvdtrain.pipeline.trace.tracer import Program, make_leaf, parted, refuse_around, trace
 from hvdtrain.pipeline.values.rng import draws_by_name, may_draw
 
 Object = TypeVar("Object")
@@ -172,6 +172,7 @@ def segments(model: nn.Module, example: Any, names: tuple[str, ...] = ()) -> lis
     """
     arguments = example if isinstance(example, tuple) else (example,)
     _refuse_unmade(model)
+    refuse_around(model)
     reference = refer(Program(model, {}, {}, names=names), arguments)
     leaves: dict[str, str] = {}
     for path in reference.keepers:

@@ -128,7 +128,7 @@ def trace(
     """Traces a model in both modes; it ends as it was.
 
     Args:
-        model: any module; its hooks must be empty (the trace starts inside of them).
+        model: any module that `refuse_around` takes (the trace starts inside of its hooks).
         example: the arguments; only what is no tensor is looked at (None, True and strings are fixed).
         leaves: path -> reason, of modules that are not to be opened; those that cannot be are added.
         layers: with weights, that a call of a module calls, by path.
@@ -137,7 +137,6 @@ def trace(
     Raises:
         ConfigError: the model's own forward cannot be traced.
     """
-    _refuse(model)
     while True:
         runs = {}
         try:
@@ -162,8 +161,8 @@ def trace(
         return Program(model, graphs, partners, attributes, leaves, followed | {""}, names, odd, read, fixed)
 
 
-def _refuse(model: nn.Module) -> None:
-    """What is around a model and would be lost."""
+def refuse_around(model: nn.Module) -> None:
+    """Refuses what is around a model and would be lost."""
     if any(getattr(model, name) for name in HOOKS):
         raise ConfigError(
             "a pipeline runs the parts of a model, so hooks of the model itself would not be called",
