@@ -141,11 +141,13 @@ def trace(
         runs = {}
         try:
             for training in (True, False):
-                runs[training] = _Run(model, example, leaves, layers, training, names)
+                tracer = _Tracer(model, leaves, layers, example, names)
+                runs[training] = tracer.follow(model, training)
         except Untraceable as error:
             make_leaf(leaves, error.path, error.reason, model, error.line)
             continue
-        differing = dependent(runs[True].calls, runs[False].calls)
+        calls = [runs[training].calls[0] for training in (True, False)]
+        differing = dependent(*calls)
         differing = differing or differently_wired(runs[True].graph, runs[False].graph)
         for path in differing - {""}:
             make_leaf(leaves, path, "does different things in training and evaluation", model)
@@ -154,8 +156,8 @@ def trace(
         graphs = {True: runs[True].graph, False: runs[False].graph if differing else runs[True].graph}
         partners = partners_of(graphs[True], graphs[False])
         attributes = runs[False].attributes | runs[True].attributes
-        followed = opened(runs[True].calls) | opened(runs[False].calls)
-        odd = any(run.odd for run in runs.values())
+        followed = opened(calls[0]) | opened(calls[1])
+        odd = any(run.shadow.odd for run in runs.values())
         read = frozenset(runs[True].read | runs[False].read)
         fixed = FixedArguments.of(example)
         return Program(model, graphs, partners, attributes, leaves, followed | {""}, names, odd, read, fixed)
@@ -218,6 +220,28 @@ class _Tracer(fx.Tracer):
         self._fixed = set[tuple[fx.Node, str]]()
         self._autocast = _autocast_state()
         self.read = set[tuple[nn.Module, str]]()
+
+    def follow(self, model: nn.Module, training: bool) -> _Tracer:
+        """Traces the model in one mode; it ends as it was."""
+        draws = draw_states()
+        with preserved_state(model, device_of(model)):  # of what is looked up meanwhile
+            before = attributes_of(model)
+            try:
+                with all_training(model, training), torch.enable_grad(), recording.patched(self):
+                    self.graph = self.trace(model)
+            except Untraceable:
+                raise
+            except Exception as error:
+                raise Untraceable("", _reason(error), _line(error)) from error
+            finally:
+                drawn = redrawn(draws)
+                changed = restored(before)
+        if drawn:
+            raise Untraceable("", _DRAWN)
+        if changed:
+            path = next(path for path, module in model.named_modules() if module is changed[0])
+            raise Untraceable(path, f"its forward changes {changed[1]!r} of its own")
+        return self
 
     @property
     def records(self) -> bool:
@@ -369,42 +393,6 @@ class _Tracer(fx.Tracer):
 
 # files that are no user's
 _OWN = (*map(inspect.getsourcefile, (_Tracer, Proxy, fx.Proxy)), recording.__file__)
-
-
-class _Run:
-    """One trace, in one mode; the model ends as it was."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        example: tuple[Any, ...],
-        leaves: dict[str, str],
-        layers: Mapping[str, float],
-        training: bool,
-        names: tuple[str, ...],
-    ) -> None:
-        tracer = _Tracer(model, leaves, layers, example, names)
-        draws = draw_states()
-        with preserved_state(model, device_of(model)):  # of what is looked up meanwhile
-            before = attributes_of(model)
-            try:
-                with all_training(model, training), torch.enable_grad(), recording.patched(tracer):
-                    self.graph = tracer.trace(model)
-            except Untraceable:
-                raise
-            except Exception as error:
-                raise Untraceable("", _reason(error), _line(error)) from error
-            finally:
-                drawn = redrawn(draws)
-                changed = restored(before)
-        if drawn:
-            raise Untraceable("", _DRAWN)
-        if changed:
-            path = next(path for path, module in model.named_modules() if module is changed[0])
-            raise Untraceable(path, f"its forward changes {changed[1]!r} of its own")
-        self.calls = tracer.calls[0]
-        self.attributes = tracer.attributes
-        self.odd, self.read = tracer.shadow.odd, tracer.read
 
 
 def _is_open_encoder(module: nn.Module) -> bool:
