@@ -38,7 +38,7 @@ def test_decisions_by_forms_are_fixed_and_others_are_not(found: Found) -> None:
         "form": True, "length": True, "numbers": False, "list": False, "count": False, "samples": False,
         "len": False, "numpy": False, "drawn": False,
     }  # fmt: skip
-    assert "decided by shapes or types" in opened["otherwise"]
+    assert "decided by shapes, types or settings" in opened["otherwise"]
     for how in ("looped over", "counted", "unpacked"):
         difference, longer, shorter = opened[how]
         assert difference <= TOLERANCE

@@ -58,11 +58,12 @@ def test_what_a_trace_fixes(found: Found, limit: Limit) -> None:
     refusal(received["method"], "1.activated")
     refusal(received["class_method"], "1.activated")
     refusal(received["class_value"], "1.power is 2.0")
-    refusal(received["around"], "around, outside of the model")
-    refusal(received["global"], "SETTINGS, outside of the model")
-    for harmless in ("unread", "global_unread", "leaf_hook"):
+    for harmless in ("unread", "leaf_hook"):
         assert received[harmless].startswith("nothing raised")
     refusal(received["hook_in_call"], "1 got a hook")
+    error, called = received["small"]
+    assert error <= TOLERANCE and called
+    limit("P2g", "another `tau`, and a hook, after the split of a part with one layer", exact=error)
     refusal(received["probability"], "drop.p is 0.5")
     refusal(received["appeared"], "gain was not there")
     refusal(received["mode"], "drop.training is False")

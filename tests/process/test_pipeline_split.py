@@ -52,9 +52,9 @@ def hard() -> Lines:
 SEGMENTS = {
     "TwoCross": 4, "LateInput": 4, "NestedCross": 3, "Tied": 4, "UsedTwice": 4, "Recurrent": 5, "SharedNorm": 4,
     "Constants": 8, "Made": 4, "InPlace": 4, "View": 3, "Frozen": 4, "OwnBackward": 2, "Checkpointed": 3,
-    "ModeBelow": 3, "ModeAtRoot": 4, "Leaves": 4, "DictOut": 3, "OrderedOut": 3, "FixedArguments": 2, "Draws": 4,
+    "ModeBelow": 5, "ModeAtRoot": 4, "Leaves": 7, "DictOut": 3, "OrderedOut": 3, "FixedArguments": 2, "Draws": 4,
     "Transformer": 8, "Padded": 3, "Hooked": 2,
-    "AsksForTypes": 5, "SharedInstanceNorm": 4,
+    "Repeated": 5, "AsksForTypes": 5, "SharedInstanceNorm": 4,
 }  # fmt: skip
 
 
@@ -174,6 +174,13 @@ def test_arguments_that_are_no_tensors_are_fixed(options: Lines) -> None:
     found = options["arguments in a tuple, fixed ones checked"]
     assert found["same"] == 0
     assert "argument 1 (double): False instead of True" in found["error"]
+
+
+def test_a_part_that_is_called_takes_its_attributes_along(options: Lines) -> None:
+    assert options["attributes on a device"] == {
+        "measured": ["meta", "meta"], "before": [["cpu", "cpu"]] * 3, "is_twin": True,
+        "after": [["cpu", "cpu"], ["meta", "meta"], ["cpu", "cpu"]], "twin": ["meta", "meta"],
+    }  # fmt: skip
 
 
 def test_a_model_on_the_meta_device(options: Lines, limit: Limit) -> None:

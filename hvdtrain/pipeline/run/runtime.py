@@ -30,8 +30,7 @@ from hvdtrain.pipeline.run.passes import Head
 from hvdtrain.pipeline.run.proof import CutProof, loss_key
 from hvdtrain.pipeline.run.stage import Stage
 from hvdtrain.pipeline.run.worker import StageCall, StageError
-from hvdtrain.pipeline.trace.arguments import check_given
-from hvdtrain.pipeline.trace.fixed import Fixed
+from hvdtrain.pipeline.trace.fixed import FrozenModelCheck
 from hvdtrain.pipeline.trace.segments import Segment
 from hvdtrain.pipeline.values import rng
 from hvdtrain.pipeline.values.inputs import Inputs
@@ -88,55 +87,29 @@ class Pipeline(nn.Module):
         stages_per_device: int = 1,
     ) -> None:
         super().__init__()
-        for name in _PARTS:
-            object.__setattr__(self, name, getattr(model, name))
+        self.stages, self.segments = list(stages), list(segments)
+        self.stages_per_device = stages_per_device
+        self.devices = [stage.device for stage in self.stages[: len(self.stages) // stages_per_device]]
+        self.micro_batches, self.schedule, self.remat, self.batch_norm = micro_batches, schedule, remat, batch_norm
+        self.profile, self.chunk, self.offload = profile, chunk, offload
+        self.proofs, self.overlap, self.record = True, True, False
+        self.timeline: list[Span] = []
+        program = self.segments[0].chain.program
+        self.names = program.names
+        paths = {module: path for path, module in model.named_modules()}
+        self.counts = [(f"{paths[owner]}.{name}", owner) for owner, name in self.segments[0].chain.facts.counts]
+        changing = {id(buffer) for stage in self.stages for buffer in stage.changing_buffers()}
+        self._finishing = [False] * len(self.stages)
+        self._drawing: dict[Hashable, rng.Seen] = {}  # by segment
+        self._moving = Moving(model, changing, self.counts)
+        self._busy = threading.Lock()
+        self._fixed = FrozenModelCheck(program)
+        self._places = Places(self.devices)
+        self._proof = CutProof(weakref.proxy(self))  # no circle: threads end with the last reference
+        weakref.finalize(self, self._places.close)
         # past nn.Module's bookkeeping: the model must not appear as a child, under a prefix, and parts of it may have
         # any name, the pipeline's too
-        own = vars(self)
-        own.update(module=model, training=model.training)
-        own.update(
-            stages=list(stages), segments=list(segments), stages_per_device=stages_per_device,
-            devices=[stage.device for stage in stages[: len(stages) // stages_per_device]],
-            micro_batches=micro_batches, schedule=schedule, remat=remat, batch_norm=batch_norm,
-            profile=profile, chunk=chunk, offload=offload, names=segments[0].chain.program.names,
-            proofs=True, overlap=True, record=False, timeline=[],
-        )  # fmt: skip
-        paths = {module: path for path, module in model.named_modules()}
-        counts = [(f"{paths[owner]}.{name}", owner) for owner, name in segments[0].chain.facts.counts]
-        changing = {id(buffer) for stage in stages for buffer in stage.changing_buffers()}
-        own.update(
-            counts=counts, _finishing=[False] * len(stages), _drawing={}, _moving=Moving(model, changing, counts),
-            _busy=threading.Lock(), _fixed=Fixed(segments[0].chain.program), _places=Places(self.devices),
-            _proof=CutProof(weakref.proxy(self)),  # no circle: threads end with the last reference
-        )  # fmt: skip
-        for name, check in _CHECKS.items():
-            check(own[name])
-        weakref.finalize(self, self._places.close)
-
-    stages: list[Stage]
-    segments: list[Segment]
-    stages_per_device: int
-    devices: list[torch.device]
-    micro_batches: int
-    schedule: Schedule
-    remat: Remat
-    batch_norm: Literal["batch", "micro"]
-    profile: Any
-    chunk: Chunk
-    offload: bool
-    names: Any
-    proofs: bool
-    overlap: bool
-    record: bool
-    timeline: list[Span]
-    counts: list[tuple[str, nn.Module]]
-    _finishing: list[bool]
-    _drawing: dict[Hashable, rng.Seen]  # by segment
-    _moving: Moving
-    _busy: threading.Lock
-    _fixed: Fixed
-    _places: Places
-    _proof: CutProof
+        vars(self).update(module=model, training=model.training, **{name: getattr(model, name) for name in _PARTS})
 
     # -- one batch -------------------------------------------------------------------------------------------
     def step(
@@ -210,7 +183,8 @@ class Pipeline(nn.Module):
 
     def _arguments(self, x: Any, kwargs: Mapping[str, Any] | None) -> tuple[Any, ...]:
         arguments = flat(x, kwargs, self.names)
-        check_given(self.module, self.names, self.segments[0].chain.program.given, arguments)
+        if fixed := self.segments[0].chain.program.fixed:
+            fixed.check(self.module, self.names, arguments)
         return marked(arguments, self.chunk, self.names)
 
     @staticmethod

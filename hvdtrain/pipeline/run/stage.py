@@ -8,6 +8,7 @@ it, a leaf of their own whose values are taken over before a step and whose grad
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from types import MethodType
 from typing import Any
 
 import torch
@@ -101,6 +102,8 @@ class _Owners:
 class _Objects:
     """What a stage uses for the model's modules and parameters: themselves, or twins with proxies in them."""
 
+    _copies_all = False
+
     def __init__(self, chain: Chain, index: int, device: torch.device, owners: _Owners) -> None:
         self._program, self._index, self._device, self._owners = chain.program, index, device, owners
         self.proxies: list[tuple[nn.Parameter, nn.Parameter]] = []
@@ -144,19 +147,31 @@ class _Objects:
     def _module(self, module: nn.Module) -> nn.Module:
         if module in self._twins:
             return self._twins[module]
-        if all(self._is_mine(tensor) for tensor in (*module.parameters(), *module.buffers())):
+        tensors = [*module.parameters(), *module.buffers()]
+        if all(self._is_mine(tensor) for tensor in tensors) and not (self._copies_all and _is_bound(module)):
+            for part in module.modules():
+                self._carry(part)
             return module
-        twin = self._twins[module] = module.__class__.__new__(module.__class__)
-        twin.__dict__.update(module.__dict__)
+        twin = self._twins[module] = object.__new__(module.__class__)
+        twin.__dict__.update(_attributes(module, twin))
         for kind in ("_parameters", "_buffers"):
-            tensors = module.__dict__[kind]
-            mine = {name: t if t is None or self._is_mine(t) else self._tensor(t) for name, t in tensors.items()}
+            named = module.__dict__[kind]
+            mine = {name: t if t is None or self._is_mine(t) else self._tensor(t) for name, t in named.items()}
             twin.__dict__[kind] = mine
         children = {name: child and self._module(child) for name, child in module._modules.items()}
         twin.__dict__["_modules"] = children
+        self._carry(twin)
         if isinstance(twin, nn.RNNBase):
             twin._flat_weights = [getattr(twin, name) for name in twin._flat_weights_names]
         return twin
+
+    def _carry(self, module: nn.Module) -> None:
+        """Moves what else a module that is called keeps on the model's device: plain tensors, and the device itself."""
+        for name, value in vars(module).items() if self._device != self._owners.traced_on else ():
+            if isinstance(value, Tensor) and value.device == self._owners.traced_on:
+                module.__dict__[name] = value.to(self._device)
+            elif isinstance(value, torch.device) and value == self._owners.traced_on:
+                module.__dict__[name] = self._device
 
     def refresh(self) -> None:
         for owner, proxy in self.proxies:
@@ -174,7 +189,20 @@ class _Objects:
         for owner_buffer, ours in self._copies:
             ours.data.copy_(owner_buffer.data)
         for module, twin in self._twins.items():
-            twin.__dict__.update((name, value) for name, value in module.__dict__.items() if name not in _OWN)
+            twin.__dict__.update((name, value) for name, value in _attributes(module, twin) if name not in _OWN)
+            self._carry(twin)
+
+
+def _attributes(module: nn.Module, twin: nn.Module) -> Iterator[tuple[str, Any]]:
+    """A module's attributes for its twin; its own methods among them become the twin's."""
+    for name, value in module.__dict__.items():
+        is_own = isinstance(value, MethodType) and value.__self__ is module
+        yield name, MethodType(value.__func__, twin) if is_own else value
+
+
+def _is_bound(module: nn.Module) -> bool:
+    """Returns True if plain attributes of a module belong to a device."""
+    return any(isinstance(value, (Tensor, torch.device)) for part in module.modules() for value in vars(part).values())
 
 
 # what a twin has of its own
@@ -183,6 +211,8 @@ _OWN = ("_parameters", "_buffers", "_modules", "_flat_weights")
 
 class Copies(_Objects):
     """A copy of everything on another device, to measure there; the model stays where it is."""
+
+    _copies_all = True
 
     def __init__(self, chain: Chain, device: torch.device) -> None:
         super().__init__(chain, -1, device, _Owners(chain, []))

@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import fx
 
+from hvdtrain.pipeline.trace.shadow import length, number
+
 _IN_PLACE = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift", "matmul")
 
 
@@ -25,17 +27,20 @@ class _Counted:
         frame = inspect.currentframe()
         step = next(_steps(frame.f_back), None) if frame is not None and frame.f_back is not None else None
         if step is not None and step.opname == "UNPACK_SEQUENCE":
-            length = self.tracer.fixed(self, step.argval)
+            count = self.tracer.fixed(self, step.argval)
         else:
-            length = self.tracer.length(self)
-        return self.tracer.iter(self) if length is None else iter([self[index] for index in range(length)])
+            count = self.tracer.asked(self, length)
+        return self.tracer.iter(self) if count is None else iter([self[index] for index in range(count)])
 
     def __index__(self) -> int:
-        return int(self.tracer.number(self))
+        found = self.tracer.asked(self, number)
+        if found is None:
+            raise TypeError("Python needs a number that follows from data, or from how many samples there are")
+        return int(found)
 
     def __len__(self) -> int:
-        length = self.tracer.length(self)
-        return fx.Proxy.__len__(self) if length is None else length  # type: ignore[arg-type]
+        count = self.tracer.asked(self, length)
+        return fx.Proxy.__len__(self) if count is None else count  # type: ignore[arg-type]
 
 
 class Proxy(_Counted, fx.Proxy):

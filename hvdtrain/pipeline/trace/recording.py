@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import builtins
 import inspect
-import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -17,13 +16,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from hvdtrain.pipeline.trace.proxy import Proxy
-from hvdtrain.pipeline.trace.shadow import SETTINGS, same_setting
+from hvdtrain.pipeline.trace.shadow import length
 
 # make a tensor without being given one
 _MAKERS = (
     "arange", "empty", "eye", "full", "linspace", "logspace", "normal", "ones", "rand", "randint", "randn", "randperm",
     "tensor", "tril_indices", "triu_indices", "zeros",
 )  # fmt: skip
+# what the calling thread has set
+_SETTINGS = ("is_autocast_enabled", "get_autocast_dtype", "is_inference_mode_enabled")
 # where no user's code is
 NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 _FACTORIES = {getattr(torch, name) for name in _MAKERS}
@@ -43,14 +44,20 @@ class _Factories(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _asking() -> str:
-    """The line that asks, "file:line", if it is a user's; it may ask by functions of `os`."""
+def _asks() -> bool:
+    """Returns True if the innermost call that is not this file's comes from a user's line."""
     frame = inspect.currentframe()
-    while frame is not None and frame.f_globals["__name__"] in (__name__, "os", "collections.abc"):
+    while frame is not None and frame.f_globals["__name__"] == __name__:
         frame = frame.f_back
-    if frame is None or frame.f_code.co_filename.startswith(NOT_THE_USERS):
-        return ""
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    return frame is not None and not frame.f_code.co_filename.startswith(NOT_THE_USERS)
+
+
+def users_line() -> str:
+    """Returns the line of a model's code that is being run: "file:line"."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_filename.startswith(NOT_THE_USERS):
+        frame = frame.f_back
+    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 @contextmanager
@@ -72,20 +79,20 @@ def patched(tracer: Any) -> Iterator[None]:
 
         return record
 
-    length = builtins.len
+    count = builtins.len
 
     def counted(value: Any) -> Any:
         """How many samples there are is asked in each pass: `x.view(len(x), -1)`."""
         if not isinstance(value, fx.Proxy) or not tracer.records:
-            return length(value)
-        known = tracer.length(value)
-        return tracer.create_proxy("call_function", length, (value,), {}) if known is None else known
+            return count(value)
+        known = tracer.asked(value, length)
+        return tracer.create_proxy("call_function", count, (value,), {}) if known is None else known
 
     kind_of = builtins.isinstance
 
     def is_a(value: Any, kinds: Any) -> bool:
         """A user's `isinstance(x, Tensor)` is answered for what a stand-in stands for."""
-        if type(value) is not Proxy or not tracer.records or not _asking():
+        if type(value) is not Proxy or not tracer.records or not _asks():
             return kind_of(value, kinds)
         return kind_of(value, kinds) or tracer.is_a(value, kinds)
 
@@ -106,36 +113,21 @@ def patched(tracer: Any) -> Iterator[None]:
             "torch.utils.checkpoint(use_reentrant=False), or save_on_cpu; remat='all' of split() does as much"
         )
 
-    def asked(name: str, answer: Any, *args: Any) -> Any:
-        """A setting that a submodule asks for is its own to ask in each pass: it is called as a whole. One that the
-        model's own forward asks for is fixed, and each pass compares."""
-        line = _asking()
-        if tracer.records and line:
+    def asker(function: Any) -> Any:
+        """A setting that a submodule asks for is its own to ask in each pass: it is called as a whole."""
+
+        def ask(*args: Any) -> Any:
+            if not tracer.records or not _asks():
+                return function(*args)
             if tracer.calls[-1].path:
-                raise ValueError(f"asks for a setting: {name}")
-            tracer.create_proxy("call_function", same_setting, (name, answer, line, *args), {})
-        return answer
+                raise ValueError(f"asks for a setting: {function.__name__}")
+            return tracer.create_proxy("call_function", function, args, {})  # a setting that each pass asks for
 
-    def asker(name: str) -> Any:
-        return lambda *args: asked(name, SETTINGS[name](*args), *args)
-
-    environ = type(os.environ)
-    look_up = environ.__getitem__
-
-    def looked_up(variables: Any, name: str) -> str:
-        if variables is not os.environ:
-            return look_up(variables, name)
-        try:
-            value = look_up(variables, name)
-        except KeyError:
-            asked("environ", None, name)
-            raise
-        return asked("environ", value, name)
+        return ask
 
     with ExitStack() as patches:
-        for name in SETTINGS.keys() - {"environ"}:
-            patches.enter_context(mock.patch.object(torch, name, asker(name)))
-        patches.enter_context(mock.patch.object(environ, "__getitem__", looked_up))
+        for name in _SETTINGS:
+            patches.enter_context(mock.patch.object(torch, name, asker(getattr(torch, name))))
         patches.enter_context(mock.patch.object(torch.autograd.graph.saved_tensors_hooks, "__enter__", hooked))
         patches.enter_context(mock.patch.object(builtins, "len", counted))
         patches.enter_context(mock.patch.object(builtins, "isinstance", is_a))

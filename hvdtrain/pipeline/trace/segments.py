@@ -2,43 +2,29 @@
 
 from __future__ import annotations
 
-import gc
-import warnings
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
-from torch.utils import _pytree as pytree
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.pipeline.trace import code
 from hvdtrain.pipeline.trace.cuts import Cut, find_cuts
-from hvdtrain.pipeline.trace.facts import Different, Facts, look, run_once
+from hvdtrain.pipeline.trace.facts import Different, Facts, look
 from hvdtrain.pipeline.trace.few import device_of, resized, to_device
-from hvdtrain.pipeline.trace.fixed import outside
 from hvdtrain.pipeline.trace.modes import innermost
-from hvdtrain.pipeline.trace.restore import all_training, attributes_of, changes, copied, preserved_state
-from hvdtrain.pipeline.trace.tracer import Program, parted, trace, users_line
-from hvdtrain.pipeline.values.microbatch import SIMPLE
+from hvdtrain.pipeline.trace.reference import Reference, refer, same
+from hvdtrain.pipeline.trace.restore import all_training, preserved_state
+from hvdtrain.pipeline.trace.tracer import Program, make_leaf, parted, refuse_around, trace
 from hvdtrain.pipeline.values.rng import draws_by_name, may_draw
-from hvdtrain.values.nested import map_tensors
 
 Object = TypeVar("Object")
-_DULL = {
-    "getitem",
-    "getattr",
-    "check_fixed",
-    "same",
-    "same_setting",
-    "size",
-    "OrderedDict",
-}  # names that do not tell where a segment is
+# names that do not tell where a segment is
+_DULL = {"getitem", "getattr", "same", "size", "OrderedDict", "is_autocast_enabled", "get_autocast_dtype"}
 
 
 @dataclass
@@ -186,27 +172,20 @@ def segments(model: nn.Module, example: Any, names: tuple[str, ...] = ()) -> lis
     """
     arguments = example if isinstance(example, tuple) else (example,)
     _refuse_unmade(model)
-    run_once(Program(model, {}, {}, names=names), arguments)
+    refuse_around(model)
+    reference = refer(Program(model, {}, {}, names=names), arguments)
     leaves: dict[str, str] = {}
+    for path in reference.keepers:
+        make_leaf(leaves, path, "its forward puts what it computes into an object outside of the model", model)
     while True:
-        program = trace(model, arguments, leaves, names)
-        before = outside(program)
+        program = trace(model, arguments, leaves, reference.layers, names)
         try:
-            found = _checked(program, arguments)
+            return _checked(program, reference)
         except Different as error:
             # for example it asks whether its argument is a tensor, which a stand-in is not: call instead, from inside
             if not program.doubtful:
                 raise _not_the_same(error) from error
             leaves |= dict.fromkeys(innermost(program.doubtful), f"a trace does something else: {error}")
-            continue
-        written = {key for key, seen in outside(program).items() if before.get(key) != seen}  # by the passes of a check
-        inner = {path for path, _ in written} - {""}
-        if not inner:
-            if changed := ", ".join(sorted({place[0] for _, place in written})):
-                warnings.warn(f"the model's own forward changes {changed} only while it is split", stacklevel=4)
-            program.written.update(place for _, place in written)
-            return found
-        leaves |= dict.fromkeys(innermost(inner), "its forward changes what is outside of the model")
 
 
 def from_modules(
@@ -242,10 +221,10 @@ def from_modules(
         values[0].meta = {"path": paths.get(part) or type(part).__name__.lower(), "grad": True}
     graph.output(values[0])
     program.graphs = {True: graph, False: graph}
-    run_once(program, arguments)
+    reference = refer(program, arguments)
     program.partners = {node: node for node in graph.nodes}
     try:
-        return _checked(program, arguments, everywhere=True)
+        return _checked(program, reference, everywhere=True)
     except Different as error:
         raise _not_the_same(error) from error
 
@@ -276,12 +255,13 @@ def _part(given: nn.Module | str, model: nn.Module) -> nn.Module:
         raise ConfigError("modules=[...] names submodules of the model", given, f"it has {names}") from error
 
 
-def _checked(program: Program, arguments: tuple[Any, ...], *, everywhere: bool = False) -> list[Segment]:
-    facts = look(program, arguments)
+def _checked(program: Program, reference: Reference, *, everywhere: bool = False) -> list[Segment]:
+    facts = look(program, reference.example)
+    facts.counts = reference.counts
     chain = Chain(program, facts, find_cuts(program, facts, everywhere=everywhere))
     if everywhere:
         _refuse_objects(chain)
-    _check(chain)
+    _check(chain, reference)
     if own := [name for owner, name in facts.counts if owner is program.model]:  # else the trace has refused it
         raise ConfigError(
             "parts given by hand are called without the forward of the model around them",
@@ -356,37 +336,25 @@ def span_name(labels: Sequence[str]) -> str:
     return labels[0] if labels[0] == labels[-1] else f"{labels[0]} .. {labels[-1]}"
 
 
-def _check(chain: Chain) -> None:
+def _check(chain: Chain, reference: Reference) -> None:
     """Right or refused: in both modes the chain computes what the model computes; raises `Different`."""
     model = chain.program.model
     device = device_of(model)
-    few = chain.facts.example
     whole = chain.function(0, len(chain.cuts) - 1, chain.program.bind, type(model).__name__)
-    for training in (True, False):
-        with all_training(model, training), torch.no_grad():
-            with preserved_state(model, device), torch.set_grad_enabled(training), _Kept() as kept:
-                before = attributes_of(model)
-                wanted = map_tensors(torch.detach, chain.program.call(to_device(few, device)))
-                changed = [(module, name, copied(value)) for module, name, value in changes(before)]
-                _refuse_graphs(model, changed)
-            _refuse_strange_outputs(wanted)
-            if training:
-                chain.facts.counts = _counting(model, changed, lambda: chain.program.call(to_device(few, device)))
-            changed.clear()  # what the model held is gone now
-            kept.refuse()
-            with preserved_state(model, device):
-                received = whole(*to_device(few, device))[0]
+    for training, wanted in reference.outputs.items():
+        with all_training(model, training), torch.no_grad(), preserved_state(model, device):
+            received = whole(*to_device(reference.example, device))[0]
         if not same(wanted, received):
             mode = "training" if training else "evaluation"
             raise Different(f"other results in {mode} mode, for the example's first samples")
     if chain.program.odd:
-        _check_one(chain, whole)
+        _check_one(chain, reference, whole)
 
 
-def _check_one(chain: Chain, whole: Callable[..., tuple[Any, ...]]) -> None:
+def _check_one(chain: Chain, reference: Reference, whole: Callable[..., tuple[Any, ...]]) -> None:
     """A decision of the model is another one for a single sample: it is to come to the same."""
     model = chain.program.model
-    device, one = device_of(model), resized(chain.facts.example, 1)
+    device, one = device_of(model), resized(reference.example, 1)
     for training in (True, False):
         found = []
         calls: list[Callable[[], Any]] = [
@@ -402,104 +370,3 @@ def _check_one(chain: Chain, whole: Callable[..., tuple[Any, ...]]) -> None:
                     raise Different("it cannot do what the model does for one sample") from None
         if found and not same(*found):
             raise Different("other results for one sample")
-
-
-def _refuse_strange_outputs(outputs: Any) -> None:
-    for leaf in pytree.tree_leaves(outputs):
-        if not isinstance(leaf, (Tensor, *SIMPLE)):
-            raise ConfigError(
-                "a model that is split returns tensors, numbers and None, in tuples, lists and dicts",
-                f"a {type(leaf).__name__} among its outputs",
-                "leave it out of them; of transformers' caches: use_cache=False in kwargs=, or in the config that the\n"
-                "model is built with",
-            )
-
-
-def _refuse_graphs(model: nn.Module, changed: Sequence[tuple[nn.Module, str, Any]]) -> None:
-    """Refuses what a forward leaves on its module to be differentiated: the next micro-batch would put its own there,
-    and the graph belongs to another stage than the loss that reads it."""
-    paths = {module: path for path, module in model.named_modules()}
-    for module, name, value in changed:
-        computed = {getattr(hook, "name", None) for hook in module._forward_pre_hooks.values()}  # weight_norm's weight
-        if name in computed:
-            continue
-        if any(isinstance(leaf, Tensor) and leaf.grad_fn is not None for leaf in pytree.tree_leaves(value)):
-            raise ConfigError(
-                "what is differentiated goes through a model's outputs, not over attributes of its modules",
-                f"forward leaves a tensor with a graph in {f'{paths[module]}.{name}'.lstrip('.')}: the loss would read"
-                " that of another micro-batch",
-                f"return it with the outputs; or, only to look at it, keep {name}.detach()",
-            )
-
-
-class _Kept:
-    """Refuses a pass whose graph somebody holds after it, in an object that is no part of the model."""
-
-    def __init__(self) -> None:
-        self._saved: list[tuple[weakref.ref[_Saved], str]] = []  # with the line that computed
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._save, lambda saved: saved.tensor)
-
-    def __enter__(self) -> _Kept:
-        self._hooks.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._hooks.__exit__(*error)
-
-    def _save(self, tensor: Tensor) -> _Saved:
-        saved = _Saved(tensor.detach())  # not itself: an output would keep its own graph
-        self._saved.append((weakref.ref(saved), users_line()))
-        return saved
-
-    def refuse(self) -> None:
-        if any(saved() is not None for saved, _ in self._saved):
-            gc.collect()  # a circle of objects keeps nothing for long
-        lines = [line for saved, line in self._saved if saved() is not None]
-        if lines:
-            raise ConfigError(
-                "what is differentiated must go through a model's outputs: a loss that finds it elsewhere would read"
-                " that of another micro-batch",
-                f"an object outside of the model keeps a tensor with its graph, computed at {lines[-1]}",
-                "return it with the outputs; or, only to look at it, keep it detached: tensor.detach()",
-            )
-
-
-@dataclass(eq=False)
-class _Saved:
-    """A tensor that a graph keeps for its backward pass."""
-
-    tensor: Tensor
-
-
-def _counting(
-    model: nn.Module, changed: Sequence[tuple[nn.Module, str, Any]], call: Callable[[], Any]
-) -> list[tuple[nn.Module, str]]:
-    """Attributes that a second pass, with the same draws and buffers, changes again: counts, means over passes; of
-    containers, which grow, a warning tells."""
-    if not changed:
-        return []
-    with preserved_state(model, device_of(model)), torch.no_grad():
-        for module, name, value in changed:
-            module.__dict__[name] = copied(value)
-        with all_training(model, True):
-            call()
-        found = [(module, name) for module, name, value in changed if not same(module.__dict__.get(name), value)]
-    counts = [(module, name) for module, name in found if copied(kept := module.__dict__.get(name)) is kept]
-    paths = {module: path for path, module in model.named_modules()}
-    if names := ", ".join(f"{paths[module]}.{name}" for module, name in found if (module, name) not in counts):
-        warnings.warn(f"in a pipeline each micro-batch adds to what forward passes collect: {names}", stacklevel=5)
-    return counts
-
-
-def same(a: Any, b: Any) -> bool:
-    """Whether two outputs are the same, but for what the order of additions does."""
-    (one, how), (other, also) = pytree.tree_flatten(a), pytree.tree_flatten(b)
-    return how == also and all(_same_leaf(x, y) for x, y in zip(one, other, strict=True))
-
-
-def _same_leaf(x: Any, y: Any) -> bool:
-    if not isinstance(x, Tensor) or not isinstance(y, Tensor):
-        return x is y or bool(np.all(x == y))
-    if x.shape != y.shape or x.dtype != y.dtype:
-        return False
-    return bool(x.allclose(y, rtol=1e-3, atol=1e-5, equal_nan=True)) if x.is_floating_point() else bool(x.equal(y))

@@ -7,8 +7,7 @@ in tensors, or on how many samples there are, is not looked up.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -48,38 +47,26 @@ class Shadow:
         self._runs: dict[int, dict[fx.Node, Any]] = {FEW: {}, FEW + 1: {}, 1: {}}
         self.running = self.odd = False
 
-    def length(self, node: fx.Node, named: Callable[[Any], Any]) -> tuple[int, bool] | None:
-        """Items of a node that is a tuple or a list, and whether one sample has as many (as of `decided`).
+    def ask(
+        self, node: fx.Node, named: Callable[[Any], Any], read: Callable[[Any], int | None]
+    ) -> tuple[int, bool] | None:
+        """Returns what Python reads from a node's value, and whether one sample gives the same (a model may want more:
+        then nothing asks it).
 
-        None where it is another thing, or as long as the samples.
+        None if there is nothing to read, or if it depends on numbers in tensors or on how many samples there are.
 
         Args:
             named: what the target of a node names.
+            read: `truth`, `length` or `number`.
         """
-        few, more, one = (self._value(node, samples, named) for samples in self._runs)
-        if not isinstance(few, (tuple, list)) or not isinstance(more, (tuple, list)) or len(few) != len(more):
-            return None
-        return len(few), one is UNKNOWN or (isinstance(one, (tuple, list)) and len(one) == len(few))
-
-    def number(self, node: fx.Node, named: Callable[[Any], Any]) -> tuple[int, bool] | None:
-        """The number that a node is, and whether it is so for one sample, too; None as of `decided`."""
-        few, more, one = (self._value(node, samples, named) for samples in self._runs)
-        if type(few) is not int or few != more:
-            return None
-        return few, one is UNKNOWN or one == few
+        values = [self._value(node, samples, named) for samples in self._runs]
+        few, more, one = (None if value is UNKNOWN else read(value) for value in values)
+        return None if few is None or few != more else (few, values[-1] is UNKNOWN or one == few)
 
     def is_a(self, node: fx.Node, kinds: Any, named: Callable[[Any], Any]) -> bool:
         """Returns `isinstance` of what a node stands for; False where that cannot be looked up."""
         few = self._value(node, FEW, named)
         return few is not UNKNOWN and isinstance(few, kinds)
-
-    def decided(self, node: fx.Node, named: Callable[[Any], Any]) -> tuple[bool, bool] | None:
-        """How Python decides by a node's value, and whether it does so for one sample, too (a model may want more: then
-        nobody asks it); None where that depends on tensors' numbers, or on the samples."""
-        few, more, one = (self._value(node, samples, named) for samples in self._runs)
-        if any(value is UNKNOWN or isinstance(value, torch.Tensor) for value in (few, more)) or bool(few) != bool(more):
-            return None
-        return bool(few), one is UNKNOWN or bool(one) == bool(few)
 
     def _value(self, node: fx.Node, samples: int, named: Callable[[Any], Any]) -> Any:
         """Of this node and of what it needs, in the order of the graph: without recursion, graphs are deep."""
@@ -108,22 +95,61 @@ class Shadow:
 
     @staticmethod
     def _run(node: fx.Node, run: dict[fx.Node, Any], named: Callable[[Any], Any]) -> Any:
-        if node.op == "get_attr":
-            return named(node.target)
         if any(run.get(one, UNKNOWN) is UNKNOWN for one in node.all_input_nodes):
             return UNKNOWN
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), run.__getitem__)
         name = str(node.target if isinstance(node.target, str) else getattr(node.target, "__name__", ""))
         try:
-            with torch.no_grad(), torch._C.DisableTorchFunction():
-                if node.op == "call_method":
-                    value = getattr(args[0], name)(*args[1:], **kwargs)
-                else:
-                    called: Any = named(node.target) if node.op == "call_module" else node.target
-                    value = called(*args, **kwargs)
+            with torch._C.DisableTorchFunction():
+                value = executed(node, run, named)
         except Exception:  # the pass itself will say what is wrong
             return UNKNOWN
-        return UNKNOWN if _by_numbers(name, (args, kwargs), value) else value
+        given: list[Any] = []
+        fx.node.map_arg((node.args, node.kwargs), lambda one: given.append(run[one]))
+        return UNKNOWN if node.op != "get_attr" and _by_numbers(name, given, value) else value
+
+
+def executed(node: fx.Node, values: Mapping[fx.Node, Any], named: Callable[[Any], Any]) -> Any:
+    """Returns the value of a node, given those of the nodes that it uses.
+
+    Args:
+        named: what the target of a node names.
+    """
+    if node.op == "get_attr":
+        return named(node.target)
+    args, kwargs = (_plain(value) for value in fx.node.map_arg((node.args, node.kwargs), values.__getitem__))
+    with torch.no_grad():
+        if node.op == "call_method":
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        called: Any = named(node.target) if node.op == "call_module" else node.target
+        return called(*args, **kwargs)
+
+
+def _plain(value: Any) -> Any:
+    """Returns fx's immutable lists and dicts as ordinary ones."""
+    if isinstance(value, fx.immutable_collections.immutable_list):
+        return [_plain(item) for item in value]
+    if isinstance(value, fx.immutable_collections.immutable_dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, slice):
+        return slice(_plain(value.start), _plain(value.stop), _plain(value.step))
+    if type(value) is tuple:
+        return tuple(_plain(item) for item in value)
+    return value
+
+
+def truth(value: Any) -> bool | None:
+    """Returns how Python decides by a value; by a tensor's numbers it may not."""
+    return None if isinstance(value, torch.Tensor) else bool(value)
+
+
+def length(value: Any) -> int | None:
+    """Returns how many items a shape or another tuple has."""
+    return len(value) if isinstance(value, (tuple, list)) else None
+
+
+def number(value: Any) -> int | None:
+    """Returns a number that a shape has, for Python's own `range` and lists."""
+    return value if type(value) is int else None
 
 
 def _by_numbers(name: str, given: Any, value: Any) -> bool:
@@ -147,30 +173,9 @@ def same(value: Any, fixed: int, where: str) -> None:
         return
     by, remedy = "Python's loop, index or len() had items by shapes", "pad to one length"
     if isinstance(fixed, bool):
-        by, remedy = "decided by shapes or types", "split it with an example of this shape and type"
+        by = "decided by shapes, types or settings (autocast)"
+        remedy = "split it with an example, and under settings, like these"
     raise RuntimeError(
         f"{where}: {by}, and {now} instead of {fixed} when the model was split: {remedy}, or give parts of it, which"
         " are called as they are: split(..., modules=[...])"
     )
-
-
-# what the calling thread, or the process, has set: another answer at another time
-SETTINGS: dict[str, Callable[..., Any]] = {
-    "is_autocast_enabled": torch.is_autocast_enabled,
-    "get_autocast_dtype": torch.get_autocast_dtype,
-    "is_inference_mode_enabled": torch.is_inference_mode_enabled,
-    "environ": os.environ.get,
-}
-
-
-def same_setting(name: str, fixed: Any, where: str, *args: Any) -> None:
-    """In each pass, of a setting that the model's own forward has asked for (`fixed`: the answer then).
-
-    Raises:
-        RuntimeError: it would get another answer now.
-    """
-    if (now := SETTINGS[name](*args)) != fixed:
-        raise RuntimeError(
-            f"{where}: {name}({', '.join(map(repr, args))}) is {now!r}, and was {fixed!r} when the model was split:"
-            " split it under this setting; or ask in a submodule, which is called as it is"
-        )

@@ -13,15 +13,11 @@ A trace is one run with stand-ins for tensors: what Python decides in that run i
 from __future__ import annotations
 
 import collections
-import functools
-import gc
 import inspect
 import operator
 import threading
 import traceback
-import types
-import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -34,12 +30,12 @@ from torch.nn.modules import transformer
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.pipeline.trace import recording
-from hvdtrain.pipeline.trace.arguments import check_fixed, name_of, places_given
+from hvdtrain.pipeline.trace.arguments import FixedArguments
 from hvdtrain.pipeline.trace.few import device_of
 from hvdtrain.pipeline.trace.modes import Call, dependent, differently_wired, key, opened, partners_of, skeleton
 from hvdtrain.pipeline.trace.proxy import Proxy
 from hvdtrain.pipeline.trace.restore import all_training, attributes_of, preserved_state, redrawn, restored
-from hvdtrain.pipeline.trace.shadow import Shadow, same
+from hvdtrain.pipeline.trace.shadow import Shadow, same, truth
 from hvdtrain.pipeline.values.microbatch import is_named, known_to_pytree
 from hvdtrain.values.generators import HOST
 
@@ -48,6 +44,9 @@ _DRAWN = "draws random numbers that a trace would fix (Python's, NumPy's, PyTorc
 _OPENED = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel, torch.jit.ScriptModule)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+WORTH_OPENING = 64  # a module that calls no more than one in so many of the layers is called as a whole
 
 
 class Untraceable(Exception):
@@ -68,13 +67,11 @@ class Program:
         partners: evaluation node -> training node, for those that are in both.
         attributes: what `get_attr` and `call_module` targets name and the model does not.
         leaves: paths of modules that were not opened, and why.
-        doubtful: paths of modules that were, but for PyTorch's own.
         followed: paths of all modules whose forward is not called as a whole; the root is "".
         names: of its last arguments, which are given by keyword.
         odd: a model's decision is another one for one sample alone.
         read: attributes that forwards looked at, of their own module or another.
-        given: places in the example's arguments that held something, and not None.
-        written: places outside of the model that its own forward changes (see `fixed.outside`).
+        fixed: what the trace takes for granted of the arguments; None: nothing.
     """
 
     model: nn.Module
@@ -82,18 +79,22 @@ class Program:
     partners: dict[fx.Node, fx.Node]
     attributes: dict[str, Any] = field(default_factory=dict)
     leaves: dict[str, str] = field(default_factory=dict)
-    doubtful: set[str] = field(default_factory=set)
     followed: set[str] = field(default_factory=lambda: {""})
     names: tuple[str, ...] = ()
     odd: bool = False
     read: frozenset[tuple[nn.Module, str]] = frozenset()
-    given: frozenset[Any] = frozenset()
-    written: set[Any] = field(default_factory=set)
+    fixed: FixedArguments | None = None
 
     def call(self, arguments: Sequence[Any]) -> Any:
         """The model itself."""
         positional, keywords = parted(arguments, self.names)
         return self.model(*positional, **keywords)
+
+    @property
+    def doubtful(self) -> set[str]:
+        """Paths of modules that were opened, but for the root and PyTorch's own."""
+        opened = ((path, type(self.model.get_submodule(path))) for path in self.followed - {""})
+        return {path for path, kind in opened if not kind.__module__.startswith("torch.nn.")}
 
     @property
     def is_one(self) -> bool:
@@ -118,50 +119,53 @@ def parted(arguments: Sequence[Any], names: Sequence[str]) -> tuple[Sequence[Any
     return arguments[:count], dict(zip(names, arguments[count:], strict=True))
 
 
-def trace(model: nn.Module, example: tuple[Any, ...], leaves: dict[str, str], names: tuple[str, ...] = ()) -> Program:
+def trace(
+    model: nn.Module,
+    example: tuple[Any, ...],
+    leaves: dict[str, str],
+    layers: Mapping[str, float],
+    names: tuple[str, ...] = (),
+) -> Program:
     """Traces a model in both modes; it ends as it was.
 
     Args:
-        model: any module; its hooks must be empty (the trace starts inside of them).
+        model: any module that `refuse_around` takes (the trace starts inside of its hooks).
         example: the arguments; only what is no tensor is looked at (None, True and strings are fixed).
         leaves: path -> reason, of modules that are not to be opened; those that cannot be are added.
+        layers: with weights, that a call of a module calls, by path.
         names: of the last arguments, which are given by keyword.
 
     Raises:
         ConfigError: the model's own forward cannot be traced.
     """
-    _refuse(model)
     while True:
         runs = {}
         try:
             for training in (True, False):
-                runs[training] = _Run(model, example, leaves, training, names)
+                tracer = _Tracer(model, leaves, layers, example, names)
+                runs[training] = tracer.follow(model, training)
         except Untraceable as error:
-            _make_leaf(leaves, error.path, error.reason, model, error.line)
+            make_leaf(leaves, error.path, error.reason, model, error.line)
             continue
-        if kept := _taken_back([*runs[True].made, *runs[False].made]):
-            for path in kept:
-                _make_leaf(leaves, path, "its forward puts what it computes into an object outside of the model", model)
-            continue
-        differing = dependent(runs[True].calls, runs[False].calls)
+        calls = [runs[training].calls[0] for training in (True, False)]
+        differing = dependent(*calls)
         differing = differing or differently_wired(runs[True].graph, runs[False].graph)
         for path in differing - {""}:
-            _make_leaf(leaves, path, "does different things in training and evaluation", model)
+            make_leaf(leaves, path, "does different things in training and evaluation", model)
         if differing - {""}:
             continue
         graphs = {True: runs[True].graph, False: runs[False].graph if differing else runs[True].graph}
         partners = partners_of(graphs[True], graphs[False])
         attributes = runs[False].attributes | runs[True].attributes
-        followed = opened(runs[True].calls) | opened(runs[False].calls)
-        doubtful = {path for path in followed if not type(model.get_submodule(path)).__module__.startswith("torch.nn.")}
-        odd = any(run.odd for run in runs.values())
+        followed = opened(calls[0]) | opened(calls[1])
+        odd = any(run.shadow.odd for run in runs.values())
         read = frozenset(runs[True].read | runs[False].read)
-        given = places_given(example)
-        return Program(model, graphs, partners, attributes, leaves, doubtful, followed | {""}, names, odd, read, given)
+        fixed = FixedArguments.of(example)
+        return Program(model, graphs, partners, attributes, leaves, followed | {""}, names, odd, read, fixed)
 
 
-def _refuse(model: nn.Module) -> None:
-    """What is around a model and would be lost."""
+def refuse_around(model: nn.Module) -> None:
+    """Refuses what is around a model and would be lost."""
     if any(getattr(model, name) for name in HOOKS):
         raise ConfigError(
             "a pipeline runs the parts of a model, so hooks of the model itself would not be called",
@@ -176,69 +180,8 @@ def _refuse(model: nn.Module) -> None:
         )
 
 
-def _taken_back(made: Sequence[weakref.ref[fx.Proxy]]) -> set[str]:
-    """Removes stand-ins from the lists, dicts, sets and objects that still hold them when a trace has ended.
-
-    Returns:
-        Paths of the modules whose forwards made these stand-ins.
-    """
-    if not any(stand_in() is not None for stand_in in made):
-        return set()
-    gc.collect()  # circles of what the trace itself has made
-    kept = [stand_in for one in made if (stand_in := one()) is not None]
-    frozen = bool(kept) and gc.get_freeze_count() > 0
-    if frozen:
-        gc.unfreeze()  # gc.get_referrers does not see frozen holders
-    removed = _removed(kept)
-    if frozen:
-        gc.freeze()
-    return {stand_in.node.meta["path"] for stand_in in kept if id(stand_in) in removed}
-
-
-def _removed(items: list[Any], depth: int = 3, own: tuple[int, ...] = ()) -> set[int]:
-    """Removes items, and tuples that hold them, from what may be changed but the lists in `own`, given by their ids;
-    returns the ids of those that were."""
-    wanted, found = {id(item) for item in items}, set[int]()
-    holders = gc.get_referrers(*items) if items and depth else []
-    own = (*own, id(items), id(holders))
-    for holder in holders:
-        if id(holder) in own or isinstance(holder, types.FrameType) or _is_of_a_cache(holder):
-            continue
-        if type(getattr(holder, "__dict__", None)) is dict:
-            holder = vars(holder)  # attributes that Python keeps in the object until somebody asks for the dict
-        inside = [item for item in _items(holder) if id(item) in wanted]
-        if isinstance(holder, tuple):
-            found |= {id(item) for item in inside} if _removed([holder], depth - 1, own) else set()
-        elif isinstance(holder, dict):
-            for name in [name for name, value in holder.items() if {id(name), id(value)} & wanted]:
-                del holder[name]
-        elif isinstance(holder, (list, collections.deque)):
-            left = [item for item in holder if id(item) not in wanted]
-            holder.clear()
-            holder.extend(left)
-        elif isinstance(holder, set):
-            holder -= set(inside)
-        elif isinstance(holder, types.CellType) and inside:
-            holder.cell_contents = None
-        if isinstance(holder, (dict, list, set, collections.deque, types.CellType)):
-            found |= {id(item) for item in inside}
-    return found
-
-
-def _is_of_a_cache(holder: Any) -> bool:
-    """Of `functools.lru_cache`, which finds no stand-in again: no real argument is equal to one."""
-    return any(isinstance(one, functools._lru_cache_wrapper) for one in gc.get_referrers(holder))
-
-
-def _items(holder: Any) -> Iterable[Any]:
-    if isinstance(holder, dict):
-        return [*holder, *holder.values()]
-    if isinstance(holder, types.CellType):
-        return [holder.cell_contents]
-    return holder if isinstance(holder, (tuple, list, set, collections.deque)) else ()
-
-
-def _make_leaf(leaves: dict[str, str], path: str, reason: str, model: nn.Module, line: str = "") -> None:
+def make_leaf(leaves: dict[str, str], path: str, reason: str, model: nn.Module, line: str = "") -> None:
+    """Has a module called as a whole; raises `ConfigError` for the model itself."""
     if path == "" or path in leaves:
         where = f"\n{line}" if line else ""
         name = f"{type(model).__name__}.forward" if path == "" else f"{path} of {type(model).__name__}"
@@ -252,14 +195,25 @@ def _make_leaf(leaves: dict[str, str], path: str, reason: str, model: nn.Module,
     leaves[path] = reason
 
 
+def is_torchs(module: nn.Module) -> bool:
+    """Returns True for PyTorch's own layers, which are never opened."""
+    return module.__module__.startswith(("torch.nn.", "torch.ao.")) and not isinstance(module, _OPENED)
+
+
 class _Tracer(fx.Tracer):
     proxy_buffer_attributes = True
 
     def __init__(
-        self, model: nn.Module, leaves: dict[str, str], example: tuple[Any, ...], names: tuple[str, ...]
+        self,
+        model: nn.Module,
+        leaves: dict[str, str],
+        layers: Mapping[str, float],
+        example: tuple[Any, ...],
+        names: tuple[str, ...],
     ) -> None:
         super().__init__()
         self._leaves, self._example, self._names = leaves, example, names
+        self._layers, self._few = layers, max(1, layers[""] // WORTH_OPENING)
         self.calls = [Call("")]
         self.attributes: dict[str, Any] = {}
         self.shadow = Shadow(model, example)
@@ -267,7 +221,28 @@ class _Tracer(fx.Tracer):
         self._fixed = set[tuple[fx.Node, str]]()
         self._autocast = _autocast_state()
         self.read = set[tuple[nn.Module, str]]()
-        self.made: list[weakref.ref[fx.Proxy]] = []
+
+    def follow(self, model: nn.Module, training: bool) -> _Tracer:
+        """Traces the model in one mode; it ends as it was."""
+        draws = HOST.everything()
+        with preserved_state(model, device_of(model)):  # of what is looked up meanwhile
+            before = attributes_of(model)
+            try:
+                with all_training(model, training), torch.enable_grad(), recording.patched(self):
+                    self.graph = self.trace(model)
+            except Untraceable:
+                raise
+            except Exception as error:
+                raise Untraceable("", _reason(error), _line(error)) from error
+            finally:
+                drawn = redrawn(draws)
+                changed = restored(before)
+        if drawn:
+            raise Untraceable("", _DRAWN)
+        if changed:
+            path = next(path for path, module in model.named_modules() if module is changed[0])
+            raise Untraceable(path, f"its forward changes {changed[1]!r} of its own")
+        return self
 
     @property
     def records(self) -> bool:
@@ -275,41 +250,28 @@ class _Tracer(fx.Tracer):
         return not self.shadow.running and threading.get_ident() == self._thread
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
-        made = Proxy(node, self)
-        self.made.append(weakref.ref(made))
-        return made
+        return Proxy(node, self)
 
     def _named(self, target: Any) -> Any:
         return self.attributes[target] if target in self.attributes else operator.attrgetter(target)(self.root)
 
     def to_bool(self, obj: fx.Proxy) -> bool:
-        """What shapes and types decide is fixed, and asked again in each pass."""
-        found = self.shadow.decided(obj.node, self._named)
-        if found is None:
-            return super().to_bool(obj)
-        decided, always = found
-        if not always:  # whether that matters, one sample is tried for
-            self.shadow.odd = True
-            return decided
-        return bool(self.fixed(obj, decided))
+        decided = self.asked(obj, truth)
+        return super().to_bool(obj) if decided is None else decided
 
-    def length(self, obj: fx.Proxy) -> int | None:
-        """Of a tuple, as of a shape; None where it is another thing."""
-        found = self.shadow.length(obj.node, self._named)
+    def asked(self, obj: fx.Proxy, read: Callable[[Any], Any]) -> Any:
+        """Returns what Python reads from a value, if shapes and types decide it; each pass asks again.
+
+        Args:
+            obj: stands for the value.
+            read: see `Shadow.ask`.
+        """
+        found = self.shadow.ask(obj.node, self._named, read)
         if found is None:
             return None
-        length, always = found
-        self.shadow.odd |= not always
-        return self.fixed(obj, length) if always else length
-
-    def number(self, obj: fx.Proxy) -> int:
-        """Of what a shape says, for Python's own `range` and lists."""
-        found = self.shadow.number(obj.node, self._named)
-        if found is None:
-            raise TypeError("Python needs a number that follows from data, or from how many samples there are")
-        number, always = found
-        self.shadow.odd |= not always
-        return self.fixed(obj, number) if always else number
+        answer, always = found
+        self.shadow.odd |= not always  # whether that matters, one sample is tried for
+        return self.fixed(obj, answer) if always else answer
 
     def is_a(self, obj: fx.Proxy, kinds: Any) -> bool:
         return self.shadow.is_a(obj.node, kinds, self._named)
@@ -319,7 +281,7 @@ class _Tracer(fx.Tracer):
         known = obj.node, repr(as_it_is)
         if known not in self._fixed:
             self._fixed.add(known)
-            self.create_proxy("call_function", same, (obj, as_it_is, users_line()), {})
+            self.create_proxy("call_function", same, (obj, as_it_is, recording.users_line()), {})
         return as_it_is
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
@@ -330,11 +292,8 @@ class _Tracer(fx.Tracer):
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
         # only what the example gives: an argument left out keeps its default
         given: list[Any] = [self.create_proxy("placeholder", f"input_{i}", (), {}) for i in range(len(self._example))]
-        for index, value in enumerate(self._example):  # after all of them: what stands between is in no segment
-            if value is None or isinstance(value, (bool, str)):
-                name = name_of(self.root, self._names, len(self._example), index)
-                self.create_proxy("call_function", check_fixed, (given[index], value, name), {})
-                given[index] = value
+        for index, value in FixedArguments.of(self._example).values.items():
+            given[index] = value
         own = vars(self.root).get("forward")  # put in the place of its class's: fx would not look at it
         positional, keywords = parted(given, self._names)
 
@@ -344,9 +303,11 @@ class _Tracer(fx.Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         if module_qualified_name in self._leaves or any(getattr(m, name) for name in HOOKS):
             return True
+        if self._layers.get(module_qualified_name, 0) <= self._few:  # nothing worth a cut
+            return True
         if isinstance(m, (torch.jit.ScriptModule, fx.GraphModule)) or type(m).__module__.startswith("torch._dynamo"):
             return True
-        return m.__module__.startswith(("torch.nn.", "torch.ao.")) and not isinstance(m, _OPENED)
+        return is_torchs(m)
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if not self.records:
@@ -435,36 +396,6 @@ class _Tracer(fx.Tracer):
 _OWN = (*map(inspect.getsourcefile, (_Tracer, Proxy, fx.Proxy)), recording.__file__)
 
 
-class _Run:
-    """One trace, in one mode; the model ends as it was."""
-
-    def __init__(
-        self, model: nn.Module, example: tuple[Any, ...], leaves: dict[str, str], training: bool, names: tuple[str, ...]
-    ) -> None:
-        tracer = _Tracer(model, leaves, example, names)
-        draws = HOST.everything()
-        with preserved_state(model, device_of(model)):  # of what is looked up meanwhile
-            before = attributes_of(model)
-            try:
-                with all_training(model, training), torch.enable_grad(), recording.patched(tracer):
-                    self.graph = tracer.trace(model)
-            except Untraceable:
-                raise
-            except Exception as error:
-                raise Untraceable("", _reason(error), _line(error)) from error
-            finally:
-                drawn = redrawn(draws)
-                changed = restored(before)
-        if drawn:
-            raise Untraceable("", _DRAWN)
-        if changed:
-            path = next(path for path, module in model.named_modules() if module is changed[0])
-            raise Untraceable(path, f"its forward changes {changed[1]!r} of its own")
-        self.calls = tracer.calls[0]
-        self.attributes = tracer.attributes
-        self.odd, self.read, self.made = tracer.shadow.odd, tracer.read, tracer.made
-
-
 def _is_open_encoder(module: nn.Module) -> bool:
     """The library's own stack of layers, worth opening; what is derived from it may do anything."""
     return type(module) is nn.TransformerEncoder and not any(getattr(module, name) for name in HOOKS)
@@ -483,14 +414,6 @@ def _encoder_mask(src: Tensor, mask: Any, is_causal: bool | None, batch_first: b
 
 def _autocast_state() -> tuple[Any, ...]:
     return tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda"))
-
-
-def users_line() -> str:
-    """The line of a model's code that is being run: "file:line"."""
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_code.co_filename.startswith(recording.NOT_THE_USERS):
-        frame = frame.f_back
-    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def _reason(error: BaseException) -> str:

@@ -135,7 +135,7 @@ class Choosing(nn.Module):
 
     def __init__(self, by: str) -> None:
         super().__init__()
-        self.by, self.linear = by, nn.Linear(WIDTH, WIDTH)
+        self.by, self.linear = by, nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
         self.half = torch.tensor(0.5)  # no buffer: what is drawn with it needs no stand-in
 
     def forward(self, x: Tensor) -> Tensor:
@@ -155,10 +155,10 @@ class Pieces(nn.Module):
 
     def __init__(self, how: str) -> None:
         super().__init__()
-        self.how = how
+        self.how, self.first, self.last = how, nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        pieces = x.split(PIECE, 1)
+        pieces = self.last(self.first(x)).split(PIECE, 1)
         if self.how == "unpacked":
             first, last = pieces
             return first + last

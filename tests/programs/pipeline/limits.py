@@ -187,13 +187,22 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear, self.tau, self.config = nn.Linear(WIDTH, WIDTH), 2.0, SimpleNamespace(power=1)
-        self.nested = {"scales": [1.0]}
+        self.nested, self.more = {"scales": [1.0]}, nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.activated(self.linear(x) / self.tau) * self.config.power * self.nested["scales"][0]
+        x = self.activated(self.linear(x) / self.tau) * self.config.power * self.nested["scales"][0]
+        return self.more(x)
 
     def activated(self, x: Tensor) -> Tensor:
         return torch.tanh(x)
+
+
+class Small(Block):
+    """One layer: there is nothing to cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = nn.Identity()
 
 
 class LooksBeside(Block):
@@ -235,29 +244,13 @@ class Checkpointed(Block):
         return checkpoint(self.inner, x, use_reentrant=False)
 
 
-SETTINGS = SimpleNamespace(rate=1.0, step=0)
-
-
-class Surrounded(Block):
-    """Reads a value of its class, a global one, and one of a function around it."""
+class OfAClass(Block):
+    """Reads a value of its class."""
 
     power = 1.0
 
-    def __init__(self) -> None:
-        super().__init__()
-        around = 1.0
-
-        def scaled(x: Tensor) -> Tensor:
-            return x * around * SETTINGS.rate
-
-        def set_around() -> None:
-            nonlocal around
-            around = 2.0
-
-        self.scaled, self.set_around = scaled, set_around
-
     def forward(self, x: Tensor) -> Tensor:
-        return self.scaled(super().forward(x)) ** self.power
+        return super().forward(x) ** self.power
 
 
 class Asserts(nn.Module):
@@ -332,10 +325,7 @@ def trace() -> dict[str, Any]:
     found["class_forward"] = changed(lambda model: setattr(type(model[2]), "forward", type(model[2]).forward))
     kind = type("Own", (Block,), {})
     found["class_method"] = changed(lambda _: setattr(kind, "activated", lambda self, x: 3 * x), kind)
-    found["around"] = changed(lambda model: model[1].set_around(), Surrounded)
-    found["class_value"] = changed(lambda _: setattr(Surrounded, "power", 2.0), Surrounded)
-    found["global_unread"] = changed(lambda _: setattr(SETTINGS, "step", 1), Surrounded)
-    found["global"] = changed(lambda _: setattr(SETTINGS, "rate", 2.0), Surrounded)
+    found["class_value"] = changed(lambda _: setattr(OfAClass, "power", 2.0), OfAClass)
     for name, change in {
         "probability": lambda model: setattr(model.drop, "p", 0.5),
         "appeared": lambda model: setattr(model, "gain", 2.0),
@@ -347,6 +337,14 @@ def trace() -> dict[str, Any]:
         pipe.step(X, Y, MSE)
         change(model)
         found[name] = said(lambda pipe=pipe: pipe.step(X, Y, MSE))
+    model = nn.Sequential(Block(), Small(), Block())
+    pipe = split(model)
+    model[1].tau, seen = 5.0, []
+    model[1].register_forward_hook(lambda *_: seen.append(1))
+    wanted, gradients = plain(model)
+    seen.clear()
+    pipe.step(X, Y, MSE)
+    found["small"] = [off(pipe, wanted, gradients), len(seen) > 0]
     for place in ("root", "part"):
         found[f"replaced_{place}"] = compared(lambda place=place: with_own_forward(place))
     found["leaf_hook"] = changed(lambda model: model[1].linear.register_forward_hook(lambda *_: None))
@@ -695,7 +693,7 @@ def lifecycle() -> dict[str, Any]:
     pipe.step(X[:2], Y[:2], MSE)
     found: dict[str, Any] = {"small": off(pipe, wanted, gradients)}
     found["pickle"] = said(lambda: pickle.dumps(pipe))
-    found["of_module"] = len(list(torch.optim.swa_utils.AveragedModel(pipe.module).parameters())) == 6
+    found["of_module"] = len(list(torch.optim.swa_utils.AveragedModel(pipe.module).parameters())) == 12
     earlier = [p.grad.clone() for p in model.parameters()]
 
     def bad(out: Tensor, y: Tensor) -> Tensor:

@@ -34,6 +34,17 @@ class Base(nn.Module):
         self.a, self.b, self.c, self.d = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
 
 
+class TwoLayers(nn.Module):
+    """A part that is worth a cut: it is opened if it can be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def both(self, x: Tensor) -> Tensor:
+        return self.two(self.one(x))
+
+
 @case()
 class TwoCross(Base):
     def forward(self, x: Tensor) -> Tensor:
@@ -46,6 +57,31 @@ class TwoCross(Base):
 class LateInput(Base):
     def forward(self, x: Tensor, late: Tensor) -> Tensor:
         return self.d(self.c(self.b(self.a(x)))) + late
+
+
+class Steps(nn.Module):
+    """One layer, in a row with itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = torch.tanh(self.layer(x))
+        return x
+
+
+@case()
+class Repeated(nn.Module):
+    """Steps, and a weight of its own in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps, self.scale = Steps(), nn.ParameterList([torch.ones(WIDTH), torch.ones(WIDTH)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.steps(x * self.scale[0]) * self.scale[1]
 
 
 class Fork(nn.Module):
@@ -226,13 +262,9 @@ class OwnBackward(Base):
         return self.b(Cube.apply(self.a(x)))
 
 
-class Reentrant(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
-
+class Reentrant(TwoLayers):
     def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.inner, x, use_reentrant=True)
+        return checkpoint(self.both, x, use_reentrant=True)
 
 
 @case()
@@ -245,15 +277,17 @@ class Checkpointed(Base):
         return self.b(self.middle(self.a(x)))
 
 
-class OnlyInTraining(nn.Module):
+class OnlyInTraining(TwoLayers):
     def forward(self, x: Tensor) -> Tensor:
+        x = self.both(x)
         return x * 3 if self.training else x
 
 
-class OtherWire(nn.Module):
+class OtherWire(TwoLayers):
     """The same operations in both modes, on different values."""
 
     def forward(self, x: Tensor) -> Tensor:
+        x = self.both(x)
         y, z = torch.tanh(x), torch.sigmoid(x)
         return (y if self.training else z) * 2
 
@@ -289,34 +323,42 @@ class ModeAtRoot(Base):
         return Pair(x, extra) if self.training else x
 
 
-class ByData(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
-
+class ByData(TwoLayers):
     def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x) if x.sum() > 0 else self.inner(-x)
+        return self.both(x) if x.sum() > 0 else self.both(-x)
 
 
-class ByPython(nn.Module):
+class ByPython(TwoLayers):
     def forward(self, x: Tensor) -> Tensor:
-        return x * 1.0 if random.random() < 2 else x
+        return self.both(x) if random.random() < 2 else x
 
 
-class Counts(nn.Module):
+class Counts(TwoLayers):
     def __init__(self) -> None:
         super().__init__()
         self.calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
-        return x * 2
+        return self.both(x)
 
 
-class Remembers(nn.Module):
+class Remembers(TwoLayers):
     def forward(self, x: Tensor) -> Tensor:
         self.seen = x.detach()
-        return x * 2
+        return self.both(x)
+
+
+class OneLayer(nn.Module):
+    """As all of these, but nothing in it is worth a cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.calls = nn.Linear(WIDTH, WIDTH), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += random.random() < 2
+        return self.inner(x) if x.sum() > 0 else self.inner(-x)
 
 
 @case()
@@ -326,9 +368,10 @@ class Leaves(Base):
     def __init__(self) -> None:
         super().__init__()
         self.data, self.python, self.counts, self.remembers = ByData(), ByPython(), Counts(), Remembers()
+        self.small = OneLayer()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.c(self.remembers(self.counts(self.b(self.python(self.a(self.data(x)))))))
+        return self.small(self.remembers(self.counts(self.b(self.python(self.a(self.data(x)))))))
 
 
 @case()
@@ -393,15 +436,11 @@ class Padded(nn.Module):
         return self.last(self.encoder(self.first(x)[:, None], src_key_padding_mask=padding))
 
 
-class Typed(nn.Module):
+class Typed(TwoLayers):
     """Asks what it is given; a stand-in is not a tensor."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
-
     def forward(self, x: Any) -> Tensor:
-        return self.inner(x) if type(x) is Tensor else x
+        return self.both(x) if type(x) is Tensor else x
 
 
 @case()

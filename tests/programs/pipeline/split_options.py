@@ -8,6 +8,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 from split_cases import compared_stages, difference
@@ -16,7 +17,8 @@ from torch import nn
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.pipeline import split, splitting
-from hvdtrain.pipeline.run.stage import build_stages
+from hvdtrain.pipeline.run import stage as _stage
+from hvdtrain.pipeline.run.stage import Copies, build_stages
 from hvdtrain.pipeline.trace.meta import made_by_stages
 from hvdtrain.pipeline.trace.segments import from_modules, segments
 
@@ -137,12 +139,45 @@ def fixed() -> Any:
             return self.b(self.a(x) * (2 if double else 1))
 
     model = Flag()
-    first, second = segments(model, (X, True))
+    wanted = model(X, True)
+    pipe = split(model, (X, True), "cpu,cpu", balance="memory", micro_batches=1)
     try:
-        first(X, False)
+        pipe.eval()(X, False)
     except ConfigError as error:
-        return {"error": str(error), "same": difference(model(X, True), second(*first(X, True))[0])}
+        return {"error": str(error), "same": difference(wanted, pipe(X, True))}
     return {"error": ""}
+
+
+@case("attributes on a device")
+def attributes() -> Any:
+    """A part that is called takes its plain tensors, and the device that it names, along to its stage."""
+
+    class Bound(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.table, self.device = nn.Linear(WIDTH, WIDTH), torch.ones(WIDTH), torch.device("cpu")
+            self.forward = self.shifted  # type: ignore[method-assign]
+
+        def shifted(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x) * self.table + torch.zeros(1, device=self.device)
+
+    def places(part: Any) -> list[str]:
+        return [str(part.device), part.table.device.type]
+
+    model = nn.Sequential(Bound(), Bound(), Bound())
+    model[2].linear.weight = model[0].linear.weight
+    parts = segments(model, X)
+    copies = Copies(parts[0].chain, torch.device("meta"))
+    measured = [copies.bind(node)[0] for node in parts[0].chain.used(0, 1)][0]
+    before = [places(part) for part in model]
+    with mock.patch.object(_stage, "_place"):  # weights cannot go to the meta device in place
+        stages = build_stages(model, parts, [1, 1, 1], ["cpu", "meta", "meta"])
+    twin = next(iter(stages[2].modules()))
+    twin.device = None
+    stages[2]._objects.proxies.clear()  # nor can their values
+    stages[2].refresh()
+    return {"measured": places(measured), "before": before, "after": [places(part) for part in model],
+            "twin": places(twin), "is_twin": twin is not model[2] and twin.forward.__self__ is twin}  # fmt: skip
 
 
 @case("memory")
