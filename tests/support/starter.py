@@ -74,7 +74,8 @@ class Starter:
     def fits(self, frameworks: Sequence[str], environ: Mapping[str, str]) -> bool:
         """Returns True if a program that needs `frameworks` may start here with this environment."""
         different = {name for name, _ in self.environ.items() ^ environ.items()}
-        return self.frameworks == frameworks and all(map(_READ_LATE.match, different))
+        lives = self.process.poll() is None
+        return lives and self.frameworks == frameworks and all(map(_READ_LATE.match, different))
 
     def run(self, asked: Asked) -> Run:
         """Starts a run."""
@@ -131,10 +132,13 @@ def frameworks_of(asked: Asked) -> list[str]:
     if re.search(r'environ\["KERAS_BACKEND"\] =', text) and not backend:
         return []  # chosen later
     names = {name for name in imported_by(text, backend or "tensorflow") if name.partition(".")[0] in _FRAMEWORKS}
-    keras = ["keras"] * bool(re.search(r"^ *(?:import|from) (?:hvdtrain\.|horovod\.)?keras\b", text, re.MULTILINE))
+    keras = ["keras"] * bool(re.search(r"^ *(?:import|from) .*\bkeras\b", text, re.MULTILINE))
     if keras and backend:  # whatever other framework it names
         names &= {backend, f"horovod.{backend}"}
-    return [] if {"torch", "tensorflow"} <= names else [*sorted(names), *keras]
+    if {"torch", "tensorflow"} <= names:
+        return []
+    # keras.utils.set_random_seed seeds TensorFlow as well, for which it imports it
+    return [*sorted(names), *keras, *["tensorflow"] * bool(keras and backend == "torch")]
 
 
 def _text(arguments: Sequence[str], cwd: Path) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import importlib
+import importlib.util
 import json
 import os
 import select
@@ -64,7 +65,8 @@ def serve(line: int, frameworks: Sequence[str]) -> CodeType:
         The rank's program, to be executed in `__main__`.
     """
     for name in (*frameworks, "horovod.runner.gloo_run"):  # the last: for launchers
-        importlib.import_module(name)
+        if importlib.util.find_spec(name.partition(".")[0]) is not None:
+            importlib.import_module(name)
     gc.collect()
     gc.freeze()  # else each rank's collector would write to all pages with objects
     if (threads := len(os.listdir("/proc/self/task"))) != 1:
