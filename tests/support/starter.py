@@ -30,27 +30,23 @@ _KEPT = 3  # starters of a test process: each has 200 to 400 MiB of its own
 
 
 class Run:
-    """A run, with `wait` and `returncode` as `subprocess.Popen` has them."""
+    """A run, with `wait` as `subprocess.Popen` has it."""
 
     def __init__(self, line: socket.socket) -> None:
         self._line = line
-        self.returncode: int | None = None
+        self._code: int | None = None
 
     def wait(self, timeout: float | None = None) -> int:
-        """Returns the exit code, negative for a signal.
-
-        Raises:
-            subprocess.TimeoutExpired: the run has not ended.
-        """
-        if self.returncode is None:
+        """Returns the exit code, negative for a signal; raises TimeoutExpired if the run has not ended."""
+        if self._code is None:
             self._line.settimeout(timeout)
             try:
                 code = self._line.recv(16)
             except TimeoutError:
                 raise subprocess.TimeoutExpired("a forked run", timeout or 0) from None
             self._line.close()
-            self.returncode = int(code or -signal.SIGKILL)  # nothing: the starter is gone
-        return self.returncode
+            self._code = int(code or -signal.SIGKILL)  # nothing: the starter is gone
+        return self._code
 
 
 class Starter:
