@@ -27,7 +27,7 @@ print(json.dumps({{
     "file": globals().get("__file__"), "warnings": sys.warnoptions, "threads": threading.active_count(),
     "handlers": [str(signal.getsignal(its)) for its in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)],
     "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())), "session": os.getsid(0) == os.getpid(),
-    "ours": sorted(name for name in sys.modules if name.startswith("hvdtrain")),
+    "ours": sorted(name for name in sys.modules if name.startswith(("hvdtrain", "horovod"))),
     "files": sorted(os.listdir("/proc/self/fd"))[:3], "unbuffered": sys.stdout.write_through,
 }}))
 """

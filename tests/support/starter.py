@@ -25,7 +25,7 @@ _READ_LATE = re.compile(
     r"(HVDTRAIN_(?!TEST_IMPORTS)|HOROVOD_|OMPI_|PYTEST_|TMPDIR$|DS_ACCELERATOR$|MICRO$|DIES_AT_SAVE$|SPARE_BYTES$)"
 )
 _BACKEND = "KERAS_BACKEND"
-_FRAMEWORKS = {"torch", "torchvision", "tensorflow", "horovod"}
+_FRAMEWORKS = {"torch", "torchvision", "tensorflow"}  # a rank imports Horovod itself, if it may
 _KEPT = 3  # starters of a test process: each has 200 to 400 MiB of its own
 
 
@@ -127,10 +127,10 @@ def frameworks_of(asked: Asked) -> list[str]:
     text, backend = _text(asked.arguments, Path(asked.cwd)), asked.environ.get(_BACKEND)
     if re.search(r'environ\["KERAS_BACKEND"\] =', text) and not backend:
         return []  # chosen later
-    names = {name for name in imported_by(text, backend or "tensorflow") if name.partition(".")[0] in _FRAMEWORKS}
+    names = _FRAMEWORKS & set(imported_by(text, backend or "tensorflow"))
     keras = ["keras"] * bool(re.search(r"^ *(?:import|from) .*\bkeras\b", text, re.MULTILINE))
     if keras and backend:  # whatever other framework it names
-        names &= {backend, f"horovod.{backend}"}
+        names &= {backend}
     if {"torch", "tensorflow"} <= names:
         return []
     # keras.utils.set_random_seed seeds TensorFlow as well, for which it imports it

@@ -1,8 +1,8 @@
 """The process that has imported frameworks. For each run it forks a launcher, which forks the ranks.
 
 A rank gets what a cold start would give it: a session, environment variables, a working directory, `sys.argv`,
-`sys.path` and `__main__`; it imports hvdtrain itself. The launcher makes the world of `horovodrun --gloo`, with
-Horovod's own functions, or that of torchrun, and ends all ranks after the first failure.
+`sys.path` and `__main__`; it imports Horovod and hvdtrain itself. The launcher makes the world of `horovodrun --gloo`,
+with Horovod's own functions, or that of torchrun, and ends all ranks after the first failure.
 
 Ranks of one run share the seed of Python's hashes, and what frameworks do while they are imported. Tests of such
 things, of launchers, signals and processes, name a real launcher.
@@ -234,6 +234,8 @@ def _become(asked: Asked, rank: int, variables: dict[str, str]) -> CodeType:
     if "PYTHONUNBUFFERED" in variables:
         sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
     tempfile.tempdir = None  # found again, in TMPDIR
+    for name in [name for name in sys.modules if name.partition(".")[0] == "horovod"]:  # the launcher's part of it
+        del sys.modules[name]
     # a cold start seeds them from the system; Python's own random does so after each fork
     sys.modules["numpy"].random.seed()
     if "torch" in sys.modules:
