@@ -19,6 +19,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import starter
 from hypothesis import settings
 from limits import limit  # noqa: F401  (a fixture)
 
@@ -116,7 +117,9 @@ def _new_threads(before: set[threading.Thread]) -> list[threading.Thread]:
 
 
 def _children() -> set[psutil.Process]:
-    return {process for process in psutil.Process().children(recursive=True) if not _is_in_a_host(process.pid)}
+    mine = [child for child in psutil.Process().children() if child.pid not in starter.processes()]
+    all_of_them = {*mine, *(below for child in mine for below in child.children(recursive=True))}
+    return {process for process in all_of_them if not _is_in_a_host(process.pid)}
 
 
 def _is_in_a_host(pid: int) -> bool:

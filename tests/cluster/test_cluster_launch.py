@@ -18,7 +18,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from harness import PROGRAMS, TOKEN, clean_environment, kill_all, processes_of
+from harness import PROGRAMS, clean_environment, kill_all, processes_of
+from starter_process import TOKEN
 
 TOY, EARLY = PROGRAMS / "cluster/toy.py", PROGRAMS / "torch/ends_early.py"
 TIMEOUT_S = 60

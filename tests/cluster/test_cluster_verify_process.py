@@ -79,7 +79,7 @@ sys.exit(rank.main())
 
 def test_ranks_that_do_not_average_are_seen(tmp_path: Any) -> None:
     (tmp_path / "broken.py").write_text(BROKEN)
-    result = run_ranks([tmp_path / "broken.py", "torch", "60", "2"], 2, timeout_s=90)
+    result = run_ranks([tmp_path / "broken.py", "torch", "60", "2"], 2, launcher="horovodrun", timeout_s=90)
     assert result.returncode == 1, result.text
     lines = result.ranks_output.get(0, "").splitlines()
     line = next((line for line in lines if line.startswith(MARK)), None)

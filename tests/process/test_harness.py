@@ -12,7 +12,8 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-from harness import REPOSITORY, TOKEN, HarnessError, clean_environment, kill_all, processes_of, run_ranks
+from harness import REPOSITORY, HarnessError, clean_environment, kill_all, processes_of, run_ranks
+from starter_process import TOKEN
 
 HANG = """
 import os, signal, subprocess, sys, threading

@@ -16,7 +16,7 @@ Found = dict[str, dict[str, Any]]
 @pytest.fixture(scope="module")
 def found() -> Found:
     program = PROGRAMS / "pipeline" / "features.py"
-    result = run_ranks([program], 1, launcher="none", timeout_s=240).check()
+    result = run_ranks([program], 1, timeout_s=240).check()
     lines = [json.loads(line) for line in result.out.splitlines() if line.startswith("{")]
     return {line.pop("check"): line for line in lines}
 

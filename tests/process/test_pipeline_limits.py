@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def found() -> Found:
-    result = run_ranks([PROGRAM], 1, launcher="none", timeout_s=400).check()
+    result = run_ranks([PROGRAM], 1, timeout_s=400).check()
     lines = [json.loads(line) for line in result.out.splitlines() if line.startswith("{")]
     return {line.pop("check"): line for line in lines}
 

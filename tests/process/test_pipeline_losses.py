@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, dict[str, Any]]:
-    result = run_ranks([PROGRAM], 1, launcher="none", timeout_s=240).check()
+    result = run_ranks([PROGRAM], 1, timeout_s=240).check()
     lines = [json.loads(line) for line in result.out.splitlines() if line.startswith("{")]
     return {line.pop("loss"): line for line in lines}
 
@@ -98,7 +98,7 @@ def test_what_the_refusals_are_for(found: dict[str, Any], limit: Limit) -> None:
 
 def test_unusual_numbers_and_losses() -> None:
     """Complex numbers with and without recomputation, several rows a sample, a loss that the model takes itself."""
-    result = run_ranks([PROGRAM.with_name("unusual.py")], 1, launcher="none", timeout_s=120).check()
+    result = run_ranks([PROGRAM.with_name("unusual.py")], 1, timeout_s=120).check()
     found = json.loads(result.out)
     said = found.pop("said")
     assert "one number that the model returns" in said and "weight=len" in said and "y[:, 1:]" in said
@@ -108,7 +108,7 @@ def test_unusual_numbers_and_losses() -> None:
 @pytest.mark.parametrize("how", [(), pytest.param(("--all",), marks=pytest.mark.thorough)])
 def test_outputs_of_several_kinds(how: tuple[str, ...]) -> None:
     """torchvision's models for segmentation and video, and with auxiliary outputs; lists of pictures are refused."""
-    result = run_ranks([PROGRAM.with_name("vision.py"), *how], 1, launcher="none", timeout_s=900).check()
+    result = run_ranks([PROGRAM.with_name("vision.py"), *how], 1, timeout_s=900).check()
     *models, detection = map(json.loads, result.out.splitlines())
     assert {model["output"] for model in models} >= {"OrderedDict", "GoogLeNetOutputs", "Tensor"}
     assert len(models) == (7 if how else 4) and all(model["off"] <= TOLERANCE for model in models), models

@@ -32,7 +32,7 @@ def found(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
     more = MORE if any(item.get_closest_marker("thorough") for item in here) else ()
     shares = (SMALL, LARGE[:1]), (LARGE[1:], more)
     results = together(*(
-        lambda models=models: run_ranks([PROGRAM, *itertools.chain(*models)], 1, launcher="none", timeout_s=400).check()
+        lambda models=models: run_ranks([PROGRAM, *itertools.chain(*models)], 1, timeout_s=400).check()
         for models in shares
     ))  # fmt: skip
     lines = [json.loads(line) for result in results for line in result.out.splitlines() if line.startswith("{")]
@@ -68,7 +68,7 @@ def test_negative_twin(found: dict[str, Any], model: str, mechanism: str) -> Non
 @pytest.mark.thorough
 def test_models_of_examples_equal_the_unsplit_ones() -> None:
     """By four schedules on one to four stages, but where a model has fewer layers than that."""
-    result = run_ranks([PROGRAM.with_name("examples.py")], 1, launcher="none", timeout_s=300).check()
+    result = run_ranks([PROGRAM.with_name("examples.py")], 1, timeout_s=300).check()
     lines = [json.loads(line) for line in result.out.splitlines() if line.startswith("{")]
     (by_numbers,) = [line.pop("by numbers") for line in lines if "by numbers" in line]
     assert "may not depend on the data" in by_numbers and "into a submodule" in by_numbers
@@ -86,6 +86,6 @@ def test_on_a_gpu() -> None:
     if subprocess.run(probe, check=False).returncode:
         pytest.skip("PyTorch sees no GPU here")
     arguments = [str(PROGRAM), "--device", "cuda:0", *SMALL, "resnet18"]
-    result = run_ranks(arguments, 1, launcher="none", timeout_s=400, env={"CUDA_VISIBLE_DEVICES": "0"}).check()
+    result = run_ranks(arguments, 1, timeout_s=400, env={"CUDA_VISIBLE_DEVICES": "0"}).check()
     lines = [json.loads(line) for line in result.out.splitlines() if line.startswith("{")]
     assert len(lines) == 4 and not [line for line in lines if "bad" in line], result.out

@@ -14,7 +14,7 @@ PROGRAM = PROGRAMS / "pipeline" / "planner.py"
 def told(tmp_path_factory) -> dict:
     """What one process said: several commands, a choice, a count of operations."""
     folder = tmp_path_factory.mktemp("plan")
-    done = run_ranks([PROGRAM, folder], 1, launcher="none", timeout_s=120).check()
+    done = run_ranks([PROGRAM, folder], 1, timeout_s=120).check()
     return {"folder": folder} | {line["case"]: line for line in map(json.loads, done.out.splitlines())}
 
 

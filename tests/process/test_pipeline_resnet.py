@@ -19,7 +19,7 @@ SMALL = ["--model", "resnet18", "--image-size", 32, "--classes", 4, "--batch", 6
 
 
 def run(*flags: object) -> Result:
-    return run_ranks(["-m", "hvdtrain.pipeline_resnet", *map(str, flags)], 1, launcher="none", timeout_s=240)
+    return run_ranks(["-m", "hvdtrain.pipeline_resnet", *map(str, flags)], 1, timeout_s=240)
 
 
 @pytest.fixture(scope="module")

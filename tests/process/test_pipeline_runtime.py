@@ -15,7 +15,7 @@ PROGRAM = PROGRAMS / "pipeline" / "runtime.py"
 @pytest.fixture(scope="module")
 def found() -> dict[str, dict[str, Any]]:
     """What each check of the program found."""
-    result = run_ranks([PROGRAM], 1, launcher="none", timeout_s=180).check()
+    result = run_ranks([PROGRAM], 1, timeout_s=180).check()
     lines = [json.loads(line) for line in result.out.splitlines() if line.startswith("{")]
     return {line.pop("check"): line for line in lines}
 

@@ -17,9 +17,7 @@ Lines = dict[str, dict[str, Any]]
 
 def lines(program: str, *, threads: int = 1) -> Lines:
     """What a program prints, by case."""
-    ended = run_ranks(
-        [FOLDER / program], 1, launcher="none", timeout_s=240, env={"OMP_NUM_THREADS": str(threads)}
-    ).check()
+    ended = run_ranks([FOLDER / program], 1, timeout_s=240, env={"OMP_NUM_THREADS": str(threads)}).check()
     found = [json.loads(line) for line in ended.out.splitlines() if line.startswith('{"case"')]
     return {one.pop("case"): one for one in found}
 

@@ -12,7 +12,7 @@ Found = dict[str, dict[str, Any]]
 
 
 def received(*flags: str) -> Found:
-    result = run_ranks([PROGRAMS / "pipeline" / "streams.py", *flags], 1, launcher="none", timeout_s=240).check()
+    result = run_ranks([PROGRAMS / "pipeline" / "streams.py", *flags], 1, timeout_s=240).check()
     lines = [json.loads(line) for line in result.out.splitlines() if line.startswith("{")]
     return {line.pop("check"): line for line in lines}
 

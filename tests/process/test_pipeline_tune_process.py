@@ -16,13 +16,13 @@ PROGRAM = PROGRAMS / "pipeline" / "tune.py"
 
 @pytest.fixture(scope="module")
 def cases() -> dict[str, dict[str, Any]]:
-    ended = run_ranks([PROGRAM], 1, launcher="none", timeout_s=240).check()
+    ended = run_ranks([PROGRAM], 1, timeout_s=240).check()
     return {case["case"]: case for case in map(json.loads, ended.out.splitlines())}
 
 
 @pytest.fixture(scope="module")
 def timed() -> dict[str, dict[str, Any]]:
-    ended = run_ranks([PROGRAM, "timed"], 1, launcher="none", timeout_s=240).check()
+    ended = run_ranks([PROGRAM, "timed"], 1, timeout_s=240).check()
     return {case["case"]: case for case in map(json.loads, ended.out.splitlines())}
 
 

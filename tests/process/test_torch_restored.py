@@ -11,7 +11,7 @@ PROGRAM = PROGRAMS / "torch" / "restored_range.py"
 
 def test_a_range_after_a_restore_is_reported(tmp_path: Path) -> None:
     def run(way: str) -> tuple[str, str]:
-        done = run_ranks([PROGRAM, tmp_path, way], 1, launcher="none").check()
+        done = run_ranks([PROGRAM, tmp_path, way], 1).check()
         return done.out.splitlines()[-1], done.err
 
     # the largest update has 24 samples, not 512: twice the rate of 12

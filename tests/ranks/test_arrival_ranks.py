@@ -13,7 +13,7 @@ LATE = PROGRAMS / "core" / "late.py"
 def check_late(framework: str) -> Result:
     """Horovod would end this job after 5 s."""
     env = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "5", "KERAS_BACKEND": "tensorflow"}
-    done = run_ranks([LATE, framework, "7"], 2, env=env).check()
+    done = run_ranks([LATE, framework, "7"], 2, launcher="horovodrun", env=env).check()
     assert [done.ranks_output[rank] for rank in range(2)] == ["together: [0, 1]"] * 2, done.text
     return done
 
@@ -22,7 +22,7 @@ def test_a_rank_that_comes_late_and_one_that_does_not_come() -> None:
     env = {variables.START_TIMEOUT_S: "1"}
     _, done, ended = together(
         lambda: check_late("torch"),
-        lambda: run_ranks([LATE, "torch", "60"], 2, env=env),
+        lambda: run_ranks([LATE, "torch", "60"], 2, launcher="horovodrun", env=env),
         lambda: run_ranks([LATE, "torch", "ends"], 2, launcher="mpirun", env={variables.START_TIMEOUT_S: "3"}),
     )
     assert done.returncode != 0 and done.seconds < 45

@@ -17,13 +17,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("exchange")
     for engine in ("ddp", "fsdp"):
         (made / engine).mkdir()
-        run_ranks([PLAIN, "save", engine, made / engine], 2, launcher="torchrun").check()
+        run_ranks([PLAIN, "save", engine, made / engine], 2, launcher="forked torchrun").check()
     return made
 
 
 @pytest.fixture(scope="module")
 def result(folder: Path) -> Result:
-    return run_ranks([torch_cases.FOLDER / "exchange.py", folder], 1, launcher="none", timeout_s=180)
+    return run_ranks([torch_cases.FOLDER / "exchange.py", folder], 1, timeout_s=180)
 
 
 @pytest.mark.parametrize("case", torch_cases.names("exchange.py"))
@@ -34,7 +34,7 @@ def test_exchange(case: str, result: Result) -> None:
 @pytest.mark.parametrize("engine", ["ddp", "fsdp"])
 def test_a_plain_script_loads_what_was_exported(engine: str, folder: Path, result: Result) -> None:
     """Into shards, or whole: weights and the optimizer's state are those that the other script had."""
-    run_ranks([PLAIN, "load", engine, folder / "out"], 2, launcher="torchrun").check()
+    run_ranks([PLAIN, "load", engine, folder / "out"], 2, launcher="forked torchrun").check()
     saved = torch.load(folder / "fsdp" / "whole.pt", weights_only=True)
     loaded = torch.load(folder / "out" / "loaded.pt", weights_only=True)
     assert saved[1]["param_groups"] == loaded[1]["param_groups"] and saved[0].keys() == loaded[0].keys()

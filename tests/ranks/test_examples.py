@@ -34,7 +34,7 @@ def kept(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     for (form, folder), (framework, names) in product(folders.items(), EXAMPLES.items()):
         kind, ranks = ("plain", 1) if form == "plain" else ("prepared", int(form))
         program: list[str | Path] = [PROGRAM, framework, folder, kind, *names]
-        run_ranks(program, ranks, launcher="horovodrun" if ranks > 1 else "none", timeout_s=400).check()
+        run_ranks(program, ranks, timeout_s=400).check()
     return folders
 
 

@@ -119,7 +119,7 @@ def test_keras_on_pytorch_trains_and_is_said_not_to_be_watched(tmp_path: Path) -
         "model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), 'mse')\n"
         "model.fit(np.ones((4, 2)), np.ones((4, 1)), verbose=0)\nprint('trained')\n"
     )
-    result = run_ranks([*GUARD, path], 2, env={"KERAS_BACKEND": "torch"}, timeout_s=90).check()
+    result = run_ranks([*GUARD, path], 2, launcher="horovodrun", env={"KERAS_BACKEND": "torch"}, timeout_s=90).check()
     assert result.out.count("trained") == 2, result.text
     assert result.err.count("not watched: Keras on its PyTorch backend") == 1, result.text
 

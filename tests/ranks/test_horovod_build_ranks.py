@@ -240,7 +240,7 @@ def test_gloo_names_a_stalled_tensor_and_ends_the_job(tmp_path):
     program = tmp_path / "stall.py"
     program.write_text(STALL)
     check = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "2", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "6"}
-    result = run_ranks([str(program)], 2, env=check, timeout_s=50)
+    result = run_ranks([str(program)], 2, launcher="horovodrun", env=check, timeout_s=50)
     assert result.returncode != 0
     assert "missing ranks" in result.ranks_error[0].lower() and "lonely" in result.ranks_error[0], result.ranks_error[0]
     assert result.seconds < 45
@@ -251,7 +251,7 @@ def test_horovodrun_leaves_the_failed_ranks_message_readable(tmp_path):
 
     program = tmp_path / "fail.py"
     program.write_text("import sys; sys.exit('the one clear message')")
-    result = run_ranks([str(program)], 2, timeout_s=60)
+    result = run_ranks([str(program)], 2, launcher="horovodrun", timeout_s=60)
     assert result.returncode == 1 and "the one clear message" in result.err
     assert "Traceback" not in result.err and "exited with non-zero status" in result.err
 
@@ -295,7 +295,7 @@ def test_waiting_costs_nothing(tmp_path, idle_ms):
     timeline = tmp_path / "timeline.json"
     variables = {"HOROVOD_TIMELINE": str(timeline), "HOROVOD_TIMELINE_MARK_CYCLES": "1"}
     variables |= {"HOROVOD_IDLE_CYCLE_TIME": idle_ms} if idle_ms else {}
-    result = run_ranks([str(program)], 2, env=variables, timeout_s=60).check()
+    result = run_ranks([str(program)], 2, launcher="horovodrun", env=variables, timeout_s=60).check()
     waited_s, thread_cpu_s = map(float, result.ranks_output[1].split())
     assert waited_s > 1 and thread_cpu_s < 0.2 * waited_s, "it spins"
     cycles = timeline.read_text().count("CYCLE_START")  # of rank 0, idle for 1.5 s

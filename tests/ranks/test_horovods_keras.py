@@ -19,7 +19,7 @@ SIZES = [2, pytest.param(3, marks=pytest.mark.thorough)]
 def reports(name: str, ranks: int, folder: Path) -> list[dict[str, Any]]:
     """What each rank of a program has written."""
     program = [PROGRAMS / "keras" / name, folder]
-    run_ranks(program, ranks, launcher="horovodrun", env={"KERAS_BACKEND": "tensorflow"}, timeout_s=400).check()
+    run_ranks(program, ranks, env={"KERAS_BACKEND": "tensorflow"}, timeout_s=400).check()
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
 
 

@@ -8,7 +8,8 @@ import sys
 import uuid
 
 import pytest
-from harness import PROGRAMS, TOKEN, clean_environment, kill_all
+from harness import PROGRAMS, clean_environment, kill_all
+from starter_process import TOKEN
 
 
 @pytest.mark.thorough

@@ -12,5 +12,5 @@ CASES = (
 
 
 def test_models() -> None:
-    ended = run_ranks([PROGRAM], 1, launcher="none").check()
+    ended = run_ranks([PROGRAM], 1).check()
     assert [line.split()[1] for line in ended.out.splitlines() if line.startswith("passed ")] == list(CASES)

@@ -109,7 +109,7 @@ world.barrier()
 @pytest.mark.parametrize("how", ["with", "without"])
 def test_a_rank_that_exits_with_a_code_has_failed_and_is_not_out_of_step(how: str) -> None:
     """--max-restarts starts the job again; what ranks out of step do is the program's mistake, and would come again."""
-    done = run_ranks(["-c", EXITING, how], 2, timeout_s=60)
+    done = run_ranks(["-c", EXITING, how], 2, launcher="horovodrun", timeout_s=60)
     assert re.search("Exit code: [13]$", done.err, re.MULTILINE) and RULE not in done.text, done.text
 
 

@@ -14,7 +14,7 @@ PROGRAM = PROGRAMS / "keras" / "alone.py"
 
 @pytest.mark.parametrize("backend", ["tensorflow", "torch"])
 def test_one_process_trains_exactly_as_plain_keras_and_without_horovod(backend: str, limit: Limit) -> None:
-    ended = run_ranks([PROGRAM], 1, launcher="none", env={"KERAS_BACKEND": backend}).check()
+    ended = run_ranks([PROGRAM], 1, env={"KERAS_BACKEND": backend}).check()
     for line in (
         "a GPU of its own, memory grows",
         "bit-equal to plain Keras",
@@ -35,7 +35,7 @@ def test_one_process_trains_exactly_as_plain_keras_and_without_horovod(backend: 
 def test_where_fit_begins_and_what_it_leaves(backend: str, tmp_path: Path) -> None:
     """After a restore: with and without callbacks, twice, validating on the training data; nothing stays behind."""
     program = PROGRAMS / "keras" / "places.py"
-    ended = run_ranks([program, str(tmp_path)], 1, launcher="none", env={"KERAS_BACKEND": backend}).check()
+    ended = run_ranks([program, str(tmp_path)], 1, env={"KERAS_BACKEND": backend}).check()
     found = json.loads(ended.out.splitlines()[-1])
     anew = found.pop("another training")
     assert "goes on with the epoch it stopped in" in anew and 'restore({"model.keras": state["model.keras"]})' in anew

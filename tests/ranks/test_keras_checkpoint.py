@@ -20,10 +20,10 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     folder = tmp_path_factory.mktemp("resume")
     env = {"KERAS_BACKEND": request.param}
     run_ranks([FOLDER / "resume.py", "both", folder], 2, env=env, timeout_s=180).check()
-    run_ranks([FOLDER / "resume.py", "elsewhere", folder], 1, env=env, launcher="none").check()
+    run_ranks([FOLDER / "resume.py", "elsewhere", folder], 1, env=env).check()
     run_ranks([FOLDER / "resume.py", "second", folder], 2, env=env, timeout_s=180).check()
     plain = [FOLDER / "plain_load.py", newest(folder / "parts", 2) / "model.keras", folder / "plain.npz"]
-    (folder / "plain.txt").write_text(run_ranks(plain, 1, env=env, launcher="none").check().out)
+    (folder / "plain.txt").write_text(run_ranks(plain, 1, launcher="none", env=env).check().out)
     return folder
 
 

@@ -38,9 +38,8 @@ def outcomes(
 
     def run(ranks: int) -> Outcome:
         out: Path = folder / f"{ranks}.npz"
-        launcher = "horovodrun" if ranks > 1 else "none"
         run_ranks(
-            [PROGRAM, out, *cases], ranks, launcher=launcher, env={"KERAS_BACKEND": backend}, timeout_s=400
+            [PROGRAM, out, *cases], ranks, env={"KERAS_BACKEND": backend}, timeout_s=400
         ).check()  # fmt: skip
         return dict(np.load(out))
 

@@ -46,8 +46,7 @@ Outcome = tuple[dict[str, list[np.ndarray]], dict[str, Any]]
 def run(backend: str, ranks: int, folder: Path, cases: list[str], **env: str) -> Outcome:
     out = folder / f"{ranks}{''.join(env)}.npz"
     run_ranks(
-        [PROGRAM, out, *cases], ranks, launcher="horovodrun" if ranks > 1 else "none",
-        env={"KERAS_BACKEND": backend, **env}, timeout_s=420,
+        [PROGRAM, out, *cases], ranks, env={"KERAS_BACKEND": backend, **env}, timeout_s=420,
     ).check()  # fmt: skip
     stored = np.load(out)
     weights: dict[str, list[np.ndarray]] = {}

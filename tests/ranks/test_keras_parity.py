@@ -87,7 +87,6 @@ def run(backend: str, ranks: int, folder: Path, cases: list[str]) -> Outcome:
     ended = run_ranks(
         [PROGRAM, out, *cases],
         ranks,
-        launcher="horovodrun" if ranks > 1 else "none",
         env={"KERAS_BACKEND": backend, "MICRO": "2"},
         timeout_s=420,
     ).check()

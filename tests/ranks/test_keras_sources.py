@@ -39,10 +39,9 @@ def outcomes(
 ) -> Outcomes:
     backend, size = ranks
     folder = tmp_path_factory.mktemp("sources")
-    launcher = "horovodrun" if size > 1 else "none"
     environment = {"KERAS_BACKEND": backend}
     program: list[str | Path] = ["-W", "ignore", PROGRAM, folder, *chosen_cases(request)]
-    run_ranks(program, size, launcher=launcher, env=environment, timeout_s=300).check()
+    run_ranks(program, size, env=environment, timeout_s=300).check()
     return [json.loads((folder / f"sources.rank{rank}.json").read_text()) for rank in range(size)]
 
 

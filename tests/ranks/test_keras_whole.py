@@ -24,8 +24,7 @@ def test_losses_of_the_whole_batch_are_those_of_plain_keras(
     backend: str, ranks: int, which: str, tmp_path: Path, limit: Limit
 ) -> None:
     out = tmp_path / "found.json"
-    launcher = "horovodrun" if ranks > 1 else "none"
-    run_ranks([PROGRAM, out, which], ranks, launcher=launcher, env={"KERAS_BACKEND": backend}, timeout_s=400).check()
+    run_ranks([PROGRAM, out, which], ranks, env={"KERAS_BACKEND": backend}, timeout_s=400).check()
     found = json.loads(out.read_text())
     assert list(found) == (LOSSES if which == "all" else LOSSES[::3])
     for name, errors in found.items():

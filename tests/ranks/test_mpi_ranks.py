@@ -53,7 +53,7 @@ def test_a_second_start_of_mpi_is_refused_unless_the_program_holds_it() -> None:
 def test_without_mpi_it_is_refused_with_what_to_type() -> None:
     code = "import hvdtrain\nfrom hvdtrain.world import startup\n"
     code += "startup.run_program('p', lambda _: hvdtrain.init('torch', device='cpu').mpi)"
-    result = run_ranks(["-c", code], 2)
+    result = run_ranks(["-c", code], 2, launcher="horovodrun")
     assert result.returncode != 0
     told_once(result, "p", "MPI must carry the job", "started by horovodrun, without MPI", "mpirun -np N")
 

@@ -54,7 +54,7 @@ def check_named(done: Result, way: str) -> None:
 def test_a_clean_script_is_not_complained_of_and_trains_as_real_ranks_do(tmp_path: Path) -> None:
     done = rehearse(tmp_path, "-np", 4, "--updates", 0, PARTED)
     assert done.returncode == 0 and "4 ranks went on together to the script's end" in done.err, done.text
-    real = run_ranks([PARTED], 4).check()
+    real = run_ranks([PARTED], 4, launcher="horovodrun").check()
     forked = words_of(tmp_path, 4)
     assert forked == [real.ranks_output[rank].split() for rank in range(4)], "bit for bit, at the same places"
     assert "guard: 12 update(s) of 1 optimizer(s) on 4 ranks: averaged" in done.text
@@ -70,7 +70,7 @@ def test_ranks_are_told_the_hosts_that_they_would_be_on(tmp_path: Path) -> None:
 
 def test_what_the_user_has_is_not_touched(tmp_path: Path) -> None:
     own, arguments = tmp_path / "own", [TRAINS, tmp_path / "own"]
-    real = run_ranks([*arguments, "3"], 2).check()
+    real = run_ranks([*arguments, "3"], 2, launcher="horovodrun").check()
     before = {path: path.read_bytes() for path in own.rglob("*") if path.is_file()}
     assert "began anew: True" in real.ranks_output[0] and any("checkpoints" in str(path) for path in before)
     done = rehearse(tmp_path, "-np", 2, "--updates", 0, TRAINS, own, 3)

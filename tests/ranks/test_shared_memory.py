@@ -37,7 +37,7 @@ def test_over_sockets_they_are_the_same(tmp_path: Path) -> None:
 def test_one_rank_that_does_not_want_to_decides_for_all() -> None:
     code = "import os, sys; os.environ['HOROVOD_SHARED_MEMORY'] = '10'[int(os.environ['HOROVOD_RANK']) == 1]; "
     code += f"sys.argv = ['sums', 'sockets']; exec(open({str(SUMS)!r}).read())"
-    run_ranks(["-c", code], 2, timeout_s=200).check()  # of more, sockets add in another order
+    run_ranks(["-c", code], 2, launcher="horovodrun", timeout_s=200).check()  # of more, sockets add in another order
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_a_rank_that_can_open_no_file_takes_nobody_for_dead() -> None:
         "    time.sleep(0.2 * (hvd.rank() == 0))  # the other one waits, and looks whether this one is there\n"
         "    assert hvd.allreduce(torch.ones(300), op=hvd.Sum)[0] == 2\n"
     )
-    assert "Too many open files" in run_ranks(["-c", code], 2, timeout_s=60).check().out
+    assert "Too many open files" in run_ranks(["-c", code], 2, launcher="horovodrun", timeout_s=60).check().out
 
 
 def test_the_timeline_shows_them(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_the_timeline_shows_them(tmp_path: Path) -> None:
     for wanted in ("1", "0"):
         file = tmp_path / f"{wanted}.json"
         env = {"HOROVOD_TIMELINE": str(file), "HOROVOD_SHARED_MEMORY": wanted}
-        run_ranks(["-c", code], 2, env=env, timeout_s=60).check()
+        run_ranks(["-c", code], 2, launcher="horovodrun", env=env, timeout_s=60).check()
         text = file.read_text()
         found = {name for name in ("SHARED_MEMORY_ALLREDUCE", "GLOO_ALLREDUCE") if f'"{name}"' in text}
         assert found == {"SHARED_MEMORY_ALLREDUCE" if wanted == "1" else "GLOO_ALLREDUCE"}, text

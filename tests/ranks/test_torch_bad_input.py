@@ -15,7 +15,7 @@ SHORT_OF_MEMORY = PROGRAMS / "torch" / "resnet_short_of_memory.py"
 SMALL = ["--model", "resnet18", "--image-size", SIDE, "--per-rank-batch", 4]
 
 
-def refused(flags: list[object], ranks: int = 2, launcher: str = "horovodrun", **options: Any) -> Result:
+def refused(flags: list[object], ranks: int = 2, launcher: str = "forked", **options: Any) -> Result:
     """Runs the program, which must end with an error; returns what it said."""
     result = run_program(launcher, ranks, *flags, **options)
     assert result.returncode not in (0, None), result.text
@@ -52,13 +52,13 @@ def test_unknown_model() -> None:
 
 
 def test_a_model_that_cannot_take_small_pictures() -> None:
-    told_once(refused(["--model", "alexnet"], 1, "none"), "alexnet: ", "--image-size")
+    told_once(refused(["--model", "alexnet"], 1), "alexnet: ", "--image-size")
 
 
 def test_a_batch_that_leaves_one_picture_for_batch_norm(tmp_path: Path) -> None:
     """1437 digits are 4 x 359 + 1; two devices share the last."""
     flags = ["--model", "resnet18", "--data", "digits", "--run-dir", tmp_path / "run"]
-    result = refused([*flags, "--per-rank-batch", 359], 1, "none")
+    result = refused([*flags, "--per-rank-batch", 359], 1)
     told_once(result, "1437 pictures of 32 x 32 on 1 rank(s), 359 each", "--per-rank-batch 358")
     assert not (tmp_path / "run" / "run.json").exists()
 
@@ -84,7 +84,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("two")
     write_pictures(folder / "data", {"cross": 9, "frame": 8}, {"cross": 3, "frame": 2})
     flags = [*SMALL, "--data", folder / "data", "--epochs", 1, "--run-dir", folder / "run"]
-    run_program("none", 1, *flags).check()
+    run_program("forked", 1, *flags).check()
     return folder / "data", folder / "run"
 
 
@@ -114,7 +114,7 @@ def test_a_broken_file_is_refused_when_strict(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("launcher", "engine"), [("horovodrun", "horovod"), ("torchrun", "ddp")])
+@pytest.mark.parametrize(("launcher", "engine"), [("forked", "horovod"), ("forked torchrun", "ddp")])
 def test_nan_loss_stops_all_ranks_and_keeps_the_last_good_checkpoint(
     launcher: str, engine: str, trained: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -141,7 +141,7 @@ def test_nan_loss_stops_all_ranks_and_keeps_the_last_good_checkpoint(
 def test_out_of_memory_says_the_batch_and_what_to_try(trained: tuple[Path, Path], tmp_path: Path) -> None:
     flags = ["--model", "resnet18", "--data", trained[0], "--image-size", 512, "--per-rank-batch", 16,
              "--run-dir", tmp_path / "run"]  # fmt: skip
-    result = refused(flags, 1, "none", program=SHORT_OF_MEMORY, env={"SPARE_BYTES": str(300 << 20)})
+    result = refused(flags, 1, program=SHORT_OF_MEMORY, env={"SPARE_BYTES": str(300 << 20)})
     told_once(result, "out of memory", "16", "accumulate")
 
 

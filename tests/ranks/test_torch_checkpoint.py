@@ -13,12 +13,12 @@ from limits import Limit
 PROGRAM = torch_cases.FOLDER / "checkpoints.py"
 # the first writes the checkpoint that all go on from
 JOBS = {
-    "horovod": ("horovodrun", 2, {}),
-    "ddp": ("torchrun", 2, {}),
-    "solo": ("none", 1, {}),
-    "deepspeed": ("torchrun", 2, {"DS_ACCELERATOR": "cpu"}),
-    "deepspeed-zero1": ("torchrun", 2, {"DS_ACCELERATOR": "cpu"}),
-    "deepspeed-zero2": ("torchrun", 2, {"DS_ACCELERATOR": "cpu"}),
+    "horovod": ("forked horovodrun", 2, {}),
+    "ddp": ("forked torchrun", 2, {}),
+    "solo": ("forked", 1, {}),
+    "deepspeed": ("forked torchrun", 2, {"DS_ACCELERATOR": "cpu"}),
+    "deepspeed-zero1": ("forked torchrun", 2, {"DS_ACCELERATOR": "cpu"}),
+    "deepspeed-zero2": ("forked torchrun", 2, {"DS_ACCELERATOR": "cpu"}),
 }
 THOROUGH = ("deepspeed", "deepspeed-zero1")
 ENGINES = [pytest.param(engine, marks=[pytest.mark.thorough] * (engine in THOROUGH)) for engine in JOBS]

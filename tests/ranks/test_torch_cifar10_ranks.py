@@ -53,10 +53,10 @@ def test_it_learns_the_digits_on_two_ranks(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_cifars_files_under_ddp_with_resume(few_pictures: Path, tmp_path: Path) -> None:
     flags = ["--data", few_pictures, "--per-rank-batch", 8, "--engine", "ddp", "--amp", "bf16", "--epochs"]
-    ended = run_program("torchrun", 2, *flags, 1, "--run-dir", tmp_path / "run")
+    ended = run_program("forked torchrun", 2, *flags, 1, "--run-dir", tmp_path / "run")
     assert "CIFAR-10: 115 training and 23 test" in ended.ranks_output[0]
     first = result(tmp_path / "run")["weights_sha256"]
-    run_program("torchrun", 2, *flags, 2, "--run-dir", tmp_path / "run", "--resume", "--amp", "fp16")
+    run_program("forked torchrun", 2, *flags, 2, "--run-dir", tmp_path / "run", "--resume", "--amp", "fp16")
     assert result(tmp_path / "run")["weights_sha256"] != first
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
     assert [event["epoch"] for event in events if event["kind"] == "epoch"] == [0, 1]

@@ -10,7 +10,7 @@ OTHERS = (("torchrun", 2), ("mpirun", 3))
 
 @pytest.mark.parametrize(
     "launcher, ranks",
-    [("horovodrun", 2), ("none", 1), *(pytest.param(*one, marks=pytest.mark.thorough) for one in OTHERS)],
+    [("forked", 2), ("forked", 1), *(pytest.param(*one, marks=pytest.mark.thorough) for one in OTHERS)],
 )
 def test_reduce_gather_broadcast(launcher: str, ranks: int) -> None:
     result = run_ranks([PROGRAMS / "torch" / "collectives.py"], ranks, launcher=launcher, timeout_s=120).check()

@@ -15,7 +15,7 @@ from pictures import CORRUPT, write_folder
 
 PROGRAM = PROGRAMS / "torch" / "data_ranks.py"
 # size -> launcher; the last one ends the epoch of the relay
-RUNS = {3: "horovodrun", 2: "mpirun", 1: "none"}
+RUNS = {3: "forked", 2: "mpirun", 1: "forked"}
 SEVERAL = [2, 3]
 
 

@@ -15,8 +15,8 @@ PROGRAM = "loops.py"  # which runs the cases of both
 PROMISES = [*torch_cases.names("engine_promises.py"), *torch_cases.names(PROGRAM)]
 # launcher and ranks
 ENGINES = {
-    "horovod": ("horovodrun", 2), "ddp": ("torchrun", 2), "deepspeed": ("torchrun", 2),
-    "dataparallel": ("none", 1), "solo": ("none", 1),
+    "horovod": ("forked horovodrun", 2), "ddp": ("forked torchrun", 2), "deepspeed": ("forked torchrun", 2),
+    "dataparallel": ("forked", 1), "solo": ("forked", 1),
 }  # fmt: skip
 OFTEN = ("ddp", "horovod")  # the others are thorough
 ROWS = {

@@ -209,7 +209,7 @@ assert any("gloo" in name for name in threads())"""
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    done = run_ranks([FOLDER / "dataparallel.py"], 1, launcher="none").check()
+    done = run_ranks([FOLDER / "dataparallel.py"], 1).check()
     assert not done.err
     its: dict[str, Any] = json.loads(done.out)
     return its

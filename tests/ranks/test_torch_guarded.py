@@ -25,7 +25,7 @@ NOT_LOOKED_AT = {"nodes", "pooled_graphs", "left_out_by_collate"}  # rows that a
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     out = tmp_path_factory.mktemp("guarded") / "found.json"
-    run_ranks([PROGRAM, out], 1, launcher="none", timeout_s=240).check()
+    run_ranks([PROGRAM, out], 1, timeout_s=240).check()
     result: dict[str, dict[str, Any]] = json.loads(out.read_text())
     return result
 

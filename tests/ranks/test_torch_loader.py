@@ -18,7 +18,7 @@ CASES = [(program, name) for program in PARTS for name in names_of(FOLDER / prog
 
 @functools.cache
 def output_of(program: str) -> str:
-    done = run_ranks(["-W", "ignore", FOLDER / program], 1, launcher="none", timeout_s=150).check()
+    done = run_ranks(["-W", "ignore", FOLDER / program], 1, timeout_s=150).check()
     return done.out + done.err
 
 
@@ -30,7 +30,7 @@ def test_case(program: str, name: str) -> None:
 
 @pytest.mark.thorough
 def test_a_model_learns_as_much_from_a_fraction_of_the_pixels(tmp_path: Path) -> None:
-    done = run_ranks([FOLDER / "reduced_pictures.py", tmp_path], 1, launcher="none", timeout_s=300).check()
+    done = run_ranks([FOLDER / "reduced_pictures.py", tmp_path], 1, timeout_s=300).check()
     found = json.loads(done.out.splitlines()[-1]).values()
     reduced, whole = (sum(scores) / len(found) for scores in zip(*found, strict=True))
     print(done.out)

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from harness import PROGRAMS, run_ranks
+from harness import FORKED, PROGRAMS, run_ranks
 from limits import Limit
 
 PROGRAM = PROGRAMS / "torch" / "losses.py"
-LAUNCHERS = {"horovod": "horovodrun", "ddp": "torchrun"}
 SOURCE = PROGRAM.read_text(encoding="utf-8")
 # a case's name, and whether it is exact as it is, weighted or refused
 VERDICTS = {
@@ -53,7 +52,7 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     engine, ranks = request.param
     out = tmp_path_factory.mktemp("losses") / "found.json"
     thorough = ["all"] if (engine, ranks) != ("horovod", 2) else []
-    run_ranks([PROGRAM, engine, out, *thorough], ranks, launcher=LAUNCHERS.get(engine, "none"), timeout_s=580).check()
+    run_ranks([PROGRAM, engine, out, *thorough], ranks, launcher=FORKED[engine], timeout_s=580).check()
     return Found(engine, ranks, json.loads(out.read_text()))
 
 

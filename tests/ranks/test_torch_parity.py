@@ -13,10 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import PROGRAMS, run_ranks
+from harness import FORKED, PROGRAMS, run_ranks
 
 PROGRAM = PROGRAMS / "torch" / "parity.py"
-LAUNCHERS = {"horovod": "horovodrun", "ddp": "torchrun"}
 
 MATRIX = [
     f"{optimizer}_accumulate{accumulate}{clip}"
@@ -59,8 +58,7 @@ class Outcome:
 
 def run(engine: str, ranks: int, folder: Path) -> Outcome:
     out = folder / f"{engine}{ranks}.npz"
-    launcher = LAUNCHERS.get(engine, "none")
-    ended = run_ranks([PROGRAM, engine, out], ranks, launcher=launcher, timeout_s=300).check()
+    ended = run_ranks([PROGRAM, engine, out], ranks, launcher=FORKED[engine], timeout_s=300).check()
     weights: dict[str, dict[str, np.ndarray]] = {}
     with np.load(out) as stored:
         for key in stored.files:

@@ -10,10 +10,9 @@ PROGRAM = PROGRAMS / "torch" / "pipeline.py"
 CASES = torch_cases.names("pipeline.py")
 
 
-@pytest.fixture(scope="module", params=[("none", 1), ("horovodrun", 2)], ids=["alone", "2 ranks"])
+@pytest.fixture(scope="module", params=[1, 2], ids=["alone", "2 ranks"])
 def job(request: pytest.FixtureRequest) -> Result:
-    launcher, ranks = request.param
-    return run_ranks([PROGRAM], ranks, launcher=launcher, timeout_s=200)
+    return run_ranks([PROGRAM], request.param, timeout_s=200)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -12,10 +12,10 @@ ALONE = [(program, case) for program in ("alone.py", "trouble.py") for case in t
 @pytest.fixture(scope="module")
 def alone() -> dict[str, Result]:
     programs = sorted({program for program, _ in ALONE})
-    return {p: run_ranks([torch_cases.FOLDER / p], 1, launcher="none", timeout_s=180) for p in programs}
+    return {p: run_ranks([torch_cases.FOLDER / p], 1, timeout_s=180) for p in programs}
 
 
-@pytest.fixture(scope="module", params=[("horovod", "horovodrun"), ("ddp", "torchrun")], ids=["horovod", "ddp"])
+@pytest.fixture(scope="module", params=[("horovod", "forked"), ("ddp", "forked torchrun")], ids=["horovod", "ddp"])
 def two(request: pytest.FixtureRequest) -> Result:
     engine, launcher = request.param
     return run_ranks([torch_cases.FOLDER / "ranks.py", engine], 2, launcher=launcher, timeout_s=180)

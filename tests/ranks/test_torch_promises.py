@@ -67,8 +67,8 @@ def test_statistics_of_averaged_weights_are_those_of_one_process(limit: Limit) -
 def test_a_seed_that_init_replaces_is_reported(limit: Limit) -> None:
     program = PROGRAMS / "torch" / "own_errors.py"
     seeded, plain = together(
-        lambda: run_ranks([program, "seed", "7"], 1, launcher="none", timeout_s=60),
-        lambda: run_ranks([program, "seed"], 1, launcher="none", timeout_s=60),
+        lambda: run_ranks([program, "seed", "7"], 1, timeout_s=60),
+        lambda: run_ranks([program, "seed"], 1, timeout_s=60),
     )
     assert "in place of the seed 7" in seeded.check().err and "seed=7" in seeded.err
     assert "in place of" not in plain.check().err
@@ -77,7 +77,7 @@ def test_a_seed_that_init_replaces_is_reported(limit: Limit) -> None:
 
 
 def test_batch_norm_of_one_value_names_the_tail(limit: Limit) -> None:
-    done = run_ranks([PROGRAMS / "torch" / "own_errors.py", "tail"], 1, launcher="none", timeout_s=60)
+    done = run_ranks([PROGRAMS / "torch" / "own_errors.py", "tail"], 1, timeout_s=60)
     assert done.returncode == 1 and 'tail="drop"' in done.err and "per_rank_batch 8" in done.err, done.text
     said = done.err[done.err.index("batch normalisation in training needs") :]
     limit("T33d", "batch normalisation and a last batch of one sample", refused=said)

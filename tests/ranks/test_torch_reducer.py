@@ -15,7 +15,7 @@ CASES = (
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=["horovodrun 2", "mpirun 3"])
+@pytest.fixture(scope="module", params=["forked 2", "mpirun 3"])
 def job(request: pytest.FixtureRequest) -> tuple[Result, int]:
     launcher, ranks = request.param.split()
     return run_ranks([PROGRAM], int(ranks), launcher=launcher, timeout_s=120), int(ranks)

@@ -29,12 +29,14 @@ def run(folder: Path) -> dict[str, list[dict[str, Any]]]:
     """Legs that end in the middle of epochs of 5 updates; every engine writes one, and reads another's."""
     relay, alone, twin = folder / "relay", folder / "alone", folder / "twin"
     first = [f"{alone}:solo=19", f"{twin}:solo=17", f"{twin}:solo!=2", f"{relay}:solo=3", f"{relay}:dataparallel=4"]
-    results = legs(run_ranks([PROGRAM, *first], 1, launcher="none", timeout_s=180))
+    results = legs(run_ranks([PROGRAM, *first], 1, timeout_s=180))
     race = results[3:]
-    race += legs(run_ranks([PROGRAM, f"{relay}:ddp=3", f"{relay}:deepspeed=3"], 2, launcher="torchrun", timeout_s=180))
+    race += legs(
+        run_ranks([PROGRAM, f"{relay}:ddp=3", f"{relay}:deepspeed=3"], 2, launcher="forked torchrun", timeout_s=180)
+    )
     last = [f"{relay}:horovod=2", f"{relay}:ddp=1", f"{relay}:deepspeed=1"]
-    race += legs(run_ranks([PROGRAM, *last], 2, launcher="horovodrun", timeout_s=180))
-    race += legs(run_ranks([PROGRAM, f"{relay}:solo=2"], 1, launcher="none"))
+    race += legs(run_ranks([PROGRAM, *last], 2, timeout_s=180))
+    race += legs(run_ranks([PROGRAM, f"{relay}:solo=2"], 1))
     return {"alone": results[:1], "twin": results[1:3], "relay": race}
 
 

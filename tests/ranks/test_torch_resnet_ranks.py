@@ -129,8 +129,8 @@ FORMS = [
     ("mpirun", 2, ("--compression", "fp16", "--accumulate", "2", "--clip", "1")),
     pytest.param("torchrun", 2, ("--engine", "ddp", "--amp", "bf16", "--sync-batchnorm"), marks=pytest.mark.thorough),
     pytest.param("torchrun", 2, ("--engine", "deepspeed", "--schedule", "cosine"), marks=pytest.mark.thorough),
-    ("horovodrun", 2, ("--pipeline", "cpu,cpu", "--micro-batches", "2", "--accumulate", "2", "--watch-every", "2")),
-    ("none", 1, ("--plan", "auto", "--pipeline", "cpu,cpu")),
+    ("forked", 2, ("--pipeline", "cpu,cpu", "--micro-batches", "2", "--accumulate", "2", "--watch-every", "2")),
+    ("forked", 1, ("--plan", "auto", "--pipeline", "cpu,cpu")),
     pytest.param(
         "horovodrun",
         4,
@@ -168,16 +168,16 @@ def test_launch_forms(launcher: str, ranks: int, flags: tuple[str, ...], picture
 def test_a_killed_run_goes_on_bit_exactly_from_the_middle_of_an_epoch(pictures: Path, tmp_path: Path) -> None:
     flags = ["--model", "resnet18", "--data", pictures, "--image-size", SIDE, "--per-rank-batch", 4, "--epochs", 2,
              "--save-every", 3, "--optimizer", "nesterov"]  # fmt: skip
-    straight = run_program("horovodrun", 2, *flags, "--run-dir", tmp_path / "straight")
+    straight = run_program("forked", 2, *flags, "--run-dir", tmp_path / "straight")
     wanted = check_run(straight, tmp_path / "straight", 2)["weights_sha256"]
     killed = run_program(
-        "horovodrun", 2, *flags, "--run-dir", tmp_path / "parts", program=PROGRAM, env={"DIES_AT_SAVE": "5"}
+        "forked", 2, *flags, "--run-dir", tmp_path / "parts", program=PROGRAM, env={"DIES_AT_SAVE": "5"}
     )
     assert killed.returncode != 0 and "dying at save 5" in killed.text
     shutil.copytree(tmp_path / "parts", tmp_path / "stages")
     # whole, and cut into stages: a checkpoint is the same for both, and one micro-batch is the same arithmetic
     for folder, more in (("parts", []), ("stages", ["--pipeline", "cpu,cpu", "--micro-batches", 1])):
-        rest = run_program("horovodrun", 2, *flags, "--run-dir", tmp_path / folder, "--resume", *more)
+        rest = run_program("forked", 2, *flags, "--run-dir", tmp_path / folder, "--resume", *more)
         # 59 pictures, 8 an update: saved at updates 3, 6, 8 (the epoch's end) and 9, a batch into the second epoch
         assert "resuming after 67 of 118 samples" in rest.text
         assert check_run(rest, tmp_path / folder, 2)["weights_sha256"] == wanted

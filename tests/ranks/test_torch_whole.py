@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import PROGRAMS, run_ranks
+from harness import FORKED, PROGRAMS, run_ranks
 from limits import Limit
 
 PROGRAM = PROGRAMS / "torch" / "whole.py"
-LAUNCHERS = {"horovod": "horovodrun", "ddp": "torchrun"}
 LOSSES = re.findall(r"^@loss\ndef (\w+)", PROGRAM.read_text(encoding="utf-8"), re.MULTILINE)
 # engine, ranks, batches of an update; the others stand for what they add
 WAYS = [("horovod", 2, 1), ("horovod", 3, 3)]
@@ -27,7 +26,7 @@ MORE = [("horovod", 1, 1), ("horovod", 1, 3), ("horovod", 2, 3), ("horovod", 3, 
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, list[Any]]:
     engine, ranks, accumulate = request.param
     out = tmp_path_factory.mktemp("whole") / "found.json"
-    run_ranks([PROGRAM, engine, accumulate, out], ranks, launcher=LAUNCHERS[engine], timeout_s=400).check()
+    run_ranks([PROGRAM, engine, accumulate, out], ranks, launcher=FORKED[engine], timeout_s=400).check()
     return ranks, [one for report in json.loads(out.read_text()) for one in report]
 
 
@@ -60,7 +59,7 @@ def test_means_with_divisors_of_their_own(
 ) -> None:
     out = tmp_path / "found.json"
     program = PROGRAMS / "torch" / "terms.py"
-    run_ranks([program, engine, str(accumulate), out], ranks, launcher=LAUNCHERS[engine], timeout_s=120).check()
+    run_ranks([program, engine, str(accumulate), out], ranks, launcher=FORKED[engine], timeout_s=120).check()
     worst = 0.0
     for report in json.loads(out.read_text()):
         worst = max(worst, *report["loop"], *report["call"])

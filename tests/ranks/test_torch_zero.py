@@ -10,7 +10,7 @@ from harness import Result, run_ranks
 @pytest.fixture(scope="module")
 def two_ranks() -> Result:
     program = [str(torch_cases.FOLDER / "zero.py"), "deepspeed"]
-    return run_ranks(program, 2, launcher="torchrun", env={"DS_ACCELERATOR": "cpu"}, timeout_s=240)
+    return run_ranks(program, 2, launcher="forked torchrun", env={"DS_ACCELERATOR": "cpu"}, timeout_s=240)
 
 
 @pytest.mark.parametrize("case", torch_cases.names("zero.py"))
@@ -26,5 +26,5 @@ def test_the_program_ends_well(two_ranks: Result) -> None:
 def test_three_ranks() -> None:
     """Parts that begin within weights; the twin of two ranks."""
     program = [str(torch_cases.FOLDER / "zero.py"), "deepspeed", "three"]
-    done = run_ranks(program, 3, launcher="torchrun", env={"DS_ACCELERATOR": "cpu"}, timeout_s=400).check()
+    done = run_ranks(program, 3, launcher="forked torchrun", env={"DS_ACCELERATOR": "cpu"}, timeout_s=400).check()
     assert {"case_twenty_updates_equal_one_process", "case_clipping_and_accumulation"} <= torch_cases.passed(done.out)

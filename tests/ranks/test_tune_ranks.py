@@ -32,7 +32,7 @@ def test_a_bad_setting_is_found_and_the_file_is_read(tmp_path: Path) -> None:
     assert outcomes["RATE"].startswith("thrown out: another result")
     assert "HOROVOD_CYCLE_TIME=200 is set in this environment, and wins over the file: unset it" in done.out
     for env, shown in (({}, "1"), ({"HOROVOD_CYCLE_TIME": "3"}, "3")):
-        after = run_ranks([PROGRAM, "2"], 2, env={"HVDTRAIN_TUNED": str(out), **env}).check()
+        after = run_ranks([PROGRAM, "2"], 2, launcher="horovodrun", env={"HVDTRAIN_TUNED": str(out), **env}).check()
         assert all(f"started with HOROVOD_CYCLE_TIME={shown} " in text for text in after.ranks_output.values())
         assert f"tuned by {out} under horovodrun: " in after.ranks_error[0], after.text
     launch: list[str | Path] = ["-m", "hvdtrain", "launch", "-np", "2", "--tuned", out, "--", "python", PROGRAM, "2"]

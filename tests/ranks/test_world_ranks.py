@@ -188,13 +188,13 @@ class TestRanks:
         assert done.seconds < 30, f"{done.seconds} s to end"
 
     def test_an_error_on_one_rank_ends_all(self) -> None:
-        done = run_ranks([FOLDER / "world_ranks.py", "one_fails"], 2, timeout_s=60)
+        done = run_ranks([FOLDER / "world_ranks.py", "one_fails"], 2, launcher="horovodrun", timeout_s=60)
         assert done.returncode != 0
         assert "rank 1: only here" in done.text
         assert "past the barrier" not in done.text
 
     def test_seeds_that_differ_are_refused_on_every_rank(self) -> None:
-        done = run_ranks([FOLDER / "world_ranks.py", "other_seed"], 2)
+        done = run_ranks([FOLDER / "world_ranks.py", "other_seed"], 2, launcher="horovodrun")
         for rank in range(2):
             assert "the seed must be the same on every rank" in done.ranks_output[rank], done.text
             assert "rank 1: 8" in done.ranks_output[rank]
@@ -202,7 +202,7 @@ class TestRanks:
     def test_launcher_and_engine_that_disagree_are_refused(self) -> None:
         # every process alone: what Horovod does when its MPI is not the launcher's
         code = "import torch_engine; torch_engine.BLIND = True; from hvdtrain import init; init('torch')"
-        done = run_ranks(["-c", code], 2, env={"PYTHONPATH": f"{FOLDER}:{REPOSITORY}"})
+        done = run_ranks(["-c", code], 2, launcher="horovodrun", env={"PYTHONPATH": f"{FOLDER}:{REPOSITORY}"})
         assert done.returncode != 0
         # whichever rank ends first takes the other with it
         assert re.search(r"horovodrun says rank [01] of 2, blind says rank 0 of 1", done.text), done.text

@@ -10,7 +10,8 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-from harness import TOKEN, clean_environment, kill_all, outlive
+from harness import clean_environment, kill_all, outlive
+from starter_process import TOKEN
 
 TIMEOUT_S = 90
 

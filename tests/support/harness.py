@@ -24,11 +24,12 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 
 import psutil
+import starter
+from starter_process import TOKEN, Asked
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PROGRAMS = REPOSITORY / "tests" / "programs"
 SUPPORT = Path(__file__).resolve().parent
-TOKEN = "HVDTRAIN_TEST_RUN"
 T = TypeVar("T")
 LAUNCHER_VARIABLES = re.compile(
     r"^(HOROVOD_|OMPI_|PMIX_|PMI_|MPI_|SLURM_|PAI_|K_MPI_|TORCHELASTIC_|RANK$|WORLD_SIZE$|LOCAL_|GROUP_|MASTER_)"
@@ -52,6 +53,8 @@ MPI = {
     # containers forbid copies between processes: without this Open MPI warns for every rank
     "OMPI_MCA_btl_vader_single_copy_mechanism": "none",
 }
+# how PyTorch's engines get their ranks, where the launcher does not matter
+FORKED = {"solo": "forked", "horovod": "forked horovodrun", "ddp": "forked torchrun", "deepspeed": "forked torchrun"}
 # horovodrun and `mpirun --tag-output` write "[1,0]<stdout>:text"; horovodrun without tags "[0]<stdout>:text"
 _TAG = re.compile(r"\[(?:\d+,)?(\d+)\]<(stdout|stderr)>:")
 
@@ -109,7 +112,7 @@ def run_ranks(
     what: str | Sequence[str | Path],
     np: int,
     *,
-    launcher: str = "horovodrun",
+    launcher: str = "forked",
     env: Mapping[str, str] | None = None,
     timeout_s: float = 90,
     cwd: str | Path | None = None,
@@ -125,8 +128,11 @@ def run_ranks(
         what: a module name, or the interpreter's arguments (["script.py", "--flag"] or ["-m", "module",
             "--flag"]).
         np: how many ranks.
-        launcher: "horovodrun", "horovodrun --mpi", "horovodrun --min-np" (an elastic job), "mpirun", "torchrun",
-            "torchrun --max-restarts=2", or "none" (one process, np must be 1).
+        launcher: for tests that do not care how ranks start: "forked horovodrun", "forked torchrun", or "forked", which
+            is horovodrun's world for several ranks and one process without a launcher for one. `starter` forks
+            what it can. These start cold: "horovodrun", "horovodrun --mpi", "horovodrun --min-np" (an elastic job),
+            "mpirun", "torchrun",
+            "torchrun --max-restarts=2", and "none" (one process, np must be 1).
         env: added to a clean environment (this process's, less every launcher's variables, threads pinned to
             one).
         timeout_s: then every rank's stack is printed, the whole tree killed, and the test failed.
@@ -161,11 +167,14 @@ def _run_once(
     token = uuid.uuid4().hex
     environment = clean_environment({**(env or {}), TOKEN: token})
     failure = HarnessError
+    may_fork, launcher = launcher.startswith("forked") and interpreter == sys.executable, _real(launcher, np)
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err, tempfile.TemporaryDirectory() as logs:
         command = [*_launch(launcher, np, interpreter, logs), *arguments]
         # files, not pipes: a process left behind that holds a pipe open would hang us
         start = time.monotonic()
-        process = subprocess.Popen(
+        asked = Asked(launcher, np, arguments, environment, str(cwd or REPOSITORY), logs)
+        forked = may_fork and starter.start(asked, env or {})
+        process = forked or subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, cwd=cwd or REPOSITORY, env=environment,
             start_new_session=True,
         )  # fmt: skip
@@ -180,8 +189,12 @@ def _run_once(
             stacks, seconds, left = _stacks(alive), -1.0, []
         finally:
             kill_all(token)
-            process.wait()
-        result = _result(launcher, process.returncode, _read(out), _read(err), seconds, logs)
+            returncode = process.wait()
+        if forked:
+            tagged = "none" if launcher == "none" else "horovodrun"
+            result = _result(tagged, returncode, *_forked_output(tagged, Path(logs)), seconds, logs)
+        else:
+            result = _result(launcher, returncode, _read(out), _read(err), seconds, logs)
     shown = f"{' '.join(command)}\n{stacks}\n{result.text}"
     if seconds < 0:
         raise failure(f"not done after {timeout_s} s (killed): {shown}")
@@ -224,6 +237,13 @@ def together(*runs: Callable[[], T]) -> list[T]:
     with ThreadPoolExecutor(len(runs)) as pool:
         futures = [pool.submit(run) for run in runs]
     return [future.result() for future in futures]
+
+
+def _real(launcher: str, np: int) -> str:
+    """Returns the launcher that a forked run imitates."""
+    if launcher == "forked":
+        return "horovodrun" if np > 1 else "none"
+    return launcher.removeprefix("forked ")
 
 
 def _launch(launcher: str, np: int, interpreter: str, logs: str) -> list[str]:
@@ -339,6 +359,17 @@ def _stack_texts(processes: Sequence[psutil.Process]) -> Iterator[str]:
 def _read(file: IO[bytes]) -> str:
     file.seek(0)
     return file.read().decode(errors="replace")
+
+
+def _forked_output(launcher: str, logs: Path) -> tuple[str, str]:
+    """Returns what a forked run wrote to both streams, as horovodrun would have passed it on."""
+    streams = []
+    for stream in ("stdout", "stderr"):
+        files = sorted(logs.glob(f"*.{stream}"), key=lambda file: int(file.stem))
+        texts = {file.stem: file.read_text(errors="replace").splitlines(keepends=True) for file in files}
+        tags = {rank: "" if launcher == "none" else f"[{rank}]<{stream}>:" for rank in texts}
+        streams.append("".join(tags[rank] + line for rank, lines in texts.items() for line in lines))
+    return streams[0] + "".join(file.read_text() for file in logs.glob("launcher")), streams[1]
 
 
 def _result(launcher: str, returncode: int, out: str, err: str, seconds: float, logs: str) -> Result:

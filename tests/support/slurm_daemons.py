@@ -21,7 +21,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from harness import REPOSITORY, TOKEN, clean_environment, kill_all, processes_of
+from harness import REPOSITORY, clean_environment, kill_all, processes_of
+from starter_process import TOKEN
 
 TEMPLATE = REPOSITORY / "scripts" / "slurm.sbatch"
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "setpriv")

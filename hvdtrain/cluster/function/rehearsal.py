@@ -41,6 +41,7 @@ _NEEDS = {
     "horovod.keras": "tensorflow",
     "hvdtrain.keras": "tensorflow",
     "hvdtrain.torch": "torch",
+    "hvdtrain.vision.classifiers": "torchvision",
 }
 _LAST_LINES = 40
 

@@ -18,6 +18,7 @@ from hvdtrain.record import folder
         ("import os", "tensorflow", []),
         ("import torch.nn as nn\nimport horovod.torch as hvd", "tensorflow", ["torch", "horovod.torch"]),
         ("def main():\n    from torchvision import models", "tensorflow", ["torchvision"]),
+        ("from hvdtrain.vision import classifiers", "tensorflow", ["torchvision"]),
         ("import keras", "tensorflow", ["tensorflow", "horovod.tensorflow"]),
         ("import keras", "torch", ["torch", "horovod.torch"]),
         ("from hvdtrain import keras", "torch", ["torch", "horovod.torch"]),
