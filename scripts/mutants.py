@@ -12,15 +12,19 @@ survivor, and a promise that nobody keeps. The tests are first run without any c
 from __future__ import annotations
 
 import argparse
+import ast
+import functools
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -44,22 +48,127 @@ COPIED = (
 KILLED_SHARE = 0.95  # at least
 
 
+class NotThere(Exception):
+    """A change cannot be made; the text says why."""
+
+
 @dataclass(frozen=True)
 class Mutant:
     """One change.
 
     Attributes:
         name: area and what breaks, in words joined by "-".
-        file: relative to the checkout.
-        old, new: a text that stands in the file exactly once, and what takes its place.
+        at: a file, relative to the checkout; of Python with the class or function that it is in: "file.py::Class.name".
+        old, new: of Python an expression, or statements, and what takes its place: compared by syntax, so that layout,
+            quotes and comments do not matter. Of other files a text. It stands there exactly once.
         tests: what pytest is given to find out.
     """
 
     name: str
-    file: str
+    at: str
     old: str
     new: str
     tests: tuple[str, ...]
+
+    @property
+    def file(self) -> str:
+        """Relative to the checkout."""
+        return self.at.partition("::")[0]
+
+    def made(self, text: str) -> str:
+        """Returns the file's text with the change.
+
+        Raises:
+            NotThere: the old syntax stands there not once, or is the new one.
+        """
+        places = list(_places(text, self)) if self.file.endswith(".py") else _texts(text, self)
+        if len(places) != 1:
+            raise NotThere(f"its syntax stands {len(places)} times in {self.at}, instead of once")
+        ((start, end, new),) = places
+        data = text.encode()
+        changed = (data[:start] + new.encode() + data[end:]).decode()
+        if changed == text:
+            raise NotThere("it changes nothing")
+        return changed
+
+
+def _texts(text: str, change: Mutant) -> list[tuple[int, int, str]]:
+    data, old = text.encode(), change.old.encode()
+    starts = [at for at in range(len(data)) if data.startswith(old, at)]
+    return [(at, at + len(old), change.new) for at in starts]
+
+
+def _places(text: str, change: Mutant) -> Iterator[tuple[int, int, str]]:
+    """Yields from which byte to which a change is, and what comes there."""
+    scope = _scope(_parsed(text), change.at.partition("::")[2])
+    begins = [0]
+    for line in text.encode().splitlines(keepends=True):
+        begins.append(begins[-1] + len(line))
+    old, new = _expression(change.old), _expression(change.new)
+    if old is not None and new is not None:
+        wanted = shape(old)
+        for node in _walk(scope):
+            if type(node) is type(old) and shape(node) == wanted:
+                assert isinstance(node, ast.expr)
+                assert node.end_lineno is not None and node.end_col_offset is not None
+                end = begins[node.end_lineno - 1] + node.end_col_offset
+                plain = isinstance(new, (ast.Name, ast.Constant, ast.Call, ast.Attribute, ast.Subscript, ast.List))
+                yield begins[node.lineno - 1] + node.col_offset, end, change.new if plain else f"({change.new})"
+        return
+    statements = ast.parse(change.old).body
+    for body in _bodies(scope):
+        for at in range(len(body) - len(statements) + 1):
+            window = body[at : at + len(statements)]
+            if all(type(a) is type(b) and shape(a) == shape(b) for a, b in zip(window, statements, strict=True)):
+                first, last = window[0], window[-1]
+                line = min([first.lineno, *(its.lineno for its in getattr(first, "decorator_list", []))])
+                assert last.end_lineno is not None and last.end_col_offset is not None
+                end = begins[last.end_lineno - 1] + last.end_col_offset
+                lines = textwrap.indent(change.new.strip("\n"), " " * first.col_offset).lstrip(" ")
+                yield begins[line - 1] + first.col_offset, end, lines or "pass"
+
+
+@functools.cache
+def _parsed(text: str) -> ast.Module:
+    return ast.parse(text)
+
+
+def _scope(tree: ast.AST, names: str) -> ast.AST:
+    """Returns a class or a function by its name in a module; of several by one name, as overloads are, the last."""
+    for name in names.split(".") if names else ():
+        kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+        inner = [node for body in _bodies(tree) for node in body if isinstance(node, kinds) and node.name == name]
+        if not inner:
+            raise NotThere(f"no {name} in {names}")
+        tree = inner[-1]
+    return tree
+
+
+def _expression(text: str) -> ast.expr | None:
+    try:
+        return ast.parse(text.strip(), mode="eval").body
+    except SyntaxError:
+        return None
+
+
+def _walk(node: ast.AST) -> Iterator[ast.AST]:
+    """Yields a node and those in it, but for parts of f-strings: before Python 3.12 nobody knows where these stand."""
+    yield node
+    for child in ast.iter_child_nodes(node) if not isinstance(node, ast.JoinedStr) else ():
+        yield from _walk(child)
+
+
+def _bodies(scope: ast.AST) -> Iterator[list[ast.stmt]]:
+    for node in _walk(scope):
+        for name in ("body", "orelse", "finalbody"):
+            body = getattr(node, name, None)
+            if isinstance(body, list) and body:
+                yield body
+
+
+def shape(node: ast.AST) -> str:
+    """Returns what a piece of syntax is, wherever it stands and whether it is read or written."""
+    return re.sub(r", ctx=\w+\(\)|ctx=\w+\(\)", "", ast.dump(node))
 
 
 @dataclass(frozen=True)
@@ -74,18 +183,19 @@ class Outcome:
 
 def mutants() -> list[Mutant]:
     """Returns the committed list."""
-    rows = tomllib.loads(LIST.read_text(encoding="utf-8"))["mutant"]
-    return [Mutant(**{**row, "tests": tuple(row["tests"])}) for row in rows]
+    rows = tomllib.loads(LIST.read_text(encoding="utf-8"))
+    return [Mutant(**{"name": name, **row, "tests": tuple(row["tests"])}) for name, row in rows.items()]
 
 
 def problems(found: Sequence[Mutant]) -> list[str]:
-    """Returns what is wrong with a list: names given twice, texts that do not stand there once, files that are not."""
+    """Returns what is wrong with a list: names given twice, changes that cannot be made, files that are not."""
     names = [mutant.name for mutant in found]
     wrong = [f"{name}: the name is there twice" for name in sorted({name for name in names if names.count(name) > 1})]
     for mutant in found:
-        count = (ROOT / mutant.file).read_text(encoding="utf-8").count(mutant.old)
-        if count != 1 or mutant.old == mutant.new:
-            wrong.append(f"{mutant.name}: its text stands {count} times in {mutant.file}, instead of once")
+        try:
+            mutant.made((ROOT / mutant.file).read_text(encoding="utf-8"))
+        except (NotThere, SyntaxError, OSError) as error:
+            wrong.append(f"{mutant.name}: {error}")
         files = [word.split("::")[0] for word in mutant.tests if word.startswith("tests/")]
         wrong += [f"{mutant.name}: no file {file}" for file in files if not (ROOT / file).is_file()]
     return wrong
@@ -103,7 +213,7 @@ def judge(name: str, change: Mutant | None, tests: Sequence[str], limit_s: float
                 shutil.copy(source, copy / part)
         if change is not None:
             path = copy / change.file
-            path.write_text(path.read_text(encoding="utf-8").replace(change.old, change.new), encoding="utf-8")
+            path.write_text(change.made(path.read_text(encoding="utf-8")), encoding="utf-8")
         return _run(name, copy, tests, limit_s)
 
 

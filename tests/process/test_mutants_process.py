@@ -16,7 +16,7 @@ LIST = mutants.mutants()
 
 def test_a_change_that_is_noticed_and_one_that_is_not() -> None:
     change = next(mutant for mutant in LIST if mutant.name == "lr-linear-is-sqrt")
-    nothing = mutants.Mutant("lr-nothing", change.file, change.old, change.old + "  ", change.tests)
+    nothing = mutants.Mutant("lr-nothing", change.at, change.old, f"({change.old})", change.tests)
     assert mutants.judge("a", change, change.tests, 60).verdict == "killed"
     assert mutants.judge("b", nothing, change.tests, 60).verdict == "survived"
 
