@@ -1,1 +1,1 @@
-"""Jobs that take turns, and what every benchmark prints."""
+"""Jobs that take turns, and the frame of every benchmark: start, progress, result file."""
