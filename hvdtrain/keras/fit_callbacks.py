@@ -487,7 +487,7 @@ class Save(Callback):
         finally:
             self.clock.enter(before)
 
-    # ---- of a fit that is preempted (`hvdtrain.checkpoint.parts.Saves`)
+    # ---- of a fit that is preempted (`hvdtrain.checkpoint.parts.Saver`)
     @property
     def order(self) -> str:
         return str(self.checkpointer.directory)

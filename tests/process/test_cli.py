@@ -182,7 +182,7 @@ import sys
 from pathlib import Path
 import hvdtrain.horovod_build as recipe
 from hvdtrain import __main__ as cli
-from hvdtrain.horovod_build.steps import Steps
+from hvdtrain.horovod_build.steps import Commands
 
 CHILD = "import os, threading; print('child', os.getpid(), flush=True); threading.Event().wait(60)"
 show = lambda line: print(line, flush=True)

@@ -12,11 +12,11 @@ PROGRAM = """
 import os, socket, sys, threading
 from hvdtrain.core import errors
 from hvdtrain.watch import watch
-from hvdtrain.comm.link import Link
+from hvdtrain.comm.link import RankLink
 
 mine, other = socket.socketpair()
 error = ["the rule", "what came", "the remedy"]
-threading.Thread(target=watch.end_all, args=(error, 0, [Link(mine)], "hvdtrain", 75), daemon=True).start()
+threading.Thread(target=watch.end_all, args=(error, 0, [RankLink(mine)], "hvdtrain", 75), daemon=True).start()
 other.settimeout(60)
 assert b"the rule" in other.recv(1 << 16)
 child = os.fork()

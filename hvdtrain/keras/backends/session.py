@@ -94,7 +94,7 @@ class TrainingPlace:
         restored_random: random state that a checkpoint gave this rank, to be put in place when training
             starts; until then `fit` resumes where the checkpoint was taken.
         loaded: a checkpoint was loaded since the last `fit`.
-        kept_weights: behind an average that Keras wrote over them at the end of a `fit` (`moving_average.Kept`).
+        kept_weights: behind an average that Keras wrote over them at the end of a `fit` (`moving_average.KeptWeights`).
         saves, records: this run writes checkpoints; it writes steps to a run log.
         preempted: all ranks know that one of them was.
         elastic: of an elastic job's `fit`: its part in it (`hvdtrain.keras.elastic_fit`).
