@@ -186,7 +186,8 @@ from hvdtrain.horovod_build.steps import Commands
 
 CHILD = "import os, threading; print('child', os.getpid(), flush=True); threading.Event().wait(60)"
 show = lambda line: print(line, flush=True)
-recipe.run = lambda args: Commands(Path({str(tmp_path / "log")!r}), show)("", [sys.executable, "-c", CHILD], progress=show)
+command = [sys.executable, "-c", CHILD]
+recipe.run = lambda args: Commands(Path({str(tmp_path / "log")!r}), show)("", command, progress=show)
 sys.exit(cli.main(["build-horovod"]))
 """
     parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
