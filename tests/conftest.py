@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-import starter
+from harness import children
 from hypothesis import settings
 from limits import limit  # noqa: F401  (a fixture)
 
@@ -117,7 +117,7 @@ def _new_threads(before: set[threading.Thread]) -> list[threading.Thread]:
 
 
 def _children() -> set[psutil.Process]:
-    mine = [child for child in psutil.Process().children() if child.pid not in starter.processes()]
+    mine = children()
     all_of_them = {*mine, *(below for child in mine for below in child.children(recursive=True))}
     return {process for process in all_of_them if not _is_in_a_host(process.pid)}
 

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
+from harness import children
 
 from hvdtrain.cluster.doctor import probe_links
 from hvdtrain.cluster.doctor.sessions import Sessions
@@ -97,7 +97,7 @@ def test_ports_are_open_where_asked_and_for_those_who_know_the_token(session: Se
     listen = {"do": "listen", "token": "t" * 32}
     assert session.answer(listen | {"address": "192.0.2.77"}, 5).keys() == {"text"}
     port = session.answer(listen | {"address": "127.0.0.1"}, 5)["port"]
-    process = psutil.Process().children()[0]
+    process = children()[0]
     assert {item.laddr.ip for item in process.net_connections("tcp")} == {"127.0.0.1"}
     with socket.create_connection(("127.0.0.1", port), 5) as stranger:
         stranger.sendall(b"x" * 32)
@@ -129,7 +129,7 @@ def test_a_request_that_fails_is_answered(session: Session) -> None:
 
 def test_a_probe_that_is_gone_is_lost(session: Session) -> None:
     assert session.answer({"do": "clock"}, 5)
-    psutil.Process().children()[0].kill()
+    children()[0].kill()
     assert session.ask({"localhost": {"do": "clock"}}, 10) == {}
     assert "ended with -9" in session.lost["localhost"].what
 
@@ -146,7 +146,7 @@ def test_a_host_that_hangs_costs_its_time_and_leaves_nothing(tmp_path: Path) -> 
     started = time.monotonic()
     assert session.ask({"localhost": {"do": "clock"}}, 0.5) == {}
     assert session.lost["localhost"].kind == "timeout" and time.monotonic() - started < 3
-    assert not psutil.Process().children()
+    assert not children()
 
 
 def test_a_host_that_hangs_does_not_cost_the_others_their_answers(tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ def test_a_host_that_hangs_does_not_cost_the_others_their_answers(tmp_path: Path
         assert sessions.ask(dict.fromkeys(names, {"do": "clock"}), 5).keys() == {name}
     finally:
         sessions.close()
-    assert not psutil.Process().children()
+    assert not children()
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,11 @@ def chosen_cases(request: Any) -> list[str]:
     return sorted(set(cases)) if all(cases) else []
 
 
+def children() -> list[psutil.Process]:
+    """Returns the processes that this test's process has started, but for those that other rows' ranks fork from."""
+    return [child for child in psutil.Process().children() if child.pid not in starter.processes()]
+
+
 def told_once(result: Result, program: str, *parts: str) -> None:
     """Assert that rank 0 of `program` told rule, what came and the fix, and that nobody shows a traceback of ours."""
     said = result.ranks_error.get(0, "")
