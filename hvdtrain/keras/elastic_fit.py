@@ -24,7 +24,7 @@ from hvdtrain.keras.backends.session import KerasSession, first_made, is_built, 
 from hvdtrain.keras.data.loader import KerasLoader, known
 from hvdtrain.keras.data.sources import DatasetBatches
 from hvdtrain.keras.data.streams import WalkedLoader
-from hvdtrain.keras.fit_callbacks import EndOfEpoch
+from hvdtrain.keras.fit_callbacks import Count, EndOfEpoch, StartOfFit
 from hvdtrain.keras.state import replicas, rng
 
 Steps = Iterator[tuple[int, int, Any]]
@@ -56,7 +56,8 @@ def check_elastic(
     needs = {
         "one fit in the program, of one model": its.member is None,
         "fit(hvdtrain.keras.loader(...)) of arrays or of a PyTorch Dataset with a length": by_index,
-        "callbacks=[*hvdtrain.keras.callbacks(model), ...]": {"Start", "Epoch", "Count"} <= kinds,
+        "callbacks=[*hvdtrain.keras.callbacks(model), ...]": {StartOfFit, EndOfEpoch, Count}
+        <= set(map(type, callbacks)),
         "no BackupAndRestore (new ranks get their state from the others)": "BackupAndRestore" not in kinds,
         "a model that is built before fit (keras.Input, or model.build(shape))": is_built(model),
         "sync_batchnorm=False, and no synchronized=True": all(hook is None for _, hook in session.moments),

@@ -21,7 +21,7 @@ import numpy as np
 _WATCHES = {
     "torch": ("rank_torch", "HorovodWatch"),
     "ddp": ("rank_torch", "TorchrunWatch"),
-    "keras": ("rank_keras", "Watch"),
+    "keras": ("rank_keras", "KerasScriptWatch"),
 }
 
 

@@ -22,7 +22,7 @@ def test_one_process_trains_exactly_as_plain_keras_and_without_horovod(backend: 
         "order fixed",
         "x alone as it is",
         "epochs told apart",
-        "partial epoch refused",
+        "the rest of an epoch, and the next one",
         "time told apart",
         "what elastic jobs cannot do is refused",
     ):
