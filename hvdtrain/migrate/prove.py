@@ -18,10 +18,12 @@ from pathlib import Path
 import numpy as np
 
 from hvdtrain.core.errors import ConfigError, HvdtrainError, build_horovod_command
+from hvdtrain.migrate.rank import gap
 
 RANKS = 2
 # of a type's own precision, for each update: sums over ranks may be taken in another order
 _EPS_PER_UPDATE = 8
+_SEEN = 20  # times what rounding explains: of weights that move less, a wrong average could hide in it
 _TAIL_LINES = 30
 _GRACE_S = 20
 # of a folder, or one file, that is copied for a run
@@ -112,6 +114,7 @@ class ScriptRun:
         updates: number of updates of each rank.
         eps: the precision of each tensor's type, by the tensor's name, of each rank.
         tensors: the tensors of each rank, by name.
+        moved: how far rank 0's weights came, as `ScriptProof.difference` counts; a broadcast moves those of others.
         framework, whole: as of `ScriptProof`.
     """
 
@@ -120,6 +123,7 @@ class ScriptRun:
     tensors: list[dict[str, np.ndarray]]
     framework: str = "torch"
     whole: bool = True
+    moved: float = math.inf
 
 
 def prove(
@@ -160,7 +164,7 @@ def run(
     with tempfile.TemporaryDirectory(prefix="hvdtrain-migrate-") as name:
         folder = Path(name)
         (folder / "text.py").write_bytes(script.read_bytes() if text is None else text.encode())
-        ranks = [framework, str(folder / "text.py"), str(script.resolve()), str(folder), str(updates), *argv]
+        ranks = [framework, str(folder / "text.py"), str(_in_copy(script, folder)), str(folder), str(updates), *argv]
         try:
             _start([*starts, *ranks], folder, updates, timeout_s)
         except _FailedError as error:
@@ -201,6 +205,12 @@ def _horovodrun() -> str:
     return horovodrun
 
 
+def _in_copy(script: Path, folder: Path) -> Path:
+    """Returns where a script of the current folder lies in its copy: files beside `__file__` are the copy's, too."""
+    path, here = script.resolve(), Path.cwd().resolve()
+    return folder / "work" / path.relative_to(here) if path.is_relative_to(here) else path
+
+
 def _start(command: Sequence[str], folder: Path, updates: int, timeout_s: float) -> None:
     """Runs the ranks in a copy of the current folder."""
     work = folder / "work"
@@ -224,9 +234,9 @@ def _start(command: Sequence[str], folder: Path, updates: int, timeout_s: float)
         said = _end(process)
         if not isinstance(error, subprocess.TimeoutExpired):
             raise
-        raise _FailedError(f"made no {updates} updates in {timeout_s:g} s", _last(said)) from error
+        raise _FailedError(f"made no {updates} updates in {timeout_s:g} s", _last(said, work)) from error
     if process.returncode:
-        raise _FailedError(f"failed, with exit code {process.returncode}", _last(said))
+        raise _FailedError(f"failed, with exit code {process.returncode}", _last(said, work))
 
 
 def _end(process: subprocess.Popen[str]) -> str:
@@ -239,8 +249,9 @@ def _end(process: subprocess.Popen[str]) -> str:
         return process.communicate()[0]
 
 
-def _last(said: str) -> str:
-    return "\n".join(said.rstrip().splitlines()[-_TAIL_LINES:])
+def _last(said: str, work: Path) -> str:
+    """Returns the last lines that were printed, with the user's own paths."""
+    return "\n".join(said.replace(str(work), str(Path.cwd())).rstrip().splitlines()[-_TAIL_LINES:])
 
 
 def _read(folder: Path, framework: str) -> ScriptRun:
@@ -251,13 +262,14 @@ def _read(folder: Path, framework: str) -> ScriptRun:
             tensors.append(dict(zip(record["eps"], (arrays[name] for name in arrays.files), strict=True)))
     eps = [record["eps"] for record in records]
     whole = all(record["whole"] for record in records)
-    return ScriptRun([record["updates"] for record in records], eps, tensors, framework, whole)
+    return ScriptRun([one["updates"] for one in records], eps, tensors, framework, whole, records[0]["moved"])
 
 
 def compare(old: ScriptRun, new: ScriptRun) -> ScriptProof:
     """Compares each rank's tensors with the same rank's of the other run.
 
     Raises:
+        HvdtrainError: the weights hardly move, and their difference is hidden by rounding.
         NotProvenError: another number of updates, or other models.
     """
     if old.updates != new.updates:
@@ -272,21 +284,17 @@ def compare(old: ScriptRun, new: ScriptRun) -> ScriptProof:
             "both scripts must have the same models", f"only in one: {', '.join(unlike) or 'another order'}"
         )
     found = [
-        (_gap(before, new.tensors[rank][name]), _EPS_PER_UPDATE * max(old.updates) * old.eps[rank][name], name, rank)
+        (gap(before, new.tensors[rank][name]), _EPS_PER_UPDATE * max(old.updates) * old.eps[rank][name], name, rank)
         for rank in range(RANKS)
         for name, before in old.tensors[rank].items()
     ]
-    gap, tolerance, name, rank = max(found, key=lambda one: one[0] / one[1])
+    most, tolerance, name, rank = max(found, key=lambda one: one[0] / one[1])
+    if most <= tolerance and old.moved < _SEEN * tolerance:
+        raise HvdtrainError(
+            _NOTHING.format("hardly moves its weights"),
+            f"by {old.moved:.2g} of their largest value in {max(old.updates)} {_UNITS[old.framework]};"
+            f" rounding may come to {tolerance:.2g}",
+            f"more updates: --updates {50 * max(old.updates)}",
+        )
     whole = old.whole and new.whole
-    return ScriptProof(max(old.updates), len(names[0]), name, rank, gap, tolerance, old.framework, whole=whole)
-
-
-def _gap(before: np.ndarray, after: np.ndarray) -> float:
-    """Returns the largest difference relative to the largest value; infinite if shapes differ, or a value is NaN."""
-    if before.shape != after.shape or before.dtype != after.dtype:
-        return math.inf
-    if np.array_equal(before, after):
-        return 0.0
-    wide = [array.astype(complex if np.iscomplexobj(array) else float) for array in (before, after)]
-    gap = float(np.abs(wide[1] - wide[0]).max()) / (float(np.abs(wide[0]).max()) or 1.0)
-    return gap if math.isfinite(gap) else math.inf
+    return ScriptProof(max(old.updates), len(names[0]), name, rank, most, tolerance, old.framework, whole=whole)

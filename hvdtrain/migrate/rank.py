@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
 import sys
 import types
@@ -39,9 +40,11 @@ class Watching(Protocol):
 
     Attributes:
         updates: number of updates of the script's distributed optimizers.
+        start: the tensors of its models before the first one.
     """
 
     updates: int
+    start: dict[str, np.ndarray]
 
     def tensors(self) -> tuple[dict[str, np.ndarray], dict[str, float]]:
         """Returns the tensors of the script's models, and the precision of each one's type, by name."""
@@ -51,6 +54,17 @@ class Watching(Protocol):
 
     def end(self) -> None:
         """Waits for the other ranks, and leaves them."""
+
+
+def gap(before: np.ndarray, after: np.ndarray) -> float:
+    """Returns the largest difference relative to the largest value; infinite if shapes differ, or a value is NaN."""
+    if before.shape != after.shape or before.dtype != after.dtype:
+        return math.inf
+    if np.array_equal(before, after):
+        return 0.0
+    wide = [array.astype(complex if np.iscomplexobj(array) else float) for array in (before, after)]
+    found = float(np.abs(wide[1] - wide[0]).max()) / (float(np.abs(wide[0]).max()) or 1.0)
+    return found if math.isfinite(found) else math.inf
 
 
 def main() -> None:
@@ -80,7 +94,8 @@ def _leave(watch: Watching, folder: Path, *, whole: bool) -> None:
     arrays, eps = watch.tensors()
     rank = watch.rank()
     np.savez(folder / f"{rank}.npz", *arrays.values())
-    record = {"updates": watch.updates, "eps": eps, "whole": whole}
+    moved = max((gap(before, arrays[name]) for name, before in watch.start.items() if name in arrays), default=0.0)
+    record = {"updates": watch.updates, "eps": eps, "whole": whole, "moved": moved}
     (folder / f"{rank}.json").write_text(json.dumps(record))
     watch.end()
     sys.stdout.flush()

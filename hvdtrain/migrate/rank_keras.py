@@ -35,7 +35,7 @@ class KerasScriptWatch:
     def __init__(self, limit: int, *, wraps: bool) -> None:
         self._limit, self._first = limit, 0
         self._models: list[Any] = []
-        self.updates = 0
+        self.updates, self.start = 0, dict[str, np.ndarray]()
         keras.utils.set_random_seed(seed())
         _alike_in_hvdtrain()
         wrap(CallbackList, "on_train_batch_begin", self._begins)
@@ -60,6 +60,8 @@ class KerasScriptWatch:
     def _know(self, model: Any) -> None:
         if not any(known is model for known in self._models):
             self._models.append(model)
+        if not self.start:
+            self.start = self.tensors()[0]
 
     def _count(self, updates: int) -> None:
         self.updates += updates

@@ -30,7 +30,7 @@ class TorchScriptWatch:
     def __init__(self, limit: int, *, wraps: bool) -> None:
         self._limit, self._wraps, self._depth = limit, wraps, Counter[int]()
         self._modules: list[nn.Module] = []  # held: at the script's end they are still to be read
-        self.updates = 0
+        self.updates, self.start = 0, dict[str, np.ndarray]()
         random.seed(seed())
         np.random.seed(seed())
         torch.manual_seed(seed())
@@ -43,6 +43,8 @@ class TorchScriptWatch:
         original(module, *args, **kwargs)
 
     def _begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if not self.start:
+            self.start = self.tensors()[0]
         self._depth[id(optimizer)] += 1
 
     def _ends(self, optimizer: Any, args: Any, kwargs: Any) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hvdtrain.core.errors import HvdtrainError
 from hvdtrain.migrate import prove
 from hvdtrain.migrate.prove import NotProvenError, ScriptRun, compare, linked
 
@@ -87,3 +88,20 @@ def test_what_is_too_large_to_copy_is_named(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "large.pt").write_bytes(bytes(20_001))
     (tmp_path / "elsewhere").symlink_to("small.pt")
     assert linked() == ["elsewhere", "large.pt", "many"]
+
+
+def test_weights_that_hardly_move_prove_nothing() -> None:
+    """A warm-up: whatever the new script does otherwise is hidden by rounding."""
+    still = replace(run_of(1), moved=1e-6)
+    with pytest.raises(HvdtrainError, match="hardly moves its weights") as caught:
+        compare(still, run_of(1))
+    assert "--updates 1000" in caught.value.remedy and not isinstance(caught.value, NotProvenError)
+    assert compare(replace(run_of(1), moved=0.1), run_of(1)).holds
+    assert not compare(still, run_of(1.1)).holds  # seen, however small
+
+
+def test_a_script_of_this_folder_runs_in_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it writes beside `__file__` is written there."""
+    monkeypatch.chdir(tmp_path)
+    assert prove._in_copy(Path("sub/train.py"), Path("/copy")) == Path("/copy/work/sub/train.py")
+    assert prove._in_copy(Path("/elsewhere/train.py"), Path("/copy")) == Path("/elsewhere/train.py")
