@@ -167,7 +167,7 @@ def rivals(pipe: Pipeline, count: int) -> dict[str, Any]:
     try:
         found["torchgpipe"] = rival(gpipe(pipe.stages, count))
     except ImportError:
-        progress("torchgpipe is not installed: left out")
+        progress("torchgpipe is not installed: skipped")
     return found
 
 

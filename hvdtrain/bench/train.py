@@ -191,7 +191,7 @@ def measure(args: argparse.Namespace, model: str) -> dict[str, Any]:
     ways = [way for way in (WAYS if args.all else STEPS) if _is_wanted(way, args) and _is_there(way, args, model)]
     if not ways:
         rule, received = "a benchmark needs a way to train the model here", f"{model} on {args.device}"
-        raise ConfigError(rule, received, "another of --models, --framework or --device: see above what was left out")
+        raise ConfigError(rule, received, "another of --models, --framework or --device: see above what was skipped")
     at_once = args.at_once or (processes_that_fit() if args.all else args.ranks * len(ways))
     groups = grouped(ways, args.ranks, at_once)
     names = [f"{model}, group {number} of {len(groups)}" for number in range(1, len(groups) + 1)]
@@ -264,7 +264,7 @@ def _is_there(way: Way, args: argparse.Namespace, model: str) -> bool:
     elif way.keras and args.device != "cpu":
         why = "Keras is measured on CPUs"
     if why:
-        progress(f"left out: {way.label}: {why}")
+        progress(f"skipped: {way.label}: {why}")
     return not why
 
 

@@ -70,7 +70,7 @@ def tried(
 
 def test_the_exit_code_says_that_something_is_not_right(tmp_path: Path) -> None:
     """No time was left for what was asked for."""
-    assert set(tried(tmp_path, "solo", "speed", flags=("--seconds=1",), code=1).values()) == {"left out"}
+    assert set(tried(tmp_path, "solo", "speed", flags=("--seconds=1",), code=1).values()) == {"skipped"}
 
 
 @pytest.mark.thorough

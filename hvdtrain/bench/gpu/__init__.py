@@ -94,7 +94,7 @@ class CheckOutcome:
     """What came of a check.
 
     Attributes:
-        result: ok, MISSED (a goal), FAILED (by itself, or ended), "not here" (what it needs), "left out" (for time).
+        result: ok, MISSED (a goal), FAILED (by itself, or ended), "not here" (what it needs), "skipped" (for time).
         reason: why not ok, in a line.
         goals, figures: see `check.answer`.
         seconds: it took.
@@ -154,7 +154,7 @@ def run(args: argparse.Namespace) -> int:
     def done(check: GpuCheck) -> CheckOutcome:
         left = deadline - time.monotonic()
         if left < LEAST_S:
-            return CheckOutcome("left out", "no time was left", 0.0)
+            return CheckOutcome("skipped", "no time was left", 0.0)
         found = outcome_of(command(check, args), max(1, check.ranks), min(check.limit_s, left))
         progress(f"{check.name}: {found.result} ({found.seconds:.0f} s) {found.reason}".rstrip())
         return found

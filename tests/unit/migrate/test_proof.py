@@ -102,6 +102,8 @@ def test_weights_that_hardly_move_prove_nothing() -> None:
 
 def test_a_script_of_this_folder_runs_in_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it writes beside `__file__` is written there."""
-    monkeypatch.chdir(tmp_path)
-    assert prove._in_copy(Path("sub/train.py"), Path("/copy")) == Path("/copy/work/sub/train.py")
-    assert prove._in_copy(Path("/elsewhere/train.py"), Path("/copy")) == Path("/elsewhere/train.py")
+    here, folder, elsewhere = tmp_path / "here", tmp_path / "proof", tmp_path / "other" / "train.py"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    assert prove._in_copy(Path("sub/train.py"), folder) == folder / "work" / "sub" / "train.py"
+    assert prove._in_copy(elsewhere, folder) == elsewhere
