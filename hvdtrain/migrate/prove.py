@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -25,6 +26,7 @@ RANKS = 2
 _EPS_PER_UPDATE = 8
 _SEEN = 20  # times what rounding explains: of weights that move less, a wrong average could hide in it
 _TAIL_LINES = 30
+_TORCHRUNS = re.compile(r"(?m)^.*torch/distributed/elastic/multiprocessing/api\.py:\d+\] failed \(exitcode")
 _GRACE_S = 20
 # of a folder, or one file, that is copied for a run
 _MOST_FILES = 1000
@@ -250,7 +252,9 @@ def _end(process: subprocess.Popen[str]) -> str:
 
 
 def _last(said: str, work: Path) -> str:
-    """Returns the last lines that were printed, with the user's own paths."""
+    """Returns the last lines that were printed, with the user's own paths; torchrun's own report of a rank's end is no
+    part of them."""
+    said = _TORCHRUNS.split(said)[0]
     return "\n".join(said.replace(str(work), str(Path.cwd())).rstrip().splitlines()[-_TAIL_LINES:])
 
 

@@ -92,6 +92,7 @@ class HorovodWatch(TorchScriptWatch):
 
         self._hvd = hvd
         wrap(hvd, "DistributedOptimizer", self._wrapped)
+        wrap(hvd, "broadcast_optimizer_state", self._not_counted)
         self._alike_in_hvdtrain()
 
     def is_distributed(self, optimizer: Any) -> bool:
@@ -100,6 +101,12 @@ class HorovodWatch(TorchScriptWatch):
     def _wrapped(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._distributed.append(optimizer := original(*args, **kwargs))
         return optimizer
+
+    def _not_counted(self, original: Callable[..., None], optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        """Horovod makes the state that it sends over to by a step without gradients."""
+        self._depth[id(optimizer)] += 1
+        original(optimizer, *args, **kwargs)
+        self._depth[id(optimizer)] -= 1
 
     def _alike_in_hvdtrain(self) -> None:
         """Undoes hvdtrain's seeding: it gives each rank another stream of random numbers."""

@@ -116,7 +116,8 @@ def prepare(
     check_optimizer(model, optimizer)
     if model in prepared_optimizers and (earlier := prepared_optimizers.pop(model)()) is not None:
         earlier.close()
-    start.check_agreement(start.signature(model, optimizer, options, lr, data, staged), world)
+    restored = lr is None and start.is_restored_on_main(optimizer, world)
+    start.check_agreement(start.signature(model, optimizer, options, lr, data, staged, restored=restored), world)
     rates = None if lr is None or data is None else Rates(optimizer, lr, data.plan.update_samples(accumulate))
     _place(model, optimizer, options, world, staged)
     start.broadcast_state(model, optimizer, world)

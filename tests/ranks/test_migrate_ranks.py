@@ -384,3 +384,41 @@ def test_ranks_that_seeded_nothing_draw_batches_of_their_own(tmp_path: Path, see
     assert (result.returncode == 0 and said.count("over") == 2) if seeds else "the first batch is the same" in said, (
         said
     )
+
+
+RESUMED = """
+import torch
+import horovod.torch as hvd
+hvd.init()
+model = torch.nn.Linear(5, 1)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+if hvd.rank() == 0:
+    saved = torch.load("last.pt")
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])  # with another rate
+hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+x = torch.randn(64, 5, generator=torch.Generator().manual_seed(hvd.rank()))
+for i in range(0, 64, 16):
+    optimizer.zero_grad()
+    torch.nn.functional.mse_loss(model(x[i:i + 16]), x[i:i + 16].sum(1, keepdim=True)).backward()
+    optimizer.step()
+"""
+SAVED = """
+import torch
+model = torch.nn.Linear(5, 1)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.03)
+model(torch.ones(2, 5)).sum().backward()
+optimizer.step()
+torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "last.pt")
+"""
+
+
+@pytest.mark.parametrize("target", ["hvdtrain", "ddp"])
+def test_what_rank_0_alone_resumes_is_proven(target: str, tmp_path: Path) -> None:
+    """As many updates on all ranks: the step by which Horovod makes a state on the others is none."""
+    (tmp_path / "train.py").write_text(RESUMED)
+    subprocess.run([sys.executable, "-c", SAVED], cwd=tmp_path, check=True, timeout=60)
+    done = migrate("--to", target, "train.py")
+    assert done.returncode == 0 and "after 4 updates on 2 ranks" in done.stdout + done.stderr, done

@@ -30,14 +30,22 @@ def signature(
     lr: LR | None,
     data: Any,
     staged: Staged | None = None,
+    *,
+    restored: bool = False,
 ) -> dict[str, str]:
-    """What must be the same on every rank, as text; the most telling first."""
+    """What must be the same on every rank, as text; the most telling first.
+
+    Args:
+        restored: the optimizer's settings will be those that rank 0 has loaded.
+    """
     found = {f"lr ({type(lr).__name__})": repr(lr)}
     found |= {f"prepare(..., {name}=)": repr(value) for name, value in asdict(options).items()}
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     found["optimizer"] = kind_of(optimizer)
     for index, group in enumerate(optimizer.param_groups):
-        for key, value in group.items():
+        for key, value in sorted(group.items()):  # a group that was loaded has another order
+            if restored and key != "params":
+                continue
             members = [names[id(p)] for p in value] if key == "params" else None
             shown = float(value) if isinstance(value, Tensor) else value
             found[f"optimizer group {index}: {key}"] = repr(shown) if members is None else ", ".join(members)
@@ -50,6 +58,15 @@ def signature(
     found["loader"] = "none" if data is None else f"{data.plan.samples} samples, per_rank_batch {data.per_rank_batch}"
     found["torch"] = torch.__version__
     return found
+
+
+def is_restored_on_main(optimizer: torch.optim.Optimizer, world: World) -> bool:
+    """Returns True if rank 0's optimizer has a state and another rank's has none: rank 0 alone has loaded a checkpoint,
+    and its settings are sent to all with its state; collective."""
+    if world.size == 1:
+        return False
+    has_state = world.gather(bool(optimizer.state))
+    return has_state[0] and not all(has_state)
 
 
 _REMEDY = "give all ranks the same flags, data and code path"

@@ -71,6 +71,28 @@ def case_every_rank_starts_from_rank_0(world: hvdtrain.World) -> None:
     assert len(states[0]) == 6 and all(state == states[0] for state in states)
 
 
+def case_what_rank_0_alone_has_loaded_goes_to_all(world: hvdtrain.World) -> None:
+    """Weights, the optimizer's state, and its settings, whose order in a loaded group is another one."""
+    plain = mlp()
+    before = torch.optim.AdamW(plain.parameters(), lr=0.03)
+    cross_entropy(plain(data()[0]), data()[1]).backward()
+    before.step()
+    saved = copy.deepcopy(before.state_dict())
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    if world.is_main:
+        model.load_state_dict(plain.state_dict())
+        optimizer.load_state_dict(saved)
+    with contextlib.redirect_stdout(io.StringIO()):
+        model, optimizer = hvt.prepare(model, optimizer, hvt.loader(data(), 4))
+    found = world.gather((optimizer.param_groups[0]["lr"], [float(s["step"]) for s in optimizer.state.values()]))
+    assert found == [(0.03, [1.0] * 4)] * world.size, found
+    other = mlp()
+    differs = torch.optim.AdamW(other.parameters(), lr=0.1 if world.is_main else 0.2)  # the twin: no rank has loaded
+    with refused("optimizer group 0: lr differs", kind=ReplicaError):
+        hvt.prepare(other, differs, hvt.loader(data(), 4))
+
+
 def case_a_forgotten_broadcast_is_caught(world: hvdtrain.World) -> None:
     """The negative twin of the one above."""
     model = mlp()
