@@ -367,7 +367,8 @@ class _Joiner:
     def _leaf(self, tensor: Tensor, own: Sequence[tuple[Tensor, int | None, int | None]]) -> Tensor:
         leaf = tensor.detach().requires_grad_()
         _owns[leaf] = [_Own(*one) for one in own if one[0].requires_grad]
-        return leaf
+        opened: Tensor = _Opened.apply(leaf)
+        return opened
 
     def _differ(self, nodes: Sequence[_Node], shown: Callable[[_Node], str]) -> ConfigError:
         lines = zip(self._pieces, nodes, strict=True)
@@ -437,6 +438,18 @@ def _tell(session: Session, size: int) -> None:
             " gradients; a loss in which samples do not meet needs only optimizer.backward(loss, weight=...)",
             flush=True,
         )
+
+
+class _Opened(torch.autograd.Function):
+    """A leaf's values, of the same memory, as a tensor that a loss may change in place, as it may a model's output."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        return leaf.new_empty(0).set_(leaf.untyped_storage(), leaf.storage_offset(), leaf.size(), leaf.stride())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
 
 
 class _Given(torch.autograd.Function):

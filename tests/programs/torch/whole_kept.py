@@ -1,4 +1,4 @@
-"""A loss of the whole batch that keeps its outputs in a buffer of the model, and draws: against one process."""
+"""A loss of the whole batch that keeps its outputs in a buffer of the model, changes them, and draws: against one process."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Banked(nn.Module):
         against = torch.cat([out.detach(), self.bank])
         with torch.no_grad():
             self.bank.copy_(against[: len(self.bank)])
-        noise = torch.rand(out.shape) if draws else 1.0
-        return ((noise * out) @ against.T).logsumexp(1).mean() + 0.01 * (out.sum(1) * y).mean()
+        out.mul_(torch.rand(out.shape) if draws else 2.0)  # in place, as of any output
+        return (out @ against.T).logsumexp(1).mean() + 0.01 * (out.sum(1) * y).mean()
 
 
 def one_process(*, draws: bool) -> Banked:
