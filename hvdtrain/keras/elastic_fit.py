@@ -56,8 +56,7 @@ def check_elastic(
     needs = {
         "one fit in the program, of one model": its.member is None,
         "fit(hvdtrain.keras.loader(...)) of arrays or of a PyTorch Dataset with a length": by_index,
-        "callbacks=[*hvdtrain.keras.callbacks(model), ...]": {StartOfFit, EndOfEpoch, Count}
-        <= set(map(type, callbacks)),
+        "callbacks=[*hvdtrain.keras.callbacks(model), ...]": {StartOfFit, EndOfEpoch, Count} <= kinds,
         "no BackupAndRestore (new ranks get their state from the others)": not any(
             issubclass(kind, keras.callbacks.BackupAndRestore) for kind in kinds
         ),

@@ -70,8 +70,7 @@ def test_means_with_divisors_of_their_own(
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_what_a_loss_keeps_and_draws_stays(ranks: int, tmp_path: Path) -> None:
-    """Of several batches: a bank of negatives in a buffer of the model, outputs that are changed in place, and the random
-    numbers that come next."""
+    """Of several batches: negatives in a buffer of the model, outputs changed in place, the next random numbers."""
     out = tmp_path / "found.json"
     program = PROGRAMS / "torch" / "whole_kept.py"
     run_ranks([program, out], ranks, launcher="horovodrun" if ranks > 1 else "none", timeout_s=90).check()

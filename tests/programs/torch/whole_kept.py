@@ -1,4 +1,4 @@
-"""A loss of the whole batch that keeps its outputs in a buffer of the model, changes them, and draws: against one process."""
+"""A loss of the whole batch that keeps its outputs in a buffer, changes them, and draws: against one process."""
 
 from __future__ import annotations
 
