@@ -37,6 +37,7 @@ from hvdtrain.torch.update.session import Options, Rates, Session, prepared_opti
 from hvdtrain.torch.update.several import Several
 from hvdtrain.torch.update.staged import check_staged
 from hvdtrain.torch.values.clock import CLOCK
+from hvdtrain.values.coupled import refuse_coupled_layers
 from hvdtrain.world.world import World, given_or_current
 
 if TYPE_CHECKING:
@@ -109,6 +110,8 @@ def prepare(
         check_plain(one)
     if isinstance(optimizer, Sequence):
         optimizer = Several(optimizer) if len(optimizer) > 1 else optimizer[0]
+    if world.size * accumulate > 1:
+        refuse_coupled_layers(unwrap(model))
     staged = staged_or_none(model)
     if staged is not None:
         check_staged(staged, options, engine_of(world))

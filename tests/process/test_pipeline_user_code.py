@@ -5,10 +5,13 @@ from __future__ import annotations
 import copy
 import functools
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -474,6 +477,158 @@ def test_samples_that_meet_in_training_alone_are_refused() -> None:
     model = nn.Sequential(nn.Linear(4, 4, dtype=DOUBLE), Centres(), nn.Linear(4, 3, dtype=DOUBLE))
     with pytest.raises(ConfigError, match="than from the whole in training mode"):
         split(model, x)
+
+
+class Gated(nn.Module):
+    """A block that adds what it makes of all samples, behind a gate that starts at 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4, dtype=DOUBLE), nn.Tanh(), nn.Linear(4, 4, dtype=DOUBLE))
+        self.gate, self.last = nn.Parameter(torch.zeros((), dtype=DOUBLE)), nn.Linear(4, 3, dtype=DOUBLE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.layers(x)
+        return self.last(x + self.gate * made.softmax(0))
+
+
+def test_samples_that_meet_behind_a_closed_gate_are_refused() -> None:
+    x, _ = inputs()
+    model = Gated()
+    with pytest.raises(ConfigError, match="than from the whole"):
+        split(model, x)
+    assert float(model.gate.detach()) == 0
+
+
+class Opens(nn.Module):
+    """Compares samples from the moment that a buffer of it is no longer 0."""
+
+    share: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("share", torch.zeros((), dtype=DOUBLE))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - self.share * x.mean(0)
+
+
+def test_samples_that_meet_later_are_refused_at_one_of_the_next_steps() -> None:
+    x, y = inputs()
+    part = Opens()
+    pipe = split(nn.Sequential(nn.Linear(4, 4, dtype=DOUBLE), part, nn.Linear(4, 3, dtype=DOUBLE)), x)
+    pipe.step(x, y, F.cross_entropy)
+    part.share.fill_(1)
+    for again in range(2):  # the third step, and the fourth as the third has not passed
+        if again == 0:
+            pipe.step(x, y, F.cross_entropy)
+        with pytest.raises(ConfigError, match="than from the whole"):
+            pipe.step(x, y, F.cross_entropy)
+    pipe.close()
+
+
+def test_an_embedding_that_counts_its_batch_needs_the_whole() -> None:
+    class Counts(nn.Sequential):
+        def forward(self, rows: Tensor) -> Tensor:
+            return super().forward(rows)
+
+    rows, y = torch.tensor([0, 1, 1, 2, 1, 0]), inputs()[1]
+    made = [nn.Embedding(3, 4, dtype=DOUBLE, scale_grad_by_freq=True), nn.Linear(4, 3, dtype=DOUBLE)]
+    with pytest.raises(ConfigError, match="scale_grad_by_freq=True needs the whole batch"):
+        split(Counts(*made), rows)
+    pipe = split(Counts(*made), rows, micro_batches=1)
+    pipe.step(rows, y, F.cross_entropy)
+    pipe.close()
+
+
+# -- what forwards read ----------------------------------------------------------------------------------------------
+class Slotted:
+    __slots__ = ("factor",)
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+
+class Reads(nn.Module):
+    """Multiplies by what it reads from an attribute."""
+
+    held: Any
+    _read: Callable[[Any], Any]
+
+    def __init__(self, held: Any, read: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(4, 4, dtype=DOUBLE) for _ in range(3))
+        self.held, self._read = held, read
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(self.b(torch.tanh(self.a(x))) * self._read(self))
+
+
+def _set(model: Any, value: float) -> None:
+    model.held = value
+
+
+READS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "an array": (lambda: np.array([2.0]), lambda m: float(m.held[0]), lambda m: m.held.fill(5)),
+    "__dict__": (lambda: 2.0, lambda m: m.__dict__["held"], lambda m: _set(m, 5.0)),
+    "vars": (lambda: 2.0, lambda m: vars(m)["held"], lambda m: _set(m, 5.0)),
+    "a partial": (
+        lambda: functools.partial(pow, 2.0),
+        lambda m: m.held(1),
+        lambda m: _set(m, functools.partial(pow, 5.0)),  # type: ignore[arg-type]
+    ),
+    "slots": (lambda: Slotted(2.0), lambda m: m.held.factor, lambda m: setattr(m.held, "factor", 5.0)),
+    "a deque": (lambda: deque([2.0]), lambda m: m.held[0], lambda m: m.held.appendleft(5.0)),
+    "an object in an object": (
+        lambda: SimpleNamespace(of=SimpleNamespace(factor=2.0)),
+        lambda m: m.held.of.factor,
+        lambda m: setattr(m.held.of, "factor", 5.0),
+    ),
+}
+
+
+@pytest.mark.parametrize("how", READS)
+def test_what_a_forward_reads_is_compared_by_its_values(how: str) -> None:
+    """The twin is the same value, made again."""
+    x, y = inputs()
+    make, read, change = READS[how]
+    model = Reads(make(), read)
+    pipe = split(model, x)
+    model.held = make()
+    pipe.step(x, y, F.cross_entropy)
+    change(model)
+    with pytest.raises(ConfigError, match="held is "):
+        pipe.step(x, y, F.cross_entropy)
+    pipe.close()
+
+
+def test_what_cannot_be_compared_by_its_values_is_itself() -> None:
+    """A random state gives another tensor each time; a lock cannot be written at all; an object may hold itself."""
+    x, y = inputs()
+    itself: list[Any] = [2.0]
+    itself.append(itself)
+    held = [torch.Generator(), threading.Lock(), itself]
+    model = Reads(held, lambda m: m.held[2][0])
+    pipe = split(model, x)
+    pipe.step(x, y, F.cross_entropy)
+    model.held = [torch.Generator(), *held[1:]]
+    with pytest.raises(ConfigError, match="held is "):
+        pipe.step(x, y, F.cross_entropy)
+    pipe.close()
+
+
+def test_hooks_of_all_modules_are_refused() -> None:
+    x, y = inputs()
+    every: Any = torch.nn.modules.module
+    pipe = split(nn.Sequential(nn.Linear(4, 4, dtype=DOUBLE), nn.Linear(4, 3, dtype=DOUBLE)), x)
+    hook = every.register_module_forward_hook(lambda *_: None)
+    try:
+        with pytest.raises(ConfigError, match="cannot call a hook of all modules"):
+            pipe.step(x, y, F.cross_entropy)
+    finally:
+        hook.remove()
+    pipe.step(x, y, F.cross_entropy)
+    pipe.close()
 
 
 # -- beside other threads --------------------------------------------------------------------------------------------

@@ -103,10 +103,11 @@ def start(asked: Asked, own: Iterable[str]) -> Run | None:
     if "COVERAGE_PROCESS_START" in asked.environ or asked.environ.get("HVDTRAIN_TEST_START") == "cold":
         return None
     early = [name for name in own if name != _BACKEND and not _READ_LATE.match(name)]
-    frameworks = [] if early else frameworks_of(asked)
-    if not frameworks:
-        return None
     with _lock:
+        # in here: ast.parse in two threads at a time can end in a SystemError (Python 3.11)
+        frameworks = [] if early else frameworks_of(asked)
+        if not frameworks:
+            return None
         fitting = [one for one in _starters if one.fits(frameworks, asked.environ)]
         chosen = fitting[0] if fitting else Starter(frameworks, asked.environ)
         _starters[:] = [*(one for one in _starters if one is not chosen), chosen]

@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import types
 import warnings
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -29,11 +31,13 @@ from hvdtrain.pipeline.run.comparison import Comparison, agrees, inner_loss, tol
 from hvdtrain.pipeline.run.worker import StageError
 from hvdtrain.pipeline.trace.restore import all_training, preserved_state
 from hvdtrain.pipeline.values.microbatch import Weight, is_differentiable, pieces_of, samples_of
+from hvdtrain.values.coupled import refuse_coupled_layers
 from hvdtrain.values.generators import differ, of_devices
 from hvdtrain.values.nested import map_tensors, tensors_of
 
 SAMPLES = 12  # that a loss is tried with
 _SPREAD = 5  # of them wherever they are, if there is room; the others by their targets
+_OPEN = 0.5  # of a gate that is tried
 _LABELS = 64  # classes that are tried one by one
 
 
@@ -43,6 +47,7 @@ class Pipe(Protocol):
     module: nn.Module
     micro_batches: int
     batch_norm: str
+    batch_is_part: bool
 
     @property
     def devices(self) -> Sequence[torch.device]: ...
@@ -57,31 +62,36 @@ class Pipe(Protocol):
 
 
 class CutProof:
-    """What was tried, and is not tried again: by the shape of inputs, and by loss.
+    """Counts the steps of each kind of batch and of each loss, and tries the 1st, 2nd, 4th, 8th ...
 
-    A loss is tried in its first step, the second, the fourth, the eighth..., and when a label comes that it was not
-    tried with: not every batch has something to ignore, or a sample of a rare class.
+    A gate that is 0 at the start hides what is behind it, so the model is tried again as it trains. A loss is also
+    tried with each label that it was not tried with: not every batch has something to ignore, or a rare class.
     """
 
     def __init__(self, pipe: Pipe) -> None:
         self._pipe = pipe
-        self._models: set[Hashable] = set()
+        self._models = Counter[Hashable]()  # calls, by the layout of the arguments
         self._steps: dict[Hashable, int] = {}
         self._tried: dict[Hashable, dict[int, set[int]]] = {}  # labels, by the place in the targets
 
     def of_model(self, arguments: tuple[Any, ...]) -> None:
-        """Outputs of the whole batch against those of two halves, in evaluation mode; in training mode too, where it
-        draws nothing, and keeps nothing from pass to pass.
+        """Compares outputs of the whole batch with those of two halves, in evaluation mode; in training mode also, if
+        the model draws nothing, and keeps nothing from pass to pass.
+
 
         Raises:
             ConfigError: they differ.
             StageError: the model does not take the batch, or a half of it.
         """
-        batch = samples_of(arguments)
-        key = layout(arguments)
-        if key in self._models or batch < 2 or self._pipe.micro_batches == 1:  # then nothing is cut
+        pipe, batch, key = self._pipe, samples_of(arguments), layout(arguments)
+        calls = self._models[key] + 1
+        if batch < 2 or (pipe.micro_batches == 1 and not pipe.batch_is_part):  # then nothing is cut
             return
-        pipe = self._pipe
+        if calls == 1:
+            refuse_coupled_layers(pipe.module)
+        if calls & (calls - 1):
+            self._models[key] = calls
+            return
         kinds = {type(module) for module in pipe.module.modules()}
         moves = (
             bool(pipe.counts) or any(True for _ in pipe.module.buffers()) or any(issubclass(k, _NORM) for k in kinds)
@@ -89,12 +99,13 @@ class CutProof:
         for training in (False,) if moves or pipe.batch_norm == "micro" else (False, True):
             if not self._of_mode(arguments, batch, training):
                 break
-        self._models.add(key)
+        self._models[key] = calls  # a batch that was refused is tried until one passes
 
     def _of_mode(self, arguments: tuple[Any, ...], batch: int, training: bool) -> bool:
         """Returns False where nothing can be compared."""
         try:
-            whole, parts, drew = self._outputs(arguments, micro_batch_sizes(batch, 2), training)
+            with _open_gates(self._pipe):
+                whole, parts, drew = self._outputs(arguments, micro_batch_sizes(batch, 2), training)
         except StageError as error:
             if error.__cause__ is None or not is_out_of_memory(error.__cause__):
                 raise
@@ -115,7 +126,7 @@ class CutProof:
                 f" shape {shapes}{'' if isinstance(parts, list) else f'; {parts.received.splitlines()[0]}'}{counts}",
                 "an input that is as long as the batch by chance (a mask): split(..., chunk=[0, None]), 0 or None for\n"
                 "each argument; inputs [sequence, batch, ...]: a model that takes [batch, sequence, ...]; samples\n"
-                "that look at each other: micro_batches=1",
+                f"that look at each other: micro_batches=1{', and one rank' * self._pipe.batch_is_part}",
             )
         return True
 
@@ -172,6 +183,20 @@ class CutProof:
                 return whole, pipe._outputs(pieces_of(arguments, sizes)), drew
             except StageError as error:
                 return whole, error, drew
+
+
+@contextmanager
+def _open_gates(pipe: Pipe) -> Iterator[None]:
+    """Replaces parameters that are all 0: a gate that starts at 0 (ReZero) hides what it will let through."""
+    # `data`: a change for as long as this lasts is none for autograd
+    closed = [p.data for p in pipe.module.parameters() if p.is_floating_point() and not p.any()]
+    for values in closed:
+        values.fill_(_OPEN)
+    try:
+        yield
+    finally:
+        for values in closed:
+            values.zero_()
 
 
 def layout(values: Any, batch: int | None = None) -> Hashable:

@@ -65,6 +65,7 @@ class Pipeline(nn.Module):
         offload: what is kept for backward passes waits in the host's memory.
         counts: attributes of modules that each pass in training changes again, and whose they are.
         proofs: False leaves out what a loss's first steps are checked for: that its mean is that of micro-batches.
+        batch_is_part: a batch is one of several of an update, of ranks or of an accumulation.
         overlap: False lets one stage work at a time (to compare with).
         timeline: with `record`, what the last call did: (stage, kind, micro-batch, start, end), in seconds.
     """
@@ -92,7 +93,8 @@ class Pipeline(nn.Module):
         self.devices = [stage.device for stage in self.stages[: len(self.stages) // stages_per_device]]
         self.micro_batches, self.schedule, self.remat, self.batch_norm = micro_batches, schedule, remat, batch_norm
         self.profile, self.chunk, self.offload = profile, chunk, offload
-        self.proofs, self.overlap, self.record = True, True, False
+        self.proofs, self.batch_is_part = True, False
+        self.overlap, self.record = True, False
         self.timeline: list[Span] = []
         program = self.segments[0].chain.program
         self.names = program.names
@@ -166,9 +168,9 @@ class Pipeline(nn.Module):
         orders = [actions(schedule, row, rows, len(sizes), chunks) for row in range(rows)]
         again = [recomputed(self.remat, order) for order in stage_orders(schedule, rows, len(sizes), chunks)]
         with self._alone(training=True), self._gradients_or_as_before():
-            if self.proofs and len(sizes) > 1:
+            if self.proofs and (len(sizes) > 1 or self.batch_is_part):
                 self._proof.of_model(arguments)
-                if not whole:
+                if not whole and len(sizes) > 1:
                     self._proof.of_loss(arguments, y, loss, weight)
             for stage in self.stages:
                 stage.refresh()

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import inspect
 import types
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.pipeline.trace.tracer import HOOKS, Program
+from hvdtrain.pipeline.trace.tracer import HOOKS, Program, is_ours, refuse_everywhere
 
 _PLAIN = (int, float, bool, complex, str, bytes, type(None))
 # compared by identity, whatever they hold
@@ -22,7 +23,8 @@ _OBJECTS = (Tensor, nn.Module, type, types.FunctionType, types.MethodType, types
 _OF_A_CLASS = (types.FunctionType, property, *_PLAIN, list, tuple, set, frozenset, dict)
 _TORCHS = frozenset((*dir(nn.Module), *vars(nn.Module()))) - {"forward"}
 _ABSENT, _PART, _OTHER = object(), object(), object()
-_DEPTH = 5  # of nested values that are compared
+_DEPTH = 2  # objects within one another that are compared
+_MOST = 10_000  # values of one attribute; the others by identity
 
 
 class FrozenModelCheck:
@@ -41,10 +43,11 @@ class FrozenModelCheck:
         self._hooks = [(paths[module], [getattr(module, name) for name in HOOKS]) for module in traced]
         read = {(module, "forward") for module in traced} | {one for one in program.read if one[0] in paths}
         self._values = [
-            (_joined(paths[module], name), module, name, value, _picture(value))
+            (_joined(paths[module], name), module, name, value, picture if picture == _Picture(value) else None)
             for module, name in sorted(read, key=lambda one: (paths[one[0]], one[1]))
             if name not in _TORCHS
             for value in [_held(module, name)]
+            for picture in [_Picture(value)]  # None: no two are equal (a random state's tensor)
         ]
         # a model that differs in the two modes has a graph for each, of all modules in that mode
         self._modes = [
@@ -63,8 +66,9 @@ class FrozenModelCheck:
             if len(now) != len(was) or any(now.get(name) is not part for name, part in was.items()):
                 name = next(name for name in {**was, **now} if now.get(name) is not was.get(name))
                 _refuse(_joined(path, name), "was replaced, added or taken away", "load_state_dict(..., assign=False)")
+        refuse_everywhere()
         for path, hooks in self._hooks:
-            if any(training or not _is_ours(hook) for held in hooks for hook in held.values()):
+            if any(training or not is_ours(hook) for held in hooks for hook in held.values()):
                 _refuse(path or "the model itself", "got a hook, which would not be called", "hooks on its parts")
         for path, module in self._modes:
             if module.training is not self._model.training:
@@ -74,7 +78,7 @@ class FrozenModelCheck:
             now = _held(module, name)
             if was is _ABSENT and now is not was:
                 _refuse(path, "was not there then", "have it there from the start, None or a buffer")
-            if type(now) is not type(was) or _picture(now) != picture:
+            if type(now) is not type(was) or (now is not was if picture is None else _Picture(now) != picture):
                 _refuse(path, f"is {_short(now)}; the trace has what it was then", "a buffer")
 
 
@@ -87,10 +91,6 @@ def _held(module: nn.Module, name: str) -> Any:
     found = inspect.getattr_static(type(module), name, _ABSENT)
     found = getattr(found, "__func__", found)
     return found if found is _ABSENT or isinstance(found, _OF_A_CLASS) else _OTHER
-
-
-def _is_ours(hook: Any) -> bool:
-    return str(getattr(hook, "__module__", "")).startswith("hvdtrain.")
 
 
 def _joined(path: str, name: str) -> str:
@@ -110,16 +110,55 @@ def _refuse(what: str, how: str, instead: str) -> NoReturn:
     )
 
 
-def _picture(value: Any, depth: int = _DEPTH) -> Any:
-    """Returns something that is equal as long as a value's own values are."""
-    if isinstance(value, _PLAIN):
-        return (value,)
-    if depth and isinstance(value, (list, tuple, dict)):
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        return [(str(key), _picture(item, depth - 1)) for key, item in items]
-    if isinstance(value, (set, frozenset)):
-        return {item if isinstance(item, _PLAIN) else id(item) for item in value}
-    held = getattr(value, "__dict__", None)
-    if depth < _DEPTH or held is None or isinstance(value, _OBJECTS):
-        return id(value)
-    return {name: v for name, v in held.items() if isinstance(v, _PLAIN)}  # a configuration object
+class _Picture:
+    """What `pickle` would write of a value: equal as long as the value's own values are.
+
+    Tensors, modules, functions and classes are compared by identity, and so is what lies deeper than `_DEPTH` objects:
+    an object may hold the whole program.
+
+    Args:
+        value: of an attribute; what was looked at is kept, so that no identity is used twice.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self._kept: dict[int, tuple[int, Any]] = {}
+        self._room = _MOST
+        self._written = self._of(value, _DEPTH)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Picture) and self._written == other._written
+
+    __hash__ = None  # type: ignore[assignment]  # what is equal now may change
+
+    def _of(self, value: Any, depth: int) -> Any:
+        if isinstance(value, _PLAIN):
+            return (value,)
+        if id(value) in self._kept:
+            return "again", self._kept[id(value)][0]
+        self._kept[id(value)] = len(self._kept), value
+        if isinstance(value, _OBJECTS) or self._room <= 0:
+            return id(value)
+        if isinstance(value, (set, frozenset)):
+            return {item if isinstance(item, _PLAIN) else id(item) for item in value}
+        if isinstance(value, (list, tuple)):
+            parts = tuple(value)
+        elif type(value) is dict:
+            parts = tuple(value.items())
+        else:
+            parts = _reduced(value) if depth else ()
+            depth -= 1
+            if not parts:
+                return id(value)
+        self._room -= len(parts)
+        return type(value), tuple(self._of(part, depth) for part in parts)
+
+
+def _reduced(value: Any) -> tuple[Any, ...]:
+    """Returns how `pickle` would make an object again: a function, its arguments, the state; () if it cannot."""
+    try:
+        parts = value.__reduce_ex__(4)
+    except Exception:  # a lock, a generator, a file: objects may refuse with any error
+        return ()
+    if isinstance(parts, str):  # the name of a global
+        return ()
+    return tuple(tuple(part) if isinstance(part, Iterator) else part for part in parts)  # items of a list or dict

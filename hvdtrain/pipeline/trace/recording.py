@@ -100,7 +100,9 @@ def patched(tracer: Any) -> Iterator[None]:
 
     def noted(module: nn.Module, name: str) -> Any:
         if tracer.records and not name.startswith("__"):
-            tracer.read.add((module, name))
+            tracer.read.add((module, name))  # one that is not there as well
+        elif tracer.records and name == "__dict__" and _asks():  # any attribute may be read from it
+            tracer.read.update((module, held) for held in found(module, name))
         return found(module, name)
 
     enter = torch.autograd.graph.saved_tensors_hooks.__enter__

@@ -91,7 +91,7 @@ def _first_calls(program: Program, example: tuple[Any, ...]) -> tuple[Any, ...]:
         )
     raise ConfigError(
         "the model must accept the example",
-        message_of(failed),
+        f"{message_of(failed)} (in a pass under torch.no_grad(), as in evaluation)",
         "an example like the batches of training: shapes, types, devices; a tuple for several arguments",
     ) from failed
 

@@ -173,7 +173,7 @@ def same(value: Any, fixed: int, where: str) -> None:
         return
     by, remedy = "Python's loop, index or len() had items by shapes", "pad to one length"
     if isinstance(fixed, bool):
-        by = "decided by shapes, types or settings (autocast)"
+        by = "decided by shapes, types or settings (autocast, gradients)"
         remedy = "split it with an example, and under settings, like these"
     raise RuntimeError(
         f"{where}: {by}, and {now} instead of {fixed} when the model was split: {remedy}, or give parts of it, which"

@@ -166,6 +166,7 @@ def trace(
 
 def refuse_around(model: nn.Module) -> None:
     """Refuses what is around a model and would be lost."""
+    refuse_everywhere()
     if any(getattr(model, name) for name in HOOKS):
         raise ConfigError(
             "a pipeline runs the parts of a model, so hooks of the model itself would not be called",
@@ -178,6 +179,27 @@ def refuse_around(model: nn.Module) -> None:
             type(model).__name__,
             "split what is inside; each rank drives a pipeline of its own with hvdtrain.torch.prepare(pipe, ...)",
         )
+
+
+def refuse_everywhere() -> None:
+    """Raises `ConfigError` if a hook of the user's is called for every module."""
+    held = (getattr(torch.nn.modules.module, f"_global{name}") for name in HOOKS)
+    # PyTorch's own count operations (FlopCounterMode), which does not depend on modules
+    users = [h for hooks in held for h in list(hooks.values()) if not is_ours(h) and not _is_torchs(h)]
+    if users:
+        raise ConfigError(
+            "a pipeline cannot call a hook of all modules: it runs the operations of those that it has traced",
+            "register_module_forward_hook(...), or another hook of torch.nn.modules.module",
+            "remove it, or register it on the modules that you look at",
+        )
+
+
+def is_ours(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("hvdtrain.")
+
+
+def _is_torchs(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("torch.")
 
 
 def make_leaf(leaves: dict[str, str], path: str, reason: str, model: nn.Module, line: str = "") -> None:

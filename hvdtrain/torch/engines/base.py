@@ -32,11 +32,13 @@ class Staged(Protocol):
         module: the user's own, not cut; its parameters are those of the stages.
         devices: of the stages, in order.
         micro_batches: pieces that `step` cuts a batch into; it can be set.
+        batch_is_part: a batch is one of several of an update; it can be set.
     """
 
     module: nn.Module
     devices: Sequence[torch.device]
     micro_batches: int
+    batch_is_part: bool
 
     def step(
         self,

@@ -174,6 +174,7 @@ def run_step(
     staged = session.staged
     if session.options.channels_last:
         arguments = Arguments(*map_tensors(channels_last, tuple(arguments)))
+    staged.batch_is_part = session.world.size * session.options.accumulate > 1
     factor = session.precision.factor(coefficient, torch.device(staged.devices[-1]))
     with pieces_for(session, arguments), session.precision.autocast():
         computed = whole_loss(session, loss, weight)

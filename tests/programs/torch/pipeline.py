@@ -437,6 +437,23 @@ def case_samples_that_meet_on_a_rank_are_refused_without_micro_batches(world: hv
         optimizer.forward_backward(x, y, dice)
 
 
+class Centres(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0)
+
+
+def case_samples_that_meet_in_the_model_are_refused_without_micro_batches(world: hvdtrain.World) -> None:
+    data = loader_of(world)
+    model = nn.Sequential(*plain(), Centres())
+    _, optimizer = quietly(pipe := cut(model, 1), sgd(pipe), data)
+    x, y = next(iter(data))
+    if world.size == 1:  # the whole batch is there
+        optimizer.forward_backward(x, y, cross_entropy)
+        return
+    with refused("an output belongs to one sample", "micro_batches=1, and one rank", kind=ConfigError):
+        optimizer.forward_backward(x, y, cross_entropy)
+
+
 def case_ranks_that_cut_in_different_places_are_told(world: hvdtrain.World) -> None:
     if world.size == 1:
         return
