@@ -193,7 +193,7 @@ def parser() -> argparse.ArgumentParser:
     add = p.add_argument_group("data and files").add_argument
     add("--data", default="auto", metavar="auto|digits|mnist|PATH",
         help="auto: MNIST if Keras has it in its cache, else the digits; digits: 1,797 real ones, built in;"
-             " mnist: from the cache, or downloaded; PATH: mnist.npz, IDX files or a folder (default: auto)")
+             " mnist: from the cache, or downloaded; PATH: mnist.npz or its folder (default: auto)")
     add("--run-dir", type=Path, metavar="DIR", help="log, checkpoints (default: the next runs/keras_mnist-N)")
     add("--resume", action="store_true", help="go on with the run in --run-dir (default: the newest)")
     add = p.add_argument_group("machine").add_argument

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from hvdtrain import datasets
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.datasets import cifar10, files
+from hvdtrain.datasets import cifar10, mnist
 from hvdtrain.datasets.images import together
 from hvdtrain.world.world import World
 
@@ -61,7 +61,7 @@ def load(
     Args:
         source: "auto" (CIFAR-10 if every rank has it in its cache, else the digits; never the network), "digits",
             "cifar10", "mnist", "synthetic"; or a path: of a folder in ImageNet's layout, of CIFAR-10 (archive or
-            folder), of MNIST (`mnist.npz`, an IDX file, or a folder with either).
+            folder), of MNIST (`mnist.npz`, or a folder with it).
         world: the ranks.
         image_size: pixels on a side of a folder's or synthetic pictures; None: 224.
         strict: a picture that cannot be read is an error; else it is left out, and reported.
@@ -91,13 +91,13 @@ def kind_of(source: str) -> str:
     if source in NAMES:
         return source
     path = Path(os.path.expanduser(source))
-    if path.suffix in (".npz", ".gz") and ".tar" not in path.suffixes or path.name.endswith("-ubyte"):
+    if path.suffix == ".npz":
         return "mnist"
     if (path / "train").is_dir():
         return "folder"
-    if path.is_dir() and files.holds(path):
+    if (path / mnist.NAME).is_file():
         return "mnist"
-    published = (*cifar10.ARCHIVES, *cifar10.FOLDERS.values(), f"{cifar10.TEST}.bin", cifar10.TEST)
+    published = (cifar10.ARCHIVE, cifar10.FOLDER, cifar10.TEST)
     cifar = ".tar" in path.suffixes or any((path / name).exists() for name in published)
     return "cifar10" if cifar else "folder"
 

@@ -15,7 +15,7 @@ import tomllib
 from harness import PROGRAMS, REPOSITORY, run_ranks, together
 from horovods_repository import taken
 
-from hvdtrain.datasets import digits, files
+from hvdtrain.datasets import digits
 
 pytestmark = pytest.mark.thorough
 
@@ -23,6 +23,10 @@ TABLE = tomllib.loads((REPOSITORY / "tests" / "horovod_examples.toml").read_text
 EXACT = 1e-10
 SAMPLES = 128
 Weights = dict[str, np.ndarray]
+IDX_FILES = {  # which torchvision reads
+    "x_train": "train-images-idx3-ubyte", "y_train": "train-labels-idx1-ubyte",
+    "x_test": "t10k-images-idx3-ubyte", "y_test": "t10k-labels-idx1-ubyte",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -37,12 +41,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from PIL import Image
 
     folder = tmp_path_factory.mktemp("data")
-    arrays = dict(zip(files.IDX_STEMS, digits.load(28), strict=True))
+    arrays = dict(zip(IDX_FILES, digits.load(28), strict=True))
     arrays = {name: array[:SAMPLES] for name, array in arrays.items()}
     np.savez(folder / "digits.npz", **arrays)  # type: ignore[arg-type]
     raw = folder / "MNIST" / "raw"
     raw.mkdir(parents=True)
-    for name, stem in files.IDX_STEMS.items():
+    for name, stem in IDX_FILES.items():
         head = struct.pack(f">BBBB{arrays[name].ndim}I", 0, 0, 8, arrays[name].ndim, *arrays[name].shape)
         (raw / stem).write_bytes(head + arrays[name].tobytes())
     for number, (picture, label) in enumerate(zip(arrays["x_train"][:8], arrays["y_train"], strict=False)):

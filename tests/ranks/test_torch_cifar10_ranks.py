@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import re
 from pathlib import Path
 from typing import Any
@@ -16,15 +17,15 @@ PICTURE_BYTES = 3 * 32 * 32
 
 @pytest.fixture(scope="module")
 def few_pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """CIFAR-10's binary files with few pictures in them: each class has a brightness of its own."""
-    folder = tmp_path_factory.mktemp("cifar") / "cifar-10-batches-bin"
+    """CIFAR-10's files with few pictures in them: each class has a brightness of its own."""
+    folder = tmp_path_factory.mktemp("cifar") / "cifar-10-batches-py"
     folder.mkdir()
     rng = np.random.default_rng(2)
     for name in (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"):
         labels = np.arange(23, dtype=np.uint8) % 10
         noise = rng.integers(0, 20, (23, PICTURE_BYTES))
         pictures = (noise + 23 * labels[:, None]).astype(np.uint8)
-        (folder / f"{name}.bin").write_bytes(np.concatenate([labels[:, None], pictures], axis=1).tobytes())
+        (folder / name).write_bytes(pickle.dumps({b"data": pictures, b"labels": labels.tolist()}, protocol=2))
     return folder
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import importlib.util
-import struct
 import threading
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -18,13 +16,11 @@ import pytest
 
 from hvdtrain.core import variables
 from hvdtrain.core.errors import ConfigError, ReplicaError
-from hvdtrain.datasets import digits, files, load_mnist, mnist
+from hvdtrain.datasets import digits, load_mnist, mnist
 from hvdtrain.datasets import download as download_module
 from hvdtrain.datasets.download import download
 from hvdtrain.datasets.images import Images
 from hvdtrain.world.world import World
-
-ARRAYS = ("x_train", "y_train", "x_test", "y_test")
 
 
 @pytest.fixture(autouse=True)
@@ -52,18 +48,8 @@ def write_npz(path: Path, **changes: Any) -> Path:
     return path
 
 
-def write_idx(folder: Path, *, dot: bool = False, gz: bool = False) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    for array, stem in files.IDX_STEMS.items():
-        values = small()[array]
-        data = struct.pack(f">BBBB{values.ndim}I", 0, 0, 8, values.ndim, *values.shape) + values.tobytes()
-        name = (stem.replace("-idx", ".idx") if dot else stem) + (".gz" if gz else "")
-        (folder / name).write_bytes(gzip.compress(data) if gz else data)
-    return folder
-
-
 def same(images: Images, expected: dict[str, np.ndarray]) -> bool:
-    return all(np.array_equal(getattr(images, name), expected[name]) for name in ARRAYS)
+    return all(np.array_equal(getattr(images, name), expected[name]) for name in mnist.ARRAYS)
 
 
 def test_digits_split_is_fixed_stratified_and_complete() -> None:
@@ -129,19 +115,6 @@ def test_from_npz_by_name_and_by_folder(tmp_path: Path) -> None:
         assert images.y_train.dtype == np.uint8
 
 
-@pytest.mark.parametrize("gz", [False, True])
-@pytest.mark.parametrize("dot", [False, True])
-def test_from_idx(tmp_path: Path, dot: bool, gz: bool) -> None:
-    folder = write_idx(tmp_path / "idx", dot=dot, gz=gz)
-    one_file = next(folder.glob("t10k-labels*"))
-    assert same(load_mnist(folder), small()) and same(load_mnist(one_file), small())
-
-
-def test_from_torchvisions_folder(tmp_path: Path) -> None:
-    write_idx(tmp_path / "MNIST" / "raw")
-    assert same(load_mnist(tmp_path), small())
-
-
 # ---- what is refused: the message names the file, what was found and the way out, and the file stays
 
 
@@ -165,15 +138,6 @@ def broken_files(folder: Path) -> dict[str, tuple[Path, str]]:
     }
     for name, arrays in wrong.items():
         np.savez(folder / f"{name}.npz", **{**small(), **arrays})
-    for kind in ("short", "header", "badgz"):
-        write_idx(folder / kind, gz=kind == "badgz")
-    short = folder / "short" / "train-images-idx3-ubyte"
-    short.write_bytes(short.read_bytes()[:-1])
-    (folder / "header" / "t10k-labels-idx1-ubyte").write_bytes(b"\0\0\x0d\1")
-    badgz = folder / "badgz" / "train-labels-idx1-ubyte.gz"
-    badgz.write_bytes(badgz.read_bytes()[:-4])
-    write_idx(folder / "three")
-    (folder / "three" / "train-labels-idx1-ubyte").unlink()
     (folder / "strange").mkdir()
     (folder / "strange" / "cats.jpg").touch()
     return {
@@ -182,7 +146,7 @@ def broken_files(folder: Path) -> dict[str, tuple[Path, str]]:
         "flipped": (folder / "flipped.npz", "flipped.npz ("),
         "html": (folder / "html.npz", "html.npz (22 bytes): starts with b'<html>"),
         "empty": (folder / "empty.npz", "(0 bytes): starts with b''"),
-        "text": (folder / "text", "5 bytes that start with b'hello'"),
+        "text": (folder / "text", "text (5 bytes): starts with b'hello'"),
         "keys": (folder / "keys.npz", "missing: y_train, x_test, y_test"),
         "pickle": (folder / "pickle.npz", "allow_pickle"),
         "lengths": (folder / "lengths.npz", "y_test is uint8 [2] for 3 images"),
@@ -190,10 +154,6 @@ def broken_files(folder: Path) -> dict[str, tuple[Path, str]]:
         "floats": (folder / "floats.npz", "x_train is float64 [7, 28, 28]"),
         "cifar": (folder / "cifar.npz", "x_test is uint8 [3, 32, 32, 3]"),
         "none": (folder / "none.npz", "x_test is uint8 [0, 28, 28]"),
-        "short": (folder / "short", "(7, 28, 28), but 5487 values follow"),
-        "header": (folder / "header", "t10k-labels-idx1-ubyte (4 bytes)"),
-        "badgz": (folder / "badgz", "train-labels-idx1-ubyte.gz ("),
-        "three": (folder / "three", "lacks train-labels-idx1-ubyte"),
         "strange": (folder / "strange", "holds cats.jpg"),
     }
 
@@ -391,7 +351,7 @@ def test_one_ranks_failure_reaches_all(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_bug_on_one_rank_reaches_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    read = files.read
+    read = mnist.read
     seen = threading.local()
 
     def sometimes(path: Path) -> Any:
@@ -399,7 +359,7 @@ def test_a_bug_on_one_rank_reaches_all(monkeypatch: pytest.MonkeyPatch) -> None:
             raise MemoryError("no room")
         return read(path)
 
-    monkeypatch.setattr(files, "read", sometimes)
+    monkeypatch.setattr(mnist, "read", sometimes)
 
     def work(world: World) -> Any:
         seen.rank = world.rank
