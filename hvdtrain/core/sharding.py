@@ -125,7 +125,7 @@ class Plan:
             return np.arange(start, stop, dtype=np.int64)
         if self.samples <= SMALL:
             return _small_order(self.samples, self.seed, epoch)[start:stop].copy()
-        keys = _words(self.samples, self.seed, epoch, ROUNDS)
+        keys = random_words(self.samples, self.seed, epoch, ROUNDS)
         return _feistel(np.arange(start, stop, dtype=np.uint64), self.samples, keys).astype(np.int64)
 
     def step_slices(self, epoch: int, consumed: int = 0, *, rank: int) -> Steps:
@@ -245,11 +245,14 @@ class Steps(Sequence[Step]):
         return Step(self._plan, self._epoch, self._begin, number, mine.start, mine.stop - mine.start, samples)
 
 
-def _words(samples: int, seed: int, epoch: int, count: int) -> np.ndarray:
-    """Returns uint64 [count]: random words of this order alone. Another number of samples gives unrelated ones."""
+def random_words(samples: int, seed: int, epoch: int, count: int, *, block: int = 0, stream: int = 0) -> np.ndarray:
+    """Returns uint64 [count], from the `block`th four words of a stream on; each number of samples has its own words.
+
+    Philox is a function of key and counter (Salmon et al. 2011); numpy promises its words never to change (NEP 19).
+    """
     import numpy as np
 
-    key, counter = np.array([seed, epoch], np.uint64), np.array([0, samples, 0, 0], np.uint64)
+    key, counter = np.array([seed, epoch], np.uint64), np.array([block, samples, 0, stream], np.uint64)
     return np.random.Philox(key=key, counter=counter).random_raw(count)
 
 
@@ -258,7 +261,7 @@ def _small_order(samples: int, seed: int, epoch: int) -> np.ndarray:
     """Returns int64 [samples]: a permutation that is drawn evenly from all there are, by sorting random words."""
     import numpy as np
 
-    return np.argsort(_words(samples, seed, epoch, samples), kind="stable").astype(np.int64, copy=False)
+    return np.argsort(random_words(samples, seed, epoch, samples), kind="stable").astype(np.int64, copy=False)
 
 
 def _feistel(positions: np.ndarray, samples: int, keys: np.ndarray) -> np.ndarray:

@@ -7,30 +7,42 @@ import sys
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hvdtrain.checkpoint.preemption import end_if_told
+from hvdtrain.checkpoint.preemption import Training, end_if_told
 from hvdtrain.comm import elastic
 from hvdtrain.core.errors import ConfigError, RanksLost
 from hvdtrain.core.sharding import ORDER_RULE, Dealt, Plan, Step
-from hvdtrain.torch.data.draws import uniforms
-from hvdtrain.torch.data.epoch import Epoch, Follower
 from hvdtrain.torch.data.prefetch import Ahead
-from hvdtrain.torch.data.source import Augment, Fetched, Source
+from hvdtrain.torch.data.source import Augment, Fetched, Source, uniforms
 from hvdtrain.torch.engines.engine import device_of
+from hvdtrain.torch.values.clock import CLOCK
 from hvdtrain.values.nested import tensors_of, to_device
 from hvdtrain.world.world import World
 
 WARNED_FILES = 3  # unreadable files that are named as they come; all are in `Loader.skipped`
+TOGETHER = 2  # batches in a row that two loaders of one order may serve in turns
 known: WeakSet[Loader] = WeakSet()
 _NUMBERS = itertools.count()
 
 Items = Generator[tuple[Any, Step], None, None] | Ahead[tuple[Any, Step]]
+
+
+class Follower(Training, Protocol):
+    """Receives each batch as it is handed out, with its step; None at the end."""
+
+    @property
+    def accumulate(self) -> int: ...
+    @property
+    def leaves(self) -> bool:
+        """All ranks know that the ranks are about to change."""
+
+    def handed_out(self, step: Step | None, batch: Any = None) -> None: ...
 
 
 class Loader(Dealt):
@@ -86,8 +98,8 @@ class Loader(Dealt):
     def position(self) -> tuple[int, int]:
         """(epoch, samples of all ranks handed out in it): where the loop is, or the next one begins.
 
-        After a loop that was left early that is the next epoch; a loop that trained on nothing is no epoch. What a
-        checkpoint holds is where *training* is (`model_state`).
+        After a loop that was left early that is the next epoch; a loop that trained on nothing is no epoch. A
+        checkpoint holds where *training* is (`model_state`).
         """
         self._notice_end()
         if not self._begun and self._only_looked_at():
@@ -187,13 +199,10 @@ class Loader(Dealt):
         self._stop()
         if epoch == self._epoch:
             self._done = self._begin = done
-            self._place_is_known(state)
+            self.note_place(state)
             self._items = self._ready(epoch, done)
         else:
-            self._items = _nothing()
-
-    def _place_is_known(self, state: Mapping[str, Any]) -> None:
-        """The place in a state is where this rank is."""
+            self._items = (item for item in list[tuple[Any, Step]]())
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the position, and what it is a position in."""
@@ -238,7 +247,11 @@ class Loader(Dealt):
                 "give the same data, seed and shuffle, or start a new run directory",
             )
         self.go_on(int(state["epoch"]), int(state["samples_in_epoch"]))
+        self.note_place(state)
         self._restored = self.position[0] > 0
+
+    def note_place(self, state: Mapping[str, Any]) -> None:
+        """Keeps what else a stream's saved state has of its place."""
 
     def differs(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Returns what it is here of that by which a state is one of other data, or of another order."""
@@ -307,12 +320,7 @@ class Loader(Dealt):
         self._restored = False
 
     def refuse_other_loop(self, loop: Epoch) -> None:
-        """Refuses to serve a loop that is not the loader's any more.
-
-        Raises:
-            HvdtrainError: it does not train, and the ranks have changed since it began.
-            ConfigError: another loop was begun.
-        """
+        """Raises `RanksLost` or `ConfigError` for a loop that the loader no longer serves."""
         if self._torn is not None and self._torn() is loop:
             raise RanksLost(
                 "a loop that does not train cannot go on when ranks have changed: nobody has the samples of those that"
@@ -438,6 +446,102 @@ class Loader(Dealt):
                     print(f"hvdtrain: rank {self.world.rank} leaves out {name}: {reason}", file=sys.stderr, flush=True)
 
 
-def _nothing() -> Generator[tuple[Any, Step], None, None]:
-    """No batch."""
-    yield from ()
+class Epoch:
+    """The loop over the rest of one epoch. The loader only knows it weakly: when it is gone, the loop was left.
+
+    Attributes:
+        epoch: its number.
+        padding: the step of the batch last handed out, if that counts nothing.
+    """
+
+    running: WeakSet[Epoch] = WeakSet()
+
+    def __init__(self, loader: Loader, epoch: int) -> None:
+        self.epoch = epoch
+        self.padding: Step | None = None
+        self._loader = loader
+        self._over = False
+        self._count = 0
+        self._others: dict[int, tuple[int, int]] = {}  # of each twin: batches it had served, how often it went along
+
+    def __iter__(self) -> Epoch:
+        return self
+
+    def __next__(self) -> Any:
+        loader = self._loader
+        if self._over:  # asked again: the loader may be elsewhere by now
+            raise StopIteration
+        loader.refuse_other_loop(self)
+        self._check_padding()
+        self._refuse_twins()
+        CLOCK.enter("input")
+        item = loader.made_next()
+        if item is None:
+            self._over = True
+            Epoch.running.discard(self)
+            loader.end_loop()
+            CLOCK.enter("other")
+            self._tell(None, None)
+            raise StopIteration
+        if loader.pads():  # what is saved, or dealt anew, begins with this batch
+            end_if_told(loader.followers, loader.world)
+            if _change_if_asked(loader.followers):
+                item = loader.made_next()
+                assert item is not None  # there was one
+        batch, step = item
+        loader.hand_out(batch, step)
+        self.padding = step if step.padding else None
+        self._count += 1
+        self._tell(step, batch)
+        CLOCK.enter("forward")
+        return batch
+
+    def _tell(self, step: Step | None, batch: Any) -> None:
+        for follower in self._loader.followers:
+            follower.handed_out(step, batch)
+
+    def _check_padding(self) -> None:
+        """A batch that counts nothing must go where that is known."""
+        if self.padding is not None and self.padding is not self._loader.differentiated:
+            raise ConfigError(
+                "the training loader's batches go to optimizer.backward, which knows that some count nothing",
+                f"rank {self._loader.world.rank} had no sample left in the last step of epoch {self.epoch}, got others"
+                " to keep step, and did not train on them: a loop that only reads would count them",
+                "train on each batch within the loop (for x, y in train: ..., not over list(train)); to read only, read"
+                " under torch.no_grad(), or from a loader of its own",
+            )
+
+    def _refuse_twins(self) -> None:
+        """Two loaders side by side must not serve the same order: pairs of a sample with itself.
+
+        Side by side is what goes along, batch for batch, several times in a row: a loop that was interrupted does not.
+        """
+        mine = self._loader
+        Epoch.running.add(self)
+        for other in Epoch.running:
+            its = other._loader
+            if its is mine or not mine.plan.shuffle or (its.identity(), other.epoch) != (mine.identity(), self.epoch):
+                continue
+            before, together = self._others.get(id(other), (other._count, 0))
+            together = together + 1 if other._count > before else 0
+            self._others[id(other)] = (other._count, together)
+            if together == TOGETHER:
+                raise ConfigError(
+                    "two loaders in one loop serve their samples in different orders",
+                    f"both have {mine.samples} samples and seed {mine.plan.seed}, and are in epoch {self.epoch}: each"
+                    " sample would meet itself",
+                    f"give one of them another seed: loader(..., seed={mine.plan.seed + 1}); for data that belongs"
+                    " together make one loader of both: loader((x, y, z), ...)",
+                )
+
+
+def _change_if_asked(followers: Iterable[Follower]) -> bool:
+    """Takes in new ranks, or lets some go, where all ranks know that it is time to; collective then."""
+    its = elastic.active()
+    if its is None:
+        return False
+    its.in_epoch()
+    asked = any(follower.leaves for follower in followers)
+    if asked:
+        its.regroup(None)
+    return asked

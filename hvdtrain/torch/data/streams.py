@@ -243,11 +243,7 @@ class StreamLoader(Loader):
         super().go_on(epoch, samples_in_epoch)
         self._gone_on = None  # what is before that place, nobody says
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self._place_is_known(state)
-
-    def _place_is_known(self, state: Mapping[str, Any]) -> None:
+    def note_place(self, state: Mapping[str, Any]) -> None:
         if state["digest"] is not None:
             self._gone_on = (int(state["epoch"]), int(state["samples_in_epoch"])), int(state["digest"], 16)
 

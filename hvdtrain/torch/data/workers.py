@@ -19,9 +19,8 @@ from torch.utils.data import Subset, default_collate, get_worker_info
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.sharding import Step
-from hvdtrain.torch.data.draws import SEED_STREAM, words
 from hvdtrain.torch.data.processes import Processes, ProcessReader, answers, located
-from hvdtrain.torch.data.source import Fetched
+from hvdtrain.torch.data.source import SEED_STREAM, Fetched, words
 from hvdtrain.values.generators import HOST, differ
 from hvdtrain.world.same_data import Digest, of_items
 
@@ -208,7 +207,7 @@ class Workers:
 
     Workers are started for each pass, as PyTorch's own loader does by default: they read the data set as it is then,
     as this process does where there are none. They are started in the way `torch.multiprocessing` is set to (by
-    default a fork, see `hvdtrain.torch.data.forks`; on InfiniBand, where forked processes can corrupt memory, call
+    default a fork, see `processes`; on InfiniBand, where forked processes can corrupt memory, call
     `torch.multiprocessing.set_start_method("forkserver")` first, as Horovod's examples do).
     """
 

@@ -23,8 +23,8 @@ import hvdtrain
 import hvdtrain.torch as hvt
 from hvdtrain.core import sharding
 from hvdtrain.core.errors import ConfigError, HvdtrainError
-from hvdtrain.torch.data import forks, prefetch
-from hvdtrain.torch.data.draws import uniforms, words
+from hvdtrain.torch.data import prefetch, processes
+from hvdtrain.torch.data.source import uniforms, words
 from hvdtrain.torch.values.clock import CLOCK
 from hvdtrain.values.nested import tensors_of
 from hvdtrain.world.world import World
@@ -435,12 +435,12 @@ def case_a_worker_that_hangs_at_its_fork_is_forked_again() -> None:
 
 def case_workers_that_always_hang_are_given_up() -> None:
     hanging.left = 100
-    patience, forks.PATIENCE_S = forks.PATIENCE_S, (0.1, 0.2)
+    patience, processes.PATIENCE_S = processes.PATIENCE_S, (0.1, 0.2)
     try:
         train = hvt.loader(Numbers(40), 4, world=World.solo(), workers=2)
         refused(lambda: next(iter(train)), "first line", "0.1 s, 0.2 s", "forkserver", kind=HvdtrainError)
     finally:
-        hanging.left, forks.PATIENCE_S = 0, patience
+        hanging.left, processes.PATIENCE_S = 0, patience
     assert not psutil.Process().children()
 
 
@@ -741,7 +741,7 @@ def case_random_words_by_position() -> None:
         words(larger, 2, 0, 100, 6, stream=1),
     ]
     assert all(not np.intersect1d(whole, other).size for other in others)
-    order = sharding._words(4000, 5, 2, 4000)
+    order = sharding.random_words(4000, 5, 2, 4000)
     assert not np.intersect1d(whole, order).size
     drawn = uniforms(plan, 0, 0, 10000, 3)
     assert drawn.min() >= 0 and drawn.max() < 1 and abs(drawn.mean() - 0.5) < 0.01

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset, Subset
 import hvdtrain
 import hvdtrain.torch as hvt
 from hvdtrain.core.errors import ConfigError, HvdtrainError, ReplicaError
-from hvdtrain.torch.data.forks import worker_context
+from hvdtrain.torch.data.processes import worker_context
 
 torch.set_default_dtype(torch.float64)
 
@@ -234,7 +234,7 @@ def case_random_numbers_differ_by_rank_and_are_restored(world: hvdtrain.World) -
     everywhere = world.gather(drawn())
     for rank, its in enumerate(everywhere[1:], 1):
         assert all(a != b for a, b in zip(everywhere[0], its, strict=True)), rank
-    # a plain fork may hang on Pythons up to 3.11.9, see hvdtrain/torch/data/forks.py
+    # a plain fork may hang on Pythons up to 3.11.9, see hvdtrain/torch/data/processes.py
     workers = DataLoader(Noisy(), num_workers=1, multiprocessing_context=worker_context())
     in_workers = [float(part) for part in next(iter(workers))[:3]]
     assert all(len(set(its)) == world.size for its in zip(*world.gather(in_workers), strict=True))

@@ -8,11 +8,11 @@ import signal
 
 from torch.utils.data import DataLoader
 
-from hvdtrain.torch.data import forks
+from hvdtrain.torch.data import processes
 
 LIMIT_S = 20  # PyTorch's workers look every 5 s
 ended, held = os.pipe()  # the worker holds its end as long as it lives
-OWN = forks._Watchdog
+OWN = processes._Watchdog
 
 
 class Late(OWN):
@@ -24,11 +24,11 @@ class Late(OWN):
         super().__init__()
 
 
-forks._Watchdog = Late  # type: ignore[misc]
+processes._Watchdog = Late  # type: ignore[misc]
 reader = os.fork()
 if reader == 0:
     os.close(ended)
-    for _ in DataLoader(range(8), num_workers=1, multiprocessing_context=forks.WorkerContext()):  # type: ignore[arg-type]
+    for _ in DataLoader(range(8), num_workers=1, multiprocessing_context=processes.WorkerContext()):  # type: ignore[arg-type]
         pass
 os.close(held)
 os.waitpid(reader, 0)

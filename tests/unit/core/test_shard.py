@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from limits import Limit
 
 from hvdtrain import ConfigError, Plan, contiguous
-from hvdtrain.core.sharding import ROUNDS, SMALL, Step, _feistel, _words, weight_number
+from hvdtrain.core.sharding import ROUNDS, SMALL, Step, _feistel, random_words, weight_number
 
 GRID = list(itertools.product(range(41), range(1, 5), range(1, 6)))
 
@@ -148,7 +148,7 @@ class TestOrder:
 
 def computed(samples: int, *, seed: int = 0, epoch: int = 0, rounds: int = ROUNDS) -> np.ndarray:
     """Return the whole of a permutation that is computed by position."""
-    keys = _words(samples, seed, epoch, rounds)
+    keys = random_words(samples, seed, epoch, rounds)
     return _feistel(np.arange(samples, dtype=np.uint64), samples, keys).astype(np.int64)
 
 
