@@ -14,7 +14,6 @@ BENCHES = {  # each is a module of this folder
     "gpu": "everything on this machine's GPU: right against plain references, and what it costs",
     "input": "images a second that reach the training loop, against a plain DataLoader",
     "pipeline": "a model split over CPU stages, against the naive split and other pipelines",
-    "scale": "how far off `hvdtrain scale` is: steps of real ranks beside what it predicts",
     "train": "step times of a prepared fit against plain Keras, and of more ranks against one",
 }
 

@@ -1,8 +1,7 @@
 """`hvdtrain scale`: what data-parallel training will do on 8 ... 4096 ranks, from what a step and a link cost.
 
 The step is a run's (`hvdtrain scale runs/mnist`), or given (`--step 0.31 --gradients 170MB`); the link is given, or
-what `hvdtrain bench comm` measured. What it prints is a prediction, never a result; `hvdtrain bench scale` says how far
-it is off here.
+what `hvdtrain bench comm` measured. What it prints is a prediction, never a result.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`hvdtrain bench comm`, really run: what every link carried, exact sums, the file and the picture; no timing."""
+"""`hvdtrain bench comm`, really run: what every link carried, exact sums and the file; no timing."""
 
 from __future__ import annotations
 
@@ -44,7 +44,6 @@ def test_on_this_machine(tmp_path: Path) -> None:
         "efficiency on ranks",
     ):
         assert part in out, out
-    assert (tmp_path / "comm.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.thorough

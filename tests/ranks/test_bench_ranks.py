@@ -91,21 +91,6 @@ def test_a_tiny_bench_of_checkpoints(arm: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.thorough
-def test_the_model_of_many_ranks_beside_two(tmp_path: Path) -> None:
-    out = tmp_path / "scale.json"
-    flags = ["--model=squeezenet1_1", "--pixels=32", "--per-rank-batch=2", "--steps=1", "--rounds=2", f"--out={out}"]
-    done = run_ranks(["-m", "hvdtrain", "bench", "scale", *flags], 1, launcher="none", timeout_s=240).check()
-    assert "2 ranks, from a step of 1, and the link" in done.out
-    part = json.loads(out.read_text())["ranks"]["2"]
-    assert all(len(samples) == 2 and min(samples) > 0 for samples in part["seconds"].values())
-    for name, ratio in part["of_measured"].items():
-        assert 0 < ratio["low"] <= ratio["value"] <= ratio["high"] and part["predicted_s"][name] > 0
-    link = part["link"].values()  # of two rounds: what is latency, and what a rate, is the clock's to say
-    assert min(link) >= 0 < max(link)
-
-
-@pytest.mark.slow
 def test_torch_bench_measures_and_writes(tmp_path: Path) -> None:
     out = tmp_path / "torch.json"
     flags = ["--framework=torch", "--models", "squeezenet1_1", "--pixels=32", "--per-rank-batch=2", "--steps=1"]

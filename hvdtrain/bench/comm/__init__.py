@@ -1,11 +1,10 @@
 """How long it takes to sum an array over ranks: by Horovod, by MPI's own all-reduce, by a ring, by parameter servers.
 
 Ring and servers are written with mpi4py's messages, so that the bytes of every link are counted; with --rate each rank
-has a network namespace of its own, whose cable is as narrow as that, and the kernel counts as well. A latency and a
-bandwidth are fitted to every other size and tried on those between; from these it predicts what a training step
-of a model spends on communication on more ranks.
+has a network namespace of its own, whose cable is as narrow as that, and the kernel counts as well. From the latency
+and the bandwidth of a link it predicts what a training step of a model spends on communication on more ranks.
 
-Prints tables, draws a picture, and writes a JSON file with every sample. Give the machine nothing else to do.
+Prints tables, and writes a JSON file with every sample. Give the machine nothing else to do.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from statistics import median
 from typing import Any
 
 from hvdtrain.bench.comm import model, narrow
-from hvdtrain.bench.comm.report import draw, report
+from hvdtrain.bench.comm.report import report
 from hvdtrain.bench.comm.ways import WAYS
 from hvdtrain.bench.turns import train_job
 from hvdtrain.bench.turns.report import begin, finish, progress
@@ -32,7 +31,6 @@ from hvdtrain.pipeline.plan.scaling import BucketTiming
 from hvdtrain.record.stats import rotated
 from hvdtrain.world.startup import find_modules
 
-LEAST_FACTOR = 4  # three sizes: two to fit, one between
 BLOCK_S, MOST_REPEATS = 0.1, 200
 SLOW_BYTES, LATE_S, NARROWER = 4 << 20, 0.05, 4
 # who starts the ranks, and the ways that they have there
@@ -52,32 +50,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--rounds", type=count, default=5, metavar="N", help="of all sizes and ways (default: %(default)s)")
     add("--rate", metavar="RATE", help="a cable a rank, as narrow as this: 200mbit, 1gbit (needs root)")
     add("--model", default="resnet50", metavar="NAME", help="torchvision's, to predict (default: %(default)s)")
-    add(
-        "--step-ms", type=positive, metavar="MS", help="of it on one device (default: measured here, batch 16 of 64x64)"
-    )
+    step = "of it on one device (default: measured here, batch 16 of 64x64)"
+    add("--step-ms", type=positive, metavar="MS", help=step)
     add("--device", choices=["cpu", "cuda"], default="cpu", help="Horovod's arrays (default: %(default)s)")
-    add(
-        "--out",
-        type=Path,
-        default=Path("bench-comm.json"),
-        metavar="FILE",
-        help="and FILE's .png (default: %(default)s)",
-    )
+    add("--out", type=Path, default=Path("bench-comm.json"), metavar="FILE", help="(default: %(default)s)")
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs the benchmark; returns 0."""
-    if args.smallest * LEAST_FACTOR > args.largest << 10:
+    if args.smallest > args.largest << 10:
         received = f"--smallest {args.smallest} (KiB) --largest {args.largest} (MiB)"
-        raise ConfigError(f"a fit needs arrays of {LEAST_FACTOR} times the smallest's size", received, "--smallest 1")
+        raise ConfigError("the smallest array must not be larger than the largest", received, "--smallest 1")
     args.launchers, args.ranks = list(dict.fromkeys(args.launchers)), list(dict.fromkeys(args.ranks))
-    picture = args.out.with_suffix(".png")
-    if args.out == picture or picture.is_dir():
-        raise ConfigError("the samples and the picture need a place each", f"--out {args.out}", "--out FILE.json")
     if args.rate is not None:
         narrow.slower(args.rate, 1)
     needed = {name: install_command("torch") for name in ("torch", "torchvision")}
-    needed |= {"matplotlib": install_command("plot")}
     find_modules(needed | ({"mpi4py": install_command("mpi")} if "mpirun" in args.launchers else {}))
     from hvdtrain.vision.classifiers import buckets_of
 
@@ -90,9 +77,7 @@ def run(args: argparse.Namespace) -> int:
         result["ranks"][str(ranks)] = measure(args, ranks)
     result["links"] = links(result["ranks"])
     result["training"] = training(args, buckets, result["links"])
-    code = finish(args, result, report)
-    draw(result, picture)
-    return code
+    return finish(args, result, report)
 
 
 def measure(args: argparse.Namespace, ranks: int) -> dict[str, Any]:
@@ -112,7 +97,6 @@ def measure(args: argparse.Namespace, ranks: int) -> dict[str, Any]:
                         found["inexact"].append([name, size])
                     found["links"].setdefault(name, {})[size] = _links(answers, size)
         found["seconds"] = seconds
-        found["fits"] = {name: _fitted(its) for name, its in seconds.items()}
         found["slow"] = slow_ranks(args, jobs, ways, ranks, network)
     return found
 
@@ -155,19 +139,6 @@ def _busiest(sent: Sequence[float], received: Sequence[float], size: int) -> dic
     return {
         "one way": max([*sent, *received]) / size,
         "both ways": max(out + back for out, back in zip(sent, received, strict=True)) / size,
-    }
-
-
-def _fitted(seconds: Mapping[int, Sequence[float]]) -> dict[str, Any]:
-    """A fit to every other size, and its error on those between; of the least seconds, as what disturbs only adds."""
-    least = {size: min(its) for size, its in seconds.items()}
-    sizes = sorted(least)
-    regimes = model.fit({size: least[size] for size in sizes[::2]})
-    between = {size: least[size] for size in sizes[1::2] if size < sizes[::2][-1]}
-    return {
-        "regimes": [vars(one) for one in regimes],
-        "error": model.error(regimes, between),
-        "predicted": {size: model.predict(regimes, size) for size in sizes},
     }
 
 

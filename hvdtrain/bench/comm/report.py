@@ -1,10 +1,9 @@
-"""The tables and the picture of `hvdtrain bench comm`."""
+"""The tables of `hvdtrain bench comm`."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -13,7 +12,6 @@ from hvdtrain.bench.turns.report import heading
 from hvdtrain.record import stats
 
 TABLED = 4  # a factor between the sizes of a table: all are in the file
-FIT_TARGET = 0.15
 
 
 def report(result: Mapping[str, Any]) -> str:
@@ -22,7 +20,7 @@ def report(result: Mapping[str, Any]) -> str:
     where = f"a cable of {rate} a rank" if rate else "all ranks on this machine"
     most, cores = max(map(int, result["ranks"])), result["machine"]["cores_usable"]
     if not rate and most > cores:
-        where += f"; {most} ranks share {cores} cores: small sums wait for one, whatever their size, and no fit holds"
+        where += f"; {most} ranks share {cores} cores: small sums wait for one, whatever their size"
     tables = [heading(where, result)]
     for ranks, part in result["ranks"].items():
         size = max(next(iter(part["seconds"].values())))
@@ -64,16 +62,6 @@ def _bandwidths(ranks: int, part: Mapping[str, Any], size: int) -> str:
 
 def _remarks(part: Mapping[str, Any]) -> str:
     lines = [f"NOT numpy's sum: {way}, {readable(size)}" for way, size in part["inexact"]] or ["every sum is numpy's"]
-    for way, fit in part["fits"].items():
-        kept = stats.kept(fit["error"] <= FIT_TARGET)
-        pieces = "; ".join(
-            f"to {readable(one['last'])} {one['latency_s'] * 1e6:.0f} us + {_rate(one['s_per_byte'])}"
-            for one in fit["regimes"]
-        )
-        lines.append(
-            f"{way}: {pieces}; off by {fit['error']:.1%} (the least seconds of the sizes between, median; target <="
-            f" {FIT_TARGET:.0%}: {kept})"
-        )
     ways = _medians(part)
     for other in ("server", "servers"):
         if {"ring", other} <= ways.keys():
@@ -120,37 +108,3 @@ def readable(size: float) -> str:
             return f"{size:.4g} {unit}"
         size /= 1024
     return f"{size:.4g} GiB"
-
-
-def draw(result: Mapping[str, Any], path: Path) -> None:
-    """Seconds over size on log-log paper: measured, fitted, and where ring and servers cross.
-
-    Raises:
-        ConfigError: matplotlib is missing.
-    """
-    from hvdtrain.pipeline.tuning.plots import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILION, new_figure, write
-
-    colours = dict(zip(
-        ("ring", "server", "servers", "mpi", "horovod, mpirun", "horovod, horovodrun"),
-        (BLUE, VERMILION, ORANGE, GREEN, PURPLE, SKY), strict=True,
-    ))  # fmt: skip
-    figure = new_figure(5.4 * len(result["ranks"]), 4.6)
-    axes = figure.subplots(1, len(result["ranks"]), squeeze=False, sharey=True)[0]
-    for place, (ranks, part) in zip(axes, result["ranks"].items(), strict=True):
-        ways = _medians(part)
-        for way, its in ways.items():
-            sizes = sorted(its)
-            place.plot(sizes, [its[size] for size in sizes], "o", color=colours[way], markersize=4, label=way)
-            predicted = part["fits"][way]["predicted"]
-            place.plot(sizes, [predicted[size] for size in sizes], "-", color=colours[way], linewidth=1)
-        for other in ("server", "servers"):
-            for size in crossings(ways.get("ring", {}), ways.get(other, {})):
-                place.axvline(size, color=colours[other], linestyle=":", linewidth=1)
-        place.set(xscale="log", yscale="log", xlabel="array", title=f"{ranks} ranks")
-        place.set_xscale("log", base=2)
-        ticks = [1 << power for power in range(10, 31, 4) if sizes[0] <= 1 << power <= sizes[-1]]
-        place.set_xticks(ticks, [readable(tick) for tick in ticks])
-        place.grid(alpha=0.3)
-    axes[0].set_ylabel("seconds of a sum; dotted: where the ring and that way cross")
-    axes[0].legend(fontsize=8)
-    write(figure, path)

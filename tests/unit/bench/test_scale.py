@@ -1,16 +1,14 @@
-"""`hvdtrain scale` and `hvdtrain bench scale`: what is read, printed and written; no timing."""
+"""`hvdtrain scale`: what is read, printed and written; no timing."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import pytest
 
 from hvdtrain.__main__ import main
-from hvdtrain.bench import scale as bench
 from hvdtrain.commands import scale
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.pipeline.plan.scaling import BucketTiming
@@ -167,38 +165,6 @@ def test_a_models_gradients_come_as_its_layers_are_computed() -> None:
     assert len(buckets_of("vit_b_16", 0)) == 152, "a function takes some of its weights"
 
 
-class TestBench:
-    SECONDS = {"1 rank": [0.2, 0.22, 0.2], "ranks": [0.25, 0.26, 0.25], "no communication": [0.21, 0.21, 0.21]} | {
-        str(size): [1e-4 + size * 1e-9] * 3 for size in bench.SUMS
-    }
-
-    @pytest.mark.parametrize("hidden", [False, True])
-    def test_the_step_is_predicted_from_one_rank_and_the_sums(self, hidden: bool) -> None:
-        """Of 2 ranks a sum of S bytes takes S x 1e-9 s and 100 us: two messages of 50 us."""
-        buckets = (BucketTiming(10e6, 0.5), BucketTiming(10e6, 1.0))
-        found = bench.compared(self.SECONDS, 2, buckets, crowd=1.0, hidden=hidden)
-        assert found["link"] == pytest.approx({"latency_s": 5e-5, "s_per_byte": 1e-9})
-        alone = self.SECONDS["1 rank"]
-        straggler = 0.2 * 4 / 9 + 0.22 * 5 / 9 - fmean(alone)
-        sums = 0.0101 if hidden else 0.0202
-        assert found["predicted_s"]["1 rank"] == pytest.approx(0.2 + straggler + sums + 2 * 5e-5, abs=2e-4)
-        assert found["predicted_s"]["no communication"] == pytest.approx(0.21 + sums + 2 * 5e-5, abs=2e-4)
-        ratio = found["of_measured"]["no communication"]
-        assert ratio["value"] == pytest.approx(found["predicted_s"]["no communication"] / 0.25)
-
-    def test_ranks_that_share_cores_take_longer(self) -> None:
-        one, two = (bench.compared(self.SECONDS, 2, (), crowd=crowd, hidden=False) for crowd in (1.0, 2.0))
-        assert two["predicted_s"]["1 rank"] == pytest.approx(2 * one["predicted_s"]["1 rank"], rel=1e-3)
-        assert two["predicted_s"]["no communication"] == one["predicted_s"]["no communication"]
-
-    def test_the_table(self) -> None:
-        part = {"seconds": self.SECONDS} | bench.compared(self.SECONDS, 2, (), crowd=1.0, hidden=False)
-        settings = {"model": "resnet18", "per_rank_batch": 4, "pixels": 32, "device": "cpu", "rounds": 3, "steps": 1}
-        machine = {"processor": "P", "cores_usable": 2, "load_1min": 0.5, "versions": {}}
-        text = bench.report({"settings": settings, "machine": machine, "load_after": 1.0, "ranks": {"2": part}})
-        assert "2 ranks, from a step of 1, and the link" in text and "250.00 ms" in text
-
-
-def test_a_bench_refuses_a_model_first(tmp_path: Path) -> None:
+def test_an_unknown_model_is_refused() -> None:
     with pytest.raises(ConfigError, match="--model is one of"):
         buckets_of("resnet5", 0)
