@@ -20,10 +20,10 @@ from typing import Any
 from hvdtrain.cluster.hosts.hosts import Host
 from hvdtrain.cluster.hosts.protocol import BEAT_S
 from hvdtrain.cluster.launch import discovery, environment, launcher
-from hvdtrain.cluster.launch.failures import Restarts
-from hvdtrain.cluster.launch.job import ElasticOptions
-from hvdtrain.cluster.launch.launcher import Failure, Heard, Job, JobPlan, Outcome, Timeouts
-from hvdtrain.cluster.launch.output import Display, Logs, failure_block, report
+from hvdtrain.cluster.launch.failures import Failure, Restarts
+from hvdtrain.cluster.launch.job import ElasticOptions, Job, JobPlan, Timeouts
+from hvdtrain.cluster.launch.output import Display, Logs, failure_block, report, shortened
+from hvdtrain.cluster.launch.running import Heard, Outcome
 from hvdtrain.commands import command_lines, host_flags
 from hvdtrain.core import flags, launchers, variables
 from hvdtrain.core.errors import PREEMPTED_CODE, ConfigError, LauncherError
@@ -181,11 +181,7 @@ def _again_s(failed: Failure, outcome: Outcome, restarts: Restarts) -> float | N
 
 
 def job_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Job:
-    """Returns the job that the flags, and the Slurm job around, ask for.
-
-    Raises:
-        ConfigError: no command, hosts given twice, or not in their form.
-    """
+    """Returns the job that the flags, and the Slurm job around, ask for; raises ConfigError for what they lack."""
     argv = args.argv[1:] if args.argv[:1] == ["--"] else args.argv
     if not argv:
         raise ConfigError("hvdtrain launch runs a command", "none", "hvdtrain launch -np 4 -- python train.py")
@@ -201,11 +197,7 @@ def job_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Job:
 
 
 def _tuned(job: Job, path: str | Path | None) -> Job:
-    """Returns the job with the settings of a file, which its ranks need not have.
-
-    Raises:
-        ConfigError: it cannot be read.
-    """
+    """Returns the job with the settings of a file; raises ConfigError if it cannot be read."""
     if not path:
         return job
     found, text = startup.tuned(path, job.env, max(job.ranks.values()))
@@ -243,27 +235,22 @@ def _run_once(job: Job, attempt: int, logs: Logs, args: argparse.Namespace) -> O
     def begin(plan: JobPlan) -> None:
         for rank in range(job.np if attempt else 0):
             logs.write(rank, f"--- restart {attempt}")
-        like = [_shortened(f"like: {command_lines.horovodrun(plan, os.environ)}")] if job.elastic is None else []
-        lines = [*like, *_remarks(plan)]
-        for line in [*lines, f"{job.np} rank(s) on {_places(plan)}; logs in {logs.folder}"]:
+        like = f"like: {command_lines.horovodrun(plan, os.environ)}"
+        lines = [shortened(like, _LONGEST_LINE, "--dry-run prints it whole")] if job.elastic is None else []
+        for line in [*lines, *_remarks(plan), f"{job.np} rank(s) on {_places(plan)}; logs in {logs.folder}"]:
             report(line, within_s=1.0)  # agents are there already, and wait for signs of life
 
-    return launcher.run(job, on_plan=begin, on_line=display.line, heard=_Told(display, job.timeouts.grace_s))
+    return launcher.run(job, on_plan=begin, on_line=display.line, heard=_LaunchReporter(display, job.timeouts.grace_s))
 
 
-def _shortened(line: str) -> str:
-    return line if len(line) <= _LONGEST_LINE else f"{line[:_LONGEST_LINE]} ... (--dry-run prints it whole)"
-
-
-class _Told(Heard):
-    """What a user is told while a job runs."""
+class _LaunchReporter(Heard):
+    """Reports to the user what happens while a job runs."""
 
     def __init__(self, display: Display, grace_s: float) -> None:
         self._display, self._grace_s, self._interrupted = display, grace_s, False
 
     def interrupt(self, number: int) -> None:
-        self._display.errors_of_rank_0_only()
-        self._display.hurry(0.0 if self._interrupted else self._grace_s)
+        self._display.interrupt(0.0 if self._interrupted else self._grace_s)
         if not self._interrupted:
             report(f"{signal.Signals(number).name}: ending every rank (a second one kills them)", within_s=0.2)
         self._interrupted = True
@@ -276,7 +263,7 @@ class _Told(Heard):
 
 
 def _remarks(plan: JobPlan) -> Iterator[str]:
-    """What a user may not expect of what ranks get."""
+    """Yields what a user may not expect of the ranks' variables."""
     yield from plan.notes
     if not plan.job.one_host and (names := environment.withheld(os.environ, plan.job.env)):
         yield f"not passed to the ranks, because they look secret (-x NAME passes one): {', '.join(names)}"
@@ -307,11 +294,7 @@ def _attempt(outcome: Outcome, started: float, *, elastic: bool) -> dict[str, An
 
 
 def _check(job: Job) -> None:
-    """Looks at the hosts; warnings are told.
-
-    Raises:
-        LauncherError: what would keep the job from starting, or make it wrong.
-    """
+    """Examines the hosts: reports warnings, and raises LauncherError for errors."""
     from hvdtrain.cluster.doctor import examine, findings, software
 
     found = examine.examined(job, fast=True).findings
@@ -329,11 +312,7 @@ def _check(job: Job) -> None:
 
 
 def _run_again(job: Job, attempt: int, logs: Logs, args: argparse.Namespace, rest_s: float) -> Outcome:
-    """Runs the job once more, as soon as the hosts pass the checks, and not before `rest_s` is over.
-
-    Raises:
-        LauncherError, ConfigError: they do not in time; says why.
-    """
+    """Runs the job again when the hosts pass the checks, not before `rest_s` is over; raises why they do not pass."""
     its = job.elastic
     if its is not None and its.discovery is not None:
         found = discovery.first(its.discovery, its.minimum, args.restart_wait)

@@ -25,21 +25,13 @@ _TABLE_ROWS = 12
 
 @dataclass(frozen=True)
 class Chart:
-    """One chart: Plotly's figure as JSON types, and the same in a table.
+    """One chart: Plotly's figure as JSON types, and the same in a table."""
 
-    Attributes:
-        id: of its element.
-        title: what it shows.
-        note: how to read it; "" where nothing is to be said.
-        figure: `data` and `layout`.
-        head, rows: of the table.
-    """
-
-    id: str
+    id: str  # of the page's element
     title: str
-    note: str
-    figure: dict[str, Any]
-    head: tuple[str, ...]
+    note: str  # how to read it, or ""
+    figure: dict[str, Any]  # `data` and `layout`
+    head: tuple[str, ...]  # of the table
     rows: list[tuple[str, ...]] = field(default_factory=list)
 
 

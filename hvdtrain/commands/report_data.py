@@ -26,27 +26,19 @@ class Run:
     """One run, as far as its files tell.
 
     Attributes:
-        name: of its directory, made unique among the runs of a report.
-        record: run.json.
-        status: "running", "finished", "failed", "preempted" or "killed".
         steps: the events of its updates, of the life that counts: what a resumed run did again is there once.
-        epochs, saves: events of epochs and checkpoints, likewise.
-        per_rank: seconds by phase of each rank, since the last start.
-        happened: (time, what, more) of all that is none of these, in order.
-        advice: what held it up, one finding a line, the most important first.
-        cause: why it did not end well, "" where it did or goes on.
     """
 
-    name: str
-    record: Mapping[str, Any]
-    status: str
+    name: str  # of its directory, made unique among the runs of a report
+    record: Mapping[str, Any]  # run.json
+    status: str  # "running", "finished", "failed", "preempted" or "killed"
     steps: list[dict[str, Any]]
-    epochs: list[dict[str, Any]]
+    epochs: list[dict[str, Any]]  # events of epochs, likewise
     saves: list[dict[str, Any]]
-    per_rank: list[dict[str, float]]
-    happened: list[tuple[float, str, str]]
-    advice: list[str]
-    cause: str
+    per_rank: list[dict[str, float]]  # seconds by phase of each rank, since the last start
+    happened: list[tuple[float, str, str]]  # (time, what, more) of all other events, in order
+    advice: list[str]  # what held the run up, the most important first
+    cause: str  # why the run failed, or ""
 
     @property
     def samples_per_s(self) -> float | None:

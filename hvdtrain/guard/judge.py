@@ -13,23 +13,14 @@ Report = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class GuardFinding:
-    """What is wrong, and where.
+    """A fault of the script, and the line that has it."""
 
-    Attributes:
-        kind: one word, for programs that read the report.
-        line: the user's, such as "train.py:31: optimizer.step()".
-        rule: what must hold.
-        received: what came, per rank.
-        remedy: what to write.
-        note: it may be meant so: told, and never the end.
-    """
-
-    kind: str
-    line: str
-    rule: str
-    received: str
-    remedy: str
-    note: bool = False
+    kind: str  # one word, for programs that read the report
+    line: str  # of the user's script: "train.py:31: optimizer.step()"
+    rule: str  # what must hold
+    received: str  # per rank
+    remedy: str  # what to write
+    note: bool = False  # it may be intended: reported, but never ends the job
 
     @property
     def text(self) -> str:

@@ -45,16 +45,11 @@ _HUNK = re.compile(r"^@@ -(\d+).*\n", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Patch:
-    """A patch, as its file has it.
-
-    Attributes:
-        reason: what breaks without it, and where that was reported.
-        diff: what it changes.
-    """
+    """A patch, as its file has it."""
 
     name: str
-    reason: str
-    diff: str
+    reason: str  # what breaks without it, and where that was reported
+    diff: str  # what it changes
 
     @classmethod
     def read(cls, name: str) -> Patch:

@@ -39,17 +39,11 @@ CUDA_FOR_TENSORFLOW = "13.0"
 
 @dataclass(frozen=True)
 class Versions:
-    """The supported releases of one dependency.
+    """The supported releases of one dependency."""
 
-    Attributes:
-        oldest: releases before this one are refused.
-        newest: the newest release series that was tested.
-        why: the reason for `oldest`.
-    """
-
-    oldest: str
-    newest: str
-    why: str
+    oldest: str  # releases before this one are refused
+    newest: str  # the newest release series that was tested
+    why: str  # the reason for `oldest`
 
     def too_old(self, version: str) -> bool:
         return parse(version) < parse(self.oldest)

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.cluster.hosts.hosts import parse_hosts
-from hvdtrain.cluster.launch.launcher import Job, Outcome, Timeouts, run
+from hvdtrain.cluster.launch.job import Job, Timeouts
+from hvdtrain.cluster.launch.launcher import run
+from hvdtrain.cluster.launch.running import Outcome
 from hvdtrain.core.errors import LauncherError
 
 AGENT = """#!{python} -S

@@ -31,7 +31,6 @@ def test_no_two_modules_or_folders_reach_each_other() -> None:
 
 # protocols that at most one class of the package follows: why what uses them does not name that class
 PROTOCOLS = {
-    "AgentConnection": "hosts ask through the connections of a launch",
     "Checkpoints": "the parts of a checkpoint are saved by a Checkpointer, which is made of them",
     "Files": "users have lists of files of their own",
     "Follower": "loaders follow the session of what trains",

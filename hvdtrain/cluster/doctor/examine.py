@@ -35,22 +35,14 @@ _CLOCK_READINGS = 3
 
 @dataclass
 class DoctorReport:
-    """All that was found.
-
-    Attributes:
-        job: that the hosts are to run.
-        cluster: what the hosts that answered said.
-        links, folder, live: what was measured; None: not asked, or not possible.
-        findings: the worst first.
-        seconds: that it took.
-    """
+    """All that was found."""
 
     job: Job
     cluster: ClusterFacts
-    links: Links | None = None
+    links: Links | None = None  # None, of these three: not measured
     folder: RunFolder | None = None
     live: live.Live | None = None
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)  # the worst first
     seconds: float = 0.0
     spent: dict[str, float] = field(default_factory=dict)
 

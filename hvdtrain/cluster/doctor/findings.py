@@ -32,13 +32,11 @@ class ClusterFacts:
     Attributes:
         facts: what each host that answered said about itself (`probe.facts`), in the user's order; with "local": True
             for the machine that this runs on.
-        ranks: how many ranks each host is to run.
-        python: the interpreter that ranks are started with on other hosts.
     """
 
     facts: Mapping[str, Facts]
-    ranks: Mapping[str, int]
-    python: str
+    ranks: Mapping[str, int]  # how many ranks each host is to run
+    python: str  # the interpreter that ranks are started with on other hosts
 
     @property
     def size(self) -> int:
@@ -103,23 +101,14 @@ def listed(values: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong, or worth knowing.
+    """One thing that is wrong, or worth knowing."""
 
-    Attributes:
-        id: for programs: stable, words joined by "-".
-        severity: how bad.
-        hosts: that it is about, as the user named them; empty: this machine, or all of them.
-        what: was seen, with the numbers.
-        why: it matters.
-        fix: what to type or change.
-    """
-
-    id: str
+    id: str  # for programs: stable, words joined by "-"
     severity: Severity
-    hosts: tuple[str, ...]
-    what: str
-    why: str
-    fix: str
+    hosts: tuple[str, ...]  # as the user named them; empty: this machine, or all of them
+    what: str  # the fact, with its numbers
+    why: str  # its consequence
+    fix: str  # what to type or change
 
 
 def exit_code(findings: Iterable[Finding]) -> int:

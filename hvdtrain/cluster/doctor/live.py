@@ -20,24 +20,15 @@ _LINES = 12
 
 @dataclass
 class Live:
-    """How the all-reduce went.
-
-    Attributes:
-        framework: that it was done in.
-        size: ranks that took part: one on each host, or two and more on a single one.
-        seconds: of the quickest all-reduce of `bytes`; None: it failed.
-        device: "cpu" or "cuda".
-        failed: why it failed, with the last lines of the first rank that did; "" if it did not.
-        host: that it failed on, as far as known.
-    """
+    """How the all-reduce went."""
 
     framework: str
-    size: int
-    seconds: float | None = None
+    size: int  # ranks that took part: one on each host, or two and more on a single one
+    seconds: float | None = None  # of the quickest all-reduce of `bytes`; None: it failed
     bytes: int = 0
-    device: str = ""
-    failed: str = ""
-    host: str | None = None
+    device: str = ""  # "cpu" or "cuda"
+    failed: str = ""  # why it failed, with the last lines of the first rank that did; "" if it did not
+    host: str | None = None  # where it failed, as far as known
 
     def in_words(self) -> str:
         """Returns the figures as a line."""

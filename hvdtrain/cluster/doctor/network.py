@@ -24,16 +24,14 @@ class Links:
     """What the hosts' network did.
 
     Attributes:
-        chosen: the interface and address that each host would use.
-        no_network: why none could be chosen.
         unbound: addresses that a host could not open a port on: {host: text}.
         reach: {from: {to: {"seconds", "source"} or {"error", "text"}}}: a byte there and back.
         flows: {(from, to): {"bytes", "seconds"} or {"error", "text"}}: as much as went through.
         clocks: {host: (seconds ahead of this machine, plus or minus seconds)}.
     """
 
-    chosen: Mapping[str, Chosen] = field(default_factory=dict)
-    no_network: ConfigError | None = None
+    chosen: Mapping[str, Chosen] = field(default_factory=dict)  # the interface and address that each host would use
+    no_network: ConfigError | None = None  # why none could be chosen
     unbound: dict[str, str] = field(default_factory=dict)
     reach: dict[str, dict[str, Facts]] = field(default_factory=dict)
     flows: dict[tuple[str, str], Facts] = field(default_factory=dict)
@@ -56,16 +54,13 @@ class RunFolder:
     """What happened when every host wrote a file into the run directory.
 
     Attributes:
-        path: of the run directory.
-        asked: whether the user named it: then it is taken to be shared.
         written: what each host said to its own file: {} or {"error", "errno"}.
-        seen: the hosts whose files each host sees there.
     """
 
     path: str
-    asked: bool = True
+    asked: bool = True  # the user named it: it should be shared
     written: dict[str, Facts] = field(default_factory=dict)
-    seen: dict[str, list[str]] = field(default_factory=dict)
+    seen: dict[str, list[str]] = field(default_factory=dict)  # the hosts whose files each host sees there
 
 
 # -- names ----------------------------------------------------------------------------------------------------

@@ -23,25 +23,15 @@ TOLERANCE = 5e-3
 
 @dataclass
 class Measured:
-    """What one rank saw.
+    """What one rank saw."""
 
-    Attributes:
-        card: who it is: rank, size, local_rank, local_size, host, pid, devices.
-        own_start: the weights that it had itself, of shape (INPUTS + 1, OUTPUTS): the last row is the bias.
-        start: the weights that it began to train with.
-        first, last: after the first and after the last step.
-        skipped: after a first step of the same model by an optimizer that does not average.
-        proof: what hvdtrain's own proof says.
-        versions: of what was used.
-    """
-
-    card: dict[str, Any]
-    own_start: Array
-    start: Array
-    first: Array
-    last: Array
-    skipped: Array
-    proof: str
+    card: dict[str, Any]  # rank, size, local_rank, local_size, host, pid, devices
+    own_start: Array  # weights before the broadcast, of shape (INPUTS + 1, OUTPUTS): the last row is the bias
+    start: Array  # weights that the training began with
+    first: Array  # after the first step
+    last: Array  # after the last step
+    skipped: Array  # after a first step of the same model by an optimizer that does not average
+    proof: str  # hvdtrain's own proof
     versions: dict[str, str] = field(default_factory=dict)
 
 
@@ -184,16 +174,10 @@ TRAIN = {"torch": train_torch, "keras": train_keras}
 
 @dataclass(frozen=True)
 class ToyCheck:
-    """One thing that was looked at.
-
-    Attributes:
-        name: of it.
-        ok: whether it holds, and would have been missed if it did not.
-        message: the numbers.
-    """
+    """The verdict of one check."""
 
     name: str
-    ok: bool
+    ok: bool  # it holds, and the check would have seen it if it did not
     message: str
 
 

@@ -17,6 +17,7 @@ from hvdtrain.cluster.function.function_rank import BOOT, RAISED, UNFIT
 from hvdtrain.cluster.hosts.hosts import Host, asked_for
 from hvdtrain.cluster.hosts.ssh import Ssh
 from hvdtrain.cluster.launch import environment, launcher
+from hvdtrain.cluster.launch.failures import Failure
 from hvdtrain.cluster.launch.job import Job, Timeouts
 from hvdtrain.cluster.launch.output import FULL
 from hvdtrain.core import launchers, variables
@@ -220,7 +221,7 @@ def _returned(rank: int, lines: Sequence[str], classes: Sequence[type]) -> Any:
     return value
 
 
-def _failure(failed: launcher.Failure, lines: Sequence[str], why_none: str) -> LauncherError:
+def _failure(failed: Failure, lines: Sequence[str], why_none: str) -> LauncherError:
     why = f"{failed.why}; the function {UNFIT[1:]}" if lines[-1:] == [UNFIT] else failed.why
     last = "\n".join(f"  | {line}" for line in failed.lines[-_LAST_LINES:])
     received = f"{failed.who} failed first, after {failed.after_s:.1f} s: {why}"

@@ -81,23 +81,12 @@ def slots_of(np: int, per_host: int) -> list[Slot]:
 
 @dataclass
 class Ranks:
-    """The processes.
-
-    Args:
-        np: how many.
-        folder: where their output, pages and whatever hvdtrain writes for them go.
-
-    Attributes:
-        number: of this process among the ranks; None: it is the one that watches over them.
-        pids: by rank.
-        ends: of those that have ended.
-        began_s: when they were, by the monotonic clock.
-    """
+    """The processes of `np` ranks; their output, and whatever hvdtrain writes for them, goes into `folder`."""
 
     np: int
     folder: Path
-    number: int | None = None
-    pids: list[int] = field(default_factory=list)
+    number: int | None = None  # this process's rank; None: it is the ranks' parent
+    pids: list[int] = field(default_factory=list)  # by rank
     ends: dict[int, RankEnd] = field(default_factory=dict)
     began_s: float = field(default_factory=time.monotonic)
     _updates: dict[int, int] = field(default_factory=dict)

@@ -21,14 +21,9 @@ _SETTING = re.compile(r"\s+(slots|max[_-]slots)\s*=\s*(\S+)")  # as Open MPI has
 
 @dataclass(frozen=True)
 class Host:
-    """A machine that ranks run on.
+    """A machine that ranks run on."""
 
-    Attributes:
-        name: as the user wrote it, perhaps with "user@" in front: what ssh is called with.
-        slots: how many ranks it takes.
-    """
-
-    name: str
+    name: str  # as the user wrote it, perhaps with "user@" in front: what ssh is called with
     slots: int = 1
 
     @property
@@ -42,21 +37,14 @@ class Host:
 
 @dataclass(frozen=True)
 class Slot:
-    """One rank's place in the job, counted as Horovod counts.
-
-    Attributes:
-        host: where it runs.
-        rank, size: among all ranks.
-        local_rank, local_size: among those of its host.
-        cross_rank, cross_size: among the ranks of all hosts that have the same local rank.
-    """
+    """One rank's place in the job, counted as Horovod counts."""
 
     host: Host
     rank: int
     size: int
-    local_rank: int
+    local_rank: int  # among the ranks of the host
     local_size: int
-    cross_rank: int
+    cross_rank: int  # among the ranks of all hosts that have the same local rank
     cross_size: int
 
 

@@ -33,16 +33,10 @@ Kind = Literal[
 
 @dataclass(frozen=True)
 class Ssh:
-    """How hosts are reached.
+    """How hosts are reached."""
 
-    Attributes:
-        port: of their sshd; None: what ssh's own configuration says.
-        identity: a private key's file; None: what ssh's own configuration says.
-        connect_timeout_s: until a host that does not answer is given up.
-    """
-
-    port: int | None = None
-    identity: str | None = None
+    port: int | None = None  # of the hosts' sshd; None: as ssh is configured
+    identity: str | None = None  # a private key's file; None: as ssh is configured
     connect_timeout_s: float = 5.0
 
     def __post_init__(self) -> None:
@@ -82,17 +76,11 @@ class Ssh:
 
 @dataclass(frozen=True)
 class SshProblem:
-    """Why a host could not be reached.
-
-    Attributes:
-        kind: for programs.
-        what: one sentence with the host's name.
-        fix: what to type or change.
-    """
+    """Why a host could not be reached."""
 
     kind: Kind
-    what: str
-    fix: str
+    what: str  # one sentence with the host's name
+    fix: str  # what to type or change
 
 
 def is_this_machine(name: str) -> bool:

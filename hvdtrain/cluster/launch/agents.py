@@ -45,7 +45,6 @@ class Connection(Channel):
     def __init__(
         self, host: Host, job: Job, on_message: Callable[[tuple[Connection, Message | None]], None], *, local: bool
     ) -> None:
-        """Starts the agent; see `Channel`."""
         self.host, self._job = host, job
         self.hello: Message | None = None
         self.why_left: str | None = None
@@ -157,11 +156,7 @@ class Agents:
         threading.Thread(target=look, name=f"look {host.name}", daemon=True).start()
 
     def add(self, host: Host, *, local: bool) -> Connection:
-        """Starts the agent of one more host; it says hello, or its connection ends.
-
-        Raises:
-            OSError: the command that reaches it could not be started.
-        """
+        """Starts the agent of one more host; raises OSError if the command that reaches it cannot be started."""
         connection = Connection(host, self._job, self._take, local=local)
         self.connections.append(connection)
         connection.send("settings", **vars(self._job.timeouts))
@@ -224,7 +219,6 @@ class Agents:
             wait_s: for agents that are there.
             look: called several times a second.
         """
-
         left = [its for its in self.connections if its not in self._dropped]
         work = [threading.Thread(target=_let_go, args=(its, wait_s)) for its in left]
         for thread in work:

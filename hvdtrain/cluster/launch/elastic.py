@@ -11,14 +11,13 @@ from collections.abc import Callable
 from typing import Any
 
 from hvdtrain.cluster.hosts.hosts import Host, Slot
-from hvdtrain.cluster.hosts.links import Pair, to_drop
 from hvdtrain.cluster.hosts.protocol import BEAT_S, Message
-from hvdtrain.cluster.launch import actions
+from hvdtrain.cluster.launch import members
 from hvdtrain.cluster.launch.agents import Agents, Connection
 from hvdtrain.cluster.launch.discovery import Discovery
 from hvdtrain.cluster.launch.failures import SETTLE_S, RankEnd, as_exit_code, described, first_failure
 from hvdtrain.cluster.launch.job import Job, JobPlan
-from hvdtrain.cluster.launch.members import Limits, Members
+from hvdtrain.cluster.launch.links import Pair, to_drop
 from hvdtrain.cluster.launch.running import Heard, Running, places
 from hvdtrain.comm import arrival
 from hvdtrain.core import variables
@@ -33,7 +32,7 @@ _MEETING = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")
 class ElasticRunning(Running):
     """One elastic job from the agents' hello to its end."""
 
-    _members: Members
+    _members: members.Members
     _plan: JobPlan
 
     def __init__(self, job: Job, agents: Agents, received: list[int], heard: Heard) -> None:
@@ -44,7 +43,7 @@ class ElasticRunning(Running):
         self._answers: list[str] = []  # pieces of what new workers read
         self._answers_of, self._whole = -1, False  # whose they are, and whether all are there
         self._lost: dict[int, RankEnd] = {}  # how workers ended that were lost
-        self._last_lost: actions.Lost | None = None
+        self._last_lost: members.Lost | None = None
         self._port = 0  # of the present rendezvous
         self._peer: list[object] = []  # its address, too, as long as its host is there
         self._served_by: Connection | None = None
@@ -63,9 +62,9 @@ class ElasticRunning(Running):
     def _start(self, plan: JobPlan, port: int | None) -> None:
         its, job = self._elastic, self._job
         start_s = arrival.timeout_s(os.environ)
-        limits = Limits(its.minimum, its.maximum, its.timeout_s, start_s, open=its.discovery is not None)
+        limits = members.Limits(its.minimum, its.maximum, its.timeout_s, start_s, open=its.discovery is not None)
         self._agent_of = {connection.host.name: connection for connection in self._agents.connections}
-        self._members = Members(job.slots, job.hosts, limits)
+        self._members = members.Members(job.slots, job.hosts, limits)
         self._served_by = self._agents.connections[0]
         self._peer = [plan.first.address, port]
         super()._start(plan, port)
@@ -240,32 +239,32 @@ class ElasticRunning(Running):
 
     # ---- what is done
 
-    def _do(self, todo: list[actions.Action]) -> None:
+    def _do(self, todo: list[members.Action]) -> None:
         for action in todo:
             if self._deadline_s is not None:
                 return
             match action:
-                case actions.ReachHost(host):
+                case members.ReachHost(host):
                     self._agents.find(host)
-                case actions.StartWorker(number, host, slot):
+                case members.StartWorker(number, host, slot):
                     self._start_one(number, host, slot)
-                case actions.Signal(number, sent):
+                case members.Signal(number, sent):
                     if sent == signal.SIGTERM:  # else it waits for an update with the others
                         self._host_of[number].send("tell", rank=number, say={"do": "dismiss"})
                     self._host_of[number].send("signal", number=sent, rank=number)
-                case actions.Say(number, message):
+                case members.Say(number, message):
                     self._host_of[number].send("tell", rank=number, say=message)
-                case actions.Serve(serial, host, slots):
+                case members.Serve(serial, host, slots):
                     self._serve(self._agent_of[host], serial, slots)
-                case actions.FindCut():
+                case members.FindCut():
                     self._look([its.host for its in self._members.members()], self._part)
-                case actions.Unserve():
+                case members.Unserve():
                     self._unserve()
-                case actions.Lost():
+                case members.Lost():
                     self._tell_lost(action)
-                case actions.Formed():
+                case members.Formed():
                     self._tell_formed(action)
-                case actions.Fail(why):
+                case members.Fail(why):
                     self._give_up(why)
 
     def _start_one(self, number: int, host: Host, slot: int) -> None:
@@ -289,7 +288,7 @@ class ElasticRunning(Running):
         if self._served_by is not None:
             self._served_by.send("rendezvous", address="", places=None)
 
-    def _tell_lost(self, lost: actions.Lost) -> None:
+    def _tell_lost(self, lost: members.Lost) -> None:
         self._last_lost = lost
         end = self._lost.get(lost.number)
         lines = list(end.lines[-_LAST_LINES:]) if end is not None and end.code > 0 else []
@@ -298,7 +297,7 @@ class ElasticRunning(Running):
         record = {"worker": lost.number, "host": lost.host, "why": lost.why, "formation": self._members.formation}
         self.outcome.lost.append({**record, "after_s": self._after_s()})
 
-    def _tell_formed(self, formed: actions.Formed) -> None:
+    def _tell_formed(self, formed: members.Formed) -> None:
         size = len(formed.numbers)
         hosts = {slot.host.name: slot.local_size for slot in formed.slots}
         where = ", ".join(f"{name}: {count}" for name, count in hosts.items())

@@ -95,10 +95,10 @@ def withheld(environ: Mapping[str, str], env: Mapping[str, str]) -> list[str]:
 
 
 def on_some_hosts_only(own: Mapping[str, Mapping[str, str]], env: Mapping[str, str]) -> dict[str, list[str]]:
-    """Returns variables that a host's log-in sets and that not all hosts have alike: their name, and who has them.
+    """Returns variables that log-ins set on some hosts only, or differently, and which hosts have them.
 
     Args:
-        own: {host: {name: digest of the value}}, as hosts say hello.
+        own: {host: {name: digest of the value}}.
         env: what every rank gets; it wins over a host's own.
     """
     names = sorted({name for its in own.values() for name in its if name not in env})
@@ -110,12 +110,7 @@ def on_some_hosts_only(own: Mapping[str, Mapping[str, str]], env: Mapping[str, s
 
 
 def defaults(cores: float, local_size: int) -> dict[str, str]:
-    """Returns what holds unless the user, or the host, says otherwise.
-
-    Args:
-        cores: that the host gives the job.
-        local_size: ranks that share them: with a thread per core in each, they would fight.
-    """
+    """Returns what ranks get unless the user, or the host, sets it: as many threads as share the cores."""
     threads = str(max(1, int(cores) // local_size))
     return DEFAULTS | dict.fromkeys(("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"), threads)
 
@@ -144,10 +139,7 @@ def of_host(own: Chosen) -> dict[str, str]:
 def of_job(first: Chosen, rendezvous_port: int | None, master_port: int) -> dict[str, str]:
     """Returns what all ranks share: where Horovod's rendezvous is, and where a torch.distributed group may meet.
 
-    Args:
-        first: what the host of rank 0 talks through.
-        rendezvous_port: there; None: the ranks do not use Horovod.
-        master_port: for rank 0 to listen on, if it wants to.
+    `rendezvous_port`: on the `first` host; None: the ranks do not use Horovod.
     """
     meeting = {"MASTER_ADDR": first.address, "MASTER_PORT": str(master_port), variables.MASTER_PORT: str(master_port)}
     if rendezvous_port is None:

@@ -35,25 +35,15 @@ _NO_SHARED_MEMORY = re.compile(
 
 @dataclass(frozen=True)
 class Failure:
-    """What made a job end.
+    """What made a job end."""
 
-    Attributes:
-        rank: who failed; None: its host.
-        host: where.
-        code: the job's exit code: the rank's, 128+N when signal N ended it, 255 for a host that is lost.
-        why: in words.
-        lines: the rank's last ones.
-        after_s: since the ranks were started.
-        update: the last that the rank said was done, of the whole run; 0 where ranks do not say so.
-    """
-
-    rank: int | None
+    rank: int | None  # None: the host failed
     host: str
-    code: int
+    code: int  # the job's exit code: the rank's, 128+N when signal N ended it, 255 for a lost host
     why: str
-    lines: tuple[str, ...] = ()
-    after_s: float = 0.0
-    update: int = 0
+    lines: tuple[str, ...] = ()  # the rank's last ones
+    after_s: float = 0.0  # since the ranks were started
+    update: int = 0  # the last one that the rank reported, counted through the whole run
 
     @property
     def raised(self) -> str | None:
@@ -64,7 +54,6 @@ class Failure:
 
     @property
     def who(self) -> str:
-        """The rank and its host; or the host."""
         return f"rank {self.rank} on {self.host}" if self.rank is not None else self.host
 
     @property
@@ -84,48 +73,37 @@ class Failure:
 
 @dataclass(frozen=True)
 class RankEnd:
-    """How one rank ended.
-
-    Attributes:
-        rank, host: who.
-        code: negative for a signal.
-        at_s: when, by the launcher's clock.
-        first_traceback_s: when the first line of the traceback came from it that it ended with; None: never.
-        lines: its last ones.
-        done: whether it said that it came to its end, where ranks say so.
-    """
+    """How one rank ended."""
 
     rank: int
     host: str
-    code: int
-    at_s: float
-    first_traceback_s: float | None = None
-    lines: tuple[str, ...] = ()
-    done: bool = True
+    code: int  # negative for a signal
+    at_s: float  # by the launcher's clock
+    first_traceback_s: float | None = None  # when the traceback that it ended with began to arrive
+    lines: tuple[str, ...] = ()  # its last ones
+    done: bool = True  # False: it should have reported that it came to its end, and did not
 
     @property
     def failed(self) -> bool:
-        """Whether the job must end."""
+        """Returns True if the job must end."""
         return self.code not in (0, PREEMPTED_CODE) or not self.done
 
     @property
     def preempted(self) -> bool:
-        """Whether it was preempted."""
         return self.code == PREEMPTED_CODE
 
     @property
     def is_consequence(self) -> bool:
-        """Whether its last words are that another rank left it."""
+        """Returns True if its last lines report that another rank left it."""
         # Gloo's own exception, uncaught, ends in abort()
         spoke = self.code > 0 or self.code == -signal.SIGABRT
         return spoke and any(_CONSEQUENCE.search(line) for line in self.lines[-_LOOK_AT_LINES:])
 
 
 class Restarts:
-    """Whether a job that failed is started again, attempt for attempt.
+    """Decides whether a failed job is started again: counts failures in a row without progress.
 
-    What counts are failures in a row of attempts that got no further than those before. One that fails as the last one
-    did, at the same update, would go on doing so.
+    An attempt that fails as the last one did, at the same update, is not repeated.
     """
 
     def __init__(self, most: int) -> None:
@@ -134,11 +112,9 @@ class Restarts:
         self._last: tuple[int, int, str] | None = None
 
     def after(self, failed: Failure, updates: int) -> tuple[float | None, str]:
-        """Returns how long to wait before the next attempt, and what to say of it; None: there is none.
+        """Returns how long to wait before the next attempt (None: there is none), and what to report.
 
-        Args:
-            failed: why the attempt ended.
-            updates: how far it came, counted through the whole run.
+        `updates`: how far the failed attempt came, counted through the whole run.
         """
         progress = updates > self._furthest
         self._furthest = max(self._furthest, updates)
@@ -204,12 +180,7 @@ def settled(ends: Sequence[RankEnd], now_s: float) -> bool:
 
 
 def described(code: int, host: str) -> str:
-    """Returns a rank's end in words.
-
-    Args:
-        code: negative for a signal, as `subprocess` has it.
-        host: where the rank ran.
-    """
+    """Returns a rank's end in words; `code` is negative for a signal."""
     if code >= 0:
         return f"exit code {code}"
     try:

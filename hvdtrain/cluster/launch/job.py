@@ -20,11 +20,7 @@ from hvdtrain.core.errors import ConfigError
 
 
 def working_directory() -> str:
-    """Returns the working directory.
-
-    Raises:
-        ConfigError: it was removed.
-    """
+    """Returns the working directory; raises ConfigError if it was removed."""
     try:
         return os.getcwd()
     except FileNotFoundError:
@@ -51,18 +47,12 @@ class Timeouts:
 
 @dataclass(frozen=True)
 class ElasticOptions:
-    """How a job may shrink and grow.
+    """How a job may shrink and grow."""
 
-    Attributes:
-        minimum, maximum: of ranks.
-        timeout_s: how long fewer are borne.
-        discovery: a command that prints the hosts that may be used; None: they are the job's own.
-    """
-
-    minimum: int
+    minimum: int  # ranks
     maximum: int
-    timeout_s: float = 600.0
-    discovery: tuple[str, ...] | None = None
+    timeout_s: float = 600.0  # how long to run with fewer
+    discovery: tuple[str, ...] | None = None  # a command that prints the usable hosts; None: the job's own
 
 
 @dataclass(frozen=True)
@@ -70,86 +60,63 @@ class Job:
     """What is to be run.
 
     Attributes:
-        argv: the command of every rank.
-        hosts: in the order that ranks are given out.
-        np: how many ranks.
-        env: variables that every rank gets, whatever its host has.
-        cwd: the directory they run in, on every host.
-        python: the interpreter of the agents, on every host.
-        ssh: how hosts are reached.
-        network: "10.0.0.0/24", or an address, to talk through; None: chosen.
-        horovod: whether the ranks use Horovod: then its rendezvous is served, and Horovod must be on the first host.
-        timeouts: see there.
         given: what every rank reads from its standard input; then each may also write lines to the descriptor that
             HVDTRAIN_RESULT_FD names, which come as stream "result", and has failed unless the last is
             `rank.RETURNED`. None: nothing.
-        elastic: how it may shrink and grow; None: it ends with the first rank that fails.
     """
 
-    argv: Sequence[str]
-    hosts: Sequence[Host]
+    argv: Sequence[str]  # the command of every rank
+    hosts: Sequence[Host]  # in the order that ranks are assigned
     np: int
-    env: Mapping[str, str] = field(default_factory=dict)
-    cwd: str = field(default_factory=working_directory)
-    python: str = sys.executable
+    env: Mapping[str, str] = field(default_factory=dict)  # wins over what the ranks' host has
+    cwd: str = field(default_factory=working_directory)  # of the ranks, on every host
+    python: str = sys.executable  # the interpreter of the agents, on every host
     ssh: Ssh = field(default_factory=Ssh)
-    network: str | None = None
-    horovod: bool = True
+    network: str | None = None  # "10.0.0.0/24", or an address in it; None: chosen
+    horovod: bool = True  # serve Horovod's rendezvous, on the first host
     timeouts: Timeouts = field(default_factory=Timeouts)
     given: bytes | None = field(default=None, repr=False)
-    elastic: ElasticOptions | None = None
+    elastic: ElasticOptions | None = None  # None: it ends with the first rank that fails
 
     @functools.cached_property
     def slots(self) -> list[Slot]:
-        """Every rank's place, in rank order.
-
-        Raises:
-            ConfigError: fewer slots than ranks.
-        """
+        """Every rank's place, in rank order; raises ConfigError if there are fewer slots than ranks."""
         return assign(self.hosts, self.np)
 
     @functools.cached_property
     def ranks(self) -> Counter[Host]:
-        """The hosts that get ranks, in order, and how many."""
+        """Returns how many ranks each host gets, in order; hosts without ranks are not in it."""
         return Counter(slot.host for slot in self.slots)
 
     @property
     def one_host(self) -> bool:
-        """Whether all its ranks are on one host, and stay there."""
+        """Returns True if all ranks are on one host, and stay there."""
         more = self.elastic is not None and (self.elastic.discovery is not None or len(self.hosts) > 1)
         return len(self.ranks) == 1 and not more
 
 
 @dataclass(frozen=True)
 class JobPlan:
-    """Where each rank of a job runs and what it is told.
-
-    Attributes:
-        job: what is to be run.
-        chosen: what each host talks through, by its name.
-        cores: that each host gives the job.
-        differing: variables that some hosts' log-ins set and others' do not, or otherwise; and who has them.
-        notes: what is to be said of the addresses that were chosen.
-    """
+    """Where each rank of a job runs, and with what."""
 
     job: Job
-    chosen: Mapping[str, Chosen]
-    cores: Mapping[str, float]
+    chosen: Mapping[str, Chosen]  # by host
+    cores: Mapping[str, float]  # by host: that it gives the job
+    # variables that log-ins set on some hosts only, or differently; and the hosts that have them
     differing: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    notes: Sequence[str] = ()
+    notes: Sequence[str] = ()  # on the addresses that were chosen
 
     @property
     def hosts(self) -> list[Host]:
-        """The hosts that ranks run on, in order."""
+        """Returns the hosts that ranks run on, in order."""
         return list(self.job.ranks)
 
     @property
     def first(self) -> Chosen:
-        """What the host of rank 0 talks through."""
+        """Returns the address of rank 0's host."""
         return self.chosen[self.job.slots[0].host.name]
 
     def of_host(self, host: Host) -> list[Slot]:
-        """Returns a host's ranks."""
         return [slot for slot in self.job.slots if slot.host == host]
 
     def defaults(self, host: Host) -> dict[str, str]:
@@ -159,11 +126,7 @@ class JobPlan:
         return environment.defaults(self.cores[host.name], local_size)
 
     def with_host(self, host: Host, hello: Message) -> JobPlan:
-        """Returns the plan with a host that joins.
-
-        Raises:
-            ConfigError: it has no address in the ranks' network.
-        """
+        """Returns the plan with a host that joins; raises ConfigError if it has no address in the ranks' network."""
         name, its = host.name, interfaces(hello["interfaces"])
         chosen = joined(name, its, self.job.network or self.first.network, hello["reached"])
         cores = {**self.cores, name: float(hello["cores"])}
@@ -187,9 +150,9 @@ def make_plan(
 
     Args:
         job: what to run.
-        hellos: each host's first message, by its name.
-        reached: the address each was reached by, as far as known.
-        local: the name of this machine, if it is one of them.
+        hellos: each host's first message.
+        reached: the address by which a host was reached, as far as known.
+        local: the name of this machine, if it is one of the hosts.
 
     Raises:
         ConfigError: no network that all hosts have; an interface for Gloo that one of them lacks.

@@ -17,19 +17,9 @@ from typing import Any
 from hvdtrain.cluster.launch.agents import Agents, OnLine
 from hvdtrain.cluster.launch.elastic import ElasticRunning
 from hvdtrain.cluster.launch.failures import Failure
-from hvdtrain.cluster.launch.job import Job, JobPlan, Timeouts
+from hvdtrain.cluster.launch.job import Job, JobPlan
 from hvdtrain.cluster.launch.rank import PASSED_ON
-from hvdtrain.cluster.launch.running import (
-    ENDING,
-    IGNORED,
-    Heard,
-    Interrupted,
-    Outcome,
-    Running,
-    plan_of,
-)
-
-__all__ = ["Failure", "Heard", "Job", "Outcome", "JobPlan", "Timeouts", "look", "result_in", "run"]
+from hvdtrain.cluster.launch.running import ENDING, IGNORED, Heard, Interrupted, Outcome, Running, plan_of
 
 
 def run(
@@ -90,17 +80,13 @@ def result_of(job: Job, mark: str) -> tuple[dict[str, Any] | None, Failure | Non
 
 
 def result_in(lines: Sequence[str], mark: str) -> dict[str, Any] | None:
-    """Returns what a rank printed as JSON behind a mark, the last time; None: nothing."""
+    """Returns the last JSON that a rank printed behind a mark; None: it printed none."""
     found = [line.removeprefix(mark) for line in lines if line.startswith(mark)]
     return json.loads(found[-1]) if found else None
 
 
 def look(job: Job) -> JobPlan:
-    """Returns the plan for a job, for which the hosts are asked; nothing is started there but the agents.
-
-    Raises:
-        ConfigError, LauncherError: as `run`.
-    """
+    """Returns the plan for a job: asks the hosts, and starts no ranks. Raises what `run` raises."""
     agents = Agents(job, None)
     try:
         agents.meet(lambda: None)

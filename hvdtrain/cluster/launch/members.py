@@ -12,22 +12,9 @@ import signal
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from hvdtrain.cluster.hosts.hosts import Host, Slot, numbered
-from hvdtrain.cluster.launch.actions import (
-    Action,
-    Fail,
-    FindCut,
-    Formed,
-    Lost,
-    ReachHost,
-    Say,
-    Serve,
-    Signal,
-    StartWorker,
-    Unserve,
-)
 
 SECONDS_TO_LEAVE = 60.0  # that members of a formation have, once one of it is lost or has left it
 SECONDS_TO_END = 30.0  # that a worker has whose place is gone, before it is killed
@@ -41,22 +28,101 @@ _RETRY_S = 10.0  # until a host that cannot be reached is tried again; longer ea
 _LONGEST_RETRY_S = 60.0
 
 
+# ---- actions
+
+
+@dataclass(frozen=True)
+class ReachHost:
+    """Reach a host; then say `host_there` or `host_gone`."""
+
+    host: Host
+
+
+@dataclass(frozen=True)
+class StartWorker:
+    """Start a worker."""
+
+    number: int
+    host: Host
+    slot: int  # of its host's, from 0: no other living worker has it
+
+
+@dataclass(frozen=True)
+class Signal:
+    """Send a worker SIGKILL, or SIGTERM; when it has ended say `gone`."""
+
+    number: int
+    signal: int
+
+
+@dataclass(frozen=True)
+class Say:
+    """Say something to a worker."""
+
+    number: int
+    message: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Serve:
+    """Serve the rendezvous of the next formation on a host; then say `served`."""
+
+    serial: int
+    host: str
+    slots: tuple[Slot, ...]
+
+
+@dataclass(frozen=True)
+class FindCut:
+    """Find out which of the members' hosts do not reach each other, and drop those; then call `looked`."""
+
+
+@dataclass(frozen=True)
+class Unserve:
+    """End the rendezvous of the present formation: whoever still waits there must not wait any longer."""
+
+
+@dataclass(frozen=True)
+class Lost:
+    """Tell that a worker is lost."""
+
+    number: int
+    host: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Formed:
+    """Tell of a formation."""
+
+    formation: int
+    numbers: tuple[int, ...]
+    slots: tuple[Slot, ...]
+    after_s: float
+
+
+@dataclass(frozen=True)
+class Fail:
+    """End the job."""
+
+    why: str
+
+
+Action = ReachHost | StartWorker | Signal | Say | Serve | FindCut | Unserve | Lost | Formed | Fail
+
+
+# ---- membership
+
+
 @dataclass(frozen=True)
 class Limits:
-    """What a job may become.
+    """What a job may become."""
 
-    Attributes:
-        minimum, maximum: of workers.
-        timeout_s: how long fewer are borne.
-        start_s: how long a new worker may take until it is ready.
-        open: whether hosts may still come that nobody knows of yet.
-    """
-
-    minimum: int
+    minimum: int  # of workers
     maximum: int
-    timeout_s: float = 600.0
-    start_s: float = 1800.0
-    open: bool = False
+    timeout_s: float = 600.0  # how long to run with fewer
+    start_s: float = 1800.0  # how long a new worker may take until it is ready
+    open: bool = False  # hosts may still be added
 
 
 @dataclass
@@ -64,28 +130,20 @@ class Worker:
     """A living worker.
 
     Attributes:
-        slot: of its host's, from 0, as long as it lives: its GPU goes by it.
         state: a new one is "starting", then "ready"; a member of the formation is "in" it, or has left it ("out").
-        rank: in the formation.
-        joinable: whether new ones can come in where it has left.
-        empty: a member that has left before it was given what is trained.
-        leaving: whether its slot is taken away.
-        trained: whether it has been in a formation that did an update.
-        started_s: when a new one was started.
-        ending_s: when it was seen first that it was preempted, and has not.
     """
 
     number: int
     host: str
-    slot: int
+    slot: int  # of its host's, from 0, as long as it lives: its GPU goes by it
     state: Literal["starting", "ready", "in", "out"]
-    rank: int = -1
-    joinable: bool = True
-    empty: bool = False
-    leaving: bool = False
-    trained: bool = False
+    rank: int = -1  # in the formation
+    joinable: bool = True  # new workers can join where it left the formation
+    empty: bool = False  # it left before it received what is trained
+    leaving: bool = False  # its slot is taken away
+    trained: bool = False  # it was in a formation that did an update
     started_s: float = 0.0
-    ending_s: float = float("inf")
+    ending_s: float = float("inf")  # when it was first seen that it was preempted, and still ran
 
     @property
     def member(self) -> bool:
@@ -267,20 +325,16 @@ class Members:
     def _settled(self, now: float) -> list[Action]:
         if not self._failed:
             self._look_at_late(now)
-            self._end() if self._ending else self._go_on(now)
+            if self._ending:  # there is no next formation to wait for
+                for number in [its.number for its in self.workers.values() if its.state != "in"]:
+                    self._remove(number, signal.SIGTERM)
+            else:
+                self._fill(now)
+                self._form(now)
+                self._regroup(now)
+                self._look_at_shortage(now)
         actions, self._actions = self._actions, []
         return actions
-
-    def _go_on(self, now: float) -> None:
-        self._fill(now)
-        self._form(now)
-        self._regroup(now)
-        self._look_at_shortage(now)
-
-    def _end(self) -> None:
-        """There is no next formation to wait for."""
-        for number in [its.number for its in self.workers.values() if its.state != "in"]:
-            self._remove(number, signal.SIGTERM)
 
     def _breaks(self, now: float) -> None:
         self._broken_s = now if self._broken_s is None else self._broken_s

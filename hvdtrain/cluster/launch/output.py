@@ -25,14 +25,12 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def report(text: str, within_s: float = float("inf")) -> None:
-    """Tells the user something of the launcher's own, apart from what ranks write.
+    """Prints a line of the launcher's own; `within_s`: how long to wait for a reader that pauses.
 
-    Args:
-        text: what.
-        within_s: how long to wait for a reader that pauses. While ranks run nothing may wait for one for long.
+    While ranks run nothing may wait for one for long.
     """
     until_s = time.monotonic() + within_s
-    with contextlib.suppress(OSError):  # nobody is there to be told
+    with contextlib.suppress(OSError):  # the reader is gone
         put(sys.stderr, f"hvdtrain launch: {text}", lambda: time.monotonic() < until_s)
 
 
@@ -57,14 +55,10 @@ def put(stream: TextIO, line: str, worth: Callable[[], bool]) -> bool:
 
 
 class Logs:
-    """A folder with a log a rank, both its streams in the order they came, and `launch.json`.
-
-    Attributes:
-        folder: where.
-    """
+    """A folder with a log a rank, both streams in the order they came, and `launch.json`."""
 
     def __init__(self, folder: Path | None) -> None:
-        """Makes the folder: the given one, or the next free runs/launch-N. Where the given one has the logs of another
+        """Makes the folder: the given one, or the next free runs/launch-N. If the given one has the logs of another
         job, which may still run, it is the next free launch-N within it.
 
         Raises:
@@ -141,30 +135,21 @@ class Display:
         """Notes where a rank is."""
         self._marks[rank] = f"[{rank} {host.address}] " if self._with_hosts else f"[{rank}] "
 
-    def hurry(self, within_s: float) -> None:
-        """From now on, wait no longer than that for a reader that pauses; then log only."""
+    def interrupt(self, within_s: float) -> None:
+        """Shows errors of rank 0 only (after a Ctrl-C each rank has its traceback), and waits no longer than
+        `within_s` for a reader that pauses."""
+        self._errors_of_rank_0_only = True
         self._until_s = min(self._until_s, time.monotonic() + within_s)
 
-    def errors_of_rank_0_only(self) -> None:
-        """From now on, log errors of ranks other than 0 only: after a Ctrl-C each would show its traceback."""
-        self._errors_of_rank_0_only = True
-
     def line(self, rank: int, stream: str, line: str) -> None:
-        """Logs a line, and shows it. A disk that is full costs the output, not the job.
-
-        Raises:
-            OSError: whoever reads this process's output is gone.
-        """
+        """Logs a line, and shows it, unless the disk is full; raises OSError if the reader of the output is gone."""
         self._logs.write(rank, line)
         if stream in self._mute or (rank != 0 and (self._quiet or self._errors_of_rank_0_only and stream == "stderr")):
             return
         mark = "" if self._quiet else self._marks[rank]
         try:
-            shown = put(
-                sys.stdout if stream == "stdout" else sys.stderr,
-                f"{mark}{line}",
-                lambda: time.monotonic() < self._until_s,
-            )
+            target = sys.stdout if stream == "stdout" else sys.stderr
+            shown = put(target, f"{mark}{line}", lambda: time.monotonic() < self._until_s)
         except OSError as error:
             if error.errno not in FULL:
                 raise
@@ -172,9 +157,6 @@ class Display:
         else:
             if not shown:
                 self._stop(stream, "is not read")
-
-    def _is_worth_waiting(self) -> bool:
-        return time.monotonic() < self._until_s
 
     def _stop(self, stream: str, why: str) -> None:
         self._mute.add(stream)
@@ -186,16 +168,19 @@ def log_of(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank:04d}.log"
 
 
-def _shortened(line: str) -> str:
-    return line if len(line) <= LONGEST_LINE else f"{line[:LONGEST_LINE]} ... ({len(line)} characters, see the log)"
+def shortened(line: str, longest: int, where: str) -> str:
+    """Returns a line that has at most so many characters, and where the whole is."""
+    return line if len(line) <= longest else f"{line[:longest]} ... ({where})"
 
 
 def failure_block(failure: Failure, folder: Path) -> str:
-    """Returns what is shown last when a job failed: who failed first, how, its last words, and where the others are."""
+    """Returns what is shown last when a job failed: the first failure, its last lines, and where the logs are."""
     host = "host " if failure.rank is None else ""
     lines = [f"{host}{failure.who} failed first, after {failure.after_s:.1f} s: {failure.why}"]
     if failure.lines:
-        lines += ["  its last lines:", *(f"  | {_shortened(line)}" for line in failure.lines)]
+        lines.append("  its last lines:")
+    for line in failure.lines:
+        lines.append(f"  | {shortened(line, LONGEST_LINE, f'{len(line)} characters, see the log')}")
     if failure.remedy:
         lines.append(f"  fix: {failure.remedy}")
     lines.append(f"  logs: {log_of(folder, failure.rank) if failure.rank is not None else folder}")

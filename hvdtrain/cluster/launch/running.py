@@ -13,7 +13,6 @@ from typing import Any
 
 from hvdtrain.cluster.hosts import addresses
 from hvdtrain.cluster.hosts.hosts import Host, Slot
-from hvdtrain.cluster.hosts.links import LinkCheck, Pair, to_drop
 from hvdtrain.cluster.hosts.protocol import Message
 from hvdtrain.cluster.launch import environment
 from hvdtrain.cluster.launch.agents import Agents, Connection
@@ -27,6 +26,7 @@ from hvdtrain.cluster.launch.failures import (
     settled,
 )
 from hvdtrain.cluster.launch.job import Job, JobPlan, make_plan
+from hvdtrain.cluster.launch.links import LinkCheck, Pair, to_drop
 from hvdtrain.cluster.launch.rank import PASSED_ON, RETURNED
 from hvdtrain.core import variables
 from hvdtrain.core.errors import HOST_LOST_CODE, NOT_STARTED_CODE, PREEMPTED_CODE, LauncherError
@@ -41,34 +41,21 @@ _PIECE_BYTES = 3 << 16  # of a rank's input in one message
 
 @dataclass
 class Outcome:
-    """How a job ended.
+    """How a job ended."""
 
-    Attributes:
-        failed: what made it end; None if every rank ended well, or the user ended it.
-        interrupted: the signal by which the user ended it.
-        preempted: ranks were preempted, and have ended as such.
-        told: a signal that the launcher passed on has told ranks to end, or has ended one.
-        formations: of an elastic job, beyond the first: what each was made of.
-        lost: workers of an elastic job that were lost: who, where, why and when.
-        updates: how many are done, of the whole run, as far as ranks said so.
-        left: processes that stay, because the agents may not end them, in words.
-        seconds: from the ranks' start to the end of the last.
-    """
-
-    failed: Failure | None = None
-    interrupted: int | None = None
+    failed: Failure | None = None  # None: every rank ended well, or the user ended the job
+    interrupted: int | None = None  # the signal by which the user ended it
     preempted: bool = False
-    told: int | None = None
-    formations: list[dict[str, Any]] = field(default_factory=list)
-    lost: list[dict[str, Any]] = field(default_factory=list)
-    updates: int = 0
-    left: list[str] = field(default_factory=list)
-    seconds: float = 0.0
+    told: int | None = None  # a signal that the launcher passed on, and that ended ranks
+    formations: list[dict[str, Any]] = field(default_factory=list)  # of an elastic job, beyond the first
+    lost: list[dict[str, Any]] = field(default_factory=list)  # workers of an elastic job
+    updates: int = 0  # counted through the whole run, as far as ranks reported them
+    left: list[str] = field(default_factory=list)  # processes that the agents may not end, in words
+    seconds: float = 0.0  # from the ranks' start to the end of the last
 
     @property
     def exit_code(self) -> int:
-        """0; the first failing rank's; 85 when ranks were preempted, and did; 128+N when signal N ended the
-        launcher's run."""
+        """Returns 0, the first failing rank's code, 85 for preempted ranks, or 128+N if signal N ended the job."""
         if self.failed is not None:
             return self.failed.code
         if self.preempted:
@@ -77,16 +64,16 @@ class Outcome:
 
 
 class Heard:
-    """What happens while a job runs; whoever wants to know of it says what is to be done."""
+    """Gets what happens while a job runs; does nothing with it."""
 
     def interrupt(self, number: int) -> None:
-        """A signal ends the job, or a further one came."""
+        """Takes a signal that ends the job; more may follow."""
 
     def worker(self, number: int, host: Host) -> None:
-        """One more worker of an elastic job is about to start."""
+        """Takes a worker of an elastic job that is about to start."""
 
     def say(self, text: str) -> None:
-        """An elastic job has become another."""
+        """Takes a change of an elastic job."""
 
 
 class Interrupted(Exception):
@@ -101,11 +88,7 @@ def plan_of(job: Job, agents: Agents) -> JobPlan:
 
 
 class Running:
-    """One job from the agents' hello to its end.
-
-    Attributes:
-        outcome: how it ended, once it is closed.
-    """
+    """One job from the agents' hello to its end; once it is closed, `outcome` is complete."""
 
     def __init__(self, job: Job, agents: Agents, received: list[int], heard: Heard) -> None:
         self._job, self._agents, self._received, self._heard = job, agents, received, heard
@@ -246,7 +229,6 @@ class Running:
             self._stopped(message["rank"], host, why)
 
     def _hear(self, rank: int, said: dict[str, Any]) -> None:
-        """A rank has said something over its line."""
         if said.get("do") == "updates" and isinstance(said.get("count"), int):
             self._updates[rank] = said["count"]
             self.outcome.updates = max(self.outcome.updates, said["count"])
@@ -254,7 +236,7 @@ class Running:
             self._note_told(said.get("signal"))
 
     def _note_told(self, number: int | None) -> None:
-        if number in self._passed:  # and not one that somebody else has sent to one rank
+        if number in self._passed:  # else another process has sent it to one rank
             self.outcome.told = number
 
     def _ended(self, end: RankEnd) -> None:

@@ -28,7 +28,9 @@ from hvdtrain.cluster.doctor.verify_toy import (
 )
 from hvdtrain.cluster.launch import launcher
 from hvdtrain.cluster.launch.agents import OnLine
-from hvdtrain.cluster.launch.launcher import Failure, Outcome
+from hvdtrain.cluster.launch.failures import Failure
+from hvdtrain.cluster.launch.job import Job
+from hvdtrain.cluster.launch.running import Outcome
 from hvdtrain.commands import verify
 from hvdtrain.core.errors import ConfigError
 
@@ -201,11 +203,11 @@ FINDINGS = {
 }  # fmt: skip
 
 
-def ended(monkeypatch: pytest.MonkeyPatch, output: str = "", failed: Failure | None = None) -> list[launcher.Job]:
+def ended(monkeypatch: pytest.MonkeyPatch, output: str = "", failed: Failure | None = None) -> list[Job]:
     """Have rank 0 of the launcher's jobs write `output`, and the job end; returns the jobs it gets."""
-    jobs: list[launcher.Job] = []
+    jobs: list[Job] = []
 
-    def run(job: launcher.Job, on_line: OnLine) -> Outcome:
+    def run(job: Job, on_line: OnLine) -> Outcome:
         jobs.append(job)
         for line in output.splitlines():
             on_line(0, "stdout", line)

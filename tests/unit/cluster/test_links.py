@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.cluster.hosts.links import LinkCheck, to_drop
+from hvdtrain.cluster.launch.links import LinkCheck, to_drop
 
 ADDRESSES = {name: f"10.0.0.{number}" for number, name in enumerate(["c", "a", "b"], 1)}  # in the job's order
 
@@ -24,7 +24,7 @@ class Agent(SimpleNamespace):
 
 def asked(closed: str = "") -> tuple[LinkCheck, dict[str, Agent]]:
     """All have opened a port, and are to reach the others, except one that is gone."""
-    agents = {name: Agent() for name in ADDRESSES}
+    agents: dict[str, Any] = {name: Agent() for name in ADDRESSES}
     look = LinkCheck(agents, ADDRESSES)
     assert look.pairs() is None
     for number, name in enumerate(name for name in agents if name != closed):

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdtrain.cluster.hosts.hosts import Host, assign
-from hvdtrain.cluster.launch import actions
+from hvdtrain.cluster.launch import members as actions
 from hvdtrain.cluster.launch.members import (
     MOST_FORMATIONS,
     SECONDS_TO_BREAK,

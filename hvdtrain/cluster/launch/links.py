@@ -10,23 +10,14 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 from hvdtrain.cluster.hosts.data_path import LOOK_S
 from hvdtrain.cluster.hosts.protocol import Message
+from hvdtrain.cluster.launch.agents import Connection
 
 Pair = tuple[str, str]
 _ANSWER_S = 3.0  # for an agent's answer, beyond what it waits for
 _SERIALS = itertools.count(1)
-
-
-class AgentConnection(Protocol):
-    """The connection to a host's agent (`launch.agents.Connection`)."""
-
-    ended: bool
-    closed: bool
-
-    def send(self, kind: str, **fields: object) -> None: ...
 
 
 class LinkCheck:
@@ -36,7 +27,7 @@ class LinkCheck:
         serial: of the messages that belong to it.
     """
 
-    def __init__(self, asked: Mapping[str, AgentConnection], addresses: Mapping[str, str]) -> None:
+    def __init__(self, asked: Mapping[str, Connection], addresses: Mapping[str, str]) -> None:
         """Asks each agent for a port.
 
         Args:
