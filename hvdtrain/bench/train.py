@@ -6,7 +6,7 @@ processes as ranks that do not talk, which is what this machine could do at most
 second. One thread and one core a rank on CPU.
 
 Everything (--all): PyTorch's, Keras' and everybody's ways with one model, in groups that fit into memory, each with
-its own references; with memory, changed lines and a picture. --models toy shows in a minute or two whether all of
+its own references; with memory and changed lines. --models toy shows in a minute or two whether all of
 them work here.
 
 Settings (--tune [-- COMMAND ...]): threads, Horovod's cycle time, fusion, shared memory and controller, buckets and
@@ -39,10 +39,7 @@ from hvdtrain.core.errors import ConfigError, install_command
 from hvdtrain.record import stats
 
 ALONE, APART = "one process", "processes that do not talk"
-TARGETS = {"plain": 1.02, "alone": 1.01}  # by the plain arm: hvdtrain's step over its own
-RIVAL_TARGET, EFFICIENCY_GOAL = 1.00, 0.92
 MANY_DEVICES = ("dataparallel", "pipeline")  # of one process
-HAND_WRITTEN = ("horovod", "ddp")  # loops, of which the fastest is the measure
 NEEDS = {"accelerate": "accelerate", "fabric": "lightning_fabric", "deepspeed": "deepspeed"}
 PROCESS_BYTES = 2 << 30  # about what one of ResNet-50 holds, with its framework
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -178,8 +175,6 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(rule, received, "--ranks 2 --models NAME")
     result = begin("train", args, "a benchmark starts its own ranks")
     result["models"] = {model: measure(args, model) for model in args.models}
-    if args.all:
-        draw(result, args.out.with_suffix(".png"))
     return finish(args, result, report)
 
 
@@ -321,87 +316,32 @@ def _what(result: Mapping[str, Any], model: str) -> str:
 
 
 def report(result: Mapping[str, Any]) -> str:
-    """A table for each model, and what the targets make of it."""
+    """Returns a table for each model."""
     every = result["settings"]["all"]
     ways, texts = {way.label: way for way in (WAYS if every else STEPS)}, [heading("", result)]
     for model, part in result["models"].items():
         rows = [_row(ways[label], part, result["settings"]) for label in part["ratios"]]
-        below = NOTE if every else _verdict([ways[label] for label in part["ratios"]], part)
-        texts += [_what(result, model), stats.table([tuple(rows[0]), *(tuple(row.values()) for row in rows)]), below]
-    return "\n\n".join(texts)
+        texts += [_what(result, model), stats.table([tuple(rows[0]), *(tuple(row.values()) for row in rows)])]
+    return "\n\n".join([*texts, *[NOTE] * every])
 
 
 def _row(way: Way, part: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, str]:
-    """Cells by column."""
+    """Returns cells by column."""
     ratio, seconds = part["ratios"][way.label], _all(part["seconds"], way.label)
-    rate = way.devices(part["ranks"]) * settings["per_rank_batch"] / median(seconds)
 
     def shown(name: str, base: str) -> str:
         return str(stats.Interval(**ratio[name])) if name in ratio else "1" if way.label == base else ""
 
-    step, efficiency = stats.milliseconds(seconds), shown("efficiency", way.apart)
-    if settings["all"]:
-        of = ", ".join(str(number) for number, group in enumerate(part["seconds"], 1) if way.label in group)
+    every, row = settings["all"], {"way": way.label}
+    if every:
+        row["groups"] = ", ".join(str(n) for n, group in enumerate(part["seconds"], 1) if way.label in group)
+    row["step (median)"] = stats.milliseconds(seconds)
+    if not every:
+        rate = way.devices(part["ranks"]) * settings["per_rank_batch"] / median(seconds)
+        cpu = stats.milliseconds(_all(part["cpu_seconds"], way.label))
+        row |= {"samples/s": f"{rate:,.1f}", "CPU time": cpu, "hvdtrain's / this, 95 %": shown("ours", way.ours)}
+    row |= {"speed-up, 95 %": shown("speedup", way.alone), "efficiency, 95 %": shown("efficiency", way.apart)}
+    if every:
         memory = f"{part['memory_bytes'][way.label] / 2**20:.0f} MiB"
-        return {
-            "way": way.label, "groups": of, "step (median)": step, "speed-up, 95 %": shown("speedup", way.alone),
-            "efficiency, 95 %": efficiency, "memory": memory, "changed lines": str(part["lines"][way.label]),
-        }  # fmt: skip
-    return {
-        "way": way.label, "step (median)": step, "samples/s": f"{rate:,.1f}",
-        "CPU time": stats.milliseconds(_all(part["cpu_seconds"], way.label)),
-        "hvdtrain's / this, 95 %": shown("ours", way.ours), "efficiency, 95 %": efficiency,
-    }  # fmt: skip
-
-
-def _verdict(ways: Sequence[Way], part: Mapping[str, Any]) -> str:
-    """Whether the targets are met, in words."""
-    by = {way.label: {name: stats.Interval(**its) for name, its in part["ratios"][way.label].items()} for way in ways}
-    plain, ranks = next(way for way in ways if way.label == way.alone), part["ranks"]
-    cpu = _ratio(part["cpu_seconds"], plain.ours, plain.label)
-    lines = [
-        stats.judged(f"one process, against plain {plain.family}", by[plain.label]["ours"], TARGETS[plain.arm]),
-        f"the same in CPU time: {stats.Interval(**cpu)}" if cpu else "",
-    ]
-    rivals = {way.arm: by[way.label]["ours"] for way in ways if way.arm in HAND_WRITTEN and "ours" in by[way.label]}
-    if rivals:
-        name, ratio = max(rivals.items(), key=lambda item: item[1].value)
-        lines.append(
-            stats.judged(f"{ranks} ranks, against the fastest hand-written loop ({name})", ratio, RIVAL_TARGET)
-        )
-    for its in (by[way.label] for way in ways if way.label == way.ours and way.processes != 1):
-        reached = "reached" if its["efficiency"].value >= EFFICIENCY_GOAL else "not reached"
-        lines.append(
-            f"efficiency, of {ranks} processes that do not talk: {its['efficiency']}, goal {EFFICIENCY_GOAL}: {reached}"
-        )
-        shared = " (ranks share cores)" if ranks > len(os.sched_getaffinity(0)) else ""
-        lines.append(f"speed-up, over one process of plain {plain.family}: {its['speedup']}{shared}")
-    return "\n".join(filter(None, lines))
-
-
-def draw(result: Mapping[str, Any], path: Path) -> None:
-    """Speed-up and memory of every way as bars; beside each what processes that do not talk reach.
-
-    Raises:
-        ConfigError: matplotlib is missing.
-    """
-    from hvdtrain.pipeline.tuning.plots import BLUE, SKY, VERMILION, new_figure, write
-
-    ((model, part),) = result["models"].items()
-    names = list(part["ratios"])[::-1]
-    by = {name: part["ratios"][name] for name in names}
-    one = stats.Interval(1.0, 1.0, 1.0)  # of one process
-    speedups = [stats.Interval(**by[name]["speedup"]) if "speedup" in by[name] else one for name in names]
-    figure = new_figure(11, 0.36 * len(names) + 1.4)
-    speed, memory = figure.subplots(1, 2, sharey=True, width_ratios=[3, 2])
-    errors = [[its.value - its.low for its in speedups], [its.high - its.value for its in speedups]]
-    speed.barh(names, [its.value for its in speedups], xerr=errors, color=BLUE, height=0.65, error_kw={"linewidth": 1})
-    for row, name in enumerate(names):
-        if efficiency := by[name].get("efficiency"):
-            reached = speedups[row].value / efficiency["value"]  # by the processes apart of the same group
-            speed.vlines(reached, row - 0.5, row + 0.5, color=VERMILION, linestyle=":", linewidth=1.5)
-    speed.set_xlabel(f"speed-up over one process, {part['ranks']} ranks or devices\n(dotted: no communication)")
-    memory.barh(names, [part["memory_bytes"][name] / 2**30 for name in names], color=SKY, height=0.65)
-    memory.set_xlabel("memory a device, GiB" if result["settings"]["device"] == "cuda" else "memory a process, GiB")
-    figure.suptitle(_what(result, model), fontsize="medium")
-    write(figure, path)
+        row |= {"memory": memory, "changed lines": str(part["lines"][way.label])}
+    return row

@@ -1,4 +1,4 @@
-"""Intervals, taking turns, targets and tables: what benchmarks and tuning say their numbers with."""
+"""Intervals, taking turns and tables: what benchmarks and tuning say their numbers with."""
 
 from __future__ import annotations
 
@@ -70,17 +70,6 @@ def in_turns(arms: Mapping[Name, Callable[[], float]], rounds: int) -> dict[Name
         for name in rotated(arms, turn):
             samples[name].append(arms[name]())
     return samples
-
-
-def judged(what: str, ratio: Interval, target: float) -> str:
-    """A ratio against the target that it must not exceed, in words."""
-    message = kept(ratio.value <= target) + ", within the noise" * (ratio.low <= target < ratio.high)
-    return f"{what}: {ratio} (target <= {target:.3g}: {message})"
-
-
-def kept(it: bool) -> str:
-    """Returns a word for whether a target is met."""
-    return "kept" if it else "MISSED"
 
 
 def milliseconds(samples: Sequence[float]) -> str:

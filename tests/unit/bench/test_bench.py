@@ -138,31 +138,17 @@ def test_report_of_all_says_what_is_compared_with_what(monkeypatch: pytest.Monke
     assert "0.625 [0.625, 0.625]" in text and "in the same rounds of the same group" in text
 
 
-def test_report_names_the_fastest_rival_and_the_missed_target() -> None:
+def test_report_has_ratios_to_hvdtrain_and_to_one_process() -> None:
     ways = [way for way in train.STEPS if not way.keras and way.arm not in train.NEEDS]
     seconds = dict(zip((way.label for way in ways), ([1.0] * 2, [0.9] * 2, [1.0] * 2, [1.2] * 2, [1.5] * 2, [1.1] * 2),
                        strict=True))  # fmt: skip
-
-    def text() -> str:
-        return train.report(result_of([seconds], ways, every=False))
-
-    assert "one process, against plain PyTorch: 1.000 [1.000, 1.000] (target <= 1.01: kept)" in text()
-    assert "fastest hand-written loop (ddp): 1.091 [1.091, 1.091] (target <= 1: MISSED)" in text()
-    assert "2 processes that do not talk: 0.750 [0.750, 0.750], goal 0.92: not reached" in text()
-    assert "speed-up, over one process of plain PyTorch: 1.667 [1.667, 1.667]" in text()
-    seconds["hvdtrain on Horovod"] = [1.0, 1.04]
-    assert "(ddp): 0.927 [0.909, 0.945] (target <= 1: kept)" in text() and "MISSED" not in text()
-    seconds["hvdtrain on Horovod"] = [0.9, 1.4]
-    assert "(target <= 1: MISSED, within the noise)" in text()
-    seconds["hvdtrain on Horovod"] = [0.95, 0.95]  # the limit, not one process, is what it is held against
-    assert "0.947 [0.947, 0.947], goal 0.92: reached" in text()
-
-
-@pytest.mark.parametrize(("seconds", "told"), [(1.03, "MISSED"), (1.01, "kept")])
-def test_report_of_keras_in_one_process(seconds: float, told: str) -> None:
-    ways = [way for way in train.STEPS if way.keras == "torch" and way.processes == 1]
-    text = train.report(result_of([{ways[0].label: [1.0], ways[1].label: [seconds]}], ways, every=False))
-    assert f"one process, against plain Keras on torch: {seconds:.3f}" in text and f"(target <= 1.02: {told})" in text
+    text = train.report(result_of([seconds], ways, every=False))
+    rows = {line.split("  ")[0]: [cell.strip() for cell in line.split("  ") if cell] for line in text.splitlines()}
+    assert rows["PyTorch, one process"][4:] == ["1.000 [1.000, 1.000]", "1"], "hvdtrain's in one process, over plain"
+    ours = ["1200.00 ms", "6.7", "1200.00 ms", "1", "1.667 [1.667, 1.667]", "0.750 [0.750, 0.750]"]
+    assert rows["hvdtrain on Horovod"][1:] == ours
+    assert rows["DistributedDataParallel"][4] == "1.091 [1.091, 1.091]"
+    assert "in the same rounds of the same group" not in text
 
 
 def test_changed_lines() -> None:
@@ -200,13 +186,6 @@ def test_nothing_to_measure_is_refused(capsys: pytest.CaptureFixture[str]) -> No
     with pytest.raises(ConfigError, match="a way to train the model here"):
         train.measure(args, "resnet18")
     assert "Keras has no resnet18" in capsys.readouterr().err
-
-
-def test_rivals_in_other_groups_are_not_judged() -> None:
-    ways = [way for way in train.STEPS if way.label in ("PyTorch, one process", "hvdtrain on Horovod, one process")]
-    ddp = Way("DistributedDataParallel", "ddp")
-    first, second = {way.label: [1.0] for way in ways}, {ways[0].label: [1.0], ddp.label: [2.0]}
-    assert "hand-written" not in train.report(result_of([first, second], [*ways, ddp], every=False))
 
 
 def test_free_memory_says_how_many_processes() -> None:

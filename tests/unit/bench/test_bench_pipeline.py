@@ -21,7 +21,7 @@ def arguments(*flags: str) -> argparse.Namespace:
 
 
 def made_up(**change: float) -> dict[str, Any]:
-    """A result in which every target is kept, but for what is changed: seconds by way."""
+    """Returns a result, with changed seconds by way."""
     seconds = {
         pipeline.PLAIN: 4.0, pipeline.ONE_STAGE: 4.04, pipeline.ALL_CORES: 2.3, pipeline.NAIVE: 4.1,
         "hvdtrain, gpipe, 4 micro-batches": 2.7, "hvdtrain, 1f1b, 8 micro-batches": 2.4,
@@ -36,34 +36,14 @@ def made_up(**change: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_all_targets_kept() -> None:
+def test_variants_are_compared() -> None:
     text = pipeline.report(made_up())
-    assert "MISSED" not in text and text.count("kept") == 6
-    assert "hvdtrain, 1f1b, 8 micro-batches / naive split: 0.585 [0.585, 0.585] (target <= 0.625: kept)" in text
+    assert "hvdtrain, 1f1b, 8 micro-batches / naive split: 0.585 [0.585, 0.585]\n" in text
+    assert f"{pipeline.ONE_STAGE} / {pipeline.PLAIN}: 1.010" in text
+    assert f"hvdtrain, 1f1b, 8 micro-batches / {pipeline.ALL_CORES}: 1.043" in text
     assert "hvdtrain, gpipe, 4 micro-batches / torchgpipe, 4 micro-batches: 0.643" in text, "the same micro-batches"
-    assert f"efficiency: {4.1 / 2 / 2.4 / (8 / 9):.3f} (target >= 0.93: kept)" in text
-
-
-@pytest.mark.parametrize(
-    ("name", "seconds", "told"),
-    [
-        (pipeline.NAIVE, 3.0, "(target <= 0.625: MISSED)"),
-        (pipeline.ONE_STAGE, 4.2, "(target <= 1.02: MISSED)"),
-        ("torchgpipe, 4 micro-batches", 2.5, "(target <= 1: MISSED)"),
-        ("tutorial pattern, 8 micro-batches", 2.3, "(target <= 1: MISSED)"),
-        ("hvdtrain, gpipe, 4 micro-batches", 3.0, "(target <= 10%: MISSED)"),
-    ],
-)
-def test_a_missed_target_is_told(name: str, seconds: float, told: str) -> None:
-    assert told in pipeline.report(made_up(**{name: seconds}))
-
-
-def test_within_the_noise_is_told() -> None:
-    result = made_up()
-    result["seconds"][pipeline.ONE_STAGE] = [3.9, 4.0, 4.1, 4.4, 4.3]
-    result["seconds"] = {name: its if len(its) == 5 else its[:1] * 5 for name, its in result["seconds"].items()}
-    line = next(line for line in pipeline.verdicts(result) if line.startswith(pipeline.ONE_STAGE))
-    assert line.endswith("MISSED, within the noise)")
+    assert f"{4.1 / 2 / 2.4 / (8 / 9):.3f}" in text, "the efficiency"
+    assert "prediction from a few short steps: at most 7.9% off" in text and "from the profile" not in text
 
 
 def test_more_stages_than_cores() -> None:
@@ -78,9 +58,6 @@ def test_place_for_the_result_is_checked_first(tmp_path: Path) -> None:
         pipeline.run(arguments("--out", str(tmp_path / "file" / "x.json")))
 
 
-def test_another_cut_is_judged_against_ours() -> None:
+def test_another_cut_is_compared_with_ours() -> None:
     hand = f"hvdtrain, 1f1b, 8 micro-batches, {pipeline.BY_HAND} 8|8"
-    for seconds, told in ((2.5, "kept"), (2.3, "MISSED")):
-        text = pipeline.report(made_up(**{hand: seconds}))
-        assert f"hvdtrain, 1f1b, 8 micro-batches / {hand}: {2.4 / seconds:.3f}" in text
-        assert text.count("MISSED") == (told == "MISSED")
+    assert f"hvdtrain, 1f1b, 8 micro-batches / {hand}: 0.960" in pipeline.report(made_up(**{hand: 2.5}))
