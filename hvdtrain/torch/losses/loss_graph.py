@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -41,25 +41,18 @@ class Term:
     """A part of the loss.
 
     Attributes:
-        divisor: what its sum is divided by.
-        what: that number in words.
-        weight: the argument to type, of the targets `y`.
-        mean: it is a mean over samples, or divided by a number that a GPU computes.
-        reduced: numbers of several samples are added up in it.
         numbers: given in the loss, that divide it; of one that it is multiplied with, one by it, if that is a count.
-        values: how many its sum adds up.
-        means: of how many values each mean is that was taken of it, the outermost first.
         element: it is one number of several that were stacked: a factor of it is its own, as one of a vector's is.
     """
 
-    divisor: float | Tensor = 1.0
-    what: str = "a sum that nothing divides"
-    weight: str = ""
-    mean: bool = False
-    reduced: bool = False
+    divisor: float | Tensor = 1.0  # what its sum is divided by
+    what: str = "a sum that nothing divides"  # that number in words
+    weight: str = ""  # the argument to type, of the targets `y`
+    mean: bool = False  # it is a mean over samples, or divided by a number that a GPU computes
+    reduced: bool = False  # numbers of several samples are added up in it
     numbers: tuple[float, ...] = ()
-    values: int = 0
-    means: tuple[float, ...] = ()
+    values: int = 0  # how many its sum adds up
+    means: tuple[float, ...] = ()  # of how many values each mean is that was taken of it, the outermost first
     element: bool = False
 
     def over(self, divisor: float | Tensor, what: str, weight: str, values: float) -> Term:
@@ -67,13 +60,8 @@ class Term:
         return replace(self, divisor=divisor, what=what, weight=weight, means=means, mean=True, reduced=True)
 
     def added_up(self, values: int, samples: int, *, over: bool = True) -> Term:
-        """Where samples were added up, a mean that is taken of the sums is none over samples.
-
-        Args:
-            values: how many.
-            samples: in the batch.
-            over: they are of all samples.
-        """
+        """Returns the term where `values` values were added up: a mean that is taken of the sums (`over` all samples
+        of the batch) is none over samples."""
         mean = self.mean and not (over and samples and self.means and not _is_multiple(math.prod(self.means), samples))
         return replace(self, reduced=True, values=values, mean=mean)
 
@@ -95,35 +83,36 @@ class Term:
         return [number for number in (*given, math.prod(self.means)) if _is_multiple(abs(number), samples)]
 
     def is_part(self, samples: int) -> bool:
-        """Whether it may be one sample's part of a mean over them, with a divisor of its own."""
+        """Returns True if it may be one sample's part of a mean over them, with a divisor of its own."""
         return samples == 1 or samples in self.numbers or samples in self.means[:-1]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Reading:
-    """What a loss is made of.
+    """What a loss is made of; `one_by_one` are the names of operations `across` samples if each may be of one
+    sample."""
 
-    Attributes:
-        terms: those that depend on data.
-        unknown: names of operations behind which nothing can be told.
-        across: of those that no weight fits.
-        one_by_one: of those that fit if each is of one sample: as many as there are samples.
-        parts: each term may be one sample's part of a mean over them.
-        nodes: the terms' operations.
-        form: the paths to all of them: the same for the same code.
-        penalised: a part of it is computed of parameters alone.
-        chooses: one of two numbers is taken (`torch.where`), by what the graph does not show.
-    """
+    samples: int  # in the batch; 0: not known
+    given: tuple[float, ...] = ()  # the weight of the caller's, if there is one: a factor of 1 / given divides by it
+    terms: list[Term] = field(default_factory=list)  # those that depend on data
+    unknown: dict[str, None] = field(default_factory=dict)  # names of operations behind which nothing can be told
+    across: list[tuple[str, Term]] = field(default_factory=list)  # operations that no weight fits, each with its term
+    one_by_one: list[str] = field(default_factory=list)
+    nodes: list[Any] = field(default_factory=list)  # the terms' operations
+    paths: list[str] = field(default_factory=list)  # to all of them
+    penalised: bool = False  # a part of it is computed of parameters alone
+    chooses: bool = False  # one of two numbers is taken (`torch.where`), by what the graph does not show
 
-    terms: tuple[Term, ...]
-    unknown: tuple[str, ...]
-    across: tuple[str, ...]
-    one_by_one: tuple[str, ...]
-    parts: bool
-    nodes: tuple[Any, ...]
-    form: frozenset[str]
-    penalised: bool
-    chooses: bool
+    @property
+    def form(self) -> frozenset[str]:
+        """The paths, which are the same for the same code."""
+        return frozenset(self.paths)
+
+    @property
+    def parts(self) -> bool:
+        """Returns True if each term may be one sample's part of a mean over them."""
+        terms, samples = self.terms, self.samples
+        return bool(terms and samples) and len(terms) % samples == 0 and all(term.is_part(samples) for term in terms)
 
 
 class Reader:
@@ -133,35 +122,17 @@ class Reader:
         self._free: dict[str, bool] = {}
 
     def read(self, loss: Tensor, samples: int, given: float | None = None) -> Reading:
-        """Returns what a scalar loss of a batch is made of.
-
-        Args:
-            loss: a scalar.
-            samples: in the batch; 0: not known.
-            given: the weight, where the caller has given it: a factor of 1 / given divides by it.
-        """
-        found = _Found(samples, () if given is None else (given,))
+        """Returns what a scalar loss of a batch is made of; the arguments are those of `Reading`."""
+        found = Reading(samples, () if given is None else (given,))
         if loss.grad_fn is not None:
             self._walk(loss.grad_fn, Term(), "", found)
-        single = samples > 0 and len(found.across) % samples == 0
-        if single:
+        if samples and len(found.across) % samples == 0:
+            found.one_by_one = list(dict.fromkeys(name for name, _ in found.across))
             found.terms += [term for _, term in found.across]
-        terms = found.terms
-        parts = bool(terms and samples) and len(terms) % samples == 0 and all(t.is_part(samples) for t in terms)
-        across = tuple(dict.fromkeys(name for name, _ in found.across))
-        return Reading(
-            tuple(found.terms),
-            tuple(dict.fromkeys(found.unknown)),
-            () if single else across,
-            across if single else (),
-            parts,
-            tuple(found.nodes),
-            frozenset(found.paths),
-            found.penalised,
-            found.chooses,
-        )
+            found.across = []
+        return found
 
-    def _walk(self, node: Any, term: Term, path: str, found: _Found) -> None:
+    def _walk(self, node: Any, term: Term, path: str, found: Reading) -> None:
         name = name_of(node)
         path = f"{path}/{name}"
         if len(path) < 2000 and not hasattr(node, "_saved_reduction"):
@@ -189,9 +160,9 @@ class Reader:
         elif term.reduced:
             found.terms.append(term)
         else:
-            found.unknown.append(name)
+            found.unknown[name] = None
 
-    def _below(self, name: str, node: Any, term: Term, path: str, found: _Found) -> list[tuple[Any, Term]] | None:
+    def _below(self, name: str, node: Any, term: Term, path: str, found: Reading) -> list[tuple[Any, Term]] | None:
         """Returns what a linear operation adds up, each with what it is divided by so far; None for any other."""
         children, samples = [child for child, _ in node.next_functions], found.samples
         if name in _PASS:
@@ -212,7 +183,7 @@ class Reader:
             one = self._only(children, path)
             if one is None or (name == "Div" and one == 1):
                 return None
-            other = _constant(node, one)
+            other = getattr(node, "_saved_other" if one == 0 else "_saved_self", None)
             if other is None or term.element or (isinstance(other, Tensor) and other.dim()):
                 return [(children[one], term)]  # a mask, or a number for each sample
             if name == "Div":
@@ -220,7 +191,8 @@ class Reader:
             if isinstance(other, Tensor) and other.device.type != "cpu":
                 return [(children[one], replace(term, divisor=term.divisor / other.detach()))]
             number = float(other.detach() if isinstance(other, Tensor) else other)
-            counts = (float(samples), 2.0 * samples, float(_values(children[one])), *found.given)
+            summed = math.prod(getattr(children[one], "_saved_self_sym_sizes", (0,)))  # how many values
+            counts = (float(samples), 2.0 * samples, float(summed), *found.given)
             return [(children[one], term.by(1 / number, counts))] if number else []
         return None
 
@@ -232,23 +204,10 @@ class Reader:
         return live[0] if len(live) == 1 else None
 
     def _data_free(self, node: Any, path: str) -> bool:
-        """Whether it is computed of parameters alone, like a penalty on weights: the same on every rank."""
+        """Returns True if it is computed of parameters alone, like a penalty on weights: the same on every rank."""
         if path not in self._free:
             self._free[path] = _of_parameters_alone(node)
         return self._free[path]
-
-
-@dataclass
-class _Found:
-    samples: int
-    given: tuple[float, ...] = ()
-    terms: list[Term] = field(default_factory=list)
-    unknown: list[str] = field(default_factory=list)
-    across: list[tuple[str, Term]] = field(default_factory=list)
-    paths: list[str] = field(default_factory=list)
-    nodes: list[Any] = field(default_factory=list)
-    penalised: bool = False
-    chooses: bool = False
 
 
 def _of_mean(node: Any, term: Term, samples: int) -> Term:
@@ -258,7 +217,8 @@ def _of_mean(node: Any, term: Term, samples: int) -> Term:
     if _numel(node) == 1:
         return term.over(values, what, weight, values)
     dims = _dims(node, sizes)
-    over = not samples or 0 in dims or (sizes[0] != samples and _any_of(sizes, dims, samples))
+    over = not samples or 0 in dims
+    over = over or (sizes[0] != samples and any(sizes[dim] and sizes[dim] % samples == 0 for dim in dims))
     # each sample's own mean: what divides their sum counts them
     return replace(
         term,
@@ -275,10 +235,6 @@ def _dims(node: Any, sizes: list[int]) -> set[int]:
     """Those that a sum or mean was told; all, where it was told none."""
     told = getattr(node, "_saved_dim", None) or range(len(sizes))
     return {signed(dim) % len(sizes) for dim in told}
-
-
-def _any_of(sizes: list[int], dims: set[int], samples: int) -> bool:
-    return any(sizes[dim] and sizes[dim] % samples == 0 for dim in dims)
 
 
 def _of_loss(name: str, node: Any, term: Term, samples: int) -> Term:
@@ -303,26 +259,15 @@ def _is_multiple(number: float, samples: int) -> bool:
 
 
 def _adds_up(node: Any) -> bool:
-    """Whether a sum or mean is among the operations on single values that it is made of."""
-    stack, seen = [node], {node}
-    while stack:
-        now = stack.pop()
-        if name_of(now) in ("Sum", "Nansum", "Mean") or hasattr(now, "_saved_reduction") or len(seen) > _LOOKED_AT:
+    """Returns True if a sum or mean is among the operations on single values that it is made of."""
+    for count, now in enumerate(_below((node,), follow=lambda now: name_of(now) in _PASS | _ACROSS), 1):
+        if name_of(now) in ("Sum", "Nansum", "Mean") or hasattr(now, "_saved_reduction") or count > _LOOKED_AT:
             return True
-        if name_of(now) in _PASS | _ACROSS:
-            new = {child for child, _ in now.next_functions if child is not None} - seen
-            seen |= new
-            stack += new
     return False
 
 
-def _values(node: Any) -> int:
-    """How many values a sum adds up; 0 where it is none."""
-    return math.prod(getattr(node, "_saved_self_sym_sizes", (0,)))
-
-
 def _squares(name: str, node: Any) -> bool:
-    """Whether it is the square of a norm over everything: a sum."""
+    """Returns True if it is the square of a norm over everything: a sum."""
     if name != "Pow" or node._saved_exponent != 2 or _numel(node) != 1:
         return False
     norm = node.next_functions[0][0]
@@ -343,22 +288,13 @@ def _numel(node: Any) -> int:
     return math.prod(node._input_metadata[0].shape)
 
 
-def _constant(node: Any, live: int) -> Any:
-    """The other operand of a product or quotient, where it is no function of parameters."""
-    return getattr(node, "_saved_other" if live == 0 else "_saved_self", None)
-
-
 def _of_parameters_alone(node: Any) -> bool:
     """Follows the graph down: data shows as a saved tensor that needs no gradient, other than a factor for each number
     of a parameter."""
-    stack, seen = [node], {node}
-    factors: set[Any] = set()
-    shapes = set()
-    while stack:
-        if len(seen) > _LOOKED_AT:
-            return False
-        now = stack.pop()
-        if isinstance(now, BackwardCFunction):  # compiled code, or a function of the user's: it may read anything
+    factors, shapes = set[Any](), set[Any]()
+    for count, now in enumerate(_below((node,)), 1):
+        # compiled code, or a function of the user's, may read anything
+        if count > _LOOKED_AT or isinstance(now, BackwardCFunction):
             return False
         if hasattr(now, "variable"):
             shapes.add(now.variable.shape)
@@ -368,10 +304,6 @@ def _of_parameters_alone(node: Any) -> bool:
                 if not (by_element and tensor.is_floating_point()):
                     return False
                 factors.add(tensor.shape)
-        for child, _ in now.next_functions:
-            if child is not None and child not in seen:
-                seen.add(child)
-                stack.append(child)
     return bool(shapes) and factors <= shapes
 
 
@@ -386,33 +318,30 @@ def _saved(node: Any) -> Iterator[Tensor]:
 
 
 def recomputes_reentrantly(loss: Tensor) -> bool:
-    """Whether a part of the model is computed again within the backward pass, in a pass of its own
+    """Returns True if a part of the model is computed again within the backward pass, in a pass of its own
     (`torch.utils.checkpoint` with use_reentrant=True): autograd's graph does not show what is in it."""
-    return any(name_of(node) == "CheckpointFunction" for node in nodes_of(loss, ()))
+    return any(name_of(node) == "CheckpointFunction" for node in nodes_of(loss))
 
 
-def nodes_of(loss: Tensor, ends: Sequence[Tensor]) -> Iterator[Any]:
+def nodes_of(loss: Tensor, ends: Sequence[Tensor] = ()) -> Iterator[Any]:
     """Yields the operations of a loss, down to those that gave `ends`."""
-    stack = [loss.grad_fn] if loss.grad_fn is not None else []
-    seen = {*stack, *(end.grad_fn for end in ends)}
-    while stack:
-        node = stack.pop()
-        yield node
-        new = {child for child, _ in node.next_functions if child is not None} - seen
-        seen |= new
-        stack += new
+    return _below(() if loss.grad_fn is None else (loss.grad_fn,), [end.grad_fn for end in ends])
 
 
 def leaves_of(loss: Tensor) -> list[Tensor]:
     """Returns the tensors that a loss would put gradients into."""
-    waiting, seen, found = [loss.grad_fn], set(), []
+    return [node.variable for node in nodes_of(loss) if hasattr(node, "variable")]
+
+
+def _below(
+    nodes: Sequence[Any], known: Iterable[Any] = (), follow: Callable[[Any], bool] = lambda node: True
+) -> Iterator[Any]:
+    """Yields nodes of autograd's graph and those below them, each once; not those known, nor what they alone follow."""
+    waiting, seen = [*nodes], {*nodes, *known}
     while waiting:
         node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        variable = getattr(node, "variable", None)
-        if variable is not None:
-            found.append(variable)
-        waiting += [following for following, _ in node.next_functions]
-    return found
+        yield node
+        if follow(node):
+            children = dict.fromkeys(child for child, _ in node.next_functions if child is not None)
+            waiting += [child for child in children if child not in seen]
+            seen |= children.keys()

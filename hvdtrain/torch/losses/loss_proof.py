@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,7 @@ from hvdtrain.torch.losses.replay import (
     tolerance,
     weights_like,
 )
-from hvdtrain.torch.losses.tally import Number, Tally, refusal
+from hvdtrain.torch.losses.tally import Number, Tally, double, refusal
 from hvdtrain.values.nested import tensors_of
 from hvdtrain.world.world import World
 
@@ -39,36 +39,19 @@ _EACH = ["", ""]  # to type: more than one
 _FORMS = 8  # of losses that are tried as they come
 
 
-def _known(number: Number) -> float | None:
-    return None if isinstance(number, Tensor) and number.device.type != "cpu" else float(number)
-
-
 class Looked(NamedTuple):
-    """A loss of a batch.
+    """A loss of a batch."""
 
-    Attributes:
-        loss: a scalar.
-        weight: what counts it.
-        samples: in the batch; 0: not known.
-        given: the weight as the caller gave it; None: it counts by samples.
-        more: another loss of this batch was looked at just before, with the same weight.
-    """
-
-    loss: Tensor
-    weight: Number
-    samples: int
-    given: object = None
-    more: bool = False
+    loss: Tensor  # a scalar
+    weight: Number  # what counts it
+    samples: int  # in the batch; 0: not known
+    given: object = None  # the weight as the caller gave it; None: it counts by samples
+    more: bool = False  # another loss of this batch was looked at just before, with the same weight
 
 
 class LossProof:
-    """Of one prepared model.
-
-    Args:
-        world: the ranks.
-        pieces: micro-batches of a rank's update; with 1 of one rank there is nothing to prove.
-        verify: look for losses that compare samples.
-        counted: batches come from a loader.
+    """Reads and tries the losses of one prepared model, whose update has `pieces` micro-batches of a rank. Not to
+    `verify`: losses are read only; `counted`: batches come from a loader.
 
     Attributes:
         outputs: of the model in the batch at hand, each with its version; None while they are not wanted.
@@ -174,13 +157,7 @@ class LossProof:
 
     def look(self, looked: Looked, tally: Tally, by_model: Callable[[], str] | None = None) -> None:
         """Compares what the loss divides by with its weight, without asking a GPU for numbers; and tries whether it
-        compares samples, which waits for a GPU.
-
-        Args:
-            looked: the loss.
-            tally: of its update; of one of several means, which is all of a batch's loss that has such a divisor.
-            by_model: tries a loss that the model gives, and nothing else.
-        """
+        compares samples, which waits for a GPU. `by_model` tries a loss that the model gives, and nothing else."""
         self.pause()
         if not self.needed or (self._unseen and tally.given):
             return
@@ -199,13 +176,7 @@ class LossProof:
             self._look_clamped(looked, tally)
 
     def look_whole(self, loss: Tensor, samples: int, every: int) -> None:
-        """Reports a loss of the whole batch that this rank's samples divide.
-
-        Args:
-            loss: of what `hvdtrain.torch.whole` gave.
-            samples: of this rank.
-            every: of all ranks.
-        """
+        """Reports a loss of the whole batch of `every` samples that is divided by this rank's `samples`."""
         if samples in (0, 1, every):
             return
         for term in self._reader.read(loss, every).terms:
@@ -241,7 +212,8 @@ class LossProof:
 
     def _read(self, reading: Reading, looked: Looked, tally: Tally) -> None:
         weight, samples = looked.weight, looked.samples
-        across = reading.across or (reading.one_by_one if samples == 1 and not self._in_a_loop else ())
+        across = list(dict.fromkeys(name for name, _ in reading.across))
+        across = across or (reading.one_by_one if samples == 1 and not self._in_a_loop else [])
         if across:
             self.found(f"{_COUPLED} ({', '.join(across)})", tally, weight)
         if reading.unknown:
@@ -255,10 +227,11 @@ class LossProof:
         terms = reading.terms
         self._in_a_loop |= self._unseen and reading.parts and samples > 1
         if self._in_a_loop and reading.parts:  # what divides a sample's own part is that sample's
-            terms = (Term(float(samples), "its samples", mean=True, reduced=True, means=(float(samples),)),)
+            terms = [Term(float(samples), "its samples", mean=True, reduced=True, means=(float(samples),))]
         tally.compare(terms, weight, samples, more=looked.more)
         # each with its number, where nothing waits for it: two of one name are two counts
-        counts = {(term.weight, _known(term.divisor)) for term in terms if term.weight}
+        divisors = ((term.weight, double(term.divisor)) for term in terms if term.weight)
+        counts = {(weight, None if isinstance(number, Tensor) else number) for weight, number in divisors}
         types = sorted(weight for weight, _ in counts)
         # label smoothing divides one part by labels, which can be named, and the other by their number
         self._types = [text for text in types if text != UNNAMED] or types
@@ -269,7 +242,7 @@ class LossProof:
         elif samples and not tally.given:
             self._count(terms, weight, samples, tally)
 
-    def _count(self, terms: tuple[Term, ...], weight: Number, samples: int, tally: Tally) -> None:
+    def _count(self, terms: Sequence[Term], weight: Number, samples: int, tally: Tally) -> None:
         """What divides a sum must be this piece's samples, or be made of their number."""
         alone = [term for term in terms if term.mean and not term.counts(samples)]
         if samples > 1 and alone and len(alone) % samples == 0:
@@ -346,31 +319,26 @@ class LossProof:
             return
         else:
             tally.problems = tally.problems + 1.0
-        self.note_problem(problem)
+        self.problem = self.problem or problem
 
     def refuse_list(self, tally: Tally) -> None:
         """Has an update refused whose means have other divisors than they were given with."""
         self.found("", tally)
         self._types = _EACH
 
-    def note_problem(self, problem: str) -> None:
-        """Says why this rank's loss is refused, if it is."""
-        self.problem = self.problem or problem
-
     def _note(self, what: str) -> None:
         if what not in self._noted and self._world.is_main:
             self._noted.add(what)
-            tells = "hvdtrain.torch.check(step, batch) tells whether that is right"
-            print(f"hvdtrain: {what}; {tells}", flush=True)
+            print(f"hvdtrain: {what}; hvdtrain.torch.check(step, batch) tells whether that is right", flush=True)
 
-    def explain(self, tally: Tally, sums: Tensor, rate: Callable[[], float]) -> Callable[[], HvdtrainError]:
+    def explain(self, tally: Tally, sums: Tensor, rates: Callable[[], list[float]]) -> Callable[[], HvdtrainError]:
         """Returns what makes the error of an update that is refused, collective when it is called."""
         problem, types = self.problem, self._types
 
         def error() -> HvdtrainError:
-            reports = self._world.gather((tally.text(), problem, types, rate()))
-            texts, problems, all_types, rates = map(list, zip(*reports, strict=True))
-            said = next(filter(None, all_types), [""])
-            return refusal(texts, sums.tolist(), self._world.size, problems, said, rates)
+            reports = self._world.gather((tally.text(), problem, types, rates()[0]))
+            texts, problems, all_types, first = map(list, zip(*reports, strict=True))
+            known = next(filter(None, all_types), [""])
+            return refusal(texts, sums.tolist(), self._world.size, problems, known, first)
 
         return error

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_flatten, tree_map
 
 from hvdtrain.core.decomposition import bound
+from hvdtrain.torch.losses.loss_graph import nodes_of
 
 _LONGEST = 5000  # operations
 _SMALL = 1 << 20  # bytes of what an operation gives before the model is called
@@ -44,12 +45,17 @@ class CannotTry(Exception):
 class _Operation:
     function: Any
     args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
+    kwargs: dict[str, Any]
     results: list[Any]
     changed: list[Tensor]
     drawn: _State | None  # of what it draws from, before
     with_gradient: bool
     differentiates: bool  # of a backward pass, which reads what the forward pass has saved
+
+    @property
+    def given(self) -> list[Any]:
+        """The values that it was called with."""
+        return tree_flatten((self.args, self.kwargs))[0]
 
 
 class Recording:
@@ -230,21 +236,16 @@ def _place(tensor: Tensor) -> int:
 
 
 class Replay:
-    """Computes a loss again from other outputs.
+    """Computes a loss again from other outputs, of a recording of what computed it; raises `CannotTry` if it was not
+    recorded, or what it was computed from has been changed since.
 
     Args:
-        recording: of what computed it.
-        loss: a scalar.
-        outputs: of the model, and each one's version when the model returned it.
-        given: tensors of the batch, and each one's version when it was handed out.
+        outputs, given: of the model, and tensors of the batch: each with its version when it was returned.
         weight: what the loss is weighed by: gradients are those of weight x loss, as parts of the weight now.
 
     Attributes:
         targets: tensors of the batch that the loss depends on.
         weighs: the weight was recorded as well, and follows outputs and targets.
-
-    Raises:
-        CannotTry: the loss was not recorded, or what it was computed from has been changed since.
     """
 
     def __init__(
@@ -260,7 +261,7 @@ class Replay:
         self._weight, self._numbers = weight, _numbers(recording.operations)
         self._operations = self._needed(recording.operations)
         self.weighs = isinstance(weight, Tensor) and any(weight is one for op in self._operations for one in op.results)
-        read = {id(one) for its in self._operations for one in _tensors([its.args, dict(its.kwargs)])}
+        read = {id(one) for its in self._operations for one in its.given}
         self.targets = [one for one, version in given if id(one) in read and one._version == version]
         # instance norm is batch norm of one row
         norms = [op for op in self._operations if "batch_norm" in op.function.__name__]
@@ -276,16 +277,15 @@ class Replay:
             places = set(map(_place, _tensors([operation.results, operation.changed])))
             if places & needed or (operation.function is _READS and operation.results[0] in numbers):
                 kept.append(operation)
-                values = tree_flatten((operation.args, dict(operation.kwargs)))[0]
-                needed |= set(map(_place, _tensors(values)))
-                numbers |= {value for value in values if isinstance(value, float) and value in self._numbers}
+                needed |= set(map(_place, _tensors(operation.given)))
+                numbers |= {value for value in operation.given if isinstance(value, float) and value in self._numbers}
         if not any(result is self._loss for operation in kept for result in operation.results):
             raise CannotTry("it is computed by compiled code, by NumPy, or within the model")
         made = set[int]()
         for operation in reversed(kept):  # in the order of the program
             if any(_place(tensor) not in made for tensor in operation.changed):
                 raise CannotTry("it writes into a tensor that was there before")
-            there = set(map(_place, _tensors([operation.args, dict(operation.kwargs)])))  # a view makes no memory
+            there = set(map(_place, _tensors(operation.given)))  # a view makes no memory
             made.update(set(map(_place, _tensors(operation.results))) - (there - made))
         return kept[::-1]
 
@@ -293,20 +293,14 @@ class Replay:
         """Returns what the model computed of a batch, a row for each sample, and the loss reads from attributes and
         hooks: beside its outputs."""
         own = [op for op in self._operations if not op.differentiates]
-        read = {id(one): one for op in own for one in _tensors([op.args, dict(op.kwargs)])}
+        read = {id(one): one for op in own for one in _tensors(op.given)}
         made = {id(one) for op in self._operations for one in op.results} | {id(output) for output in self._outputs}
         given = [one for key, one in read.items() if key not in made]
         return [one for one in given if one.dim() and len(one) == samples and _of_a_batch(one)]
 
     def gradients(self, outputs: Sequence[Tensor], targets: Sequence[Tensor] = ()) -> list[Tensor]:
-        """Returns the gradients of the loss by the given outputs, which take the place of the model's.
-
-        Args:
-            targets: take the place of `self.targets`, if there are any.
-
-        Raises:
-            CannotTry: an operation refuses them.
-        """
+        """Returns the gradients of the loss by these outputs in place of the model's, with these targets in place of
+        `self.targets`; raises `CannotTry` if an operation refuses them."""
         leaves = [output.detach().clone().requires_grad_() for output in outputs]
         now: dict[int, Any] = {id(old): new.view_as(new) for old, new in zip(self._outputs, leaves, strict=True)}
         now.update((id(old), new) for old, new in zip(self.targets, targets, strict=False))
@@ -322,7 +316,7 @@ class Replay:
         try:
             with torch.autocast(device.type, enabled=False):
                 for operation in self._operations:
-                    args, kwargs = tree_map(given, (operation.args, dict(operation.kwargs)))
+                    args, kwargs = tree_map(given, (operation.args, operation.kwargs))
                     grad = torch.set_grad_enabled(operation.with_gradient or self._compiled)
                     with grad, _as_then(operation.drawn):
                         results = tree_flatten(operation.function(*args, **kwargs))[0]
@@ -348,11 +342,7 @@ class Replay:
         ]
 
     def counts_nothing(self, outputs: Sequence[Tensor]) -> bool:
-        """Returns True if no outputs give a gradient: all targets are masked, say.
-
-        Raises:
-            CannotTry: as `gradients`.
-        """
+        """Returns True if no outputs give a gradient: all targets are masked, say."""
         other = [[times * output.detach() for output in outputs] for times in (1.0, -1.0, 1e4, -1e4)]
         return not any(bool(one.any()) for values in other for one in self.gradients(values))
 
@@ -364,24 +354,17 @@ class Replay:
         return float(now[id(self._weight)].detach()) / float(self._weight.detach())
 
 
+# with a number in place of a tensor, which has no edge
 _WITH_NUMBERS = {f"{name}Backward0" for name in ("Mul", "Add", "Sub", "Div", "Pow")} | {"MulBackward1", "RsubBackward1"}
 
 
 def _of_a_batch(tensor: Tensor) -> bool:
     """Returns True if a graph has other inputs than parameters."""
-    seen, left = set[Any](), [tensor.grad_fn]
-    while left:
-        node = left.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        before = [its for its, _ in node.next_functions]
-        if node.name() in _WITH_NUMBERS:  # which have no edge, either
-            before = [its for its in before if its is not None]
+    for node in nodes_of(tensor):
+        is_open = node.name() not in _WITH_NUMBERS and any(child is None for child, _ in node.next_functions)
         leaf = getattr(node, "variable", None)
-        if None in before or (leaf is not None and not isinstance(leaf, torch.nn.Parameter)):
+        if is_open or (leaf is not None and not isinstance(leaf, torch.nn.Parameter)):
             return True
-        left += before
     return False
 
 
@@ -442,11 +425,8 @@ def _same(way: Sequence[Rows | None], other: Sequence[Rows | None]) -> bool:
 
 def meet(replay: Replay, outputs: Sequence[Tensor], samples: int) -> float:
     """Returns by how much the gradient of samples changes with other samples' outputs, as part of the largest.
-
-    Raises:
-        CannotTry: the rows of the outputs are not samples, the operations draw conclusions from the outputs' values, or
-            give another gradient than before.
-    """
+    Raises `CannotTry` if the rows of the outputs are not samples, the operations draw conclusions from the outputs'
+    values, or give another gradient than before."""
     ways = rows_of(outputs, samples)
     if not ways or samples < 2:
         raise CannotTry(f"rows of the outputs are not samples: {[tuple(one.shape) for one in outputs][:3]}")
@@ -463,9 +443,7 @@ def meet(replay: Replay, outputs: Sequence[Tensor], samples: int) -> float:
     other = torch.empty_like(order).scatter_(0, order, order.roll(1))  # each sample's place is taken by another
     mirrored = [float(o.detach().max()) + float(o.detach().min()) - o.detach() if o.numel() else o for o in outputs]
 
-    unknown = [
-        old for at, old in enumerate(before) if bool(old.any()) and all(way[at] is None for way in ways)
-    ]  # fmt: skip
+    unknown = [old for at, old in enumerate(before) if bool(old.any()) and all(way[at] is None for way in ways)]
     if unknown:
         raise CannotTry(f"rows of an output are not samples: {tuple(unknown[0].shape)}")
 
@@ -492,13 +470,8 @@ def reweighed(replay: Replay, outputs: Sequence[Tensor], samples: int, given: bo
     """Returns True if one sample's target changes what others count: weights of the batch's classes, or of their mean.
 
     Where samples are mixed at random (mixup) it changes one or two others, which a sample's own batch may do.
-
-    Args:
-        given: the caller has given what divides the loss; then it may be one number for all samples, made of targets
-            (of a weight that was not recorded).
-
-    Raises:
-        CannotTry: as `meet`.
+    `given`: the caller has given what divides the loss; then it may be one number for all samples, made of targets
+    (of a weight that was not recorded). Raises as `meet`.
     """
     targets = [one for one in replay.targets if one.dim() and len(one) == samples]
     if not targets or len(targets) < len(replay.targets):
@@ -536,11 +509,6 @@ def _changes_others(
     return len(changed) > most and not proportional
 
 
-def _along(mask: Tensor, tensor: Tensor, dim: int) -> Tensor:
-    """Returns a mask of samples as wide as a tensor."""
-    return mask.to(tensor.device).view([-1 if at == dim else 1 for at in range(tensor.dim())])
-
-
 def _exchanged(
     values: Sequence[Tensor], outputs: Sequence[Tensor], way: Sequence[Rows | None], kept: Tensor, other: Tensor
 ) -> list[Tensor]:
@@ -561,7 +529,8 @@ def _exchanged(
                 mixed = _of_others(torch.cat(every), Rows(0, torch.arange(len(other))), other)
                 parts = list(mixed.split([len(one) for one in every]))
             taken = parts.pop(0)
-        found.append(torch.where(_along(kept[rows.samples], output, rows.dim), output.detach(), taken))
+        shape = [-1 if dim == rows.dim else 1 for dim in range(output.dim())]
+        found.append(torch.where(kept[rows.samples].to(output.device).view(shape), output.detach(), taken))
     return found
 
 

@@ -7,7 +7,7 @@ what that mean divides by. Numbers on the CPU are Python's; those that a GPU com
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,10 +22,8 @@ Weight = float | Tensor | Callable[[Any], Any] | None
 SIZE = 12  # of what travels
 # squared relative deviation of divisor / weight: rounding of float32 is far below, one label of ten thousand above
 _UNEVEN = 1e-9
-_EXAMPLES = "weight=(y != -100).sum() for ignore_index, weight=class_weights[y].sum() for class weights"
-
-
 _SHARE = 1e-6
+_EXAMPLES = "weight=(y != -100).sum() for ignore_index, weight=class_weights[y].sum() for class weights"
 
 
 class Tally:
@@ -78,15 +76,9 @@ class Tally:
             self.whole = self.whole + math.exp(math.asinh(min(value, 1e300)))
         self.text = lambda: f"its loss of the whole batch is {float(found):.9g}"
 
-    def compare(self, terms: tuple[Term, ...], weight: Number, samples: int, *, more: bool = False) -> None:
-        """Adds what the terms of a loss divide by, unless the weight is 0.
-
-        Args:
-            terms: of the loss.
-            weight: of the batch.
-            samples: in it.
-            more: another loss of this batch was compared just before.
-        """
+    def compare(self, terms: Sequence[Term], weight: Number, samples: int, *, more: bool = False) -> None:
+        """Adds what the terms of a batch's loss divide by, unless the weight is 0. `more`: another loss of that batch
+        was compared just before."""
         before = _together(self._of_batch) if more else 0.0
         its = _together(_shared([(term.what, double(term.divisor)) for term in terms], samples))
         self._of_batch = [*self._of_batch, its] if more else [its]
@@ -132,34 +124,33 @@ def uneven(weight: Any, divisors: Any, squares: Any) -> Any:
     return product - divisors**2 > _UNEVEN * product
 
 
+def _differ(total: Any, squares: Any, ranks: int) -> Any:
+    """Returns True if a number differs between ranks, of the sums of the numbers and of their squares."""
+    return ranks * squares - total**2 > _UNEVEN * total**2
+
+
 def wrong(sums: Tensor, ranks: int) -> Number:
     """Returns, of what `Tally.tensor` gave summed over ranks, 1 where the weights are not right, else 0; a scalar."""
-    if sums.device.type == "cpu":  # where numbers cost less than tensors
-        _, weight, divisors, squares, given, problems, rates, rate_squares, whole, whole_squares, *_ = sums.tolist()
-        apart = uneven(weight, divisors, squares)
-        own_rates = ranks * rate_squares - rates**2 > _UNEVEN * rates**2
-        apart = apart or ranks * whole_squares - whole**2 > _UNEVEN * whole**2
-        return float(apart or given not in (0, ranks) or problems > 0 or own_rates)
-    _, weight, divisors, squares, given, problems, rates, rate_squares, whole, whole_squares, *_ = sums
-    apart = uneven(weight, divisors, squares)
+    on_cpu = sums.device.type == "cpu"  # where numbers cost less than tensors
+    values: Any = sums.tolist() if on_cpu else sums
+    _, weight, divisors, squares, given, problems, rates, rate_squares, whole, whole_squares, *_ = values
     mixed = (given != 0) & (given != ranks)
-    own_rates = ranks * rate_squares - rates.square() > _UNEVEN * rates.square()
-    apart = apart | (ranks * whole_squares - whole.square() > _UNEVEN * whole.square())
-    return (apart | mixed | (problems > 0) | own_rates).double()
+    apart = _differ(rates, rate_squares, ranks) | _differ(whole, whole_squares, ranks)
+    found = uneven(weight, divisors, squares) | mixed | (problems > 0) | apart
+    return float(found) if on_cpu else found.double()
 
 
 def refusal(
     texts: list[str], sums: list[float], ranks: int, problems: list[str], types: list[str], rates: list[float]
 ) -> HvdtrainError:
-    """The error for an update whose weights are not right.
+    """Returns the error for an update whose weights are not right.
 
     Args:
-        texts: of every rank.
+        texts, problems, rates: of every rank: `Tally.text`, why no weight makes the loss right ("" for none), and the
+            first group's learning rate.
         sums: over ranks.
         ranks: their number.
-        problems: of every rank: why no weight makes the loss right; "" for none.
         types: what to type, of rank 0's loss.
-        rates: of every rank: the first group's learning rate.
     """
     if 0 < sums[4] < ranks:
         return ConfigError(
@@ -168,7 +159,7 @@ def refusal(
             "give weight= on every rank",
             shared=True,
         )
-    if ranks * sums[7] - sums[6] ** 2 > _UNEVEN * sums[6] ** 2:
+    if _differ(sums[6], sums[7], ranks):
         return ReplicaError(
             "all ranks train with the same learning rates",
             "\n".join(f"rank {rank}: {rate:g}" for rank, rate in enumerate(rates)),
@@ -176,7 +167,7 @@ def refusal(
             ' world.mean({"loss": loss}, weight=samples)["loss"]',
             shared=True,
         )
-    if ranks * sums[9] - sums[8] ** 2 > _UNEVEN * sums[8] ** 2:
+    if _differ(sums[8], sums[9], ranks):
         return ConfigError(
             "a loss of the whole batch is the same on every rank",
             "\n".join(f"rank {rank}: {text}" for rank, text in enumerate(texts)),
@@ -214,11 +205,8 @@ def refusal(
 
 
 def weight_of(weight: Weight, device: torch.device) -> Number:
-    """Returns a weight as a number, or as a float64 scalar where a GPU computes it.
-
-    Raises:
-        ConfigError: no single number >= 0 (on a GPU: not looked at).
-    """
+    """Returns a weight as a number, or as a float64 scalar where a GPU computes it; raises `ConfigError` for no
+    single number >= 0 (on a GPU: not looked at)."""
     if isinstance(weight, Tensor) and weight.numel() == 1 and weight.device.type != "cpu":
         return weight.detach().double().reshape(()).to(device)
     return weight_number(weight, _EXAMPLES)

@@ -9,10 +9,10 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from types import FunctionType, MethodType, ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,18 +21,14 @@ from hvdtrain.core.decomposition import LossGradients, bound, compared, judge
 from hvdtrain.core.errors import ConfigError, HvdtrainError
 from hvdtrain.torch.engines.shell import unwrap
 from hvdtrain.torch.engines.sync_batchnorm import sync_batchnorm_mode
-from hvdtrain.torch.losses.loss_graph import Reader
+from hvdtrain.torch.losses.loss_graph import Reader, Term, leaves_of
 from hvdtrain.torch.losses.replay import CannotTry
-from hvdtrain.torch.losses.tally import weight_of
+from hvdtrain.torch.losses.tally import Weight, weight_of
 from hvdtrain.torch.update.gradients import check_loss
-from hvdtrain.torch.update.session import session_of
+from hvdtrain.torch.update.session import Session, session_of
 from hvdtrain.values.generators import of_all_gpus
 from hvdtrain.values.nested import batch_size, cut, tensors_of
 from hvdtrain.values.preserved import kept_buffers, kept_modes
-
-if TYPE_CHECKING:
-    from hvdtrain.torch.losses.tally import Weight
-    from hvdtrain.torch.update.session import Session
 
 _ROUNDING = 8.0  # times what the last digits of the weights change: a loss that is next to nothing is made of them
 _FITTED: Any = object()  # weights, of which only their sum is known
@@ -69,7 +65,7 @@ class Check:
 
 
 def check(step: Callable[[Any], Tensor], batch: Any, *, weight: Weight = None) -> Check:
-    """Tells whether N ranks can train with this step as one process does: runs it on a batch and on two pieces of it.
+    """Checks whether N ranks can train with this step as one process does: runs it on a batch and on two pieces of it.
 
     Dropout and batch normalisation are switched to evaluation meanwhile: they differ between pieces for good reasons,
     which are noted. Training goes on as if nothing had been.
@@ -102,150 +98,149 @@ def check(step: Callable[[Any], Tensor], batch: Any, *, weight: Weight = None) -
         )
     modules = list(dict.fromkeys(map(unwrap, _modules(step))))
     with _unchanged(modules):
-        return _check(step, batch, weight, samples, modules)
+        return _Trial(step, batch, weight, samples, modules).check()
 
 
-def _check(step: Any, batch: Any, weight: Weight, samples: int, modules: list[nn.Module]) -> Check:
-    layers = [layer for module in modules for layer in module.modules()]
-    notes = []
-    if any(isinstance(layer, _NORMS) and layer.training for layer in layers):
-        notes.append("batch normalisation sees each rank's own batch (sync_batchnorm=True normalises over all ranks)")
-    draws = _draws(step, batch)
-    for layer in layers:
-        layer.training = layer.training and not isinstance(layer, _NORMS + _DROPOUTS)
-    if draws:
-        notes.append("random numbers are drawn: dropout, or noise of the step's own")
-    still = draws and _draws(step, batch)
-    if still:
-        for module in modules:
-            module.eval()
-        still = _draws(step, batch)
-    if still:
-        notes.append("numbers drawn beside dropout differ between a batch and its pieces: the difference may be theirs")
-    words = "samples" if weight is None else "any numbers" if weight is _FITTED else "weight="
-    best = _compare(step, batch, weight, samples, modules, draws, notes, words)
-    if best.exact or weight is not None:
-        return best
-    read = _compare(step, batch, None, samples, modules, draws, notes, "", read=True)
-    return read if read.exact else best
+class _Run(NamedTuple):
+    """A loss, the gradients of the parameters that it depends on, and the terms of its graph."""
+
+    loss: Tensor
+    gradients: dict[nn.Parameter, Tensor]
+    terms: list[Term]
+
+    @property
+    def numbers(self) -> LossGradients:
+        return LossGradients(float(self.loss), self.gradients)
 
 
-def _compare(
-    step: Any, batch: Any, weight: Any, samples: int, modules: list[nn.Module], draws: bool, notes: list[str],
-    words: str, *, read: bool = False,
-) -> Check:  # fmt: skip
-    """Whole against pieces of two thirds and one third."""
-    first = samples - max(samples // 3, 1)
-    whole, wanted, _ = _run(step, batch)
-    amounts = list[float]()
-    ends = ((0, first), (first, samples))
-    pieces = [cut(batch, samples, *end) for end in ends]
-    runs = [_run(step, piece) for piece in pieces]
-    shares = _fitted(wanted, *(gradients for _, gradients, _ in runs)) if weight is _FITTED else ()
-    for at, ((start, stop), piece, (_, _, terms)) in enumerate(zip(ends, pieces, runs, strict=True)):
-        if shares:
-            amount = shares[at]
-        else:
-            amount = float(weight_of(weight(piece), whole.device)) if weight is not None else float(stop - start)
+@dataclass
+class _Trial:
+    """A step on a batch of `samples`, with the models that it refers to, and `weight` as of `check`, or `_FITTED`."""
+
+    step: Any
+    batch: Any
+    weight: Any
+    samples: int
+    modules: list[nn.Module]
+    draws: bool = False
+    notes: list[str] = field(default_factory=list)
+
+    def check(self) -> Check:
+        layers = [layer for module in self.modules for layer in module.modules()]
+        if any(isinstance(layer, _NORMS) and layer.training for layer in layers):
+            self.notes.append(
+                "batch normalisation sees each rank's own batch (sync_batchnorm=True normalises over all ranks)"
+            )
+        self.draws = self._draws()
+        for layer in layers:
+            layer.training = layer.training and not isinstance(layer, _NORMS + _DROPOUTS)
+        if self.draws:
+            self.notes.append("random numbers are drawn: dropout, or noise of the step's own")
+            still = self._draws()
+            for module in self.modules if still else ():
+                module.eval()
+            if still and self._draws():
+                self.notes.append(
+                    "numbers drawn beside dropout differ between a batch and its pieces: the difference may be theirs"
+                )
+        best = self._compare()
+        read = best if best.exact or self.weight is not None else self._compare(read=True)
+        return read if read.exact else best
+
+    def _compare(self, *, read: bool = False) -> Check:
+        """Compares the whole with pieces of two thirds and one third; `read`: weighed by what the graph divides by."""
+        first = self.samples - max(self.samples // 3, 1)
+        ends = ((0, first), (first, self.samples))
+        pieces = [cut(self.batch, self.samples, *end) for end in ends]
+        whole, runs = self._run(self.batch), [self._run(piece) for piece in pieces]
+        words, notes, amounts = "samples", self.notes, [float(stop - start) for start, stop in ends]
         if read:
-            if len(terms) != 1:
-                break
-            amount, words = float(terms[0].divisor), terms[0].what
-            notes = [*notes, f"give {terms[0].weight}"] if start == 0 else notes
-        amounts.append(amount)
-        if not amount and not shares and whole.isfinite():  # then the other piece is the whole, which says nothing
+            if any(len(run.terms) != 1 for run in runs):
+                return Check(False, "nothing", math.nan, math.nan, "", self.draws, tuple(notes))
+            amounts = [float(run.terms[0].divisor) for run in runs]
+            words, notes = runs[-1].terms[0].what, [*notes, f"give {runs[0].terms[0].weight}"]
+        elif self.weight is _FITTED:
+            words, amounts = "any numbers", _fitted(whole.gradients, *(run.gradients for run in runs))
+        elif self.weight is not None:
+            words = "weight="
+            amounts = [float(weight_of(self.weight(piece), torch.device("cpu"))) for piece in pieces]
+        if 0 in amounts and self.weight is not _FITTED and whole.loss.isfinite():
+            start, stop = ends[amounts.index(0)]  # then the other piece is the whole, which says nothing
             raise ConfigError(
                 "a check compares two pieces of a batch that count",
-                f"samples {start} to {stop - 1} of {samples} weigh 0, by {words or 'what the loss divides by'}",
+                f"samples {start} to {stop - 1} of {self.samples} weigh 0, by {words}",
                 "give it another batch, or a larger one",
             )
-    total = sum(amounts)
-    if not total:
-        return Check(False, words or "nothing", float("nan"), float("nan"), "", draws, tuple(notes))
-    parts = [LossGradients(float(value), gradients) for value, gradients, _ in runs[: len(amounts)]]
-    gaps = compared(LossGradients(float(whole), wanted), parts, [amount / total for amount in amounts])
-    kinds = {str(gradient.dtype).removeprefix("torch.") for gradient in wanted.values()}
-    autocast = torch.is_autocast_enabled(whole.device.type) or _amp(modules)
-    tolerance = bound("model", {"bfloat16"} if autocast else kinds)
-    largest, scale = gaps.largest or 1.0, max(abs(float(whole)), 1e-12)  # NaN where no label of the batch counts
-    exact = judge(gaps, gradient=tolerance * largest, loss=tolerance * scale) == "holds"
-    if not exact and math.isfinite(gaps.loss + gaps.gradient):
-        of_loss, of_gradient = (_ROUNDING * noise for noise in _noise(step, batch, whole, wanted))
-        limits = max(tolerance * largest, of_gradient), max(tolerance * scale, of_loss)
-        exact = judge(gaps, gradient=limits[0], loss=limits[1]) == "holds"
-    names = {id(p): name for module in modules for name, p in module.named_parameters()}
-    worst: Any = max(gaps.gradients, key=lambda p: gaps.gradients[p], default=None)
-    where = ""
-    if gaps.gradient > tolerance * largest:
-        where = names.get(id(worst), f"a parameter of shape {tuple(worst.shape)}")
-    return Check(exact, words, gaps.loss / scale, gaps.gradient / largest, where, draws, tuple(notes))
+        if not sum(amounts):
+            return Check(False, words, math.nan, math.nan, "", self.draws, tuple(notes))
+        return self._judged(whole, runs, [amount / sum(amounts) for amount in amounts], words, notes)
+
+    def _judged(self, whole: _Run, runs: list[_Run], shares: list[float], words: str, notes: list[str]) -> Check:
+        gaps = compared(whole.numbers, [run.numbers for run in runs], shares)
+        kinds = {str(gradient.dtype).removeprefix("torch.") for gradient in whole.gradients.values()}
+        autocast = torch.is_autocast_enabled(whole.loss.device.type) or _amp(self.modules)
+        tolerance = bound("model", {"bfloat16"} if autocast else kinds)
+        largest, scale = (
+            gaps.largest or 1.0,
+            max(abs(float(whole.loss)), 1e-12),
+        )  # NaN where no label of the batch counts
+        exact = judge(gaps, gradient=tolerance * largest, loss=tolerance * scale) == "holds"
+        if not exact and math.isfinite(gaps.loss + gaps.gradient):
+            of_loss, of_gradient = (_ROUNDING * noise for noise in self._noise(whole))
+            limits = max(tolerance * largest, of_gradient), max(tolerance * scale, of_loss)
+            exact = judge(gaps, gradient=limits[0], loss=limits[1]) == "holds"
+        where = ""
+        if gaps.gradient > tolerance * largest:
+            names = {id(p): name for module in self.modules for name, p in module.named_parameters()}
+            worst: Any = max(gaps.gradients, key=lambda p: gaps.gradients[p])
+            where = names.get(id(worst), f"a parameter of shape {tuple(worst.shape)}")
+        return Check(exact, words, gaps.loss / scale, gaps.gradient / largest, where, self.draws, tuple(notes))
+
+    def _noise(self, whole: _Run) -> tuple[float, float]:
+        """Returns by how much loss and gradient change where the last digits of the weights do."""
+        kept = [(parameter, parameter.detach().clone()) for parameter in whole.gradients]
+        made = torch.Generator().manual_seed(1)
+        try:
+            # `data`: the user's graph needs them as they are, and has them again at its pass
+            for parameter, before in kept:
+                drawn = torch.randn(before.shape, generator=made).to(before) * torch.finfo(before.dtype).eps
+                parameter.data.addcmul_(before, drawn)
+            run = self._run(self.batch)
+        finally:
+            for parameter, before in kept:
+                parameter.data.copy_(before)
+        both = [(own, run.gradients[p]) for p, own in whole.gradients.items() if p in run.gradients and p.numel()]
+        gaps = (float((now - own).abs().max()) for own, now in both)
+        return float((run.loss - whole.loss).abs()), max(gaps, default=0.0)
+
+    def _loss(self, batch: Any, seed: int) -> Tensor:
+        of_all_gpus().seed_everything(seed)
+        loss: Tensor = self.step(batch)
+        check_loss(loss)
+        return loss
+
+    def _run(self, batch: Any) -> _Run:
+        loss = self._loss(batch, seed=1)
+        leaves = [leaf for leaf in leaves_of(loss) if isinstance(leaf, nn.Parameter)]
+        terms = Reader().read(loss, 0).terms
+        gradients = torch.autograd.grad(loss.reshape(()), leaves, allow_unused=True)
+        found = {p: g.detach() for p, g in zip(leaves, gradients, strict=True) if g is not None}
+        return _Run(loss.detach().double(), found, terms)
+
+    def _draws(self) -> bool:
+        """Returns True if the loss depends on the seed."""
+        first, second = (self._loss(self.batch, seed).detach().double() for seed in (1, 2))
+        return not bool(torch.isclose(first, second, rtol=1e-6, atol=0.0, equal_nan=True).all())
 
 
-def _noise(step: Any, batch: Any, whole: Tensor, wanted: Mapping[nn.Parameter, Tensor]) -> tuple[float, float]:
-    """Returns by how much loss and gradient change where the last digits of the weights do."""
-    kept = [(parameter, parameter.detach().clone()) for parameter in wanted]
-    made = torch.Generator().manual_seed(1)
-    try:
-        for (
-            parameter,
-            before,
-        ) in kept:  # `data`: the user's graph needs them as they are, and has them again at its pass
-            drawn = torch.randn(before.shape, generator=made).to(before) * torch.finfo(before.dtype).eps
-            parameter.data.addcmul_(before, drawn)
-        loss, gradients, _ = _run(step, batch)
-    finally:
-        for parameter, before in kept:
-            parameter.data.copy_(before)
-    gaps = (float((gradients[p] - wanted[p]).abs().max()) for p in wanted if p in gradients and p.numel())
-    return float((loss - whole).abs()), max(gaps, default=0.0)
-
-
-def _fitted(wanted: Mapping[nn.Parameter, Tensor], *pieces: Mapping[nn.Parameter, Tensor]) -> tuple[float, float]:
+def _fitted(wanted: Mapping[nn.Parameter, Tensor], *pieces: Mapping[nn.Parameter, Tensor]) -> list[float]:
     """Returns the shares of two pieces that bring their gradients nearest to the whole's."""
     over = [p for p in wanted if all(p in piece for piece in pieces)]
     first, second = pieces
     apart = sum(float(((wanted[p] - second[p]) * (first[p] - second[p])).sum()) for p in over)
     length = sum(float((first[p] - second[p]).square().sum()) for p in over)
     share = min(max(apart / length, 0.0), 1.0) if length else 0.5
-    return share, 1.0 - share
-
-
-def _loss(step: Any, batch: Any, seed: int) -> Tensor:
-    of_all_gpus().seed_everything(seed)
-    loss = step(batch)
-    check_loss(loss)
-    return loss
-
-
-def _run(step: Any, batch: Any) -> tuple[Tensor, dict[nn.Parameter, Tensor], tuple[Any, ...]]:
-    """The loss, the gradients of the parameters that it depends on, and the terms of its graph."""
-    loss = _loss(step, batch, seed=1)
-    leaves = _leaves(loss)
-    terms = Reader().read(loss, 0).terms
-    gradients = torch.autograd.grad(loss.reshape(()), leaves, allow_unused=True)
-    found = {p: g.detach() for p, g in zip(leaves, gradients, strict=True) if g is not None}
-    return loss.detach().double(), found, terms
-
-
-def _leaves(loss: Tensor) -> list[nn.Parameter]:
-    stack, seen, found = [loss.grad_fn], {loss.grad_fn}, []
-    while stack:
-        node: Any = stack.pop()
-        if node is None:
-            continue
-        if isinstance(getattr(node, "variable", None), nn.Parameter):
-            found.append(node.variable)
-        for child, _ in node.next_functions:
-            if child not in seen:
-                seen.add(child)
-                stack.append(child)
-    return found
-
-
-def _draws(step: Any, batch: Any) -> bool:
-    """Whether the loss depends on the seed."""
-    first, second = (_loss(step, batch, seed).detach().double() for seed in (1, 2))
-    return not bool(torch.isclose(first, second, rtol=1e-6, atol=0.0, equal_nan=True).all())
+    return [share, 1.0 - share]
 
 
 def _amp(modules: list[nn.Module]) -> bool:
@@ -264,7 +259,9 @@ def _modules(step: Any, depth: int = 3) -> Iterator[nn.Module]:
     elif isinstance(step, MethodType):
         inner = [step.__self__, step.__func__]
     elif isinstance(step, FunctionType):
-        inner = [cell.cell_contents for cell in step.__closure__ or () if _is_filled(cell)]
+        for cell in step.__closure__ or ():
+            with suppress(ValueError):  # nothing is in it yet
+                inner.append(cell.cell_contents)
         inner += [step.__globals__[name] for name in step.__code__.co_names if name in step.__globals__]
         inner += step.__defaults__ or ()
     elif isinstance(step, (list, tuple)):
@@ -275,14 +272,6 @@ def _modules(step: Any, depth: int = 3) -> Iterator[nn.Module]:
         yield from _modules(value, depth - 1)
 
 
-def _is_filled(cell: Any) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True
-
-
 @contextmanager
 def _unchanged(modules: list[nn.Module]) -> Iterator[None]:
     """Puts buffers, modes, random streams and what a prepared model notes of its calls back at the end."""
@@ -291,10 +280,9 @@ def _unchanged(modules: list[nn.Module]) -> Iterator[None]:
     for session in sessions:
         session.proof.pause()
     layers = [layer for module in modules for layer in module.modules()]
-    rows: list[Any] = [
-        layer.weight for layer in layers if getattr(layer, "max_norm", None) is not None
-    ]  # a forward pass scales
-    scaled = [(row, row.detach().clone()) for row in rows]
+    # a forward pass scales them
+    scaled: list[Any] = [layer.weight for layer in layers if getattr(layer, "max_norm", None) is not None]
+    rows = [(weight, weight.detach().clone()) for weight in scaled]
     modes, kept = kept_modes(layers), kept_buffers(layers)
     # alone: the other ranks do not take part in this
     with of_all_gpus().preserved(), modes, kept, torch.enable_grad(), sync_batchnorm_mode("alone"):
@@ -305,20 +293,14 @@ def _unchanged(modules: list[nn.Module]) -> Iterator[None]:
         finally:
             for session, call, method, outputs in noted:
                 session.last_call, session.last_method, session.proof.outputs = call, method, outputs
-            for row, before in scaled:
+            for row, before in rows:
                 row.data.copy_(before)
 
 
 def pieces_differ(session: Session, model: Any, arguments: Any, y: Any, loss: Any, weight: Weight) -> str:
-    """Returns why a model and a loss that training calls cannot be put together of pieces; "" where they can, or where
-    it cannot be told: a batch that cannot be cut, random numbers that are not dropout, a loss of another shape.
-
-    Args:
-        model: prepared.
-        arguments: (args, kwargs) of the batch.
-        y: its targets.
-        loss, weight: as of `Optimizer.forward_backward`.
-    """
+    """Returns why a model and a loss that training calls cannot be put together of pieces; "" where they can, or
+    where it cannot be told: a batch that cannot be cut, random numbers that are not dropout, a loss of another
+    shape. `arguments` are (args, kwargs) of the prepared model; the others as of `forward_backward`."""
     samples = batch_size(arguments)
     if samples < 2 or batch_size(y) != samples:
         return ""
@@ -329,22 +311,16 @@ def pieces_differ(session: Session, model: Any, arguments: Any, y: Any, loss: An
 
     with _unchanged([session.module]):
         try:
-            found = _check(step, (tuple(arguments), y), ofs, samples, [session.module])
+            found = _Trial(step, (tuple(arguments), y), ofs, samples, [session.module]).check()
         except Exception:  # a batch of another size is no business of this model: the real pass will say what is wrong
             return ""
     return _refused(found)
 
 
 def model_differs(session: Session, loss: Tensor, *, given: bool) -> str:
-    """Returns why a loss that the model itself gives cannot be put together of pieces; "" where it can.
-
-    Args:
-        session: of the prepared model, which was called last for this loss.
-        given: the batch counts by a weight of the caller's, of which the pieces' parts are not known.
-
-    Raises:
-        CannotTry: the model gives several numbers, or its batch cannot be cut.
-    """
+    """Returns why a loss that the model of the session gave last cannot be put together of pieces; "" where it can.
+    `given`: the batch counts by a weight of the caller's, of which the pieces' parts are not known. Raises
+    `CannotTry` if the model gives several numbers, or its batch cannot be cut."""
     module, arguments, method = session.module, session.last_call, session.last_method
     samples = batch_size(arguments)
     if arguments is None:
@@ -363,7 +339,7 @@ def model_differs(session: Session, loss: Tensor, *, given: bool) -> str:
 
     with _unchanged([module]):
         try:
-            found = _check(step, tuple(arguments), _FITTED if given else None, samples, [module])
+            found = _Trial(step, tuple(arguments), _FITTED if given else None, samples, [module]).check()
         except ConfigError as error:  # a piece has no label that counts, and the whole has
             return f"model and loss of this batch: {error.received}"
         except (RuntimeError, ValueError, IndexError, TypeError, KeyError, AssertionError, HvdtrainError) as error:
