@@ -27,10 +27,7 @@ Form = Mapping[str, Any]  # where a rank is in the next formation: rank, size, .
 
 
 class AgentLine:
-    """This rank's end of the line.
-
-    Args:
-        descriptor: of a connected socket.
+    """This rank's end of the line, over the connected socket of a descriptor.
 
     Attributes:
         formation: that this rank is in, counted from 1; 0: in none so far.

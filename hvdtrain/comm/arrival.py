@@ -43,11 +43,8 @@ def timeout_s(environ: Mapping[str, str]) -> float:
 
 
 def seconds_of(environ: Mapping[str, str], variable: str, default: float, *, never: bool = False) -> float:
-    """Returns the seconds that a variable asks for, of which 0 may stand for never; pure.
-
-    Raises:
-        ConfigError: no such number.
-    """
+    """Returns the seconds that a variable asks for, of which 0 may stand for never; pure. Raises `ConfigError` for
+    no such number."""
     text = environ.get(variable) or str(default)
     try:
         seconds = float(text)
@@ -80,11 +77,7 @@ def start_horovod(start: Callable[[], object], detected: Detected, environ: Mapp
 
 
 def check_interface(environ: Mapping[str, str], host: str, present: Collection[str]) -> None:
-    """Refuses an interface for Gloo that a host does not have; pure.
-
-    Raises:
-        ConfigError: names those that it has.
-    """
+    """Raises `ConfigError` for an interface for Gloo that a host does not have, with those that it has; pure."""
     variable = _INTERFACES[0]
     named = environ.get(variable, "")
     if named and named not in present:
@@ -127,13 +120,9 @@ def _watch_mpi(rank: int, size: int, seconds: float, started: threading.Event) -
 
 
 def wait_for_all(store: Store, rank: int, size: int, seconds: float) -> None:
-    """Returns when every rank has called it. Who is missing is told on the way, by the lowest rank that is there.
-
-    Rank 0 looks for the others, and they for its word: so one that waits asks one question at a time.
-
-    Raises:
-        LauncherError: the ranks that did not come in time.
-    """
+    """Returns when every rank has called it; raises `LauncherError` with the ranks that did not come in time. The
+    lowest rank that is there reports on the way which are missing. Rank 0 looks for the others, and they for its
+    word: so one that waits asks one question at a time."""
     store.set(_here(rank), "")
     missing = list(range(size))
     note_s = _FIRST_NOTE_S
@@ -187,16 +176,10 @@ def attempts(seconds: float) -> Iterator[float]:
 
 
 def listen_to_ranks(detected: Detected, environ: Mapping[str, str]) -> tuple[socket.socket, tuple[str, ...]]:
-    """Opens a socket of rank 0's on a free port, where the other ranks can reach it, as narrowly as is known.
+    """Opens a socket of rank 0's on a free port, where the other ranks can reach it; returns it and its addresses.
 
     Ranks of one host: 127.0.0.1. Else the interface that the launcher, or the user, has named for Gloo; all
-    addresses where none has.
-
-    Returns:
-        The socket, and its addresses.
-
-    Raises:
-        OSError: there is none to be had.
+    addresses where none has. Raises `OSError` if there is none to be had.
     """
     named = next((environ[name] for name in _INTERFACES if environ.get(name)), "")
     own = environ.get("HOROVOD_GLOO_ADDRESS") or _address_of(named)
@@ -217,12 +200,7 @@ def _address_of(interface: str) -> str:
 
 
 class Rendezvous:
-    """The `Store` that horovodrun, and `hvdtrain launch`, serve over HTTP for Horovod's own start.
-
-    Args:
-        address: "host:port".
-        scope: of the keys.
-    """
+    """The `Store` that horovodrun, and `hvdtrain launch`, serve over HTTP for Horovod's own start, at "host:port"."""
 
     def __init__(self, address: str, scope: str = "hvdtrain") -> None:
         self._address, self._scope = address, scope

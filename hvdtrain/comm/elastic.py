@@ -39,30 +39,19 @@ Answers = list[tuple[str, Any]]  # of collective operations: what was asked, wha
 
 
 class Report(NamedTuple):
-    """What a rank says of itself in a new formation.
+    """What a rank reports in a new formation, with the updates, and other operations, that it has completed
+    (`done`)."""
 
-    Attributes:
-        new: it has trained nothing so far.
-        updates, done: updates, and other operations, that it has completed.
-        operation: it was in one that is no update.
-        reported: the launcher knows what the set-up gave.
-        place: where its loop goes on.
-    """
-
-    new: bool
+    new: bool  # it has trained nothing so far
     updates: int
     done: int
-    operation: bool
-    reported: bool
-    place: Any
+    operation: bool  # it was in one that is no update
+    reported: bool  # the launcher knows what the set-up gave
+    place: Any  # where its loop goes on
 
 
 class Member(Protocol):
-    """What trains on this rank: the model, and the loop.
-
-    Attributes:
-        updates: done.
-    """
+    """What trains on this rank: the model, and the loop."""
 
     @property
     def updates(self) -> int: ...
@@ -83,16 +72,10 @@ class Member(Protocol):
 class Elastic:
     """What one process needs to stay in the job when its world changes.
 
-    Args:
-        line: to the launcher.
-        new: this process was started into a job that runs.
-        answers: what the set-up gave rank 0, for a new process.
-
     Attributes:
         join: enters a formation; the world is that of its ranks afterwards.
         leave: ends what is left of the engine; `cut`: not together with the others.
-        gather: of the formation that was joined: everybody's object.
-        broadcast: the same: the object of one rank.
+        gather, broadcast: of the formation that was joined: every rank's object, or that of one rank.
         member: what trains; None before it is prepared.
         joining: a new process that has not met the others yet.
     """
@@ -206,15 +189,12 @@ class Elastic:
             )
 
     def regroup(self, lost: RanksLost | None, *, operation: bool = False, joinable: bool = True) -> Any:
-        """Goes over to the next formation.
+        """Goes over to the next formation; returns the operation's result, if another rank has it, else `_NOTHING`.
 
         Args:
             lost: what failed; None: all ranks have agreed to leave, or this one is new.
             operation: that was an operation which is repeated, and no update.
             joinable: a new rank, which begins with the next batch, comes by all that is collective from here on.
-
-        Returns:
-            The operation's result, if another rank has it; `_NOTHING` if not.
         """
         member = self.member
         if member is None:
@@ -279,14 +259,9 @@ _line: AgentLine | None = None
 
 
 def begin(environ: MutableMapping[str, str]) -> Elastic | None:
-    """Returns what this process needs where the job is elastic; None where it is not. Once a process.
-
-    A new process gets the place of the last rank of the first formation, until it joins: what it does before is what
-    that rank has done.
-
-    Raises:
-        ConfigError: variables of the launcher's without its line.
-    """
+    """Returns what this process needs where the job is elastic; None where it is not. Once a process. A new process
+    gets the place of the last rank of the first formation, until it joins: what it does before is what that rank has
+    done. Raises `ConfigError` for variables of the launcher's without its line."""
     global _active, _line
     if _active is not None:
         return _active

@@ -178,16 +178,8 @@ class HorovodCollectives(HostCollectives):
 
     @classmethod
     def join(cls, hvd: Any, detected: Detected, devices: tuple[int, ...]) -> Self:
-        """Returns the engine when all ranks have come.
-
-        Args:
-            hvd: `horovod.torch`, or another framework's.
-            detected: what the launcher says about this process.
-            devices: GPUs of this rank.
-
-        Raises:
-            ConfigError, LauncherError: of `start_horovod`.
-        """
+        """Returns the engine of `horovod.torch`, or another framework's, when all ranks have come, each with its
+        GPUs; raises as `start_horovod`."""
         by_mpi = detected.rendezvous is None and detected.size > 1
         if by_mpi and cls._mpi_left and not _mpi_is_ours():
             raise LauncherError(
@@ -236,11 +228,8 @@ class HorovodCollectives(HostCollectives):
         self.hvd.shutdown()
 
     def enter(self) -> None:
-        """Starts Horovod again, with the place that the environment gives by now.
-
-        Raises:
-            RanksLost: not all came.
-        """
+        """Starts Horovod again, with the place that the environment gives by now; raises `RanksLost` if not all
+        came."""
         try:
             self._start(self.hvd.init)
         except Exception as error:  # of Horovod's, in several forms
@@ -262,15 +251,8 @@ class HorovodCollectives(HostCollectives):
 
 @contextmanager
 def losses_in(*errors: type[Exception], told_by: Callable[[Any], bool] = lambda error: True) -> Iterator[None]:
-    """Says what it means when Horovod gives up, in the middle of a collective or before the next.
-
-    Args:
-        errors: that a framework's Horovod raises then.
-        told_by: whether such an error is Horovod's.
-
-    Raises:
-        RanksLost: in place of it.
-    """
+    """Raises `RanksLost` in place of the errors by which a framework's Horovod gives up, in the middle of a
+    collective or before the next; `told_by` tells whether such an error is Horovod's."""
     try:
         yield
     except errors as error:
@@ -291,17 +273,12 @@ def _mpi_is_ours() -> bool:
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """What an engine is for.
+    """What an engine is for. One process needs no launcher; what no launcher can start several ranks for is for one
+    process."""
 
-    Attributes:
-        frameworks: whose adapters have it.
-        launchers: what can start several ranks for it; empty: it is for one process. One process needs no launcher.
-        remedy: what to type where the launcher cannot; {size} is the number of ranks.
-    """
-
-    frameworks: tuple[str, ...]
+    frameworks: tuple[str, ...]  # whose adapters have it
     launchers: tuple[str, ...]
-    remedy: str
+    remedy: str  # what to type where the launcher cannot; {size} is the number of ranks
 
 
 _MPI = ("horovodrun", "mpirun", "mpijob", "srun")
@@ -323,11 +300,8 @@ def choose_engine(engine: str, detected: Detected, framework: str) -> str:
     """Returns the engine to attach, "auto" resolved; pure.
 
     "auto" is "solo" for one process that no launcher of Horovod's started; else Horovod, or DDP where the launcher
-    cannot start Horovod (torchrun, OpenPAI, variables set by hand).
-
-    Raises:
-        ConfigError: the framework's adapter has no such engine.
-        LauncherError: this launcher cannot start ranks for that engine.
+    cannot start Horovod (torchrun, OpenPAI, variables set by hand). Raises `ConfigError` for an engine that the
+    framework's adapter lacks, `LauncherError` where this launcher cannot start ranks for it.
     """
     mine = [name for name, kind in ENGINES.items() if framework in kind.frameworks]
     if engine == "auto":

@@ -17,13 +17,8 @@ _LIBRARIES = frozenset({"hvdtrain", "keras", "tensorflow", "torch", "deepspeed",
 
 
 def user_line(frame: FrameType | None = None) -> str:
-    """Returns the line of the user's that led here, such as "train.py:31: evaluate(model, data)"; "?" if there is none.
-
-    It is the innermost one outside of libraries: of the user's own modules, or of the program that was started.
-
-    Args:
-        frame: where to look from; by default from the caller.
-    """
+    """Returns the line of the user's that led here, such as "train.py:31: evaluate(model, data)"; "?" if there is
+    none. It is the innermost one outside of libraries, seen from `frame`, by default from the caller."""
     frame = users_frame(frame if frame is not None else sys._getframe(1))
     return "?" if frame is None else _shown(frame, line_of(frame))
 

@@ -24,20 +24,13 @@ LONGEST_REPORT = 1 << 22
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where rank 0 listens: what it tells the others when they meet.
+    """Where rank 0 listens, at the port of these addresses: what it sends the others when they meet."""
 
-    Attributes:
-        after_s: a rank is stuck that has been in one place so long; 0: ranks are not compared at all.
-        addresses, port: of the socket.
-        token: who does not know it is turned away.
-        hang_s: a rank may let others wait so long; 0: for ever.
-    """
-
-    after_s: float
+    after_s: float  # a rank is stuck that has been in one place so long; 0: ranks are not compared at all
     addresses: tuple[str, ...]
     port: int
-    token: str
-    hang_s: float = 0.0
+    token: str  # who does not know it is turned away
+    hang_s: float = 0.0  # a rank may let others wait so long; 0: for ever
 
 
 def encode(message: Mapping[str, Any], mark: bytes = b"") -> bytes:
@@ -49,10 +42,7 @@ WELCOME = encode({"welcome": True})
 
 
 class Decoder:
-    """Turns received bytes into messages.
-
-    Args:
-        mark: begins each message.
+    """Turns received bytes into messages, each of which begins with `mark`.
 
     Attributes:
         noise: the end of what came and was no message.

@@ -39,14 +39,8 @@ AFTERMATH = ("RanksLost", "MainRankError", "HorovodInternalError")
 
 
 class Ring:
-    """The page of this rank, on disk from here on.
-
-    Args:
-        path: of the file; what was there is replaced.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """The page of this rank, on disk from here on, in place of what was there; raises `OSError` if it cannot be
+    written."""
 
     def __init__(self, path: Path) -> None:
         self.path, self._pid, self._turn = path, os.getpid(), 0
@@ -102,13 +96,8 @@ class Ring:
 
 
 def place_of(run_dir: Path | None, token: str, rank: int) -> Path | None:
-    """Returns where the page of a rank belongs; None where this user has no folder of his own for it.
-
-    Args:
-        run_dir: of the run, if it is known.
-        token: the job's; who knows the path must not know it.
-        rank: whose page.
-    """
+    """Returns where the page of a rank belongs, by the run's directory or the job's token, which the path does not
+    give away; None where this user has no folder of his own for it."""
     if run_dir is not None:
         return run_dir / FOLDER / f"rank-{rank}.ring"
     folder = own_folder()
@@ -141,18 +130,10 @@ def open_ring(run_dir: Path | None, token: str, rank: int) -> Ring | None:
 
 def last_words(ring: Ring | None, run_dir: Path | None, rank: int, error: BaseException, *, ends: bool) -> Ring | None:
     """Leaves in the run's directory what a rank fails with; without one nobody would look for it, and nothing is left.
+    Returns the page, if it is still to be removed at a normal end.
 
-    Whatever goes wrong over it: it is the end of a process, which has an error to show.
-
-    Args:
-        ring: the rank's page, if it has one.
-        run_dir: of the run, if it is known.
-        rank: that fails.
-        error: with what.
-        ends: the process ends now; else its page goes if it ends well after all.
-
-    Returns:
-        The page, if it is still to be removed at a normal end.
+    Whatever goes wrong over it: it is the end of a process, which has an error to show. `ends`: the process ends
+    now; else its page goes if it ends well after all.
     """
     with contextlib.suppress(Exception):
         if ring is None and ends and run_dir is not None:
@@ -175,13 +156,8 @@ def _words_of(error: BaseException) -> dict[str, Any]:
 
 
 def forget(run_dir: Path, rank: int, size: int, *, folder: bool) -> None:
-    """Removes the page that an earlier attempt has left of this rank; on rank 0 those of ranks that are no more, too.
-
-    Args:
-        run_dir: of the run.
-        rank, size: this rank, and how many there are.
-        folder: of the pages, if that was the last one; not where ranks are about to make theirs.
-    """
+    """Removes the page that an earlier attempt has left of this rank; on rank 0 also those of ranks beyond `size`,
+    and, where no rank is about to make its own, the `folder` if that was the last one."""
     pages = run_dir / FOLDER
     with contextlib.suppress(OSError):
         (pages / f"rank-{rank}.ring").unlink()

@@ -36,12 +36,9 @@ def orders(rank: int) -> Iterator[tuple[dict[str, Any], Connection]]:
 
 
 def updated(what: str, weights: Callable[[], list[float]]) -> None:
-    """An update is done: where trainings take turns, waits for the next turn when this one is over.
-
-    Args:
-        what: trains, on what: "torch cpu"; goes with the answers.
-        weights: gives a few of the model's; called before and after a turn, for which the device must be done.
-    """
+    """Notes an update: where trainings take turns, waits for the next turn when this one is over. `what` trains on
+    what ("torch cpu") goes with the answers; `weights` gives a few of the model's, for which the device must be
+    done."""
     global _taking
     if variables.TURNS_TRAINING in os.environ:
         if _taking is None:

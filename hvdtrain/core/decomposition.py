@@ -24,12 +24,8 @@ _EQUAL = 1e-4  # of shares
 
 
 def bound(compared: str, precisions: Iterable[str]) -> float:
-    """Returns how far apart whole and pieces may be by rounding, as a part of the largest value.
-
-    Args:
-        compared: "same operations", "same outputs", "model", "outputs" or "loss".
-        precisions: names of the types of numbers that were computed in; the coarsest counts.
-    """
+    """Returns how far apart whole and pieces may be by rounding, as a part of the largest value; of the types of
+    numbers that were computed in (`precisions`) the coarsest counts."""
     found = set(precisions) - {"float64"}
     fine, single, coarse = _BOUNDS[compared]
     return coarse if found - {"float32"} else single if found else fine
@@ -37,31 +33,20 @@ def bound(compared: str, precisions: Iterable[str]) -> float:
 
 @dataclass(frozen=True)
 class LossGradients:
-    """What a batch, or a piece of it, gives.
+    """What a batch, or a piece of it, gives. Gradients are arrays of any framework, by the names of what they are
+    taken by; where a piece has none of a name, it is 0."""
 
-    Attributes:
-        loss: its mean loss.
-        gradients: of the loss, by the names of what they are taken by: arrays of any framework. Where a piece has none
-            of a name its gradient is 0.
-    """
-
-    loss: float
+    loss: float  # its mean loss
     gradients: Mapping[Any, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Gaps:
-    """By how much a batch is not the sum of its pieces, weighed.
+    """By how much a batch is not the sum of its pieces, weighed."""
 
-    Attributes:
-        loss: the difference of the losses.
-        gradients: the largest difference of each gradient, by name.
-        largest: of the batch's gradients, the largest value.
-    """
-
-    loss: float
-    gradients: Mapping[Any, float]
-    largest: float
+    loss: float  # the difference of the losses
+    gradients: Mapping[Any, float]  # the largest difference of each gradient, by name
+    largest: float  # of the batch's gradients, the largest value
 
     @property
     def gradient(self) -> float:

@@ -31,17 +31,11 @@ _JOBS = "launch guard rehearse"
 
 
 class ExitCode(NamedTuple):
-    """A row of the table of exit codes that each command's --help and docs/cluster.md show.
+    """A row of the table of exit codes that each command's --help and docs/cluster.md show."""
 
-    Attributes:
-        code: as people write it.
-        commands: that end with it; "": every one.
-        meaning: in words.
-    """
-
-    code: str
-    commands: str
-    meaning: str
+    code: str  # as people write it
+    commands: str  # that end with it; "": every one
+    meaning: str  # in words
 
 
 EXIT_CODES = (
@@ -166,12 +160,8 @@ class RanksLost(HvdtrainError):
 
 
 class MainRankError(HvdtrainError):
-    """Raised on every other rank when work that rank 0 did for all of them failed.
-
-    Attributes:
-        error_type: the name of the exception class on rank 0.
-        main_traceback: rank 0's traceback as text.
-    """
+    """Raised on every other rank when work that rank 0 did for all of them failed, with the name of rank 0's
+    exception class (`error_type`) and its traceback as text."""
 
     def __init__(
         self, rule: str, received: str = "", remedy: str = "", *, error_type: str = "", main_traceback: str = ""
@@ -183,12 +173,7 @@ class MainRankError(HvdtrainError):
 
 class Preempted(SystemExit):
     """The job was preempted (SIGTERM, SIGUSR1): raised on all ranks, after the same update, when they have saved.
-
-    Uncaught it ends the program with exit code 85, and no traceback.
-
-    Attributes:
-        seen: whether there was one in this program, which may have caught it.
-    """
+    Uncaught it ends the program with exit code 85, and no traceback; `seen`: there was one in this program."""
 
     seen = False
 
@@ -198,12 +183,9 @@ class Preempted(SystemExit):
 
 
 def describe(program: str, error: BaseException, rank: int) -> str:
-    """Returns the block of text that `exit_with` prints for `error` on this rank.
-
-    An error that every rank raises is told in full by rank 0 only; the others say in one line what it was, so
-    that the cause is readable even if rank 0 was killed before it could speak. Errors that are not hvdtrain's
-    are bugs, hence shown with their traceback.
-    """
+    """Returns the block of text that `exit_with` prints for `error` on this rank. Rank 0 prints an error that every
+    rank raises in full, and the others a line, should rank 0 be killed before. An error that is not hvdtrain's is a
+    bug, and has its traceback."""
     who = f"{program}: rank {rank}: "
     if not isinstance(error, HvdtrainError):
         text = "".join(traceback_module.format_exception(error)).rstrip()
@@ -219,11 +201,8 @@ _ending = threading.RLock()  # held by the thread that ends this process
 
 @contextlib.contextmanager
 def ending() -> Iterator[None]:
-    """While one thread is in here no other ends this process.
-
-    A thread that ends it while the main one is blocked has words for the other ranks. Where the engine breaks meanwhile
-    the main thread wakes up with an error of its own, whose exit code would hide what was found.
-    """
+    """While one thread is in here no other ends this process: that of a main thread, which wakes up with an error of
+    its own when the engine breaks, would hide what was found."""
     with _ending:
         yield
 

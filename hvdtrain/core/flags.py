@@ -32,13 +32,8 @@ class Parser(argparse.ArgumentParser):
 
 
 class LateParser(argparse.ArgumentParser):
-    """The parser of a subcommand, whose arguments are added when the subcommand is parsed: so that `--help` of one
-    command imports the modules of no other.
-
-    Args:
-        fill: adds them.
-        more: as of `argparse.ArgumentParser`.
-    """
+    """The parser of a subcommand, to which `fill` adds arguments when it is parsed: `--help` of one command imports
+    the modules of no other."""
 
     def __init__(self, *, fill: Callable[[argparse.ArgumentParser], None] = lambda _: None, **more: Any) -> None:
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **more)
@@ -100,16 +95,8 @@ def _refused(flag: str, path: Path) -> Iterator[None]:
 
 
 def check_file(flag: str, path: Path, *, parents: bool = False) -> None:
-    """Refuses what cannot be written before there is anything to write, and leaves nothing.
-
-    Args:
-        flag: that names it.
-        path: of the file.
-        parents: make the folders that it is to be in.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
+    """Raises `ConfigError` for a file, named by a flag, that cannot be written; leaves nothing. `parents`: makes its
+    folders."""
     with _refused(flag, path):
         if parents:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -121,16 +108,9 @@ def check_file(flag: str, path: Path, *, parents: bool = False) -> None:
 
 
 def write_file(flag: str, path: Path, text: str, *, parents: bool = False) -> None:
-    """Writes a file whole, or not at all: an earlier one stays until then. Links are followed; what is no file of its
-    own (a device, a pipe), or is in a folder where no other can be made, is written to as it is.
-
-    Args:
-        flag, path, parents: as of `check_file`.
-        text: what.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
+    """Writes a file whole, or not at all: an earlier one stays until then. Links are followed; what is no file of
+    its own (a device, a pipe), or is in a folder where no other can be made, is written to as it is. Raises as
+    `check_file`."""
     check_file(flag, path, parents=parents)
     whole = Path(os.path.realpath(path))
     begun = whole.with_name(f".{whole.name[:200]}.{os.getpid()}")

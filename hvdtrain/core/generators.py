@@ -12,11 +12,8 @@ State = tuple[list[Any], Any, Any]  # of the frameworks' generators, of Python's
 
 
 class Generators:
-    """What a program draws from: Python's and NumPy's generators, and those of frameworks.
-
-    Args:
-        of_frameworks: each with `get_state`, `set_state` and `manual_seed`, as PyTorch's.
-    """
+    """What a program draws from: Python's and NumPy's generators, and those of frameworks, which have `get_state`,
+    `set_state` and `manual_seed` as PyTorch's."""
 
     def __init__(self, of_frameworks: Sequence[Any] = ()) -> None:
         self._of_frameworks = of_frameworks
@@ -73,15 +70,8 @@ class Generators:
 
 
 class OwnRandom:
-    """Random numbers of its own, for code that runs in turns with other code.
-
-    Args:
-        generators: what the code draws from.
-        state: of these at first, or a seed.
-
-    Attributes:
-        state: of the generators when the code runs next.
-    """
+    """Random numbers of its own, for code that runs in turns with other code: `state` is what these generators have
+    when it runs next, at first the given state or seed."""
 
     def __init__(self, generators: Generators, state: State | int) -> None:
         self._generators = generators
@@ -99,11 +89,8 @@ class OwnRandom:
 
 
 class TensorFlowSeeds:
-    """What TensorFlow seeds the operations with that are made; there is no generator before a seed is set.
-
-    Args:
-        context: `tensorflow.python.eager.context.context()`.
-    """
+    """What TensorFlow seeds the operations with that are made, in `tensorflow.python.eager.context.context()`; there
+    is no generator before a seed is set."""
 
     def __init__(self, context: Any) -> None:
         self._context = context

@@ -24,11 +24,8 @@ _MASTER = ("MASTER_ADDR", "MASTER_PORT")
 
 @dataclass(frozen=True)
 class Detected:
-    """What the launcher says about this process.
-
-    `node` is the index of this process's host, `UNKNOWN_NODE` (-1) where the launcher does not tell (Open
-    MPI, hydra on several hosts). `rendezvous` is "host:port", or None where the launcher gives none.
-    """
+    """What the launcher says about this process: `node` is the index of its host (`UNKNOWN_NODE` under Open MPI, and
+    hydra on several hosts), `rendezvous` "host:port", or None where the launcher gives none."""
 
     launcher: str
     rank: int
@@ -43,11 +40,8 @@ ALONE = Detected("none", 0, 1, 0, 1, 0, None)
 
 
 def detect(environ: Environ) -> Detected:
-    """Returns what the innermost launcher in `environ` says; pure.
-
-    Raises:
-        LauncherError: some of a launcher's variables are missing (they are named) or contradict each other.
-    """
+    """Returns what the innermost launcher in `environ` says; pure. Raises `LauncherError` if some of a launcher's
+    variables are missing, which are named, or contradict each other."""
     for _, started, read in _TABLE:
         if started(environ):
             return _checked(read(environ))
@@ -302,18 +296,14 @@ _JOB_VARIABLES = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")  # mpirun's: what
 def meeting_point(
     environ: Environ, detected: Detected, *, without_mpi: str = "", join: int = 0
 ) -> tuple[str, int] | Literal["rendezvous", "mpi"]:
-    """Returns the host and port where rank 0 of a torch.distributed group listens, or how it tells them; pure.
+    """Returns the host and port where rank 0 of a torch.distributed group listens, or how it sends them to the others;
+    pure.
 
     The launcher's own rendezvous where it has one for its ranks (torchrun, OpenPAI, srun), else MASTER_ADDR and
-    MASTER_PORT. Else rank 0 listens on a free port, and tells the others through the server of their launcher
-    (horovodrun, `hvdtrain launch`) or through MPI; without it, with all ranks on this host, on a port of this job's.
-
-    Args:
-        without_mpi: why MPI cannot be asked, where it was tried.
-        join: its number in this process: the store of the last one may not be gone yet.
-
-    Raises:
-        LauncherError: names the variables that are missing.
+    MASTER_PORT. Else rank 0 listens on a free port, and sends it through the server of their launcher (horovodrun,
+    `hvdtrain launch`) or through MPI; without it (`without_mpi` is the reason), with all ranks on this host, on a
+    port of this job's `join`th group: the store of the last one may not be gone yet. Raises `LauncherError` with the
+    variables that are missing.
     """
     if detected.rendezvous is not None and detected.launcher != "horovodrun":  # there it is the launcher's own server
         address, _, port = detected.rendezvous.rpartition(":")
@@ -343,18 +333,10 @@ def meeting_point(
 
 
 def gpus_for(local_rank: int, local_size: int, visible: int, per_rank: int = 1) -> tuple[int, ...]:
-    """Returns the GPUs of one rank as indices among the visible ones; pure.
+    """Returns the GPUs of one rank as indices among the visible ones, empty where none is visible; pure.
 
     Two rules cover what launchers do: all of a host's ranks see all its GPUs, then rank r takes the r-th group; or the
     launcher masks (`srun --gpus-per-task`, CUDA_VISIBLE_DEVICES per rank), then a rank sees exactly its own.
-
-    Args:
-        local_rank, local_size: this rank among the ranks on its host.
-        visible: how many GPUs this process sees.
-        per_rank: how many a rank shall use.
-
-    Returns:
-        `per_rank` indices; empty when no GPU is visible.
 
     Raises:
         LauncherError: too few GPUs for the ranks on this host.
@@ -382,13 +364,9 @@ def gpus_for(local_rank: int, local_size: int, visible: int, per_rank: int = 1) 
 # A job that Slurm requeues after a preemption, or that `hvdtrain launch --max-restarts` starts again after a failure,
 # runs the same command line as before: the programs go on with the job's own run without being told to.
 def restarts(environ: Environ) -> int:
-    """Returns how often this job was started again, 0 for the first time; pure.
-
-    HVDTRAIN_RESTART counts where it is set, else SLURM_RESTART_COUNT, which sbatch sets from the first requeue on.
-
-    Raises:
-        LauncherError: not a whole number.
-    """
+    """Returns how often this job was started again, 0 for the first time; pure. HVDTRAIN_RESTART counts where it is
+    set, else SLURM_RESTART_COUNT, which sbatch sets from the first requeue on. Raises `LauncherError` for no whole
+    number."""
     name = next((name for name in (variables.RESTART, "SLURM_RESTART_COUNT") if environ.get(name, "") != ""), None)
     if name is None:
         return 0

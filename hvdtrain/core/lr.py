@@ -85,11 +85,8 @@ class LR:
         return self.base * self.factor(global_batch)
 
     def at(self, samples_seen: int, global_batch: int) -> float:
-        """Returns the rate of the update that begins after `samples_seen` samples of all ranks; pure.
-
-        Raises:
-            ConfigError: a count that is not a whole number in range.
-        """
+        """Returns the rate of the update that begins after `samples_seen` samples of all ranks; pure. Raises
+        `ConfigError` for a count that is not a whole number in range."""
         _check(_whole(samples_seen, 0), "samples_seen must be samples >= 0", samples_seen=samples_seen)
         peak = self.peak(global_batch)
         if samples_seen < self.warmup_samples:
@@ -105,11 +102,8 @@ class LR:
         return peak
 
     def check_optimizer(self, current: float, global_batch: int) -> None:
-        """Checks that the user's optimizer was made with `base`: this contract does the scaling, once.
-
-        Raises:
-            ConfigError: the rate was already scaled, or is something else altogether.
-        """
+        """Raises `ConfigError` unless the user's optimizer was made with `base`: this contract does the scaling,
+        once."""
         peak = self.peak(global_batch)
         if math.isclose(current, self.base, rel_tol=_SAME_RATE):
             return

@@ -144,13 +144,8 @@ class Plan:
         return Steps(self, epoch, consumed, rank)
 
     def span(self, number: int, consumed: int, rank: int) -> tuple[slice, int]:
-        """Returns the positions of rank's samples in the epoch's order, and the samples of all ranks, in one step.
-
-        Args:
-            number: of the step, counted from 0 after `consumed` samples.
-            consumed: samples of all ranks done before step 0.
-            rank: whose samples.
-        """
+        """Returns the positions of rank's samples in the epoch's order, and the samples of all ranks, in one step,
+        which is counted from 0 after `consumed` samples of all ranks."""
         start = consumed + number * self.global_batch
         count = min(self.global_batch, self.samples - start)
         mine = contiguous(count, rank, self.size)
@@ -265,20 +260,12 @@ def _small_order(samples: int, seed: int, epoch: int) -> np.ndarray:
 
 
 def _feistel(positions: np.ndarray, samples: int, keys: np.ndarray) -> np.ndarray:
-    """Returns where a permutation of 0..samples-1 takes `positions`.
+    """Returns where a permutation of 0..samples-1 takes `positions`, uint64 [n].
 
     A position is a place (row, column) in a rectangle of just over `samples` cells. Each round turns every row, or
-    every column, by an amount that is a random function of its number: a Feistel network on whole numbers, which is a
-    permutation whatever the function (Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains"). A cell beyond
-    the samples is sent through again until it lands within ("cycle walking", same source); few are.
-
-    Args:
-        positions: uint64 [n], each below `samples`.
-        samples: at least 1.
-        keys: uint64 [rounds].
-
-    Returns:
-        uint64 [n].
+    every column, by an amount that is a random function of its number: a Feistel network on whole numbers, which is
+    a permutation whatever the function (Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains"). A cell
+    beyond the samples is sent through again until it lands within ("cycle walking", same source); few are.
     """
     import numpy as np
 
@@ -335,11 +322,7 @@ class Dealt:
 
 
 def check_evaluation(data: Any, per_rank_batch: int | None) -> None:
-    """Refuses an evaluation that would not count every sample, in batches of one known size.
-
-    Raises:
-        ConfigError: no batch size, two, or a loader that leaves the tail out.
-    """
+    """Raises `ConfigError` for an evaluation that would not count every sample, in batches of one known size."""
     if not isinstance(data, Dealt):
         if per_rank_batch is None:
             raise ConfigError("evaluation needs a batch size", "per_rank_batch was not given", "per_rank_batch=64")
@@ -354,13 +337,8 @@ def check_evaluation(data: Any, per_rank_batch: int | None) -> None:
 
 
 def tail_pieces(samples: int, full: int, pieces: int) -> int:
-    """Returns into how many pieces a tail is cut so that none is larger than those of a full batch.
-
-    Args:
-        samples: of the tail, at least 1.
-        full: samples of a full batch.
-        pieces: of a full batch.
-    """
+    """Returns into how many pieces a tail of 1 sample or more is cut so that none is larger than those of a full
+    batch."""
     return -(-samples // -(-full // pieces))
 
 
@@ -374,11 +352,8 @@ def contiguous(samples: int, rank: int, size: int) -> slice:
 
 
 def weight_number(weight: Any, example: str) -> float:
-    """Returns what a batch counts by, of a number or of a tensor or array with one element.
-
-    Raises:
-        ConfigError: no single number >= 0; `example` is the remedy.
-    """
+    """Returns what a batch counts by, of a number or of a tensor or array with one element; raises `ConfigError`,
+    with `example` as the remedy, for what is no single number >= 0."""
     shape = getattr(weight, "shape", None)
     single = not isinstance(weight, (str, bytes)) if shape is None else math.prod(shape) == 1
     try:

@@ -16,11 +16,7 @@ MOST_RANKS = 100_000  # of a job: lists of more are wrong, and take minutes to w
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """Expands Slurm's "2(x3),1" to [2, 2, 2, 1]; pure.
-
-    Raises:
-        LauncherError: not in Slurm's form.
-    """
+    """Expands Slurm's "2(x3),1" to [2, 2, 2, 1]; pure. Raises `LauncherError` for any other form."""
     counts: list[int] = []
     for piece in text.split(","):
         match = re.fullmatch(r"\s*(\d+)(?:\(x(\d+)\))?\s*", piece)
@@ -32,11 +28,8 @@ def tasks_per_node(text: str) -> list[int]:
 
 
 def expand(nodes: str) -> list[str]:
-    """Returns all names of a Slurm node list, in order: "gpu[03-04,07],login" gives gpu03, gpu04, gpu07, login; pure.
-
-    Raises:
-        LauncherError: not in Slurm's form.
-    """
+    """Returns all names of a Slurm node list, in order: "gpu[03-04,07],login" gives gpu03, gpu04, gpu07, login;
+    pure. Raises `LauncherError` for any other form."""
     if not re.fullmatch(rf"{_NODE}(?:,{_NODE})*", nodes):
         raise LauncherError('Slurm writes nodes as "gpu[03-04,07],login"', repr(nodes))
     names: list[str] = []
@@ -67,11 +60,8 @@ def _range(text: str) -> list[str]:
 
 
 def job_hosts(environ: Mapping[str, str]) -> str | None:
-    """Returns the hosts of the Slurm job this process is in, as "host1:2,host2:2" (tasks on each); None outside of one.
-
-    Raises:
-        LauncherError: the job's variables are missing, not in Slurm's form, or contradict each other.
-    """
+    """Returns the hosts of the Slurm job this process is in, as "host1:2,host2:2" (tasks on each); None outside of
+    one. Raises `LauncherError` if the job's variables are missing, not in Slurm's form, or contradict each other."""
     if not environ.get("SLURM_JOB_ID"):
         return None
     nodes, tasks = environ.get("SLURM_JOB_NODELIST", ""), environ.get("SLURM_TASKS_PER_NODE", "")

@@ -96,11 +96,8 @@ def _loader_of(optimizer: Optimizer, data: Loader | None) -> Loader | None:
 
 
 class ModelPart(Part):
-    """Parameters and persistent buffers of a plain module.
-
-    Names that share a tensor are stored once; the others' names are in the file's metadata, as
-    `safetensors.torch.save_model` writes them.
-    """
+    """Parameters and persistent buffers of a plain module. Names that share a tensor are stored once; the others'
+    names are in the file's metadata, as `safetensors.torch.save_model` writes them."""
 
     def __init__(self, model: nn.Module, world: World) -> None:
         self.model = model
@@ -127,11 +124,7 @@ class ModelPart(Part):
         write_tensors({name: tensor.detach() for name, tensor in tensors.items()}, {"format": "pt", **shared}, file)
 
     def check(self, path: Path) -> None:
-        """Reads the file.
-
-        Raises:
-            CheckpointError: it is of another model; the first tensor that does not fit is named, with both shapes.
-        """
+        """Reads the file; raises `CheckpointError` with the first tensor that does not fit, and both shapes."""
         CLOCK.enter("checkpoint")
         try:
             with safe_open(path, framework="pt") as file:
@@ -272,7 +265,7 @@ class TrainingPart(Part):
         ranks = session.world.gather((session.streams(), [other.state_dict() for other in others]))
         self.streams, self.others = map(list, zip(*ranks, strict=True))
         if session.parted is not None:
-            self._gathered = session.parted.state_dict(keep=session.world.is_main)
+            self._gathered = session.parted.parts.state_dict(keep=session.world.is_main)
 
     def write(self, file: StateFile) -> None:
         optimizer = self.optimizer
@@ -292,22 +285,15 @@ class TrainingPart(Part):
         self._gathered = None  # not before: what memory has no room for is written again, to disk
 
     def check(self, path: Path) -> None:
-        """Reads the file.
-
-        Raises:
-            CheckpointError: it is of another optimizer.
-        """
+        """Reads the file; raises `CheckpointError` if it is of another optimizer."""
         saved = self._read = revived(read(path), np.generic.item)
         _check_optimizer(saved, _described(self.optimizer), self.optimizer.wrapped)
         if self.optimizer.session.parted is not None:
-            self.optimizer.session.parted.check_state(saved["optimizer"])
+            self.optimizer.session.parted.parts.check_state(saved["optimizer"])
 
     def load(self, path: Path) -> None:
-        """Takes up where the saved run was; at another world size with random streams of its own.
-
-        Raises:
-            CheckpointError: it is of another data set.
-        """
+        """Takes up where the saved run was; at another world size with random streams of its own. Raises
+        `CheckpointError` for another data set's place."""
         saved, self._read = self._read, {}
         session, own = self.optimizer.session, _described(self.optimizer)
         self.optimizer.wrapped.load_state_dict(saved["optimizer"])

@@ -91,11 +91,8 @@ def one_pass(
     workers: int | Literal["auto"],
     augment: Augment | None,
 ) -> Iterator[Loader]:
-    """The data as a `Loader`, and the same model on every rank, evaluating, without gradients; collective.
-
-    Raises:
-        ConfigError: a data set without `per_rank_batch`, or a `Loader` with one.
-    """
+    """Gives the data as a `Loader`, and the same model on every rank, evaluating, without gradients; collective.
+    Raises `ConfigError` for a data set without `per_rank_batch`, or a `Loader` with one."""
     before = CLOCK.enter("evaluation")
     batches = data if isinstance(data, Loader) else None
     try:
@@ -186,11 +183,7 @@ class _Kept(Protocol):
 
 
 def _kept(metrics: Any, device: torch.device) -> list[_Kept]:
-    """Returns what keeps each of the metrics.
-
-    Raises:
-        ConfigError: none of the kinds of `evaluate`.
-    """
+    """Returns what keeps each of the metrics; raises `ConfigError` for what is none of the kinds of `evaluate`."""
     if isinstance(metrics, (list, tuple)):
         return [kept for part in metrics for kept in _kept(part, device)]
     if isinstance(metrics, Corpus):

@@ -27,19 +27,12 @@ from hvdtrain.torch.update.regroup import RULE, extras_of, load, written
 
 @dataclass(frozen=True)
 class ModuleState:
-    """What a module has beside its checkpoint: new processes have it as it was at the program's top.
+    """What a module has beside its checkpoint: new processes have it as it was at the program's top."""
 
-    Attributes:
-        shapes: of parameters and buffers, by name.
-        trains: the parameters that have a gradient.
-        buffers: those that no checkpoint holds.
-        modes: by module: whether it is in training mode.
-    """
-
-    shapes: dict[str, tuple[int, ...]]
-    trains: set[str]
-    buffers: dict[str, torch.Tensor]
-    modes: dict[str, bool]
+    shapes: dict[str, tuple[int, ...]]  # of parameters and buffers, by name
+    trains: set[str]  # the parameters that have a gradient
+    buffers: dict[str, torch.Tensor]  # those that no checkpoint holds
+    modes: dict[str, bool]  # by module: whether it is in training mode
 
     @classmethod
     def of(cls, module: nn.Module) -> ModuleState:
@@ -76,15 +69,8 @@ class ModuleState:
 
 
 class Trained(Member):
-    """The one prepared model of an elastic job.
-
-    Args:
-        optimizer: as `prepare` returns it.
-        earlier: what was prepared before.
-
-    Raises:
-        ConfigError: that is another model, which is still there.
-    """
+    """The one prepared model of an elastic job; raises `ConfigError` if what was prepared earlier is another model,
+    which is still there."""
 
     def __init__(self, optimizer: Optimizer, earlier: Member | None) -> None:
         before = earlier.held() if isinstance(earlier, Trained) else None

@@ -39,11 +39,7 @@ def _is_stream(data: Any) -> bool:
 
 
 def _dataset_of(data: Any) -> Any:
-    """Returns a data set that is read by index.
-
-    Raises:
-        ConfigError: not arrays, and not a map-style data set.
-    """
+    """Returns a data set that is read by index; raises `ConfigError` for any other data."""
     if isinstance(data, Mapping) and 0 not in data:
         raise ConfigError(
             "data is a tuple of arrays, or a data set that is read by index (len(data), data[i]), or a stream",
@@ -62,14 +58,8 @@ def _dataset_of(data: Any) -> Any:
 def source_of(
     data: Any, device: torch.device, processes: Processes, collate: Callable[[list[Any]], Any] | None, *, auto: bool
 ) -> Memory | Workers:
-    """Returns what serves `data` by index.
-
-    Args:
-        auto: nobody asked for processes: rows of arrays are read without.
-
-    Raises:
-        ConfigError: not arrays, and not a map-style data set.
-    """
+    """Returns what serves `data` by index; `auto`: nobody asked for processes, and rows of arrays are read without.
+    Raises `ConfigError` for what are not arrays, and no map-style data set."""
     memory = memory_of(data, device if collate is None else torch.device("cpu"))
     if memory is not None and collate is None:
         return memory

@@ -447,12 +447,8 @@ class Loader(Dealt):
 
 
 class Epoch:
-    """The loop over the rest of one epoch. The loader only knows it weakly: when it is gone, the loop was left.
-
-    Attributes:
-        epoch: its number.
-        padding: the step of the batch last handed out, if that counts nothing.
-    """
+    """The loop over the rest of one epoch; `padding` is the step of the batch last handed out, if that counts
+    nothing. The loader only knows it weakly: when it is gone, the loop was left."""
 
     running: WeakSet[Epoch] = WeakSet()
 

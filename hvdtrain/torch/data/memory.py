@@ -33,11 +33,8 @@ class MemoryRows(torch.utils.data.Dataset[Any]):
 
 
 class Memory:
-    """A `Source` of arrays; made by `memory_of`.
-
-    Attributes:
-        tensors: all samples, first axis samples; on the device where they fit.
-    """
+    """A `Source` of arrays; made by `memory_of`. Its tensors have samples along the first axis, and are on the
+    device where they fit."""
 
     workers = 0
 
@@ -87,13 +84,9 @@ class Memory:
 
 
 def memory_of(data: Any, device: torch.device) -> Memory | None:
-    """Returns the source of arrays and tensors, or a tuple of them; None for anything else (a data set).
-
-    Labels (whole numbers, one a sample) become int64, which PyTorch's losses ask for; all else is as it came.
-
-    Raises:
-        ConfigError: arrays of different lengths, a tuple of something else, or a list where a tuple is meant.
-    """
+    """Returns the source of arrays and tensors, or a tuple of them; None for anything else (a data set). Labels
+    (whole numbers, one a sample) become int64, which PyTorch's losses ask for. Raises `ConfigError` for arrays of
+    different lengths, a tuple of something else, or a list where a tuple is meant."""
     if type(data) is torch.utils.data.TensorDataset:  # one of a class of its own may do more than hand out rows
         data = data.tensors
     single = isinstance(data, (np.ndarray, Tensor))

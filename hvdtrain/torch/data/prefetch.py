@@ -17,12 +17,8 @@ class Ahead(Generic[T]):
     """Runs an iterator in a thread, `DEPTH` items ahead.
 
     On a GPU the thread's copies and kernels go to a stream of their own: they overlap the training's. Taking an item
-    makes the training's stream (not the CPU) wait until it is ready.
-
-    Args:
-        items: the iterator; only the thread touches it from now on.
-        device: where the items' tensors are made.
-        tensors: returns the tensors of an item, which another stream is going to use.
+    makes the training's stream (not the CPU) wait until it is ready; `tensors` returns an item's, which another
+    stream is going to use.
     """
 
     def __init__(self, items: Iterator[T], device: torch.device, tensors: Callable[[T], list[torch.Tensor]]) -> None:

@@ -27,21 +27,13 @@ from hvdtrain.world.records import STREAM
 
 @dataclass(frozen=True)
 class Processes:
-    """What reads a data set, or a stream.
+    """What reads a data set, or a stream."""
 
-    Attributes:
-        count: processes; 0 is none, this process reads.
-        pin_memory: batches are put where a GPU copies them from by itself.
-        prefetch: batches that each process makes ahead.
-        timeout_s: seconds to wait for a batch; 0 is for ever.
-        init: called in each process, with its number, before it reads.
-    """
-
-    count: int
-    pin_memory: bool = False
-    prefetch: int = 2
-    timeout_s: float = 0.0
-    init: Callable[[int], None] | None = None
+    count: int  # processes; 0 is none, this process reads
+    pin_memory: bool = False  # batches are put where a GPU copies them from by itself
+    prefetch: int = 2  # batches that each process makes ahead
+    timeout_s: float = 0.0  # seconds to wait for a batch; 0 is for ever
+    init: Callable[[int], None] | None = None  # called in each process, with its number, before it reads
 
     def __post_init__(self) -> None:
         if isinstance(self.prefetch, bool) or not isinstance(self.prefetch, int) or self.prefetch < 1:
@@ -114,13 +106,8 @@ def _as_it_is(answer: Any) -> Any:
 
 
 def answers(reader: Any, processes: Processes, questions: Sequence[Any] | None = None) -> Generator[Any, None, None]:
-    """Yields `reader[question]` for each question, in order; or what iterating over a reader that is iterable gives.
-
-    Args:
-        reader: a `ProcessReader` that is a `torch.utils.data.Dataset`, map-style or iterable.
-        processes: which do it.
-        questions: None of an iterable.
-    """
+    """Yields `reader[question]` for each question, in order; of a `ProcessReader` that is iterable (no questions)
+    what iterating over it gives."""
     count = processes.count
     if count:
         reader._places = multiprocessing.sharedctypes.RawArray("q", count)
@@ -167,11 +154,8 @@ def answers(reader: Any, processes: Processes, questions: Sequence[Any] | None =
 
 @contextmanager
 def _explained(reader: Any, processes: Processes, received: int) -> Iterator[None]:
-    """A worker that was killed, by the out-of-memory killer or for want of shared memory, says so in our words; one
-    that hangs says where.
-
-    An error that the data set raised in a worker is passed on as it is.
-    """
+    """Explains a worker that was killed, by the out-of-memory killer or for want of shared memory, and names the
+    place of one that hangs. An error that the data set raised in a worker is passed on as it is."""
     try:
         yield
     except RuntimeError as error:
@@ -199,10 +183,8 @@ def _explained(reader: Any, processes: Processes, received: int) -> Iterator[Non
 
 
 def located(where: str, make: Callable[..., Any], *given: Any) -> Any:
-    """Returns `make(*given)`; to an error is added where in the data it came from, its type and text stay.
-
-    But for a `StopIteration`, which whoever asks for batches would take for their end: it is a `RuntimeError`.
-    """
+    """Returns `make(*given)`; to an error is added where in the data it came from. A `StopIteration`, which whoever
+    asks for batches would take for their end, becomes a `RuntimeError`."""
     try:
         try:
             return make(*given)

@@ -16,14 +16,10 @@ Augment = Callable[[Tensor, Tensor], Tensor]
 
 
 class Fetched(NamedTuple):
-    """What one step got.
-
-    Attributes:
-        batch: tensors, nested as the data set nests them; where no sample is left, of two real ones that do not count
-            (one, where there is only one): normalisation over one would fail.
-        kept: which of the step's samples are in it, when some could not be read or there are none; None is all.
-        bad: the names of those that could not be read, each with the reason.
-    """
+    """What one step got. A batch has tensors nested as the data set nests them; where no sample is left, of two real
+    ones that do not count (one, where there is only one): normalisation over one would fail. `kept` are the step's
+    samples that are in it, when some could not be read or there are none (None is all), `bad` the names of those,
+    each with the reason."""
 
     batch: Any
     kept: list[int] | None

@@ -44,11 +44,7 @@ def drawn_by_epoch(sampler: Any, begin: Begin, seed: int) -> Begin:
 
 
 class Get:
-    """Makes samples of records: what a sampler names, or what `decode` makes of it.
-
-    Attributes:
-        dataset: read by index, if records are indices.
-    """
+    """Makes samples of records: what a sampler names in `dataset`, or what `decode` makes of it."""
 
     def __init__(self, dataset: Any, decode: Callable[[Any], Any] | None) -> None:
         self.dataset = dataset
@@ -129,14 +125,8 @@ class _HeadReader(ProcessReader, Dataset[StreamHead]):
 
 
 class Streamed:
-    """A `Source` of what is walked.
-
-    Attributes:
-        begin: the records of an epoch.
-        get: makes a sample of a record.
-        kind: what is walked, to the user.
-        unstable: names of parts of a record that are not compared among ranks.
-    """
+    """A `Source` of what is walked: `begin` gives the records of an epoch, `get` makes a sample of one; `unstable`
+    are the names of parts of a record that are not compared among ranks."""
 
     samples = 0  # not known
 
@@ -208,11 +198,8 @@ class UnknownLength(ConfigError, TypeError):
 
 
 class StreamLoader(Loader):
-    """One rank's batches of a stream, or of an order of the user's own; made by `loader`.
-
-    As any `Loader`, but that nobody knows how long it is. A batch is handed out when the records of the update that it
-    is part of, and of the step after it, were seen.
-    """
+    """One rank's batches of a stream, or of an order of the user's own, whose length nobody knows; made by `loader`.
+    A batch is handed out when the records of the update that it is part of, and of the step after it, were seen."""
 
     plan: StreamPlan
     _source: Streamed  # type: ignore[assignment]

@@ -60,13 +60,9 @@ def read_batch(
     """Reads a step's samples, each with random numbers of its own, and collates them.
 
     Args:
-        step: whose batch.
-        get: returns a sample.
         samples: of each, the number that names it, and what `get` is called with.
         together: returns all samples of these numbers, where the data set can.
-        reader: is told what is read.
-        collate: makes the batch.
-        others: makes one of samples that do not count, where there is none that does.
+        others: makes a batch of samples that do not count, where there is none that does.
     """
     seeds = words(step.plan, step.epoch, step.first, step.dealt, 1, stream=SEED_STREAM)[:, 0].tolist()
     names = [name for name, _ in samples]
@@ -107,10 +103,8 @@ def together_of(dataset: Any) -> Together | None:
 def _read_together(
     together: Together | None, names: list[int], seeds: list[int], reader: ProcessReader
 ) -> tuple[Any, Exception | None]:
-    """Returns the samples, as one call gives them, or why it fails; neither where they are to be read one by one.
-
-    So it is where random numbers are drawn in the call: they would be those of the batch, which depends on the ranks.
-    """
+    """Returns the samples, as one call gives them, or why it fails; neither where they are to be read one by one, as
+    where random numbers are drawn in the call: they would depend on the ranks."""
     if together is None or not names or reader.one_by_one:
         return None, None
     reader.at(names[0])

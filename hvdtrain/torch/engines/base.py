@@ -104,14 +104,13 @@ class Transport:
     Attributes:
         compression: "fp16" or "bf16": gradients are cast for the way, and summed in that type.
         bucket_bytes: gradients are sent in pieces of about this size; None: what is right on the device.
-        staged: the model, where it runs its own passes (see `StagedEngineModel`).
         zero: ZeRO's stage: each rank has a part of the optimizer's state (1), and of the gradients (2); see
             `deepspeed.ZeroModel`.
     """
 
     compression: Literal["fp16", "bf16"] | None = None
     bucket_bytes: int | None = None
-    staged: Staged | None = None
+    staged: Staged | None = None  # the model, where it runs its own passes (see `StagedEngineModel`)
     zero: int = 0
 
 
@@ -120,19 +119,16 @@ class Pass:
     """What a backward pass sends, and how.
 
     Attributes:
-        reduce: the update's last pass: start to sum the gradients. Else they add up in `p.grad`, locally.
         extras: float64 [k] on the engine's device, with `reduce`: summed over ranks in place; ready after `finish`.
-        retain_graph: as torch's.
-        counts: False: this rank has no sample. What its stand-in reaches in this pass is not used by that.
-        afterwards: a parameter may get its gradient in parts: none is sent before the pass has ended. None: that is
-            not known (of a proof).
+        afterwards: a parameter may get its gradient in parts: none is sent before the pass has ended. None: that is not
+            known (of a proof).
     """
 
-    reduce: bool
+    reduce: bool  # the update's last pass: start to sum the gradients. Else they add up in `p.grad`, locally
     extras: Tensor | None = None
-    retain_graph: bool = False
+    retain_graph: bool = False  # as torch's
     afterwards: bool | None = None
-    counts: bool = True
+    counts: bool = True  # False: this rank has no sample. What its stand-in reaches in this pass is not used by that
 
 
 class EngineModel(Protocol):
@@ -145,11 +141,7 @@ class EngineModel(Protocol):
     call: Callable[..., Any]
 
     def backward(self, loss: Tensor, sent: Pass) -> None:
-        """Runs the backward pass of `loss`, which is weighted so that gradients are to be summed over ranks.
-
-        Args:
-            loss: a scalar.
-        """
+        """Runs the backward pass of a scalar loss, which is weighted so that gradients are to be summed over ranks."""
         ...
 
     def finish(self) -> None:
@@ -157,11 +149,7 @@ class EngineModel(Protocol):
         ...
 
     def step(self, closure: Callable[[], object] | None = None) -> None:
-        """The optimizer's step.
-
-        Raises:
-            ConfigError: a closure, where the engine takes none.
-        """
+        """Takes the optimizer's step; raises `ConfigError` for a closure, where the engine takes none."""
         ...
 
     def close(self) -> None:
@@ -173,21 +161,15 @@ class StagedEngineModel(EngineModel, Protocol):
     """A model that may run its own passes, on an engine that `runs_stages`."""
 
     def run(self, passes: Callable[[], None], sent: Pass) -> None:
-        """As `backward`, with passes that are not autograd's alone.
-
-        Args:
-            passes: runs `Staged.step`, and sets `sent.extras`.
-        """
+        """As `backward`, with passes that are not autograd's alone: `passes` runs `Staged.step`, and sets
+        `sent.extras`."""
         ...
 
 
 @runtime_checkable
 class TorchEngine(Engine, Protocol):
-    """`hvdtrain.comm.engines.Engine`, plus tensors. Collective methods are called in the same order on every rank.
-
-    Attributes:
-        runs_stages: whether it takes a model that runs its own passes (`Staged`).
-    """
+    """`hvdtrain.comm.engines.Engine`, plus tensors; `runs_stages`: takes models that run their own passes
+    (`Staged`). Collective methods are called in the same order on every rank."""
 
     runs_stages: bool
 
@@ -236,17 +218,8 @@ class TensorCollectives(HostCollectives):
 
 
 def pick_devices(detected: Detected, device: str, gpus_per_rank: int) -> tuple[int, ...]:
-    """Chooses this rank's GPUs, makes the first one current, and returns their indices; empty on CPU.
-
-    Args:
-        detected: what the launcher says about this process.
-        device: "auto", "cpu" or "cuda".
-        gpus_per_rank: GPUs a rank uses.
-
-    Raises:
-        ConfigError: "cuda" where PyTorch sees no GPU.
-        LauncherError: too few GPUs for the ranks on this host.
-    """
+    """Chooses this rank's GPUs, makes the first one current, and returns their indices; empty on CPU. Raises
+    `ConfigError` for "cuda" where PyTorch sees no GPU, `LauncherError` for too few GPUs for the ranks on this host."""
     visible = 0 if device == "cpu" else torch.cuda.device_count()
     if device == "cuda" and visible == 0:
         raise ConfigError(

@@ -32,12 +32,8 @@ UNEVEN = 1.1  # times what the others hold
 
 def attach(detected: Detected, *, device: str, gpus_per_rank: int) -> DataParallelEngine:
     """Returns the engine of one process on all GPUs it sees, or on `gpus_per_rank` of them, if that is more than 1.
-
-    Without GPUs a batch is cut into `gpus_per_rank` pieces, or HVDTRAIN_CPU_DEVICES, or 2.
-
-    Raises:
-        ConfigError: no such GPU, or a number of pieces that is none.
-    """
+    Without GPUs a batch is cut into `gpus_per_rank` pieces, or HVDTRAIN_CPU_DEVICES, or 2. Raises `ConfigError` for
+    a GPU that is not there, or a number of pieces that is none."""
     visible = 0 if device == "cpu" else torch.cuda.device_count()
     devices = pick_devices(detected, device, gpus_per_rank if gpus_per_rank > 1 else max(visible, 1))
     pieces = len(devices) or (gpus_per_rank if gpus_per_rank > 1 else _cpu_devices())
@@ -92,11 +88,8 @@ class PiecesModel(SoloModel):
 
 
 def memory_told(peaks: Mapping[str, int]) -> str:
-    """Says what each device held at most, and, where the first needs clearly more, what balances them.
-
-    Args:
-        peaks: bytes, by device.
-    """
+    """Returns what each device held at most, in bytes by device, and, where the first needs clearly more, what
+    balances them."""
     text = "hvdtrain: most memory up to the first update: "
     text += ", ".join(f"{device} {peak / 2**30:.2f} GiB" for device, peak in peaks.items())
     first, *others = peaks.values()
@@ -163,10 +156,8 @@ def _not_joined(received: str, sizes: Sequence[int]) -> ConfigError:
 
 
 def replica_of(module: nn.Module) -> nn.Module:
-    """Returns a copy of a module that shares its parameters and has its own buffers.
-
-    What `torch.nn.parallel.replicate` does for GPUs; it refuses CPUs.
-    """
+    """Returns a copy of a module that shares its parameters and has its own buffers, as
+    `torch.nn.parallel.replicate` does for GPUs; it refuses CPUs."""
     buffers = {id(buffer): buffer.clone() for buffer in module.buffers()}
     copies: dict[int, nn.Module] = {}
 

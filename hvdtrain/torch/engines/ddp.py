@@ -167,10 +167,8 @@ def _once(loss: Tensor, retain_graph: bool) -> None:
 
 
 def _when_the_graph_is_done(grad: Tensor) -> None:
-    """Lets the clock see where waiting begins: inside `backward`, when all gradients are computed.
-
-    Called as the pass begins, so ahead of DDP in the queue of what is called at its end.
-    """
+    """Lets the clock see where waiting begins: inside `backward`, when all gradients are computed. Called as the
+    pass begins, so ahead of DDP in the queue of what is called at its end."""
     torch.autograd.Variable._execution_engine.queue_callback(_waiting)
 
 

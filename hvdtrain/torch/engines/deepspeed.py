@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -34,11 +34,8 @@ _NEVER = 2**62  # steps between DeepSpeed's own progress lines
 
 
 def attach(detected: Detected, *, device: str, gpus_per_rank: int) -> GroupEngine:
-    """Joins the ranks of torch.distributed and hands the group to DeepSpeed.
-
-    Raises:
-        LauncherError: DeepSpeed is missing, or cannot be loaded.
-    """
+    """Joins the ranks of torch.distributed and hands the group to DeepSpeed; raises `LauncherError` if it cannot be
+    loaded."""
     # read when it is imported; without it DeepSpeed takes a GPU that was not asked for
     os.environ.setdefault("DS_ACCELERATOR", "cpu" if device == "cpu" or not torch.cuda.is_available() else "cuda")
     deepspeed = _import()
@@ -87,10 +84,7 @@ def _quiet(name: str) -> Iterator[None]:
 
 
 class DeepSpeedModel:
-    """A model and its optimizer in DeepSpeed's hands.
-
-    DeepSpeed reduces gradients after the backward pass, not during it, so that is what `finish` does.
-    """
+    """A model and its optimizer in DeepSpeed's hands, which reduces gradients after the backward pass: in `finish`."""
 
     def __init__(
         self, engine: GroupEngine, module: nn.Module, optimizer: torch.optim.Optimizer, settings: Transport
@@ -148,13 +142,9 @@ class DeepSpeedModel:
 
 
 class ZeroModel(DeepSpeedModel):
-    """A model whose ranks keep parts: of the optimizer's state (stage 1), of the gradients too (stage 2).
-
-    DeepSpeed cuts, steps and gathers; backward passes are PyTorch's own, and gradients are sent in one order.
-
-    Attributes:
-        parted: whether gradients are in parts after `finish`: then `p.grad` has none, and `held` has.
-    """
+    """A model whose ranks keep parts: of the optimizer's state (stage 1), and of the gradients (stage 2, `parted`):
+    then `p.grad` has none after `finish`, and `parts` have. DeepSpeed cuts, steps and gathers; backward passes are
+    PyTorch's own, and gradients are sent in one order."""
 
     def __init__(
         self, engine: GroupEngine, module: nn.Module, optimizer: torch.optim.Optimizer, settings: Transport
@@ -171,18 +161,15 @@ class ZeroModel(DeepSpeedModel):
         self.parted = settings.zero == 2
         self._size, self._rank = engine.size, engine.rank
         self._drop_attributes(("param_idx_in_group", "grad_accum"))  # all that is needed here
-        self._parts = Parts(optimizer, twin, zero, engine.rank, self._gather)
+        self.parts = Parts(optimizer, twin, zero, engine.rank, self._gather)
         self._names = {id(p): name.removeprefix("module.") for name, p in module.named_parameters()}  # the shell's
         send = zero.reduce_independent_p_g_buckets_and_remove_grads
-        self._in_order = InOrder(self._parts.parameters, send) if self.parted else None
+        self._in_order = InOrder(self.parts.parameters, send) if self.parted else None
 
     def backward(self, loss: Tensor, sent: Pass) -> None:
-        """See `EngineModel.backward`.
-
-        Raises:
-            ConfigError: weights were put elsewhere, or others are trained than at first.
-        """
-        self._parts.check()
+        """See `EngineModel.backward`; raises `ConfigError` if weights were put elsewhere, or others are trained than
+        at first."""
+        self.parts.check()
         if self._in_order is not None:
             (self._in_order.begin if sent.reduce else self._in_order.stop)()
         with rank_losses():
@@ -190,12 +177,9 @@ class ZeroModel(DeepSpeedModel):
         self._extras = sent.extras if sent.reduce else None
 
     def finish(self) -> None:
-        """See `EngineModel.finish`; parted, `held` has the sums.
-
-        Raises:
-            ConfigError: on every rank, where no rank has a gradient of a parameter: the others' would still step it.
-        """
-        parameters = [parameter for its in self._parts.parameters for parameter in its]
+        """See `EngineModel.finish`. Raises `ConfigError`, on every rank, where no rank has a gradient of a
+        parameter: the others' would still step it."""
+        parameters = [parameter for its in self.parts.parameters for parameter in its]
         if self._in_order is None:
             used = self._sum_used([p.grad is not None for p in parameters], self._sum_gradients)
         else:
@@ -217,18 +201,14 @@ class ZeroModel(DeepSpeedModel):
     def _take_parts(self) -> None:
         """Leaves this rank the gradients of its part."""
         self._zero.params_already_reduced[:] = [False] * len(self._zero.params_already_reduced)
-        for index, pieces in enumerate(self._parts.pieces):
-            self._parts.give(index, [_cut(piece) for piece in pieces])
-        for parameter in (p for its in self._parts.parameters for p in its):
+        for index, pieces in enumerate(self.parts.pieces):
+            self.parts.give(index, [_cut(piece) for piece in pieces])
+        for parameter in (p for its in self.parts.parameters for p in its):
             parameter.grad = Elsewhere.of(parameter)
-
-    def held(self) -> list[tuple[Piece, Tensor]]:
-        """Returns what this rank has of the gradients, parted: pieces, and for each a tensor of its elements."""
-        return self._parts.held()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> Tensor:
         """As torch's, over the parts of all ranks; collective."""
-        gradients = [gradient for _, gradient in self.held()]
+        gradients = [gradient for _, gradient in self.parts.held()]
         norms = torch.zeros(self._size, device=self._device)
         norms[self._rank] = torch.nn.utils.get_total_norm(gradients, norm_type)
         dist.all_reduce(norms)
@@ -238,33 +218,26 @@ class ZeroModel(DeepSpeedModel):
 
     def spread_infinity(self) -> None:
         """Puts an infinity into every rank's part if one has one: a gradient scaler looks at its own; collective."""
-        tensors = self.tensors()
+        tensors = self.parts.tensors()
         bad = (~torch.stack([torch.isfinite(tensor).all() for tensor in tensors]).all()).float()
         dist.all_reduce(bad)
         tensors[0][:1] = torch.where(bad > 0, torch.inf, tensors[0][:1])
 
-    def tensors(self) -> list[Tensor]:
-        """See `Parts.tensors`."""
-        return self._parts.tensors()
-
     def step(self, closure: Callable[[], object] | None = None) -> None:
-        """The step of this rank's part; then every rank has all weights.
-
-        Raises:
-            ConfigError: a gradient was taken away, or (parted) replaced; a closure.
-        """
+        """Steps this rank's part; then every rank has all weights. Raises `ConfigError` if a gradient was taken
+        away, or (parted) replaced, and for a closure."""
         refuse_closure(closure)
-        parameters = [parameter for its in self._parts.parameters for parameter in its]
-        self._parts.call_hooks("pre")
+        parameters = [parameter for its in self.parts.parameters for parameter in its]
+        self.parts.call_hooks("pre")
         self._check_gradients(parameters)
         kept = [parameter.grad for parameter in parameters]  # DeepSpeed drops them; other engines leave them
         if not self.parted:
-            self._parts.fill()
+            self.parts.fill()
         with rank_losses():
-            self._parts.step()
+            self.parts.step()
         for parameter, gradient in zip(parameters, kept, strict=True):
             parameter.grad = gradient
-        self._parts.call_hooks("post")
+        self.parts.call_hooks("post")
 
     def _check_gradients(self, parameters: list[nn.Parameter]) -> None:
         strange = [p for p in parameters if p.grad is None or (self.parted and not isinstance(p.grad, Elsewhere))]
@@ -276,18 +249,6 @@ class ZeroModel(DeepSpeedModel):
                 f"p.grad of {names} was set between backward() and step()",
                 "leave the loss's gradients, or change them in place (zero=1); to leave weights as they are: zero=0",
             )
-
-    def state_dict(self, *, keep: bool = True) -> dict[str, Any]:
-        """See `Parts.state_dict`."""
-        return self._parts.state_dict(keep=keep)
-
-    def share_out(self) -> None:
-        """See `Parts.share_out`."""
-        self._parts.share_out()
-
-    def check_state(self, content: Mapping[str, Any]) -> None:
-        """See `Parts.check_state`."""
-        self._parts.check_state(content)
 
     def _gather(self, part: Tensor) -> Tensor:
         parts = [torch.empty_like(part) for _ in range(self._size)]

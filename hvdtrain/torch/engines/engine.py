@@ -15,16 +15,8 @@ from hvdtrain.world.world import World
 
 
 def attach(detected: Detected, *, engine: str, device: str, gpus_per_rank: int, seed: int) -> TorchEngine:
-    """Starts the engine, pins this rank's GPUs and seeds PyTorch.
-
-    Args:
-        detected: what the launcher says about this process.
-        engine: chosen of `hvdtrain.comm.engines.ENGINES`; the file of that name in `hvdtrain.torch.engines` has its
-            `attach(detected, device=..., gpus_per_rank=...)`.
-        device: `auto` | `cpu` | `cuda`.
-        gpus_per_rank: GPUs a rank uses.
-        seed: the same on every rank, so that all build the same initial weights; each rank's dropout stream is
-            derived from it when training is prepared.
+    """Starts the engine of this name, pins this rank's GPUs, and seeds PyTorch, alike on every rank so that all build
+    the same initial weights; each rank's dropout stream is derived when training is prepared.
 
     Raises:
         ConfigError: a GPU is asked for where none is visible.
@@ -39,11 +31,8 @@ def attach(detected: Detected, *, engine: str, device: str, gpus_per_rank: int, 
 
 
 def engine_of(world: World) -> TorchEngine:
-    """Returns the world's engine; one process without any gets the engine of one.
-
-    Raises:
-        ConfigError: the world is another framework's.
-    """
+    """Returns the world's engine; one process without any gets the engine of one. Raises `ConfigError` if the world
+    is another framework's."""
     comm = world.comm
     if isinstance(comm, TorchEngine):
         return comm

@@ -95,11 +95,8 @@ class GroupEngine(TensorCollectives):
 def join(
     name: str, model: Callable[..., EngineModel], detected: Detected, *, device: str, gpus_per_rank: int
 ) -> GroupEngine:
-    """Joins the ranks.
-
-    Raises:
-        ConfigError, LauncherError: no such GPU; the place to meet is not known, taken, or out of reach; ranks missing.
-    """
+    """Joins the ranks. Raises `ConfigError` or `LauncherError` for no such GPU, ranks that are missing, or a place
+    to meet that is not known, taken, or out of reach."""
     devices = pick_devices(detected, device, gpus_per_rank)
     backend = "cpu:gloo,cuda:nccl" if devices and dist.is_nccl_available() else "gloo"
     store = _meet(detected)
@@ -140,13 +137,7 @@ def _meet(detected: Detected) -> dist.Store:
 
 
 def _place(detected: Detected, number: int, seconds: float) -> tuple[list[str], int, socket.socket | None]:
-    """Returns the names rank 0 may be reached by, and its port; on rank 0 its socket, where the port is not given.
-
-    Args:
-        detected: this rank.
-        number: of the join.
-        seconds: to wait for the others.
-    """
+    """Returns the names rank 0 may be reached by, and its port; on rank 0 its socket, where the port is not given."""
     point, comm, listener, mine = meeting_point(os.environ, detected), None, None, ""
     if point == "mpi":
         try:
@@ -175,11 +166,8 @@ def _place(detected: Detected, number: int, seconds: float) -> tuple[list[str], 
 
 
 def _start_mpi(detected: Detected) -> Any:
-    """Returns mpi4py's communicator of all ranks.
-
-    Raises:
-        ConfigError, LauncherError: no mpi4py, no MPI, or another one than the launcher's.
-    """
+    """Returns mpi4py's communicator of all ranks; raises `ConfigError` or `LauncherError` for no mpi4py, no MPI, or
+    another one than the launcher's."""
     if "mpi4py.MPI" not in sys.modules:
         with suppress(ImportError):
             import mpi4py
@@ -190,10 +178,8 @@ def _start_mpi(detected: Detected) -> Any:
 
 
 def _end_mpi(pid: int) -> None:
-    """Ends MPI, as mpi4py would, but not where this rank has failed.
-
-    It would wait for the others, and they may wait for it. So it just ends, and mpirun ends them.
-    """
+    """Ends MPI, as mpi4py would, but not where this rank has failed: it would wait for the others, and they may wait
+    for it. So it just ends, and mpirun ends them."""
     module = sys.modules.get("mpi4py.MPI")
     if module is not None and os.getpid() == pid and not ends_badly() and not module.Is_finalized():
         module.Finalize()
@@ -201,10 +187,7 @@ def _end_mpi(pid: int) -> None:
 
 def _wait_for_port(hosts: list[str], port: int, seconds: float) -> str:
     """Returns the host that listens there; PyTorch's store, waiting itself, would print stacks of C++ at each try.
-
-    Raises:
-        OSError: the last attempt's; names that do not resolve are tried again too, clusters are slow to know theirs.
-    """
+    Raises the last attempt's `OSError`; names that do not resolve are tried again, clusters are slow to know theirs."""
     problem = OSError("rank 0 knows no address of its own")
     for remaining in attempts(seconds):
         for host in hosts:

@@ -40,12 +40,8 @@ Layout = tuple[int, ...]  # strides
 
 
 class Bucket:
-    """Gradients that travel together: one flat tensor, and a view of it for each parameter.
-
-    Args:
-        layouts: of the gradients, the same on every rank.
-        where_they_lie: large gradients do not go into the flat tensor.
-    """
+    """Gradients that travel together: one flat tensor, and a view of it for each parameter, in layouts that are the
+    same on every rank; `where_they_lie`: large gradients do not go into the flat tensor."""
 
     def __init__(
         self, name: str, parameters: Sequence[nn.Parameter], layouts: Sequence[Layout], where_they_lie: bool = False
@@ -127,10 +123,10 @@ class Bucket:
 
 
 class Reducer:
-    """Buckets, and the hooks on a module's parameters that fill them.
+    """Buckets, and the hooks on a module's trainable parameters that fill them; freezing and unfreezing is noticed at
+    the next update.
 
     Args:
-        module: its trainable parameters are reduced; freezing and unfreezing is noticed at the next update.
         sum_async: starts the sum of one tensor over ranks; called with the same names on every rank.
         bucket_bytes: size of a bucket; a larger parameter has one of its own.
         compression: None, "fp16" or "bf16".

@@ -69,11 +69,8 @@ def _factors(device: torch.device) -> Tensor:
 
 
 def check_equal(module: nn.Module, world: World, when: str) -> None:
-    """Checks that every rank has the same parameters; collective.
-
-    Raises:
-        ReplicaError: on every rank, naming the first parameter that differs, and who differs from rank 0.
-    """
+    """Raises `ReplicaError`, on every rank, if parameters differ between ranks: with the first one, and the ranks
+    that differ from rank 0; collective."""
     if world.size == 1:
         return
     mine = checksums(dict(module.named_parameters()))

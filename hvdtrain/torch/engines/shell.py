@@ -13,10 +13,8 @@ from hvdtrain.torch.engines.base import staged_or_none
 
 
 class Probe:
-    """Given to the shell in place of data: the forward pass is a sum over the parameters, with known gradients.
-
-    The gradient of parameter i (in the order of `parameters()`) is `factor` times `pattern(i, parameter)`.
-    """
+    """Given to the shell in place of data: the forward pass is a sum over the parameters, whose gradients are
+    `factor` times `pattern(i, parameter)`, with i in the order of `parameters()`."""
 
     def __init__(self, factor: float) -> None:
         self.factor = factor
@@ -54,12 +52,8 @@ def pattern(index: int, parameter: Tensor) -> Tensor:
 
 
 class ModelShell(nn.Module):
-    """The shell; the engine binds it, calls it and never knows.
-
-    Args:
-        module: the user's.
-        call: what data goes through; by default the module, else its compiled form.
-    """
+    """The shell; the engine binds it, calls it and never knows. Data goes through `call`, by default the module,
+    else its compiled form."""
 
     def __init__(self, module: nn.Module, call: Callable[..., Any] | None = None) -> None:
         super().__init__()
@@ -79,10 +73,8 @@ def is_compiled(module: object) -> bool:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """Returns the user's own module, plain and whole; a module that was not prepared is returned as it is.
-
-    A pipeline is looked into: its stages are parts of the module that it was made of.
-    """
+    """Returns the user's own module, plain and whole; a module that was not prepared is returned as it is. Of a
+    pipeline it is the module that it was made of."""
     if getattr(type(model), "holds_users_module", False):
         model = vars(model)["module"]
     if is_compiled(model):

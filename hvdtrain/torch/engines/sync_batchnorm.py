@@ -32,16 +32,10 @@ _uncounted: WeakSet[nn.Module] = WeakSet()  # layers of models whose rank has no
 
 
 def convert(model: nn.Module, engine: TorchEngine, *, every: bool = True) -> nn.Module:
-    """Makes every batch-norm layer of `model` normalise over all ranks; in place, and returns the model.
-
-    Parameters, buffers and names stay: checkpoints are those of the plain model.
-
-    Args:
-        every: not only PyTorch's own `SyncBatchNorm`, which knows no ranks but those of torch.distributed.
-
-    Raises:
-        ConfigError: batch-norm layers of a kind that is not known, or an engine that cuts batches into pieces.
-    """
+    """Makes every batch-norm layer of `model` normalise over all ranks (not `every`: only PyTorch's own
+    `SyncBatchNorm`, which knows no ranks but those of torch.distributed); in place, and returns the model.
+    Checkpoints are those of the plain model. Raises `ConfigError` for other kinds of batch norm, or an engine that
+    cuts batches into pieces."""
     layers = [
         (name, layer)
         for name, layer in model.named_modules()

@@ -30,13 +30,12 @@ _COMMON = ("step", "mu_product", "mu", "eta")  # their states that all weights o
 
 
 class Parts:
-    """The parts of the weights, and the optimizer's state cut in the same places.
+    """The parts of the weights, of which this is `rank`'s, and the optimizer's state cut in the same places.
 
     Args:
         user: the user's optimizer, with its state whole; `share_out` takes it away.
         twin: what DeepSpeed was given.
         zero: DeepSpeed's `DeepSpeedZeroOptimizer`.
-        rank: whose part this is.
         gather: returns the ranks' tensors end to end; collective.
     """
 
@@ -120,11 +119,8 @@ class Parts:
 
     # -- state -----------------------------------------------------------------------------------------------
     def share_out(self) -> None:
-        """Takes the state from the user's optimizer, this rank's part of it; or leaves all as it is.
-
-        Raises:
-            CheckpointError: weights of one group have states that one flat tensor cannot have.
-        """
+        """Takes the state from the user's optimizer, this rank's part of it; or leaves all as it is, and raises
+        `CheckpointError` if weights of one group have states that one flat tensor cannot have."""
         given = self._user.state
         cuts = self._cut(given)
         for flat, cut in zip(self._flats, cuts, strict=True):
@@ -163,11 +159,8 @@ class Parts:
         return found
 
     def state_dict(self, *, keep: bool = True) -> dict[str, Any]:
-        """Returns the state dict that the user's optimizer would have, were it whole; collective.
-
-        Args:
-            keep: whether this rank wants it; else the states are left out.
-        """
+        """Returns the state dict that the user's optimizer would have, were it whole; collective. Ranks that do not
+        `keep` it get it without states."""
         hidden, self._user.state = self._user.state, defaultdict(dict, self._others)
         try:
             content = self._user.state_dict()
@@ -178,16 +171,13 @@ class Parts:
         for parameters, flat in zip(self.parameters, self._flats, strict=True):
             for key, value in self._twin.state.get(flat, {}).items():
                 if isinstance(value, Tensor) and value.shape == flat.shape:
-                    values = _cut_up(self._gather(value), parameters) if keep else self._only_take_part(value)
+                    whole = self._gather(value)
+                    values = _cut_up(whole, parameters) if keep else []
                 else:
                     values = [value.clone() if isinstance(value, Tensor) else value for _ in parameters]
                 for parameter, its in zip(parameters, values, strict=False):
                     states.setdefault(order.index(id(parameter)), {})[key] = its
         return content | {"state": dict(sorted((content["state"] | states).items()))}
-
-    def _only_take_part(self, value: Tensor) -> list[Tensor]:
-        self._gather(value)
-        return []
 
 
 def _cut_up(flat: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
@@ -265,11 +255,8 @@ StateInParts = type("StateInParts", (dict,), dict.fromkeys(_USES, _refuse_state)
 
 
 def twin_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Returns an optimizer of the same settings, without state and hooks, that DeepSpeed may cut into parts.
-
-    Raises:
-        ConfigError: it is not known to update each element by itself.
-    """
+    """Returns an optimizer of the same settings, without state and hooks, that DeepSpeed may cut into parts; raises
+    `ConfigError` for one that is not known to update each element by itself."""
     if type(optimizer) not in _BY_ELEMENT:
         raise ConfigError(
             "with zero= ranks have flat parts: each element must be updated from its own gradient and state alone",
@@ -309,14 +296,12 @@ class Elsewhere(Tensor):
 
 
 class InOrder:
-    """Sends gradients in one order on every rank, each as soon as it and those before it are there.
+    """Sends gradients, parameters given by group, in one order on every rank, each as soon as it and those before it
+    are there.
 
-    DeepSpeed's own hooks send them as they come, which on ranks that use different branches of a model adds up what
-    does not belong together.
-
-    Args:
-        parameters: by group.
-        send: takes a parameter that has a gradient, and its group; collective once enough have come.
+    DeepSpeed's own hooks send them as they come, which on ranks that use different branches of a model adds up
+    mismatched tensors. `send` takes a parameter that has a gradient, and its group; collective once enough have
+    come.
     """
 
     def __init__(self, parameters: Sequence[Sequence[nn.Parameter]], send: Callable[[nn.Parameter, int], None]) -> None:

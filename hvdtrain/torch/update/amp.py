@@ -18,17 +18,12 @@ from hvdtrain.values.nested import map_tensors
 
 
 class MixedPrecision:
-    """How one prepared model computes.
-
-    Args:
-        amp: None (as the model's types say), "bf16" or "fp16".
-        device: what it computes on.
+    """How one prepared model computes: as its types say, in "bf16" or in "fp16".
 
     Attributes:
         skipped_steps: updates that were left out because a gradient was infinite (fp16).
         unit: a power of two near to the weight of a planned sample in the last update. Given weights are divided by it
-            before gradients are summed, so that tokens by the thousand do not overflow float16; being a power of two
-            it changes no digit.
+            before gradients are summed, so that tokens by the thousand do not overflow float16; it changes no digit.
     """
 
     def __init__(self, amp: Literal["bf16", "fp16"] | None, device: torch.device) -> None:
@@ -58,11 +53,8 @@ class MixedPrecision:
         return loss if self._scaler is None else self._scaler.scale(loss)
 
     def factor(self, weight: float | Tensor, device: torch.device) -> float | Tensor:
-        """What gradients are multiplied with where the loss is not at hand: `weight`, times the scale if there is one.
-
-        Args:
-            device: where the loss will be.
-        """
+        """Returns what gradients are multiplied with where the loss is not at hand: `weight`, times the scale if
+        there is one."""
         return weight if self._scaler is None else self._scaler.scale(torch.as_tensor(weight, device=device))
 
     def unscale(self, stepper: ScalerAdapter) -> None:
@@ -99,13 +91,8 @@ class MixedPrecision:
 
 
 class ScalerAdapter:
-    """What the gradient scaler takes for an optimizer: the real one's parameters, and the engine's step.
-
-    Args:
-        optimizer: the user's.
-        step: the engine's.
-        held: the gradients, where they are not the parameters' own.
-    """
+    """What the gradient scaler takes for an optimizer: the real one's parameters (or the gradients `held`
+    elsewhere), and the engine's step."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, step: Callable[[], None], held: Callable[[], list[Tensor]] | None = None

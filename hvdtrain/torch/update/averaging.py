@@ -57,12 +57,7 @@ def verify(model: nn.Module, optimizer: torch.optim.Optimizer, world: World | No
 
 @repeated
 def prove(session: Session) -> Proof:
-    """Runs the proof; collective.
-
-    Raises:
-        ConfigError: in the middle of an update.
-        ReplicaError: on every rank.
-    """
+    """Runs the proof; collective. Raises `ConfigError` in the middle of an update, and `ReplicaError` on every rank."""
     started, world = time.perf_counter(), session.world
     parameters = trainable(session.module)
     if world.size == 1:
@@ -127,7 +122,7 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def _hooked(session: Session) -> list[str]:
-    """Names of parameters whose gradients hooks of the user's own may change."""
+    """Returns the names of parameters whose gradients hooks of the user's own may change."""
     after = "_post_accumulate_grad_hooks"
     return [
         name

@@ -15,17 +15,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """What `backward` must know about a batch. Compared by identity: the same object means the same batch.
-
-    Attributes:
-        planned: what the update's weights are expected to sum to: its samples; where they are not counted, its batches.
-        is_last_micro_batch: of its update.
-        step: of the loader; None where samples are not counted.
-    """
+    """What `backward` must know about a batch; compared by identity. The update's weights are `planned` to sum to
+    its samples; where these are not counted, to its batches."""
 
     planned: float
-    is_last_micro_batch: bool
-    step: Step | None = None
+    is_last_micro_batch: bool  # of its update
+    step: Step | None = None  # of the loader; None where samples are not counted
 
     @property
     def amount(self) -> float:
@@ -59,13 +54,8 @@ class Batch:
 
 
 class Batches:
-    """Where batches come from: a loader, which knows every rank's share; or anything else, where each counts the same.
-
-    Args:
-        data: an `hvdtrain.torch.loader`; without one samples are not counted.
-        size: ranks.
-        accumulate: micro-batches of an update.
-    """
+    """Where batches come from: a loader, which knows every rank's share; or anything else, where each counts the
+    same."""
 
     def __init__(self, data: Loader | None, size: int, accumulate: int) -> None:
         self.data = data
@@ -84,11 +74,8 @@ class Batches:
             self._calls.add(self.data.step in steps if steps else None)
 
     def check_calls(self) -> bool:
-        """Returns whether the model has seen the batch at hand since the last backward pass.
-
-        Raises:
-            ConfigError: it has seen earlier batches only.
-        """
+        """Returns True if the model has seen the batch at hand since the last backward pass; raises `ConfigError` if
+        it has seen earlier batches only."""
         calls, self._calls = self._calls, set()
         if calls == {False}:
             raise ConfigError(
@@ -145,14 +132,9 @@ class Batches:
         return None if self.data is None else self.data.state_of_weights()
 
     def saved(self, gathered: Batch | None) -> None:
-        """A checkpoint is taken, which goes on after the last batch that is in the weights of any model.
-
-        Args:
-            gathered: the last batch of an update that is not complete.
-
-        Raises:
-            ConfigError: that update has batches before that place.
-        """
+        """Notes that a checkpoint is taken, which goes on after the last batch that is in the weights of any model.
+        Raises `ConfigError` if an update that is not complete (`gathered` is its last batch) has batches before that
+        place."""
         last = None if self.data is None else self.data.in_weights
         step = None if gathered is None else gathered.step
         in_one_loop = step is not None and last is not None and (step.epoch, step.begin) == (last.epoch, last.begin)

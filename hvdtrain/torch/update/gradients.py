@@ -36,11 +36,6 @@ _running: list[Gradients] = []  # whose backward pass is under way; hooks run in
 class Gradients:
     """One update's gradients.
 
-    Args:
-        module: its trainable parameters.
-        device: of the losses that are added up.
-        optimizer: the user's, whose learning rates must be those of all ranks.
-
     Attributes:
         state: see `State`.
         tally: of the update: this rank's part of its loss, and the weights.
@@ -74,19 +69,14 @@ class Gradients:
     def begin(
         self, batch: Batch, weight: Number | None, unit: Number, share: float | None = None
     ) -> tuple[Number, Number]:
-        """Makes `p.grad` what the backward pass of `batch` adds to; `add_loss` follows.
+        """Makes `p.grad` what the backward pass of `batch` adds to; `add_loss` follows. Returns the weight, and what
+        the mean loss is multiplied with. Raises `ConfigError` if a layer was frozen, or weights were begun or left out,
+        in the middle of an update.
 
         Args:
-            batch: the one that training is at.
-            weight: what its mean loss divides by; None: samples.
+            weight: what the batch's mean loss divides by; None: samples.
             unit: a power of two that given weights are divided by, beside `Batch.planned`.
             share: of a loss of the whole batch, in place of a weight: this rank's part of it.
-
-        Returns:
-            The weight, and what the mean loss is multiplied with.
-
-        Raises:
-            ConfigError: a layer was frozen, or weights were begun or left out, in the middle of an update.
         """
         self._open_update(batch)
         tally, new = self.tally, batch is not self.batch
@@ -223,11 +213,8 @@ class Gradients:
             )
 
     def reopen(self, batch: Batch) -> None:
-        """Has the batch that was differentiated last done once more: its gradients, if they are still there, go.
-
-        Raises:
-            ConfigError: an update is more than this batch, or is being gathered.
-        """
+        """Has the batch that was differentiated last done again: its gradients, if they are still there, go. Raises
+        `ConfigError` if an update is more than this batch, or is being gathered."""
         if self.state in ("more", "partial") or not batch.whole_update:
             raise ConfigError(
                 "a batch is differentiated again where it is a whole update",
@@ -246,11 +233,7 @@ class Gradients:
         self.state = state
 
     def complete(self) -> None:
-        """The reduction is done.
-
-        Raises:
-            ConfigError: batches of the update had no backward pass.
-        """
+        """Notes that the reduction is done; raises `ConfigError` if batches of the update had no backward pass."""
         batch = self.batch
         assert batch is not None
         self.state = "ready"
@@ -307,9 +290,7 @@ def zero_gradients(
     parameters: Sequence[nn.Parameter], weight: Number, loss: Tensor, outputs: Sequence[Tensor]
 ) -> Iterator[None]:
     """While it lasts, and `weight` is 0, nothing comes of a loss: a weight of 0 does not undo one that is NaN.
-
-    Gradients are 0 where the loss enters the model's outputs, and of parameters that it reaches past them.
-    """
+    Gradients are 0 where the loss enters the model's outputs, and of parameters that it reaches past them."""
     keep = partial(_where_counted, weight) if isinstance(weight, Tensor) else torch.zeros_like
     asked = isinstance(weight, Tensor) or not weight
     ends: list[Tensor] = [*parameters]

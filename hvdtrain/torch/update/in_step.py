@@ -39,16 +39,9 @@ class _Place(NamedTuple):
 
 
 class TrackedModel:
-    """An `EngineModel` (and `StagedEngineModel`) whose ranks are in the same update, or raise.
-
-    Ranks that reduce the gradients of different models, or of different batches of the loader (after one rank's
-    `continue` or `break`), would add up what does not belong together.
-
-    Args:
-        model: the engine's.
-        world: the ranks.
-        batches: which batch training is at.
-    """
+    """An `EngineModel` (and `StagedEngineModel`) whose ranks are in the same update, or raise: ranks that reduce the
+    gradients of different models, or of different batches of the loader (after one rank's `continue` or `break`),
+    would add up mismatched tensors."""
 
     def __init__(self, model: EngineModel, world: World, batches: Batches) -> None:
         self._engine_model, self._world, self._batches = model, world, batches
@@ -56,10 +49,10 @@ class TrackedModel:
         self._extras: tuple[Tensor, Tensor] | None = None  # the caller's; with two numbers more
         self._under_way: deque[tuple[_Place, Tensor, Any]] = deque()
         self._place = _Place(0, 0, 0, 0)
-        self._stepped = 0
+        self.stepped = 0  # updates that the optimizer has taken
         self.call: Callable[..., Any] = model.call
         self.close = model.close
-        self._parted = hasattr(model, "share_out")
+        self._parted = hasattr(model, "parts")
         world.tracker.stepped(world.tracker.steps or 0)  # the proof's update is none of the training
 
     @contextmanager
@@ -68,7 +61,7 @@ class TrackedModel:
         if extras is None or not self._world.tracker.on:
             yield extras
             return
-        self._place = _Place(self._number, *self._batches.at(), self._stepped)
+        self._place = _Place(self._number, *self._batches.at(), self.stepped)
         own = zlib.crc32(struct.pack("4q", *self._place)) & _BITS
         sent = torch.cat([extras, torch.tensor([own, own * own], dtype=extras.dtype, device=extras.device)])
         self._extras = extras, sent
@@ -96,11 +89,8 @@ class TrackedModel:
             cast(StagedEngineModel, self._engine_model).run(then_extras, replace(sent, extras=extras))
 
     def finish(self) -> None:
-        """See `EngineModel.finish`.
-
-        Raises:
-            ReplicaError: on every rank, when they were not in the same update (on a GPU, some updates later).
-        """
+        """See `EngineModel.finish`. Raises `ReplicaError`, on every rank, when they were not in the same update (on
+        a GPU, some updates later)."""
         self._engine_model.finish()
         self._world.tracker.end_update()
         if self._extras is None:
@@ -121,19 +111,14 @@ class TrackedModel:
         collective = self._world.tracker.reduction("the optimizer's step") if self._parted else nullcontext()
         with collective:
             self._engine_model.step(closure)
-        self._stepped += 1
+        self.stepped += 1
         self._world.tracker.stepped((self._world.tracker.steps or 0) + 1)
-
-    @property
-    def stepped(self) -> int:
-        """Updates that the optimizer has taken."""
-        return self._stepped
 
     def begin_again(self, stepped: int) -> None:
         """The ranks have changed: what is under way is forgotten."""
         cast(Reducer, self._engine_model).begin_again()
         self._under_way.clear()
-        self._extras, self._stepped = None, stepped
+        self._extras, self.stepped = None, stepped
 
     def _check(self, place: _Place, sums: Tensor, arrived: Any) -> None:
         if arrived is not None:

@@ -7,7 +7,7 @@ import functools
 import inspect
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -134,24 +134,6 @@ class Model(nn.Module):
     def __delitem__(self, key: Any) -> None:
         raise _complete(f"del model[{key!r}]")
 
-    def compile(self, *args: Any, **kwargs: Any) -> None:
-        """As for any change of the model: before `prepare`."""
-        raise _complete("model.compile()")
-
-    def register_buffer(self, name: str, *args: Any, **kwargs: Any) -> None:
-        """As for any change of the model: before `prepare`."""
-        raise _complete(f"register_buffer({name!r}, ...)")
-
-    def register_parameter(self, name: str, *args: Any, **kwargs: Any) -> None:
-        """As for any change of the model: before `prepare`."""
-        raise _complete(f"register_parameter({name!r}, ...)")
-
-    def add_module(self, name: str, *args: Any, **kwargs: Any) -> None:
-        """As for any change of the model: before `prepare`."""
-        raise _complete(f"add_module({name!r}, ...)")
-
-    register_module = add_module
-
     def __bool__(self) -> bool:
         return True  # not the length of a container
 
@@ -213,5 +195,15 @@ def _delegate(name: str) -> Callable[..., Any]:
     return method
 
 
+def _refuse(name: str) -> Callable[..., Any]:
+    def method(self: Model, *args: Any, **kwargs: Any) -> NoReturn:
+        raise _complete(f"{name}({args[0]!r}, ...)" if args else f"model.{name}()")
+
+    method.__doc__ = "As for any change of the model: before `prepare`."
+    return method
+
+
 for _name in (*_DELEGATED, *_DELEGATED_CHAINED, *_OPERATORS):
     setattr(Model, _name, _delegate(_name))
+for _name in ("compile", "register_buffer", "register_parameter", "add_module", "register_module"):
+    setattr(Model, _name, _refuse(_name))

@@ -33,29 +33,17 @@ GO_BACK = "earlier checkpoints are untouched: restore one, here or in a new run"
 
 @dataclass(frozen=True)
 class PendingLosses:
-    """The losses of one update, on their way to Python.
+    """The losses of one update, on their way to Python."""
 
-    Attributes:
-        step: counted from 1.
-        epoch: counted from 0.
-        every: float64 scalar, summed over ranks.
-        mine: this rank's part of it.
-        layer: what `first_bad_layer` found, if this rank's loss is known to be bad.
-        wrong: float64 scalar, the same on every rank: not 0 where the update's weights are not right.
-        explain: makes the error for that; collective.
-        words: float64 [2]: how many ranks were told that the ranks are about to change, and how many to end.
-        arrived: a CUDA event, where the numbers come from a GPU.
-    """
-
-    step: int
-    epoch: int
-    every: Tensor
-    mine: Tensor | float
-    layer: str
-    wrong: Tensor | float
-    explain: Callable[[], Exception]
-    words: Tensor
-    arrived: Any = None
+    step: int  # counted from 1
+    epoch: int  # counted from 0
+    every: Tensor  # float64 scalar, summed over ranks
+    mine: Tensor | float  # this rank's part of it
+    layer: str  # what `first_bad_layer` found, if this rank's loss is known to be bad
+    wrong: Tensor | float  # float64 scalar, the same on every rank: not 0 where the update's weights are not right
+    explain: Callable[[], Exception]  # makes the error for that; collective
+    words: Tensor  # float64 [2]: how many ranks were told that the ranks are about to change, and how many to end
+    arrived: Any = None  # a CUDA event, where the numbers come from a GPU
 
 
 class Losses:
@@ -78,11 +66,8 @@ class Losses:
         self.told = self.leaves = False
 
     def add(self, new: PendingLosses) -> None:
-        """Notes the losses of an update and reads those that are due; the same call on every rank.
-
-        Raises:
-            NonFiniteError, ConfigError: on every rank.
-        """
+        """Notes the losses of an update and reads those that are due; the same call on every rank. Raises
+        `NonFiniteError` or `ConfigError` on every rank."""
         if self._on_gpu:
             five = [  # numbers of Python come from a rank without samples
                 value if isinstance(value, Tensor) else torch.full_like(new.every, value)
@@ -96,11 +81,7 @@ class Losses:
         self.settle(0 if self.at_once or self.last is None else _LAG)  # the first one shows whether weights are right
 
     def settle(self, left: int = 0) -> None:
-        """Reads all but the newest `left` losses; collective where one is not finite.
-
-        Raises:
-            NonFiniteError: on every rank.
-        """
+        """Reads all but the newest `left` losses; where one is not finite raises `NonFiniteError` on every rank."""
         while len(self._under_way) > left:
             reading = self._under_way.popleft()
             if reading.arrived is not None:
@@ -138,13 +119,8 @@ class Losses:
 
 
 def gradient_error(bad: Sequence[str], norm: float, step: int) -> NonFiniteError:
-    """The error for a gradient norm that is not finite; the same on every rank, since gradients are averaged.
-
-    Args:
-        bad: parameters whose gradients are not finite.
-        norm: of all.
-        step: counted from 1.
-    """
+    """Returns the error for a gradient norm that is not finite, with the parameters whose gradients are bad; the
+    same on every rank, since gradients are averaged."""
     return NonFiniteError(
         f"the gradient norm is {norm} at step {step}: training ends",
         f"the loss is finite; gradients that are not: {', '.join(bad[:3])}{' ...' if len(bad) > 3 else ''}"
@@ -157,12 +133,8 @@ def gradient_error(bad: Sequence[str], norm: float, step: int) -> NonFiniteError
 
 
 def check_weights(module: nn.Module, world: World) -> None:
-    """Refuses weights that are no use to anybody: a trained parameter or a running statistic that is not finite;
-    collective.
-
-    Raises:
-        NonFiniteError: on every rank.
-    """
+    """Raises `NonFiniteError`, on every rank, if a trained parameter or a running statistic is not finite;
+    collective."""
     watched: dict[str, Tensor] = {name: p for name, p in module.named_parameters() if p.requires_grad}
     watched |= {
         name: buffer for name, buffer in module.named_buffers() if is_statistic(name) and buffer.is_floating_point()
@@ -190,13 +162,8 @@ def _all_finite(values: Tensor) -> bool:
 def first_bad_layer(
     module: nn.Module, args: Iterable[Any], kwargs: Mapping[str, Any], call: Callable[..., Any] | None = None
 ) -> str:
-    """Runs the module on the batch once more and says where the first value that is not finite appears.
-
-    Args:
-        module: whose layers are looked at.
-        args, kwargs: the batch.
-        call: what runs the layers; by default the module itself.
-    """
+    """Runs the module, or `call`, which runs its layers, on the batch again; returns where the first value that is
+    not finite appears."""
     args = tuple(args)
     if not _finite((args, dict(kwargs))):
         return "the input batch itself is not finite"

@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
+from hvdtrain.checkpoint.parts import Progress
 from hvdtrain.core.errors import ConfigError, RanksLost, ReplicaError
 from hvdtrain.torch.engines.base import Pass
 from hvdtrain.torch.losses.loss_graph import recomputes_reentrantly
 from hvdtrain.torch.losses.loss_proof import Looked
 from hvdtrain.torch.losses.tally import SIZE, Number, Weight, weight_of, wrong
 from hvdtrain.torch.update import outside
-from hvdtrain.torch.update.amp import widened
+from hvdtrain.torch.update.amp import ScalerAdapter, widened
 from hvdtrain.torch.update.batches import Batch, require_batch
-from hvdtrain.torch.update.facade import Facade
 from hvdtrain.torch.update.gradients import check_loss, refuse_divided, scale, zero_gradients
 from hvdtrain.torch.update.model import Model
 from hvdtrain.torch.update.nonfinite import PendingLosses, first_bad_layer
 from hvdtrain.torch.update.pieces import model_differs, pieces_differ
 from hvdtrain.torch.update.regroup import check_once, go_on_without
-from hvdtrain.torch.update.session import Session
+from hvdtrain.torch.update.session import Session, rates_of
 from hvdtrain.torch.update.staged import SMALLER_STAGES, Arguments, Loss, in_one_call, run_step
 from hvdtrain.torch.update.terms import MeanTerm, Terms, terms_of
 from hvdtrain.torch.update.whole import given_gradients, gradients_of, is_whole, joined
@@ -39,12 +39,8 @@ from hvdtrain.values.preserved import Saved, buffers_of, put_back
 
 
 class _MicroBatch(NamedTuple):
-    """A batch of an update whose loss is of the whole batch.
-
-    Attributes:
-        outputs: of the model, without their graph; leaves of the loss's.
-        streams, buffers: random numbers and buffers as its first pass began.
-    """
+    """A batch of an update whose loss is of the whole batch: `outputs` of the model, without their graph, are leaves
+    of the loss's; `streams` and `buffers` are as its first pass began."""
 
     arguments: Arguments
     outputs: Any
@@ -54,11 +50,14 @@ class _MicroBatch(NamedTuple):
     buffers: Saved
 
 
-class BatchPasses(Facade):
+class BatchPasses:
     """Of one batch, of a whole model or of stages; in the right order with those of other batches."""
 
+    _stepper: ScalerAdapter
+
     def __init__(self, session: Session) -> None:
-        super().__init__(session)
+        self.session = session
+        self.progress = Progress()
         self._model = Model(session)
         if session.world.size > 1 and session.options.verify:
             outside.watch()
@@ -238,15 +237,10 @@ class BatchPasses(Facade):
                 gradients.append(gradient)
         return outputs, gradients
 
-    @contextmanager
-    def _same_draws(self) -> Iterator[None]:
+    def _same_draws(self) -> AbstractContextManager[None]:
         """While it lasts, all ranks draw the same random numbers, which are those of the update."""
-        session = self.session
-        if session.world.size == 1:
-            yield
-            return
-        with of_devices(session.engine.device).preserved(session.world.seed + self.progress.step + 1):
-            yield
+        world, seed = self.session.world, self.session.world.seed + self.progress.step + 1
+        return nullcontext() if world.size == 1 else of_devices(self.session.engine.device).preserved(seed)
 
     def _prove_pieces(self, arguments: Arguments, y: Any, loss: Loss, weight: Weight) -> None:
         """Looks whether model and loss can be put together of two pieces of the batch, where a loss is tried."""
@@ -540,14 +534,11 @@ class BatchPasses(Facade):
         counts: bool,
         outputs: Sequence[Tensor] = (),
     ) -> None:
-        """Runs one backward pass.
+        """Runs one backward pass of a scalar loss, which is multiplied with the coefficient.
 
         Args:
-            loss: a scalar.
             weight: of 0, nothing comes of the loss, even if it is NaN.
-            coefficient: what the loss is multiplied with.
             sums: travel with the gradients of an update's last pass.
-            retain_graph: as torch's.
             counts: the rank has samples.
             outputs: of the model. What else meets there (other ranks' gradients, by the statistics of batch norm that
                 this rank's samples have a part in) goes through it even where the loss has a weight of 0.
@@ -600,7 +591,8 @@ class BatchPasses(Facade):
         layer, self._layer = self._layer, ""
         session.losses.add(PendingLosses(
             self.progress.step + 1, batch.place[0], every, tally.loss, layer,
-            wrong(sums, session.world.size), session.proof.explain(tally, sums, lambda: self.lr), sums[-2:],
+            wrong(sums, session.world.size),
+            session.proof.explain(tally, sums, partial(rates_of, session.optimizer)), sums[-2:],
         ))  # fmt: skip
         if tally.given:
             session.precision.note_weights(weight / batch.planned)

@@ -27,11 +27,8 @@ RULE = "an elastic job trains one model and its optimizer, in a loop that can do
 
 
 class Before:
-    """What an update that is left out must not have changed: the user's loop goes through its batch all the same.
-
-    Args:
-        of: what is trained.
-    """
+    """What an update of this session that is discarded must not have changed: the user's loop goes through its batch
+    all the same."""
 
     def __init__(self, of: Session) -> None:
         self._session = ref(of)
@@ -45,11 +42,8 @@ class Before:
         self.expected: list[str] | None = None  # of a new process's first batch
 
     def look(self, loss: torch.Tensor, batch: object) -> None:
-        """A loss is about to be differentiated.
-
-        Raises:
-            ReplicaError: in a new process: the other ranks have made theirs otherwise.
-        """
+        """Notes a loss that is about to be differentiated. Raises `ReplicaError` in a new process if the other ranks
+        have made theirs otherwise."""
         if batch is not self._batch:
             self._batch, self.losses = batch, []
         made_by = loss.grad_fn.name() if loss.grad_fn is not None else ""
@@ -118,11 +112,8 @@ def load(parts: Mapping[str, Part], files: Mapping[str, bytes]) -> None:
 
 
 def check_elastic(session: Session) -> None:
-    """Prepares for ranks that change, where the job is elastic.
-
-    Raises:
-        ConfigError: the model could not go on with other ranks.
-    """
+    """Prepares for ranks that change, where the job is elastic; raises `ConfigError` if the model could not go on
+    with other ranks."""
     if elastic.active() is None:
         return
     reasons = {
@@ -151,13 +142,7 @@ def check_once(session: Session) -> None:
 
 def go_on_without(session: Session, lost: RanksLost, *, joinable: bool = True) -> None:
     """Goes on with the ranks that are left; the update under way is complete, if one of them has it, or left out.
-
-    Args:
-        joinable: nothing collective comes before the next batch.
-
-    Raises:
-        RanksLost: the job is not elastic.
-    """
+    `joinable`: nothing collective comes before the next batch. Raises the loss where the job is not elastic."""
     its = elastic.active()
     if its is None or session.before is None:
         raise lost
@@ -177,11 +162,8 @@ def compared(session: Session, compare: Callable[[], None]) -> None:
 
 
 def updated(session: Session, updates: int) -> None:
-    """An update is in the weights.
-
-    Raises:
-        ConfigError: a scheduler that an update that is left out would move on.
-    """
+    """Notes that an update is in the weights; raises `ConfigError` for a scheduler that an update that is left out
+    would move on."""
     its = elastic.active()
     elastic.note_progress(updates)
     turns.updated(f"torch {session.engine.device.type}", partial(_few, session.module))

@@ -54,12 +54,8 @@ class Options:
 
 
 class Undo(Protocol):
-    """What an update that is left out must not have changed.
-
-    Attributes:
-        losses: by what the last batch's were made.
-        expected: by what a new process's first ones must be.
-    """
+    """What an update that is discarded must not have changed: by what the last batch's `losses` were made, and by
+    what a new process's first ones must be (`expected`)."""
 
     losses: list[str]
     expected: list[str] | None
@@ -76,49 +72,30 @@ class Undo(Protocol):
 
 @dataclass(eq=False)
 class Session:
-    """One prepared model: the user's own objects, and what ties them to the ranks.
+    """One prepared model: the user's own objects (of a pipeline the module that it was made of), and what ties them
+    to the ranks."""
 
-    Attributes:
-        world: the ranks.
-        module, optimizer: the user's; of a pipeline, the module that it was made of.
-        engine_model: the module on the engine.
-        batches: how much each batch counts.
-        per_rank_batch: samples; None without a loader.
-        gradients: of the update being gathered.
-        proof: whether the loss can be put together of pieces.
-        staged: the pipeline that runs the module's passes, if one does.
-        parted: the model on the engine, where ranks have parts of the optimizer's state.
-        compiled: the module runs as `torch.compile` made it.
-        rates: sets the learning rate; None leaves it to the user.
-        last_call: arguments of the last training forward pass.
-        last_method: the user's own that took them, in place of forward.
-        entered: the model was called, or a method of it, since the last backward pass.
-        saver: what saves this training, if a checkpointer knows it.
-        before: what an update that is left out must not have changed, where the job is elastic.
-        stepping: the optimizer's step is called by `Optimizer.step`.
-    """
-
-    world: World
+    world: World  # the ranks
     module: nn.Module
     optimizer: torch.optim.Optimizer
     options: Options
-    engine_model: TrackedModel
-    batches: Batches
-    per_rank_batch: int | None
+    engine_model: TrackedModel  # the module on the engine
+    batches: Batches  # how much each batch counts
+    per_rank_batch: int | None  # samples; None without a loader
     precision: MixedPrecision
     losses: Losses
-    gradients: Gradients
-    proof: LossProof
-    staged: Staged | None = None
-    parted: ZeroModel | None = None
-    compiled: bool = False
-    rates: Rates | None = None
-    last_call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
-    last_method: Callable[..., Any] | None = None
-    stepping: bool = False
-    entered: bool = False
-    saver: Saver | None = None
-    before: Undo | None = None
+    gradients: Gradients  # of the update being gathered
+    proof: LossProof  # whether the loss can be put together of pieces
+    staged: Staged | None = None  # the pipeline that runs the module's passes, if one does
+    parted: ZeroModel | None = None  # the model on the engine, where ranks have parts of the optimizer's state
+    compiled: bool = False  # the module runs as `torch.compile` made it
+    rates: Rates | None = None  # sets the learning rate; None leaves it to the user
+    last_call: tuple[tuple[Any, ...], dict[str, Any]] | None = None  # arguments of the last training forward pass
+    last_method: Callable[..., Any] | None = None  # the user's own that took them, in place of forward
+    stepping: bool = False  # the optimizer's step is called by `Optimizer.step`
+    entered: bool = False  # the model was called, or a method of it, since the last backward pass
+    saver: Saver | None = None  # what saves this training, if a checkpointer knows it
+    before: Undo | None = None  # what an update that is left out must not have changed, where the job is elastic
     _begun_with: dict[str, Any] | None = field(default=None, repr=False)  # random numbers, as an update began
     _empty_batch: ExitStack = field(default_factory=ExitStack, repr=False)
 
@@ -150,7 +127,7 @@ class Session:
         """Returns what this rank has of a complete update's gradients: whole ones, each with all its elements, or (with
         zero=2) flat parts."""
         if self.in_parts is not None:
-            return self.in_parts.held()
+            return self.in_parts.parts.held()
         every = self.gradients.parameters()
         return [(Piece(p, 0, p.numel()), p.grad) for p in every if p.grad is not None]
 
@@ -232,16 +209,9 @@ def not_finite(session: Session) -> list[str]:
 
 
 class Rates:
-    """The rates of one optimizer: each group's own base, times what the contract says of its base.
-
-    Args:
-        optimizer: made with base rates.
-        lr: the contract.
-        global_batch: samples of an update: ranks x per-rank batch x accumulation.
-
-    Raises:
-        ConfigError: no group has the contract's base rate; one whose rate was scaled already, say.
-    """
+    """The rates of one optimizer, made with base rates: each group's own base, times what the contract says of its
+    base for a global batch. Raises `ConfigError` if no group has the contract's base rate; one whose rate was scaled
+    already, say."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, lr: LR, global_batch: int) -> None:
         self._optimizer = optimizer
@@ -256,11 +226,8 @@ class Rates:
         self._refuse_scheduler(any(getattr(member.step, "_wrapped_by_lr_sched", False) for member in members))
 
     def apply(self, samples_seen: int) -> None:
-        """Sets the rates of the update that begins after `samples_seen` samples.
-
-        Raises:
-            ConfigError: something else has set a rate since the last update, or is about to.
-        """
+        """Sets the rates of the update that begins after `samples_seen` samples; raises `ConfigError` if something
+        else has set a rate since the last update, or is about to."""
         self._refuse_scheduler(_marks(self._optimizer)[: len(self._marks)] != self._marks)
         now = rates_of(self._optimizer)
         if self._last is not None and now[: len(self._last)] != self._last:

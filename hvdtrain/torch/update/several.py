@@ -12,11 +12,8 @@ from hvdtrain.core.errors import ConfigError
 
 
 class Several(torch.optim.Optimizer):
-    """What `prepare` makes of a list of optimizers: one, with the groups of all, and a state dict like any other's.
-
-    Args:
-        optimizers: two or more; no parameter is in two of them.
-    """
+    """What `prepare` makes of a list of two optimizers or more: one, with the groups of all, and a state dict like
+    any other's."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         # not torch's own __init__: groups and state are the members'

@@ -29,11 +29,8 @@ SMALLER_STAGES = (
 
 
 def check_staged(staged: Staged, options: Options, engine: TorchEngine) -> None:
-    """Refuses what a model in stages cannot do on this engine, before anything is sent.
-
-    Raises:
-        ConfigError: an engine that runs the passes itself, options that change the model, or devices of other ranks.
-    """
+    """Raises `ConfigError` for what a model in stages cannot do, before anything is sent: an engine that runs the
+    passes itself, options that change the model, or devices of other ranks."""
     if not engine.runs_stages:
         raise ConfigError(
             "a pipeline is trained by engines that leave the passes to it: horovod, solo",
@@ -112,12 +109,8 @@ def pieces_for(session: Session, arguments: Arguments) -> Iterator[None]:
 
 
 def whole_loss(session: Session, loss: Loss, weight: Weight = None) -> Loss:
-    """Returns the loss as the pipeline calls it, with a micro-batch's outputs: outside of autocast, checked, and wide
-    enough, like that of a model that is whole.
-
-    Raises:
-        ConfigError: when it is called: no scalar.
-    """
+    """Returns the loss as the pipeline calls it, with a micro-batch's outputs: outside of autocast, checked for
+    being a scalar, and wide enough, like that of a model that is whole."""
 
     device_type = session.engine.device.type
 
@@ -160,16 +153,9 @@ def run_step(
     weight: Weight,
     outputs: list[Any] | None,
 ) -> Tensor:
-    """Runs forward and backward of a batch through the stages; returns its mean loss, on the session's device.
-
-    Args:
-        arguments: tensors have samples along dimension 0.
-        y: the targets.
-        loss: the mean over the samples it is given.
-        coefficient: of the batch's mean loss in its update.
-        weight: see `Optimizer.forward_backward`.
-        outputs: the model's are added.
-    """
+    """Runs forward and backward of a batch through the stages; returns its mean loss, on the session's device. The
+    arguments are those of `Optimizer.forward_backward`; `coefficient` is of the batch's mean loss in its update, and
+    the model's outputs are added to `outputs`."""
     assert session.staged is not None
     staged = session.staged
     if session.options.channels_last:

@@ -33,11 +33,8 @@ def signature(
     *,
     restored: bool = False,
 ) -> dict[str, str]:
-    """What must be the same on every rank, as text; the most telling first.
-
-    Args:
-        restored: the optimizer's settings will be those that rank 0 has loaded.
-    """
+    """Returns what must be the same on every rank, as text; the most telling first. `restored`: the optimizer's
+    settings will be those that rank 0 has loaded."""
     found = {f"lr ({type(lr).__name__})": repr(lr)}
     found |= {f"prepare(..., {name}=)": repr(value) for name, value in asdict(options).items()}
     names = {id(parameter): name for name, parameter in module.named_parameters()}
@@ -79,11 +76,8 @@ _REMEDIES = {
 
 
 def check_agreement(mine: Mapping[str, str], world: World) -> None:
-    """Compares the ranks' signatures; collective.
-
-    Raises:
-        ReplicaError: on every rank, naming the first thing that differs, with each rank's value.
-    """
+    """Compares the ranks' signatures; raises `ReplicaError`, on every rank, with the first thing that differs, and
+    each rank's value; collective."""
     world.agree_all(
         mine,
         "every rank must train the same: {} differs",
@@ -129,11 +123,9 @@ class _Slot(int):
 
 
 def split_streams(world: World, *words: object) -> None:
-    """Gives each of several ranks random numbers of its own, derived from the seed, the rank, and words.
-
-    Those of PyTorch (dropout, noise, the workers of a `DataLoader`), of Python and of numpy (augmentation by hand).
-    One process keeps those it has, unless there are words.
-    """
+    """Gives each of several ranks random numbers of its own, derived from the seed, the rank, and words: PyTorch's
+    (dropout, noise, the workers of a `DataLoader`), Python's and numpy's. One process keeps those it has, unless
+    there are words."""
     if world.size == 1 and not words:
         return
     text = ":".join(map(str, (world.seed, world.rank, *words)))

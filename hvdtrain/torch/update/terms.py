@@ -16,25 +16,16 @@ from hvdtrain.torch.update.whole import is_whole
 
 
 class MeanTerm(NamedTuple):
-    """One mean of this rank's batch.
+    """One mean of this rank's batch."""
 
-    Attributes:
-        mean: a scalar.
-        divisor: what it divides by.
-        given: the divisor, as the caller gave it.
-    """
-
-    mean: Tensor
-    divisor: float
-    given: object
+    mean: Tensor  # a scalar
+    divisor: float  # what it divides by
+    given: object  # the divisor, as the caller gave it
 
 
 def terms_of(given: Sequence[Any], weight: object, more: bool) -> list[MeanTerm]:
-    """Returns the terms that `backward` was given.
-
-    Raises:
-        ConfigError: no pairs of a mean and its divisor; or `weight=`, or `more=True` beside them.
-    """
+    """Returns the terms that `backward` was given; raises `ConfigError` for no pairs of a mean and its divisor, and
+    for `weight=` or `more=True` beside them."""
     if weight is not None or more:
         raise ConfigError(
             "each mean of a list has its own divisor, and all are given at once",

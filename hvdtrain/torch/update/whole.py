@@ -41,14 +41,10 @@ _lists: WeakKeyDictionary[Session, dict[str, bool]] = WeakKeyDictionary()  # are
 
 @dataclass(frozen=True)
 class _Own:
-    """This rank's part of a joined tensor.
+    """This rank's part of a joined tensor: its rows from `start` to `stop`, or, on every rank alike, the whole of it
+    (None)."""
 
-    Attributes:
-        output: what this rank's model gave, with its graph.
-        start, stop: rows of the joined tensor that it is; None: it is the whole of it, on every rank alike.
-    """
-
-    output: Tensor
+    output: Tensor  # what this rank's model gave, with its graph
     start: int | None
     stop: int | None
 
@@ -98,12 +94,8 @@ def whole(*values: Any, world: World | None = None) -> Any:
 
 
 def joined(own: Sequence[Any], steps: Sequence[Step | None], world: World, session: Session | None) -> Any:
-    """Returns the values of all ranks and of their micro-batches, in the order of the data; collective.
-
-    Args:
-        own: this rank's, of each micro-batch of an update; as many as on every rank.
-        steps: of the loader, which they are of.
-    """
+    """Returns the values of all ranks and of their micro-batches, in the order of the data; collective. `own` are
+    this rank's, of each micro-batch of an update, as many as on every rank; `steps` the loader's, which they are of."""
     mine: list[tuple[_Node, list[Tensor]]] = []
     problem = ""
     absent = [step is not None and step.padding for step in steps]
@@ -142,32 +134,20 @@ def _of_all_ranks(own: _Report, world: World, known: dict[str, tuple[Any, bytes,
 
 @dataclass(frozen=True)
 class _Node:
-    """What one rank has at one place of the values.
+    """What one rank has at one place of the values; a list may be read `as_items`, one a sample, or `as_parts` of a
+    value."""
 
-    Attributes:
-        kind: "rows", "scalar" (a tensor without dimensions), "array", "items", "parts", "plain".
-        path: for messages.
-        place: of its first tensor among the rank's.
-        content: of an array or a plain value.
-        form: shape and dtype of a tensor, what a container's must be on every rank.
-        names: of the parts.
-        tracked: it has a gradient.
-        parts: of it.
-        as_items, as_parts: a list may be read so.
-        likely: as parts, if both are possible: it has not as many items as rows.
-    """
-
-    kind: str
-    path: str
-    place: int
-    content: Any = None
-    form: tuple[Any, ...] = ()
-    tracked: bool = False
-    names: tuple[Any, ...] = ()
-    parts: tuple[_Node, ...] = ()
+    kind: str  # "rows", "scalar" (a tensor without dimensions), "array", "items", "parts", "plain"
+    path: str  # for messages
+    place: int  # of its first tensor among the rank's
+    content: Any = None  # of an array or a plain value
+    form: tuple[Any, ...] = ()  # shape and dtype of a tensor, what a container's must be on every rank
+    tracked: bool = False  # it has a gradient
+    names: tuple[Any, ...] = ()  # of the parts
+    parts: tuple[_Node, ...] = ()  # of it
     as_items: bool = False
     as_parts: bool = True
-    likely: bool = False
+    likely: bool = False  # as parts, if both are possible: it has not as many items as rows
 
 
 def _described(value: Any, path: str, samples: int | None, tensors: list[Tensor]) -> _Node:
@@ -211,30 +191,18 @@ _Report = tuple[str, list[bool], list[_Node]]  # what is wrong; of each micro-ba
 
 @dataclass(frozen=True)
 class _Piece:
-    """One rank's values of one micro-batch.
-
-    Attributes:
-        absent: the rank has no samples in it; what it has only shows the form.
-        tensors: in the order of `_Node.place`, on this rank's device.
-        own: this rank's, with their graph; None: another rank's piece.
-    """
+    """One rank's values of one micro-batch."""
 
     rank: int
-    absent: bool
+    absent: bool  # the rank has no samples in it; what it has only shows the form
     node: _Node
-    tensors: list[Tensor]
-    own: list[Tensor] | None
+    tensors: list[Tensor]  # in the order of `_Node.place`, on this rank's device
+    own: list[Tensor] | None  # this rank's, with their graph; None: another rank's piece
 
 
 class _Joiner:
-    """Puts pieces together.
-
-    Args:
-        lists: whether lists were parts of a value before, by line and path.
-
-    Attributes:
-        bytes: of outputs with a gradient, all ranks'.
-    """
+    """Puts pieces together. `lists`: whether lists were parts of a value before, by line and path; `bytes`: of
+    outputs with a gradient, all ranks'."""
 
     def __init__(self, pieces: Sequence[_Piece], lists: dict[str, bool]) -> None:
         self._lists = lists
@@ -468,14 +436,9 @@ class _Given(torch.autograd.Function):
 def gradients_of(
     loss: Tensor, module: nn.Module, size: int, retain_graph: bool
 ) -> tuple[list[Tensor], list[Tensor]] | None:
-    """Returns where a loss of the whole batch enters this rank's graph, and its gradients there; None for another loss.
-
-    Args:
-        loss: a scalar.
-        module: the parameters that it may reach past the outputs.
-        size: ranks; the passes' gradients will be averaged over them.
-        retain_graph: as torch's, of the part of the graph from the loss to the joined outputs.
-    """
+    """Returns where a loss of the whole batch enters this rank's graph, and its gradients there; None for another
+    loss. It may reach the module's parameters past the outputs. Gradients will be averaged over `size` ranks;
+    `retain_graph` as torch's, of the part of the graph from the loss to the joined outputs."""
     if not len(_owns):
         return None
     reached = leaves_of(loss)

@@ -15,17 +15,8 @@ _REMEDY = (
 
 @contextmanager
 def explained(where: str, sizes: Callable[[], str], remedy: str = _REMEDY) -> Iterator[None]:
-    """Turns running out of memory, and batch norm of one value, into an error that names batch and remedy.
-
-    Args:
-        where: what was under way, for example "forward pass".
-        sizes: says what batch it was; called only when needed.
-        remedy: what to change.
-
-    Raises:
-        HvdtrainError: out of memory.
-        ConfigError: batch norm of one value; anything else passes as it is.
-    """
+    """Turns running out of memory, and batch norm of one value, into an `HvdtrainError` or `ConfigError` that names
+    the pass (`where`), the batch (`sizes`, called only when needed) and the remedy; any other error passes as it is."""
     try:
         yield
     except ValueError as error:

@@ -95,7 +95,7 @@ def train(world: hvdtrain.World, zero: int, make: Make, *, clip: float | None = 
     assert updates >= 20 // accumulate, updates
     close(list(model.parameters()), list(alone.parameters()))
     same_state(optimizer.state_dict(), plain.state_dict())
-    parts = sum(v.numel() for s in optimizer.session.parted._parts._twin.state.values() for v in s.values())
+    parts = sum(v.numel() for s in optimizer.session.parted.parts._twin.state.values() for v in s.values())
     whole = sum(v.numel() for s in plain.state_dict()["state"].values() for v in s.values() if v is not None)
     assert parts < whole / world.size + 30, (parts, whole)
     optimizer.close()
