@@ -20,7 +20,7 @@ import os
 from collections.abc import MutableMapping
 from typing import Any, TypeVar
 
-import hvdtrain.keras.backends.supported  # noqa: F401  # isort: skip  (before Keras starts a backend we refuse)
+from hvdtrain.keras.backends.chosen import BACKEND  # isort: skip  (refuses a backend before Keras starts it)
 import keras
 
 from hvdtrain.checkpoint.checkpoint import Checkpointer
@@ -30,7 +30,6 @@ from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.lr import LR
 from hvdtrain.core.proof import Proof
 from hvdtrain.keras import averaging, fit, fit_callbacks
-from hvdtrain.keras.backends.chosen import BACKEND
 from hvdtrain.keras.backends.session import (
     KEY,
     KerasSession,

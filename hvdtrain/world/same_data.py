@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from hvdtrain.core.errors import ReplicaError
+from hvdtrain.core.errors import ReplicaError, by_rank
 from hvdtrain.core.generators import Generators
 from hvdtrain.world.world import World
 
@@ -45,11 +45,11 @@ class Digest:
     Attributes:
         card: what is sent. Of the arrays their names, as a user would write them ("[0]", "['image']"); samples of each;
             dtype and shape of a sample; hashes of their contents, with their order, in hex.
-        sketch: makes hashes of rows without their order (uint64), to tell why data differs; not sent with the rest.
+        sketch: makes hashes of rows without their order, to tell why data differs; not sent with the rest.
     """
 
     card: Card
-    sketch: Callable[[], np.ndarray] = field(repr=False, compare=False)
+    sketch: Callable[[], list[int]] = field(repr=False, compare=False)
 
 
 def of_arrays(data: Any) -> Digest:
@@ -67,7 +67,7 @@ def of_arrays(data: Any) -> Digest:
     return Digest((names, lengths, tuple(map(_kind, arrays)), hashes), lambda: _row_hashes(arrays))
 
 
-def of_items(dataset: Any) -> Digest:
+def of_items(dataset: Any, length: int | None = None) -> Digest:
     """Returns the digest of a data set that gives a sample for an index, from some of its samples; local.
 
     Each is read twice, with Python's and numpy's generators set alike on all ranks and put back afterwards: what
@@ -75,8 +75,9 @@ def of_items(dataset: Any) -> Digest:
 
     Args:
         dataset: with `len` and an item (nested arrays, numbers, images, text) for an index.
+        length: by default its `len`.
     """
-    length = len(dataset)
+    length = len(dataset) if length is None else length
     chosen = _positions(length, _ITEMS)
     with Generators().preserved(0):
         rows = []
@@ -85,14 +86,7 @@ def of_items(dataset: Any) -> Digest:
             rows.append(b"|".join(a for a, b in zip(first, second, strict=False) if a == b))
     digest = hashlib.blake2b(b"\n".join(rows), digest_size=16).hexdigest()
 
-    def sketch() -> np.ndarray:
-        import numpy as np
-
-        return np.unique(
-            np.array([int.from_bytes(hashlib.blake2b(r, digest_size=8).digest(), "big") for r in rows], dtype=np.uint64)
-        )
-
-    return Digest((("",), (length,), (type(dataset).__name__,), (digest,)), sketch)
+    return Digest((("",), (length,), (type(dataset).__name__,), (digest,)), lambda: sorted(map(_number, set(rows))))
 
 
 def check(world: World, mine: Digest) -> None:
@@ -122,11 +116,11 @@ def _diagnose(cards: Sequence[Card], sketches: Sequence[Any]) -> tuple[str, str]
     if len(set(zip(names, kinds, strict=True))) > 1:
         pairs = [zip(its_names, its_kinds, strict=True) for its_names, its_kinds in zip(names, kinds, strict=True)]
         arrays = [", ".join(f"{name or 'data'} {kind}" for name, kind in its) for its in pairs]
-        return _of_ranks(arrays), "give every rank the same arrays, with the same types and shapes"
-    digests = (" ".join(its[:8] for its in of_rank) or "of nothing" for of_rank in hashes)
-    held = _of_ranks(f"{count} samples, digest {its}" for count, its in zip(samples, digests, strict=True))
-    common = set.intersection(*(set(sketch.tolist()) for sketch in sketches))
-    union = set.union(*(set(sketch.tolist()) for sketch in sketches))
+        return by_rank(arrays), "give every rank the same arrays, with the same types and shapes"
+    digests = [" ".join(each[:8] for each in of_rank) or "of nothing" for of_rank in hashes]
+    held = by_rank([f"{count} samples, digest {digest}" for count, digest in zip(samples, digests, strict=True)])
+    common = set.intersection(*map(set, sketches))
+    union = set.union(*map(set, sketches))
     if not common and max(samples) - min(samples) <= 1:
         guess = "each rank got a part of the data (x[rank::size]), or lists its files in another order (os.listdir)"
         return (
@@ -144,10 +138,6 @@ def _diagnose(cards: Sequence[Card], sketches: Sequence[Any]) -> tuple[str, str]
     return f"{held}\nthe contents of {', '.join(differing)} differ", (
         "read the same files on every rank, and use the same seed where data is made or drawn; " + ALL_THE_DATA
     )
-
-
-def _of_ranks(texts: Iterable[str]) -> str:
-    return "\n".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
 
 
 # -------------------------------------------------------------------- digests
@@ -185,7 +175,7 @@ def _parts(data: Any, name: str, within: tuple[int, ...]) -> Iterator[tuple[str,
         yield name, repr(data).encode()
     elif hasattr(data, "dtype") and hasattr(data, "shape"):
         if getattr(data.dtype, "hasobject", False):
-            inner = ((f"[{index}]", item) for index, item in enumerate(_on_host(data).reshape(-1).tolist()))
+            inner = ((f"[{index}]", item) for index, item in enumerate(on_host(data).reshape(-1).tolist()))
         else:
             yield name, _bytes(data, _ENDS) + _bytes(getattr(data, "mask", None), _ENDS)
     elif isinstance(data, (set, frozenset)):
@@ -285,7 +275,7 @@ def _bytes(value: Any, limit: int = 1 << 62) -> bytes:
 
     if value is None or isinstance(value, (str, bytes, int, float, bool)):
         return repr(value).encode()
-    array = _on_host(value)
+    array = on_host(value)
     if array.dtype.hasobject:
         return b"|".join(seen for _, seen in glance(array.tolist()))
     flat = array.reshape(-1)
@@ -293,7 +283,8 @@ def _bytes(value: Any, limit: int = 1 << 62) -> bytes:
     return f"{array.dtype}{array.shape}".encode() + np.ascontiguousarray(flat[::step]).tobytes()
 
 
-def _on_host(value: Any) -> np.ndarray:
+def on_host(value: Any) -> np.ndarray:
+    """Returns a tensor of any framework, an array or a number as a numpy array."""
     import numpy as np
 
     if hasattr(value, "detach"):  # a torch tensor
@@ -304,33 +295,19 @@ def _on_host(value: Any) -> np.ndarray:
         return np.asarray(repr(value))
 
 
-def _row_hashes(arrays: Sequence[Any]) -> np.ndarray:
-    """The smallest hashes of whole samples, sorted (uint64): equal for the same samples in whatever order."""
-    import numpy as np
-
+def _row_hashes(arrays: Sequence[Any]) -> list[int]:
+    """Returns the smallest hashes of whole samples, sorted: equal for the same samples in whatever order."""
     length = min((len(array) for array in arrays if array is not None), default=0)
-    pieces = [np.zeros(0, np.uint64)]
+    hashes: list[int] = []
     for start in range(0, length, _PIECE):
-        total: Any = np.uint64(0)
-        for array in arrays:
-            if array is not None:
-                total = (total ^ _mixed(_on_host(array[start : start + _PIECE]))) * np.uint64(0x9E3779B97F4A7C15)
-                total ^= total >> np.uint64(29)
-        pieces.append(np.unique(total)[:_SKETCH])
-    return np.unique(np.concatenate(pieces))[:_SKETCH]
+        rows = zip(*(on_host(array[start : start + _PIECE]) for array in arrays if array is not None), strict=False)
+        of_piece = {_number(b"|".join(_bytes(value, _ROW_BYTES) for value in row)) for row in rows}
+        hashes = sorted(of_piece.union(hashes))[:_SKETCH]
+    return hashes
 
 
-def _mixed(rows: np.ndarray) -> np.ndarray:
-    """One uint64 for each row, from up to 64 of its elements."""
-    import numpy as np
-
-    rows = rows.reshape(len(rows), -1)
-    if rows.shape[1] > 64:
-        rows = rows[:, np.linspace(0, rows.shape[1] - 1, 64).astype(np.int64)]
-    rows = rows.astype("U64") if rows.dtype.hasobject else rows
-    octets = np.ascontiguousarray(rows).view(np.uint8).reshape(len(rows), -1)
-    factors = np.random.Philox(key=7).random_raw(octets.shape[1]) | np.uint64(1)
-    return (octets.astype(np.uint64) + np.uint64(1)) @ factors
+def _number(content: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big")
 
 
 # A tensor's checksum is the sum of its elements' bits, as integers, each times an odd number made of its place and this

@@ -169,10 +169,6 @@ def keras_modules(backend: str, detected: Detected) -> dict[str, str]:
     return {name: build_horovod_command() if name.startswith("horovod") else install for name in needed}
 
 
-# the engine imports it: it looks for an accelerator while it loads, and must be told which before
-_LEFT_TO_THE_ENGINE = {"deepspeed"}
-
-
 def torch_modules(engine: str, detected: Detected, *, torchvision: bool = True) -> dict[str, str]:
     """The modules that a PyTorch program needs under an engine, in the order to import them, each with the command
     that helps.
@@ -235,8 +231,12 @@ def import_modules(needed: Mapping[str, str]) -> None:
     try:
         with quiet():
             for name, command in needed.items():
-                if name not in _LEFT_TO_THE_ENGINE:
-                    _import(name, command)
+                if name == "deepspeed":  # its engine imports it, after telling it which accelerator to use
+                    continue
+                try:
+                    importlib.import_module(name)
+                except ImportError as error:
+                    raise LauncherError(f"{name} must load in {_this_python()}", str(error), command) from error
         gc.freeze()
     finally:
         if collects:
@@ -260,13 +260,6 @@ def load_triton_apart() -> None:
         importlib.import_module("triton")
     finally:
         sys.setdlopenflags(flags)
-
-
-def _import(name: str, command: str) -> None:
-    try:
-        importlib.import_module(name)
-    except ImportError as error:
-        raise LauncherError(f"{name} must load in {_this_python()}", str(error), command) from error
 
 
 def _this_python() -> str:

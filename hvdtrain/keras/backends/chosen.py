@@ -2,34 +2,58 @@
 
 `BACKEND` is the one place where the adapter branches on Keras' backend: tensor and collective operations, of which both
 backends have all. Variables are `keras.Variable`, tensors the backend's own. An operation with a `name` is collective:
-all ranks call it with the same name.
+all ranks call it with the same name. A backend whose training step has no place for Horovod is refused before Keras
+starts it.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-import keras
-
-from hvdtrain.keras.backends.supported import check_backend
+from hvdtrain.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from hvdtrain.keras.backends.tensorflow import TensorFlowBackend
     from hvdtrain.keras.backends.torch import TorchBackend
 
 
-def _choose() -> TensorFlowBackend | TorchBackend:
-    """Returns the backend Keras was imported with.
+def _refuse_unsupported(name: str) -> None:
+    if name in ("tensorflow", "torch"):
+        return
+    raise ConfigError(
+        "hvdtrain.keras trains on the tensorflow and torch backends of Keras 3",
+        f"KERAS_BACKEND={name}" + ("" if os.environ.get("KERAS_BACKEND") else " (from keras.json)"),
+        "set KERAS_BACKEND=tensorflow or KERAS_BACKEND=torch before Keras is imported"
+        + ("; on JAX, Keras has its own keras.distribution.DataParallel" if name == "jax" else ""),
+    )
 
-    Raises:
-        ConfigError: a backend whose training step has no place for Horovod (JAX, OpenVINO, numpy).
-    """
+
+def _configured() -> str:
+    """Returns the backend that Keras will start with: `KERAS_BACKEND`, else that of its `keras.json`."""
+    path = Path(os.environ.get("KERAS_HOME") or Path.home() / ".keras") / "keras.json"
+    try:
+        own = json.loads(path.read_text(encoding="utf-8")).get("backend")
+    except (OSError, ValueError, AttributeError):
+        own = None  # Keras reports a file that is not JSON
+    return os.environ.get("KERAS_BACKEND") or str(own or "tensorflow")
+
+
+def _choose() -> TensorFlowBackend | TorchBackend:
+    """Returns the backend Keras was imported with."""
+    if "keras" not in sys.modules:
+        _refuse_unsupported(_configured())
+    import keras
+
     name = keras.backend.backend()
+    _refuse_unsupported(name)  # a program that imported Keras first may run another one
     if name == "tensorflow":
         from hvdtrain.keras.backends.tensorflow import TensorFlowBackend
 
         return TensorFlowBackend()
-    check_backend(name)  # a ~/.keras/keras.json may have chosen another one
     from hvdtrain.keras.backends.torch import TorchBackend
 
     return TorchBackend()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import keras
 import numpy as np
@@ -15,33 +15,40 @@ from hvdtrain.world import same_data
 from hvdtrain.world.streams import epoch_seed
 
 Batch = tuple[Any, Any, Any]  # x, y and sample weights; None is what is not there
+_TENSORS = {("torch", "Tensor"), ("tensorflow", "EagerTensor"), ("tensorflow", "Tensor")}  # also of the other backend
 
 
-class BatchSource(Protocol):
-    """What is dealt.
+class BatchSource:
+    """The data of a loader.
 
     Attributes:
-        units: how many there are of what is dealt: samples, or batches.
-        unit: samples of one.
+        units: how many samples there are, or batches where these are dealt.
+        unit: samples of one unit.
         workers: threads that read; None: it is in memory.
         weighted: batches have sample weights.
     """
 
     units: int
-    unit: int
-    workers: int | None
-    weighted: bool
-
-    def take(self, indices: np.ndarray) -> Batch: ...
-    def begin(self, epoch: int) -> None: ...
-    def digest(self) -> same_data.Digest: ...
-
-
-class Arrays:
-    """A `BatchSource` of in-memory arrays."""
-
     unit = 1
-    workers: int | None = None
+    workers: int | None = 1
+    weighted = False
+
+    def take(self, indices: np.ndarray) -> Batch:
+        """Returns the samples (or the one batch) of these indices."""
+        raise NotImplementedError
+
+    def begin(self, epoch: int) -> None:
+        """Called before an epoch is read."""
+
+    def digest(self) -> same_data.Digest:
+        """Returns what ranks compare before anything is dealt."""
+        raise NotImplementedError
+
+
+class Arrays(BatchSource):
+    """In-memory arrays."""
+
+    workers = None
 
     def __init__(self, data: Any, class_weight: Mapping[int, float] | None) -> None:
         x, y, weights = unpacked(data)
@@ -55,18 +62,12 @@ class Arrays:
         x, y, weights = map_leaves(lambda array: array[indices], self._data)
         return x, y, weights
 
-    def begin(self, epoch: int) -> None:
-        """Arrays are the same in each epoch."""
-
     def digest(self) -> same_data.Digest:
         return same_data.of_arrays(self._data)
 
 
-class Items:
-    """A `BatchSource` of samples that are read one by one: `len(dataset)`, `dataset[i]`."""
-
-    unit = 1
-    workers: int | None = 1
+class Items(BatchSource):
+    """Samples that are read one by one: `len(dataset)`, `dataset[i]`."""
 
     def __init__(self, dataset: Any, class_weight: Mapping[int, float] | None) -> None:
         self._dataset, self._class_weight = dataset, class_weight
@@ -76,24 +77,21 @@ class Items:
     def take(self, indices: np.ndarray) -> Batch:
         return stacked([self._dataset[index] for index in indices.tolist()], self._class_weight)
 
-    def begin(self, epoch: int) -> None:
-        """A data set is read as it is then."""
-
     def digest(self) -> same_data.Digest:
         return same_data.of_items(self._dataset)
 
 
-class DatasetBatches:
-    """A `BatchSource` of the batches of a `keras.utils.PyDataset`: each rank reads its own only, in threads.
+class DatasetBatches(BatchSource):
+    """The batches of a `keras.utils.PyDataset`: each rank reads its own only, in threads.
 
     What it shuffles between epochs with Python's or numpy's generators is the same on all ranks: these are seeded by
-    the epoch. An epoch that a restored run begins with has been told of those before.
+    the epoch. A run that resumes at a later epoch first calls the data set's hooks of those before.
     """
 
     def __init__(self, dataset: Any, class_weight: Mapping[int, float] | None, seed: int) -> None:
         self._dataset, self._class_weight, self._seed = dataset, class_weight, seed
         self._told = -1
-        self.workers: int | None = dataset.workers
+        self.workers = dataset.workers
         count = dataset.num_batches
         if count is None:
             raise ConfigError(
@@ -123,20 +121,7 @@ class DatasetBatches:
         self._told = epoch
 
     def digest(self) -> same_data.Digest:
-        return same_data.of_items(_Plain(self._dataset, self.units))
-
-
-class _Plain(Sequence[Any]):
-    """Batches of a PyDataset, as many as it says."""
-
-    def __init__(self, dataset: Any, count: int) -> None:
-        self._dataset, self._count = dataset, count
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._dataset[index]
+        return same_data.of_items(self._dataset, self.units)
 
 
 def rows_of(batch: tuple[Any, ...]) -> int:
@@ -156,18 +141,10 @@ def batch_of(data: Any, class_weight: Mapping[int, float] | None) -> Batch:
 
 def stacked(samples: Sequence[Any], class_weight: Mapping[int, float] | None) -> Batch:
     """Returns the batch of samples, each (x, y), (x, y, sample_weight), or x alone."""
-    first = samples[0]
-    if not isinstance(first, (tuple, list)):
-        samples, single = [(sample,) for sample in samples], True
-    else:
-        samples, single = [tuple(sample) for sample in samples], False
-    whole = keras.tree.map_structure(lambda *leaves: np.stack([on_host(leaf) for leaf in leaves]), *samples)
+    single = not isinstance(samples[0], (tuple, list))
+    samples = [(sample,) if single else tuple(sample) for sample in samples]
+    whole = keras.tree.map_structure(lambda *leaves: np.stack([same_data.on_host(leaf) for leaf in leaves]), *samples)
     return batch_of(whole[0] if single else whole, class_weight)
-
-
-def on_host(leaf: Any) -> np.ndarray:
-    """Returns a tensor of any framework, an array or a number as a numpy array."""
-    return np.asarray(leaf.detach().cpu() if hasattr(leaf, "detach") else leaf)
 
 
 def unpacked(data: Any) -> tuple[Any, Any, Any]:
@@ -207,8 +184,9 @@ def arrays(data: Any, name: str) -> Any:
             return leaf
         if keras.ops.is_tensor(leaf) and len(leaf.shape):
             return keras.ops.convert_to_numpy(leaf)
-        if _foreign(leaf) and len(leaf.shape):
-            return on_host(leaf)
+        kinds = {(kind.__module__.split(".")[0], kind.__name__) for kind in type(leaf).__mro__}
+        if kinds & _TENSORS and len(leaf.shape):
+            return same_data.on_host(leaf)
         raise ConfigError(
             f"{name} must be a numpy array or a tensor, or nested dicts, lists and tuples of them, first axis samples",
             f"{type(leaf).__module__}.{type(leaf).__qualname__}"
@@ -218,12 +196,6 @@ def arrays(data: Any, name: str) -> Any:
         )
 
     return keras.tree.map_structure(one, data)
-
-
-def _foreign(leaf: Any) -> bool:
-    """Returns True for a tensor of the framework that is not Keras' backend."""
-    kinds = {(kind.__module__.split(".")[0], kind.__name__) for kind in type(leaf).__mro__}
-    return bool(kinds & {("torch", "Tensor"), ("tensorflow", "EagerTensor"), ("tensorflow", "Tensor")})
 
 
 def _count(data: Any) -> int:

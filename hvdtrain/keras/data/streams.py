@@ -14,7 +14,7 @@ from keras.src.trainers.epoch_iterator import EpochIterator
 from hvdtrain.core.generators import OwnRandom, of_imported
 from hvdtrain.keras.backends.session import replaced
 from hvdtrain.keras.data.loader import KerasLoader
-from hvdtrain.keras.data.sources import Batch
+from hvdtrain.keras.data.sources import Batch, BatchSource
 from hvdtrain.world.records import STREAM, CountedRecords, StreamHead, check_ends, head
 from hvdtrain.world.streams import StreamPlan, StreamStep, epoch_seed, walk
 from hvdtrain.world.world import World
@@ -30,7 +30,7 @@ OF_TENSORFLOW = replace(
 PEEKED = 2  # batches that are looked at before: what differs between them has no fixed length
 
 
-class Walk:
+class Walk(BatchSource):
     """What is walked.
 
     Attributes:
@@ -38,9 +38,6 @@ class Walk:
         collate: makes a batch of this rank's records of a step.
         by_tensorflow: reads ahead by itself, and draws nothing from Python's generators.
     """
-
-    weighted = False
-    workers = unit = 1
 
     def __init__(
         self,
@@ -89,19 +86,16 @@ class Walk:
         """Returns one of the batches that were looked at."""
         return self.peeked[min(int(indices[0]), len(self.peeked) - 1)]
 
-    def begin(self, epoch: int) -> None:
-        """Each epoch is begun where it is walked."""
-
 
 class WalkedLoader(KerasLoader):
     """As any `KerasLoader`, but that nobody knows how long it is before its end."""
 
     plan: StreamPlan
-    source: Walk  # type: ignore[assignment]
+    source: Walk
 
     def __init__(self, source: Walk, plan: StreamPlan, *, rank: int, unit: int) -> None:
         source.unit = unit
-        super().__init__(source, plan, rank=rank)  # type: ignore[arg-type]
+        super().__init__(source, plan, rank=rank)
         self.reads_ahead = source.by_tensorflow
         self._epoch_steps: list[StreamStep] = []
 
