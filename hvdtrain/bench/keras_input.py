@@ -2,8 +2,7 @@
 
 The same folder of JPEGs through `keras.utils.PyDataset` with 0, 2, 4, 8 workers, as threads and as processes, and with
 a shorter and a longer queue where most is gained; and the pictures in memory, by `fit(x, y)` and by `hvk.loader`. Each
-variant is a fit of a model that does nothing with its batches. On a GPU, Keras on PyTorch also takes the same batches
-from a `DataLoader`, pinned and not (TensorFlow copies in a way of its own, which cannot be set).
+variant is a fit of a model that does nothing with its batches.
 """
 
 from __future__ import annotations
@@ -55,8 +54,7 @@ def in_memory(args: argparse.Namespace, world: World, x: np.ndarray, y: np.ndarr
 def files(args: argparse.Namespace, world: World, train: Folder) -> dict[str, Any]:
     """Images a second from files, by workers, then by queues; and which variant is best."""
     batch = max(1, args.per_rank_batch // 4)
-    pinning = (False, True) if world.devices and os.environ["KERAS_BACKEND"] == "torch" else ()
-    found = _rounds(_files(train, args, batch, pinning), args, batch)
+    found = _rounds(_files(train, args, batch), args, batch)
     found |= _rounds(_queues(train, args, batch, found), args, batch)
     return {"images_per_s": found, "recommended": recommend(found)[0]}
 
@@ -125,21 +123,18 @@ def _rate(data: Data, args: argparse.Namespace, batch: int) -> float:
     return (len(clock.ends) - 1 - warm) * batch / (clock.ends[-1] - clock.ends[warm])
 
 
-def _files(train: Any, args: argparse.Namespace, batch: int, pinning: tuple[bool, ...]) -> dict[str, Data]:
+def _files(train: Any, args: argparse.Namespace, batch: int) -> dict[str, Data]:
     variants = {"PyDataset, no workers": _dataset(train, args, batch, 0, False, QUEUE)}
     for workers in filter(None, args.workers):
         for kind in ("threads", "processes"):
             name = f"PyDataset, {workers} {kind}"
             variants[name] = _dataset(train, args, batch, workers, kind == "processes", QUEUE)
-        for pin in pinning:
-            name = f"DataLoader, {workers} workers, pin_memory={pin}"
-            variants[name] = _data_loader(train, args, batch, workers, pin)
     return variants
 
 
 def _queues(train: Any, args: argparse.Namespace, batch: int, rates: Mapping[str, list[float]]) -> dict[str, Data]:
     """A shorter and a longer queue than Keras' own, for the best of the variants that have one."""
-    queued = {name: rate for name, rate in rates.items() if name.endswith(("threads", "processes"))}
+    queued = {name: rate for name, rate in rates.items() if _workers(name)}
     if not queued:
         return {}
     best = recommend(queued)[0]
@@ -158,15 +153,3 @@ def _dataset(train: Any, args: argparse.Namespace, batch: int, workers: int, pro
     settings = {"workers": workers, "use_multiprocessing": processes, "max_queue_size": queue}
     # the adapter that `fit` would make, at hand so that its workers can be ended
     return lambda: {"x": PyDatasetAdapter(JpegBatches(train, batch, args.image_size, **settings), shuffle=True)}
-
-
-def _data_loader(train: Any, args: argparse.Namespace, batch: int, workers: int, pin: bool) -> Data:
-    from torch.utils.data import DataLoader
-
-    from hvdtrain.bench.keras_files import JpegBatches
-
-    def data() -> dict[str, Any]:
-        batches: Any = JpegBatches(train, batch, args.image_size)
-        return {"x": DataLoader(batches, batch_size=None, num_workers=workers, pin_memory=pin)}
-
-    return data

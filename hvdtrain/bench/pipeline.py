@@ -1,4 +1,4 @@
-"""A split model on CPU stages of one core each, against the naive split and other pipelines, in rounds that take turns.
+"""A split model on CPU stages of one core each, against the naive split and the tutorial's, in rounds that take turns.
 
 Every variant trains the same model on the same batch, forward and backward, cut at the same place. Those that have no
 use for a core for each stage are also given all cores at once, as they would use them best. `--ours` leaves out all but
@@ -13,7 +13,8 @@ import argparse
 import copy
 import itertools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
@@ -64,7 +65,6 @@ def run(args: argparse.Namespace) -> int:
         remedy = f"--stages {len(cores)}, or --ours to leave out all but the pipeline"
         raise ConfigError("each of several stages has a core of its own, as the others' have", received, remedy)
     result = begin("pipeline", args, "this benchmark is one process")
-    result["machine"]["versions"] |= stats.versions("torchgpipe")
     share_cores(detect(os.environ))  # before PyTorch is imported
     keep_freed_memory()  # before a model is built, as `hvdtrain.init` does for programs
     import torch
@@ -144,31 +144,17 @@ def all_variants(args: argparse.Namespace, job: trials.SplitJob, cores: Sequence
         found |= {
             f"{name}, {BY_HAND} {cut}": variant(other, **change) for name, change in settings_of_ours(args).items()
         }
-    for count in () if args.ours else args.micro_batches:
-        for name, rival in rivals(pipe, count).items():
-            found[f"{name}, {count} micro-batches"] = variant(rival, cores=cores, threads=1)
-            several = f"{name}, {count} micro-batches, {len(cores)} threads an operation"
-            found[several] = variant(rival, cores=cores, threads=len(cores))
+    for count in args.micro_batches if not args.ours and args.stages == 2 else ():
+        forward = partial(tutorial, pipe.stages, count)
+        rival = SimpleNamespace(step=lambda x, y, loss, forward=forward: loss(forward(x), y).backward(),
+                                parameters=pipe.parameters)  # fmt: skip
+        name = f"tutorial pattern, {count} micro-batches"
+        found[name] = variant(rival, cores=cores, threads=1)
+        found[f"{name}, {len(cores)} threads an operation"] = variant(rival, cores=cores, threads=len(cores))
     return found
 
 
-def rivals(pipe: Pipeline, count: int) -> dict[str, Any]:
-    """The other pipelines over the same stages: PyTorch's tutorial, and torchgpipe if it is there."""
-
-    def rival(forward: Callable[[Any], Any]) -> Any:
-        return SimpleNamespace(step=lambda x, y, loss: loss(forward(x), y).backward(), parameters=pipe.parameters)
-
-    found = {}
-    if len(pipe.stages) == 2:
-        found["tutorial pattern"] = rival(lambda x: tutorial(pipe.stages, x, count))
-    try:
-        found["torchgpipe"] = rival(gpipe(pipe.stages, count))
-    except ImportError:
-        progress("torchgpipe is not installed: skipped")
-    return found
-
-
-def tutorial(stages: Sequence[Any], x: Any, count: int) -> Any:
+def tutorial(stages: Sequence[Any], count: int, x: Any) -> Any:
     """What PyTorch's model-parallel tutorial does: the second stage is asked for the last split before the first one
     for the next; on devices that do not return before they are done, nothing overlaps."""
     import torch
@@ -184,37 +170,13 @@ def tutorial(stages: Sequence[Any], x: Any, count: int) -> Any:
     return torch.cat(outputs)
 
 
-def gpipe(stages: Sequence[Any], count: int) -> Callable[[Any], Any]:
-    """torchgpipe over the same stages, keeping its activations as ours do.
-
-    Raises:
-        ImportError: it is not installed.
-    """
-    import torch
-    import torchgpipe
-
-    class Part(torch.nn.Module):
-        """A stage as a module; its parameters stay with the pipeline."""
-
-        def __init__(self, stage: Any) -> None:
-            super().__init__()
-            self._stage = [stage]  # in a list: not registered
-
-        def forward(self, values: Any) -> Any:
-            given = self._stage[0](values if isinstance(values, tuple) else (values,))
-            return given[0] if len(given) == 1 else given
-
-    parts = torch.nn.Sequential(*map(Part, stages))
-    return torchgpipe.GPipe(parts, [1] * len(stages), devices=["cpu"] * len(stages), chunks=count, checkpoint="never")
-
-
 # ---- the tables
 
 
 def report(result: Mapping[str, Any]) -> str:
     """The tables of a result."""
     its, machine, seconds = result["settings"], result["machine"], result["seconds"]
-    known = " ".join(f"{name} {machine['versions'].get(name, '-')}" for name in ("torch", "torchgpipe"))
+    known = f"torch {machine['versions'].get('torch')}"
     cut = " | ".join(f"{stage['name']} ({stage['segments']} segments)" for stage in result["cut"])
     rows = [("one step", "median", f"x {NAIVE}, 95 %", "predicted", "by profile", "efficiency")]
     for name, samples in seconds.items():
@@ -260,7 +222,7 @@ def comparisons(result: Mapping[str, Any]) -> list[str]:
     for name in seconds:
         if BY_HAND in name:
             pairs.append((name[: name.index(f", {BY_HAND}")], name))
-        if name.startswith(("torchgpipe", "tutorial")):
+        if name.startswith("tutorial"):
             same = [mine for mine in ours if count_of(mine) == count_of(name)]
             pairs.append((min(same, key=lambda mine: median(ours[mine])), name))
     lines = [

@@ -73,8 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f" (default: {NETWORK_GBPS / 8:g} {LATENCY_US:g}, as `hvdtrain plan`)")
     add("--host-link", nargs=2, type=seconds, metavar=("GB/S", "US"), help="inside a host"
         f" (default: {LINK_GBPS / 8:g} {LATENCY_US:g})")
-    add("--comm", type=Path, metavar="FILE", help="of `hvdtrain bench comm`: its ring's link is the one inside a host,"
-        " with --rate the one between hosts")
+    add("--comm", type=Path, metavar="FILE", help="of `hvdtrain bench comm`: its ring's link is the one inside a host")
     add("--per-host", type=flags.whole(1), default=8, metavar="N", help="ranks (default: 8)")
     add("--ranks", type=flags.whole(1), nargs="+", default=[8, 64, 512, 4096], metavar="N",
         help="(default: 8 64 512 4096)")
@@ -223,14 +222,14 @@ def _network(args: argparse.Namespace, sources: dict[str, list[str]]) -> Network
 
 
 def _measured_link(path: Path) -> dict[str, Link]:
-    """Of `hvdtrain bench comm`: between hosts where each rank had a cable, else inside one."""
+    """Returns the link inside a host, as `hvdtrain bench comm` measured it."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        cost, rate = found["links"]["ring"], found["settings"].get("rate")
+        cost = found["links"]["ring"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError("--comm names the JSON of hvdtrain bench comm, with a ring", f"{path}: {error!r}") from None
     link = Link(cost["latency_s"], 1 / cost["s_per_byte"] if cost["s_per_byte"] else math.inf)
-    return {"between hosts" if rate else "inside a host": link}
+    return {"inside a host": link}
 
 
 # ---- the report

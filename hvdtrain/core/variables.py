@@ -24,7 +24,6 @@ TUNED = "HVDTRAIN_TUNED"  # file of `hvdtrain bench train --tune`; `world.startu
 
 # Set by hvdtrain for processes that it starts:
 AGENT_FD = "HVDTRAIN_AGENT_FD"  # descriptor of a rank's line to its host's agent; `comm.agent`
-BENCH_NAMESPACE = "HVDTRAIN_BENCH_NAMESPACE"  # runs within a slow network; `bench.comm`
 ELASTIC = "HVDTRAIN_ELASTIC"  # how a rank of an elastic job starts; `comm.elastic`
 ELASTIC_ANSWERS = "HVDTRAIN_ELASTIC_ANSWERS"  # file with what workers that join later need; `comm.elastic`
 ELASTIC_SIZE = "HVDTRAIN_ELASTIC_SIZE"  # of the first formation; `comm.elastic`

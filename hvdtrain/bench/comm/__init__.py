@@ -1,8 +1,7 @@
 """How long it takes to sum an array over ranks: by Horovod, by MPI's own all-reduce, by a ring, by parameter servers.
 
-Ring and servers are written with mpi4py's messages, so that the bytes of every link are counted; with --rate each rank
-has a network namespace of its own, whose cable is as narrow as that, and the kernel counts as well. From the latency
-and the bandwidth of a link it predicts what a training step of a model spends on communication on more ranks.
+Ring and servers are written with mpi4py's messages, so that the bytes of every link are counted. From the latency and
+the bandwidth of a link it predicts what a training step of a model spends on communication on more ranks.
 
 Prints tables, and writes a JSON file with every sample. Give the machine nothing else to do.
 """
@@ -12,14 +11,13 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from hvdtrain.bench.comm import model, narrow
+from hvdtrain.bench.comm import model
 from hvdtrain.bench.comm.report import report
 from hvdtrain.bench.comm.ways import WAYS
 from hvdtrain.bench.turns import train_job
@@ -32,7 +30,7 @@ from hvdtrain.record.stats import rotated
 from hvdtrain.world.startup import find_modules
 
 BLOCK_S, MOST_REPEATS = 0.1, 200
-SLOW_BYTES, LATE_S, NARROWER = 4 << 20, 0.05, 4
+SLOW_BYTES, LATE_S = 4 << 20, 0.05
 # who starts the ranks, and the ways that they have there
 JOBS = {"mpirun": ("horovod", *WAYS), "horovodrun": ("horovod",)}
 # seconds of each round, by way, by size in bytes
@@ -48,7 +46,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--smallest", type=count, default=1, metavar="KIB", help="array (default: %(default)s)")
     add("--largest", type=count, default=256, metavar="MIB", help="array; each has twice the last one (default: 256)")
     add("--rounds", type=count, default=5, metavar="N", help="of all sizes and ways (default: %(default)s)")
-    add("--rate", metavar="RATE", help="a cable a rank, as narrow as this: 200mbit, 1gbit (needs root)")
     add("--model", default="resnet50", metavar="NAME", help="torchvision's, to predict (default: %(default)s)")
     step = "of it on one device (default: measured here, batch 16 of 64x64)"
     add("--step-ms", type=positive, metavar="MS", help=step)
@@ -62,16 +59,12 @@ def run(args: argparse.Namespace) -> int:
         received = f"--smallest {args.smallest} (KiB) --largest {args.largest} (MiB)"
         raise ConfigError("the smallest array must not be larger than the largest", received, "--smallest 1")
     args.launchers, args.ranks = list(dict.fromkeys(args.launchers)), list(dict.fromkeys(args.ranks))
-    if args.rate is not None:
-        narrow.slower(args.rate, 1)
     needed = {name: install_command("torch") for name in ("torch", "torchvision")}
     find_modules(needed | ({"mpi4py": install_command("mpi")} if "mpirun" in args.launchers else {}))
     from hvdtrain.vision.classifiers import buckets_of
 
     buckets = buckets_of(args.model, model.BUCKET_BYTES)
     result = begin("comm", args, "a benchmark starts its own ranks")
-    if args.rate is not None:
-        narrow.enter()
     result["ranks"] = {}
     for ranks in args.ranks:
         result["ranks"][str(ranks)] = measure(args, ranks)
@@ -83,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
 def measure(args: argparse.Namespace, ranks: int) -> dict[str, Any]:
     """Everything about one number of ranks."""
     sizes = [args.smallest << 10 << power for power in range(32) if args.smallest << power <= args.largest << 10]
-    with jobs_of(args, ranks) as (jobs, network):
+    with jobs_of(args, ranks) as jobs:
         ways = {f"{way}, {launcher}" if way == "horovod" else way: (launcher, way)
                 for launcher in args.launchers for way in JOBS[launcher]}  # fmt: skip
         seconds: Samples = {name: {size: [] for size in sizes} for name in ways}
@@ -97,26 +90,19 @@ def measure(args: argparse.Namespace, ranks: int) -> dict[str, Any]:
                         found["inexact"].append([name, size])
                     found["links"].setdefault(name, {})[size] = _links(answers, size)
         found["seconds"] = seconds
-        found["slow"] = slow_ranks(args, jobs, ways, ranks, network)
+        found["slow"] = slow_ranks(args, jobs, ways, ranks)
     return found
 
 
 @contextmanager
-def jobs_of(args: argparse.Namespace, ranks: int) -> Iterator[tuple[InterleavedJobs, narrow.NarrowNetwork | None]]:
-    """A job of ranks for each launcher, ready for orders; on a network of its own where there is a rate."""
-    with tempfile.TemporaryDirectory(prefix="hvdtrain-comm-") as folder:
-        network = narrow.NarrowNetwork(ranks, args.rate, Path(folder)) if args.rate else None
-        command = [sys.executable, "-m", "hvdtrain.bench.comm.job", f"--device={args.device}"]
-        try:
-            with InterleavedJobs(os.environ | ONE_THREAD) as jobs:
-                for launcher in args.launchers:
-                    progress(f"{ranks} ranks: starting them by {launcher}")
-                    start = network.launched(launcher, command) if network else [*launched(ranks, launcher), *command]
-                    jobs.start(launcher, start, ranks)
-                yield jobs, network
-        finally:
-            if network:
-                network.remove()
+def jobs_of(args: argparse.Namespace, ranks: int) -> Iterator[InterleavedJobs]:
+    """Starts a job of ranks for each launcher, ready for orders."""
+    command = [sys.executable, "-m", "hvdtrain.bench.comm.job", f"--device={args.device}"]
+    with InterleavedJobs(os.environ | ONE_THREAD) as jobs:
+        for launcher in args.launchers:
+            progress(f"{ranks} ranks: starting them by {launcher}")
+            jobs.start(launcher, [*launched(ranks, launcher), *command], ranks)
+        yield jobs
 
 
 def _turn(jobs: InterleavedJobs, job: str, way: str, size: int, samples: list[float]) -> list[Any]:
@@ -127,41 +113,23 @@ def _turn(jobs: InterleavedJobs, job: str, way: str, size: int, samples: list[fl
     return answers
 
 
-def _links(answers: Sequence[Mapping[str, Any]], size: int) -> dict[str, Any]:
-    """Bytes that the busiest rank's cable carried in a sum, one way and both, as multiples of the array's."""
+def _links(answers: Sequence[Mapping[str, Any]], size: int) -> dict[str, float]:
+    """Returns bytes that the busiest rank's link carried in a sum, one way and both, as multiples of the array's."""
     sent = [sum(answer["sent"].values()) for answer in answers]
     received = [sum(answer["sent"].get(rank, 0) for answer in answers) for rank in range(len(answers))]
-    out, back = zip(*(answer["interfaces"] for answer in answers), strict=True)
-    return {"counted": _busiest(sent, received, size), "kernel": _busiest(out, back, size)}
-
-
-def _busiest(sent: Sequence[float], received: Sequence[float], size: int) -> dict[str, float]:
-    return {
-        "one way": max([*sent, *received]) / size,
-        "both ways": max(out + back for out, back in zip(sent, received, strict=True)) / size,
-    }
+    both = max(out + back for out, back in zip(sent, received, strict=True))
+    return {"one way": max([*sent, *received]) / size, "both ways": both / size}
 
 
 def slow_ranks(
-    args: argparse.Namespace,
-    jobs: InterleavedJobs,
-    ways: Mapping[str, tuple[str, str]],
-    ranks: int,
-    network: narrow.NarrowNetwork | None,
+    args: argparse.Namespace, jobs: InterleavedJobs, ways: Mapping[str, tuple[str, str]], ranks: int
 ) -> dict[str, dict[str, float]]:
-    """Seconds of a sum when one rank comes late to each, and when one rank's cable is narrower; the last rank is it."""
-    found: dict[str, dict[str, float]] = {}
-    cases: list[tuple[str, dict[str, Any]]] = [
-        ("usual", {}),
-        (f"{LATE_S * 1e3:.0f} ms late", {"late_s": {ranks - 1: LATE_S}}),
-    ]
-    for what, order in cases + [(f"a cable of 1/{NARROWER}", {})] * (network is not None):
-        if network and "cable" in what:
-            network.limit(ranks - 1, narrow.slower(network.rate, NARROWER))
+    """Returns seconds of a sum as usual, and when the last rank comes late to each."""
+    found: dict[str, dict[str, float]] = {name: {} for name in ways}
+    for what, late_s in (("usual", {}), (f"{LATE_S * 1e3:.0f} ms late", {ranks - 1: LATE_S})):
         for name, (job, way) in ways.items():
-            answers = [jobs.turn(job, way=way, bytes=SLOW_BYTES, repeat=2, **order) for _ in range(args.rounds)]
-            its = median(max(answer["wall"] for answer in its) for its in answers)
-            found.setdefault(name, {})[what] = its
+            turns = [jobs.turn(job, way=way, bytes=SLOW_BYTES, repeat=2, late_s=late_s) for _ in range(args.rounds)]
+            found[name][what] = median(max(answer["wall"] for answer in answers) for answers in turns)
     return found
 
 

@@ -12,7 +12,6 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from hvdtrain.bench.comm.ways import WAYS, CountedLinks
@@ -77,8 +76,7 @@ def measure(way: SumWay, world: Any, links: CountedLinks | None, order: dict[str
     values = way.put(np.zeros_like(pattern))
     late_s = order.get("late_s", {}).get(world.rank, 0.0)
     world.comm.barrier()  # not the world's: a bench that stops ranks between turns would look out of step
-    sent, interfaces = Counter(links.sent) if links else Counter(), _interface_bytes()
-    world.comm.barrier()  # no rank sends before all have read the counters; the barrier's own bytes are few
+    sent = Counter(links.sent) if links else Counter()
     wall, cpu = time.perf_counter(), time.process_time()
     for _ in range(order["repeat"]):
         if late_s:
@@ -91,15 +89,7 @@ def measure(way: SumWay, world: Any, links: CountedLinks | None, order: dict[str
     return {
         "wall": wall / count, "cpu": cpu / count, "exact": bool(exact),
         "sent": {peer: total / count for peer, total in (Counter(links.sent) - sent).items()} if links else {},
-        "interfaces": [(after - before) / count for before, after in zip(interfaces, _interface_bytes(), strict=True)],
     }  # fmt: skip
-
-
-def _interface_bytes() -> tuple[int, int]:
-    """Sent and received so far by this network namespace's interfaces, the loopback left out."""
-    lines = Path("/proc/net/dev").read_text().splitlines()[2:]
-    counts = [line.partition(":")[2].split() for line in lines if line.partition(":")[0].strip() != "lo"]
-    return sum(int(its[8]) for its in counts), sum(int(its[0]) for its in counts)
 
 
 if __name__ == "__main__":

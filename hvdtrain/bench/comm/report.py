@@ -16,16 +16,15 @@ TABLED = 4  # a factor between the sizes of a table: all are in the file
 
 def report(result: Mapping[str, Any]) -> str:
     """The tables of a result."""
-    rate = result["settings"].get("rate")
-    where = f"a cable of {rate} a rank" if rate else "all ranks on this machine"
+    where = "all ranks on this machine"
     most, cores = max(map(int, result["ranks"])), result["machine"]["cores_usable"]
-    if not rate and most > cores:
+    if most > cores:
         where += f"; {most} ranks share {cores} cores: small sums wait for one, whatever their size"
     tables = [heading(where, result)]
     for ranks, part in result["ranks"].items():
         size = max(next(iter(part["seconds"].values())))
         tables += [_seconds(ranks, part), _bandwidths(int(ranks), part, size), _remarks(part), _slow(part)]
-    tables.append(_training(result, rate))
+    tables.append(_training(result))
     return "\n\n".join(tables)
 
 
@@ -45,17 +44,16 @@ def _seconds(ranks: str, part: Mapping[str, Any]) -> str:
 
 def _bandwidths(ranks: int, part: Mapping[str, Any], size: int) -> str:
     """As nccl-tests have them: algorithm bandwidth is size over time, bus bandwidth that times 2 (N-1)/N."""
-    columns = ("algorithm", "bus", "busiest cable, one way", "both ways", "by the kernel", "rule")
+    columns = ("algorithm", "bus", "busiest link, one way", "both ways", "rule")
     rows = [(f"of {readable(size)}", *columns)]
     for way, sizes in _medians(part).items():
         rate = size / sizes[size] / 1e9
-        links = part["links"][way][size]
-        counted, kernel = links["counted"], links["kernel"]
+        counted = part["links"][way][size]
         rule = COUNTS[way][1](ranks) if way in COUNTS else None
         rows.append((
             way, f"{rate:.2f} GB/s", f"{rate * 2 * (ranks - 1) / ranks:.2f} GB/s",
             f"{counted['one way']:.4g} x" if rule else "", f"{counted['both ways']:.4g} x" if rule else "",
-            f"{kernel['one way']:.3g} x" if kernel["one way"] > 0.1 else "", f"{rule:.4g} x" if rule else "",
+            f"{rule:.4g} x" if rule else "",
         ))  # fmt: skip
     return stats.table(rows)
 
@@ -81,7 +79,7 @@ def _slow(part: Mapping[str, Any]) -> str:
     return stats.table(rows)
 
 
-def _training(result: Mapping[str, Any], rate: str | None) -> str:
+def _training(result: Mapping[str, Any]) -> str:
     its = result["training"]
     if not its["steps"]:
         return "no prediction: ring and servers are not among what was measured (mpirun)"
@@ -92,9 +90,7 @@ def _training(result: Mapping[str, Any], rate: str | None) -> str:
         f"{way} {cost['latency_s'] * 1e6:.0f} us a message and {_rate(cost['s_per_byte'])}"
         for way, cost in result["links"].items()
     )
-    note = (
-        "" if rate else "\nThe ranks share this machine's memory and cores: this is not what a network does (--rate)."
-    )
+    note = "\nThe ranks share this machine's memory and cores: this is not what a network does."
     return (
         f"predicted: {its['model']}, {readable(its['bytes'])} of gradients, a step of {its['step_s'] * 1e3:.0f} ms"
         f" alone, sums hidden behind the backward pass where they fit\nlinks: {costs}{note}\n{stats.table(rows)}"

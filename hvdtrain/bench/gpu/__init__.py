@@ -69,7 +69,7 @@ CHECKS = (
     GpuCheck("keras-horovod", "Keras on PyTorch over Horovod, one rank (NCCL)", "right.keras_fit", ranks=1),
     GpuCheck("keras-shared", "the same, two ranks on one device (Gloo)", "right.keras_fit", ranks=2, shares=True),
     GpuCheck("resources", "memory, threads, files and streams over 200 steps", "cost.resources"),
-    GpuCheck("pipeline", "two stages on one device against the unsplit model", "cost.stages", timed=True),
+    GpuCheck("pipeline", "two stages on one device against the unsplit model", "cost.stages"),
     GpuCheck("speed", "ResNet-50, bf16: images/s, and against the bare loop", "cost.speed", "solo", 120, timed=True),
     GpuCheck("speed-horovod", "the same over Horovod, one rank (NCCL)", "cost.speed", "horovod", 120, 1, timed=True),
     GpuCheck("input", "does the loader keep up: pictures in memory, JPEG files", "cost.feed", "", 150, timed=True),

@@ -186,13 +186,11 @@ def _files(root: Path, many: int, *, tiny: bool) -> Path:
 
 
 def stages(args: argparse.Namespace) -> Found:
-    """Two stages on one device against the unsplit model: weights in float64, and the time of a step."""
+    """Two stages on one device against the unsplit model: weights in float64."""
     name = f"{args.device}:0" if args.device == "cuda" else "cpu"
     with hvdtrain.init("torch", engine="solo", device=args.device, seed=5):
         off = _difference(torch.device(name))
-        cut, whole = _times(torch.device(name), tiny=args.tiny)
-        times = {"ms_split": round(cut * 1e3, 2), "ms_unsplit": round(whole * 1e3, 2)}
-        return [Goal("weights off by", off, EXACT)], {"devices": f"{name},{name}"} | times
+        return [Goal("weights off by", off, EXACT)], {"devices": f"{name},{name}"}
 
 
 def _difference(device: torch.device) -> float:
@@ -212,20 +210,6 @@ def _difference(device: torch.device) -> float:
         nn.functional.cross_entropy(whole(x), y).backward()
         plain.step()
     return apart(pipe.module.state_dict(), whole.state_dict())
-
-
-def _times(device: torch.device, *, tiny: bool) -> tuple[float, float]:
-    """Seconds of a step, split and unsplit: on one device a pipeline can only lose."""
-    torch.manual_seed(3)
-    width, batch, steps = (8, 8, 2) if tiny else (4096, 512, 5)
-    model = nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(8)])
-    whole = copy.deepcopy(model).to(device)
-    x, y = torch.randn(batch, width, device=device), torch.randn(batch, width, device=device)
-    pipe = split(model, x, f"{device},{device}", micro_batches=4)
-    loss = nn.functional.mse_loss
-    arms = {"cut": lambda: pipe.step(x, y, loss), "whole": lambda: loss(whole(x), y).backward()}
-    seconds = in_turns(arms, replace(REAL, steps=steps, rounds=3), device)
-    return median(seconds["cut"]), median(seconds["whole"])
 
 
 # ---- what is left behind

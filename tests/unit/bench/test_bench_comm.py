@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hvdtrain.bench.comm import model, narrow
+from hvdtrain.bench.comm import model
 from hvdtrain.bench.comm.report import readable
-from hvdtrain.core.errors import ConfigError
 from hvdtrain.pipeline.plan.scaling import BucketTiming
 
 SIZES = [1 << power for power in range(10, 29)]
@@ -56,9 +55,3 @@ def test_bytes_in_words() -> None:
     assert [readable(size) for size in (100, 1 << 10, 3 << 19, 1 << 28, 1 << 30)] == [
         "100 B", "1 KiB", "1.5 MiB", "256 MiB", "1 GiB",
     ]  # fmt: skip
-
-
-def test_a_rate_is_divided() -> None:
-    assert narrow.slower("200mbit", 4) == "50mbit" and narrow.slower("1Gbit", 4) == "0.25gbit"
-    with pytest.raises(ConfigError, match="--rate is a number"):
-        narrow.slower("fast", 4)
