@@ -15,7 +15,7 @@ import os
 import sys
 import types
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 
@@ -33,27 +33,6 @@ def seed() -> int:
 
 class Enough(BaseException):
     """Ends the script after its updates; no `except Exception` of the script catches it."""
-
-
-class Watching(Protocol):
-    """Watches a script of one framework; made before the script runs.
-
-    Attributes:
-        updates: number of updates of the script's distributed optimizers.
-        start: the tensors of its models before the first one.
-    """
-
-    updates: int
-    start: dict[str, np.ndarray]
-
-    def tensors(self) -> tuple[dict[str, np.ndarray], dict[str, float]]:
-        """Returns the tensors of the script's models, and the precision of each one's type, by name."""
-
-    def rank(self) -> int:
-        """Returns the rank of this process."""
-
-    def end(self) -> None:
-        """Waits for the other ranks, and leaves them."""
 
 
 def gap(before: np.ndarray, after: np.ndarray) -> float:
@@ -89,8 +68,8 @@ def main() -> None:
     _leave(watch, Path(folder), whole=whole)
 
 
-def _leave(watch: Watching, folder: Path, *, whole: bool) -> None:
-    """Writes the tensors, waits for the other ranks, and exits at once: the script may be within a loop."""
+def _leave(watch: Any, folder: Path, *, whole: bool) -> None:
+    """Writes the tensors of a watch, waits for the other ranks, and exits at once: the script may be within a loop."""
     arrays, eps = watch.tensors()
     rank = watch.rank()
     np.savez(folder / f"{rank}.npz", *arrays.values())

@@ -30,6 +30,7 @@ class KerasScriptWatch:
 
     Attributes:
         updates: batches of `fit` and `train_on_batch`; with accumulation several of them are an update.
+        start: the tensors of the models before the first of them.
     """
 
     def __init__(self, limit: int, *, wraps: bool) -> None:

@@ -25,6 +25,7 @@ class TorchScriptWatch:
 
     Attributes:
         updates: steps of optimizers whose gradients are averaged; of all, where the script averages by hand.
+        start: the tensors of the models before the first of them.
     """
 
     def __init__(self, limit: int, *, wraps: bool) -> None:

@@ -9,11 +9,10 @@ from typing import Any
 import libcst as cst
 
 from hvdtrain.migrate.ddp.calls import HANDLERS, MODEL, REASONS, move_imports, move_init, names_taken
-from hvdtrain.migrate.ddp.passes import keep_back
 from hvdtrain.migrate.script import ranks, torch_calls, training, wrapping
 from hvdtrain.migrate.script.plan import DDP, Rewrite
 from hvdtrain.migrate.script.ranks import Arguments
-from hvdtrain.migrate.script.source import bind, calls, code, find, is_chain, literal, tail, walk
+from hvdtrain.migrate.script.source import bind, calls, code, find, is_chain, literal, walk
 
 __all__ = ["move", "move_imports", "names_taken"]
 
@@ -39,16 +38,21 @@ def move(plan: Rewrite, imports: Sequence[cst.SimpleStatementLine]) -> None:
             plan.needs.add("torch")
             plan.settle(node)
             plan.replace(node, "torch.nn.SyncBatchNorm")
-    optimizers, models = _move_wraps(plan)
+    optimizers = _move_wraps(plan)
     optimizers.spread(plan.source)
-    for call in training.passes(plan.source):
-        keep_back(plan, optimizers, models, call)
+    passes = training.passes(plan.source)
+    if passes and set(optimizers.prepared.values()) - {"", "1"}:
+        plan.note(
+            passes[0],
+            "each pass is averaged, which adds up to the same; `with model.no_sync():` around each pass and its call of"
+            " the model, but for the last of an update, sends less",
+        )
     wrapping.move_synchronize(plan, optimizers)
     ranks.move_rest(plan, torch_calls.movers(HANDLERS, REASONS), REASONS)
 
 
-def _move_wraps(plan: Rewrite) -> tuple[training.Optimizers, set[str]]:
-    """Converts every wrapped optimizer; returns the optimizers, and the last names of their models."""
+def _move_wraps(plan: Rewrite) -> training.Optimizers:
+    """Converts every wrapped optimizer; returns the script's optimizers."""
     optimizers, models = training.Optimizers(), dict[str, wrapping.Wrap]()
     for call in plan.calls("DistributedOptimizer"):
         plan.settle(call.func)
@@ -69,7 +73,7 @@ def _move_wraps(plan: Rewrite) -> tuple[training.Optimizers, set[str]]:
         plan.needs |= {MODEL, "DistributedDataParallel"}
         plan.rewrite(wrap.statement, _wrapped(wrap))
         _move_questions(plan, wrap)
-    return optimizers, {tail(cst.parse_expression(model)) for model in models}
+    return optimizers
 
 
 def _move_questions(plan: Rewrite, wrap: wrapping.Wrap) -> None:

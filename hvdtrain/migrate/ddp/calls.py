@@ -13,7 +13,6 @@ from hvdtrain.migrate.script.source import code, tail
 
 # what the new script imports, by what needs it
 LINES = {
-    "contextlib": "import contextlib",
     "copy": "import copy",
     "os": "import os",
     "torch": "import torch",
@@ -199,4 +198,4 @@ def names_taken(plan: Rewrite) -> list[str]:
     """Returns the names that the new script needs, and the old one uses for something else."""
     there = {code(line).split("#")[0].strip() for line in plan.source.module.body}
     needs = {name for name in plan.needs if LINES.get(name) not in there}
-    return sorted(needs & plan.source.variables() - {"torch", "os", "contextlib", "copy"})
+    return sorted(needs & plan.source.variables() - {"torch", "os", "copy"})

@@ -80,7 +80,6 @@ class Rewrite:
         target: the library that it is converted to.
         expressions: makes what takes a node's place, from the node with the changes within it.
         statements: the same of a statement in a block: several, or none.
-        around: the text that goes around statements of a block, by the first and the last.
         refused: what cannot be converted.
         notes: what to know of converted lines.
         needs: the names that the new script uses: modules, functions, the world.
@@ -92,7 +91,6 @@ class Rewrite:
     target: Target = HVDTRAIN
     expressions: dict[cst.CSTNode, Expression] = field(default_factory=dict)
     statements: dict[cst.CSTNode, Statements] = field(default_factory=dict)
-    around: dict[tuple[cst.CSTNode, cst.CSTNode], str] = field(default_factory=dict)
     refused: set[LineNote] = field(default_factory=set)
     notes: set[LineNote] = field(default_factory=set)
     needs: set[str] = field(default_factory=set)
@@ -213,10 +211,8 @@ class _Rewriter(cst.CSTTransformer):
 
     def _block(self, original: Any, updated: Any) -> Any:
         body: list[Any] = []
-        begins: dict[cst.CSTNode, int] = {}
         waiting: list[cst.EmptyLine] = []
         for before, after in zip(original.body, updated.body, strict=True):
-            begins[before] = len(body)
             change = self._plan.statements.get(before)
             made = [after] if change is None else list(change(after))
             if not made:  # comments above it stay, unless they are about Horovod
@@ -228,17 +224,7 @@ class _Rewriter(cst.CSTTransformer):
                 made[0] = made[0].with_changes(leading_lines=[*waiting, *made[0].leading_lines])
                 waiting = []
             body += made
-            for (first, last), text in self._plan.around.items():
-                if last is before:
-                    body[begins[first] :] = [_inside(text, body[begins[first] :])]
         return updated.with_changes(body=body)
-
-
-def _inside(text: str, body: Sequence[Any]) -> Any:
-    """Puts a compound statement, as text without its block, around others."""
-    made: Any = cst.parse_statement(f"{text}\n    pass\n")
-    inner = [body[0].with_changes(leading_lines=[]), *body[1:]]
-    return made.with_changes(leading_lines=body[0].leading_lines, body=cst.IndentedBlock(inner))
 
 
 def _begins_blank(statement: Any) -> bool:

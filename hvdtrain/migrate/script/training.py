@@ -14,14 +14,12 @@ from hvdtrain.migrate.script.source import (
     find,
     is_chain,
     literal,
-    names_in,
     owner_of,
     tail,
     walk,
 )
 
 _LEAVES = (cst.Continue, cst.Break, cst.Return)
-_PURE = ("len", "int", "float", "max", "min", "ceil", "floor", "size", "numel")
 
 
 @dataclass
@@ -238,14 +236,11 @@ def more_passes(
         return None
     if not loops and not tests:
         return ", more=True" if later else ""
-    if len(loops) == 1 and not tests and not later:
-        bounds = _range(loops[0])
-        if bounds is not None and _asks_only(loops[0]) and not names_in(bounds) & stored(loops[0].body):
-            return f", more={code(bounds)}"
+    bounds = _range(loops[0]) if len(loops) == 1 and not tests and not later else None
+    if bounds is not None:
+        return f", more={bounds}"
     if not loops and len(tests) == 1 and not later and tests[0].orelse is None:
-        names = names_in(tests[0].test)
-        if _asks_only(tests[0].test) and not names & _stored_between(source, call, tests[0]):
-            return f", more={_negated(tests[0].test)}"
+        return f", more={_negated(tests[0].test)}"
     plan.refuse(
         call,
         f"backward_passes_per_step={passes}: which pass is the last of an update is not known here; it is in"
@@ -254,49 +249,18 @@ def more_passes(
     return None
 
 
-def _asks_only(node: cst.CSTNode) -> bool:
-    """Returns True if a condition, or the bounds of a loop, can be computed twice: no call in it has effects."""
-    node = node.iter if isinstance(node, cst.For) else node
-    inner = list(walk(node))[1 if isinstance(node, cst.Call) and code(node.func) == "range" else 0 :]
-    return not any(
-        isinstance(one, (cst.NamedExpr, cst.Await)) or (isinstance(one, cst.Call) and tail(one.func) not in _PURE)
-        for one in inner
-    )
-
-
-def _range(loop: cst.CSTNode) -> cst.BaseExpression | None:
+def _range(loop: cst.CSTNode) -> str | None:
     """Returns the condition that another turn of `for i in range(...)` follows; None: not known."""
     if not isinstance(loop, cst.For) or not isinstance(loop.target, cst.Name) or loop.orelse is not None:
         return None
     over = loop.iter
     if not isinstance(over, cst.Call) or code(over.func) != "range" or any(a.star or a.keyword for a in over.args):
         return None
-    values = [code(arg.value).strip() for arg in over.args]
     if any(isinstance(node, (cst.Break, cst.Continue)) for node in walk(loop.body)):
         return None
+    values = [code(arg.value).strip() for arg in over.args]
     step, end = values[2] if len(values) == 3 else 1, values[min(1, len(values) - 1)]
-    return cst.parse_expression(f"{loop.target.value} + {step} < {end}")
-
-
-def stored(node: cst.CSTNode) -> set[str]:
-    """Returns the names that a node assigns to."""
-    found: set[str] = set()
-    for one in walk(node):
-        targets: list[cst.CSTNode] = []
-        if isinstance(one, cst.Assign):
-            targets = [target.target for target in one.targets]
-        elif isinstance(one, (cst.AugAssign, cst.AnnAssign, cst.NamedExpr, cst.For)):
-            targets = [one.target]
-        found = found.union(*map(names_in, targets))
-    return found
-
-
-def _stored_between(source: Script, call: cst.Call, test: cst.If) -> set[str]:
-    start, top = source.statement(call), source.statement(test)
-    assert start is not None and top is not None
-    block = list(source.block(start))
-    between = block[block.index(start) : block.index(top)] if top in block else []
-    return set().union(*map(stored, between))
+    return f"{loop.target.value} + {step} < {end}"
 
 
 def _negated(test: cst.BaseExpression) -> str:

@@ -217,11 +217,7 @@ def test_passes_of_an_update(loop: str, wanted: str) -> None:
     "loop",
     [
         "for part in parts:\n    f(part).backward()\noptimizer.step()\n",
-        "for i in range(4):\n    f(i).backward()\n    i += 1\noptimizer.step()\n",
         "for i in range(4):\n    if i == 2:\n        break\n    f(i).backward()\noptimizer.step()\n",
-        "for x in d:\n    f(x).backward()\n    if done():\n        optimizer.step()\n",
-        "for i in range(next(n)):\n    f(i).backward()\noptimizer.step()\n",
-        "for x in d:\n    f(x).backward()\n    n += 1\n    if n % 2 == 0:\n        optimizer.step()\n",
     ],
 )
 def test_passes_of_which_the_last_cannot_be_told(loop: str) -> None:
