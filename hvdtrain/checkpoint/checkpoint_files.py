@@ -152,10 +152,7 @@ def local_copy(
 
 
 def _send(world: World, source: Path, target: Path | None, size_bytes: int) -> Exception | None:
-    """Broadcasts a file from rank 0 in chunks; ranks with a `target` write it there.
-
-    A rank whose disk fails goes on receiving, and rank 0 sends empty chunks: the others wait for them.
-    """
+    """Sends a file from rank 0 to ranks with a `target`, in chunks; a rank that fails keeps taking part."""
     failure: Exception | None = None
     for start in range(0, max(1, size_bytes), CHUNK_BYTES):  # an empty file is one chunk too
         data = b""

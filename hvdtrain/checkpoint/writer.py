@@ -232,8 +232,7 @@ class Writer:
             print(describe("hvdtrain", failure, 0), file=sys.stderr, flush=True)
 
     def _at_exit(self) -> None:
-        """A program that lost its last checkpoint does not end as one that went well; one that fails itself ends with
-        what it failed with."""
+        """Ends a program that lost its last checkpoint with an error code, unless it fails by itself."""
         self._finish(None)
         if self.own and self._failures and not ends_badly():
             os._exit(EXIT_CODE)  # nothing else gives a code here

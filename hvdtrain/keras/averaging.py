@@ -120,9 +120,7 @@ def _apply(self: Any, grads: Any, trainable_variables: Any = None, *, name: str,
 
 
 def _check_alone(optimizer: Any, variables: Sequence[Any], session: KerasSession, name: str) -> None:
-    """Checks an update outside of a prepared model's step (a loop of the user's, or `fit` of a model that our callbacks
-    never met). Before the first one all ranks' variables must be equal: collective.
-    """
+    """Checks an update outside of a prepared model's step; before the first one replicas must be equal: collective."""
     prepared, compared = session.prepared, session.proofs.compared
     if name not in compared:
         compared.add(name)
@@ -176,9 +174,7 @@ def _refuse_branch(optimizer: Any, session: KerasSession) -> None:
 
 # -------------------------------------------------------------------- the model
 def attach(model: keras.Model, session: KerasSession) -> None:
-    """Puts the session's hooks on a compiled model's optimizers and its train step, and XLA off. Can be
-    repeated.
-    """
+    """Puts the session's hooks on a compiled model's optimizers and its train step; can be repeated."""
     if vars(model).get(KEY) is not session:
         model.train_function = None  # what was traced is another session's
         vars(model)[KEY] = session
@@ -215,9 +211,7 @@ def hook_own_steps(model: keras.Model) -> None:
 
 
 def _refuse_stateful(model: keras.Model) -> None:
-    """Refuses a state for each row of a batch: at the end of an epoch, and in checkpoints, one rank's rows would stand
-    for all.
-    """
+    """Refuses a state for each row of a batch: in checkpoints one rank's rows would stand for all ranks'."""
     asking = [layer.name for layer in model._flatten_layers() if getattr(layer, "stateful", False)]
     if asking:
         raise ConfigError(
@@ -271,9 +265,7 @@ def _all_averaged(model: keras.Model, live: LiveBatch) -> AbstractContextManager
 
 @contextmanager
 def _built_outside() -> Iterator[None]:
-    """Metrics, and what is told of several losses, get their variables in the first step: in one that TensorFlow
-    traces it would trace all of it again, for a function that makes none. Only shapes and names count here.
-    """
+    """Builds metrics and losses outside of the step that TensorFlow traces, which it would trace twice for them."""
 
     def build(original: Any, *args: Any, **kwargs: Any) -> Any:
         with BACKEND.eager():
@@ -284,9 +276,7 @@ def _built_outside() -> Iterator[None]:
 
 
 def hook_test_step(model: keras.Model) -> None:
-    """Makes batches without a sample leave no trace in an evaluation, and losses those of global batches where the
-    ranks evaluate together (`together`).
-    """
+    """Makes batches without a sample leave no trace in an evaluation, and weighs losses within `together`."""
 
     def test_step(inner: Callable[[Any], Any], data: Any) -> Any:
         session: KerasSession = vars(model)[KEY]
@@ -355,11 +345,7 @@ def _as_keras_has_it(data: Any) -> Any:
 
 
 def _before_step(model: keras.Model, session: KerasSession, data: Any) -> None:
-    """Checks a step; before the first one of a model that was not built, builds, broadcasts and proves.
-
-    Under TensorFlow this runs while the step is traced, in eager mode (`init_scope`), where variables are
-    real.
-    """
+    """Checks a step, while TensorFlow traces it; before the first one builds, broadcasts and proves."""
     if not is_hooked(model.optimizer):
         raise missing_hook(model.name, model.optimizer)
     if session.proofs.ready:
@@ -387,9 +373,7 @@ def _build(model: keras.Model, data: Any) -> None:
 
 @contextmanager
 def _live_batch(session: KerasSession, samples: Any, *, even: bool | None = None) -> Iterator[LiveBatch]:
-    """Notes the batch of a step. In a train step the sum of the samples over ranks starts at once, beside the forward
-    pass; in an evaluation (`even`: as of `together`) when it is needed.
-    """
+    """Notes the batch of a step; in a train step the sum of all ranks' samples starts before the forward pass."""
     trains = even is None
     words = (session.words(), session.receive) if trains else ()
     start_sum = functools.cache(lambda: BACKEND.start_sum(samples, f"{session.prepared.name}.live", *words))

@@ -151,8 +151,7 @@ class _Seen:
 
 @contextmanager
 def _weights_go_into(file: StateFile) -> Iterator[None]:
-    """Inside, the weights of a model that this thread saves go from their own memory into the image at once, and not
-    into the archive with the rest, for which Keras copies them several times and sums them up."""
+    """Writes the weights of a model that this thread saves into the image, not into Keras' archive."""
     thread, stores = threading.get_ident(), list[H5IOStore]()
     kinds: dict[str, set[str]] = {}
 

@@ -151,8 +151,7 @@ def _refuse_unread(given: dict[str, Any]) -> None:
 
 # -------------------------------------------------------------------- where it begins
 def _skip_empty_rest(call: FitCall) -> None:
-    """Turns to the next epoch if the rest of a restored one fills no step: `tail="drop"`, and more ranks or larger
-    batches than before."""
+    """Turns to the next epoch if the rest of a restored one fills no step (`tail="drop"`, larger batches)."""
     place, data = call.session.place, call.given.get("x")
     now = place.progress
     restored = place.restored_random is not None and call.given.get("initial_epoch") == now.epoch
@@ -163,11 +162,7 @@ def _skip_empty_rest(call: FitCall) -> None:
 
 
 def _begin(call: FitCall) -> bool:
-    """Puts the data where `fit` begins, which is where a restored run had stopped; True if that is within an epoch.
-
-    Raises:
-        ConfigError: a restored run would resume with another epoch.
-    """
+    """Puts the data where `fit` begins, or where a restored run had stopped; True if that is within an epoch."""
     place, first = call.session.place, call.first_epoch
     progress = place.progress
     data = call.given["x"] if isinstance(call.given.get("x"), KerasLoader) else None
@@ -340,8 +335,7 @@ def _check_counts(call: FitCall) -> None:
 
 
 def _name_what_is_not_saved(call: FitCall) -> None:
-    """Prints what a checkpoint lacks: it has the model's state, but what callbacks of Keras count is in no file (of
-    BackupAndRestore neither), and what is set at an epoch's end after `SwapEMAWeights` is in a later one."""
+    """Prints what a checkpoint lacks: what Keras' callbacks count, and what is set after `SwapEMAWeights`."""
     if not call.session.place.saves:
         return
     counting = [type(c).__name__ for c in call.callbacks if isinstance(c, (_K.EarlyStopping, _K.ReduceLROnPlateau))]

@@ -507,9 +507,7 @@ class Save(Callback):
 
 # -------------------------------------------------------------------- what fit adds itself
 class EpochOfLoaders(Callback):
-    """Tells loaders the epoch, which Keras does not; keeps the weights behind an average where `fit` ends within
-    an epoch, or with the rest of one.
-    """
+    """Passes the epoch to loaders, and keeps the weights behind an average (`moving_average.keep`)."""
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self.epoch = epoch
@@ -531,8 +529,7 @@ class EpochOfLoaders(Callback):
 
 
 class RateOfRestored(Callback):
-    """Keeps the rate of a run that goes on within an epoch: what a callback makes of it as an epoch begins (0.7 times
-    what it was) is in it already."""
+    """Restores the rate of a run that resumes within an epoch: it includes what callbacks did as that began."""
 
     comes_last = True
 

@@ -17,9 +17,7 @@ from hvdtrain.record.log_files import read_run
 
 
 def place_of(path: str | os.PathLike[str]) -> Path:
-    """Returns where a program writes what it wants to have in a directory: there; in a rehearsal (`hvdtrain rehearse`)
-    below the rehearsal's own folder, as a rehearsed job neither goes on with the user's runs nor writes over them.
-    """
+    """Returns where a program writes: `path`; in `hvdtrain rehearse` a place in the rehearsal's own folder."""
     folder, wanted = os.environ.get(variables.REHEARSAL), Path(path)
     if not folder or wanted.absolute().is_relative_to(folder):
         return wanted

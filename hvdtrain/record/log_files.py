@@ -164,8 +164,7 @@ class Window:
         self._seconds: dict[str, float] = {}
 
     def add(self, position: dict[str, Any], loss: float | None, samples: int, seconds: Mapping[str, float]) -> bool:
-        """Adds one step; returns whether an event is due. A micro-batch that completes no update has no samples, and
-        only its seconds count."""
+        """Adds a step and returns True if an event is due; a micro-batch without an update adds only seconds."""
         self.steps += samples > 0 or loss is not None
         self._position = position
         self._samples += samples

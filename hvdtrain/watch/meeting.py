@@ -42,29 +42,17 @@ class Watches(Protocol):
 
 @dataclass(slots=True)
 class Place:
-    """A collective operation that this rank is in.
+    """A collective operation that this rank is in."""
 
-    Attributes:
-        kind: "update" (of training), or what is done at a meeting.
-        number: of the update, or of the meeting, counted from 1.
-        key: what else must be the same on all ranks; its text counts.
-        line: the user's, as text; None: look for it in the thread's stack when it is asked for.
-        within: the user's function with that line.
-        receives: this rank gives nothing.
-        agreed: every rank is known to be in it.
-        since_s: when this rank came (time.monotonic).
-        thread: that waits in it.
-    """
-
-    kind: str
-    number: int
-    key: object
-    line: str | None = None
-    within: str = ""
-    receives: bool = False
-    agreed: bool = False
+    kind: str  # "update" (of training), or what is done at a meeting
+    number: int  # of the update, or of the meeting, counted from 1
+    key: object  # what else must be the same on all ranks; its text counts
+    line: str | None = None  # the user's, as text; None: look for it in the thread's stack when it is asked for
+    within: str = ""  # the user's function with that line
+    receives: bool = False  # this rank gives nothing
+    agreed: bool = False  # every rank is known to be in it
     since_s: float = field(default_factory=time.monotonic)
-    thread: int = field(default_factory=threading.get_ident)
+    thread: int = field(default_factory=threading.get_ident)  # that waits in it
 
 
 class Tracker:

@@ -21,20 +21,12 @@ ANSWER_S = 2.5  # that a rank has to say what it does; one that holds Python's l
 
 @dataclass
 class Round:
-    """A question of rank 0's: what does each rank do?
-
-    Attributes:
-        number: of the question.
-        until: when those that have not answered are silent.
-        asked: the ranks that should answer.
-        full: with the stacks of all threads, to end the job by.
-        answers: so far.
-    """
+    """A question of rank 0's: what does each rank do?"""
 
     number: int
-    until: float
-    asked: set[int]
-    full: bool
+    until: float  # ranks that have not answered by then are silent
+    asked: set[int]  # the ranks that should answer
+    full: bool  # with the stacks of all threads, to end the job by
     answers: dict[int, hang.Report] = field(default_factory=dict)
 
 

@@ -204,10 +204,7 @@ def _let_it_change(world: World, its: Elastic, framework: str) -> None:
 
 
 def _leave_at_exit(world: World, pid: int) -> None:
-    """At the end of a program that has not left its world: wait for the other ranks, or tell that they are elsewhere.
-
-    Without it the engine would go down under ranks that still talk. A program that failed has said why, and leaves it.
-    """
+    """Waits for the other ranks at the end of a program that has not left its world and has not failed."""
     if current() is not world or os.getpid() != pid:
         return
     failure = ended_by()

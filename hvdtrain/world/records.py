@@ -19,25 +19,15 @@ HEAD = 8  # records that ranks compare before anything is dealt
 
 @dataclass(frozen=True)
 class StreamWords:
-    """How messages speak of what is walked.
+    """How messages speak of what is walked."""
 
-    Attributes:
-        name: of it, or the argument that gives it.
-        one, many: of its records.
-        again: what makes it the same whenever it is read.
-        whole: what makes it the same on every rank.
-        anew: what can be read in every epoch.
-        batches: records are lists of the samples of a step, which are compared one by one: a run that goes on may cut
-            them otherwise.
-    """
-
-    name: str
-    one: str
+    name: str  # of it, or of the argument that gives it
+    one: str  # of its records
     many: str
-    again: str
-    whole: str
-    anew: str
-    batches: bool = False
+    again: str  # what makes it the same whenever it is read
+    whole: str  # what makes it the same on every rank
+    anew: str  # what can be read in every epoch
+    batches: bool = False  # records are lists of a step's samples, which are compared one by one
 
 
 STREAM = StreamWords(
@@ -184,19 +174,12 @@ class CountedRecords:
 
 @dataclass(frozen=True)
 class StreamHead:
-    """How a stream begins, to be compared among ranks and with a later run.
-
-    Attributes:
-        kind: what it is to the user.
-        records: how many were read.
-        digest: of what was the same when they were read again, in hex.
-        unstable: names of the parts that were not.
-    """
+    """How a stream begins, to be compared among ranks and with a later run."""
 
     kind: StreamWords
-    records: int
-    digest: str
-    unstable: frozenset[str]
+    records: int  # that were read
+    digest: str  # of what was the same when they were read again, in hex
+    unstable: frozenset[str]  # names of the parts that were not
 
 
 def head(begin: Callable[[], Iterator[Any]], count: int = HEAD, kind: StreamWords = STREAM) -> StreamHead:

@@ -19,17 +19,11 @@ MOST_WORKERS = 16  # a rank's; more gain nothing and cost memory each
 
 @dataclass(frozen=True)
 class Allowance:
-    """What one process may use.
-
-    Attributes:
-        host: its name.
-        cores: the cores it may run on (its affinity).
-        quota: processor seconds a second that its control group may use; infinite where there is no limit.
-    """
+    """What one process may use."""
 
     host: str
-    cores: frozenset[int]
-    quota: float
+    cores: frozenset[int]  # its affinity
+    quota: float  # processor seconds a second of its control group; infinite without a limit
 
 
 def own_allowance() -> Allowance:
@@ -57,8 +51,7 @@ def cgroup_quota(root: Path = Path("/sys/fs/cgroup")) -> float:
 
 
 def core_seconds(path: Path = Path("/proc/stat")) -> tuple[float, float] | None:
-    """Returns for how long this node's cores were idle, and for how long they were there, since it started, in ticks;
-    None where the kernel does not say, or this process may use a part of them only."""
+    """Returns ticks that this node's cores were idle, and were there; None if this process may not use them all."""
     if min(len(os.sched_getaffinity(0)), cgroup_quota()) < (os.cpu_count() or 1):
         return None
     try:

@@ -219,11 +219,7 @@ def _steps(records: CountedRecords, plan: StreamPlan, begin: int, rank: int) -> 
 
 
 def _piece(records: Iterator[Any], plan: StreamPlan, rank: int) -> tuple[list[Any], int]:
-    """Returns rank's records of the next step, and how many that step has.
-
-    Whose a record is depends on how many follow in the step: what may be this rank's is held until it is known not to
-    be, a quarter of the step's records at most.
-    """
+    """Returns rank's records of the next step, and how many that step has; holds a quarter of them at most."""
     held: deque[Any] = deque()
     most = contiguous(plan.global_batch, rank, plan.size).stop
     low = count = 0  # position in the step of the first that is held, and records read

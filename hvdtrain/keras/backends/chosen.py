@@ -43,7 +43,7 @@ def _configured() -> str:
 
 
 def _choose() -> TensorFlowBackend | TorchBackend:
-    """Returns the backend Keras was imported with."""
+    """Returns the backend Keras was imported with, or starts with."""
     if "keras" not in sys.modules:
         _refuse_unsupported(_configured())
     import keras

@@ -32,36 +32,21 @@ NO_SAMPLE = float("nan")
 
 @dataclass(frozen=True)
 class Prepared:
-    """The ranks of a prepared model, and the options of `prepare`.
-
-    Attributes:
-        world: the ranks.
-        compression: `None` or `"fp16"`.
-        sparse_as_dense: turn `IndexedSlices` into dense gradients before the reduction.
-        verify: prove the averaging before the first step, and try the loss on pieces of batches.
-        watch_every: compare replicas every so many steps; 0 is never.
-        lr, per_rank_batch: the learning-rate contract, and the batch it is computed from.
-        samples: of an epoch of the data that prepare() was given; 0: not known.
-        sync_batchnorm: batch-norm layers normalise over all ranks.
-        whole: `compute_loss` sees the global batch.
-        name: of the model's collectives.
-        clock: of a recorded run's phases.
-        said: the notes that are printed once.
-    """
+    """The ranks of a prepared model, and the options of `prepare`."""
 
     world: World
-    compression: str | None = None
+    compression: str | None = None  # or "fp16"
     sparse_as_dense: bool = False
     verify: bool = True
-    watch_every: int = 0
+    watch_every: int = 0  # steps; 0 is never
     lr: LR | None = None
-    per_rank_batch: int | None = None
-    samples: int = 0
+    per_rank_batch: int | None = None  # which the learning rate is computed from
+    samples: int = 0  # of an epoch of the data that prepare() was given; 0: not known
     sync_batchnorm: bool = False
     whole: bool = False
-    name: str = field(init=False)
-    clock: Clock = field(default_factory=Clock)
-    said: set[str] = field(default_factory=set)
+    name: str = field(init=False)  # of the model's collectives
+    clock: Clock = field(default_factory=Clock)  # of a recorded run's phases
+    said: set[str] = field(default_factory=set)  # notes that are printed once
 
     def __post_init__(self) -> None:
         # Ranks prepare their models in the same order (checked at start). Counted on what joins the ranks, so that all
@@ -83,75 +68,43 @@ class Prepared:
 
 @dataclass
 class TrainingPlace:
-    """The point that training has reached; it lasts from one `fit` to the next.
+    """The point that training has reached; it lasts from one `fit` to the next."""
 
-    Attributes:
-        progress: as counted or restored; the next `fit` resumes there.
-        executions: calls of the train function in this epoch.
-        order: `Loader.identity` of what the last `fit` read, or that a checkpoint names; `None`: not known.
-        streams_set: every rank has its own random stream (made once, so that a second `fit` continues it).
-        step_random: Python's and numpy's generators of this rank within a train step.
-        restored_random: random state that a checkpoint gave this rank, to be put in place when training
-            starts; until then `fit` resumes where the checkpoint was taken.
-        loaded: a checkpoint was loaded since the last `fit`.
-        kept_weights: behind an average that Keras wrote over them at the end of a `fit` (`moving_average.KeptWeights`).
-        saves, records: this run writes checkpoints; it writes steps to a run log.
-        preempted: all ranks know that one of them was.
-        elastic: of an elastic job's `fit`: its part in it (`hvdtrain.keras.elastic_fit`).
-    """
-
-    progress: Progress = field(default_factory=Progress)
-    executions: int = 0
-    order: str | None = None
-    streams_set: bool = False
-    step_random: OwnRandom | None = None
-    restored_random: Mapping[str, np.ndarray] | None = None
-    loaded: bool = False
-    kept_weights: Any = None
-    saves: bool = False
-    records: bool = False
-    preempted: bool = False
-    elastic: Any = None
+    progress: Progress = field(default_factory=Progress)  # counted or restored; the next `fit` resumes there
+    executions: int = 0  # calls of the train function in this epoch
+    order: str | None = None  # `KerasLoader.identity` of what the last `fit` read, or of a checkpoint; None: not known
+    streams_set: bool = False  # every rank has its own random stream, which a second `fit` continues
+    step_random: OwnRandom | None = None  # Python's and numpy's generators of this rank within a train step
+    restored_random: Mapping[str, np.ndarray] | None = None  # of a checkpoint, until training starts from it
+    loaded: bool = False  # a checkpoint was loaded since the last `fit`
+    kept_weights: Any = None  # that Keras wrote an average over as `fit` ended (`moving_average.KeptWeights`)
+    saves: bool = False  # this run writes checkpoints
+    records: bool = False  # it writes steps to a run log
+    preempted: bool = False  # all ranks know that one of them was
+    elastic: Any = None  # the `elastic_fit.ElasticFit` of an elastic job
 
 
 @dataclass
 class RunningFit:
-    """The `fit` that runs, from its checks to its end.
+    """The `fit` that runs, from its checks to its end."""
 
-    Attributes:
-        runs: False outside of `fit`.
-        data: the `Loader` that it reads; `None`: data that hvdtrain does not deal.
-        saving: what writes its checkpoints.
-        stops_in_epoch: a stop within the epoch is shared (ranks ask each other after every step), or no `fit` runs.
-    """
-
-    runs: bool = False
-    data: Any = None
-    saving: Saver | None = None
-    stops_in_epoch: bool = True
+    runs: bool = False  # False outside of `fit`
+    data: Any = None  # the `KerasLoader` that it reads; None: data that hvdtrain does not deal
+    saving: Saver | None = None  # what writes its checkpoints
+    stops_in_epoch: bool = True  # ranks share a stop after every step, or no `fit` runs
 
 
 @dataclass
 class LiveBatch:
-    """A step under way, and its batch.
+    """A step under way, and its batch."""
 
-    Attributes:
-        samples: this rank's.
-        total: gives those of all ranks; waits for the sum the first time.
-        even: of an evaluation by all ranks: all have as many batches; `None` in a train step.
-        calls: numbers the calls of synchronised layers, for the names of their sums.
-        own: this rank's rows of what `whole` has joined in this step, by its id.
-        of_whole: the loss that is being computed is of the global batch.
-        applying: a hooked optimizer is at work, with those it holds.
-    """
-
-    samples: Any
-    total: Callable[[], Any]
-    even: bool | None = None
-    calls: Iterator[int] = field(default_factory=itertools.count)
-    own: dict[int, tuple[Any, Any]] = field(default_factory=dict)
-    of_whole: bool = False
-    applying: bool = False
+    samples: Any  # this rank's
+    total: Callable[[], Any]  # gives those of all ranks; waits for the sum the first time
+    even: bool | None = None  # in an evaluation: all ranks have as many batches; None in a train step
+    calls: Iterator[int] = field(default_factory=itertools.count)  # of synchronised layers, to name their sums
+    own: dict[int, tuple[Any, Any]] = field(default_factory=dict)  # this rank's rows of what `whole` joined, by its id
+    of_whole: bool = False  # the loss that is being computed is of the global batch
+    applying: bool = False  # a hooked optimizer is at work, with those it holds
 
     @property
     def joined(self) -> bool:
@@ -161,50 +114,32 @@ class LiveBatch:
 
 @dataclass
 class Proofs:
-    """What was checked, and what came out.
+    """What was checked, and what came out."""
 
-    Attributes:
-        ready: the checks of this `fit` are done.
-        wants_broadcast: the callbacks asked for rank 0's state before the next step.
-        proof: the result of the last verification.
-        compared: what was compared over ranks in this `fit`: "step", or an optimizer's collectives.
-        first_batch: numbers of the first batch; `False` until there is one, `None` if it is not needed.
-        executed: calls of the train function, in all.
-        by_samples: every loss so far divides by samples, so that ranks need not exchange what it divides by.
-        metric_of: which metric's result a log of the model's steps is, by their names ("val_..." of a test step);
-            `None`: of none.
-    """
-
-    ready: bool = False
-    wants_broadcast: bool = False
-    proof: Any = None
-    compared: set[str] = field(default_factory=set)
-    first_batch: Any = None
-    executed: int = 0
-    by_samples: bool = True
+    ready: bool = False  # the checks of this `fit` are done
+    wants_broadcast: bool = False  # the callbacks asked for rank 0's state before the next step
+    proof: Any = None  # the result of the last verification
+    compared: set[str] = field(default_factory=set)  # over ranks in this `fit`: "step", or an optimizer's collectives
+    first_batch: Any = None  # numbers of the first batch; False until there is one, None if it is not needed
+    executed: int = 0  # calls of the train function, in all
+    by_samples: bool = True  # every loss so far divides by samples: ranks need not exchange what it divides by
+    # which metric's result a log of a step is, by their names ("val_..." of a test step); None: of none
     metric_of: dict[str, str | None] = field(default_factory=dict)
 
 
 @dataclass
 class KerasSession:
-    """One prepared model (or optimizer that has not met its model yet), in records by their lifetime.
-
-    Attributes:
-        live: the step under way; `None` outside of one (then all ranks weigh the same).
-        notes: what steps send and keep (`notes` of the backend); `None` before there is a model.
-        test_functions: a model's traced test functions, by `even` of the evaluation that runs (`joint`).
-        moments: each batch-norm layer, and how it computes mean and variance in this session; None for its own way.
-    """
+    """One prepared model (or optimizer that has not met its model yet), in records by their lifetime."""
 
     prepared: Prepared
     place: TrainingPlace = field(default_factory=TrainingPlace)
     fit: RunningFit = field(default_factory=RunningFit)
     proofs: Proofs = field(default_factory=Proofs)
-    live: LiveBatch | None = None
-    notes: Any = None
-    joint: bool | None = None
-    test_functions: dict[bool | None, Any] = field(default_factory=dict)
-    moments: list[tuple[Any, Any]] = field(default_factory=list)
+    live: LiveBatch | None = None  # the step under way; outside of one all ranks weigh the same
+    notes: Any = None  # what steps send and keep (`BACKEND.notes`); None before there is a model
+    joint: bool | None = None  # `even` of the evaluation that runs
+    test_functions: dict[bool | None, Any] = field(default_factory=dict)  # the model's traced ones, by `joint`
+    moments: list[tuple[Any, Any]] = field(default_factory=list)  # each batch-norm layer, with its hook or None
 
     @property
     def ranks(self) -> Any:
@@ -229,9 +164,7 @@ def session_of(target: Any) -> KerasSession | None:
 
 
 def optimizers_of(model: keras.Model) -> list[Any]:
-    """Returns the outermost optimizers of a model: `model.optimizer`, then others that it or one of its layers
-    keeps, as attributes or in dicts, lists and tuples (GANs).
-    """
+    """Returns the outermost optimizers that a model or one of its layers holds; `model.optimizer` is the first."""
     kept = [vars(part) for part in (model, *model._flatten_layers(include_self=False))]
     candidates = _optimizers_in([getattr(model, "optimizer", None), *kept], depth=5)
     found = {id(optimizer): optimizer for optimizer in candidates}

@@ -83,9 +83,7 @@ class TensorFlowBackend:
 
     @contextmanager
     def eager(self) -> Iterator[None]:
-        """Leaves a function that is being traced: variables made inside are real ones, for which TensorFlow does not
-        trace it a second time.
-        """
+        """Leaves a function that is being traced; variables that are made inside do not have it traced again."""
 
         def real(make: Callable[..., Any], **options: Any) -> Any:
             return make(**{**options, "experimental_enable_variable_lifting": False})
@@ -138,9 +136,7 @@ class TensorFlowBackend:
         return same_data.checksum(self.to_numpy(variable)) if small else int(_checksum(variable.value))
 
     def make_checksums(self, variables: Sequence[Any]) -> Callable[[], np.ndarray]:
-        """`checksums` as a function to be called often: traced once, one launch, one transfer to the
-        host.
-        """
+        """Returns `checksums` as a function to be called often: traced once, one transfer to the host."""
 
         @tf.function(autograph=False)
         def checksums() -> Any:
@@ -310,9 +306,7 @@ class TensorFlowBackend:
         return False
 
     def weigh(self, tensors: list[Any], samples: Any, total: Any, size: int) -> list[Any]:
-        """Multiplies tensors by `samples * size / total`; equal shares return them untouched, bit for
-        bit, and no samples zeros, whatever the tensors hold.
-        """
+        """Multiplies tensors by `samples * size / total`; exactly 1 for equal shares, zeros without samples."""
 
         def scaled() -> list[Any]:
             factor = tf.math.divide_no_nan(samples * size, total)

@@ -144,9 +144,7 @@ class TorchBackend:
         return tensor * (a * b / below if below else 0.0)
 
     def start_sum(self, value: Any, name: str, words: Sequence[float] = (), receive: Any = None) -> Any:
-        """Starts the sum of a number over ranks; it travels while the forward pass runs. `receive` is called with the
-        sums of `words`.
-        """
+        """Starts the sum of a number over ranks; `receive` gets the sums of `words`."""
         is_tensor = torch.is_tensor(value)
         row = value.reshape(1) if is_tensor else torch.tensor([value, *words], dtype=torch.float64)
         return self.hvd.allreduce_async(row, op=self.hvd.Sum, name=name), is_tensor, receive
@@ -198,9 +196,7 @@ class TorchBackend:
         return True
 
     def weigh(self, tensors: list[Any], samples: float, total: float, size: int) -> list[Any]:
-        """Multiplies tensors by `samples * size / total`; equal shares return them untouched, bit for
-        bit, and no samples zeros, whatever the tensors hold.
-        """
+        """Multiplies tensors by `samples * size / total`; exactly 1 for equal shares, zeros without samples."""
         if samples * size == total:
             return tensors
         if samples == 0:

@@ -93,10 +93,7 @@ class KerasLoader(Dealt, keras.utils.PyDataset, DataAdapter):
         self._read(epoch)
 
     def _marks(self, units: int) -> bool:
-        """Returns True if a rank has no sample in the last step of an epoch, a whole one or from that place on.
-
-        One such step makes Keras expect weights in every batch, on every rank.
-        """
+        """Returns True if a rank has no sample in some last step: Keras then expects weights in every batch."""
         plan = self.plan
         if elastic.active() is not None:  # there may be any number of ranks some time
             return True

@@ -133,9 +133,7 @@ def _largest(a: Sequence[np.ndarray], b: Sequence[np.ndarray]) -> float:
 # -------------------------------------------------------------------- scratch state
 @contextmanager
 def _scratch(model: keras.Model, optimizer: Any, session: KerasSession) -> Iterator[None]:
-    """Sets the optimizer up for one telling update (rate > 0, accumulators empty, update due), and undoes
-    everything.
-    """
+    """Sets the optimizer up for one telling update (rate > 0, update due), and undoes everything."""
     variables = replicas.everything(model)
     before = BACKEND.copies(variables)
     rates = []

@@ -160,25 +160,16 @@ def _judge(model: keras.Model, data: Any, *, trains: bool, normalises: bool, add
 
 @dataclass(frozen=True)
 class _Compared:
-    """The loss of a batch, and that of its pieces.
-
-    Attributes:
-        whole, again: of the batch, computed twice.
-        together: of its pieces: the first so many samples (`first`), and the others.
-        scale: the largest of batch and pieces.
-        untrained: of the batch, with outputs that are 0.
-        functions: losses that return one number for a batch.
-        added: losses that layers add.
-    """
+    """The loss of a batch, and that of its pieces."""
 
     whole: float
-    again: float
-    together: float
-    scale: float
-    untrained: float
+    again: float  # of the batch, computed a second time
+    together: float  # of its pieces: the first so many samples (`first`), and the others
+    scale: float  # the largest of batch and pieces
+    untrained: float  # of the batch, with outputs that are 0
     first: int
-    functions: int
-    added: int
+    functions: int  # losses that return one number for a batch
+    added: int  # losses that layers add
 
     def differs(self, limit: float) -> bool:
         gaps = compared(LossGradients(self.whole), [LossGradients(self.together)], [1.0])
@@ -213,9 +204,7 @@ def _limit(model: keras.Model) -> float:
 
 
 def _other_metrics(model: keras.Model, data: Any) -> list[str]:
-    """Names the metrics whose states do not add up over pieces of a batch (a maximum, RMSE as a function of a batch);
-    local.
-    """
+    """Names the metrics whose states do not add up over pieces of a batch (a maximum); local."""
     if data is None or model._compile_metrics is None or not model._compile_metrics.built:
         return []
     batch, rows = _first_rows(data)

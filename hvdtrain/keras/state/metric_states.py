@@ -29,8 +29,7 @@ def states(model: keras.Model) -> States:
 
 
 def computed(model: keras.Model) -> dict[str, np.ndarray]:
-    """Returns what the metrics give of their states as they are; a metric that gives a dict, by the names in it, as
-    Keras' own logs have it (`keras.src.utils.python_utils.pythonify_logs`)."""
+    """Returns the metrics' results from their states; those of a metric that gives a dict by the names in it."""
 
     def flat(found: dict[str, Any]) -> dict[str, np.ndarray]:
         arrays: dict[str, np.ndarray] = {}
@@ -161,9 +160,7 @@ def _assign(values: States) -> None:
 
 
 def seen(model: keras.Model) -> tuple[float, float]:
-    """Returns the loss summed over this rank's samples, and their number, since its metric was reset; 0 if the step
-    does not use it.
-    """
+    """Returns the loss summed over this rank's samples, and their number, since its reset; 0 if it is not used."""
     tracker: Any = getattr(model, "_loss_tracker", None)
     if getattr(tracker, "count", None) is None:
         return 0.0, 0.0

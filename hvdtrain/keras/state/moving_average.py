@@ -47,9 +47,7 @@ def _overwritten(model: keras.Model) -> list[Any]:
 
 
 def keep(model: keras.Model, place: TrainingPlace, *, is_rest: bool) -> None:
-    """Keeps weights and averages at an epoch's end, where `fit` may end within it, or with the rest (`is_rest`) of it:
-    before anything writes or swaps the ones over the others.
-    """
+    """Keeps weights and averages at an epoch's end that may be `fit`'s, before Keras writes or swaps them."""
     ends = is_rest or model.stop_training
     place.kept_weights = KeptWeights(BACKEND.copies(_averaged(model)), is_rest) if ends else None
 

@@ -55,9 +55,7 @@ def average(gradients: Sequence[Any], prepared: Prepared, ranks: Any, name: str)
 
 
 def maximum(gradients: Sequence[Any], variables: Sequence[Any], ranks: Any, name: str) -> list[Any]:
-    """Reduces only the gradients that overwrite their variable (float8 scales), with the maximum, as Keras
-    does.
-    """
+    """Reduces the gradients that overwrite their variable (float8 scales), with the maximum, as Keras does."""
     where = [i for i, g in enumerate(gradients) if g is not None and overwrites(variables[i])]
     return _reduce_groups(list(gradients), where, "max", f"{name}.max", ranks)
 

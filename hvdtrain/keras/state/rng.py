@@ -41,9 +41,7 @@ def seed_variables(model: keras.Model) -> dict[str, Any]:
 
 
 def make_global() -> None:
-    """Makes Keras' global generator now; it would come with the first unseeded draw, in a step, too late to be split
-    or restored.
-    """
+    """Makes Keras' global generator before a step's first draw does, so that it can be split and restored."""
     with BACKEND.eager():
         global_seed_generator()
 

@@ -21,9 +21,7 @@ from hvdtrain.world.world import World
 
 
 def wrap_train_function(model: keras.Model) -> None:
-    """Makes the function that `fit` calls for each step (or `steps_per_execution` of them) count and compare, and end
-    where the ranks were told to.
-    """
+    """Makes Keras' train function count and compare steps, and end where the ranks were preempted."""
 
     def make_train_function(inner: Callable[..., None], force: bool = False) -> Any:
         if model.train_function is None or force:
@@ -36,11 +34,7 @@ def wrap_train_function(model: keras.Model) -> None:
 
 
 def _end_if_preempted(session: KerasSession) -> None:
-    """Ends before a step, when all ranks know that one was preempted, and the last step is saved.
-
-    Raises:
-        Preempted: on every rank.
-    """
+    """Raises `Preempted` before a step if all ranks know of a preemption and the last step is saved."""
     if session.place.preempted:
         saving = session.fit.saving
         done = "" if saving is None else saving.save()

@@ -34,16 +34,11 @@ MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 
 @dataclass(frozen=True)
 class Divisor:
-    """What one loss divided by: `value` (a scalar, additive over pieces of a batch), None for a sum.
+    """What one loss divided by."""
 
-    Attributes:
-        by_samples: known to be a multiple of the samples, the same on all ranks and in all steps.
-        rows: of what was reduced.
-    """
-
-    value: Any
-    by_samples: bool
-    rows: Any
+    value: Any  # a scalar, additive over pieces of a batch; None for a sum
+    by_samples: bool  # known to be a multiple of the samples, the same on all ranks and in all steps
+    rows: Any  # of what was reduced
 
 
 def observed(
@@ -182,11 +177,7 @@ def refuse_where_ranks_part(live: LiveBatch, rule: str, fix: str) -> None:
 
 
 def _one_number(original: Callable[..., Any], self: CompileLoss, *args: Any, **kwargs: Any) -> Any:
-    """Calls the loss that `compile` was given; one without a reduction is for a `train_step` that reduces it.
-
-    Raises:
-        ConfigError: `reduction=None`: TensorFlow differentiates the sum over the batch, and logs the mean.
-    """
+    """Calls the loss that `compile` was given; refuses one without a reduction, which only a `train_step` may use."""
     loss = original(self, *args, **kwargs)
     if len(getattr(loss, "shape", ())):
         losses = [loss for loss in keras.tree.flatten(self._user_loss) if loss is not None]
