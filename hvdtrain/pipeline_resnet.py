@@ -1,16 +1,14 @@
 """A ResNet (or any of torchvision's classifiers) cut over the devices of this machine: how fast, and cut how finely.
 
 Read it from top to bottom: what is done; the model and its random batches; the flags. What is measured, and how, is in
-`hvdtrain.vision.trials`. It trains on random pictures, for time only: --train trains on real ones, by
-hvdtrain.torch_resnet.
+`hvdtrain.vision.trials`. It trains on random pictures, for time only: on real ones `hvdtrain.torch_resnet --pipeline`
+trains.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -70,10 +68,8 @@ def prepare(args: argparse.Namespace, settings: TrialSettings, devices: Sequence
         args.model, its, devices, micro_batches=its.micro_batches or "auto", balance=args.balance,
         schedule=args.schedule, remat=args.remat, batch_norm=args.batch_norm,
     )  # fmt: skip
-    pipe, what = (
-        job.pipe,
-        f"{args.model}, batch {its.batch} of {its.image_size}x{its.image_size}, {its.classes} classes, {its.loss}",
-    )
+    pipe = job.pipe
+    what = f"{args.model}, batch {its.batch} of {its.image_size}x{its.image_size}, {its.classes} classes, {its.loss}"
     print(f"\n{what}; {pipe.schedule}, remat {pipe.remat}, {pipe.micro_batches} micro-batches")
     stages = [
         {"name": stage.name, "device": str(stage.device), "segments": len(stage.segments),
@@ -108,20 +104,17 @@ def devices_of(text: str) -> list[str]:
 
 
 def hardware(devices: Sequence[str]) -> list[str]:
-    """What this machine has: the processor, then each GPU with its driver and the memory in use."""
+    """Returns lines about this machine and the stages' devices (`hvdtrain doctor` says more of GPUs)."""
     import torch
 
     machine = stats.machine()
     threads = torch.get_num_threads()
     running = f"{threads} thread{'s' * (threads != 1)}, load {machine['load_1min']}"
-    lines = [f"{machine['processor'] or machine['system']}, {machine['cores_usable']} cores"]
-    lines += [f"{running}, PyTorch {torch.__version__}, CUDA {torch.version.cuda}"]
-    smi = shutil.which("nvidia-smi")
-    if smi and any(device.startswith("cuda") for device in devices):
-        query = "--query-gpu=index,name,driver_version,memory.used,memory.total"
-        answer = subprocess.run([smi, query, "--format=csv,noheader"], capture_output=True, text=True, check=False)
-        lines += [f"GPU {line}" for line in answer.stdout.strip().splitlines()]
-    return [*lines, f"devices: {', '.join(devices)}"]
+    return [
+        f"{machine['processor'] or machine['system']}, {machine['cores_usable']} cores",
+        f"{running}, PyTorch {torch.__version__}, CUDA {torch.version.cuda}",
+        f"devices: {', '.join(devices)}",
+    ]
 
 
 # ---- the flags, and what happens before a framework is imported
@@ -131,7 +124,6 @@ examples:
   python -m hvdtrain.pipeline_resnet --devices cpu,cpu --compare --sweep --tune     two stages, a core each
   python -m hvdtrain.pipeline_resnet --devices cuda:0,cuda:1 --preset tutorial --compare --sweep
   python -m hvdtrain.pipeline_resnet --model vgg16 --batch 64 --tune                find the split size, or do not split
-  python -m hvdtrain.pipeline_resnet --devices cpu,cpu --micro-batches 4 --train --data digits --epochs 2
 """
 
 
@@ -145,8 +137,6 @@ def parser() -> argparse.ArgumentParser:
     add("--sweep", type=count, nargs="*", metavar="SIZE",
         help=f"time over the split size (default: {' '.join(map(str, SIZES))}, as far as the batch goes)")
     add("--tune", action="store_true", help="find the split size; after --sweep, compare with it")
-    add("--train", nargs=argparse.REMAINDER, metavar="FLAG",
-        help="train on real data: all that follows are flags of hvdtrain.torch_resnet")
     add = p.add_argument_group("the model, and how it is cut").add_argument
     add("--model", default="resnet50", metavar="NAME", help="any classifier of torchvision (default: %(default)s)")
     add("--devices", default="auto", metavar="LIST",
@@ -186,46 +176,16 @@ def balance(text: str) -> str | list[int]:
     raise argparse.ArgumentTypeError(f'must be "time", "memory" or the segments of each stage, not {text!r}')
 
 
-def training_flags(args: argparse.Namespace) -> list[str]:
-    """The flags of hvdtrain.torch_resnet that mean what was given here.
-
-    Raises:
-        ConfigError: a flag that only says what is measured.
-    """
-    known = {
-        "model": "--model",
-        "devices": "--pipeline",
-        "micro_batches": "--micro-batches",
-        "batch": "--per-rank-batch",
-        "schedule": "--pipeline-schedule",
-        "remat": "--remat",
-        "image_size": "--image-size",
-    }
-    default = parser().parse_args([])
-    given = {name: value for name, value in vars(args).items() if value != getattr(default, name) and name != "train"}
-    other = sorted("--" + name.replace("_", "-") for name in given.keys() - known.keys())
-    if other:
-        rule = "--train takes how the model is cut, and after it the flags of hvdtrain.torch_resnet"
-        raise ConfigError(rule, " ".join(other), f"leave out {' '.join(other)}")
-    given.setdefault("model", args.model)
-    given.setdefault("devices", "2" if args.devices == "auto" else args.devices)
-    return [text for name, value in given.items() for text in (known[name], str(value))] + list(args.train)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program; returns its exit code (2: something was refused, told in one message; 130: Ctrl-C)."""
 
     def work(detected: Detected) -> None:
         args = parser().parse_args(argv)
-        if args.train is not None:
-            from hvdtrain import torch_resnet
-
-            sys.exit(torch_resnet.main(training_flags(args)))
         if detected.launcher != "none":
             raise ConfigError(
                 "what is measured here runs in one process, over its own devices",
                 f"started by {detected.launcher}",
-                "start it without a launcher; several ranks train with --train ...",
+                "start it without a launcher; several ranks train with hvdtrain.torch_resnet --pipeline",
                 shared=True,
             )
         needed = startup.torch_modules("solo", detected)

@@ -65,8 +65,6 @@ def check_sweep(sweep: dict[str, Any]) -> None:
 
 def check_tune(tune: dict[str, Any]) -> None:
     assert str(tune["best"]) in tune["prediction_s"] and tune["verdict"]
-    against = tune["against_sweep"]
-    assert against["share_of_time"] > 0 and against["step_over_best"]["value"] > 0
 
 
 def test_tells_what_it_does(whole: tuple[Result, Path]) -> None:
@@ -74,7 +72,7 @@ def test_tells_what_it_does(whole: tuple[Result, Path]) -> None:
     for part in (
         "1 thread, load", "devices: cpu, cpu", "1f1b, remat never",
         "left out 4 (makes 2 micro-batches", "predicted/measured", "not run: split size 1: stage ", "verdict: ",
-        "against the sweep's best", "of the sweep's time", "the pipeline takes, 95 %", str(out / "result.json"),
+        "the sweep's best: ", "the pipeline takes, 95 %", str(out / "result.json"),
     ):  # fmt: skip
         assert part in result.out, (part, result.text)
 
@@ -153,22 +151,6 @@ def test_bad_flags(flags: list[str], named: str) -> None:
         pipeline_resnet.parser().parse_args(flags)
 
 
-def training(*flags: str) -> list[str]:
-    return pipeline_resnet.training_flags(pipeline_resnet.parser().parse_args(list(flags)))
-
-
-def test_training_is_handed_on() -> None:
-    given = training("--devices", "cpu,cpu", "--micro-batches", "4", "--batch", "16", "--train", "--data", "digits")
-    assert given[-2:] == ["--data", "digits"]
-    pairs = dict(zip(given[::2], given[1::2], strict=True))
-    assert pairs == {"--model": "resnet50", "--pipeline": "cpu,cpu", "--micro-batches": "4", "--per-rank-batch": "16",
-                     "--data": "digits"}  # fmt: skip
-    assert training("--train")[2:] == ["--pipeline", "2"]
-    with pytest.raises(ConfigError, match="--train takes how the model is cut") as caught:
-        training("--compare", "--repeats", "3", "--train")
-    assert caught.value.received == "--compare --repeats"
-
-
 REFUSED = {
     "no such device": (["--devices", "cpu,cuda:7"], ["cuda:7"]),
     "no such model": (["--model", "resnet51"], ["did you mean", "resnet50"]),
@@ -210,12 +192,4 @@ def test_not_below_a_launcher(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
         monkeypatch.setenv(f"HOROVOD_{name}", str(value))
     with pytest.raises(SystemExit) as ended:
         pipeline_resnet.main(["--compare"])
-    assert ended.value.code == 2 and "several ranks train with --train" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_trains_on_real_data(tmp_path: Path) -> None:
-    flags = ["--devices", "cpu,cpu", "--micro-batches", 2, "--model", "squeezenet1_1", "--batch", 64, "--train"]
-    more = ["--data", "digits", "--epochs", 1, "--run-dir", tmp_path / "run", "--workers", 0]
-    result = run(*flags, *more).check()
-    assert "2 micro-batches, 1f1b" in result.out and "top-1" in result.out, result.text
+    assert ended.value.code == 2 and "several ranks train with hvdtrain.torch_resnet" in capsys.readouterr().err

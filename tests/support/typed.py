@@ -119,8 +119,6 @@ def check_program(words: list[str]) -> None:
     args = taken(module.parser(), flags)
     if module is torch_resnet:
         torch_resnet.check_flags(args)
-    if module is pipeline_resnet and args.train is not None:
-        check_program(["-m", "hvdtrain.torch_resnet", *pipeline_resnet.training_flags(args)])
 
 
 def check_file(name: str, words: Sequence[str]) -> None:

@@ -58,7 +58,7 @@ def test_a_row_can_be_typed_and_is_tested(row: tuple[str, str, str]) -> None:
         "horovodrun -np 2 -H a:1,b:1 python -m hvdtrain.torch_resnet --amp bf17",
         "horovodrun --nproc 2 python -m hvdtrain.torch_resnet",
         "torchrun --standalone -m hvdtrain.torch_cifar10 --warm-up 3",
-        "python -m hvdtrain.pipeline_resnet --train --data digits --epochs two",
+        "python -m hvdtrain.pipeline_resnet --sweep two",
         "python -m hvdtrain.torch_resnet --pipeline 2 --compile",
         "hvdtrain launch -np 2 -H a:1,b:1 -- python -m hvdtrain.keras_mnist --epoch x",
         "docker run --rm hvdtrain horovodrun -np 2 python -m hvdtrain.keras_minst",
