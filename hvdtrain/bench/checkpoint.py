@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import hvdtrain
-from hvdtrain.bench.turns.report import begin, finish, heading, progress
-from hvdtrain.bench.turns.turns import ONE_THREAD, InterleavedJobs
+from hvdtrain.bench.turns.turns import ONE_THREAD, InterleavedJobs, begin, finish, heading, progress
 from hvdtrain.checkpoint.parts import Part
 from hvdtrain.comm.turns import orders
 from hvdtrain.core.flags import whole

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain.bench import keras_input
-from hvdtrain.bench.turns.report import begin, finish, measured_on, progress, rates
+from hvdtrain.bench.turns.turns import begin, finish, measured_on, progress
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.flags import whole
 from hvdtrain.record import stats
@@ -175,6 +175,14 @@ def report(result: Mapping[str, Any]) -> str:
         f"for files like these: {best} a rank that has {result['machine']['cores_usable']} such cores for itself{last}",
     ]  # fmt: skip
     return "\n\n".join(filter(None, texts))
+
+
+def rates(title: str, images_per_s: Mapping[str, Sequence[float]], base: str) -> str:
+    """Returns a table of images a second, and of how many times those of `base` they are."""
+    medians = {name: statistics.median(its) for name, its in images_per_s.items()}
+    rows = [(title, "images/s", f"x {base}")]
+    rows += [(name, f"{rate:,.0f}", f"{rate / medians[base]:.2f}") for name, rate in medians.items()]
+    return stats.table(rows)
 
 
 # ---- what is measured

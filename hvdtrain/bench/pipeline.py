@@ -20,7 +20,7 @@ from statistics import median
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from hvdtrain.bench.turns.report import begin, finish, measured_on, progress
+from hvdtrain.bench.turns.turns import begin, finish, measured_on, progress
 from hvdtrain.core.errors import ConfigError, HvdtrainError
 from hvdtrain.core.flags import whole
 from hvdtrain.core.launchers import detect

@@ -31,8 +31,7 @@ from typing import Any
 
 from hvdtrain.bench import tune
 from hvdtrain.bench.turns import train_job
-from hvdtrain.bench.turns.report import begin, finish, heading, progress
-from hvdtrain.bench.turns.turns import CLOCKS, MEMORY, ONE_THREAD, InterleavedJobs
+from hvdtrain.bench.turns.turns import CLOCKS, MEMORY, ONE_THREAD, InterleavedJobs, begin, finish, heading, progress
 from hvdtrain.cluster.hosts import probe
 from hvdtrain.core import flags
 from hvdtrain.core.errors import ConfigError, install_command

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.bench.turns import report
+from hvdtrain.bench.turns import turns
 from hvdtrain.bench.turns.turns import InterleavedJobs, launched, shortened
 from hvdtrain.core import variables
 from hvdtrain.core.errors import ConfigError, HvdtrainError
@@ -77,7 +77,7 @@ class Tuned:
 
 
 def find(
-    search: Search[Settings], start: Settings, knobs: Sequence[Knob], progress: Callable[[str], None] = report.progress
+    search: Search[Settings], start: Settings, knobs: Sequence[Knob], progress: Callable[[str], None] = turns.progress
 ) -> Tuned:
     """Turns one knob after the other; `progress` gets a line for each trial."""
     best, longest_s = start, search.spent_s()  # to start a job takes so long again
@@ -180,7 +180,7 @@ class Races:
             rule = "what is tuned trains through hvdtrain's prepare(), for 8 updates at least"
             raise ConfigError(rule, error.received, "README.md shows how; a larger --budget waits longer") from error
         self._first, self.what, self._moved = start, self._answer["what"], self._answer["moved"]
-        report.progress(f"untuned: {seconds * 1e3:.1f} ms an update, {self.what}")
+        turns.progress(f"untuned: {seconds * 1e3:.1f} ms an update, {self.what}")
 
     def __call__(self, best: Settings, candidate: Settings) -> Pairs:
         """See `KnobSearch`."""
@@ -254,7 +254,7 @@ class Races:
         self._repeats = distance(self._answer["moved"], self._moved) <= SAME
         if self._repeats:
             raise Refused(f"another result: its first updates differ by {off:.0%} of what the weights move")
-        report.progress("this training gives other results each time: they are not compared")
+        turns.progress("this training gives other results each time: they are not compared")
 
 
 def distance(moved: Sequence[float], wanted: Sequence[float]) -> float:
@@ -270,11 +270,11 @@ def distance(moved: Sequence[float], wanted: Sequence[float]) -> float:
 
 def run(args: argparse.Namespace) -> int:
     """Tunes, and writes the file; returns 0, also where nothing is faster."""
-    result, command = report.begin("train", args, "tuning starts its own ranks"), _command(args)
+    result, command = turns.begin("train", args, "tuning starts its own ranks"), _command(args)
     launchers = [args.launcher, *({"horovodrun", "mpirun"} - {args.launcher} if shutil.which("mpirun") else ())]
     start = {name: os.environ[name] for name in TUNABLE if name in os.environ} | {LAUNCHER: args.launcher}
     environment = {name: value for name, value in os.environ.items() if name not in (*TUNABLE, variables.TUNED)}
-    report.progress(f"{args.ranks} ranks of {' '.join(command)}; set here: {_listed(_variables(start))}")
+    turns.progress(f"{args.ranks} ranks of {' '.join(command)}; set here: {_listed(_variables(start))}")
     with InterleavedJobs(environment) as jobs, tempfile.TemporaryDirectory(prefix="hvdtrain-tune-") as folder:
         jobs.ready_s, jobs.turn_s = max(60.0, args.budget), max(30.0, args.budget / 4)
         races = Races(jobs, command, args.ranks, Path(folder))
@@ -288,7 +288,7 @@ def run(args: argparse.Namespace) -> int:
         "start": start, "command": command, "verdict": found.verdict, "ratio": found.ratio and vars(found.ratio),
         "trials": found.trials, "untried": found.untried, "out": str(args.out),
     }  # fmt: skip
-    return report.finish(args, result, table)
+    return turns.finish(args, result, table)
 
 
 def _variables(settings: Settings) -> Settings:
@@ -332,4 +332,4 @@ def table(result: Mapping[str, Any]) -> str:
     if result["launcher"] != start[LAUNCHER]:
         lines.append(f"and start the ranks with {result['launcher']}")
     lines.append(f"to use it: {variables.TUNED}={out} before the program, or hvdtrain launch --tuned {out}")
-    return "\n\n".join([report.heading("", result), stats.table(rows), "\n".join(lines)])
+    return "\n\n".join([turns.heading("", result), stats.table(rows), "\n".join(lines)])

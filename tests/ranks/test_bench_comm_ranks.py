@@ -15,7 +15,7 @@ RULE["servers"] = RULE["ring"]
 
 
 def bench(out: Path, *flags: object) -> tuple[str, dict[str, Any]]:
-    its = ["-m", "hvdtrain", "bench", "comm", "--rounds=1", "--largest=4", "--step-ms=100", f"--out={out}"]
+    its = ["-m", "hvdtrain", "bench", "comm", "--rounds=1", "--largest=4", f"--out={out}"]
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "0"}  # as in a shell that says nothing: the bench tells mpirun itself
     done = run_ranks([*its, *map(str, flags)], 1, launcher="none", env=root, timeout_s=240).check()
     return done.out, json.loads(out.read_text())
@@ -33,12 +33,11 @@ def test_on_this_machine(tmp_path: Path) -> None:
                 if ranks == "2":
                     assert its["one way"] == rule(2)
     assert {"ring", "server", "servers"} == set(result["links"])
-    assert set(result["training"]["steps"]["ring"]) == {"2", "4", "8", "16", "32", "64"}
     for part in (
         "3 ranks: a sum of",
         "busiest link, one way",
         "every sum is numpy's",
         "one slow rank",
-        "efficiency on ranks",
+        "us a message and",
     ):
         assert part in out, out

@@ -1,7 +1,7 @@
 """How long it takes to sum an array over ranks: by Horovod, by MPI's own all-reduce, by a ring, by parameter servers.
 
 Ring and servers are written with mpi4py's messages, so that the bytes of every link are counted. From the latency and
-the bandwidth of a link it predicts what a training step of a model spends on communication on more ranks.
+the bandwidth of a link `hvdtrain scale --comm` predicts what a training step spends on communication.
 
 Prints tables, and writes a JSON file with every sample. Give the machine nothing else to do.
 """
@@ -17,15 +17,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from hvdtrain.bench.comm import model
 from hvdtrain.bench.comm.report import report
-from hvdtrain.bench.comm.ways import WAYS
-from hvdtrain.bench.turns import train_job
-from hvdtrain.bench.turns.report import begin, finish, progress
-from hvdtrain.bench.turns.turns import ONE_THREAD, InterleavedJobs, launched
+from hvdtrain.bench.comm.ways import COUNTS, WAYS, link_cost
+from hvdtrain.bench.turns.turns import ONE_THREAD, InterleavedJobs, begin, finish, launched, progress
 from hvdtrain.core.errors import ConfigError, install_command
-from hvdtrain.core.flags import positive, whole
-from hvdtrain.pipeline.plan.scaling import BucketTiming
+from hvdtrain.core.flags import whole
 from hvdtrain.record.stats import rotated
 from hvdtrain.world.startup import find_modules
 
@@ -46,9 +42,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--smallest", type=count, default=1, metavar="KIB", help="array (default: %(default)s)")
     add("--largest", type=count, default=256, metavar="MIB", help="array; each has twice the last one (default: 256)")
     add("--rounds", type=count, default=5, metavar="N", help="of all sizes and ways (default: %(default)s)")
-    add("--model", default="resnet50", metavar="NAME", help="torchvision's, to predict (default: %(default)s)")
-    step = "of it on one device (default: measured here, batch 16 of 64x64)"
-    add("--step-ms", type=positive, metavar="MS", help=step)
     add("--device", choices=["cpu", "cuda"], default="cpu", help="Horovod's arrays (default: %(default)s)")
     add("--out", type=Path, default=Path("bench-comm.json"), metavar="FILE", help="(default: %(default)s)")
 
@@ -59,17 +52,13 @@ def run(args: argparse.Namespace) -> int:
         received = f"--smallest {args.smallest} (KiB) --largest {args.largest} (MiB)"
         raise ConfigError("the smallest array must not be larger than the largest", received, "--smallest 1")
     args.launchers, args.ranks = list(dict.fromkeys(args.launchers)), list(dict.fromkeys(args.ranks))
-    needed = {name: install_command("torch") for name in ("torch", "torchvision")}
-    find_modules(needed | ({"mpi4py": install_command("mpi")} if "mpirun" in args.launchers else {}))
-    from hvdtrain.vision.classifiers import buckets_of
-
-    buckets = buckets_of(args.model, model.BUCKET_BYTES)
+    mpi = {"mpi4py": install_command("mpi")} if "mpirun" in args.launchers else {}
+    find_modules({"torch": install_command("torch")} | mpi)
     result = begin("comm", args, "a benchmark starts its own ranks")
     result["ranks"] = {}
     for ranks in args.ranks:
         result["ranks"][str(ranks)] = measure(args, ranks)
     result["links"] = links(result["ranks"])
-    result["training"] = training(args, buckets, result["links"])
     return finish(args, result, report)
 
 
@@ -133,38 +122,15 @@ def slow_ranks(
     return found
 
 
-# ---- what follows for training
-
-
 def links(measured: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Latency and bandwidth of a link, from all numbers of ranks, for the ways whose messages are counted."""
+    """Returns latency and bandwidth of a link, from all numbers of ranks, for the ways whose messages are counted."""
     found = {}
-    for way in model.COUNTS:
+    for way in COUNTS:
         seconds = {
             int(ranks): {size: min(its) for size, its in part["seconds"][way].items() if size >= 1 << 18}
             for ranks, part in measured.items()
             if way in part["seconds"]
         }
         if sum(map(len, seconds.values())) > 1:
-            found[way] = vars(model.link_cost(way, seconds))
+            found[way] = vars(link_cost(way, seconds))
     return found
-
-
-def training(
-    args: argparse.Namespace, buckets: Sequence[BucketTiming], costs: Mapping[str, Mapping[str, float]]
-) -> dict[str, Any]:
-    """A step of the model on more ranks, each sum sent in buckets while the backward pass goes on."""
-    step_s = args.step_ms / 1e3 if args.step_ms else _measured_step(args)
-    return {
-        "model": args.model, "bytes": sum(its.size_bytes for its in buckets), "step_s": step_s,
-        "steps": model.steps(buckets, step_s, {way: model.LinkCost(**its) for way, its in costs.items()}),
-    }  # fmt: skip
-
-
-def _measured_step(args: argparse.Namespace) -> float:
-    progress(f"{args.model}: a step of one process")
-    with InterleavedJobs(os.environ | ONE_THREAD) as jobs:
-        jobs.start(
-            "alone", train_job.command("alone", 1, model=args.model, device=args.device, per_rank_batch=16, steps=2), 1
-        )
-        return median(jobs.turn("alone")[0]["wall"] for _ in range(3))

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
-from hvdtrain.bench.comm.model import COUNTS, crossings
-from hvdtrain.bench.turns.report import heading
+from hvdtrain.bench.comm.ways import COUNTS
+from hvdtrain.bench.turns.turns import heading
 from hvdtrain.record import stats
 
 TABLED = 4  # a factor between the sizes of a table: all are in the file
@@ -23,8 +23,10 @@ def report(result: Mapping[str, Any]) -> str:
     tables = [heading(where, result)]
     for ranks, part in result["ranks"].items():
         size = max(next(iter(part["seconds"].values())))
-        tables += [_seconds(ranks, part), _bandwidths(int(ranks), part, size), _remarks(part), _slow(part)]
-    tables.append(_training(result))
+        wrong = [f"NOT numpy's sum: {way}, {readable(size)}" for way, size in part["inexact"]]
+        exact = "\n".join(wrong or ["every sum is numpy's"])
+        tables += [_seconds(ranks, part), _bandwidths(int(ranks), part, size), exact, _slow(part)]
+    tables.append(_links(result))
     return "\n\n".join(tables)
 
 
@@ -58,16 +60,6 @@ def _bandwidths(ranks: int, part: Mapping[str, Any], size: int) -> str:
     return stats.table(rows)
 
 
-def _remarks(part: Mapping[str, Any]) -> str:
-    lines = [f"NOT numpy's sum: {way}, {readable(size)}" for way, size in part["inexact"]] or ["every sum is numpy's"]
-    ways = _medians(part)
-    for other in ("server", "servers"):
-        if {"ring", other} <= ways.keys():
-            places = ", ".join(readable(size) for size in crossings(ways["ring"], ways[other]))
-            lines.append(f"ring and {other} take equally long at {places or 'no size'}")
-    return "\n".join(lines)
-
-
 def _rate(s_per_byte: float) -> str:
     return f"{1e-9 / s_per_byte:.2f} GB/s" if s_per_byte else "any rate"
 
@@ -79,22 +71,13 @@ def _slow(part: Mapping[str, Any]) -> str:
     return stats.table(rows)
 
 
-def _training(result: Mapping[str, Any]) -> str:
-    its = result["training"]
-    if not its["steps"]:
-        return "no prediction: ring and servers are not among what was measured (mpirun)"
-    counts = list(next(iter(its["steps"].values())))
-    rows = [("efficiency on ranks", *map(str, counts))]
-    rows += [(way, *(f"{steps[count]['efficiency']:.2f}" for count in counts)) for way, steps in its["steps"].items()]
+def _links(result: Mapping[str, Any]) -> str:
     costs = ", ".join(
         f"{way} {cost['latency_s'] * 1e6:.0f} us a message and {_rate(cost['s_per_byte'])}"
         for way, cost in result["links"].items()
     )
-    note = "\nThe ranks share this machine's memory and cores: this is not what a network does."
-    return (
-        f"predicted: {its['model']}, {readable(its['bytes'])} of gradients, a step of {its['step_s'] * 1e3:.0f} ms"
-        f" alone, sums hidden behind the backward pass where they fit\nlinks: {costs}{note}\n{stats.table(rows)}"
-    )
+    note = "the ranks share this machine's memory and cores: this is not what a network does"
+    return f"links: {costs or 'not measured, without ring and servers (mpirun)'}\n{note}"
 
 
 def readable(size: float) -> str:

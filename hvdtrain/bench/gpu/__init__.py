@@ -21,8 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.bench.turns.report import begin, finish, heading, progress
-from hvdtrain.bench.turns.turns import InterleavedJobs, shortened
+from hvdtrain.bench.turns.turns import InterleavedJobs, begin, finish, heading, progress, shortened
 from hvdtrain.core.errors import HvdtrainError
 from hvdtrain.core.flags import whole
 from hvdtrain.record import stats

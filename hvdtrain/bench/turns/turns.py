@@ -1,5 +1,6 @@
-"""Jobs that take turns: all of them are started, and only one at a time runs; the others are stopped by signal.
+"""The frame of every benchmark: start, progress, result; and jobs that take turns.
 
+All jobs are started, and only one at a time runs; the others are stopped by signal.
 So every arm is measured again and again within the same minutes, and a machine that is slow for a while is slow for
 all of them; and no arm pays for the threads of another (Horovod's wake up every millisecond). Results are paired by
 round.
@@ -7,7 +8,9 @@ round.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import json
 import os
 import re
 import secrets
@@ -18,17 +21,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from hvdtrain.bench.turns.report import progress
-from hvdtrain.core import variables
-from hvdtrain.core.errors import HvdtrainError, LauncherError, build_horovod_command, install_command
-from hvdtrain.record.stats import rotated
+from hvdtrain.core import flags, variables
+from hvdtrain.core.errors import ConfigError, HvdtrainError, LauncherError, build_horovod_command, install_command
+from hvdtrain.core.launchers import detect
+from hvdtrain.record import stats
 
 CLOCKS = ("wall", "cpu")  # of all threads of a process, which a busy machine disturbs less
 MEMORY = "memory"  # the most bytes so far, where a job tells
@@ -40,6 +43,57 @@ END_WITHIN_S = 15.0
 PATIENCE = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "3600", "HOROVOD_STALL_CHECK_DISABLE": "1"}
 # Open MPI refuses root without both variables; the jobs are our own
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+
+
+def begin(bench: str, args: argparse.Namespace, rule: str) -> dict[str, Any]:
+    """Returns a result without figures yet.
+
+    Args:
+        bench: its name, as on the command line.
+        rule: why it is not started by a launcher.
+
+    Raises:
+        ConfigError: started by a launcher, or no place for the result.
+    """
+    if detect(os.environ).launcher != "none":
+        raise ConfigError(rule, "started by a launcher", f"hvdtrain bench {bench}")
+    flags.check_file("--out", args.out, parents=True)  # minutes of measuring must not end in an error about it
+    return {
+        "format": 1, "bench": bench, "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "machine": stats.machine(),
+        "settings": {key: value for key, value in vars(args).items() if isinstance(value, (int, float, str, list))},
+    }  # fmt: skip
+
+
+def progress(text: str) -> None:
+    """Prints to standard error, so that the table can be piped."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def finish(args: argparse.Namespace, result: dict[str, Any], report: Callable[[Mapping[str, Any]], str]) -> int:
+    """Writes every sample, prints the tables; returns 0."""
+    result["load_after"] = round(os.getloadavg()[0], 2)
+    flags.write_file("--out", args.out, json.dumps(result, indent=1) + "\n")
+    print(report(result))
+    print(f"every sample: {args.out}", flush=True)
+    return 0
+
+
+def measured_on(result: Mapping[str, Any]) -> str:
+    """Returns the machine, and what else it had to do."""
+    machine = result["machine"]
+    return (
+        f"{machine['processor']}, {machine['cores_usable']} cores, load {machine['load_1min']} before,"
+        f" {result['load_after']} after"
+    )
+
+
+def heading(what: str, result: Mapping[str, Any]) -> str:
+    """Returns what was measured, on which machine, with which versions: a line each."""
+    versions = " ".join(f"{name} {version}" for name, version in result["machine"]["versions"].items())
+    return "\n".join(filter(None, [what, measured_on(result), versions]))
+
+
+# ---- jobs that take turns
 
 
 @dataclass
@@ -160,7 +214,7 @@ class InterleavedJobs:
         found: dict[str, dict[str, list[float]]] = {kind: {name: [] for name in turns} for kind in (*CLOCKS, MEMORY)}
         for number in range(count):
             progress(f"{what}: round {number + 1} of {count}")
-            for name in rotated(turns, number):
+            for name in stats.rotated(turns, number):
                 job, order = turns[name]
                 answers = self.turn(job, **order)
                 for kind, samples in found.items():
