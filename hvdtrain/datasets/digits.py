@@ -6,14 +6,13 @@ ships as `sklearn.datasets.load_digits`. 43 people wrote the digits; NIST's prog
 and each pixel counts the inked dots (0..16) of a 4x4 block of a 32x32 bitmap.
 
 `digits.npz` beside this file holds them unchanged (`images` uint8 `[1797, 8, 8]`, `labels` uint8
-`[1797]`). It was written, and can be written again, by `python -m hvdtrain.datasets.digits` on a machine
-that has scikit-learn; `tests/unit/datasets` compares the two.
+`[1797]`); `tests/process/test_datasets_process.py` compares the two.
 """
 
 from __future__ import annotations
 
 from importlib import resources
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import numpy as np
@@ -23,7 +22,7 @@ INK_LEVELS = 16  # pixels count inked dots: 0..16
 
 
 def originals() -> tuple[np.ndarray, np.ndarray]:
-    """The pictures as published: uint8 `[1797, 8, 8]` with values 0..16, and uint8 labels `[1797]`."""
+    """Returns the pictures as published: uint8 `[1797, 8, 8]` with values 0..16, and uint8 labels `[1797]`."""
     import numpy as np
 
     with (
@@ -34,7 +33,7 @@ def originals() -> tuple[np.ndarray, np.ndarray]:
 
 
 def load(size: int = 28) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """`x_train, y_train, x_test, y_test`: uint8 `[1437|360, size, size]` with values 0..255, and labels 0..9.
+    """Returns `x_train, y_train, x_test, y_test`: uint8 `[1437|360, size, size]` with values 0..255, and labels 0..9.
 
     The split never changes and needs no random numbers (whose streams may differ between numpy versions):
     the pictures are put in order of their digit, and every fifth is for testing. So a fifth of every digit's
@@ -50,7 +49,7 @@ def load(size: int = 28) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray
 
 
 def enlarge(images: np.ndarray, size: int) -> np.ndarray:
-    """Bilinear scaling of square pictures `[N, S, S]` (0..255) to uint8 `[N, size, size]`.
+    """Scales square pictures `[N, S, S]` (0..255) bilinearly to uint8 `[N, size, size]`.
 
     Pixel centres lie half a pixel in, and the border repeats: the convention of OpenCV, of
     `torch.nn.functional.interpolate(align_corners=False)` and of `tf.image.resize`.
@@ -65,20 +64,3 @@ def enlarge(images: np.ndarray, size: int) -> np.ndarray:
     weights[np.arange(size), low + 1] = position - low
     # two products of one dimension each; + 0.5 and floor rounds the same way everywhere
     return np.floor(np.clip(weights @ images @ weights.T, 0, 255) + 0.5).astype(np.uint8)
-
-
-def write(file: BinaryIO) -> None:
-    """Writes `digits.npz` from scikit-learn's copy (needs scikit-learn)."""
-    import numpy as np
-    from sklearn.datasets import load_digits
-
-    published = load_digits()
-    np.savez_compressed(file, images=published.images.astype(np.uint8), labels=published.target.astype(np.uint8))
-
-
-if __name__ == "__main__":
-    from pathlib import Path
-
-    with Path(__file__).with_name("digits.npz").open("wb") as output:
-        write(output)
-    print(f"wrote {output.name}")

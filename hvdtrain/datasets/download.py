@@ -1,4 +1,4 @@
-"""One file over https: within a time limit, checked against its hash, in place whole or not at all; on one rank of each
+"""Downloads one file: within a time limit, checked against its hash, in place whole or not at all; on one rank of each
 node."""
 
 from __future__ import annotations
@@ -6,10 +6,8 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
-import threading
 import time
 import urllib.request
-from concurrent import futures
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
@@ -18,10 +16,8 @@ from hvdtrain.core.errors import ConfigError
 from hvdtrain.datasets.images import together
 from hvdtrain.world.world import World
 
-ANSWER_WITHIN_S = 8.0  # name look-up, connection and first answer together
 STALL_AFTER_S = 10.0
 WHOLE_WITHIN_S = 600.0
-_BLOCK_BYTES = 1 << 16
 
 
 def fill_cache(world: World, target: Path, url: str, sha256: str, size_bytes: int, *, variable: str) -> None:
@@ -51,8 +47,8 @@ def fill_cache(world: World, target: Path, url: str, sha256: str, size_bytes: in
 def download(url: str, target: Path, sha256: str, *, size_limit_bytes: int, remedy: str) -> None:
     """Puts the file at `url` to `target` if its SHA-256 is `sha256`. Proxies come from the environment.
 
-    Raises: `ConfigError` with `remedy` when there is no network, no answer, no room or another hash. Then
-    `target` is as it was before.
+    Raises:
+        ConfigError: with `remedy`: no network, no answer, no room or another hash. `target` is as it was before.
     """
     partial = None
     try:
@@ -61,7 +57,7 @@ def download(url: str, target: Path, sha256: str, *, size_limit_bytes: int, reme
         # that share the folder do not write into one file
         handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent)
         partial = Path(name)
-        with os.fdopen(handle, "wb") as output, _open(url) as answer:
+        with os.fdopen(handle, "wb") as output, urllib.request.urlopen(url, timeout=STALL_AFTER_S) as answer:
             found = _copy(answer, output, size_limit_bytes)
             output.flush()
             os.fsync(output.fileno())
@@ -77,26 +73,10 @@ def download(url: str, target: Path, sha256: str, *, size_limit_bytes: int, reme
             partial.unlink(missing_ok=True)  # it is renamed when all went well
 
 
-def _open(url: str) -> Any:
-    """`urllib.request.urlopen` in a thread: its own time limit does not cover the look-up of the name."""
-    answer: futures.Future[Any] = futures.Future()
-
-    def work() -> None:
-        try:
-            answer.set_result(urllib.request.urlopen(url, timeout=STALL_AFTER_S))
-        except Exception as error:  # raised in the caller's thread
-            answer.set_exception(error)
-
-    threading.Thread(target=work, name="hvdtrain-download", daemon=True).start()
-    if not futures.wait([answer], ANSWER_WITHIN_S).done:
-        raise TimeoutError(f"no answer within {ANSWER_WITHIN_S:.0f} s")
-    return answer.result()
-
-
 def _copy(answer: Any, output: Any, size_limit_bytes: int) -> str:
-    """Copies to the end of `answer`; returns the SHA-256 of what came."""
+    """Copies all of `answer`; returns its SHA-256."""
     digest, copied, end = hashlib.sha256(), 0, time.monotonic() + WHOLE_WITHIN_S
-    while block := answer.read(_BLOCK_BYTES):
+    while block := answer.read(1 << 16):
         copied += len(block)
         if copied > size_limit_bytes:
             raise ValueError(f"more than {size_limit_bytes} bytes came")

@@ -5,30 +5,23 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
-from pathlib import Path
 
-import numpy as np
 import pytest
-
-from hvdtrain.datasets import digits
 
 # ---- the embedded digits
 
 
 @pytest.mark.thorough
-def test_digits_are_scikit_learns(tmp_path: Path) -> None:
-    """The digest below tells a change as well; this tells where they come from."""
+def test_digits_are_scikit_learns() -> None:
+    """A digest in the unit tests also shows a change; this shows where they come from."""
     if importlib.util.find_spec("sklearn") is None:
         pytest.skip("scikit-learn is not installed (pip install scikit-learn: each TensorFlow process then imports it)")
     code = (
-        "import sys; from sklearn.datasets import load_digits; from hvdtrain.datasets import digits;"
+        "from sklearn.datasets import load_digits; from hvdtrain.datasets import digits;"
         "published = load_digits(); images, labels = digits.originals();"
-        "assert (images == published.images).all() and (labels == published.target).all();"
-        "digits.write(open(sys.argv[1], 'wb'))"
+        "assert (images == published.images).all() and (labels == published.target).all()"
     )  # in a process of its own: scikit-learn imports torch where there is one
-    subprocess.run([sys.executable, "-c", code, str(tmp_path / "again.npz")], check=True, timeout=60)
-    with np.load(tmp_path / "again.npz", allow_pickle=False) as again:  # the documented command's output
-        assert np.array_equal(again["images"], digits.originals()[0])
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_import_needs_no_framework() -> None:
