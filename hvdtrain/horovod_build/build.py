@@ -35,11 +35,7 @@ def cache_folder() -> Path:
 
 
 def make_folder(folder: Path, remedy: str) -> None:
-    """Makes a folder, unless it is there.
-
-    Raises:
-        HvdtrainError: it cannot be made, or written.
-    """
+    """Makes a folder, unless it is there; raises HvdtrainError if it cannot be made, or written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK | os.X_OK):
@@ -63,11 +59,7 @@ def cache_key(environment: Environment, cuda: str = "auto", sdist_sha256: str = 
 
 
 def sha256_of(path: Path) -> str:
-    found = hashlib.sha256()
-    with path.open("rb") as file:
-        while data := file.read(1 << 20):
-            found.update(data)
-    return found.hexdigest()
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def find_cached(folder: Path) -> Path | None:
@@ -110,9 +102,7 @@ def build(
         source = unpack(archive, work / "source")
         patches = patching.needed(environment.gpu)
         patching.apply(source, patches)
-        say(
-            f"applied {len(patches)} patches to horovod {HOROVOD_VERSION} (`hvdtrain build-horovod --edits` lists them)"
-        )
+        say(f"applied {len(patches)} patches to horovod {HOROVOD_VERSION} (hvdtrain build-horovod --edits lists them)")
         settings = _build_variables(environment, cuda, cache, jobs, runner)
         # Horovod's messages name their source file: horovod/common/..., not this build's scratch folder
         settings["CXXFLAGS"] = f"{os.environ.get('CXXFLAGS', '')} -ffile-prefix-map={source}/="

@@ -47,10 +47,8 @@ def find(version: str, *, source: str, cache: Path, run: Runner) -> tuple[dict[s
 
 
 def _installed_toolkit(version: str, source: str) -> Path | None:
-    if source == "auto":
-        candidates = [os.environ.get("CUDA_HOME"), f"/usr/local/cuda-{version}", "/usr/local/cuda"]
-    else:
-        candidates = [source]
+    installed = [os.environ.get("CUDA_HOME"), f"/usr/local/cuda-{version}", "/usr/local/cuda"]
+    candidates = installed if source == "auto" else [source]
     reasons = []
     for candidate in filter(None, candidates):
         reason = _why_incomplete(Path(candidate), version)
@@ -102,7 +100,7 @@ def _home_from_wheels(version: str, cache: Path, run: Runner) -> Path:
 
 
 def _of_framework(path: str) -> Path | None:
-    """A file or folder of the CUDA wheels that the framework comes with, when it is there."""
+    """Returns a file or folder of the CUDA wheels that the framework comes with, if it is there."""
     found = importlib.util.find_spec("nvidia")
     places = [Path(folder) / path for folder in (found and found.submodule_search_locations) or []]
     return next((place for place in places if place.exists()), None)

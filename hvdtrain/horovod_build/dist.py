@@ -11,14 +11,11 @@ Horovod names both versions where an extension does not load.
 
 from __future__ import annotations
 
-import base64
-import csv
 import email
 import email.message
 import hashlib
 import html
 import importlib.util
-import io
 import os
 import re
 import shutil
@@ -40,13 +37,9 @@ SHARED = ("libtorch*", "libc10*", "libtensorflow*", "libnccl*", "libcudart*", "l
 
 
 def version_for(torch: str | None, cuda: str | None, tensorflow: str | None, mpi: str | None) -> str:
-    """The version of a wheel for these frameworks: Horovod's, and a local one (PEP 440) that names them.
+    """Returns the version of a wheel for these versions: Horovod's, and a local one (PEP 440) that names them.
 
-    Args:
-        torch: its version, if the wheel is for it.
-        cuda: the version of CUDA that the wheel is compiled with, if it has NCCL.
-        tensorflow: its version, if the wheel is for it.
-        mpi: what `mpirun --version` says first, if the wheel has MPI.
+    `cuda`: that the wheel is compiled with, if it has NCCL; `mpi`: the first line of `mpirun --version`, if it has MPI.
     """
     parts, with_nccl = [], f"cu{cuda.replace('.', '')}" if cuda else ""
     if torch:
@@ -127,27 +120,22 @@ def _has(tool: str) -> bool:
 
 
 def rename(wheel: Path, folder: Path, version: str, requires: list[str]) -> Path:
-    """The same files as a wheel of `hvdtrain-horovod`, in that version and with those requirements beside its own."""
-    module = NAME.replace("-", "_")
+    """Writes the files as a wheel of `hvdtrain-horovod`, in that version and with those requirements beside its own."""
+    from wheel.wheelfile import WheelFile  # one of the build modules; it writes RECORD
+
+    named = f"{NAME.replace('-', '_')}-{version}"
     with zipfile.ZipFile(wheel) as source:
         (old,) = {name.split("/")[0] for name in source.namelist() if name.endswith(".dist-info/METADATA")}
-        new = f"{module}-{version}.dist-info"
-        tags = wheel.name.removeprefix(old.removesuffix(".dist-info"))
-        target, record = folder / f"{module}-{version}{tags}", io.StringIO()
-        rows = csv.writer(record, lineterminator="\n")
-        with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as packed:
+        target = folder / f"{named}{wheel.name.removeprefix(old.removesuffix('.dist-info'))}"
+        with WheelFile(target, "w", zipfile.ZIP_DEFLATED) as packed:
             for entry in source.infolist():
                 data = source.read(entry)
                 if entry.filename == f"{old}/RECORD":
                     continue
                 if entry.filename == f"{old}/METADATA":
                     data = _metadata(data.decode(), version, requires).encode()
-                entry.filename = entry.filename.replace(f"{old}/", f"{new}/", 1)
-                digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
-                rows.writerow([entry.filename, f"sha256={digest}", len(data)])
+                entry.filename = entry.filename.replace(f"{old}/", f"{named}.dist-info/", 1)
                 packed.writestr(entry, data)
-            rows.writerow([f"{new}/RECORD", "", ""])
-            packed.writestr(f"{new}/RECORD", record.getvalue())
     return target
 
 

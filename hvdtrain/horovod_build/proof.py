@@ -16,11 +16,11 @@ PROOF_TIMEOUT_S = 120
 
 
 def prove(wheel: Path, frameworks: list[str], run: Commands, *, mpi: str | None, nccl: bool) -> list[str]:
-    """Two ranks of every framework over every controller, in a folder of their own; returns their lines.
+    """Runs two ranks of every framework over every controller, in a folder of their own; returns their lines.
 
     Args:
         frameworks: "torch", "tensorflow".
-        mpi: what `mpirun --version` says first, if the wheel has MPI.
+        mpi: the first line of `mpirun --version`, if the wheel has MPI.
         nccl: the wheel has NCCL.
 
     Raises:

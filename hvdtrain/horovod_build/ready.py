@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
-import shutil
-import subprocess
 import sys
 import tempfile
 import zipfile
@@ -17,7 +15,7 @@ from hvdtrain.core import variables
 from hvdtrain.core.errors import HvdtrainError
 from hvdtrain.horovod_build.build import cache_folder, make_folder
 from hvdtrain.horovod_build.dist import NAME, metadata_of, version_for
-from hvdtrain.horovod_build.environment import cuda_here, distribution_version, torch_here
+from hvdtrain.horovod_build.environment import cuda_here, distribution_version, mpi_here, torch_here
 from hvdtrain.horovod_build.proof import prove
 from hvdtrain.horovod_build.steps import Commands, Say
 from hvdtrain.horovod_build.swap import pip, replace
@@ -42,7 +40,7 @@ def install(location: str, say: Say) -> str:
     _check_place(location)
     frameworks = [name for name, there in (("torch", torch), ("tensorflow", tensorflow)) if there]
     cuda = cuda_here(torch)
-    wanted = {version_for(torch.get("version"), cuda, tensorflow, mpi): mpi for mpi in _mpi()}
+    wanted = {version_for(torch.get("version"), cuda, tensorflow, mpi): mpi for mpi in (mpi_here(), None)}
     make_folder(cache_folder(), f"{variables.CACHE}=DIR")
     run = Commands(cache_folder() / "ready.log", say)
     none, failed = [], []
@@ -120,11 +118,3 @@ def _check(wheel: Path) -> None:
     if missing:
         words = " ".join(f"'{line.partition(', and')[0]}'" for line in missing)
         raise HvdtrainError(_NEEDS, f"{wheel.name} needs {'; '.join(missing)}", f"pip install {words}")
-
-
-def _mpi() -> list[str | None]:
-    """With MPI first, where one can start ranks."""
-    if shutil.which("mpirun") is None:
-        return [None]
-    lines = subprocess.run(["mpirun", "--version"], capture_output=True, text=True).stdout.splitlines()
-    return [lines[0] if lines else "MPI", None]

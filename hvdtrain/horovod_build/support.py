@@ -48,10 +48,6 @@ class Versions:
     def too_old(self, version: str) -> bool:
         return parse(version) < parse(self.oldest)
 
-    def untested(self, version: str) -> bool:
-        tested = parse(self.newest)
-        return parse(version)[: len(tested)] > tested
-
 
 SUPPORTED = {
     "Python": Versions("3.10", "3.14", "the frameworks have no wheels for older ones"),
@@ -88,9 +84,7 @@ def refuse_unsupported(name: str, version: str) -> str | None:
 
 def note_untested(name: str, version: str) -> str | None:
     """Returns a note if `version` of `name` is newer than all tested ones, or None."""
-    supported = SUPPORTED[name]
-    if not supported.untested(version):
+    newest = SUPPORTED[name].newest
+    if parse(version)[: len(parse(newest))] <= parse(newest):
         return None
-    return (
-        f"{name} {version} is newer than {supported.newest}, the newest that was tested: the proof on 2 ranks decides"
-    )
+    return f"{name} {version} is newer than {newest}, the newest that was tested: the proof on 2 ranks decides"

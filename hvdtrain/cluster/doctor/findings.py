@@ -64,12 +64,6 @@ class ClusterFacts:
         """Returns a command line that builds Horovod on a host."""
         return self.on(host, self.python_on(host), "-m", "hvdtrain", "build-horovod", "--install", *flags)
 
-    def all_on(self, hosts: Sequence[str], *command: str) -> str:
-        """Returns command lines that run a command on each of some hosts, three of them at most."""
-        lines = [self.on(host, *command) for host in hosts[:3]]
-        more = f"\nand so on {', '.join(hosts[3:])}" if len(hosts) > 3 else ""
-        return "\n".join(lines) + more
-
 
 def known(facts: Facts, fact: str) -> Any:
     """Returns a fact; None where the host could not tell it."""
@@ -127,16 +121,15 @@ def as_json(findings: Sequence[Finding]) -> list[dict[str, Any]]:
 
 
 def text(findings: Sequence[Finding]) -> str:
-    """Returns the findings as a person reads them."""
-    return "\n\n".join(map(_block, findings))
-
-
-def _block(finding: Finding) -> str:
-    head = f"{finding.severity.upper():<{_LABEL_WIDTH}} {finding.id}"
-    lines = [f"{head}: {', '.join(finding.hosts)}" if finding.hosts else head]
-    for label in ("what", "why", "fix"):
-        lines += _wrapped(f"  {label}:", getattr(finding, label))
-    return "\n".join(lines)
+    """Returns the findings for people."""
+    blocks = []
+    for finding in findings:
+        head = f"{finding.severity.upper():<{_LABEL_WIDTH}} {finding.id}"
+        lines = [f"{head}: {', '.join(finding.hosts)}" if finding.hosts else head]
+        for label in ("what", "why", "fix"):
+            lines += _wrapped(f"  {label}:", getattr(finding, label))
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks)
 
 
 def _wrapped(label: str, words: str) -> list[str]:
@@ -170,11 +163,5 @@ _WHY_SSH: dict[Kind, str] = {
 def of_ssh(host: str, problem: SshProblem) -> Finding:
     """Returns the finding for a host that could not be reached."""
     name = problem.kind.replace("_", "-")
-    return Finding(
-        name if name.startswith("no-") else f"ssh-{name}",
-        "error",
-        (host,),
-        problem.what,
-        _WHY_SSH[problem.kind],
-        problem.fix,
-    )
+    name = name if name.startswith("no-") else f"ssh-{name}"
+    return Finding(name, "error", (host,), problem.what, _WHY_SSH[problem.kind], problem.fix)

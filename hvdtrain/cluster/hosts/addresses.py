@@ -21,19 +21,15 @@ _NO_IPV4 = "give it one: ip address add 10.0.0.2/24 dev eth0; ip link set eth0 u
 
 @dataclass(frozen=True)
 class Chosen:
-    """What one host talks through: its interface's name there, its address, and its network ("10.0.0.0/24")."""
+    """What one host talks through."""
 
     interface: str
     address: str
-    network: str
+    network: str  # "10.0.0.0/24"
 
 
 def interfaces(found: Iterable[Mapping[str, Any]]) -> dict[str, list[IPv4Interface]]:
-    """Returns the interfaces that are up and have a carrier, each with its IPv4 addresses and networks.
-
-    Args:
-        found: what a probe told of its host (`probe.interfaces`).
-    """
+    """Returns the IPv4 addresses and networks of the interfaces that are up, as `probe.interfaces` lists them."""
     usable: dict[str, list[IPv4Interface]] = {}
     for its in found:
         if its["up"]:
@@ -52,12 +48,7 @@ def source_towards(address: str) -> str | None:
 
 
 def reached(hosts: Mapping[str, str | None], local: Collection[str]) -> dict[str, str]:
-    """Returns the address at which each host was reached; for this machine, its own on the way to the others.
-
-    Args:
-        hosts: what each host says of the connection to it.
-        local: the name of this machine, if it is one of them.
-    """
+    """Returns the address at which each host was reached; for this machine (`local`), its own towards the others."""
     found = {name: address for name, address in hosts.items() if address and name not in local}
     own = source_towards(next(iter(found.values()))) if found else None
     return found | (dict.fromkeys(local, own) if own else {})
@@ -94,8 +85,10 @@ def choose(
         for name, address in (reached or {}).items()
         if IPv4Address(address) in usable.get(name, {})
     }
-    shared = [found for found in _networks(usable) if _distinct(_within(usable, found))]
-    shared.sort(key=lambda found: -sum(address in found for address in known.values()))
+    networks = [dict.fromkeys(its.network for _, its in all_.values()) for all_ in usable.values()]
+    common = [net for net in networks[0] if all(net in others for others in networks)]
+    shared = [net for net in common if _distinct(_within(usable, net))]
+    shared.sort(key=lambda net: -sum(address in net for address in known.values()))
     picked: Mapping[str, IPv4Address] = known
     if shared and all(address in shared[0] for address in known.values()):
         picked = _within(usable, shared[0]) | known
@@ -105,8 +98,7 @@ def choose(
 
 
 def joined(name: str, its: Interfaces, network: str, reached: str | None) -> Chosen:
-    """Returns what a host talks through that joins others, who use `network`; where it has no address there, the one
-    that it was reached by; pure.
+    """Returns the address of a host that joins others in `network`, or else the one that it was reached by; pure.
 
     Raises:
         ConfigError: it has neither.
@@ -162,13 +154,6 @@ def _usable(its: Interfaces) -> Iterator[tuple[IPv4Address, tuple[str, IPv4Inter
 
 
 _Usable = Mapping[str, Mapping[IPv4Address, tuple[str, IPv4Interface]]]
-
-
-def _networks(usable: _Usable) -> list[IPv4Network]:
-    """The networks that every host has an address in, in the order of the first host."""
-    first, *others = usable.values()
-    networks = dict.fromkeys(its.network for _, its in first.values())
-    return [net for net in networks if all(any(its.network == net for _, its in all_.values()) for all_ in others)]
 
 
 def _within(usable: _Usable, network: IPv4Network) -> dict[str, IPv4Address]:

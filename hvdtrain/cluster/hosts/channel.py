@@ -21,15 +21,10 @@ _ERRORS_BYTES = 1 << 16  # of standard error are kept
 
 
 class Channel:
-    """A program on a host, run by ssh, or directly where the host is this machine.
+    """A program on a host, run by ssh, or directly if the host is this machine.
 
     One thread reads its messages, one its standard error; writing never waits. Nothing is sent before the program's
-    first message: the shell's start-up files could read it.
-
-    Attributes:
-        name: the host's.
-        local: whether it is this machine.
-        mark: begins each message, in both directions.
+    first message: the shell's start-up files could read it. `mark` begins each message, in both directions.
     """
 
     def __init__(
@@ -42,7 +37,7 @@ class Channel:
         local: bool,
         cwd: Path | None = None,
     ) -> None:
-        """Starts the program.
+        """Starts the program; raises OSError if it cannot be started.
 
         Args:
             name: the host.
@@ -50,11 +45,8 @@ class Channel:
             ssh: how the host is reached.
             on_message: gets (this channel, message) for each, and (this channel, None) at the end; called by a thread,
                 and must not wait there.
-            local: whether the host is this machine (`is_this_machine`, which may have to ask a slow name server).
-            cwd: where the command runs, if that is here.
-
-        Raises:
-            OSError: the command could not be started.
+            local: the host is this machine (`is_this_machine`, which may have to ask a slow name server).
+            cwd: where a local command runs.
         """
         self.name, self.local = name, local
         self._python, self._ssh, self._on_message = argv[0], ssh, on_message
@@ -79,7 +71,7 @@ class Channel:
 
     @property
     def noise(self) -> str:
-        """What came and was no message: a shell's start-up files print as well."""
+        """Returns what came and was no message: a shell's start-up files print as well."""
         return self._decoder.noise.decode(errors="replace")
 
     def write(self, data: bytes) -> None:

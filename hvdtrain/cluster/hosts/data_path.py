@@ -22,33 +22,16 @@ _CLOSED_PORT = 9  # told to the others if none can be opened
 
 
 class DataPath:
-    """Connects again and again, without ever waiting.
-
-    Attributes:
-        peer: address and port of the first host's rendezvous.
-    """
+    """Connects to `peer` (address and port) again and again, without ever waiting; `own`: this host's address."""
 
     def __init__(self, own: str, peer: Sequence[object]) -> None:
-        """Begins.
-
-        Args:
-            own: this host's address there.
-            peer: address and port of the first host's rendezvous.
-        """
         self._own, self.peer = own, (str(peer[0]), int(str(peer[1])))
         self._began_s = float("-inf")
         self._failing_s = float("inf")  # since when: the first that has had no answer began
         self._socket: socket.socket | None = None
 
     def unreached_s(self, now_s: float) -> float:
-        """Returns for how long no connection could be made; call it a few times a second.
-
-        The time before it was tried does not count: where the first host loses power the others would be found cut
-        off before it is missed.
-
-        Args:
-            now_s: by the monotonic clock.
-        """
+        """Returns for how long no connection could be made, since the first try; call it a few times a second."""
         if self._socket is not None:
             self._look(self._socket, now_s)
         if self._socket is None and now_s - self._began_s >= EVERY_S:
@@ -62,7 +45,6 @@ class DataPath:
         return self._began_s > float("-inf") and self._failing_s == float("inf")
 
     def close(self) -> None:
-        """Lets the connection go."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
@@ -89,19 +71,9 @@ class DataPath:
 
 
 class Reach:
-    """Tries to reach the other hosts, without ever waiting, and lets them reach this one for as long.
-
-    Attributes:
-        port: at which the others reach this host.
-    """
+    """Tries to reach the other hosts, without ever waiting; meanwhile they can reach this one at `port`."""
 
     def __init__(self, own: str, now_s: float) -> None:
-        """Opens the port.
-
-        Args:
-            own: this host's address in the ranks' network.
-            now_s: by the monotonic clock.
-        """
         self._own, self._until_s, self._closes_s = own, float("inf"), now_s + 4 * LOOK_S
         self._paths: dict[str, DataPath] = {}
         self._server: socket.socket | None = None

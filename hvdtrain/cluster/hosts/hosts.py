@@ -28,7 +28,7 @@ class Host:
 
     @property
     def address(self) -> str:
-        """The name without a user: what the resolver knows."""
+        """Returns the name without a user: what the resolver knows."""
         return self.name.rpartition("@")[2]
 
     def __str__(self) -> str:
@@ -49,11 +49,7 @@ class Slot:
 
 
 def parse_hosts(text: str) -> list[Host]:
-    """Returns the hosts in "host1:4,host2:4,host3"; pure.
-
-    Raises:
-        ConfigError: a name with other characters than those of host names, slots below 1, a host named twice.
-    """
+    """Returns the hosts in "host1:4,host2:4,host3"; raises ConfigError for bad names and slots, and a host twice."""
     return _distinct([_host(piece.strip(), text) for piece in text.split(",")])
 
 

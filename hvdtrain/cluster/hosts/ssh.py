@@ -125,13 +125,13 @@ def explain(
 ) -> SshProblem:
     """Returns what a failed ssh command means; pure.
 
-    Only what ssh itself writes is taken for its words, and only when it is ssh that failed (exit code 255): a shell's
-    start-up files write to standard error as well.
+    ssh's own messages count only if ssh itself failed (exit code 255): a shell's start-up files write to standard
+    error as well.
 
     Args:
         host: that was called.
         returncode: of the command; None: it was ended because it took too long.
-        said: all that came instead of an answer, standard error first.
+        said: all output that came instead of an answer, standard error first.
         ssh: how it was called, for the commands in the fix.
         python: the interpreter that was to run there.
         answered: the command there had begun, and so the shell's start-up files had ended.
@@ -166,13 +166,7 @@ def explain(
 
 
 def without_key(denied: SshProblem, host: str, ssh: Ssh) -> SshProblem:
-    """Returns why ssh was denied: names the keys that ssh itself could not use, as it asks no questions.
-
-    Args:
-        denied: what `explain` returned.
-        host: that was called.
-        ssh: how it was called.
-    """
+    """Returns why ssh was denied: adds the keys that ssh itself could not use, as it asks no questions."""
     home = pwd.getpwuid(os.getuid()).pw_dir
     settings = _output(["ssh", "-G", *ssh.place("-p", "-i"), "--", host])
     files = [re.sub(r"^~(?=/)", home, file) for file in re.findall(r"^identityfile (.+)$", settings, re.MULTILINE)]
@@ -212,8 +206,7 @@ def _output(command: Sequence[str]) -> str:
 
 
 def _last_line(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1] if lines else ""
+    return text.strip().rpartition("\n")[2].strip()
 
 
 def _problems_there(returncode: int | None, python: str) -> Iterator[_Problem]:

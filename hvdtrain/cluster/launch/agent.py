@@ -70,9 +70,12 @@ class Agent:
 
     def run(self) -> int:
         """Serves the launcher until it, or the connection to it, ends the job; returns the exit code."""
+
+        def note(number: int, frame: object) -> None:
+            self._signalled = number  # acted on in the loop: a handler may run in the middle of anything
+
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-            # handlers and not SIG_IGN, which the ranks would inherit
-            signal.signal(number, self._note_signal)
+            signal.signal(number, note)  # not SIG_IGN, which the ranks would inherit
         for number in PASSED_ON:  # as some schedulers send them to every process of a job
             signal.signal(number, lambda *_: None)
         for descriptor in (self._inward, self._outward):
@@ -90,12 +93,9 @@ class Agent:
         return 0
 
     def _is_heard(self) -> bool:
-        """Whether the launcher is alive."""
+        """Returns True if the launcher is alive."""
         connected = self._inward in self._selector.get_map()
         return connected and time.monotonic() - self._heard_s <= self._settings["lost_s"]
-
-    def _note_signal(self, number: int, frame: object) -> None:
-        self._signalled = number  # acted on in the loop: a handler may run in the middle of anything
 
     # ---- the launcher
 
@@ -363,7 +363,7 @@ class Agent:
 
 
 def hello() -> dict[str, Any]:
-    """What the launcher wants to know of this host."""
+    """Returns the facts of this host that the launcher needs."""
     return {
         "python": platform.python_version(),
         "version": __version__,

@@ -33,30 +33,25 @@ class Connection(Channel):
     """A host's agent.
 
     Attributes:
-        host: the host.
-        hello: the agent's first message, once it came.
-        why_left: why the agent ends the job there by itself, if it does.
-        ended: whether the agent said that nothing is left there.
-        closed: whether no more can come, or is waited for.
-        left: whether the connection has ended by itself.
-        token: of what was started there: where an agent is gone without a word, what it left is ended.
+        ended: the agent reported that nothing is left there.
+        closed: no more can come, or is waited for.
+        left: the connection has ended by itself.
     """
 
     def __init__(
         self, host: Host, job: Job, on_message: Callable[[tuple[Connection, Message | None]], None], *, local: bool
     ) -> None:
         self.host, self._job = host, job
-        self.hello: Message | None = None
-        self.why_left: str | None = None
+        self.hello: Message | None = None  # the agent's first message
+        self.why_left: str | None = None  # why the agent ends the job there by itself
         self.ended = self.closed = self.left = False
-        self.token = ""
+        self.token = ""  # of what was started there: if the agent disappears, what it left is ended
         # `-m` looks in the working directory first. Elsewhere that is the user's home, where a random.py may lie.
         # Here it makes the agent of this very hvdtrain run, also from a checkout that is not installed.
         argv = [job.python, "-m", AGENT] if local else [job.python, *SAFE_PATH, "-m", AGENT]
         super().__init__(host.name, argv, job.ssh, on_message, local=local, cwd=_PACKAGES)
 
     def send(self, kind: str, **fields: object) -> None:
-        """Sends a message."""
         self.write(encode({"type": kind, **fields}, self.mark))
 
     def note(self, message: Message | None) -> None:
@@ -94,15 +89,7 @@ _FLUSH_S = 0.002  # between two looks at whether an agent takes more of what it 
 
 
 class Agents:
-    """Connections to all hosts, their events in one queue, and the ranks' output on its way to `on_line`.
-
-    Attributes:
-        connections: in the order of the hosts.
-        tails: each rank's last lines.
-        results: the last line of each rank's result.
-        failed: what `on_line` raised.
-        tracebacks: when each rank's came.
-    """
+    """Connections to all hosts, their events in one queue, and the ranks' output on its way to `on_line`."""
 
     def __init__(self, job: Job, on_line: OnLine | None) -> None:
         """Starts to reach the hosts that get ranks, all at once.
@@ -116,11 +103,11 @@ class Agents:
         # not much more than WINDOW of each host
         self._lines: queue.SimpleQueue[tuple[Connection, Message] | None] = queue.SimpleQueue()
         self._on_line = on_line
-        self.failed: Exception | None = None
+        self.failed: Exception | None = None  # what `on_line` raised
         self.tails: dict[int, collections.deque[str]] = collections.defaultdict(
             lambda: collections.deque(maxlen=TAIL_LINES)
         )
-        self.results: dict[int, str] = {}
+        self.results: dict[int, str] = {}  # the last line of each rank's result
         self.tracebacks = Tracebacks()
         # all names first and at once: an agent that is there already would take a launcher that still asks for dead
         local = {name: its.result() for name, its in are_this_machine([host.name for host in hosts]).items()}

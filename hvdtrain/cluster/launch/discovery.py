@@ -20,29 +20,21 @@ TIMEOUT_S = 10.0
 
 
 def command_in(text: str) -> tuple[str, ...]:
-    """Returns the words of a command, which runs without a shell.
-
-    Raises:
-        ConfigError: there are none, or a quote that does not end.
-    """
+    """Returns the words of a command, which runs without a shell; raises ConfigError if it cannot be split."""
+    words, why = [], "no words"
     try:
         words = shlex.split(text)
     except ValueError as error:
-        words, why = [], str(error)
-    else:
-        why = "no words"
+        why = str(error)
     if not words:
         raise ConfigError("--host-discovery is a command", f"{text!r}: {why}", '--host-discovery "sh hosts.sh"')
     return tuple(words)
 
 
 def asked(command: Sequence[str], timeout_s: float = TIMEOUT_S, closed: threading.Event | None = None) -> list[Host]:
-    """Returns the hosts that a command prints, a line each: "host1:4"; the empty list, if it prints none.
+    """Returns the hosts that a command prints, a line each: "host1:4".
 
-    Args:
-        command: what to ask.
-        timeout_s: then it is ended, with what it has started.
-        closed: once it is set, nobody wants to know any more.
+    Once `closed` is set, or after the timeout, the command is ended, with what it has started.
 
     Raises:
         ConfigError: it cannot be started, fails, is not done in time, or prints something else.
@@ -73,23 +65,17 @@ def asked(command: Sequence[str], timeout_s: float = TIMEOUT_S, closed: threadin
 
 
 def first(command: Sequence[str], slots: int, timeout_s: float) -> list[Host]:
-    """Returns the first hosts that have so many slots.
-
-    Raises:
-        ConfigError: there are none in time; says what the command last did.
-    """
+    """Returns the first hosts that have so many slots; raises ConfigError if there are none in time."""
     until_s = time.monotonic() + timeout_s
     while True:
-        error: ConfigError | None = None
         try:
             hosts = asked(command)
-        except ConfigError as problem:
-            error = problem
-        else:
             if sum(host.slots for host in hosts) >= slots:
                 return hosts
-        if time.monotonic() >= until_s:
-            raise error or _no_list(command, f"{', '.join(map(str, hosts)) or 'none'}: fewer than {slots} slot(s)")
+            raise _no_list(command, f"{', '.join(map(str, hosts)) or 'none'}: fewer than {slots} slot(s)")
+        except ConfigError:
+            if time.monotonic() >= until_s:
+                raise
         time.sleep(EVERY_S)
 
 
@@ -98,23 +84,18 @@ def _no_list(command: Sequence[str], what: str) -> ConfigError:
 
 
 class Discovery:
-    """Asks in a thread of its own, so that nothing waits for a command that is slow; `close` ends it."""
+    """Asks in a thread of its own, so that nothing waits for a slow command; `close` ends it.
+
+    `on_hosts` gets every list that differs from the last one; `say` gets, once, why there is no list.
+    """
 
     def __init__(self, command: Sequence[str], on_hosts: Callable[[list[Host]], None], say: Callable[[str], None]):
-        """Begins.
-
-        Args:
-            command: what to ask.
-            on_hosts: gets every list that is not as the last one.
-            say: gets, once, why there is no list; the last one holds meanwhile.
-        """
         self._command, self._on_hosts, self._say = command, on_hosts, say
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="host discovery", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Asks no more."""
         self._closed.set()
         self._thread.join()
 

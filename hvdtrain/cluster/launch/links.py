@@ -21,19 +21,9 @@ _SERIALS = itertools.count(1)
 
 
 class LinkCheck:
-    """One question to the agents of some hosts.
-
-    Attributes:
-        serial: of the messages that belong to it.
-    """
+    """One question to the agents of some hosts (`addresses`: theirs in the ranks' network)."""
 
     def __init__(self, asked: Mapping[str, Connection], addresses: Mapping[str, str]) -> None:
-        """Asks each agent for a port.
-
-        Args:
-            asked: the agents by host.
-            addresses: of these hosts in the ranks' network.
-        """
         self.serial = next(_SERIALS)
         self._asked, self._addresses = asked, addresses
         self._peers: dict[str, list[object]] = {}
@@ -77,10 +67,7 @@ def to_drop(pairs: Sequence[Pair], ranks: Mapping[str, int]) -> list[str]:
     """Returns hosts without which all others reach each other; pure.
 
     First the host that most pairs have in common; of equals, the one with the fewest ranks, and the last of these.
-
-    Args:
-        pairs: hosts that do not reach each other; those without ranks are passed over.
-        ranks: how many ranks each host has, in the job's order.
+    Pairs with a host that has no ranks do not count. `ranks`: by host, in the job's order.
     """
     left, dropped, order = [pair for pair in pairs if set(pair) <= set(ranks)], list[str](), list(ranks)
     while left:

@@ -156,12 +156,11 @@ class Members:
     Attributes:
         formation: the present one's number.
         workers: those that live, by their number.
-        over: whether the job has come to its end, and every worker has ended.
-        well: whether rank 0 came to its end, which has what the job is for.
+        well: rank 0 came to its end.
     """
 
     def __init__(self, slots: Sequence[Slot], hosts: Sequence[Host], limits: Limits) -> None:
-        """Args: slots: of formation 1; hosts: all that may be used, in order; those of the slots are there."""
+        """Makes formation 1 of `slots`; `hosts`: all that may be used, in order."""
         self.formation = 1
         self.workers = {
             slot.rank: Worker(slot.rank, slot.host.name, slot.local_rank, "in", slot.rank, trained=True)
@@ -191,6 +190,7 @@ class Members:
 
     @property
     def over(self) -> bool:
+        """Returns True if the job has come to its end, and every worker has ended."""
         return self._ending and not self.workers
 
     def members(self) -> list[Worker]:
@@ -239,14 +239,7 @@ class Members:
         return self._settled(now)
 
     def lost(self, numbers: Iterable[int], now: float, *, why: str, gone: bool) -> list[Action]:
-        """Workers are lost, together.
-
-        Args:
-            numbers: who; those that were lost before are passed over.
-            now: by the monotonic clock.
-            why: for people.
-            gone: whether their processes have ended; else they are killed.
-        """
+        """Workers are lost, together; if they are not `gone` they are killed. Those lost before do not count."""
         self._lose(list(numbers), now, why=why, gone=gone)
         return self._settled(now)
 

@@ -101,11 +101,9 @@ def command_of(pid: int) -> str:
 
 
 def guard(agent: int, *, passes_on: bool = False) -> int:
-    """Waits for the agent process, then kills what it left; returns its exit code.
+    """Waits for the agent, a child of this process, then kills what it left; returns its exit code.
 
-    Args:
-        agent: that process, a child of this one, which has adopted orphans.
-        passes_on: a signal goes to it as it came; else as SIGTERM.
+    With `passes_on` a signal goes to it as it came; else as SIGTERM.
     """
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(number, lambda came, _: send([agent], came if passes_on else signal.SIGTERM))

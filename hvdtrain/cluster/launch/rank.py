@@ -80,32 +80,16 @@ class StartError(Exception):
 
 
 class Rank:
-    """One rank's process.
-
-    Attributes:
-        rank: its number in the job.
-        pid: of the process, which leads its own session.
-        code: how it ended, negative for a signal; None while it runs.
-        ended_s: when that was seen, by the monotonic clock.
-        reported: whether the launcher knows of the end.
-        stop_reported: whether it knows that the process is stopped.
-        line: the descriptor of its line.
-    """
+    """One rank's process, which leads its own session (`pid`); `line` is the descriptor of its line."""
 
     def __init__(
         self, rank: int, argv: Sequence[str], cwd: str, env: Mapping[str, str], given: int | None = None
     ) -> None:
-        """Starts it.
-
-        Args:
-            rank: its number.
-            argv, cwd, env: what runs.
-            given: a file that is its standard input, in which case it may give a result.
-        """
+        """Starts it; `given`: a file that is its standard input, in which case it may give a result."""
         self.rank = rank
-        self.code: int | None = None
+        self.code: int | None = None  # negative for a signal; None while it runs
         self.ended_s = 0.0
-        self.reported = self.stop_reported = False
+        self.reported = self.stop_reported = False  # to the launcher: the end, and that the process is stopped
         self._stopped_since_s: float | None = None
         self._looked_s = 0.0
         self._streams: dict[int, tuple[str, LineSplitter | Decoder]] = {}
@@ -143,7 +127,6 @@ class Rank:
         self._unsaid = Outbox(self.line)
 
     def open_pipes(self) -> list[int]:
-        """Returns the descriptors that more may come from."""
         return list(self._streams)
 
     def read(self, descriptor: int, now_s: float) -> tuple[str, list[Any]]:
@@ -169,8 +152,7 @@ class Rank:
             self._unsaid.flush()
 
     def signal(self, number: int) -> None:
-        """Sends a signal; one that is passed on goes with a later `deliver`, while it could only end the rank: before
-        `hvdtrain.init`, and after the end of its world."""
+        """Sends a signal; one of `PASSED_ON` waits for a `deliver` when the rank handles it (it would end it)."""
         self._signals.append(number)
         self.deliver()
 
@@ -187,7 +169,7 @@ class Rank:
         self.ended_s = now_s
 
     def is_over(self, now_s: float) -> bool:
-        """Whether the end is still to be told, and its last words are in."""
+        """Returns True if it has exited, its output is drained, and the exit is not yet reported."""
         return self.code is not None and not self.reported and (not self._streams or now_s - self.ended_s >= DRAIN_S)
 
     def close(self) -> list[tuple[str, list[Any]]]:
@@ -238,7 +220,7 @@ def ask(process: subprocess.Popen[bytes], **asked: Any) -> None:
 
 
 def _what_is_there(descriptor: int, most_bytes: int) -> bytes | None:
-    """What a pipe holds; b"": it has ended, None: nothing yet."""
+    """Returns what a pipe holds; b"": it has ended, None: nothing yet."""
     try:
         return os.read(descriptor, most_bytes)
     except BlockingIOError:

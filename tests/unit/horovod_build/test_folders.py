@@ -6,6 +6,7 @@ import argparse
 import os
 from collections.abc import Callable
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 
@@ -32,7 +33,7 @@ def take_a_ready_wheel(folder: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(ready, "cache_folder", lambda: folder)
     monkeypatch.setattr(ready, "torch_here", lambda problems: {"version": "2.12.1"})
     monkeypatch.setattr(ready, "_check_place", quietly)
-    monkeypatch.setattr(ready, "_mpi", list)  # and so no version is looked for
+    monkeypatch.setattr(ready, "pip", lambda *words: CompletedProcess(words, 1, "", "no version fits"))
     ready.install("wheels", quietly)
 
 
