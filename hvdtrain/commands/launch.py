@@ -129,7 +129,7 @@ def _attempts(
             if failed is None:
                 outcome = _run_once(job, 0, logs, args)
             else:
-                outcome = _run_again(job, len(attempts), logs, args, _rest_s(job, failed, wait_s))
+                outcome = _run_again(job, len(attempts), logs, args, wait_s)
         except (LauncherError, ConfigError) as error:
             if failed is None:
                 raise
@@ -140,17 +140,10 @@ def _attempts(
         _report_end(outcome, logs.folder)
         failed = outcome.failed
         again_s = None if failed is None else _again_s(failed, outcome, restarts)
-        if again_s is None:
+        if failed is None or again_s is None:
             return outcome.exit_code
-        wait_s = again_s
-
-
-def _rest_s(job: Job, failed: Failure, wait_s: float) -> float:
-    """Returns after how long a job may be started again."""
-    if failed.rank is not None:
-        return wait_s
-    # a host ends its ranks as late as this one noticed its loss, and then grants them their grace
-    return max(wait_s, job.timeouts.grace_s + 2.0)
+        # a host ends its ranks as late as this one noticed its loss, and then grants them their grace
+        wait_s = again_s if failed.rank is not None else max(again_s, job.timeouts.grace_s + 2.0)
 
 
 def _report_end(outcome: Outcome, folder: Path) -> None:

@@ -83,7 +83,8 @@ def run(args: argparse.Namespace) -> int:
         text = _report(args, inputs, found)
     print(text)
     if args.json is not None:
-        _write(args, inputs, found)
+        sources = {name: getattr(inputs, name) for name in ("measured", "given", "assumed")}
+        save(args, "plan", **sources, plans=[as_json(plan) for plan in found])
     print(f"planned in {time.perf_counter() - started:.0f} s", file=sys.stderr)
     return 0
 
@@ -236,18 +237,9 @@ def _rows(found: Sequence[ParallelPlan]) -> list[list[str]]:
     return rows
 
 
-def _write(args: argparse.Namespace, inputs: PlanInputs, found: Sequence[ParallelPlan]) -> None:
-    save(args, "plan", measured=inputs.measured, given=inputs.given, assumed=inputs.assumed,
-         plans=[as_json(plan) for plan in found])  # fmt: skip
-
-
 @contextlib.contextmanager
 def computable(args: argparse.Namespace) -> Iterator[None]:
-    """Refuses numbers from which nothing can be computed: too large, or too small, for a float.
-
-    Raises:
-        ConfigError: they are.
-    """
+    """Raises ConfigError for numbers from which nothing can be computed: too large, or too small, for a float."""
     try:
         yield
     except (ArithmeticError, ValueError) as error:
@@ -260,11 +252,7 @@ def computable(args: argparse.Namespace) -> Iterator[None]:
 
 
 def save(args: argparse.Namespace, command: str, **found: Any) -> None:
-    """Writes what a command found to --json.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
+    """Writes a command's result to --json; raises ConfigError if it cannot."""
     settings = {name: value for name, value in vars(args).items() if isinstance(value, (int, float, str, list))}
     result = {"format": 1, "command": command, "machine": stats.machine(), "settings": settings, **found}
     flags.write_file("--json", args.json, json.dumps(result, indent=1), parents=True)

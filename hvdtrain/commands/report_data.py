@@ -54,34 +54,33 @@ class Run:
 
 
 def find_runs(given: Sequence[Path]) -> list[Path]:
-    """The runs that are meant: each directory is one, or holds some (without those that cannot be read).
+    """Returns the runs: each directory is one, or holds some (those that cannot be read are skipped).
 
     Raises:
         ConfigError: no run is there.
     """
     found: list[Path] = []
     for path in given:
-        its = [path] if read_run(path) is not None else list(_readable(path))
-        if not its:
+        folders = [path] if read_run(path) is not None else list(_readable(path))
+        if not folders:
             raise ConfigError("hvdtrain report reads directories of runs", f"no run.json in {path}, nor one below")
-        found += [one for one in its if one not in found]
-    return found
+        found += folders
+    return list(dict.fromkeys(found))
 
 
 def _readable(path: Path) -> Iterable[Path]:
-    """Those below; one that is damaged keeps nobody from the others."""
-    for folder in sorted((p.parent for p in path.glob("*/run.json")), key=_as_counted):
+    """Yields the runs below, run2 before run10; reports those that are damaged."""
+
+    def as_counted(folder: Path) -> list[tuple[int, str]]:
+        return [(int(part) if part.isdecimal() else -1, part) for part in re.split(r"(\d+)", folder.name)]
+
+    for folder in sorted((p.parent for p in path.glob("*/run.json")), key=as_counted):
         try:
             read_run(folder)
         except ConfigError as error:
             print(f"hvdtrain report: left out: {error.received}", file=sys.stderr)
         else:
             yield folder
-
-
-def _as_counted(path: Path) -> list[tuple[int, str]]:
-    """run2 before run10."""
-    return [(int(part) if part.isdecimal() else -1, part) for part in re.split(r"(\d+)", path.name)]
 
 
 def read(path: Path, name: str) -> Run:

@@ -85,8 +85,9 @@ def run(args: argparse.Namespace) -> int:
     for name in (name for name in chosen if name not in found.left_out):
         if detected.rank == 0:
             print(f"hvdtrain verify: {name} ...", file=sys.stderr, flush=True)
+        begun = time.perf_counter()
         its = _own_ranks(name, args) if detected.launcher == "none" else _as_rank(name, args, detected)
-        found.frameworks[name] = its
+        found.frameworks[name] = its | {"seconds": round(time.perf_counter() - begun, 3)}
         if "failed" in its and detected.launcher != "none":
             break  # the other ranks may be anywhere
     found.seconds = round(time.perf_counter() - started, 3)
@@ -131,16 +132,15 @@ def _chosen(wanted: Sequence[str] | None) -> list[str]:
 
 
 def _own_ranks(framework: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Starts the ranks on the hosts; returns what rank 0 found, or why there is nothing."""
+    """Starts the ranks on the hosts; returns rank 0's result, or why there is none."""
     job = host_flags.job_of(args, os.environ, here=lambda: _ranks_here(args))
     no_gpus = {"CUDA_VISIBLE_DEVICES": ""} if args.device == "cpu" else {}
     argv = [args.python, "-m", PROGRAM, framework, f"{args.limit:g}", str(job.np)]
     job = dataclasses.replace(job, argv=argv, env=environment.passed(os.environ) | no_gpus)
-    started = time.perf_counter()
     found, failed = launcher.result_of(job, MARK)
     if failed is not None and (found is None or found["ok"]):
-        return _timed(started, None, failed.in_words(args.limit), failed.lines)
-    return _timed(started, found)
+        return _nothing(failed.in_words(args.limit), failed.lines)
+    return found or _nothing("rank 0 ended without a result")
 
 
 def _ranks_here(args: argparse.Namespace) -> int:
@@ -158,29 +158,23 @@ def _ranks_here(args: argparse.Namespace) -> int:
 def _as_rank(framework: str, args: argparse.Namespace, detected: Detected) -> dict[str, Any]:
     """Trains as this rank, in a process of its own: the next framework needs a fresh one.
 
-    Returns what was found, which only rank 0 has in full, or what went wrong.
+    Returns the result, which only rank 0 has in full, or why there is none.
     """
-    started = time.perf_counter()
     command = [sys.executable, "-m", PROGRAM, framework, f"{args.limit:g}"]
     env = os.environ | ({"CUDA_VISIBLE_DEVICES": ""} if args.device == "cpu" else {})
     child = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=env)  # ends itself after the limit
     lines = child.stdout.splitlines()
     if child.returncode not in (0, FAILED):
         why = f"not done in {args.limit:g} s" if child.returncode == TOO_LATE else f"exit code {child.returncode}"
-        return _timed(started, None, f"rank {detected.rank}: {why}", lines)
+        return _nothing(f"rank {detected.rank}: {why}", lines)
     if detected.rank != 0:
-        return _timed(started, {"ok": child.returncode == 0, "checks": []})
-    return _timed(started, launcher.result_in(lines, MARK))
+        return {"ok": child.returncode == 0, "checks": []}
+    return launcher.result_in(lines, MARK) or _nothing("rank 0 ended without a result")
 
 
-def _timed(
-    started: float, found: dict[str, Any] | None, why: str = "rank 0 ended without a result", lines: Sequence[str] = ()
-) -> dict[str, Any]:
-    """What was found, with its seconds; or why there is nothing, and the last lines."""
-    seconds = {"seconds": round(time.perf_counter() - started, 3)}
-    if found is None:
-        return {"ok": False, **seconds, "failed": why, "lines": list(lines[-_LINES:]), "checks": []}
-    return found | seconds
+def _nothing(why: str, lines: Sequence[str] = ()) -> dict[str, Any]:
+    """Returns why there is no result, and the last lines."""
+    return {"ok": False, "failed": why, "lines": list(lines[-_LINES:]), "checks": []}
 
 
 # ---- the report
@@ -199,7 +193,11 @@ def text(found: Found) -> str:
     """Returns the findings as a table."""
     lines = []
     for name, its in found.frameworks.items():
-        lines.append(f"{name}: {'ok' if its['ok'] else 'FAILED'} in {its['seconds']:.0f} s{_with(its)}")
+        head = f"{name}: {'ok' if its['ok'] else 'FAILED'} in {its['seconds']:.0f} s"
+        if "versions" in its:
+            versions = ", ".join(f"{name} {version}" for name, version in its["versions"].items())
+            head += f", {len(its['ranks'])} rank(s) by {its['launcher']} and {its['engine']} ({versions})"
+        lines.append(head)
         width = max((len(check["name"]) for check in its["checks"]), default=0)
         for check in its["checks"]:
             lines.append(f"  {check['name']:<{width}}  {'ok' if check['ok'] else 'FAILED':<6}  {check['message']}")
@@ -210,10 +208,3 @@ def text(found: Found) -> str:
             lines.append("  fix: hvdtrain doctor, with the same -H")
     lines += [f"{name}: not tried: {why}" for name, why in found.left_out.items()]
     return "\n".join(lines)
-
-
-def _with(its: dict[str, Any]) -> str:
-    if "versions" not in its:
-        return ""
-    versions = ", ".join(f"{name} {version}" for name, version in its["versions"].items())
-    return f", {len(its['ranks'])} rank(s) by {its['launcher']} and {its['engine']} ({versions})"

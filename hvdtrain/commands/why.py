@@ -75,15 +75,17 @@ def why(where: Path) -> str:
     others = () if run is not None else (path for path in where.glob("*.json") if path.name != RECORD)
     found = sorted([*where.glob(f"{FOLDER}/*.json"), *others], key=_age)
     attempts = (run or {}).get("attempts") or [{}]
+    started = datetime.datetime.fromisoformat(attempts[-1].get("started") or "1970-01-01T00:00:00+00:00").timestamp()
     pages = [page for path in sorted(where.glob(f"{FOLDER}/*.ring")) if (page := read_ring(path)) is not None]
     words = [page for page in pages if "error" in page]
-    if found and _age(found[-1]) >= _seconds(attempts[-1].get("started")):
+    if found and _age(found[-1]) >= started:
         before = [page for page in words if not page["aftermath"] and page["failed"] < _age(found[-1])]
         return "\n".join([*([errors_in_words(before)] if before else []), _hang(found[-1])])
     silent = [page for page in pages if "error" not in page]
     error = str((run or {}).get("error") or "")
     if error and not any(page["rank"] == 0 and error.startswith(page["error"]) for page in words):
-        words.append(_of_record(where, error))
+        ended = next((event["time"] for event in reversed(read_events(where)) if event.get("kind") == "end"), 0.0)
+        words.append({"rank": 0, "error": error, "aftermath": error.startswith(AFTERMATH), "failed": ended})
     head = _GOES_ON if run_status(where) == "running" else _SILENT
     return "\n".join(filter(None, [_end_of(where, run), _causes(words, silent, head)])) or launched or ""
 
@@ -124,10 +126,6 @@ def _age(path: Path) -> float:
     return path.stat().st_mtime
 
 
-def _seconds(moment: str | None) -> float:
-    return datetime.datetime.fromisoformat(moment).timestamp() if moment else 0.0
-
-
 def _hang(path: Path) -> str:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -148,14 +146,8 @@ def _end_of(where: Path, run: Mapping[str, Any] | None) -> str:
     return f"{where}: {'no end is recorded' if status == 'killed' else status}{came}{preempted}"
 
 
-def _of_record(where: Path, error: str) -> dict[str, Any]:
-    """Returns what rank 0 has failed with, as its page would say it."""
-    ended = next((event["time"] for event in reversed(read_events(where)) if event.get("kind") == "end"), 0.0)
-    return {"rank": 0, "error": error, "aftermath": error.startswith(AFTERMATH), "failed": ended}
-
-
 def _causes(words: Sequence[Page], silent: Sequence[Page], head: str) -> str:
-    """Returns what comes first, of errors and of ranks that have ended without a word; then what came of it; pure."""
+    """Returns the first of errors and of ranks that have ended without a word, and then its consequences; pure."""
     own = [page for page in words if not page["aftermath"]]
     first_s = min((page["failed"] for page in own), default=float("inf"))
     before = [page for page in silent if page.get("time", 0.0) < first_s - _TOGETHER_S]
@@ -170,7 +162,7 @@ def _causes(words: Sequence[Page], silent: Sequence[Page], head: str) -> str:
 
 
 def errors_in_words(pages: Sequence[Page]) -> str:
-    """Returns what ranks say that failed, the first one first, and each error once; pure."""
+    """Returns the errors of ranks that failed, in their order, each once; pure."""
     first: dict[str, Page] = {}
     for page in sorted(pages, key=lambda page: (page["failed"], page["rank"])):
         first.setdefault(page["error"], page)
@@ -188,7 +180,7 @@ def _name(page: Page) -> str:
 
 
 def pages_in_words(pages: Sequence[Page], head: str = _SILENT) -> str:
-    """Returns what ranks say that have ended without a word, the first to fall silent first; pure."""
+    """Returns the last reports of ranks that have ended without a word, the first to fall silent first; pure."""
     order = sorted(pages, key=lambda page: (page.get("time", 0.0), page.get("updates", 0)))
     lines = []
     for page in order:
@@ -207,5 +199,5 @@ def pages_in_words(pages: Sequence[Page], head: str = _SILENT) -> str:
 
 
 def moment(seconds: float) -> str:
-    """A time of day with its date."""
+    """Returns a date with the time of day."""
     return datetime.datetime.fromtimestamp(seconds).astimezone().isoformat(sep=" ", timespec="seconds")

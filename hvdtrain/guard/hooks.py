@@ -13,22 +13,15 @@ from typing import Any
 Hook = Callable[[ModuleType], None]
 
 
-class _Loader(importlib.abc.Loader):
-    """A module's own loader, and then the hook."""
+def _hook_after(loader: Any, hook: Hook) -> None:
+    """Has a module's own loader call the hook after it has run the module, once."""
 
-    def __init__(self, loader: Any, hook: Hook) -> None:
-        self._loader, self._hook = loader, hook
+    def exec_module(module: ModuleType) -> None:
+        del loader.exec_module
+        loader.exec_module(module)
+        hook(module)
 
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        # as if it had never been here, for whoever looks for data beside the module
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._loader
-        module.__loader__ = self._loader
-        self._loader.exec_module(module)
-        self._hook(module)
+    loader.exec_module = exec_module
 
 
 class _Finder(importlib.abc.MetaPathFinder):
@@ -46,7 +39,7 @@ class _Finder(importlib.abc.MetaPathFinder):
             spec = find(fullname, path, target) if find is not None and finder is not self else None
             if spec is not None:
                 if spec.loader is not None:
-                    spec.loader = _Loader(spec.loader, hook)
+                    _hook_after(spec.loader, hook)
                 return spec
         self._hooks[fullname] = hook
         return None

@@ -24,27 +24,19 @@ class GuardFinding:
 
     @property
     def text(self) -> str:
+        """Returns the line, and the rule that it breaks."""
         return f"{self.line}\n  {self.rule}"
 
 
 class Judge:
-    """Gathers reports of all ranks, and finds what does not fit together.
+    """Gathers reports of all ranks, and finds what does not fit together."""
 
-    Args:
-        size: how many ranks there are.
-
-    Attributes:
-        findings: each once, in the order in which they were found.
-        compared: how often the replicas of an optimizer were found equal.
-    """
-
-    def __init__(self, size: int) -> None:
-        self._size = size
+    def __init__(self) -> None:
         self._open: dict[tuple[Any, ...], dict[int, Report]] = {}
         self._apart: set[tuple[Any, ...]] = set()
         self._data: dict[tuple[Any, ...], str] = {}
-        self.findings: list[GuardFinding] = []
-        self.compared = 0
+        self.findings: list[GuardFinding] = []  # each once
+        self.compared = 0  # comparisons in which the replicas of an optimizer were equal
         self.averaged: set[int] = set()
 
     def take(self, rank: int, report: Report) -> GuardFinding | None:
@@ -85,17 +77,13 @@ class Judge:
         first = self._data.get((source, 1), "")
         if number == 1 or not before or not first or before == first:
             return None
-        return self._new(
-            GuardFinding(
-                "same-data",
-                reports[0]["line"],
-                "each rank must train on its own samples",
-                by_rank([f"batches {first[:8]} and {value[:8]}, {report['line']}" for report in reports]),
-                "DistributedSampler(dataset, num_replicas=hvd.size(), rank=hvd.rank()) for PyTorch's loader,"
-                " dataset.shard(hvd.size(), hvd.rank()) before shuffle() for tf.data, x[hvd.rank()::hvd.size()] for"
-                " arrays",
-            )  # fmt: skip
+        remedy = (
+            "DistributedSampler(dataset, num_replicas=hvd.size(), rank=hvd.rank()) for PyTorch's loader,"
+            " dataset.shard(hvd.size(), hvd.rank()) before shuffle() for tf.data, x[hvd.rank()::hvd.size()] for arrays"
         )
+        shown = by_rank([f"batches {first[:8]} and {value[:8]}, {report['line']}" for report in reports])
+        rule = "each rank must train on its own samples"
+        return self._new(GuardFinding("same-data", reports[0]["line"], rule, shown, remedy))
 
     def _of_weights(self, key: tuple[Any, ...], reports: Sequence[Report]) -> GuardFinding | None:
         first, number, step, when = reports[0], key[2], key[4], key[5]
@@ -129,10 +117,11 @@ class Judge:
             return self._new(GuardFinding("broadcast", first["line"], rule, by_rank(shown), remedy))
         if not equal["settings"]:
             shown = [f"{report['settings']} {report['line']}" for report in reports]
-            rule = "the optimizer must have the same learning rate and settings on all ranks"
-            return self._new(
-                GuardFinding("settings", first["made"], rule, by_rank(shown), "give every rank the same numbers")
+            rule, remedy = (
+                "learning rate and settings must be the same on all ranks",
+                "give every rank the same numbers",
             )
+            return self._new(GuardFinding("settings", first["made"], rule, by_rank(shown), remedy))
         shown = [f"{report['state'][:8]} {report['line']}" for report in reports]
         rule = "all ranks must start with the same state of the optimizer: rank 0's is to be broadcast"
         remedy = "hvd.broadcast_optimizer_state(optimizer, root_rank=0) on every rank, after rank 0 has loaded its file"

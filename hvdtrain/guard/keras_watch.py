@@ -38,15 +38,10 @@ def hooks(session: GuardSession) -> dict[str, Hook]:
 
 
 class KerasWatch:
-    """Reports a model's weights around the updates of its optimizers.
-
-    Args:
-        session: takes the reports.
-    """
+    """Reports a model's weights around the updates of its optimizers."""
 
     def __init__(self, session: GuardSession) -> None:
         self._session = session
-        self._made: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         self._numbers: dict[int, int] = {}  # by id: Keras compares optimizers' variables, not optimizers
         self._steps: dict[int, int] = {}
         self._variables: dict[int, tuple[Any, list[Any]]] = {}  # the optimizer, and what it updates
@@ -193,7 +188,8 @@ class KerasWatch:
         optimizer, variables = self._variables[number]
         own = getattr(optimizer, "_horovod", None)
         local = getattr(own, "_local", ())  # these are each rank's own
-        shared = [value for value in map(_native, variables) if value.ref() not in local]
+        native = [its.value if hasattr(its, "_value") else its for its in variables]  # TensorFlow's, of Keras'
+        shared = [variable for variable in native if variable.ref() not in local]
         process_set = getattr(own, "_process_set", None)
         ranks = getattr(process_set, "ranks", None) or range(session.size)
         session.report(
@@ -207,21 +203,13 @@ class KerasWatch:
         step = self._steps.get(number, 0) + 1
         if step not in _BATCHES:
             return
-        arrays = [value.numpy() for value in inputs if hasattr(value, "numpy") and hasattr(value, "shape")]
-        arrays = [array for array in arrays if array.ndim]
+        tensors = [value for value in inputs if hasattr(value, "numpy") and hasattr(value, "shape")]
+        arrays = [array for tensor in tensors if (array := tensor.numpy()).ndim]
         if not arrays:
             return
-        digest = hashlib.blake2b(str(same_data.of_arrays(arrays).card).encode(), digest_size=8)
-        session = self._session
-        key = [f"keras {number}", step - 1]
-        session.report(
-            kind="data", ranks=list(range(session.size)), key=key, value=digest.hexdigest(), line=user_line()
-        )
-
-
-def _native(variable: Any) -> Any:
-    """TensorFlow's variable of a Keras one."""
-    return getattr(variable, "value", variable) if hasattr(variable, "_value") else variable
+        value = hashlib.blake2b(str(same_data.of_arrays(arrays).card).encode(), digest_size=8).hexdigest()
+        ranks, key = list(range(self._session.size)), [f"keras {number}", step - 1]
+        self._session.report(kind="data", ranks=ranks, key=key, value=value, line=user_line())
 
 
 def _fingerprint(variables: list[Any]) -> str:

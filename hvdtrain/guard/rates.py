@@ -25,38 +25,30 @@ def scaled_twice(source: str) -> Iterator[int]:
         tree = ast.parse(source)
     except SyntaxError:
         return
-    modules = {
-        alias.asname or alias.name
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Import)
-        for alias in node.names
-        if alias.name.startswith("horovod")
-    }
-    named = {
-        alias.asname or alias.name
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("horovod")
-        for alias in node.names
-        if alias.name == "size"
-    }
-    reader = _Reader(modules, named)
+    reader = _Reader()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            reader.modules |= {its.asname or its.name for its in node.names if its.name.startswith("horovod")}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("horovod"):
+            reader.named |= {its.asname or its.name for its in node.names if its.name == "size"}
     reader.block(tree.body, {})
     yield from sorted(reader.lines)
 
 
 class _Reader:
-    def __init__(self, modules: set[str], named: set[str]) -> None:
-        self._modules, self._named = modules, named
+    def __init__(self) -> None:
+        self.modules: set[str] = set()  # names of Horovod's modules, and of their function `size`
+        self.named: set[str] = set()
         self.lines: set[int] = set()
 
     def block(self, statements: list[ast.stmt], powers: Powers) -> None:
-        functions = []
+        kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
         for statement in statements:
-            if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-                functions.append(statement)
-            else:
+            if not isinstance(statement, kinds):
                 self._statement(statement, powers)
-        for function in functions:  # called when the names outside have their values
+        for function in statements:  # called when the names outside have their values
+            if not isinstance(function, kinds):
+                continue
             inner = dict(powers)
             if not isinstance(function, ast.ClassDef):
                 arguments = function.args
@@ -65,14 +57,11 @@ class _Reader:
             self.block(function.body, inner)
 
     def _statement(self, statement: ast.stmt, powers: Powers) -> None:
-        branches = [
-            body
-            for name in ("body", "orelse", "finalbody")
-            if (body := getattr(statement, name, None)) and isinstance(body, list)
-        ]
+        branches = [getattr(statement, name, None) or [] for name in ("body", "orelse", "finalbody")]
         branches += [handler.body for handler in getattr(statement, "handlers", ())]
-        for node in self._own(statement, branches):
-            if isinstance(node, ast.Call):
+        within = {id(node) for body in branches for inner in body for node in ast.walk(inner)}
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Call) and id(node) not in within:
                 self._call(node, powers)
         value = getattr(statement, "value", None)
         if isinstance(statement, (ast.Assign, ast.AnnAssign)) and value is not None:
@@ -91,21 +80,14 @@ class _Reader:
             for name, power in inner.items():
                 powers[name] = max(power, powers.get(name, power))
 
-    @staticmethod
-    def _own(statement: ast.stmt, branches: list[list[ast.stmt]]) -> Iterator[ast.AST]:
-        """What is in a statement, but for the statements within it."""
-        within = {id(node) for body in branches for inner in body for node in ast.walk(inner)}
-        return (node for node in ast.walk(statement) if id(node) not in within)
-
     def _call(self, call: ast.Call, powers: Powers) -> None:
         for keyword in call.keywords:
             if keyword.arg in _RATES:
                 self._rate(keyword.value, self._power(keyword.value, powers), powers)
         name = ast.unparse(call.func).rpartition(".")[2]
-        for scheduled in (
-            [node.body for node in call.args if isinstance(node, ast.Lambda)] if name == "LambdaLR" else ()
-        ):
-            self._rate(scheduled, self._power(scheduled, powers) + powers.get(_SUBSCRIPT, 0), powers)  # a factor of it
+        for node in call.args if name == "LambdaLR" else ():
+            if isinstance(node, ast.Lambda):  # a factor of the rate
+                self._rate(node.body, self._power(node.body, powers) + powers.get(_SUBSCRIPT, 0), powers)
         if name[:1].isupper() and call.args and ("optim" in ast.unparse(call.func)):  # Keras takes the rate first
             self._rate(call.args[0], self._power(call.args[0], powers), powers)
 
@@ -128,9 +110,9 @@ class _Reader:
             return max(self._power(node.body, powers), self._power(node.orelse, powers))
         if isinstance(node, ast.Call):
             function = node.func
-            own = isinstance(function, ast.Name) and function.id in self._named
+            own = isinstance(function, ast.Name) and function.id in self.named
             if isinstance(function, ast.Attribute) and function.attr == "size":
-                own = ast.unparse(function.value) in self._modules
+                own = ast.unparse(function.value) in self.modules
             return 1 if own and not node.args else 0
         if isinstance(node, ast.Subscript):
             return powers.get(_SUBSCRIPT, 0) if _is_rate(node) else 0

@@ -23,7 +23,7 @@ from hvdtrain.comm.link import WELCOME, RankLink, connect
 from hvdtrain.core import flags, launchers, variables
 from hvdtrain.core.errors import GUARD_CODE, ConfigError
 from hvdtrain.guard import rates
-from hvdtrain.guard.judge import GuardFinding, Judge, as_json
+from hvdtrain.guard.judge import Judge, as_json
 from hvdtrain.watch import watch
 from hvdtrain.watch.meeting import END, OFF, Place
 
@@ -37,29 +37,16 @@ _OUT_OF_STEP = (
 
 
 class GuardSession:
-    """A rank, from the script's `hvd.init()` on.
-
-    Args:
-        warn: findings are told, and the job goes on.
-        report: rank 0's file, or None.
-        every: updates from one comparison of the replicas to the next.
-
-    Attributes:
-        rank, size: this process, and how many there are; 0 and 1 before Horovod has started.
-        on: ranks are watched.
-        tracker: where this rank is.
-        joins: how often the ranks have joined: each begins to count its updates anew.
-        steps: updates done, by optimizer.
-        at_end: report what has changed since the last comparison.
-    """
+    """A rank, from the script's `hvd.init()` on; `every`: updates between two comparisons of the replicas."""
 
     def __init__(self, *, warn: bool, report: Path | None, every: int) -> None:
         self._warn, self._report, self.every = warn, report, every
-        self.rank, self.size, self.on = 0, 1, False
+        self.rank, self.size = 0, 1  # until Horovod has started
+        self.on = False  # ranks are watched
         self.tracker = OFF
-        self.joins = 0
-        self.steps: dict[str, int] = {}
-        self.at_end: list[Callable[[], None]] = []
+        self.joins = 0  # of the ranks: each starts to count its updates again
+        self.steps: dict[str, int] = {}  # updates done, by optimizer
+        self.at_end: list[Callable[[], None]] = []  # report what has changed since the last comparison
         self._met = False
         self._unwritten: ConfigError | None = None
         self._pid = os.getpid()
@@ -71,12 +58,7 @@ class GuardSession:
 
     # -- the beginning ---------------------------------------------------------------------------------------------
     def meet(self, rank: int, size: int, broadcast: Callable[[Any], Any]) -> None:
-        """Connects the ranks, the first time; collective.
-
-        Args:
-            rank, size: as Horovod says.
-            broadcast: gives every rank rank 0's object.
-        """
+        """Connects the ranks, the first time; `broadcast` gives every rank rank 0's object; collective."""
         if self._met or size < 2:
             self._rates()
             return
@@ -96,7 +78,7 @@ class GuardSession:
         meeting, where = broadcast((meeting, where))
         self.tracker = watch.start(rank, size, meeting, listener)
         self.tracker.remedy, self.tracker.steps = _OUT_OF_STEP, 0
-        self._judge = Judge(size)
+        self._judge = Judge()
         if not where.addresses:
             return
         if rank == 0:
@@ -234,7 +216,9 @@ class GuardSession:
             if finding is None:
                 return
             if finding.note or self._warn:
-                print(f"{PROGRAM}: {_described(finding)}", file=sys.stderr, flush=True)
+                received = finding.received.replace("\n", "\n            ")
+                text = f"{'note: ' * finding.note}{finding.text}\n  received: {received}\n  fix: {finding.remedy}"
+                print(f"{PROGRAM}: {text}", file=sys.stderr, flush=True)
                 return
             self._write()
             if self._unwritten is not None:
@@ -252,11 +236,7 @@ class GuardSession:
 
     # -- the end ---------------------------------------------------------------------------------------------------
     def finish(self) -> None:
-        """Ends with the other ranks, when all scripts have; then rank 0 says what was proven.
-
-        Raises:
-            ConfigError: the report could not be written.
-        """
+        """Ends when all scripts have; rank 0 prints what was proven, or raises ConfigError (the report's file)."""
         for report in self.at_end:
             report()
         if self.on:
@@ -306,9 +286,3 @@ class GuardSession:
         self.tracker.close()
         for link in list(self._links.values()):
             link.close()
-
-
-def _described(finding: GuardFinding) -> str:
-    received = finding.received.replace("\n", "\n            ")
-    word = "note: " if finding.note else ""
-    return f"{word}{finding.text}\n  received: {received}\n  fix: {finding.remedy}"

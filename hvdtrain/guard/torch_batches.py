@@ -20,11 +20,7 @@ _LOOKS = 16  # updates after which no more batches are expected of an optimizer 
 
 
 class BatchWatch:
-    """Notes the batches that loaders hand out while gradients are on; without a loader, what models are called with.
-
-    Args:
-        session: takes the reports.
-    """
+    """Notes the batches that loaders hand out while gradients are on; without a loader, what models are called with."""
 
     def __init__(self, session: GuardSession) -> None:
         self._session = session
@@ -107,13 +103,7 @@ class BatchWatch:
 
     # -- each update -----------------------------------------------------------------------------------------------
     def of_update(self, optimizer: Any, number: int, steps: int) -> None:
-        """Reports whose samples an update is made of, and in which order.
-
-        Args:
-            optimizer: about to step.
-            number: of the optimizer; the same on all ranks.
-            steps: that it has done.
-        """
+        """Reports the samples of the update that an optimizer is about to do after `steps` others, and their order."""
         loader = self._loader() if self._loader is not None else None
         sampler = getattr(loader, "sampler", None)
         now = getattr(sampler, "_guard_pass", None)

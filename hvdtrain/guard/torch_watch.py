@@ -35,14 +35,7 @@ def hooks(session: GuardSession) -> dict[str, Hook]:
 
 
 class TorchWatch:
-    """Reports an optimizer's weights before and after its updates.
-
-    Args:
-        session: takes the reports.
-
-    Attributes:
-        batches: what the updates are made of.
-    """
+    """Reports an optimizer's weights before and after its updates."""
 
     def __init__(self, session: GuardSession) -> None:
         self._session = session
@@ -179,8 +172,7 @@ class TorchWatch:
         joins, steps = self._steps[number]
         steps += 1
         self._steps[number] = (joins, steps)
-        name = f"optimizer {number}"
-        session.stepped(name)
+        session.stepped(f"optimizer {number}")
         if steps <= 2 or steps % session.every == 0:
             self._compare(optimizer, number)
 
@@ -208,37 +200,22 @@ class TorchWatch:
             )  # fmt: skip
 
     def _report(self, optimizer: Any, number: int, step: int, when: str, line: str) -> None:
-        first = when == "before"
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        state, settings = "", ""
+        if when == "before":
+            states = [sorted(optimizer.state.get(parameter, {}).items()) for parameter in parameters]
+            state = _fingerprint([value for items in states for _, value in items if hasattr(value, "detach")])
+            numbers = [
+                {name: float(value) for name, value in sorted(group.items()) if isinstance(value, (int, float))}
+                for group in optimizer.param_groups
+            ]
+            settings = str(numbers)
         self._session.report(
             kind="weights", ranks=ranks_of(optimizer, self._session.size),
-            key=[number, self._session.joins, step, when], value=_fingerprint(_weights(optimizer)),
-            state=_fingerprint(_state(optimizer)) if first else "", settings=_settings(optimizer) if first else "",
-            line=line, made=self._made.get(optimizer, "?"), averaged=optimizer in self._distributed,
-            clipped=optimizer in self._clipped, framework="torch",
+            key=[number, self._session.joins, step, when], value=_fingerprint([its.detach() for its in parameters]),
+            state=state, settings=settings, line=line, made=self._made.get(optimizer, "?"),
+            averaged=optimizer in self._distributed, clipped=optimizer in self._clipped, framework="torch",
         )  # fmt: skip
-
-
-def _weights(optimizer: Any) -> list[Any]:
-    return [parameter.detach() for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _state(optimizer: Any) -> list[Any]:
-    """Tensors of the optimizer's state, in the order of its parameters."""
-    found = []
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            state = optimizer.state.get(parameter, {})
-            found += [value for _, value in sorted(state.items()) if hasattr(value, "detach")]
-    return found
-
-
-def _settings(optimizer: Any) -> str:
-    """Rates and the like of each group, as text."""
-    numbers = [
-        {name: float(value) for name, value in sorted(group.items()) if isinstance(value, (int, float))}
-        for group in optimizer.param_groups
-    ]
-    return str(numbers)
 
 
 def _fingerprint(tensors: list[Any]) -> str:

@@ -1,8 +1,4 @@
-"""Asks every host at once, over ssh, without installing anything there, and gathers what there is to say.
-
-A probe goes through the session and ends with it. What is measured between hosts is measured by the hosts themselves,
-on ports that are open only meanwhile, on the addresses that ranks would use.
-"""
+"""Asks every host at once, over ssh, and gathers the findings (how: `hvdtrain.commands.doctor`)."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def weights(step: int = 1, when: str = "after", number: int = 0, **more: Any) ->
 
 
 def found(*reports: tuple[int, dict[str, Any]]) -> list[str]:
-    judge = Judge(2)
+    judge = Judge()
     for rank, report in reports:
         judge.take(rank, report)
     return [finding.kind for finding in judge.findings]
@@ -103,6 +103,6 @@ def test_a_finding_is_told_once_a_line() -> None:
         "remedy": "f",
         "note": False,
     }
-    judge = Judge(2)
+    judge = Judge()
     assert isinstance(judge.take(1, report), GuardFinding)
     assert judge.take(0, report) is None and len(judge.findings) == 1
