@@ -263,18 +263,14 @@ class Checkpointer:
         Raises:
             CheckpointError: one could not be written (`MainRankError` on ranks other than 0).
         """
-        self.world.on_main(self._check)
+        self.world.on_main(self._settle, check=True)
 
-    def _settle(self) -> None:
+    def _settle(self, *, check: bool = False) -> None:
         writer = running()
         if writer is not None:
             writer.wait(self.folder.directory)
-
-    def _check(self) -> None:
-        self._settle()
-        writer = running()
-        if writer is not None:
-            writer.check(self.folder.directory)
+            if check:
+                writer.check(self.folder.directory)
 
     # -- looking ---------------------------------------------------------------------------------------------
     def list(self) -> list[Info]:
@@ -284,15 +280,11 @@ class Checkpointer:
 
     def latest(self) -> Info | None:
         """Returns the newest good checkpoint, or None."""
-        return next(iter(self._ranking("latest")), None)
+        return next(iter(self.folder.ranking("latest", self.list())), None)
 
     def best(self) -> Info | None:
         """Returns the good checkpoint with the best `best` metric (the newer of equals), or None."""
-        return next(iter(self._ranking("best")), None)
-
-    def _ranking(self, which: str) -> Sequence[Info]:
-        self._settle()
-        return self.folder.ranking(which)
+        return next(iter(self.folder.ranking("best", self.list())), None)
 
     # -- restoring -------------------------------------------------------------------------------------------
     def restore(self, state: Mapping[str, Part], *, which: str | os.PathLike[str] = "latest") -> Progress | None:
@@ -420,7 +412,7 @@ class SaveEvent:
         self._lock = threading.Lock()
 
     def went_on(self, wait: Callable[[], object]) -> None:
-        """Training goes on; `wait()` waits until the checkpoint is there."""
+        """Notes that training continues; `wait()` waits until the checkpoint is there."""
         self._run.before_end(wait)
         self._note(blocked_s=time.perf_counter() - self._began)
 

@@ -156,19 +156,14 @@ class Written:
 
 @dataclass
 class CheckpointFolder:
-    """The checkpoints in `directory`; arguments as of `hvdtrain.Checkpointer`.
-
-    Attributes:
-        training: the training that saves here; it deletes no checkpoint of another one.
-        opened: a descriptor of the directory, which must still be there; None: whatever is there.
-    """
+    """The checkpoints in `directory`; arguments as of `hvdtrain.Checkpointer`."""
 
     directory: Path
     keep: int
     best_metric: str | None
     mode: Literal["min", "max"]
-    training: str = ""
-    opened: int | None = None
+    training: str = ""  # that saves here; it deletes no checkpoint of another one
+    opened: int | None = None  # a descriptor of the directory, which must still be there; None: whatever is there
 
     def __post_init__(self) -> None:
         self._reported: set[Path] = set()
@@ -297,18 +292,14 @@ class CheckpointFolder:
                 if info.path in kept or not (info.ok or info.progress.step < oldest_kept_step):
                     continue
                 if not info.is_unknown and (info.ok or info.damaged):
-                    self._delete(info.path)
+                    doomed = self._unfinished("deleting")  # renamed first: a kill leaves what `_sweep` removes
+                    os.rename(info.path, doomed)
+                    shutil.rmtree(doomed)
                 elif info.path not in self._reported:
                     self._reported.add(info.path)
                     print(f"hvdtrain: keeping {info.path}, which cannot be read: {info.problem}", file=sys.stderr)
         except OSError as error:  # the new checkpoint is safe, and that is what was asked for
             print(f"hvdtrain: could not delete an old checkpoint: {error}", file=sys.stderr, flush=True)
-
-    def _delete(self, path: Path) -> None:
-        """Rename, then delete: a kill in between leaves rubbish that is swept, not half a checkpoint."""
-        doomed = self._unfinished("deleting")
-        os.rename(path, doomed)
-        shutil.rmtree(doomed)
 
     def _sweep(self) -> None:
         """Removes what killed processes left half-written; never what a living one is writing."""

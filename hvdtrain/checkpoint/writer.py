@@ -6,7 +6,7 @@ and the last image is on disk, it ends.
 
     trainer -> writer   {"directory": ..., "name": ..., "files": {name: size}, ...} and the descriptors of the files and
                         of the directory
-    writer -> trainer   {"seconds": ...} or {"failure": [rule, received, remedy]}
+    writer -> trainer   {} or {"failure": [rule, received, remedy]}
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from hvdtrain.checkpoint.checkpoint_folder import CheckpointFolder, Written, name_of, read_info
 from hvdtrain.checkpoint.parts import Progress
@@ -35,19 +34,15 @@ from hvdtrain.checkpoint.staging import StagedFiles, StateFile, write_image
 from hvdtrain.core.errors import EXIT_CODE, CheckpointError, HvdtrainError, before_end, describe, ends_badly, note_exits
 from hvdtrain.core.version import SAFE_PATH
 
+if TYPE_CHECKING:
+    from hvdtrain.checkpoint.checkpoint import SaveEvent
+
 _LONGEST_MESSAGE = 1 << 17
 _MOST_FILES = 64
 _PATIENCE_S = 60.0  # of a program that ends in need
 _ALONE_S = 2.0  # a child that the trainer has forked may hold its end of the socket open
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT)
 MAIN = "from hvdtrain.checkpoint.writer import serve; serve({descriptor}, {parent})"
-
-
-class Notes(Protocol):
-    """What hears how a checkpoint went, from any thread."""
-
-    def sealed(self, path: Path) -> Path: ...
-    def failed(self) -> None: ...
 
 
 @dataclass
@@ -58,7 +53,7 @@ class _Job:
     descriptors: list[int]  # of the images
     opened: int  # of the directory
     images: StagedFiles
-    noted: Notes | None = None
+    noted: SaveEvent | None = None
     sent: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)
 
@@ -110,17 +105,14 @@ class Writer:
         # a signal to this rank's group is not meant for it, not even while it starts
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)
         try:
-            return self._begun(theirs)
+            return subprocess.Popen(
+                [sys.executable, *SAFE_PATH, "-c", self.main.format(descriptor=theirs.fileno(), parent=os.getpid())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-    def _begun(self, theirs: socket.socket) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            [sys.executable, *SAFE_PATH, "-c", self.main.format(descriptor=theirs.fileno(), parent=os.getpid())],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        )
 
     def wait_for_room(self) -> None:
         """Waits until there is memory for one more checkpoint."""
@@ -143,13 +135,9 @@ class Writer:
         folder: CheckpointFolder,
         written: Written,
         *,
-        noted: Notes | None = None,
+        noted: SaveEvent | None = None,
     ) -> Path:
-        """Has a checkpoint written from images; returns its directory, which will be there.
-
-        Args:
-            noted: hears how it went.
-        """
+        """Has a checkpoint written from images; returns its directory, which will be there."""
         taken = [job.path.name for job in self._jobs if job.folder.directory == folder.directory]
         name = folder.free_name(name_of(written.progress), taken)
         message = {
@@ -238,7 +226,7 @@ class Writer:
             os._exit(EXIT_CODE)  # nothing else gives a code here
 
 
-def _note(noted: Notes, path: Path | None) -> None:
+def _note(noted: SaveEvent, path: Path | None) -> None:
     try:
         if path is not None:
             noted.sealed(path)
@@ -306,7 +294,6 @@ def serve(descriptor: int, parent: int) -> None:
 
 
 def _written(message: dict[str, Any], descriptors: list[int], folder: CheckpointFolder) -> dict[str, Any]:
-    started = time.perf_counter()
     written = Written(**message["written"] | {"progress": Progress(**message["written"]["progress"])})
     images = descriptors[: len(message["files"])]  # after them, the directory's
     files = {
@@ -322,4 +309,4 @@ def _written(message: dict[str, Any], descriptors: list[int], folder: Checkpoint
     finally:
         for fd in descriptors:
             os.close(fd)
-    return {"seconds": time.perf_counter() - started}
+    return {}

@@ -47,25 +47,16 @@ Kind = Literal["unknown", "input", "communication", "uneven", "other", "compute"
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What the advice depends on.
+    """What the advice depends on; None: not known."""
 
-    Attributes:
-        workers: loader processes of each rank; 0: the training process decodes by itself; None: the data is in
-            memory, and served from there; "unknown": the caller reads it in a way of its own.
-        free_cores: cores of this node on which neither ranks nor their loaders run; None: not known.
-        idle: the share of this node's cores that nothing ran on while the training did; None: not known.
-        local_size: ranks on this node.
-        hosts: nodes of the job.
-        compression: of the gradients that are sent; None for none.
-        accumulate: batches of one update.
-    """
-
+    # loader processes of each rank; 0: the training process decodes; None: the data is served from memory;
+    # "unknown": the caller reads it in a way of its own
     workers: int | None | Literal["unknown"] = "unknown"
-    free_cores: int | None = None
+    free_cores: int | None = None  # of this node, on which neither ranks nor their loaders run
     local_size: int = 1
-    compression: str | None = None
-    accumulate: int = 1
-    idle: float | None = None
+    compression: str | None = None  # of the gradients that are sent; None for none
+    accumulate: int = 1  # batches of one update
+    idle: float | None = None  # the share of this node's cores that nothing ran on while the training did
     hosts: int = 1
 
 
@@ -89,16 +80,10 @@ class Bottleneck:
 
 @dataclass(frozen=True)
 class Waits:
-    """A rank's waiting for gradients, step by step.
-
-    Attributes:
-        steps: how many.
-        least_s: what its shortest waits would come to in all of them: what the gradients themselves cost. Longer ones
-            are for other ranks.
-    """
+    """A rank's waiting for gradients, step by step."""
 
     steps: int = 0
-    least_s: float = 0.0
+    least_s: float = 0.0  # the shortest waits, times the steps: what gradients cost; longer ones are for other ranks
 
     @classmethod
     def of(cls, seconds: Sequence[float]) -> Waits:

@@ -143,7 +143,10 @@ def told(epochs: Iterable[Sequence[Reading]]) -> str:
                 ranks.setdefault(rank, []).append(reading)
     if not ranks:
         return ""
-    busy = {rank: _mean(its) for rank, its in ranks.items()}
+    busy = {
+        rank: sum(each["busy"] * each["samples"] for each in own) / sum(each["samples"] for each in own)
+        for rank, own in ranks.items()
+    }
     least = min(busy, key=lambda rank: busy[rank])
     mean = sum(busy.values()) / len(busy)
     every = (its for of in ranks.values() for its in of)
@@ -152,7 +155,3 @@ def told(epochs: Iterable[Sequence[Reading]]) -> str:
     text = f"GPU{'s' * (len(ranks) > 1)} busy {mean:.0%}{uneven}"
     text += f", memory {fullest['memory_gib']:.3g} of {fullest['total_gib']:.3g} GiB"
     return text.replace("%", " %")
-
-
-def _mean(readings: Sequence[Reading]) -> float:
-    return sum(its["busy"] * its["samples"] for its in readings) / sum(its["samples"] for its in readings)

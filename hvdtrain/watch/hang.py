@@ -31,18 +31,11 @@ Report = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was found.
+    """A judgement of `judge`, or of `watch` ("out of step")."""
 
-    Attributes:
-        kind: "hung", or "out of step" (as `watch` finds it): the job is to be ended; "moving", "debugged": it is left
-            alone for that; "": nobody waits in vain, or not for long enough.
-        ranks: that do not come, or that are debugged.
-        waiting: the ranks that wait for them.
-    """
-
-    kind: str = ""
-    ranks: list[int] = field(default_factory=list)
-    waiting: list[int] = field(default_factory=list)
+    kind: str = ""  # "hung", "out of step": end the job; "moving", "debugged": leave it alone; "": nothing is wrong
+    ranks: list[int] = field(default_factory=list)  # that do not come, or that are debugged
+    waiting: list[int] = field(default_factory=list)  # for them
 
 
 def judge(reports: Mapping[int, Report], silent: Mapping[int, Report], hang_s: float) -> Verdict:

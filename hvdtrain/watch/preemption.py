@@ -81,7 +81,7 @@ class Notice:
         if number not in SIGNALS:
             return False
         if number == signal.SIGTERM:
-            if self._launcher_ends() or _dismissed() or now_s - self._term_s > _TWICE_S:
+            if _agent_says(self._ending) == ENDS or _dismissed() or now_s - self._term_s > _TWICE_S:
                 return True
             self._term_s = min(self._term_s, now_s)
         if not self.told:
@@ -101,9 +101,6 @@ class Notice:
         limit_s = max(_BLOCKED_S, 2 * self._tracker.longest_s)
         waits = now_s - self._told_s >= limit_s and self._tracker.stuck(limit_s) is not None
         return waits or (self.told and _dismissed())
-
-    def _launcher_ends(self) -> bool:
-        return _agent_says(self._ending) == ENDS
 
 
 def _agent_says(file: str | None) -> bytes:

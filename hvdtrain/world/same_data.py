@@ -40,15 +40,12 @@ Card = tuple[tuple[str, ...], tuple[int, ...], tuple[str, ...], tuple[str, ...]]
 
 @dataclass(frozen=True)
 class Digest:
-    """What a rank holds, small enough to send.
+    """What a rank holds, small enough to send."""
 
-    Attributes:
-        card: what is sent. Of the arrays their names, as a user would write them ("[0]", "['image']"); samples of each;
-            dtype and shape of a sample; hashes of their contents, with their order, in hex.
-        sketch: makes hashes of rows without their order, to tell why data differs; not sent with the rest.
-    """
-
+    # names of the arrays, as a user would write them ("[0]", "['image']"); samples of each; dtype and shape of a
+    # sample; hashes of their contents with their order, in hex
     card: Card
+    # makes hashes of rows without their order, to tell why data differs; not sent with the rest
     sketch: Callable[[], list[int]] = field(repr=False, compare=False)
 
 

@@ -27,15 +27,9 @@ _WALK_STREAM = 3  # of random words: the order of samples, augmentation and samp
 
 @dataclass(frozen=True)
 class StreamPlan(Plan):
-    """How a stream is dealt; made with `samples=0`, which are not known, and `shuffle=False`.
+    """How a stream is dealt; made with `samples=0`, which are not known, and `shuffle=False`."""
 
-    Attributes:
-        whole_batches: records are the samples of a whole step (lists, dealt contiguously), this many as a rule;
-            0: each record is a sample.
-        kind: what is walked.
-    """
-
-    whole_batches: int = 0
+    whole_batches: int = 0  # records are lists of a whole step's samples, this many as a rule; 0: each is a sample
     kind: StreamWords = STREAM
 
     def __post_init__(self) -> None:
@@ -76,20 +70,13 @@ class StreamPlan(Plan):
 
 @dataclass(frozen=True, eq=False)
 class StreamStep(Step):
-    """One rank's part of one step of a stream.
+    """One rank's part of one step of a stream."""
 
-    Attributes:
-        before: samples of all ranks that were done in the epoch before this step.
-        earlier, later: samples of all ranks in the steps just before and after it, as far as they are kept and known.
-        ended: no step follows on those.
-        digest: of all records of the epoch up to its last, whoever's they are.
-    """
-
-    before: int = 0
-    earlier: tuple[int, ...] = ()
-    later: tuple[int, ...] = ()
-    ended: bool = False
-    digest: int = 0
+    before: int = 0  # samples of all ranks that were done in the epoch before this step
+    earlier: tuple[int, ...] = ()  # samples of all ranks in the steps just before, as far as they are kept
+    later: tuple[int, ...] = ()  # and just after, as far as they are known
+    ended: bool = False  # no step follows on those
+    digest: int = 0  # of all ranks' records of the epoch up to its last
 
     @property
     def samples_done(self) -> int:
