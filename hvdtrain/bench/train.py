@@ -186,7 +186,8 @@ def measure(args: argparse.Namespace, model: str) -> dict[str, Any]:
     if not ways:
         rule, received = "a benchmark needs a way to train the model here", f"{model} on {args.device}"
         raise ConfigError(rule, received, "another of --models, --framework or --device: see above what was skipped")
-    at_once = args.at_once or (processes_that_fit() if args.all else args.ranks * len(ways))
+    free_bytes = probe.memory().get("MemAvailable", 0)
+    at_once = args.at_once or (free_bytes // PROCESS_BYTES if args.all else args.ranks * len(ways))
     groups = grouped(ways, args.ranks, at_once)
     names = [f"{model}, group {number} of {len(groups)}" for number in range(1, len(groups) + 1)]
     found = [_one_group(args, model, *its) for its in zip(groups, names, strict=True)]
@@ -211,11 +212,6 @@ def _one_group(args: argparse.Namespace, model: str, group: Sequence[Way], name:
         turns: dict[str, tuple[str, dict[str, Any]]] = {way.label: (way.label, {}) for way in group}
         jobs.rounds(turns, 1, f"{name}, warming up")  # Keras traces
         return jobs.rounds(turns, args.blocks, name)
-
-
-def processes_that_fit() -> int:
-    """How many processes of ResNet-50 the host's free memory holds."""
-    return probe.memory().get("MemAvailable", 0) // PROCESS_BYTES
 
 
 def grouped(ways: Sequence[Way], ranks: int, at_once: int) -> list[list[Way]]:

@@ -256,7 +256,7 @@ def used() -> dict[str, float]:
     found = {
         "threads": len(os.listdir("/proc/self/task")),
         "files": len(os.listdir("/proc/self/fd")),
-        "MiB": resident_bytes() / MIB,
+        "MiB": int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / MIB,
     }
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
@@ -266,8 +266,3 @@ def used() -> dict[str, float]:
             "streams": len({segment["stream"] for segment in torch.cuda.memory_snapshot()}),
         }
     return {name: round(float(value), 2) for name, value in found.items()}
-
-
-def resident_bytes() -> int:
-    with open("/proc/self/statm", encoding="ascii") as file:
-        return int(file.read().split()[1]) * resource.getpagesize()

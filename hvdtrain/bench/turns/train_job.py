@@ -162,12 +162,6 @@ def _device(args: argparse.Namespace, local_rank: int) -> Any:
     return torch.device(args.device)
 
 
-def _device_of(world: Any) -> Any:
-    from hvdtrain.torch.engines.engine import device_of
-
-    return device_of(world)
-
-
 def _loop(model: Any, optimizer: Any, loss_of: Any, x: Any, y: Any, backward: Any = None) -> Step:
     """A step as every arm's documentation has it; `backward`: who differentiates, if not the loss itself."""
 
@@ -186,9 +180,10 @@ def _loop(model: Any, optimizer: Any, loss_of: Any, x: Any, y: Any, backward: An
 def hvdtrain_arm(args: argparse.Namespace) -> tuple[int, Any, Step]:
     """hvdtrain on Horovod (alone: one process)."""
     import hvdtrain.torch as hvt
+    from hvdtrain.torch.engines.engine import device_of
 
     world = hvdtrain.init("torch", device=args.device)
-    device = _device_of(world)
+    device = device_of(world)
     model, optimizer, loss_of, x, y = _parts(args, device)
     model, optimizer = hvt.prepare(model, optimizer)
     return world.rank, device, _loop(model, optimizer, loss_of, x, y, optimizer.backward)
@@ -257,9 +252,10 @@ def fabric_arm(args: argparse.Namespace) -> tuple[int, Any, Step]:
 def dataparallel_arm(args: argparse.Namespace) -> tuple[int, Any, Step]:
     """One process that cuts each batch over its devices: torch.nn.DataParallel, mended (`engine="dataparallel"`)."""
     import hvdtrain.torch as hvt
+    from hvdtrain.torch.engines.engine import device_of
 
     world = hvdtrain.init("torch", engine="dataparallel", device=args.device, gpus_per_rank=args.devices)
-    device = _device_of(world)
+    device = device_of(world)
     model, optimizer, loss_of, x, y = _parts(args, device)
     model, optimizer = hvt.prepare(model, optimizer)
     return 0, device, _loop(model, optimizer, loss_of, x, y, optimizer.backward)

@@ -134,7 +134,7 @@ def move_init(plan: Rewrite) -> None:
             if "torch.cuda.set_device(" not in text:
                 plan.needs.add("os")
                 lines.append(f"if torch.cuda.is_available():\n    torch.cuda.set_device({_RANKS['local_rank']})")
-        plan.rewrite(statement, ranks.constantly(lines))
+        plan.rewrite(statement, lines)
 
 
 def _of_ranks(plan: Rewrite, call: cst.Call, name: str, arguments: Arguments) -> None:

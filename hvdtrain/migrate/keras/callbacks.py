@@ -45,7 +45,8 @@ def move_callbacks(plan: Rewrite, models: Collection[str]) -> None:
     for at, gone in moved.items():
         plan.replace(at, functools.partial(_without, at, gone))
     if theirs:
-        fits = [call for call in calls(source.module) if _is_fit(call)]
+        given = [call for call in calls(source.module) if any(literal(arg.keyword) == "callbacks" for arg in call.args)]
+        fits = [call for call in given if is_chain(owner_of(call, "fit"))]
         named = [fit for fit in fits if tail(owner_of(fit, "fit") or fit) in models]
         for fit in named or fits:
             _give(plan, fit)
@@ -134,11 +135,6 @@ def _give(plan: Rewrite, fit: cst.Call) -> None:
         return ours if text == "()" else f"[*{ours}, *{text}]"
 
     plan.replace(value, written)
-
-
-def _is_fit(call: cst.Call) -> bool:
-    """Returns True for `model.fit(..., callbacks=...)` of a model that has a name."""
-    return is_chain(owner_of(call, "fit")) and any(literal(arg.keyword) == "callbacks" for arg in call.args)
 
 
 # -- what the proof does not show: it draws alike, and ends after some batches --------------------------------------

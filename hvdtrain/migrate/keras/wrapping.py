@@ -175,7 +175,9 @@ def _compiles(plan: Rewrite, call: cst.Call) -> list[cst.Call]:
 
     found = []
     for one in calls(source.module):
-        given = _optimizer_of(one) if owner_of(one, "compile") is not None else None
+        first = one.args[0].value if one.args and one.args[0].keyword is None else None
+        given = next((arg.value for arg in one.args if literal(arg.keyword) == "optimizer"), first)
+        given = given if owner_of(one, "compile") is not None else None
         known = [is_it(node) for node in _may_be(source, given, one)] if given is not None else []
         if any(known):
             found.append(one)
@@ -214,12 +216,6 @@ def _prepare(plan: Rewrite, model: str, arguments: dict[str, cst.BaseExpression]
 
 
 _FP16 = '"fp16"'
-
-
-def _optimizer_of(call: cst.Call) -> cst.BaseExpression | None:
-    """Returns the optimizer that `model.compile` is given."""
-    first = call.args[0].value if call.args and call.args[0].keyword is None else None
-    return next((arg.value for arg in call.args if literal(arg.keyword) == "optimizer"), first)
 
 
 # -- loaded models -----------------------------------------------------------------------------------------------

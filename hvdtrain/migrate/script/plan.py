@@ -151,11 +151,11 @@ class Rewrite:
 
         self.expressions[node] = written
 
-    def rewrite(self, statement: Statement, texts: Callable[[Any], Sequence[str]]) -> None:
-        """Puts statements in one's place, given as text; none of them: it goes."""
+    def rewrite(self, statement: Statement, texts: Sequence[str] | Callable[[Any], Sequence[str]]) -> None:
+        """Puts statements in a statement's place: their texts, or what makes these from it; none: it is removed."""
 
         def written(updated: Any) -> Sequence[Any]:
-            made: list[Any] = [self._parsed(text) for text in texts(updated)]
+            made: list[Any] = [self._parsed(text) for text in (texts(updated) if callable(texts) else texts)]
             if made:
                 kept: dict[str, Any] = {"leading_lines": updated.leading_lines}
                 if len(made) == 1 and all(isinstance(one, cst.SimpleStatementLine) for one in (updated, made[0])):
@@ -187,7 +187,7 @@ class Rewrite:
         return cst.parse_statement(text, self.source.module.config_for_parsing)
 
     def remove(self, statement: Statement) -> None:
-        self.rewrite(statement, lambda _: [])
+        self.rewrite(statement, [])
 
     def apply(self) -> str:
         """Returns the new script."""
@@ -218,17 +218,15 @@ class _Rewriter(cst.CSTTransformer):
             if not made:  # comments above it stay, unless they are about Horovod
                 waiting = [*waiting, *(line for line in after.leading_lines if "horovod" not in code(line).lower())]
                 continue
-            while waiting and not waiting[-1].comment and (len(waiting) > 1 or _begins_blank(made[0])):
+            above = made[0].leading_lines
+            is_blank = bool(above) and not above[0].comment
+            while waiting and not waiting[-1].comment and (len(waiting) > 1 or is_blank):
                 waiting.pop()
             if waiting:
-                made[0] = made[0].with_changes(leading_lines=[*waiting, *made[0].leading_lines])
+                made[0] = made[0].with_changes(leading_lines=[*waiting, *above])
                 waiting = []
             body += made
         return updated.with_changes(body=body)
-
-
-def _begins_blank(statement: Any) -> bool:
-    return bool(statement.leading_lines) and not statement.leading_lines[0].comment
 
 
 def arguments_of(plan: Rewrite, call: cst.Call, name: str) -> dict[str, cst.BaseExpression] | None:

@@ -106,12 +106,7 @@ def move_imports(plan: Rewrite, imports: Sequence[cst.SimpleStatementLine], line
         scope = plan.source.scope(statement)
         texts = [line for name, line in lines.items() if name in plan.needs] if scope not in seen else []
         seen.append(scope)
-        plan.rewrite(statement, constantly(texts))
-
-
-def constantly(texts: Sequence[str]) -> Callable[[Any], Sequence[str]]:
-    """Returns what puts these texts in the place of any statement."""
-    return lambda _: texts
+        plan.rewrite(statement, texts)
 
 
 def attribute(plan: Rewrite, call: cst.Call, name: str, arguments: Arguments) -> None:

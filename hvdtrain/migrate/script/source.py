@@ -123,7 +123,7 @@ class Script:
 
     def names(self) -> set[str]:
         """Returns every identifier of the script."""
-        return names_in(self.module)
+        return {name.value for name in find(self.module, cst.Name)}
 
     def definitions(self) -> set[str]:
         """Returns the names of the script's functions and classes."""
@@ -165,20 +165,10 @@ def find(node: cst.CSTNode, kind: type[Node]) -> Iterator[Node]:
     return (one for one in walk(node) if isinstance(one, kind))
 
 
-def names_in(node: cst.CSTNode) -> set[str]:
-    """Returns every identifier in a node."""
-    return {name.value for name in find(node, cst.Name)}
-
-
-def runs_later(node: cst.CSTNode) -> bool:
-    """Returns True if what is in a node does not run where it stands."""
-    return isinstance(node, (cst.FunctionDef, cst.ClassDef, cst.Lambda))
-
-
 def calls(node: cst.CSTNode, *, now: bool = False) -> Iterator[cst.Call]:
     """Yields the calls in a node; with `now` those only that run where it stands."""
-    keep = (lambda one: not runs_later(one)) if now else (lambda one: True)
-    yield from (one for one in walk(node, keep) if isinstance(one, cst.Call))
+    later = (cst.FunctionDef, cst.ClassDef, cst.Lambda) if now else ()
+    return (one for one in walk(node, lambda one: not isinstance(one, later)) if isinstance(one, cst.Call))
 
 
 # The parameters of Horovod's functions (0.28.1), in their order.

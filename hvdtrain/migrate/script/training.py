@@ -139,13 +139,10 @@ def passes(source: Script) -> list[cst.Call]:
         call
         for call in calls(source.module)
         if (loss := owner_of(call, "backward")) is not None
-        and not _is_own(loss)
+        and not code(loss).startswith("super(")
+        and code(loss) not in ("self", "cls")
         and not source.qualified(loss).startswith("torch.")
     ]
-
-
-def _is_own(owner: cst.BaseExpression) -> bool:
-    return code(owner).startswith("super(") or code(owner) in ("self", "cls")
 
 
 def move_backward(plan: Rewrite, optimizers: Optimizers, call: cst.Call) -> None:

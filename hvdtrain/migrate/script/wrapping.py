@@ -85,9 +85,14 @@ def move_wraps(plan: Rewrite) -> Optimizers:
         if wrap is None:
             continue
         if norms is not None and source.function(norms[0]) is source.function(call):
-            _move_norms(plan, wrap, *norms)
+            choice, first = norms  # the model is built of plain layers, which `hvt.prepare` synchronises
+            plan.settle(choice)
+            plan.replace(choice, code(choice.orelse if first else choice.body))
+            wrap.extra.append(f"sync_batchnorm={code(choice.test) if first else f'not ({code(choice.test)})'}")
         wrap.know(source, optimizers)
-        if wrap.target is not None and is_parameter(source, call, wrap.model):
+        function = source.function(call)
+        parameters = find(function.params, cst.Param) if isinstance(function, cst.FunctionDef) else ()
+        if wrap.target is not None and any(one.name.value == wrap.model for one in parameters):
             plan.note(
                 call,
                 f"{wrap.model} is prepared in a function, whose caller keeps the plain one, which is trained all the"
@@ -123,13 +128,6 @@ def _norms(plan: Rewrite) -> tuple[cst.IfExp, bool] | None:
     return (choice, first) if source.qualified(other).startswith("torch.nn.BatchNorm") else None
 
 
-def _move_norms(plan: Rewrite, wrap: Wrap, choice: cst.IfExp, first: bool) -> None:
-    """Builds the model of plain layers, which `hvt.prepare` synchronises under the same condition."""
-    plan.settle(choice)
-    plan.replace(choice, code(choice.orelse if first else choice.body))
-    wrap.extra.append(f"sync_batchnorm={code(choice.test) if first else f'not ({code(choice.test)})'}")
-
-
 def read(plan: Rewrite, call: cst.Call) -> Wrap | None:
     """Returns what a call of DistributedOptimizer wraps; None, and refuses it, if that is not known."""
     source = plan.source
@@ -147,7 +145,11 @@ def read(plan: Rewrite, call: cst.Call) -> Wrap | None:
         )
         return None
     arguments = bind(call, "DistributedOptimizer")
-    if arguments is None or "optimizer" not in arguments or set(arguments) - set(_names()):
+    if (
+        arguments is None
+        or "optimizer" not in arguments
+        or set(arguments) - set(SIGNATURES["DistributedOptimizer"].split())
+    ):
         plan.refuse(call, "the arguments of DistributedOptimizer are not known")
         return None
     if not _check_arguments(plan, call, arguments):
@@ -163,23 +165,12 @@ def read(plan: Rewrite, call: cst.Call) -> Wrap | None:
     return Wrap(call, statement, target, model, arguments["optimizer"], arguments, adasum or "")
 
 
-def is_parameter(source: Script, node: cst.CSTNode, name: str) -> bool:
-    """Returns True if a name is a parameter of the function that a node is in."""
-    function = source.function(node)
-    given = find(function.params, cst.Param) if isinstance(function, cst.FunctionDef) else ()
-    return any(one.name.value == name for one in given)
-
-
 def _adasum_test(source: Script, op: cst.BaseExpression) -> str | None:
     """Returns the condition under which `hvd.Adasum if ... else hvd.Average` is Adasum; None of anything else."""
     if not isinstance(op, cst.IfExp) or "horovod." in "".join(map(source.qualified, walk(op.test))):
         return None
     one, other = (source.qualified(part).removeprefix("horovod.torch.") for part in (op.body, op.orelse))
     return {("Adasum", "Average"): code(op.test), ("Average", "Adasum"): f"not ({code(op.test)})"}.get((one, other))
-
-
-def _names() -> list[str]:
-    return SIGNATURES["DistributedOptimizer"].split()
 
 
 def _check_arguments(plan: Rewrite, call: cst.Call, arguments: dict[str, cst.BaseExpression]) -> bool:

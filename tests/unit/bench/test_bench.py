@@ -186,7 +186,3 @@ def test_nothing_to_measure_is_refused(capsys: pytest.CaptureFixture[str]) -> No
     with pytest.raises(ConfigError, match="a way to train the model here"):
         train.measure(args, "resnet18")
     assert "Keras has no resnet18" in capsys.readouterr().err
-
-
-def test_free_memory_says_how_many_processes() -> None:
-    assert 0 <= train.processes_that_fit() < 10_000
