@@ -59,13 +59,7 @@ def _digest(body: Mapping[str, Any]) -> str:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Returns a checkpoint's manifest, checked against its own digest.
-
-    Raises:
-        CheckpointError: damaged.
-        ConfigError: whole, and of another version's format.
-        OSError: cannot be read.
-    """
+    """Returns a checkpoint's manifest; raises CheckpointError if damaged, ConfigError for another version's format."""
     text = (path / MANIFEST).read_bytes()
     try:
         body = json.loads(text)
@@ -103,11 +97,7 @@ def sync_directory(path: Path) -> None:
 
 
 def direction_of(metric: str) -> Literal["min", "max"]:
-    """Returns which way a metric is better, as its name says.
-
-    Raises:
-        ConfigError: it does not say.
-    """
+    """Returns which way a metric is better by its name; raises ConfigError if the name does not say."""
     name = metric.lower().removeprefix("val_").removeprefix("test_")
     bare = re.sub(r"_?\d+$", "", name)
     greater, less = (any(kind.fullmatch(form) for form in (name, bare)) for kind in (_GREATER, _LESS))
@@ -127,10 +117,7 @@ CHUNK_BYTES = 64 << 20
 def local_copy(
     world: World, path: Path, files: Mapping[str, dict[str, Any]]
 ) -> Iterator[tuple[Path, Exception | None]]:
-    """Gives a folder with the files on this rank, sent by rank 0 where they are missing, and what failed.
-
-    Failures are handed on, not raised: this rank must take part in what the others do next.
-    """
+    """Gives a folder with the files, sent by rank 0 where they are missing, and what failed: all ranks continue."""
     here = world.is_main or has_files(path, files)
     folder = path
     failure: Exception | None = None

@@ -170,11 +170,7 @@ class CheckpointFolder:
 
     # -- writing ---------------------------------------------------------------------------------------------
     def make(self) -> None:
-        """Makes the directory.
-
-        Raises:
-            CheckpointError: it cannot be made.
-        """
+        """Makes the directory, or raises CheckpointError."""
         try:
             if not self.directory.is_dir():
                 self.directory.mkdir(parents=True, exist_ok=True)
@@ -184,11 +180,7 @@ class CheckpointFolder:
             raise self.not_written(error) from error
 
     def open(self) -> int:
-        """Returns a descriptor of the directory.
-
-        Raises:
-            CheckpointError: it is not there, or cannot be read.
-        """
+        """Returns a descriptor of the directory, or raises CheckpointError."""
         try:
             return os.open(self.directory, os.O_RDONLY)
         except OSError as error:
@@ -339,11 +331,7 @@ def put(path: Path, write: Callable[[StateFile], object]) -> Sealed:
 
 
 def fill(file: StateFile, write: Callable[[StateFile], object]) -> None:
-    """Has a part written; where that failed for want of room, says so: libraries do in words of their own.
-
-    Raises:
-        OSError: there is no room.
-    """
+    """Has a part written; raises the file's OSError if a library reports the lack of room in its own words."""
     try:
         write(file)
     except Exception as error:

@@ -129,11 +129,7 @@ class Saver:
 
 
 def tell_if_lost(error: HvdtrainError) -> None:
-    """Says that an earlier checkpoint was lost, after which all ranks save once more: a job that ends has no next save.
-
-    Raises:
-        HvdtrainError: it is another error.
-    """
+    """Reports that an earlier checkpoint was lost, after which all ranks save again; raises any other error."""
     lost = error.error_type if isinstance(error, MainRankError) else type(error).__name__
     if lost != CheckpointError.__name__:
         raise error
@@ -178,11 +174,7 @@ class ExtraPart(Part):
         return {name: self.state_of(value) for name, value in self.extra.items()}
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Loads every object.
-
-        Raises:
-            CheckpointError: one is not in the checkpoint, or does not fit; it is named.
-        """
+        """Loads every object; raises CheckpointError, naming it, for one that is missing or does not fit."""
         missing = sorted(self.extra.keys() - saved.keys())
         if missing:
             raise CheckpointError(

@@ -38,11 +38,7 @@ def remember(checkpointer: Checkpoints, state: Mapping[str, Part], *, saved: boo
 
 
 def end_if_told(trainings: Iterable[Training], world: World) -> None:
-    """Saves and ends where all ranks know that one was told to; collective then.
-
-    Raises:
-        Preempted: on every rank.
-    """
+    """Saves, and raises Preempted on every rank, if all ranks know of a preemption; collective then."""
     found = list(trainings)
     if any(training.told for training in found):
         savers = {id(its.saver): its.saver for its in found if its.saver is not None}
@@ -51,11 +47,7 @@ def end_if_told(trainings: Iterable[Training], world: World) -> None:
 
 
 def end(world: World, done: Iterable[str], remedy: str) -> NoReturn:
-    """Says what has been saved (or else how it would have been), and ends on all ranks at once; collective.
-
-    Raises:
-        Preempted: on every rank.
-    """
+    """Reports what was saved (or how to save), and raises Preempted on every rank; collective."""
     world.barrier()
     if world.is_main:
         said = "; ".join(dict.fromkeys(done)) or f"nothing was saved, which takes {remedy}"

@@ -89,11 +89,7 @@ class StateFile(io.RawIOBase):
         return self.size
 
     def write(self, data: Any) -> int:
-        """Writes all of `data`; returns its bytes.
-
-        Raises:
-            OSError: there is no room.
-        """
+        """Writes all of `data` and returns its bytes; raises OSError if there is no room."""
         given = memoryview(data)
         view = given.cast("B") if given.nbytes else memoryview(b"")
         place, end = self._at, self._at + len(view)

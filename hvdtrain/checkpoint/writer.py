@@ -88,11 +88,7 @@ class Writer:
         return self._pid == os.getpid()
 
     def start(self) -> None:
-        """Starts the process, unless it lives.
-
-        Raises:
-            OSError: it cannot be started.
-        """
+        """Starts the process unless it lives; raises OSError."""
         if self._process is not None and self._process.poll() is None:
             return
         self.wait()
@@ -160,11 +156,7 @@ class Writer:
                 job.done.wait()
 
     def check(self, directory: Path) -> None:
-        """Raises what earlier writes into that directory failed with, once.
-
-        Raises:
-            CheckpointError: as `CheckpointFolder.add`; or the process was killed.
-        """
+        """Raises what earlier writes into that directory failed with, once (CheckpointError)."""
         directory = directory.resolve()
         if directory in self._failures and self._process is not None and self._process.poll() is not None:
             self.wait(directory)  # what waited for a process that was killed is lost with it, and told with it

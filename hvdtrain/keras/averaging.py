@@ -42,12 +42,7 @@ from hvdtrain.keras.state import metric_states, reduce, replicas, rng, start, st
 
 # -------------------------------------------------------------------- the optimizer
 def hook_optimizer(optimizer: Any, session: KerasSession, index: int = 0) -> None:
-    """Makes `optimizer` average its gradients over the session's ranks; in place, once.
-
-    Args:
-        optimizer: the outermost one (`LossScaleOptimizer` if there is one).
-        session: whose ranks and options.
-        index: which of the model's optimizers, for the names of its collectives.
+    """Makes the `index`th outermost optimizer average its gradients over the session's ranks; in place, once.
 
     Raises:
         ConfigError: gradient accumulation inside a `MultiOptimizer`.
@@ -73,12 +68,23 @@ def hook_optimizer(optimizer: Any, session: KerasSession, index: int = 0) -> Non
     vars(apply)["__name__"] = "apply"  # which TensorFlow asks for where a user's tf.function calls it
     own["apply"] = types.MethodType(apply, optimizer)
     if accumulating:
-        leaf = accumulating[0]
-        vars(leaf)["_clip_gradients"] = types.MethodType(
-            functools.partial(_clip_gradients, session=session, name=f"{name}.update"), leaf
-        )
-        if leaf is not optimizer:
-            own["check_finite"] = types.MethodType(functools.partial(_check_finite, name=f"{name}.finite"), optimizer)
+        _average_once_per_update(accumulating[0], optimizer, name)
+
+
+def _average_once_per_update(leaf: Any, optimizer: Any, name: str) -> None:
+    """Hooks gradient accumulation, whose gradients are each rank's own until an update is due."""
+
+    def clip(leaf: Any, grads: Sequence[Any]) -> Any:  # ranks count the same steps, and so all are in the branch
+        session: KerasSession = vars(optimizer)[KEY]
+        averaged = reduce.average(list(grads), session.prepared, session.ranks, f"{name}.update")
+        return type(leaf)._clip_gradients(leaf, averaged)
+
+    def check_finite(optimizer: Any, grads: Sequence[Any]) -> Any:  # all ranks skip a step, or none
+        return BACKEND.agree_finite(type(optimizer).check_finite(optimizer, grads), f"{name}.finite")
+
+    vars(leaf)["_clip_gradients"] = types.MethodType(clip, leaf)
+    if leaf is not optimizer:
+        vars(optimizer)["check_finite"] = types.MethodType(check_finite, optimizer)
 
 
 def unhook(optimizer: Any) -> None:
@@ -140,22 +146,6 @@ def _check_alone(optimizer: Any, variables: Sequence[Any], session: KerasSession
         ' (loader(..., tail="drop") deals the same number to all)',
         once="alone",
     )
-
-
-def _clip_gradients(self: Any, grads: Sequence[Any], *, session: KerasSession, name: str) -> Any:
-    """With gradient accumulation: one reduction per update, of the accumulated mean, before it is clipped.
-
-    Runs inside the update branch of Keras' `cond`; ranks take it together, because they count the same
-    steps.
-    """
-    return type(self)._clip_gradients(self, reduce.average(list(grads), session.prepared, session.ranks, name))
-
-
-def _check_finite(self: Any, grads: Sequence[Any], *, name: str) -> Any:
-    """With accumulation under loss scaling gradients are still rank-local here: all ranks skip a step, or
-    none.
-    """
-    return BACKEND.agree_finite(type(self).check_finite(self, grads), name)
 
 
 def _refuse_branch(optimizer: Any, session: KerasSession) -> None:

@@ -37,11 +37,7 @@ from hvdtrain.world.world import World
 
 
 def check_saveable(model: keras.Model) -> None:
-    """Refuses a model that Keras cannot describe in a file, before anything is trained; local, milliseconds.
-
-    Raises:
-        ConfigError: a part takes constructor arguments that its configuration lacks.
-    """
+    """Raises ConfigError for a model that Keras cannot describe in a file, before anything is trained."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # each save says them
@@ -96,11 +92,7 @@ class KerasModelPart(Part):
             file.write(others.getbuffer())
 
     def load(self, path: Path) -> None:
-        """Reads weights and optimizer state into the model as it stands; runs no code from the file.
-
-        Raises:
-            CheckpointError: the file is of another model or another optimizer.
-        """
+        """Reads weights and optimizer state into the model; raises CheckpointError for those of another one."""
         if not is_built(self.model):
             raise CheckpointError(
                 "a model is built before a checkpoint is loaded into it",

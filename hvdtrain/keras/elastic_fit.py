@@ -40,11 +40,7 @@ RULE = "an elastic job trains one Keras model, in one fit that can do a batch on
 def check_elastic(
     model: keras.Model, session: KerasSession, its: Elastic, callbacks: Sequence[Any], *, within: bool
 ) -> None:
-    """Checks a `fit` before it begins (`within` an epoch).
-
-    Raises:
-        ConfigError: it could not continue with other ranks.
-    """
+    """Raises ConfigError for a `fit` (that begins `within` an epoch) which could not continue with other ranks."""
     data = session.fit.data
     by_index = (
         isinstance(data, KerasLoader)
@@ -78,18 +74,11 @@ def check_elastic(
 
 
 class ElasticFit(Member):
-    """One `fit` whose ranks may change.
-
-    Args:
-        model: built and compiled.
-        session: the model's.
-        its: what this process needs to stay in the job.
-        callbacks: of this fit, in their order.
+    """One `fit` whose ranks may change; `its` keeps this process in the job.
 
     Attributes:
-        callbacks: the same.
         size: the number of ranks, as traced functions read it.
-        leaving: 1 where the launcher has asked this rank for another formation, as a step sends it.
+        leaving: 1 if the launcher asks this rank for another formation, as a step sends it.
         leaves: all ranks know that one was asked.
         skipped: steps of the epoch that were over before this rank came.
     """

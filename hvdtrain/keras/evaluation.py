@@ -92,8 +92,9 @@ def predict(
         ReplicaError: replicas or data that differ.
     """
     world = given_or_current(world, "keras")
-    if _is_all_inputs(model, data):
-        data = (tuple(data),)
+    inputs = getattr(model, "inputs", None) or []
+    if isinstance(data, (tuple, list)) and len(data) == len(inputs) > 1 and all(hasattr(a, "shape") for a in data):
+        data = (tuple(data),)  # an array for each input, not (x, y)
     data = _loader_of(data, per_rank_batch, world)
     if world.size > 1:
         replicas.check_equal(model.trainable_weights, world, when="before they predict")
@@ -121,13 +122,6 @@ def _predicted(model: keras.Model, data: KerasLoader, world: World) -> tuple[Any
         )
     parts = world.gather((order, [leaf[: len(order)] for leaf in leaves]))  # without the row that stands for none
     return keras.tree.map_structure(lambda _: 0, outputs), parts
-
-
-def _is_all_inputs(model: keras.Model, data: Any) -> bool:
-    """Returns True if data is one array for each of a model's several inputs, as `predict` takes them; not (x, y)."""
-    inputs = getattr(model, "inputs", None) or []
-    several = isinstance(data, (tuple, list)) and len(data) == len(inputs) > 1
-    return several and all(hasattr(array, "shape") for array in data)
 
 
 def _loader_of(data: Any, per_rank_batch: int | None, world: World) -> KerasLoader:

@@ -45,11 +45,14 @@ def _fit(model: keras.Model, inner: Callable[..., Any], *args: Any, **kwargs: An
     call = FitCall(model, inner, args, kwargs)
     _refuse_unread(call.given)
     _skip_empty_rest(call)
-    _show_one_progress_bar(call)
+    if not (call.session.prepared.world.is_main or "verbose" in call.unnamed) and call.given.get("verbose") == "auto":
+        call.give("verbose", 0)
     within = _begin(call)
     if (its := elastic.active()) is not None:
         check_elastic(model, call.session, its, call.callbacks, within=within)
-    _validate_apart(call)
+    data = call.session.fit.data
+    if call.given.get("validation_data") is data and isinstance(data, KerasLoader):  # each has a place of its own
+        call.give("validation_data", data.apart())
     _add_callbacks(call, within=within)
     _check_rate(call)
     _check_counts(call)
@@ -65,11 +68,9 @@ class FitCall:
     """A call of `fit`: its arguments, and what hvdtrain adds to them.
 
     Attributes:
-        model, session: whose `fit`.
         given: the arguments, by name.
-        first_epoch: its `initial_epoch`.
-        unnamed: those that have no name, but their position only.
-        callbacks: those that it will run, in their order, as a list (of a `CallbackList` those in it).
+        unnamed: those that the call has by their position only.
+        callbacks: those that it will run, in their order (of a `CallbackList` those in it).
     """
 
     def __init__(
@@ -91,11 +92,7 @@ class FitCall:
         return int(self.given.get("initial_epoch") or 0)
 
     def give(self, name: str, value: Any) -> None:
-        """Sets an argument.
-
-        Raises:
-            ConfigError: the call has it by its position.
-        """
+        """Sets an argument; raises ConfigError if the call has it by its position."""
         if name in self.unnamed:
             raise ConfigError(
                 "hvdtrain adds callbacks of its own to those of fit(), and reads a loader for validation by itself",
@@ -198,27 +195,11 @@ def _begin(call: FitCall) -> bool:
     return data is not None and data.done(first) > 0
 
 
-# -------------------------------------------------------------------- its arguments
-def _show_one_progress_bar(call: FitCall) -> None:
-    shown = call.session.prepared.world.is_main or "verbose" in call.unnamed
-    if not shown and call.given.get("verbose") == "auto":
-        call.give("verbose", 0)
-
-
-def _validate_apart(call: FitCall) -> None:
-    """Gives training and validation on one loader a place each."""
-    data = call.session.fit.data
-    validates = call.given.get("validation_data") is data
-    if data is not None and validates:
-        call.give("validation_data", data.apart())
-
-
+# -------------------------------------------------------------------- its callbacks
 def _add_callbacks(call: FitCall, *, within: bool) -> None:
-    """Adds the callbacks that every `fit` has, and puts all in order.
+    """Adds the callbacks that every `fit` has, and puts all in order: ours, the user's, and those that save.
 
-    Ours come first: all others see the logs of all ranks' samples, and what they set is not undone unseen. What saves
-    comes last: a checkpoint holds what others have set (a rate, a counter), but not the average of weights that
-    `SwapEMAWeights` puts into the model until the next epoch.
+    A checkpoint holds what others have set, but not the average that `SwapEMAWeights` puts into the model after it.
     """
     session = call.session
     call.callbacks.append(fit_callbacks.EpochOfLoaders(session))
@@ -236,14 +217,11 @@ def _add_callbacks(call: FitCall, *, within: bool) -> None:
 
 _WRITES = (_K.ModelCheckpoint, _K.CSVLogger, _K.TensorBoard, _K.RemoteMonitor)
 _CALLED = [name for name in dir(_K.Callback) if name.startswith("on_")]
+_SAVES = ("save", "save_weights")
 
 
 def _write_on_main(call: FitCall) -> None:
-    """Has Keras' callbacks that write files do so on rank 0 only.
-
-    Raises:
-        ConfigError: BackupAndRestore, whose files know neither the samples nor the ranks.
-    """
+    """Makes Keras' callbacks that write files do so on rank 0 only; raises ConfigError for BackupAndRestore."""
     world = call.session.prepared.world
     for callback in call.callbacks:
         if isinstance(callback, _K.BackupAndRestore):
@@ -263,29 +241,18 @@ def _write_on_main(call: FitCall) -> None:
 
 
 def _on_main(world: World, callback: Any, method: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """Calls a method of a callback that writes files.
-
-    ModelCheckpoint is called on all ranks, without writing: what it counts (the best value) is right on the rank that
-    becomes rank 0 in an elastic job.
-    """
+    """Calls a method of a callback that writes; ModelCheckpoint's also on the other ranks, without writing."""
     if world.is_main:
         method(*args, **kwargs)
     elif isinstance(callback, _K.ModelCheckpoint):
         kept = {name: vars(callback.model).pop(name) for name in _SAVES if name in vars(callback.model)}
-        vars(callback.model).update(dict.fromkeys(_SAVES, _does_nothing))
+        vars(callback.model).update(dict.fromkeys(_SAVES, lambda *args, **kwargs: None))
         try:
             method(*args, **kwargs)
         finally:
             for name in _SAVES:
                 del vars(callback.model)[name]
             vars(callback.model).update(kept)
-
-
-_SAVES = ("save", "save_weights")
-
-
-def _does_nothing(*args: Any, **kwargs: Any) -> None:
-    """Stands for a model's `save` on ranks other than 0."""
 
 
 def _first_swap(others: list[Any]) -> int:

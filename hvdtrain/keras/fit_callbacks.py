@@ -25,7 +25,7 @@ from hvdtrain.core.errors import ConfigError, HvdtrainError, NonFiniteError, Rep
 from hvdtrain.core.lr import LR
 from hvdtrain.keras import averaging
 from hvdtrain.keras.backends.chosen import BACKEND
-from hvdtrain.keras.backends.session import KerasSession, Prepared, is_hooked, leaves_of, missing_hook
+from hvdtrain.keras.backends.session import KerasSession, Prepared, is_built, is_hooked, leaves_of, missing_hook
 from hvdtrain.keras.checkpoint import check_saveable, model_state
 from hvdtrain.keras.data.loader import KerasLoader
 from hvdtrain.keras.state import metric_states, moving_average, replicas, start
@@ -35,12 +35,11 @@ from hvdtrain.world.world import World
 
 
 class Callback(keras.callbacks.Callback):
-    """Base of ours; `fit` puts them before all others, but for some.
+    """Base of ours; `fit` puts them before all others.
 
     Attributes:
         comes_last: after all others, which have then set what a checkpoint is to hold.
-        fed: attributes that a rank which joins in the middle of a `fit` gets from another one, by name.
-        place: the point that training has reached.
+        fed: names of attributes that a rank gets from another one when it joins in the middle of a `fit`.
     """
 
     comes_last = False
@@ -79,7 +78,10 @@ class StartOfFit(Callback):
                 " hvdtrain.keras.callbacks(model), then model.fit(..., callbacks=ours)",
                 shared=True,
             )
-        start.begin_fit(self.model, self.session)
+        proofs = self.session.proofs
+        proofs.ready, proofs.wants_broadcast = False, not self.session.prepared.alone
+        if is_built(self.model):  # else when its first step has built it
+            start.start(self.model, self.session)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self.place.executions, self._in_epoch = 0, True
@@ -100,12 +102,9 @@ class StartOfFit(Callback):
 
 
 class EndOfEpoch(Callback):
-    """At the end of each epoch: replicas compared, moving statistics equal on all ranks, and logs that are those of all
-    ranks' samples.
+    """Compares replicas, averages moving statistics and makes logs those of all ranks' samples, as an epoch ends.
 
-    What a callback sets on one rank only (or by the logs of a batch, which are each rank's own) parts the replicas:
-    said before validation and checkpoints see them. Statistics are averaged before that, too. No hook for batches: with
-    one, Keras on torch would wait for every step's metrics before it starts the next step.
+    It has no hook for batches: with one, Keras on torch would wait for every step's metrics before the next step.
     """
 
     def __init__(self, session: KerasSession) -> None:
@@ -283,11 +282,7 @@ def global_batch(prepared: Prepared, optimizer: Any) -> int:
 
 
 def check_rate(optimizer: Any, lr: LR, global_batch: int) -> None:
-    """Refuses a learning rate that would be set in two places.
-
-    Raises:
-        ConfigError: the optimizer has a schedule of its own, or a rate that was scaled already.
-    """
+    """Raises ConfigError for an optimizer with a schedule, several rates, or a rate that was scaled already."""
     leaves = leaves_of(optimizer)
     if len(leaves) > 1:
         raise ConfigError(
@@ -407,9 +402,9 @@ class Wait(Callback):
 
 
 class Save(Callback):
-    """Writes a checkpoint after each epoch; and within it, if asked, at the first chance at or after every so many
-    steps (with `steps_per_execution` that is after the call that held the step). Weights that are not finite are not
-    written: earlier checkpoints stay.
+    """Writes a checkpoint after each epoch, and on request at the first chance at or after every so many steps.
+
+    Weights that are not finite are not written: earlier checkpoints stay.
     """
 
     comes_last = True

@@ -98,14 +98,7 @@ class Waits:
 def verdict(
     per_rank: Sequence[Mapping[str, float]], facts: RunFacts = RunFacts(), waits: Sequence[Waits] = ()
 ) -> Bottleneck:
-    """Says what holds a step up.
-
-    Args:
-        per_rank: for each rank its seconds by phase, over any number of steps; phases that are not known count
-            as "other".
-        facts: about the machine and the settings.
-        waits: of each rank, if they are known.
-    """
+    """Returns what holds a step up, from each rank's seconds by phase (unknown ones count as "other") and waits."""
     seconds = [_by_phase(phases) for phases in per_rank]
     step_s = [sum(phases[name] for name in STEP) for phases in seconds]
     if not seconds or sum(step_s) <= 0:
@@ -123,11 +116,7 @@ def verdict(
 
 
 def phases_per_rank(events: Iterable[Mapping[str, Any]]) -> list[dict[str, float]]:
-    """Adds up every rank's seconds by phase from a run's events (`hvdtrain.record.log.read_events`), without the first
-    step, which compiles.
-
-    Only the last start or resumption counts: before it the run may have had another number of ranks.
-    """
+    """Returns every rank's seconds by phase from the events since the last start, without the first step."""
     total: list[dict[str, float]] = []
     for event in events:
         if event.get("kind") in ("start", "resume"):

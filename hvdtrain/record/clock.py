@@ -40,11 +40,7 @@ class Clock:
         return self._phase
 
     def enter(self, phase: str) -> str:
-        """Ends the running phase and starts `phase`; returns the one that ended.
-
-        Raises:
-            ConfigError: not one of `PHASES`.
-        """
+        """Ends the running phase and starts `phase`, one of `PHASES`; returns the one that ended."""
         if phase not in PHASES:
             raise ConfigError(f"the phases are {', '.join(PHASES)}", repr(phase))
         before, self._phase = self._phase, phase
@@ -66,11 +62,7 @@ class Clock:
 
 
 def traced_updates(environ: Mapping[str, str]) -> int:
-    """Returns how many updates `HVDTRAIN_TRACE` asks to trace.
-
-    Raises:
-        ConfigError: it is no number of updates.
-    """
+    """Returns how many updates `HVDTRAIN_TRACE` asks to trace; raises ConfigError if it is no number."""
     text = environ.get(variables.TRACE) or "0"
     if not (text.isascii() and text.isdecimal()):
         raise ConfigError(f"{variables.TRACE} is a number of updates", repr(text), f"{variables.TRACE}=200")
@@ -78,13 +70,7 @@ def traced_updates(environ: Mapping[str, str]) -> int:
 
 
 class Tracing:
-    """Notes the marks of a run's first updates.
-
-    Args:
-        updates: how many.
-        world: whose engine records what it does meanwhile, if it can.
-        folder: for its record, on rank 0.
-    """
+    """Notes the marks of a run's first updates; Horovod's timeline goes into `folder`, on rank 0."""
 
     def __init__(self, updates: int, world: World, folder: Path) -> None:
         self._left, self._engine = updates, world.comm

@@ -52,11 +52,7 @@ def choose_run_dir(wanted: Path | None, stem: str, *, resume: bool, data_sha256:
 
 
 def next_folder(root: Path, stem: str) -> Path:
-    """Makes the next free folder `<stem>-N` below `root`, and returns it.
-
-    Raises:
-        OSError: it cannot be made.
-    """
+    """Makes the next free folder `<stem>-N` below `root`, and returns it."""
     number = max(_numbered(root, stem), default=0)
     while True:
         number += 1
@@ -97,10 +93,7 @@ def choose_run(wanted: Path | None, stem: str, *, resume: bool, data_sha256: str
 
 
 def goes_on(run_dir: Path) -> bool:
-    """Whether this process belongs to a job that was started again, and `run_dir` holds the run that it made earlier.
-
-    Where nothing names the job, whatever run is there is taken for its own.
-    """
+    """Returns True if this job was started again and `run_dir` holds its earlier run (any, if the job has no name)."""
     if not restarts(os.environ):
         return False
     earlier, job = read_run(run_dir), job_of(os.environ)
@@ -108,11 +101,7 @@ def goes_on(run_dir: Path) -> bool:
 
 
 def check_run_dir(run_dir: Path, *, resume: bool) -> None:
-    """Refuses what `RunLog` will refuse, as far as that is known before a framework is imported.
-
-    Raises:
-        ConfigError: cannot be written, or holds a run that has ended.
-    """
+    """Raises ConfigError for a directory that cannot be written, or holds a run that has ended."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         earlier = read_run(run_dir)

@@ -22,11 +22,7 @@ Reading = Mapping[str, Any]
 
 
 class Gpus:
-    """Samples this rank's GPUs from the first `start` to `stop`; none of its methods raises or waits for a GPU.
-
-    Args:
-        ordinals: the GPUs, as CUDA counts those that are visible to this process.
-    """
+    """Samples this rank's GPUs, by CUDA's ordinals, from `start` to `stop`; never raises or waits for a GPU."""
 
     def __init__(self, ordinals: Sequence[int]) -> None:
         self._ordinals = tuple(ordinals)
@@ -112,11 +108,7 @@ def gpus_of(ordinals: Sequence[int]) -> Gpus | None:
 
 
 def bus_ids(ordinals: Iterable[int]) -> list[str]:
-    """Returns where on the PCI bus GPUs are ("0000:3b:00.0"), by CUDA's driver: as every framework here counts them.
-
-    Raises:
-        OSError: no such library, or it refused; with its number for the reason.
-    """
+    """Returns the GPUs' places on the PCI bus ("0000:3b:00.0") by CUDA's driver; raises OSError if it refuses."""
     cuda = ctypes.CDLL("libcuda.so.1")
 
     def call(name: str, *args: Any) -> None:

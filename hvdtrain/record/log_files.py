@@ -25,11 +25,7 @@ _MOVE = "give another run directory, or move this one away"
 
 
 def read_run(run_dir: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """Returns run.json, or None if there is none.
-
-    Raises:
-        ConfigError: it is not JSON, or none of ours.
-    """
+    """Returns run.json, or None if there is none; raises ConfigError if it is none of ours."""
     path = Path(run_dir) / "run.json"
     try:
         run = json.loads(path.read_text(encoding="utf-8"))
@@ -266,11 +262,7 @@ def say(text: str, stream: TextIO | None = None) -> None:
 
 
 def lock(folder: Path) -> TextIO:
-    """Takes a run directory for this process; the kernel gives it back however the process ends.
-
-    Raises:
-        ConfigError: another process has it.
-    """
+    """Takes a run directory until the process ends; raises ConfigError if another one has it."""
     descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
     file = open(descriptor, "r+", encoding="utf-8")  # noqa: SIM115 (held as long as the run)
     try:
@@ -333,10 +325,10 @@ def now() -> str:
 
 
 class Sinks:
-    """What else follows a run: packages register it as entry points of the group `hvdtrain.sinks`.
+    """Other listeners of a run, registered as entry points of the group `hvdtrain.sinks`.
 
-    Each is called with the run's directory and what run.json holds; what it returns has `event(fields)` and
-    `close(status)`. One that fails, in whatever way, is named and left out from there on: training goes on.
+    Each is called with the run's directory and what run.json holds, and returns what has `event(fields)` and
+    `close(status)`. One that fails is named and dropped: training continues.
     """
 
     def __init__(self, run_dir: Path, record: Mapping[str, Any]) -> None:

@@ -39,13 +39,7 @@ class Verdict:
 
 
 def judge(reports: Mapping[int, Report], silent: Mapping[int, Report], hang_s: float) -> Verdict:
-    """Returns who is hung; pure.
-
-    Args:
-        reports: of the ranks that have answered.
-        silent: what is known of those that have not; {"reached": False} of one that may be out of reach.
-        hang_s: how long ranks may have to wait.
-    """
+    """Returns which ranks are hung, by reports of those that answered and what is known of silent ones; pure."""
     waits = {rank: report for rank, report in reports.items() if report["at"] is not None}
     awake_s = min((report["awake_s"] for report in reports.values()), default=0.0)
     late: list[int] = []

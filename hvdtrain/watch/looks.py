@@ -69,11 +69,7 @@ class StackSample(NamedTuple):
 
 
 class Looks:
-    """Looks at the chain of functions that the main thread is in, since this rank came to where it is.
-
-    Args:
-        window_s: what counts as the newest looks.
-    """
+    """Looks at the functions that the main thread is in, since this rank came to where it is."""
 
     def __init__(self, window_s: float) -> None:
         self._window_s = window_s
@@ -236,16 +232,7 @@ class Ticks:
 
 
 class Own:
-    """What the watch of a rank knows of this rank.
-
-    Args:
-        tracker: where this rank is.
-        meeting: rank 0's.
-
-    Attributes:
-        hang_s, token: of the meeting.
-        run_dir: where reports and pages are left; None: not known.
-    """
+    """What the watch of a rank knows of this rank; `run_dir` is where it leaves reports and pages."""
 
     def __init__(self, tracker: Tracker, meeting: Meeting) -> None:
         self._tracker, self.hang_s, self.token = tracker, meeting.hang_s, meeting.token

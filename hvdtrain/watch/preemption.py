@@ -40,11 +40,7 @@ _TICK_S = 0.2
 
 
 def wanted(environ: Mapping[str, str]) -> bool:
-    """Whether signals are to be acted on.
-
-    Raises:
-        ConfigError: the variable is neither on nor off.
-    """
+    """Returns True if signals are to be acted on; raises ConfigError for a variable that is neither on nor off."""
     value = environ.get(variables.PREEMPTION, "") or "on"
     if value not in ("on", "off"):
         raise ConfigError(
@@ -56,16 +52,7 @@ def wanted(environ: Mapping[str, str]) -> bool:
 
 
 class Notice:
-    """Whether this rank was preempted.
-
-    Args:
-        rank: this one.
-        tracker: where it is.
-        environ: the launcher's word in it.
-
-    Attributes:
-        told: it was.
-    """
+    """Notes whether this rank was preempted (`told`)."""
 
     def __init__(self, rank: int, tracker: Tracker, environ: Mapping[str, str]) -> None:
         self.told = False

@@ -31,14 +31,7 @@ class Round:
 
 
 class Rounds:
-    """Rank 0's questions; and rank 1's judgement, should rank 0 be the one that asks nothing.
-
-    Args:
-        own: what this rank says of itself.
-        size: how many ranks there are.
-        who: host and process of each rank, where they are known.
-        end: ends the job, with rule, what came, and remedy, through these links; or the ranks that are hung.
-    """
+    """Rank 0's questions, and rank 1's judgement of a rank 0 that asks nothing; `end` ends the job."""
 
     def __init__(
         self,
@@ -58,12 +51,7 @@ class Rounds:
             self._round.answers[rank] = message["look"]
 
     def go_on(self, links: Links, idle_s: float) -> None:
-        """Asks, waits for answers, and judges; to be called all the time.
-
-        Args:
-            links: to the ranks that have come.
-            idle_s: for how long rank 0 has been where it is.
-        """
+        """Asks, waits for answers, and judges; to be called all the time, with rank 0's idle time."""
         now = time.monotonic()
         if idle_s < self._own.hang_s * hang.STOPPED:
             self._round = None

@@ -56,11 +56,7 @@ def hang_s(environ: Mapping[str, str]) -> float:
 
 
 def listen(detected: Detected, environ: Mapping[str, str]) -> tuple[socket.socket | None, Meeting]:
-    """Opens rank 0's socket where the other ranks can reach it; see `listen_to_ranks`.
-
-    Returns:
-        The socket, None where there is none to be had or needed; and what the others must know.
-    """
+    """Opens rank 0's socket (None: there is none), and returns it with what the others must know."""
     seconds = after_s(environ)
     nowhere = Meeting(seconds, (), 0, "")
     if not seconds:
@@ -97,14 +93,7 @@ def start(
 
 
 class Watch:
-    """One rank's thread that watches over its `Tracker`.
-
-    Args:
-        tracker: where this rank is.
-        meeting: rank 0's.
-        listener: on rank 0.
-        who: host and process of each rank, where they are known.
-    """
+    """One rank's thread that watches over its `Tracker`."""
 
     def __init__(
         self,
@@ -278,16 +267,10 @@ class Watch:
 def end_all(
     error: list[str], rank: int, links: Sequence[RankLink], program: str = "hvdtrain", code: int = OUT_OF_STEP_CODE
 ) -> NoReturn:
-    """Prints the error and ends this process, whose main thread is blocked.
+    """Prints the error (rule, received, remedy) and ends this process, whose main thread is blocked.
 
     Rank 0 tells the others first, and waits until they have printed it: a launcher that sees one rank gone ends all.
-
-    Args:
-        error: rule, what came, and remedy.
-        rank: this one.
-        links: of rank 0, to all others; of the others, to rank 0; without, the error is told whole.
-        program: that says so.
-        code: that the process ends with.
+    The links are rank 0's to all others, or another rank's to rank 0; without one the error is printed whole.
     """
     with ending():
         try:

@@ -105,14 +105,12 @@ def _takes_epoch(function: Callable[..., Any]) -> bool:
 
 
 class CountedRecords:
-    """An iterator over the records of an epoch that counts them and keeps a digest; what fails says at which record.
+    """Iterates over the records of an epoch, counts them and keeps a digest; names the record that fails.
 
     Args:
-        records: the stream.
         unstable: names of parts that differ from one reading to the next, and are not compared.
         told: is called before each record, with ~its number.
         keep: how many of the first are kept, as `first`.
-        kind: what they are to the user.
     """
 
     def __init__(
@@ -183,12 +181,7 @@ class StreamHead:
 
 
 def head(begin: Callable[[], Iterator[Any]], count: int = HEAD, kind: StreamWords = STREAM) -> StreamHead:
-    """Returns the head of a stream, which is read twice: ranks read it on their own, and a resumed run again.
-
-    Args:
-        begin: begins to read it.
-        count: records to look at, or samples of batches.
-        kind: what it is to the user.
+    """Returns the head of a stream, which `begin` begins twice; `count` records, or samples of batches, of it.
 
     Raises:
         ConfigError: the two differ in all parts of a record that tell one from another.

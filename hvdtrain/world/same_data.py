@@ -50,11 +50,7 @@ class Digest:
 
 
 def of_arrays(data: Any) -> Digest:
-    """Returns the digest of an array, or of nested dicts, lists and tuples of arrays (`None` counts); local.
-
-    Args:
-        data: what has a length and gives a row for an index: numpy arrays, memory maps, tensors on any device.
-    """
+    """Returns the digest of nested arrays, memory maps or tensors on any device (`None` counts); local."""
     leaves = list(_leaves(data))
     arrays = [leaf for _, leaf in leaves]
     whole = sum(int(getattr(leaf, "nbytes", _WHOLE_BYTES + 1)) for leaf in arrays if leaf is not None) <= _WHOLE_BYTES
@@ -323,11 +319,8 @@ def checksum(array: np.ndarray) -> int:
 
 
 def is_statistic(name: str) -> bool:
-    """Whether state that is not trained is a running mean or variance, by the names that the frameworks' normalisation
-    layers (and others) give them: then the mean over ranks has a meaning. Other state (a queue, a centre, the vector of
-    a power iteration) has none, and is made equal by taking rank 0's.
+    """Returns True for a running mean or variance, by its name: then a mean over ranks has a meaning.
 
-    Args:
-        name: of a buffer or variable, its layers' names before it or not.
+    Other state that is not trained (a queue, a centre) has none, and is made equal by taking rank 0's.
     """
     return name.replace("/", ".").rpartition(".")[2].startswith(("running_", "moving_"))

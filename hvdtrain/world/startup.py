@@ -42,10 +42,7 @@ RANK_0_SPEAKS_FIRST_S = 3.0
 
 
 def run_program(name: str, work: Callable[[Detected], None]) -> int:
-    """Runs `work(detected)`; returns 0. An error is printed as one block, and the process ends with it.
-
-    A rank that ends takes the others with it, through their launcher: none is left waiting.
-    """
+    """Runs `work(detected)` and returns 0; an error is printed as one block, and the process ends with it."""
     rank = 0
     try:
         detected = detect(os.environ)
@@ -121,11 +118,7 @@ def _may_be_set(name: str, value: object) -> bool:
 
 
 def use_tuned(detected: Detected) -> None:
-    """Sets what the file in HVDTRAIN_TUNED says, once, before an engine starts; rank 0 tells.
-
-    Raises:
-        ConfigError: see `tuned`.
-    """
+    """Sets what the file in HVDTRAIN_TUNED says, once, before an engine starts; raises as `tuned`."""
     if path := os.environ.pop(variables.TUNED, ""):
         found, text = tuned(path, os.environ, detected.local_size)
         os.environ.update(found)
@@ -137,10 +130,7 @@ def use_tuned(detected: Detected) -> None:
 
 
 def share_cores(detected: Detected) -> None:
-    """Divides this machine's cores among its ranks: else each starts a thread per core, and they fight.
-
-    Variables that are set already, or by a file of tuned settings, stay as they are.
-    """
+    """Divides this machine's cores among its ranks by threads a rank; variables that are set stay."""
     use_tuned(detected)
     threads = max(1, len(os.sched_getaffinity(0)) // max(1, detected.local_size))
     for variable in THREADS:
@@ -151,9 +141,7 @@ def share_cores(detected: Detected) -> None:
 
 
 def keras_modules(backend: str, detected: Detected) -> dict[str, str]:
-    """The modules that Keras on a backend needs, in the order to import them, each with the command that helps.
-
-    Horovod is among them only if a launcher started this process.
+    """Returns the modules that Keras on a backend needs, in import order, each with the command that installs it.
 
     Raises:
         ConfigError: a backend that hvdtrain has no adapter for.
@@ -170,13 +158,7 @@ def keras_modules(backend: str, detected: Detected) -> dict[str, str]:
 
 
 def torch_modules(engine: str, detected: Detected, *, torchvision: bool = True) -> dict[str, str]:
-    """The modules that a PyTorch program needs under an engine, in the order to import them, each with the command
-    that helps.
-
-    Args:
-        engine: as the user gave it; "auto" is resolved as `hvdtrain.init` does.
-        detected: what the launcher says.
-        torchvision: whether the program uses it.
+    """Returns the modules that a PyTorch program needs under an engine, as `keras_modules`.
 
     Raises:
         LauncherError: this launcher cannot start that engine's ranks.
@@ -196,14 +178,7 @@ def torch_modules(engine: str, detected: Detected, *, torchvision: bool = True) 
 
 
 def find_modules(needed: Mapping[str, str]) -> None:
-    """Looks for modules without importing them; takes milliseconds.
-
-    Args:
-        needed: module to the command that installs it.
-
-    Raises:
-        LauncherError: names all that are missing, this Python, and the commands.
-    """
+    """Raises LauncherError, with the commands to install them, for modules that are missing; takes milliseconds."""
     roots = dict.fromkeys(name.partition(".")[0] for name in needed)
     missing = [root for root in roots if importlib.util.find_spec(root) is None]
     if missing:

@@ -126,13 +126,11 @@ def walk(
     ahead: int,
     digest: int | None = None,
 ) -> Iterator[tuple[StreamStep, list[Any]]]:
-    """Yields each step that is left in the epoch, and this rank's records of it, raw.
+    """Yields each step that is left in the epoch after `begin` samples, and this rank's records of it, raw.
 
     Args:
-        records: the whole stream, from its beginning.
-        begin: samples of all ranks that are done.
         ahead: steps that are looked at before one is yielded, at least 1.
-        digest: of the records before `begin`, as the run that did them had them; None: nobody knows.
+        digest: of the records before `begin`, as the run that did them had them; None: not known.
 
     Raises:
         ConfigError: the stream ends before `begin`, or that is within a batch; the records before it are others.

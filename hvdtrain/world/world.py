@@ -346,11 +346,7 @@ def set_current(world: World | None) -> None:
 
 
 def given_or_current(world: World | None, framework: str) -> World:
-    """Returns the world given to an adapter, or that of the last `init()`.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Returns the world given to an adapter, or that of the last `init()`; raises ConfigError if there is none."""
     found = world if world is not None else _current
     if found is None:
         raise ConfigError(

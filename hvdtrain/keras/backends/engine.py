@@ -18,14 +18,6 @@ from hvdtrain.keras.backends.chosen import BACKEND
 def attach(detected: Detected, *, engine: str, device: str, gpus_per_rank: int, seed: int) -> Engine:
     """Starts the engine, pins this rank's GPUs and seeds Keras; called by `hvdtrain.init("keras")`.
 
-    Args:
-        detected: what the launcher says about this process.
-        engine: `solo` (one process, Horovod is not imported) or `horovod`.
-        device: `auto` | `cpu` | `cuda`.
-        gpus_per_rank: GPUs a rank uses.
-        seed: the same on every rank, so that all build the same initial weights; each rank's dropout stream
-            is derived from it when training starts.
-
     Raises:
         ConfigError: a GPU is asked for where none is visible.
         ModuleNotFoundError: Horovod is missing (`init` says how to build it).

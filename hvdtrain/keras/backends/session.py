@@ -149,7 +149,7 @@ class KerasSession:
     def words(self) -> list[Any]:
         """Returns what a step sends to the other ranks: was this rank preempted, is it about to leave?"""
         its = self.place.elastic
-        return [self.notes.preempted] if its is None else [self.notes.preempted, its.leaving.read_value()]
+        return [self.notes.preempted.read_value(), *([] if its is None else [its.leaving.read_value()])]
 
     def receive(self, preempted: Any, leaves: Any = 0) -> None:
         """Takes the sums of all ranks' `words`."""

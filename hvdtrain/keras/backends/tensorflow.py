@@ -425,7 +425,7 @@ class TensorFlowNotes:
     """What steps send to the other ranks beside gradients, and what they keep.
 
     Attributes:
-        preempted: a variable, 1 where this rank was, as a step sends it.
+        preempted: 1 where this rank was, which the next step sends to all ranks.
         kept_batch: the batch of a step that was to keep it; `None` until then.
         waited: seconds within steps that waited for data, a number or a variable.
     """
@@ -437,10 +437,6 @@ class TensorFlowNotes:
         self._wants_batch = tf.Variable(False, trainable=False)
         self.kept_batch: Any = None
         self.waited: Any = 0.0
-
-    def send_preempted(self) -> None:
-        """Makes the next step send to all ranks that this one was preempted."""
-        self.preempted.assign(1.0)
 
     def note_loss(self, loss: Any, live: LiveBatch, name: str) -> None:
         """Notes the loss of the global batch, from this rank's part (its loss times its samples)."""

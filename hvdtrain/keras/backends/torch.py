@@ -24,21 +24,19 @@ _INTEGER_OF_WIDTH = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int
 
 
 class TorchBackend:
-    """Tensor and collective operations for `KERAS_BACKEND=torch`."""
+    """Tensor and collective operations for `KERAS_BACKEND=torch`; what they do: see `TensorFlowBackend`."""
 
     name = "torch"
     epoch_iterator = TorchEpochIterator  # of Keras' `fit`
 
     @property
     def hvd(self) -> Any:
-        """`horovod.torch`, imported when the first collective needs it (one process needs none)."""
         import horovod.torch as hvd
 
         return hvd
 
     # ---------------------------------------------------------------- host side
     def host_allreduce(self, array: np.ndarray, op: str, name: str) -> np.ndarray:
-        """Reduces a host array over ranks. `op`: `sum` | `min` | `max`."""
         operation = {"sum": self.hvd.Sum, "min": self.hvd.Min, "max": self.hvd.Max}[op]
         with self.rank_losses():
             return self.hvd.allreduce(torch.tensor(array, device="cpu"), op=operation, name=name).numpy()
@@ -48,12 +46,10 @@ class TorchBackend:
             return self.hvd.broadcast(torch.tensor(array, device="cpu"), root, name=name).numpy()
 
     def host_allgather(self, array: np.ndarray, name: str) -> np.ndarray:
-        """Concatenates the ranks' arrays along axis 0 (lengths may differ)."""
         with self.rank_losses():
             return self.hvd.allgather(torch.tensor(array, device="cpu"), name=name).numpy()
 
     def rank_losses(self) -> AbstractContextManager[None]:
-        """Explains errors of Horovod's."""
         from horovod.common.exceptions import HorovodInternalError
 
         return losses_in(HorovodInternalError)
@@ -62,7 +58,6 @@ class TorchBackend:
         return nullcontext()
 
     def to_numpy(self, variable: Any) -> np.ndarray:
-        """A variable's values, to be read at once: they may be its own memory."""
         value = variable.value.detach()
         if not value.is_cpu or value.dtype == torch.bfloat16:
             return np.asarray(keras.ops.convert_to_numpy(value))
@@ -71,11 +66,9 @@ class TorchBackend:
         return array
 
     def copies(self, variables: Sequence[Any]) -> list[Any]:
-        """Device-side copies of the variables' values, for `put_back`."""
         return [variable.value.detach().clone() for variable in variables]
 
     def make_copies(self, variables: Sequence[Any]) -> Callable[[], list[Any]]:
-        """`copies` as a function to be called often."""
         return lambda: self.copies(variables)
 
     def number(self, value: float) -> Any:
@@ -87,19 +80,13 @@ class TorchBackend:
                 variable.value.copy_(copy)
 
     def checksums(self, variables: Sequence[Any]) -> np.ndarray:
-        """One int64 per variable, of its bits and their order."""
         return torch.stack([_checksum(variable.value) for variable in variables]).cpu().numpy()
 
     def make_checksums(self, variables: Sequence[Any]) -> Callable[[], np.ndarray]:
-        """`checksums` as a function to be called often."""
         return lambda: self.checksums(variables)
 
     # ---------------------------------------------------------------- inside a step
     def split_dead(self, x: Any, sample_weight: Any) -> tuple[float, Any]:
-        """Returns this rank's samples, and its sample weights as Keras may see them.
-
-        See `session.NO_SAMPLE`.
-        """
         first = next(leaf for leaf in keras.tree.flatten(x) if leaf is not None)
         weights = [torch.as_tensor(w) for w in keras.tree.flatten(sample_weight) if w is not None]
         single = bool(weights) and all(w.shape[0] == 1 for w in weights)  # else no step waits for a GPU here
@@ -113,30 +100,25 @@ class TorchBackend:
         return TorchNotes(self)
 
     def given_of(self, batches: Any) -> Any:
-        """Returns what Keras gives its train function, of an iterator over batches."""
         return [next(batches)]
 
     def no_gradient(self) -> AbstractContextManager[Any]:
         return torch.no_grad()
 
     def total(self, values: Any) -> Any:
-        """The sum of a tensor, as a float64 scalar without gradient."""
         return torch.as_tensor(values).detach().sum(dtype=torch.float64)
 
     def elements(self, values: Any) -> float:
         return float(values.numel())
 
     def by_samples(self, values: Any, data: Any) -> bool:
-        """Returns True if the elements of a loss are known to be a multiple of the samples, the same in all batches."""
         first = next(leaf for leaf in keras.tree.flatten(data) if leaf is not None)
         return tuple(values.shape) == (first.shape[0],)
 
     def unless_zero(self, value: Any, samples: float) -> Any:
-        """`value`, or 0 if there are no samples."""
         return value if samples else value * 0.0
 
     def times(self, tensor: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
-        """`tensor * (a * b) / (c * d)`, exactly `tensor` where the products are equal; 0 for a division by 0."""
         below = c * d
         if torch.is_tensor(below):
             ratio = torch.where(below == 0, torch.zeros_like(below), a * b / below)
@@ -161,17 +143,9 @@ class TorchBackend:
         return 0 if live is None else next(live.calls)
 
     def differentiable_sum(self, values: Any, samples: float, name: str) -> Any:
-        """The sum of a float64 tensor over ranks that have samples.
-
-        Gradients are those of the mean over all samples, for ranks whose own are weighed by `samples` afterwards.
-        """
         return _Sum.apply(values, samples, name, self.hvd)
 
     def gather_rows(self, tensors: list[Any], samples: float, total: float, rank: int, name: str) -> list[Any]:
-        """Joins the ranks' tensors [n, ...]; those of a rank without samples are left out.
-
-        Gradients go to a rank's own rows, times total / samples: `weigh` takes that away again.
-        """
         rows = torch.tensor([tensor.shape[0] if samples else 0 for tensor in tensors])
         with self.rank_losses():
             every = self.hvd.allgather(rows, name=f"{name}.rows").reshape(-1, len(tensors))
@@ -196,7 +170,6 @@ class TorchBackend:
         return True
 
     def weigh(self, tensors: list[Any], samples: float, total: float, size: int) -> list[Any]:
-        """Multiplies tensors by `samples * size / total`; exactly 1 for equal shares, zeros without samples."""
         if samples * size == total:
             return tensors
         if samples == 0:
@@ -206,14 +179,12 @@ class TorchBackend:
 
     @contextmanager
     def unmoved_if_dead(self, samples: float, variables: Sequence[Any]) -> Iterator[None]:
-        """Undoes what happens to variables inside, if this rank's batch holds no sample."""
         before = self.copies(variables) if samples == 0 else []
         yield
         if samples == 0:
             self.put_back(variables, before)
 
     def reduce(self, tensors: list[Any], op: str, name: str, *, half: bool, size: int) -> list[Any]:
-        """All-reduces dense tensors of one dtype as one group. `op`: `average` | `max`."""
         dtype = tensors[0].dtype
         tensors = [tensor.detach() for tensor in tensors]
         if half and op == "average" and dtype.itemsize > 2:
@@ -240,7 +211,6 @@ class TorchBackend:
         return gradient.to_dense()
 
     def agree_finite(self, finite: Any, name: str) -> Any:
-        """Returns True only if `finite` is true on every rank."""
         flag = torch.as_tensor(finite).to("cpu", torch.int32).reshape(1)
         return bool(self.hvd.allreduce(flag, op=self.hvd.Min, name=name)[0])
 
@@ -283,29 +253,18 @@ class TorchBackend:
 
 
 class TorchNotes:
-    """What steps send to the other ranks beside gradients, and what they keep.
+    """See `TensorFlowNotes`."""
 
-    Attributes:
-        preempted: 1 where this rank was, as a step sends it.
-        kept_batch: the batch of a step that was to keep it; `None` until then.
-        waited: seconds within steps that waited for data: Keras has the batch before it begins a step.
-    """
-
-    waited = 0.0
+    waited = 0.0  # Keras has the batch before it begins a step
 
     def __init__(self, backend: TorchBackend) -> None:
         self._backend = backend
-        self.preempted = 0.0
+        self.preempted = Number(0.0)
         self.kept_batch: Any = None
         self._wants_batch = False
         self._loss: Any = float("nan")
 
-    def send_preempted(self) -> None:
-        """Makes the next step send to all ranks that this one was preempted."""
-        self.preempted = 1.0
-
     def note_loss(self, loss: Any, live: LiveBatch, name: str) -> None:
-        """Notes the loss of the global batch, from this rank's part (its loss times its samples)."""
         self.loss()
         self._loss = self._backend.start_sum(loss.detach().double(), name), live.total()
 
@@ -316,11 +275,9 @@ class TorchNotes:
         return float(self._loss)
 
     def want_batch(self) -> None:
-        """Makes the next step keep its batch."""
         self.kept_batch, self._wants_batch = None, True
 
     def keep_batch(self, data: Any) -> None:
-        """Keeps a wanted batch as `kept_batch`."""
         if self._wants_batch:
             self.kept_batch, self._wants_batch = data, False
 

@@ -56,7 +56,12 @@ def loader(
     """
     world = given_or_current(world, "keras")
     seed = world.seed if seed is None else seed
-    _check_batch(data, per_rank_batch)
+    if per_rank_batch is None and not comes_in_batches(data):
+        raise ConfigError(
+            "per_rank_batch is the samples that a rank takes in a step",
+            f"per_rank_batch was not given, and a {type(data).__name__} does not come in batches",
+            "loader((x, y), per_rank_batch=32)",
+        )
     walked = _walk_of(data, class_weight, seed)
     if walked is not None:
         return _walking(walked, per_rank_batch, world, tail, seed, in_batches=comes_in_batches(data))
@@ -92,15 +97,6 @@ def _is_torch(data: Any, name: str) -> bool:
     """Returns True for a data set of `torch.utils.data`, which need not be installed."""
     kinds = [kind for kind in type(data).__mro__ if kind.__module__.startswith("torch.utils.data")]
     return any(kind.__name__ == name for kind in kinds)
-
-
-def _check_batch(data: Any, per_rank_batch: int | None) -> None:
-    if per_rank_batch is None and not comes_in_batches(data):
-        raise ConfigError(
-            "per_rank_batch is the samples that a rank takes in a step",
-            f"per_rank_batch was not given, and a {type(data).__name__} does not come in batches",
-            "loader((x, y), per_rank_batch=32)",
-        )
 
 
 def _walk_of(data: Any, class_weight: Mapping[int, float] | None, seed: int) -> Walk | None:

@@ -161,11 +161,7 @@ def unpacked(data: Any) -> tuple[Any, Any, Any]:
 
 
 def arrays(data: Any, name: str) -> Any:
-    """Returns nested data with tensors as numpy arrays; `None` stays.
-
-    Raises:
-        ConfigError: what is no array: a list of numbers, a file's data set, a data frame.
-    """
+    """Returns nested data with tensors as numpy arrays, `None` kept; raises ConfigError for what is no array."""
 
     def one(leaf: Any) -> Any:
         kind = str(getattr(leaf, "dtype", "")).lower()

@@ -16,11 +16,7 @@ from hvdtrain.world.world import World
 
 
 def weigh(gradients: Sequence[Any], live: LiveBatch, ranks: Any) -> list[Any]:
-    """Multiplies this rank's gradients by live samples x ranks / live samples of all ranks.
-
-    The average over ranks of the result is then the gradient of the mean over all samples, whatever the
-    shares; with equal shares the factor is exactly 1 and the gradients pass untouched.
-    """
+    """Multiplies gradients by live samples x ranks / live samples of all ranks: exactly 1 for equal shares."""
     where = [i for i, gradient in enumerate(gradients) if gradient is not None]
     dense = [gradients[i].values if BACKEND.is_sparse(gradients[i]) else gradients[i] for i in where]
     if not dense:

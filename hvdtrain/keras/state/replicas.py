@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +17,8 @@ from hvdtrain.keras.backends.session import leaves_of, optimizers_of
 from hvdtrain.keras.state import reduce
 from hvdtrain.world.same_data import is_statistic
 from hvdtrain.world.world import World
+
+_MANY = 1 << 16  # elements of a variable that are compared to name one that differs
 
 
 # -------------------------------------------------------------------- which variables
@@ -122,12 +125,13 @@ def check_equal(
     if not differing.size:
         return
     first = variables[int(differing[0])]
-    value = np.asarray(BACKEND.to_numpy(first)).astype(np.float64)
-    reports = world.gather((_summary(value), value.reshape(-1)[:_MANY]))
-    where, values = _first_difference([values for _, values in reports])
+    value = np.asarray(BACKEND.to_numpy(first)).astype(np.float64).reshape(-1)
+    summary = f"sum {value.sum():.9g}, largest {np.abs(value).max():.9g}"
+    summaries, parts = zip(*world.gather((summary, value[:_MANY])), strict=True)
+    where = int(np.argmax((np.stack(parts) != parts[0]).any(axis=0)))  # the first that differs, of those compared
     lines = [
-        f"rank {rank}: {summary}, element {where}: {float(values[rank]) if len(values) else float('nan')!r}"
-        for rank, (summary, _) in enumerate(reports)
+        f"rank {rank}: {summary}, element {where}: {float(part[where])!r}"
+        for rank, (summary, part) in enumerate(zip(summaries, parts, strict=True))
     ]
     raise ReplicaError(
         f"replicas must be equal {when}: {differing.size} of {len(variables)} variables differ, first {path_of(first)}",
@@ -157,11 +161,7 @@ def _is_finite(value: Any) -> bool:
 
 
 def check_finite(model: keras.Model, world: World) -> None:
-    """Refuses weights that are no use to anybody: a trained one or a moving statistic that is not finite; collective.
-
-    Raises:
-        NonFiniteError: on every rank.
-    """
+    """Raises NonFiniteError on every rank for a trained weight or moving statistic that is not finite; collective."""
     watched = [*model.trainable_weights, *filter(_is_statistic, model.non_trainable_weights)]
     bad = [path_of(v) for v in watched if not _is_finite(v.value)]
     reports = world.gather(bad)
@@ -173,21 +173,6 @@ def check_finite(model: keras.Model, world: World) -> None:
             " (keras.callbacks.TerminateOnNaN); earlier checkpoints are untouched: restore one, here or in a new run",
             shared=True,
         )
-
-
-_MANY = 1 << 16
-
-
-def _summary(value: np.ndarray) -> str:
-    return f"sum {value.sum():.9g}, largest {np.abs(value).max() if value.size else 0.0:.9g}"
-
-
-def _first_difference(values: Sequence[np.ndarray]) -> tuple[int, list[float]]:
-    """Returns the first flat index where ranks differ (among those compared), and each rank's value there."""
-    table = np.stack(values)
-    differing = np.flatnonzero((table != table[0]).any(axis=0))
-    where = int(differing[0]) if differing.size else 0
-    return where, table[:, where].tolist() if table.shape[1] else []
 
 
 # -------------------------------------------------------------------- make equal
@@ -206,8 +191,11 @@ def check_same_variables(variables: Sequence[Any], world: World) -> None:
 
 def broadcast(variables: Sequence[Any], world: World, root: int = 0) -> None:
     """Sets variables to root's values, bit for bit and whatever the dtype; collective."""
-    for group in _groups(variables):
-        sends = world.rank == root
+    ends = itertools.accumulate(int(np.prod(variable.shape)) * 8 for variable in variables)
+    sends = world.rank == root
+    # in messages of about CHUNK_BYTES, each of whole variables
+    for _, pairs in itertools.groupby(zip(variables, ends, strict=True), lambda pair: pair[1] // CHUNK_BYTES):
+        group = [variable for variable, _ in pairs]
         values = world.broadcast([np.array(BACKEND.to_numpy(v)) for v in group] if sends else None, root)
         for variable, value in zip(group, values or (), strict=True) if not sends else ():
             variable.assign(value)
@@ -249,17 +237,3 @@ def parted(model: keras.Model, world: World) -> list[str]:
     if not variables:
         return []
     return [path_of(variables[index]) for index in _differing(BACKEND.checksums(variables), world)]
-
-
-def _groups(variables: Sequence[Any]) -> list[list[Any]]:
-    """Splits variables so that no group is much more than one message."""
-    groups: list[list[Any]] = []
-    size = CHUNK_BYTES
-    for variable in variables:
-        nbytes = int(np.prod(variable.shape)) * 8
-        if size + nbytes > CHUNK_BYTES:
-            groups.append([])
-            size = 0
-        groups[-1].append(variable)
-        size += nbytes
-    return groups

@@ -120,10 +120,7 @@ def split_streams(model: keras.Model, world: World) -> None:
 
 
 def apply_derived(model: keras.Model, state: Mapping[str, np.ndarray], rank: int) -> None:
-    """Sets this rank's streams to those that follow from rank 0's state.
-
-    Python's and numpy's generators themselves stay as they are (see above).
-    """
+    """Sets this rank's streams to those that follow from rank 0's state, but for Python's and numpy's generators."""
     seeds = {}
     for key, value in state.items():
         if key.startswith(("seed.", "torch_cpu", "python", "numpy")):
@@ -143,11 +140,7 @@ def apply_derived(model: keras.Model, state: Mapping[str, np.ndarray], rank: int
 
 
 def check_saved() -> None:
-    """Refuses a step whose random state no checkpoint can hold.
-
-    Raises:
-        ConfigError: the step that is being traced draws from `tf.random`'s operations.
-    """
+    """Raises ConfigError if the step being traced draws from `tf.random`, whose state no checkpoint can hold."""
     drawn = BACKEND.hidden_random()
     if drawn:
         raise ConfigError(

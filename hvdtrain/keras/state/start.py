@@ -9,23 +9,8 @@ from typing import Any
 import keras
 
 from hvdtrain.comm.elastic import repeated
-from hvdtrain.keras.backends.session import (
-    KerasSession,
-    TrainingPlace,
-    is_built,
-    is_hooked,
-    missing_hook,
-    optimizers_of,
-)
+from hvdtrain.keras.backends.session import KerasSession, is_hooked, missing_hook, optimizers_of
 from hvdtrain.keras.state import moving_average, replicas, rng
-from hvdtrain.world.world import World
-
-
-def begin_fit(model: keras.Model, session: KerasSession) -> None:
-    """Asks for rank 0's state and all checks; a model that is not built gets them when its first step has built it."""
-    session.proofs.ready, session.proofs.wants_broadcast = False, not session.prepared.alone
-    if is_built(model):
-        start(model, session)
 
 
 def start(model: keras.Model, session: KerasSession) -> None:
@@ -34,15 +19,21 @@ def start(model: keras.Model, session: KerasSession) -> None:
     Broadcasts rank 0's state first if the callbacks asked for it; without the callbacks replicas that differ
     are an error (a forgotten broadcast).
     """
-    alone = session.prepared.alone
+    alone, place = session.prepared.alone, session.place
     if not alone and not is_hooked(model.optimizer):
         raise missing_hook(model.name, model.optimizer)
-    _build(model)  # alone, too: some optimizers start from the weights as they then are
+    if not model.optimizer.built:  # alone as well: some optimizers start from the weights as they then are
+        moving_average.check(model)
+        model.optimizer.build(model.trainable_variables)
     if not alone:
         session.proofs.proof = _made_equal(model, session)
         session.proofs.wants_broadcast = False
-    _put_random_state(model, session.place, session.prepared.world)
-    session.proofs.ready = True
+    if place.restored_random is not None:  # last of all, because building a model draws random numbers
+        rng.restore(model, place.restored_random)
+        place.restored_random, place.saves = None, True
+    elif not place.streams_set:
+        rng.split_streams(model, session.prepared.world)
+    place.streams_set = session.proofs.ready = True
 
 
 @repeated
@@ -68,22 +59,8 @@ def _made_equal(model: keras.Model, session: KerasSession) -> Any:
     return proofs.proof
 
 
-def _put_random_state(model: keras.Model, place: TrainingPlace, world: World) -> None:
-    """Runs last of all, because building a model draws random numbers."""
-    if place.restored_random is not None:
-        rng.restore(model, place.restored_random)
-        place.restored_random, place.saves = None, True
-    elif not place.streams_set:
-        rng.split_streams(model, world)
-    place.streams_set = True
-
-
 def check_agreement(model: keras.Model, session: KerasSession) -> None:
-    """Compares what every rank must have set alike; collective.
-
-    Raises:
-        ReplicaError: on every rank, naming the first setting that differs, with each rank's value.
-    """
+    """Raises ReplicaError on every rank for the first setting that differs among ranks; collective."""
     settings = _flat(_settings(model, session))
     session.prepared.world.agree_all(
         {key: settings[key] for key in sorted(settings, key=lambda key: ("learning_rate" not in key, key))},
@@ -148,10 +125,3 @@ def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
         if key != "name":
             out.update(_flat(item, f"{prefix}.{key}" if prefix else str(key)))
     return out
-
-
-def _build(model: keras.Model) -> None:
-    """Makes the optimizer's slots, for all weights; raises what `moving_average.check` does."""
-    if not model.optimizer.built:
-        moving_average.check(model)
-        model.optimizer.build(model.trainable_variables)

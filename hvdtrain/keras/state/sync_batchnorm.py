@@ -26,8 +26,7 @@ _PLAIN = keras.layers.BatchNormalization
 
 
 def synchronize(model: keras.Model, session: KerasSession) -> None:
-    """Makes batch-norm layers normalise over the session's ranks: those with `synchronized=True`, and with
-    `prepare(sync_batchnorm=True)` all of them; others are plain again. In place; can be repeated.
+    """Makes batch-norm layers normalise over all ranks if they, or `prepare`, ask for it; others are plain again.
 
     Raises:
         ConfigError: a layer whose class computes its statistics in its own way.

@@ -44,13 +44,7 @@ class Divisor:
 def observed(
     weigh: Callable[[Any, Divisor], Any], data: Any, whole: Callable[[], None] = lambda: None
 ) -> AbstractContextManager[None]:
-    """While open, the value of every Keras loss over a batch is what `weigh(value, divisor)` returns.
-
-    Args:
-        weigh: called for losses that sum or average; not for those that return one number of their own.
-        data: the batch.
-        whole: called for those.
-    """
+    """Replaces every Keras loss over a batch by `weigh(value, divisor)` while open; calls `whole` for one number."""
 
     def reduce(
         original: Any, values: Any, sample_weight: Any = None, mask: Any = None, reduction: Any = MEANS[0],
@@ -86,14 +80,7 @@ def divisor_of(values: Any, sample_weight: Any, mask: Any, reduction: str, data:
 
 @contextmanager
 def weighed(session: KerasSession, data: Any) -> Iterator[None]:
-    """While open, losses count in this step as the part of the global batch's loss that they are.
-
-    `session.live` is this step's. Collective if a loss asks for it: ranks call their losses in the same order.
-
-    Args:
-        session: the model's.
-        data: this rank's batch.
-    """
+    """Counts losses in this step (`session.live`) as parts of the global batch's while open; collective if needed."""
     live, count = session.live, 0
     assert live is not None
 
@@ -144,9 +131,9 @@ def as_it_is(live: LiveBatch) -> Iterator[None]:
 
 
 def _means_of_batches(session: KerasSession, live: LiveBatch) -> AbstractContextManager[None]:
-    """While open, one number for a batch (an output's loss, `tracker.update_state(loss)`) counts in a `Mean` as
-    this rank's part of the global batch, and so the batch as a whole once, as in one process. So does a value for
-    each row of what `whole` joined, and an output's loss that Keras weighs by the rows of the global batch.
+    """Counts one number for a batch in a `Mean` as this rank's part of the global batch while open.
+
+    So does a value for each row of what `whole` joined, and an output's loss that Keras weighs by its rows.
     """
 
     def update_state(original: Any, self: Any, values: Any, sample_weight: Any = None) -> Any:

@@ -26,11 +26,7 @@ _steps: list[KerasSession] = []  # whose train or test step runs
 
 @contextmanager
 def of_step(session: KerasSession, *, trains: bool = True) -> Iterator[None]:
-    """Notes that a step of a prepared model runs.
-
-    Raises:
-        ConfigError: one of a model with `whole=True` has computed its loss by itself.
-    """
+    """Notes that a step runs; raises ConfigError if one with `whole=True` computed its loss by itself."""
     _steps.append(session)
     try:
         yield
