@@ -63,9 +63,6 @@ def run(args: argparse.Namespace) -> int:
     return findings.exit_code(found.findings)
 
 
-# ---- the report for people: the hosts as a table, what was measured, then what was found
-
-
 def text(found: DoctorReport) -> str:
     """Returns the report as people read it."""
     parts = [_hosts(found)] if found.cluster.facts else []

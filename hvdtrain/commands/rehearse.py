@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from hvdtrain.cluster.function.rehearsal import Ranks, import_shared, imported_by, slots_of
+from hvdtrain.cluster.hosts import probe
 from hvdtrain.cluster.launch import processes
 from hvdtrain.core import flags, variables
 from hvdtrain.core.errors import ConfigError, LauncherError
@@ -76,9 +77,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _rehearse(args: argparse.Namespace) -> int:
-    from hvdtrain.guard.script import execute, source_of
+    from hvdtrain.guard import script
 
-    path = source_of(args.script, args.module)
+    path = script.source_of(args.script, args.module)
     try:
         with tokenize.open(path) as file:  # by its byte-order mark and encoding line
             source = file.read()
@@ -103,9 +104,7 @@ def _rehearse(args: argparse.Namespace) -> int:
     ranks.fork(slots_of(args.np, args.per_host or args.np), own)
     if ranks.number is not None:  # no `finally` is around this: a rank goes on as the program
         if not watched:
-            return execute(args.script, args.argv, args.module)
-        from hvdtrain.guard import script
-
+            return script.execute(args.script, args.argv, args.module)
         return script.run(args.script, args.argv, args.module, warn=False, report=None, every=COMPARED_EVERY)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored by what a shell runs in the background
     try:
@@ -115,7 +114,6 @@ def _rehearse(args: argparse.Namespace) -> int:
 
 
 def say(text: str) -> None:
-    """Tells the user something that no rank has written."""
     print(f"{PROGRAM}: {text}", file=sys.stderr, flush=True)
 
 
@@ -224,14 +222,12 @@ def _late(ranks: Ranks, limit_s: float, done: list[int], still_s: float) -> int:
 
 
 def _check_room(ranks: Ranks) -> None:
-    memory = dict(line.split()[:2] for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
-    total, free = int(memory["MemTotal:"]), int(memory["MemAvailable:"])
+    memory = probe.memory()
+    total, free = memory["MemTotal"], memory["MemAvailable"]
     if free < _LEAST_FREE * total:
-        raise LauncherError(
-            "all ranks have room in this machine's memory",
-            f"{ranks.np} ranks have left {free >> 10} of {total >> 10} MiB",
-            "fewer ranks (-np), a smaller model, batch or data set",
-        )
+        rule = "all ranks must have room in this machine's memory"
+        received = f"{ranks.np} ranks have left {free >> 20} of {total >> 20} MiB"
+        raise LauncherError(rule, received, "fewer ranks (-np), a smaller model, batch or data set")
 
 
 def _memory(memory: Mapping[int, tuple[int, int]]) -> Iterator[str]:

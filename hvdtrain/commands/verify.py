@@ -128,9 +128,6 @@ def _chosen(wanted: Sequence[str] | None) -> list[str]:
     return found
 
 
-# ---- as a command that starts its own ranks
-
-
 def _own_ranks(framework: str, args: argparse.Namespace) -> dict[str, Any]:
     """Starts the ranks on the hosts; returns rank 0's result, or why there is none."""
     job = host_flags.job_of(args, os.environ, here=lambda: _ranks_here(args))
@@ -150,9 +147,6 @@ def _ranks_here(args: argparse.Namespace) -> int:
         args.device = "cpu"
         print("hvdtrain verify: 1 GPU here, so 2 ranks on the CPU (one rank on the GPU: -np 1)", file=sys.stderr)
     return max(2, gpus)
-
-
-# ---- as one of the ranks of a launcher
 
 
 def _as_rank(framework: str, args: argparse.Namespace, detected: Detected) -> dict[str, Any]:

@@ -53,7 +53,6 @@ class KerasWatch:
         self._compared: dict[int, int] = {}  # steps of each optimizer that ended with a comparison
         session.at_end.append(self._last)
 
-    # -- Keras and TensorFlow --------------------------------------------------------------------------------------
     def optimizers(self, module: ModuleType) -> None:
         def made(original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             optimizer.__dict__["_guard_line"] = user_line()
@@ -107,7 +106,6 @@ class KerasWatch:
 
         wrap(module.Function, "__call__", called)
 
-    # -- Horovod ---------------------------------------------------------------------------------------------------
     def horovod(self, module: ModuleType) -> None:
         def tape(original: Any, *args: Any, **kwargs: Any) -> Any:
             self._tape = True
@@ -157,7 +155,6 @@ class KerasWatch:
             return original(*args, **kwargs)
         return self._session.wrapped_collective(original, *args, **kwargs)
 
-    # -- each step -------------------------------------------------------------------------------------------------
     def _number(self, optimizer: Any, variables: list[Any]) -> int:
         number = self._numbers.setdefault(id(optimizer), len(self._numbers))
         self._variables[number] = (optimizer, variables)  # kept, so that its id stays its own

@@ -56,7 +56,6 @@ class GuardSession:
         self._depth = threading.local()
         self._told: set[tuple[str, str]] = set()
 
-    # -- the beginning ---------------------------------------------------------------------------------------------
     def meet(self, rank: int, size: int, broadcast: Callable[[Any], Any]) -> None:
         """Connects the ranks, the first time; `broadcast` gives every rank rank 0's object; collective."""
         if self._met or size < 2:
@@ -125,7 +124,6 @@ class GuardSession:
                     line=f"{os.path.basename(path)}:{number}: {source.splitlines()[number - 1].strip()}",
                 )  # fmt: skip
 
-    # -- what is reported ------------------------------------------------------------------------------------------
     def report(self, **report: Any) -> None:
         """Gives rank 0 a report; this rank goes on."""
         if not self.on or os.getpid() != self._pid:
@@ -187,7 +185,6 @@ class GuardSession:
         self.tracker.updates = self.joins << 32
         return result
 
-    # -- rank 0, and what the others hear of it --------------------------------------------------------------------
     def _listen(self) -> None:
         while not self._over.is_set():
             links = dict(self._links)
@@ -234,7 +231,6 @@ class GuardSession:
             except ConfigError as error:  # raised once the other ranks have ended
                 self._unwritten = error
 
-    # -- the end ---------------------------------------------------------------------------------------------------
     def finish(self) -> None:
         """Ends when all scripts have; rank 0 prints what was proven, or raises ConfigError (the report's file)."""
         for report in self.at_end:

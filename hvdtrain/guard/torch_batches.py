@@ -101,7 +101,6 @@ class BatchWatch:
             self._looking.remove()
             self._looking = None
 
-    # -- each update -----------------------------------------------------------------------------------------------
     def of_update(self, optimizer: Any, number: int, steps: int) -> None:
         """Reports the samples of the update that an optimizer is about to do after `steps` others, and their order."""
         loader = self._loader() if self._loader is not None else None

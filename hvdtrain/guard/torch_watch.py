@@ -50,7 +50,6 @@ class TorchWatch:
         self.batches = BatchWatch(session)
         session.at_end.append(self._last)
 
-    # -- PyTorch ---------------------------------------------------------------------------------------------------
     def optimizers(self, module: ModuleType) -> None:
         def made(original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             result = original(optimizer, *args, **kwargs)
@@ -81,7 +80,6 @@ class TorchWatch:
         for name in ("clip_grad_norm_", "clip_grad_value_"):
             wrap(module, name, clipped)
 
-    # -- Horovod ---------------------------------------------------------------------------------------------------
     def wrapped(self, module: ModuleType) -> None:
         session = self._session
 
@@ -145,7 +143,6 @@ class TorchWatch:
                 )  # fmt: skip
         return result
 
-    # -- each update -----------------------------------------------------------------------------------------------
     def _before(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._depth += 1
         session = self._session

@@ -109,20 +109,15 @@ def build(
         wheel = _compile(source, settings, environment, runner)
         proof = prove(wheel, environment.frameworks(), runner, mpi=environment.mpi, nccl=environment.gpu == "nccl")
         key = cache_key(environment, cuda, sha256_of(archive))
-        record = {
-            "environment": asdict(environment),
-            "edits": [patch.name for patch in patches],
-            "proof": proof,
-            "seconds": round(time.monotonic() - started, 1),
-        }
+        seconds, edits = round(time.monotonic() - started, 1), [patch.name for patch in patches]
+        record = {"environment": asdict(environment), "edits": edits, "proof": proof, "seconds": seconds}
         return _store(wheel, cache / key, record)
 
 
 def fetch_sdist(cache: Path, run: Commands) -> Path:
-    """Horovod's source distribution from PyPI, kept in `cache`; its checksum is compared at every use.
+    """Fetches Horovod's source distribution from PyPI into `cache`, and compares its checksum at every use.
 
-    pip runs an archive's setup.py to learn its requirements, so pip compares the checksum first (`--require-hashes`):
-    nothing of an archive that the index made up is run.
+    pip runs an archive's setup.py to learn its requirements, so pip compares the checksum first (`--require-hashes`).
 
     Raises:
         HvdtrainError: the package index cannot be reached, or sent something else.
@@ -137,11 +132,9 @@ def fetch_sdist(cache: Path, run: Commands) -> Path:
         run(f"fetching horovod {HOROVOD_VERSION} from PyPI", command)
     found = sha256_of(archive)
     if found != SDIST_SHA256:
-        raise HvdtrainError(
-            rule=f"the source distribution must have sha256 {SDIST_SHA256}",
-            received=f"the package index sent {found}",
-            remedy="check the index pip is configured for, or pass a copy you trust with --sdist FILE",
-        )
+        rule = f"the source distribution must have sha256 {SDIST_SHA256}"
+        remedy = "check the index pip is configured for, or pass a copy you trust with --sdist FILE"
+        raise HvdtrainError(rule, f"the package index sent {found}", remedy)
     return archive
 
 
@@ -155,19 +148,15 @@ def unpack(archive: Path, target: Path) -> Path:
         with tarfile.open(archive) as tar:
             _extract(tar, target)
     except (tarfile.TarError, OSError, EOFError) as error:
+        remedy = f"pass horovod-{HOROVOD_VERSION}.tar.gz from PyPI, sha256 {SDIST_SHA256}"
         raise HvdtrainError(
-            rule="the source distribution must be a readable .tar.gz",
-            received=f"{archive}: {error}",
-            remedy=f"pass horovod-{HOROVOD_VERSION}.tar.gz from PyPI, sha256 {SDIST_SHA256}",
+            "the source distribution must be a readable .tar.gz", f"{archive}: {error}", remedy
         ) from error
     top = target / f"horovod-{HOROVOD_VERSION}"
     if not (top / "setup.py").is_file():
         found = ", ".join(sorted(path.name for path in target.iterdir())) or "nothing"
-        raise HvdtrainError(
-            rule=f"the recipe patches horovod {HOROVOD_VERSION} and no other version",
-            received=f"{archive} contains {found}",
-            remedy=f"pass horovod-{HOROVOD_VERSION}.tar.gz",
-        )
+        rule = f"the recipe patches horovod {HOROVOD_VERSION} and no other version"
+        raise HvdtrainError(rule, f"{archive} contains {found}", f"pass horovod-{HOROVOD_VERSION}.tar.gz")
     return top
 
 

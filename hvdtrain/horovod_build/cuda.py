@@ -56,11 +56,8 @@ def _installed_toolkit(version: str, source: str) -> Path | None:
             return Path(candidate)
         reasons.append(f"{candidate}: {reason}")
     if source != "auto":
-        raise HvdtrainError(
-            rule=f"--cuda must name a CUDA toolkit of version {version} (PyTorch's; for TensorFlow alone, 13.0)",
-            received="; ".join(reasons),
-            remedy="give another folder, or --cuda wheels",
-        )
+        rule = f"--cuda must name a CUDA toolkit of version {version} (PyTorch's; for TensorFlow alone, 13.0)"
+        raise HvdtrainError(rule, "; ".join(reasons), "give another folder, or --cuda wheels")
     return None
 
 
@@ -84,11 +81,10 @@ def _home_from_wheels(version: str, cache: Path, run: Runner) -> Path:
     nvcc finds its parts relative to its own real path, so it must not be a link into several site-packages.
     """
     if version not in CUDA_WHEELS:
-        raise HvdtrainError(
-            rule=f"PyPI's wheels give a usable CUDA compiler for CUDA {', '.join(CUDA_WHEELS)} only",
-            received=f"PyTorch was built with CUDA {version}, and no complete toolkit of that version was found",
-            remedy=f"install the CUDA {version} toolkit and pass --cuda DIR, or build with --gpu none",
-        )
+        rule = f"PyPI's wheels give a usable CUDA compiler for CUDA {', '.join(CUDA_WHEELS)} only"
+        received = f"PyTorch was built with CUDA {version}, and no complete toolkit of that version was found"
+        remedy = f"install the CUDA {version} toolkit and pass --cuda DIR, or build with --gpu none"
+        raise HvdtrainError(rule, received, remedy)
     target = cache / f"cuda-{version}"
     home = target / "nvidia" / "cu13"
     if not (home / "lib64").exists():

@@ -76,14 +76,11 @@ class Environment:
 
 
 def look(gpu: str = "auto", mpi: str = "auto") -> Environment:
-    """Probes the environment this runs in.
+    """Probes the environment this runs in; raises HvdtrainError with all that is missing, or too old.
 
     Args:
         gpu: "auto" (NCCL where `cuda_here` finds what it is for), "none" or "nccl".
-        mpi: "auto" (use MPI when its compiler wrapper is there), "on" or "off".
-
-    Raises:
-        HvdtrainError: something is missing, or too old; lists every finding at once.
+        mpi: "auto" (use MPI if its compiler wrapper is installed), "on" or "off".
     """
     problems: list[str] = []
     torch = torch_here(problems)
@@ -101,11 +98,8 @@ def look(gpu: str = "auto", mpi: str = "auto") -> Environment:
     problems += _gpu_problems(gpu, torch)
     mpi_version = _mpi(mpi, problems)
     if problems:
-        raise HvdtrainError(
-            rule="this environment cannot build Horovod",
-            received="; ".join(problems),
-            remedy="change what is named above, then run `hvdtrain build-horovod` again",
-        )
+        remedy = "change what is named above, then run `hvdtrain build-horovod` again"
+        raise HvdtrainError("this environment cannot build Horovod", "; ".join(problems), remedy)
     use_nccl = gpu == "nccl" or (gpu == "auto" and cuda_here(torch) is not None)
     return Environment(
         python=platform.python_version(),

@@ -35,7 +35,10 @@ def prove(wheel: Path, frameworks: list[str], run: Commands, *, mpi: str | None,
         built = run("  check-build", [*_HOROVODRUN, "--check-build"], env=variables, cwd=elsewhere)
         names = {"torch": "PyTorch", "tensorflow": "TensorFlow"}
         wanted = [*(names[one] for one in frameworks), "Gloo", *["MPI"] * bool(mpi), *["NCCL"] * nccl]
-        lines = [_require_built(built, wanted)]
+        if missing := [name for name in wanted if f"[X] {name}" not in built]:
+            rule = "check-build must list everything this build was asked for"
+            raise HvdtrainError(rule, f"missing {', '.join(missing)} in:\n{built}", "read the build log")
+        lines = [f"check-build: {', '.join(wanted)}"]
         return lines + _prove_ranks(frameworks, _launchers(mpi), variables, elsewhere, run)
 
 
@@ -50,11 +53,8 @@ def _prove_ranks(
             printed = run(what, launcher + module, env=variables, cwd=folder, timeout_s=PROOF_TIMEOUT_S)
             found = re.findall(rf"{framework} rank \d of 2 over \w+ \(built with [^)]*\): proven", printed)
             if len(found) != 2 or any(f"over {name}" not in line for line in found):
-                raise HvdtrainError(
-                    rule=f"2 ranks of {framework} over {name} must each prove the collectives",
-                    received=f"{len(found)} did: {'; '.join(found) or 'none'}",
-                    remedy=f"read {run.log}",
-                )
+                rule = f"2 ranks of {framework} over {name} must each prove the collectives"
+                raise HvdtrainError(rule, f"{len(found)} did: {'; '.join(found) or 'none'}", f"read {run.log}")
             lines += sorted(found)
     return lines
 
@@ -89,14 +89,3 @@ def proof_environment(site: Path) -> dict[str, str]:
     if not (shutil.which("ssh") or shutil.which("rsh")):  # without them Open MPI 4 starts no ranks here either
         variables["OMPI_MCA_plm"] = "isolated"
     return variables
-
-
-def _require_built(printed: str, wanted: list[str]) -> str:
-    missing = [name for name in wanted if f"[X] {name}" not in printed]
-    if missing:
-        raise HvdtrainError(
-            rule="check-build must list everything this build was asked for",
-            received=f"missing {', '.join(missing)} in:\n{printed}",
-            remedy="read the build log",
-        )
-    return "check-build: " + ", ".join(wanted)

@@ -43,11 +43,8 @@ class Commands:
                     progress(line)
             code = process.wait()
         if code:
-            raise HvdtrainError(
-                rule=f"{what}: failed with exit code {code}",
-                received=_telling(printed),
-                remedy=f"the whole log is {self.log}",
-            )
+            rule = f"{what}: failed with exit code {code}"
+            raise HvdtrainError(rule, _telling(printed), f"the whole log is {self.log}")
         return "".join(printed)
 
 
@@ -63,15 +60,8 @@ def _process(
     command: list[str], timeout_s: float = threading.TIMEOUT_MAX, **options: Any
 ) -> Iterator[subprocess.Popen[str]]:
     """A child in its own session whose whole tree is gone when the block ends, and after that time."""
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-        **options,
-    )
+    options |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
+    process = subprocess.Popen(command, start_new_session=True, **options)
     deadline = threading.Timer(timeout_s, _kill_tree, [process])
     try:
         deadline.start()

@@ -43,9 +43,13 @@ class Live:
 
 def all_reduce(job: Job, cluster: ClusterFacts) -> Live | None:
     """Returns how an all-reduce over the hosts went; None where no framework is on all of them with Horovod."""
-    framework = next((name for name in ("torch", "tensorflow") if _everywhere(cluster, name)), None)
-    if framework is None:
+    common = {"torch": ("torch",), "tensorflow": ("tensorflow", "tensorflow-cpu")}
+    for facts in cluster.facts.values():
+        extensions, packages = (known(facts, "horovod") or {}).get("extensions") or {}, known(facts, "packages") or {}
+        common = {name: its for name, its in common.items() if name in extensions and set(its) & set(packages)}
+    if not common:
         return None
+    framework = next(iter(common))
     hosts = _places(job, cluster)
     live = Live(framework, sum(host.slots for host in hosts))
     # told by name: the module that this Python has may be at another path there
@@ -78,18 +82,8 @@ def checked(live: Live | None) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _everywhere(cluster: ClusterFacts, framework: str) -> bool:
-    """Whether every host has the framework, and a Horovod for it."""
-    names = {"torch": ("torch",), "tensorflow": ("tensorflow", "tensorflow-cpu")}[framework]
-    return all(
-        framework in ((known(facts, "horovod") or {}).get("extensions") or {})
-        and any(name in (known(facts, "packages") or {}) for name in names)
-        for facts in cluster.facts.values()
-    )
-
-
 def _places(job: Job, cluster: ClusterFacts) -> list[Host]:
-    """A rank on each host; on a single one a rank for each GPU it has to use, and two at least."""
+    """Returns the hosts with a rank each; a single one with a rank for each GPU, and two at least."""
     hosts = [host for host in job.hosts if host.name in cluster.facts]
     if len(hosts) > 1:
         return [Host(host.name, 1) for host in hosts]

@@ -47,7 +47,6 @@ def thorough(cluster: ClusterFacts) -> Iterator[Finding]:
     yield from _same_machines(cluster)
 
 
-# -- slots ----------------------------------------------------------------------------------------------------
 def _gpu_slots(host: str, facts: Facts, ranks: int) -> Iterator[Finding]:
     gpus = known(facts, "gpu_count")
     if gpus and ranks > gpus:
@@ -94,7 +93,6 @@ def _unanswered(cluster: ClusterFacts, host: str, facts: Facts) -> Iterator[Find
             )  # fmt: skip
 
 
-# -- GPUs -----------------------------------------------------------------------------------------------------
 def _gpus(cluster: ClusterFacts, host: str, facts: Facts) -> Iterator[Finding]:
     gpus = known(facts, "gpus")
     if gpus is None:
@@ -207,7 +205,6 @@ def _same_machines(cluster: ClusterFacts) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-# -- memory and disks -----------------------------------------------------------------------------------------
 def _memory(cluster: ClusterFacts, host: str, facts: Facts) -> Iterator[Finding]:
     memory, shared, ranks = known(facts, "memory"), known(facts, "shared_memory"), cluster.ranks[host]
     if memory and memory.get("MemAvailable", ranks * GIB) < ranks * _MEMORY_PER_RANK_BYTES:

@@ -63,7 +63,6 @@ class RunFolder:
     seen: dict[str, list[str]] = field(default_factory=dict)  # the hosts whose files each host sees there
 
 
-# -- names ----------------------------------------------------------------------------------------------------
 def distinct(cluster: ClusterFacts) -> Iterator[Finding]:
     """Every host is another machine, with another name."""
     by_machine: dict[Any, list[str]] = defaultdict(list)
@@ -95,7 +94,6 @@ def distinct(cluster: ClusterFacts) -> Iterator[Finding]:
             )  # fmt: skip
 
 
-# -- addresses ------------------------------------------------------------------------------------------------
 def network(cluster: ClusterFacts, links: Links) -> Iterator[Finding]:
     """All that was measured between the hosts."""
     if links.no_network is not None:
@@ -249,7 +247,6 @@ def _clocks(cluster: ClusterFacts, links: Links) -> Iterator[Finding]:
             )  # fmt: skip
 
 
-# -- the folder that runs are written to ----------------------------------------------------------------------
 def folder(cluster: ClusterFacts, found: RunFolder) -> Iterator[Finding]:
     """The run directory can be written to, and is the same on every host."""
     first = next(iter(cluster.facts), None)  # none answers: nothing was written

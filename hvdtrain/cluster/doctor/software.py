@@ -35,7 +35,6 @@ def quick(cluster: ClusterFacts) -> Iterator[Finding]:
     yield from _horovod(cluster)
 
 
-# -- Python ---------------------------------------------------------------------------------------------------
 def _other_python(cluster: ClusterFacts, usual: str, others: Mapping[str, str]) -> Finding:
     versions = {host: f"{its['version']} ({its['executable']})" for host, its in cluster.of("python").items()}
     return Finding(
@@ -60,7 +59,6 @@ def _python(cluster: ClusterFacts, host: str, facts: Facts) -> Iterator[Finding]
     )  # fmt: skip
 
 
-# -- packages -------------------------------------------------------------------------------------------------
 def _installed(cluster: ClusterFacts, host: str, facts: Facts) -> Iterator[Finding]:
     packages = facts["packages"]
     python = cluster.python_on(host)
@@ -77,18 +75,14 @@ def _installed(cluster: ClusterFacts, host: str, facts: Facts) -> Iterator[Findi
             cluster.on(host, python, "-m", "pip", "install", "hvdtrain[torch,keras,build]"),
         )  # fmt: skip
     elif "horovod" not in packages:
+        tools = known(facts, "tools") or {}
+        missing = [package for name, package in (("c++", "g++"), ("cmake", "cmake")) if tools.get(name, "?") is None]
+        first = cluster.on(host, "apt-get", "install", "-y", *missing) + "\n" if missing else ""
         yield Finding(
             "no-horovod", "error", (host,), f"{python} has no horovod",
             "ranks average their gradients through it; no wheels are published for today's frameworks",
-            _tools_first(cluster, host, facts) + cluster.build_on(host),
+            first + cluster.build_on(host),
         )  # fmt: skip
-
-
-def _tools_first(cluster: ClusterFacts, host: str, facts: Facts) -> str:
-    """The packages that the build needs and that are not there."""
-    tools = known(facts, "tools") or {}
-    missing = [package for name, package in (("c++", "g++"), ("cmake", "cmake")) if tools.get(name, "?") is None]
-    return cluster.on(host, "apt-get", "install", "-y", *missing) + "\n" if missing else ""
 
 
 def _same_packages(cluster: ClusterFacts) -> Iterator[Finding]:
@@ -135,7 +129,6 @@ def _same_code(cluster: ClusterFacts) -> Iterator[Finding]:
     )  # fmt: skip
 
 
-# -- Horovod --------------------------------------------------------------------------------------------------
 def _horovod(cluster: ClusterFacts) -> Iterator[Finding]:
     for host, facts in cluster.facts.items():
         horovod = known(facts, "horovod")

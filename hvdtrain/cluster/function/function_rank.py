@@ -61,7 +61,7 @@ def main() -> int:
 
 
 def _end_within(limit_s: float) -> None:
-    """Ends this process after that time, if something holds up its end: a thread, or a process, of the function."""
+    """Ends this process after that time, if a thread or a process of the function holds up its end."""
     with contextlib.suppress(OSError, ValueError):  # no standard output, or none that takes any
         sys.stdout.flush()
     # a thread of C's, which no lock holds up
@@ -83,11 +83,7 @@ class _Result:
         self._descriptor, self._file = descriptor, os.fstat(descriptor)
 
     def hand_back(self, how: str, data: bytes = b"") -> None:
-        """Writes how the function ended, and what it gave.
-
-        Raises:
-            ConfigError: the function has closed the descriptor; another file may have its number.
-        """
+        """Writes how the function ended, and what it gave; raises ConfigError if it has closed the descriptor."""
         if not self._is_open():
             rule = "the function of hvdtrain.run must leave descriptors open that it has not opened"
             received = f"it closed descriptor {self._descriptor}, through which its result goes to the caller"

@@ -47,12 +47,7 @@ _LAST_LINES = 40
 
 
 def imported_by(source: str, keras_backend: str = "tensorflow") -> list[str]:
-    """Returns which of `SHARED` a program imports, wherever in its text; pure.
-
-    Args:
-        source: Python.
-        keras_backend: what Keras will run on.
-    """
+    """Returns which of `SHARED` a Python program imports, wherever in its text; pure."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -92,14 +87,10 @@ class Ranks:
     _updates: dict[int, int] = field(default_factory=dict)
 
     def fork(self, slots: Sequence[Slot], environ: Mapping[str, str]) -> None:
-        """Makes the ranks. Returns in each of them, too.
-
-        Args:
-            slots: their places.
-            environ: what they get beside this process's environment and their places.
-        """
+        """Makes the ranks, with `environ` beside this process's environment; returns in each of them, too."""
         processes.adopt_orphans()
-        _allow_many_files()
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard if soft < hard else soft, hard))  # each has sockets to all
         server = rendezvous.serve(HERE.address, places(slots))
         job = environment.of_job(HERE, server.server_port, port_of(uuid.uuid4().hex)) | environment.of_host(HERE)
         job |= {variables.RUN_DIR: str(self.folder)}
@@ -133,15 +124,12 @@ class Ranks:
             sys.modules["torch"].seed()
 
     def log(self, rank: int) -> Path:
-        """Returns the file with what a rank has written to both streams."""
         return self.folder / f"rank-{rank:04d}.log"
 
     def last_lines(self, rank: int) -> tuple[str, ...]:
-        """Returns the end of it."""
         return tuple(self.log(rank).read_text(encoding="utf-8", errors="replace").splitlines()[-_LAST_LINES:])
 
     def reap(self) -> None:
-        """Notes who has ended."""
         for rank, pid in enumerate(self.pids):
             if rank not in self.ends:
                 found, status = os.waitpid(pid, os.WNOHANG)
@@ -166,9 +154,10 @@ class Ranks:
         for rank, pid in enumerate(self.pids):
             if rank not in self.ends:
                 with contextlib.suppress(OSError, ValueError):
-                    sizes = _sizes(Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii"))
-                    own = sizes["Private_Dirty"] + sizes["Private_Clean"]
-                    found[rank] = (own, sizes["Rss"] - own)
+                    lines = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines()[1:]
+                    sizes = {name: int(kib) for name, kib, _ in map(str.split, lines)}
+                    own = sizes["Private_Dirty:"] + sizes["Private_Clean:"]
+                    found[rank] = (own, sizes["Rss:"] - own)
         return found
 
     def end(self) -> None:
@@ -179,14 +168,3 @@ class Ranks:
                 while os.waitpid(-1, os.WNOHANG)[0]:
                     pass
             time.sleep(processes.TICK_S)
-
-
-def _sizes(text: str) -> dict[str, int]:
-    lines = (line.split() for line in text.splitlines()[1:])
-    return {words[0].rstrip(":"): int(words[1]) for words in lines if len(words) == 3}
-
-
-def _allow_many_files() -> None:
-    """Each rank has a socket to each other, several times."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard if soft < hard else soft, hard))
