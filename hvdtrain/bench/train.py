@@ -51,19 +51,12 @@ Groups = Sequence[Mapping[str, Sequence[float]]]  # samples of each way, by labe
 
 @dataclass(frozen=True)
 class Way:
-    """One way to train.
+    """One way to train."""
 
-    Attributes:
-        label: in the table.
-        arm: of the job.
-        processes: that are started; 0 stands for all ranks.
-        keras: the backend, where Keras trains.
-    """
-
-    label: str
-    arm: str
-    processes: int = 0
-    keras: str = ""
+    label: str  # in the table
+    arm: str  # of the job
+    processes: int = 0  # that are started; 0 stands for all ranks
+    keras: str = ""  # the backend, where Keras trains
 
     @property
     def family(self) -> str:

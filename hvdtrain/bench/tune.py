@@ -39,18 +39,12 @@ Settings = dict[str, str]
 
 @dataclass(frozen=True)
 class Knob:
-    """What may be set.
-
-    Attributes:
-        variables: all of them take the same value.
-        values: to try.
-        usual: what holds where nothing is set, if that is known.
-    """
+    """What may be set."""
 
     name: str
-    variables: Sequence[str]
-    values: Sequence[str]
-    usual: str | None = None
+    variables: Sequence[str]  # all of them take the same value
+    values: Sequence[str]  # to try
+    usual: str | None = None  # what holds where nothing is set, if that is known
 
     def of(self, settings: Settings) -> str | None:
         """Returns its value."""
@@ -59,21 +53,13 @@ class Knob:
 
 @dataclass
 class Tuned:
-    """What the search found.
+    """What the search found."""
 
-    Attributes:
-        settings: to use.
-        ratio: their time over that of the start; None: they are the same.
-        verdict: in words.
-        trials: what was tried, against which best value until then, and what came of it.
-        untried: what there was no time for.
-    """
-
-    settings: Settings
-    ratio: stats.Interval | None
-    verdict: str
-    trials: list[dict[str, Any]]
-    untried: list[str]
+    settings: Settings  # to use
+    ratio: stats.Interval | None  # their time over that of the start; None: they are the same
+    verdict: str  # in words
+    trials: list[dict[str, Any]]  # what was tried, against which best value until then, and what came of it
+    untried: list[str]  # what there was no time for
 
 
 def find(
@@ -143,23 +129,13 @@ def knobs_of(what: str, ranks: int, cores: int, *, launchers: Sequence[str], com
 
 @dataclass
 class Races:
-    """Jobs of one command, one for each of two settings at a time.
+    """Jobs of one command, one for each of two settings at a time."""
 
-    Args:
-        jobs: where they run.
-        command: of every rank.
-        ranks: how many.
-        folder: where hvdtrain writes what it would write for them.
-
-    Attributes:
-        what: trains, on what.
-    """
-
-    jobs: InterleavedJobs
-    command: Sequence[str]
+    jobs: InterleavedJobs  # where they run
+    command: Sequence[str]  # of every rank
     ranks: int
-    folder: Path
-    what: str = ""
+    folder: Path  # where hvdtrain writes what it would write for them
+    what: str = ""  # the framework and its device, as the first job reports them
 
     def __post_init__(self) -> None:
         self._running: dict[str, tuple[Settings, float]] = {}  # by job's name: with seconds an update, as last seen

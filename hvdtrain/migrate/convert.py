@@ -18,19 +18,12 @@ _MODULES = ("horovod.torch", "horovod.tensorflow.keras", "horovod.keras", "horov
 
 @dataclass(frozen=True)
 class Conversion:
-    """The result of a conversion.
+    """The result of a conversion."""
 
-    Attributes:
-        text: the new script; the old one if lines of it are refused.
-        refused: the lines that cannot be converted, with reasons.
-        notes: what to know of converted lines.
-        framework: the script's framework: torch, keras.
-    """
-
-    text: str
-    refused: tuple[LineNote, ...] = ()
-    notes: tuple[LineNote, ...] = ()
-    framework: str = "torch"
+    text: str  # the new script; the old one if lines of it are refused
+    refused: tuple[LineNote, ...] = ()  # the lines that cannot be converted, with reasons
+    notes: tuple[LineNote, ...] = ()  # what to know of converted lines
+    framework: str = "torch"  # the script's framework: torch, keras
 
 
 def convert(text: str, target: Target = HVDTRAIN) -> Conversion:

@@ -31,7 +31,6 @@ _GRACE_S = 20
 # of a folder, or one file, that is copied for a run
 _MOST_FILES = 1000
 _MOST_BYTES = 64 * 2**20
-_UNDONE = {"hvdtrain": ", and hvdtrain's own seeding of each rank was undone", "ddp": ""}
 _NOTHING = "nothing was proven: the old script {}"
 _NEEDS = (
     "give the script its own arguments (hvdtrain migrate train.py --epochs 1), run it where its data and GPUs are, or"
@@ -49,7 +48,6 @@ _CAUSES = {
 }
 _RANK = (sys.executable, "-m", "hvdtrain.migrate.rank")
 _UNITS = {"torch": "updates", "keras": "batches of fit"}
-_NAMES = {"torch": "PyTorch", "keras": "Keras"}
 _TORCHRUN = (
     sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
     "--nproc-per-node", str(RANKS), *_RANK[1:],
@@ -62,29 +60,17 @@ class NotProvenError(HvdtrainError):
 
 @dataclass(frozen=True)
 class ScriptProof:
-    """The largest difference between the weights of two scripts.
+    """The largest difference between the weights of two scripts."""
 
-    Attributes:
-        updates: number of updates of each script.
-        tensors: number of tensors compared on each rank: parameters and buffers.
-        name: the tensor that differs most, relative to its size.
-        rank: the rank where it does.
-        difference: the largest difference of its elements, divided by the largest of its values.
-        tolerance: the difference that rounding explains, of its type, after so many updates.
-        framework: the scripts' framework: torch, keras.
-        target: what the new script is on: hvdtrain, ddp.
-        whole: True if both scripts ran to their end.
-    """
-
-    updates: int
-    tensors: int
-    name: str
-    rank: int
-    difference: float
-    tolerance: float
-    framework: str = "torch"
-    target: str = "hvdtrain"
-    whole: bool = True
+    updates: int  # number of updates of each script
+    tensors: int  # number of tensors compared on each rank: parameters and buffers
+    name: str  # the tensor that differs most, relative to its size
+    rank: int  # the rank where it does
+    difference: float  # the largest difference of its elements, divided by the largest of its values
+    tolerance: float  # the difference that rounding explains, of its type, after so many updates
+    framework: str = "torch"  # the scripts' framework: torch, keras
+    target: str = "hvdtrain"  # what the new script is on: hvdtrain, ddp
+    whole: bool = True  # True if both scripts ran to their end
 
     @property
     def holds(self) -> bool:
@@ -99,10 +85,8 @@ class ScriptProof:
         ]
         if not self.holds:
             lines.append(_CAUSES["ddp" if self.target == "ddp" else self.framework])
-        lines.append(
-            f"made alike: both begin with seed 0 on rank 0 and 1 on rank 1 for Python, numpy and"
-            f" {_NAMES[self.framework]}{_UNDONE[self.target]}"
-        )
+        undone = ", and hvdtrain's own seeding of each rank was undone" if self.target == "hvdtrain" else ""
+        lines.append(f"made alike: both begin with seed 0 on rank 0 and 1 on rank 1{undone}")
         later = "" if self.whole else ", nor what the script does after these updates (--updates N for more of it)"
         lines.append(f"not compared: what does not run with these arguments, here, on {RANKS} ranks{later}")
         return "\n".join(lines)
@@ -110,21 +94,14 @@ class ScriptProof:
 
 @dataclass(frozen=True)
 class ScriptRun:
-    """The weights at the end of a script's run.
+    """The weights at the end of a script's run."""
 
-    Attributes:
-        updates: number of updates of each rank.
-        eps: the precision of each tensor's type, by the tensor's name, of each rank.
-        tensors: the tensors of each rank, by name.
-        moved: how far rank 0's weights came, as `ScriptProof.difference` counts; a broadcast moves those of others.
-        framework, whole: as of `ScriptProof`.
-    """
-
-    updates: list[int]
-    eps: list[dict[str, float]]
-    tensors: list[dict[str, np.ndarray]]
-    framework: str = "torch"
+    updates: list[int]  # number of updates of each rank
+    eps: list[dict[str, float]]  # the precision of each tensor's type, by the tensor's name, of each rank
+    tensors: list[dict[str, np.ndarray]]  # the tensors of each rank, by name
+    framework: str = "torch"  # as of `ScriptProof`
     whole: bool = True
+    # how far rank 0's weights came, as `ScriptProof.difference` counts; a broadcast moves those of others
     moved: float = math.inf
 
 
@@ -148,15 +125,9 @@ def run(
     script: Path, text: str | None, argv: Sequence[str], *,
     updates: int, timeout_s: float, framework: str = "torch",
 ) -> ScriptRun:  # fmt: skip
-    """Runs a script on two ranks up to a number of updates.
+    """Runs a script on two ranks up to a number of updates: `text` as if it were `script`, or None for `script` itself.
 
-    Args:
-        script: the old script.
-        text: the new one, run as if it were `script`; None runs the old one.
-        argv: the script's own arguments.
-        updates: ends the run.
-        timeout_s: how long it may take.
-        framework: torch and keras run under horovodrun, ddp under torchrun.
+    Torch and Keras run under horovodrun, ddp under torchrun.
 
     Raises:
         HvdtrainError: the old script failed, took too long, or made no update.

@@ -25,32 +25,20 @@ EVEN = 1e-12
 
 @dataclass(frozen=True, eq=False)
 class ImageData:
-    """Pictures for training and testing.
+    """Pictures for training and testing."""
 
-    Attributes:
-        recipe: which of `recipes.RECIPES` is right for them.
-        note: one line that says what these are and where they came from.
-        sha256: of the data; equal where ranks hold the same, and where a run may go on.
-        classes: how many.
-        image_size: pixels on a side, as the model gets them.
-        train, val: what `hvdtrain.torch.loader` takes.
-        samples, val_samples: how many pictures are in each.
-        augment, val_augment: what makes whole batches of them into the model's input.
-        in_memory: no files are read while training.
-    """
-
-    recipe: str
-    note: str
-    sha256: str
-    classes: int
-    image_size: int
-    train: Any
+    recipe: str  # which of `recipes.RECIPES` is right for them
+    note: str  # one line that says what these are and where they came from
+    sha256: str  # of the data; equal where ranks hold the same, and where a run may go on
+    classes: int  # how many
+    image_size: int  # pixels on a side, as the model gets them
+    train: Any  # train, val: what `hvdtrain.torch.loader` takes
     val: Any
-    samples: int
+    samples: int  # samples, val_samples: how many pictures are in each
     val_samples: int
-    augment: Any
+    augment: Any  # augment, val_augment: what makes whole batches of them into the model's input
     val_augment: Any
-    in_memory: bool = True
+    in_memory: bool = True  # no files are read while training
 
 
 def load(

@@ -69,19 +69,14 @@ ADAMW_WEIGHT_DECAY = 0.05
 
 @dataclass(frozen=True)
 class Settings:
-    """What follows from the flags, the data and the number of ranks; `str()` tells it.
-
-    Attributes:
-        global_batch: samples of an update: ranks x per-rank batch x accumulation.
-        total_samples: of the whole training, all ranks together.
-    """
+    """What follows from the flags, the data and the number of ranks; `str()` tells it."""
 
     epochs: int
     ranks: int
     per_rank_batch: int
     accumulate: int
-    global_batch: int
-    total_samples: int
+    global_batch: int  # samples of an update: ranks x per-rank batch x accumulation
+    total_samples: int  # of the whole training, all ranks together
     optimizer: Literal["sgd", "nesterov", "adamw"]
     weight_decay: float
     lr: LR

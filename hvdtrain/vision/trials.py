@@ -31,24 +31,17 @@ SHARE = 0.25  # of a sweep's time, for tuning after it
 
 @dataclass(frozen=True)
 class TrialSettings:
-    """What is trained, and how often.
-
-    Attributes:
-        batches: of one repeat.
-        budget_s: about how long the turns of a comparison may take; None: no limit.
-        micro_batches: None: the best that is known.
-        update: with a step of SGD after each batch.
-    """
+    """What is trained, and how often."""
 
     batch: int
     image_size: int
     classes: int
-    batches: int
+    batches: int  # of one repeat
     repeats: int
     loss: str
-    budget_s: float | None
-    micro_batches: int | None
-    update: bool = True
+    budget_s: float | None  # about how long the turns of a comparison may take; None: no limit
+    micro_batches: int | None  # None: the best that is known
+    update: bool = True  # with a step of SGD after each batch
 
 
 @dataclass

@@ -31,26 +31,16 @@ LEAST_S = 15.0  # what a check is begun with
 
 @dataclass(frozen=True)
 class GpuCheck:
-    """One program.
-
-    Attributes:
-        name, what: of it, in a word and in a line.
-        job: MODULE.FUNCTION of this folder.
-        engine: that it takes.
-        limit_s: when it is ended.
-        ranks: started by `hvdtrain launch` or torchrun; 0: the program itself.
-        timed: has the machine for itself.
-        shares: its ranks share a GPU, which NCCL does not allow: their sums go over Gloo.
-    """
+    """One program."""
 
     name: str
-    what: str
-    job: str
+    what: str  # it checks, in a line
+    job: str  # MODULE.FUNCTION of this folder
     engine: str = ""
-    limit_s: int = 100  # the first programs find a cold file system
-    ranks: int = 0
-    timed: bool = False
-    shares: bool = False
+    limit_s: int = 100  # until it is ended; the first programs find a cold file system
+    ranks: int = 0  # started by `hvdtrain launch` or torchrun; 0: the program itself
+    timed: bool = False  # runs alone on the machine
+    shares: bool = False  # its ranks share a GPU, which NCCL does not allow: their sums go over Gloo
 
 
 CHECKS = (
@@ -90,22 +80,14 @@ def command(check: GpuCheck, args: argparse.Namespace) -> list[str]:
 
 @dataclass(frozen=True)
 class CheckOutcome:
-    """What came of a check.
+    """What came of a check."""
 
-    Attributes:
-        result: ok, MISSED (a goal), FAILED (by itself, or ended), "not here" (what it needs), "skipped" (for time).
-        reason: why not ok, in a line.
-        goals, figures: see `check.answer`.
-        seconds: it took.
-        output: its last lines, if it failed.
-    """
-
-    result: str
-    reason: str
-    seconds: float
+    result: str  # ok, MISSED (a goal), FAILED (by itself, or ended), "not here" (what it needs), "skipped" (for time)
+    reason: str  # why not ok, in a line
+    seconds: float  # that it took
     goals: list[dict[str, Any]] = field(default_factory=list)
     figures: dict[str, Any] = field(default_factory=dict)
-    output: str = ""
+    output: str = ""  # its last lines, if it failed
 
 
 def outcome_of(command: Sequence[str], ranks: int, limit_s: float) -> CheckOutcome:

@@ -1,4 +1,4 @@
-"""The program that runs one check of `hvdtrain bench gpu`; and what checks answer."""
+"""Runs one check of `hvdtrain bench gpu`; defines what a check finds."""
 
 from __future__ import annotations
 
@@ -43,12 +43,6 @@ def apart(mine: Mapping[str, Any], plain: Mapping[str, Any]) -> float:
     return max(gap if gap == gap else float("inf") for gap in map(float, gaps))
 
 
-def answer(found: Found) -> dict[str, Any]:
-    """What rank 0 sends to the bench."""
-    goals, figures = found
-    return {"goals": [asdict(goal) | {"kept": goal.kept} for goal in goals], "figures": figures}
-
-
 def main() -> int:
     """Runs the check, and sends what it found once the bench asks for it."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -60,7 +54,8 @@ def main() -> int:
     args = parser.parse_args()
     module, _, function = args.job.partition(".")
     try:
-        found = answer(getattr(importlib.import_module(f"hvdtrain.bench.gpu.{module}"), function)(args))
+        goals, figures = getattr(importlib.import_module(f"hvdtrain.bench.gpu.{module}"), function)(args)
+        found = {"goals": [asdict(goal) | {"kept": goal.kept} for goal in goals], "figures": figures}
     except NotHere as reason:
         found = {"not here": str(reason)}
     for _, connection in orders(detect(os.environ).rank):

@@ -7,6 +7,7 @@ writes it.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import resource
 import sys
@@ -46,33 +47,19 @@ def command(
     backend: str = "",
     launcher: str = "horovodrun",
 ) -> list[str]:
-    """The command of a way, with its launcher.
-
-    Args:
-        arm: of `ARMS`.
-        per_rank_batch: samples of a device.
-        steps: of a block.
-        devices: of one process, which takes the batches of all of them.
-        backend: Keras', where Keras trains.
-        launcher: of what runs on Horovod.
-    """
+    """Returns the command of an arm, with its launcher. A process with several `devices` takes the batches of all."""
     on_horovod = arm in ("hvdtrain", "horovod") or backend
-    return [
-        *launched(ranks, launcher if on_horovod else "torchrun"), sys.executable, "-m", PROGRAM, arm,
-        f"--model={model}", f"--device={device}", f"--per-rank-batch={per_rank_batch * devices}",
-        f"--pixels={pixels}", f"--steps={steps}", f"--devices={devices}", f"--backend={backend}",
-    ]  # fmt: skip
+    settings = {
+        "arm": arm, "model": model, "device": device, "per_rank_batch": per_rank_batch * devices, "pixels": pixels,
+        "steps": steps, "devices": devices, "backend": backend,
+    }  # fmt: skip
+    start = launched(ranks, launcher if on_horovod else "torchrun")
+    return [*start, sys.executable, "-m", PROGRAM, json.dumps(settings)]
 
 
 def main() -> int:
     """Pins this rank to cores of its own, builds the way, answers orders until the bench ends."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("arm", choices=sorted(ARMS))
-    for flag in ("--model", "--device", "--backend"):
-        parser.add_argument(flag, required=True)
-    for flag in ("--per-rank-batch", "--pixels", "--steps", "--devices"):
-        parser.add_argument(flag, type=int, required=True)
-    args = parser.parse_args()
+    args = argparse.Namespace(**json.loads(sys.argv[1]))
 
     def work(detected: Detected) -> None:
         args.local_rank = detected.local_rank

@@ -20,12 +20,7 @@ _REPLACED = ("callbacks.BroadcastGlobalVariablesCallback", "callbacks.MetricAver
 
 
 def move_callbacks(plan: Rewrite, models: Collection[str]) -> None:
-    """Takes Horovod's callbacks out of the script, and gives hvdtrain's to `fit`.
-
-    Args:
-        plan: gets the changes.
-        models: the last names of the models that are prepared.
-    """
+    """Takes Horovod's callbacks out of the script, and gives hvdtrain's to `fit` of the prepared models."""
     source = plan.source
     moved: dict[cst.List | cst.Tuple, list[cst.CSTNode]] = {}
     theirs: list[cst.Call] = []
@@ -56,13 +51,7 @@ def move_callbacks(plan: Rewrite, models: Collection[str]) -> None:
 
 
 def _take_out(plan: Rewrite, call: cst.Call, moved: dict[cst.List | cst.Tuple, list[cst.CSTNode]]) -> None:
-    """Takes a callback out of its list; elsewhere one that does nothing takes its place.
-
-    Args:
-        plan: gets the changes.
-        call: makes the callback.
-        moved: gets the element, by its list.
-    """
+    """Adds a callback in a list to `moved`, which takes it out; elsewhere puts one that does nothing in its place."""
     source = plan.source
     element = source.parent(call)
     at = source.parent(element) if element is not None else None
@@ -78,13 +67,7 @@ def _take_out(plan: Rewrite, call: cst.Call, moved: dict[cst.List | cst.Tuple, l
 
 
 def _without(at: cst.List | cst.Tuple, gone: list[cst.CSTNode], updated: Any) -> str:
-    """Returns a list without some of its elements and their comments.
-
-    Args:
-        at: the list.
-        gone: the elements to take out.
-        updated: the list with the changes within it.
-    """
+    """Returns a list, as `updated`, without some of its elements and their comments."""
     left: list[Any] = []
     begins = updated.lbracket.whitespace_after if isinstance(updated, cst.List) else None
     for old, new in zip(at.elements, updated.elements, strict=True):

@@ -42,8 +42,7 @@ _FOR_MANY = re.compile(r"[\w.]*\bsize\(\) *(> *1|>= *2|!= *1)")
 def move_wraps(plan: Rewrite) -> set[str]:
     """Takes the wrapper off every optimizer, and prepares the models that are compiled with them, or loaded.
 
-    Returns:
-        The last names of these models.
+    Returns the last names of these models.
     """
     _move_pinning(plan)
     accumulates, models, prepared = False, set[str](), list[cst.Call]()
@@ -120,14 +119,7 @@ def _take_off(
 ) -> set[str]:
     """Puts the plain optimizer in the wrapped one's place, and prepares what is compiled with it.
 
-    Args:
-        plan: gets the changes.
-        call: of DistributedOptimizer.
-        arguments: of the call.
-        prepared: the calls of `compile` behind which a model is prepared already; gets more.
-
-    Returns:
-        The last names of the models.
+    Returns the last names of the models; adds their calls of `compile` to `prepared`.
     """
     source, models = plan.source, set[str]()
     compiles = _compiles(plan, call)

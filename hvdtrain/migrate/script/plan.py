@@ -29,23 +29,14 @@ Statements = Callable[[Any], Sequence[Any]]
 
 @dataclass(frozen=True)
 class Target:
-    """The library that a script is converted to.
+    """The library that a script is converted to."""
 
-    Attributes:
-        name: the value of `--to`.
-        title: the name in messages.
-        wrap: the call that wraps the model.
-        init: the call that joins the ranks.
-        alone: why `init` needs no condition.
-        words: its functions of tensors, by what they do.
-    """
-
-    name: str
-    title: str
-    wrap: str
-    init: str
-    alone: str
-    words: Mapping[str, str]
+    name: str  # the value of `--to`
+    title: str  # the name in messages
+    wrap: str  # the call that wraps the model
+    init: str  # the call that joins the ranks
+    alone: str  # why `init` needs no condition
+    words: Mapping[str, str]  # its functions of tensors, by what they do
 
 
 HVDTRAIN = Target(
@@ -72,29 +63,19 @@ TARGETS = {target.name: target for target in (HVDTRAIN, DDP)}
 
 @dataclass
 class Rewrite:
-    """The changes of one script.
+    """The changes of one script."""
 
-    Attributes:
-        source: the script.
-        module: the module of Horovod that the script trains with.
-        target: the library that it is converted to.
-        expressions: makes what takes a node's place, from the node with the changes within it.
-        statements: the same of a statement in a block: several, or none.
-        refused: what cannot be converted.
-        notes: what to know of converted lines.
-        needs: the names that the new script uses: modules, functions, the world.
-        world_scope: the scope where `world` is assigned; None: nowhere.
-    """
-
-    source: Script
-    module: str = "horovod.torch"
-    target: Target = HVDTRAIN
+    source: Script  # the script
+    module: str = "horovod.torch"  # the module of Horovod that the script trains with
+    target: Target = HVDTRAIN  # the library that it is converted to
+    # makes what takes a node's place, from the node with the changes within it
     expressions: dict[cst.CSTNode, Expression] = field(default_factory=dict)
+    # the same of a statement in a block: several, or none
     statements: dict[cst.CSTNode, Statements] = field(default_factory=dict)
-    refused: set[LineNote] = field(default_factory=set)
-    notes: set[LineNote] = field(default_factory=set)
-    needs: set[str] = field(default_factory=set)
-    world_scope: metadata.Scope | None = None
+    refused: set[LineNote] = field(default_factory=set)  # what cannot be converted
+    notes: set[LineNote] = field(default_factory=set)  # what to know of converted lines
+    needs: set[str] = field(default_factory=set)  # the names that the new script uses: modules, functions, the world
+    world_scope: metadata.Scope | None = None  # the scope where `world` is assigned; None: nowhere
     _settled: set[cst.CSTNode] = field(default_factory=set)
 
     @property

@@ -94,13 +94,7 @@ LINES = {
 
 
 def move_imports(plan: Rewrite, imports: Sequence[cst.SimpleStatementLine], lines: Mapping[str, str]) -> None:
-    """Turns the first import of Horovod in each scope into those that are needed.
-
-    Args:
-        plan: has the names that are needed.
-        imports: of Horovod.
-        lines: statements, by what needs them.
-    """
+    """Turns the first import of Horovod in each scope into the `lines` that are needed, by the names that need them."""
     seen: list[Any] = []
     for statement in imports:
         scope = plan.source.scope(statement)

@@ -54,11 +54,7 @@ def literal(node: cst.CSTNode | None) -> str:
 
 
 class Script:
-    """One script.
-
-    Attributes:
-        module: the syntax tree, of whose nodes all else is.
-    """
+    """A script: its syntax tree `module`, and what is known of its nodes."""
 
     def __init__(self, text: str) -> None:
         wrapper = metadata.MetadataWrapper(cst.parse_module(text))

@@ -24,18 +24,13 @@ _LEAVES = (cst.Continue, cst.Break, cst.Return)
 
 @dataclass
 class Optimizers:
-    """The script's optimizers, by the last identifiers of their names.
+    """The script's optimizers, by the last identifiers of their names."""
 
-    Attributes:
-        prepared: the prepared ones, with the number of passes of each ("" for 1).
-        plain: those that are not wrapped.
-        wrapped: the plain ones within the wrapped, also under another name.
-        makers: functions that return prepared ones, with their places in the tuple returned (-1: no tuple).
-    """
-
+    # the prepared ones, with the number of passes of each ("" for 1)
     prepared: dict[str, str] = field(default_factory=dict)
-    plain: set[str] = field(default_factory=set)
-    wrapped: set[str] = field(default_factory=set)
+    plain: set[str] = field(default_factory=set)  # those that are not wrapped
+    wrapped: set[str] = field(default_factory=set)  # the plain ones within the wrapped, also under another name
+    # functions that return prepared ones, with their places in the tuple returned (-1: no tuple)
     makers: dict[str, dict[int, str]] = field(default_factory=dict)
 
     def knows(self, optimizer: cst.BaseExpression) -> bool:
@@ -83,19 +78,12 @@ class Optimizers:
 
 @dataclass
 class OptimizerStep:
-    """The step that follows a backward pass.
+    """The step that follows a backward pass."""
 
-    Attributes:
-        optimizer: the one that steps.
-        call: the call of `step`.
-        loops: that the pass is in and the step is not.
-        tests: `if`s that the step is under and the pass is not.
-    """
-
-    optimizer: cst.BaseExpression
-    call: cst.Call
-    loops: list[cst.For | cst.While]
-    tests: list[cst.If]
+    optimizer: cst.BaseExpression  # the one that steps
+    call: cst.Call  # the call of `step`
+    loops: list[cst.For | cst.While]  # that the pass is in and the step is not
+    tests: list[cst.If]  # `if`s that the step is under and the pass is not
 
 
 def step_after(source: Script, optimizers: Optimizers, backward: cst.Call) -> list[OptimizerStep]:

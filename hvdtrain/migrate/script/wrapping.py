@@ -33,27 +33,16 @@ _OF_NO_MATTER = ("num_groups", "groups", "gradient_predivide_factor", "named_par
 
 @dataclass
 class Wrap:
-    """An optimizer that is wrapped.
+    """An optimizer that is wrapped."""
 
-    Attributes:
-        call: the call of DistributedOptimizer.
-        statement: the statement that it is in.
-        target: the name it is assigned to; None if it is returned.
-        model: the model whose parameters it has, as text.
-        optimizer: the plain one.
-        arguments: those of the call.
-        adasum: the condition under which it asks for Adasum, as text; "" for never.
-        extra: more arguments of `hvt.prepare`.
-    """
-
-    call: cst.Call
-    statement: cst.SimpleStatementLine
-    target: cst.BaseExpression | None
-    model: str
-    optimizer: cst.BaseExpression
-    arguments: dict[str, cst.BaseExpression]
-    adasum: str = ""
-    extra: list[str] = field(default_factory=list)
+    call: cst.Call  # the call of DistributedOptimizer
+    statement: cst.SimpleStatementLine  # the statement that it is in
+    target: cst.BaseExpression | None  # the name it is assigned to; None if it is returned
+    model: str  # the model whose parameters it has, as text
+    optimizer: cst.BaseExpression  # the plain one
+    arguments: dict[str, cst.BaseExpression]  # those of the call
+    adasum: str = ""  # the condition under which it asks for Adasum, as text; "" for never
+    extra: list[str] = field(default_factory=list)  # more arguments of `hvt.prepare`
 
     @property
     def name(self) -> cst.BaseExpression:
