@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
 def measure(args: argparse.Namespace, result: dict[str, Any], cores: Sequence[int]) -> None:
     """Builds the variants, runs them in turns."""
     from hvdtrain.pipeline.plan.schedule import micro_batch_sizes
-    from hvdtrain.pipeline.tuning.predict import from_profile, predict
+    from hvdtrain.pipeline.tuning.predict import predict
 
     first = args.micro_batches[0]
     its = trials.TrialSettings(
@@ -94,8 +94,7 @@ def measure(args: argparse.Namespace, result: dict[str, Any], cores: Sequence[in
     result["cut"] = [{"name": stage.name, "segments": len(stage.segments)} for stage in pipe.stages]
     variants = all_variants(args, job, cores)
     progress(f"{len(variants)} variants, {args.rounds} rounds")
-    result["predicted_s"], result["predicted_by_profile_s"] = {}, {}
-    by_profile = from_profile(pipe)
+    result["predicted_s"] = {}
 
     def predict_all() -> None:
         """A prediction is of the machine as it is then."""
@@ -103,8 +102,6 @@ def measure(args: argparse.Namespace, result: dict[str, Any], cores: Sequence[in
         for name, change in settings_of_ours(args).items():
             pipe.schedule, sizes = change["schedule"], micro_batch_sizes(args.batch, change["micro_batches"])
             result["predicted_s"].setdefault(name, []).append(prediction(sizes))
-            if by_profile:
-                result["predicted_by_profile_s"][name] = [by_profile(sizes)]
 
     measured = job.interleaved(variants, "pipeline", before=predict_all)
     for name, reason in measured["failed"].items():
@@ -178,14 +175,13 @@ def report(result: Mapping[str, Any]) -> str:
     its, machine, seconds = result["settings"], result["machine"], result["seconds"]
     known = f"torch {machine['versions'].get('torch')}"
     cut = " | ".join(f"{stage['name']} ({stage['segments']} segments)" for stage in result["cut"])
-    rows = [("one step", "median", f"x {NAIVE}, 95 %", "predicted", "by profile", "efficiency")]
+    rows = [("one step", "median", f"x {NAIVE}, 95 %", "predicted", "efficiency")]
     for name, samples in seconds.items():
         ratio = stats.ratio_of_medians(samples, seconds[NAIVE])
-        predicted, by_profile = (result[key].get(name) for key in ("predicted_s", "predicted_by_profile_s"))
+        predicted = result["predicted_s"].get(name)
         rows.append((
             name, stats.milliseconds(samples), str(ratio) if name != NAIVE else "1",
             f"{median(predicted) / median(samples):.2f} x" if predicted else "",
-            f"{median(by_profile) / median(samples):.2f} x" if by_profile else "",
             f"{efficiency(result, name):.3f}" if predicted else "",
         ))  # fmt: skip
     return "\n\n".join(
@@ -230,8 +226,5 @@ def comparisons(result: Mapping[str, Any]) -> list[str]:
         for above, below in pairs
         if below in seconds
     ]
-    for key, what in (("predicted_s", "from a few short steps"), ("predicted_by_profile_s", "from the profile")):
-        if result[key]:
-            off = max(abs(median(its) / median(seconds[name]) - 1) for name, its in result[key].items())
-            lines.append(f"prediction {what}: at most {off:.1%} off")
-    return lines
+    off = max(abs(median(its) / median(seconds[name]) - 1) for name, its in result["predicted_s"].items())
+    return [*lines, f"prediction from a few short steps: at most {off:.1%} off"]

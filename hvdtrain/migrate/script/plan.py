@@ -31,7 +31,6 @@ Statements = Callable[[Any], Sequence[Any]]
 class Target:
     """The library that a script is converted to."""
 
-    name: str  # the value of `--to`
     title: str  # the name in messages
     wrap: str  # the call that wraps the model
     init: str  # the call that joins the ranks
@@ -40,7 +39,6 @@ class Target:
 
 
 HVDTRAIN = Target(
-    "hvdtrain",
     title="hvdtrain",
     wrap="hvt.prepare",
     init="hvdtrain.init",
@@ -48,7 +46,6 @@ HVDTRAIN = Target(
     words={"reduce": "hvt.reduce", "gather": "hvt.gather", "broadcast": "hvt.broadcast", "fp16": '"fp16"'},
 )
 DDP = Target(
-    "ddp",
     title="DistributedDataParallel",
     wrap="DistributedDataParallel",
     init="dist.init_process_group",
@@ -58,7 +55,7 @@ DDP = Target(
         "fp16": "fp16_compress_hook",
     },
 )  # fmt: skip
-TARGETS = {target.name: target for target in (HVDTRAIN, DDP)}
+TARGETS = {"hvdtrain": HVDTRAIN, "ddp": DDP}  # by the value of `--to`
 
 
 @dataclass
