@@ -27,14 +27,7 @@ Form = Mapping[str, Any]  # where a rank is in the next formation: rank, size, .
 
 
 class AgentLine:
-    """This rank's end of the line, over the connected socket of a descriptor.
-
-    Attributes:
-        formation: that this rank is in, counted from 1; 0: in none so far.
-        asked_to_leave: the newest formation that the launcher wants to be left at an update.
-        dismissed: there is no place for this process any more.
-        cut: breaks what the ranks of this formation are connected by.
-    """
+    """This rank's end of the line, over the connected socket of a descriptor."""
 
     def __init__(self, descriptor: int) -> None:
         os.set_inheritable(descriptor, False)
@@ -43,27 +36,28 @@ class AgentLine:
         self._lock = threading.Lock()
         self._forms: queue.SimpleQueue[Form | None] = queue.SimpleQueue()
         self._pid = os.getpid()
-        self.formation = self.asked_to_leave = 0
-        self.dismissed = False
-        self.cut: Callable[[], None] = lambda: None
+        self.formation = 0  # that this rank is in, counted from 1
+        self.asked_to_leave = 0  # the newest formation that the launcher wants to be left at an update
+        self.dismissed = False  # there is no place for this process any more
+        self.cut: Callable[[], None] = lambda: None  # breaks what the ranks of this formation are connected by
         self._noted = self._told = (0, 0)  # formation, updates
         atexit.register(self._tell_at_end)
         before_end(self._tell_at_end)
         threading.Thread(target=self._listen, name="hvdtrain agent", daemon=True).start()
 
     def say(self, **words: Any) -> None:
-        """Tells the launcher; what ends with this process need not be heard."""
+        """Sends to the launcher; discards what the launcher does not receive because this process ends."""
         with self._lock, contextlib.suppress(OSError):
             self._link.send(**words)
 
     def note(self, updates: int) -> None:
-        """So many updates are done: said now, if it is the first one of a formation, else within a second."""
+        """Notes how many updates are done, and reports the first of a formation now, others within a second."""
         self._noted = self.formation, updates
         if self._told[0] != self.formation or not self._told[1]:
             self._tell()
 
     def _tell_at_end(self) -> None:
-        """How far it came counts where a job fails twice: not what was told up to a second before."""
+        """Reports the updates of the last second, too: how far a rank came counts where a job fails twice."""
         if os.getpid() == self._pid:
             self._tell()
 
@@ -74,7 +68,7 @@ class AgentLine:
             self.say(do="updates", count=noted[1], formation=noted[0])
 
     def next_form(self) -> Form | None:
-        """Waits for the next formation; None: nobody is there any more to make one."""
+        """Waits for the next formation; None: no launcher is there to make one."""
         return self._forms.get()
 
     def _listen(self) -> None:
@@ -127,7 +121,7 @@ class Connections:
         return {number: name for number, name in _sockets().items() if name not in self._before}
 
     def cut(self) -> None:
-        """Ends them, under whoever reads or writes; by any thread."""
+        """Ends them, under any reader or writer; by any thread."""
         for number, name in (self._opened() if self._open else self._own).items():
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as found:  # closed meanwhile
                 if found.family == socket.AF_INET and found.type == socket.SOCK_STREAM and _name(number) == name:

@@ -38,7 +38,6 @@ class Store(Protocol):
 
 
 def timeout_s(environ: Mapping[str, str]) -> float:
-    """Returns how long ranks wait for the last one; see `seconds_of`."""
     return seconds_of(environ, variables.START_TIMEOUT_S, _TIMEOUT_S)
 
 
@@ -57,11 +56,8 @@ def seconds_of(environ: Mapping[str, str], variable: str, default: float, *, nev
 
 def start_horovod(start: Callable[[], object], detected: Detected, environ: Mapping[str, str]) -> None:
     """Calls Horovod's `start`, over Gloo when every rank is about to; over MPI this process ends when not all come.
-
-    Raises:
-        ConfigError: a time-out that is no number, or an interface that this host does not have.
-        LauncherError: the ranks that did not come in time, no rendezvous, or Horovod cannot start.
-    """
+    Raises `ConfigError` for a time-out that is no number or an interface that this host lacks; `LauncherError` for
+    ranks that did not come in time, no rendezvous, or a Horovod that cannot start."""
     seconds = timeout_s(environ)
     if detected.launcher == "horovodrun" and detected.rendezvous is not None:
         check_interface(environ, socket.gethostname(), [name for _, name in socket.if_nameindex()])
@@ -99,7 +95,7 @@ def watched_mpi(detected: Detected, seconds: float) -> Iterator[None]:
 
 
 def _watch_mpi(rank: int, size: int, seconds: float, started: threading.Event) -> None:
-    """Tells of a long wait, and ends this process, whose main thread is inside of MPI, when it was too long."""
+    """Reports a long wait, and ends this process, whose main thread is inside of MPI, when it was too long."""
     began, note_s = time.monotonic(), _FIRST_NOTE_S
     while not started.wait(min(note_s, seconds) - (time.monotonic() - began)):
         waited = time.monotonic() - began
@@ -176,11 +172,9 @@ def attempts(seconds: float) -> Iterator[float]:
 
 
 def listen_to_ranks(detected: Detected, environ: Mapping[str, str]) -> tuple[socket.socket, tuple[str, ...]]:
-    """Opens a socket of rank 0's on a free port, where the other ranks can reach it; returns it and its addresses.
-
-    Ranks of one host: 127.0.0.1. Else the interface that the launcher, or the user, has named for Gloo; all
-    addresses where none has. Raises `OSError` if there is none to be had.
-    """
+    """Opens a socket of rank 0's on a free port, as narrowly as the other ranks can reach it; returns it and its
+    addresses. Ranks of one host: 127.0.0.1. Else the interface that the launcher, or the user, has named for Gloo;
+    all addresses where none has. Raises `OSError` if there is none to be had."""
     named = next((environ[name] for name in _INTERFACES if environ.get(name)), "")
     own = environ.get("HOROVOD_GLOO_ADDRESS") or _address_of(named)
     bound = "127.0.0.1" if detected.local_size == detected.size else own
@@ -212,7 +206,6 @@ class Rendezvous:
         return all(self.get(key) is not None for key in keys)
 
     def get(self, key: str) -> str | None:
-        """Returns the value, None where nobody has set it."""
         status, body = self._ask("GET", key)
         return body.decode() if status == 200 else None
 

@@ -1,4 +1,4 @@
-"""Ranks that go on when some are gone, and take in new ones, without any of them starting again.
+"""Ranks that continue when some are gone, and take in new ones, without any of them starting again.
 
 A *formation* is the set of processes that are one world. When one of them is gone, a collective operation fails on all
 others, maybe not on all at the same one: it has completed on some. They leave their engine, wait for the launcher to
@@ -100,7 +100,7 @@ class Elastic:
 
     # -- collective operations that are no updates ---------------------------------------------------------------
     def run(self, name: str, operation: Callable[[], T]) -> T:
-        """Returns what the operation gives, whoever is there in the end."""
+        """Returns what the operation gives on the ranks that are there in the end."""
         if self._replayed or self.joining:
             return cast(T, self._replay(name))
         while True:
@@ -123,7 +123,7 @@ class Elastic:
             return result
 
     def without_repeating(self, operation: Callable[[], None]) -> None:
-        """Does an operation that nobody repeats."""
+        """Runs an operation that must not be repeated."""
         before, self._inside = self._inside, True
         try:
             operation()
@@ -132,7 +132,7 @@ class Elastic:
 
     @property
     def inside(self) -> bool:
-        """This rank is in an operation that is repeated as a whole."""
+        """Returns True if this rank is in an operation that is repeated as a whole."""
         return self._inside
 
     def _replay(self, name: str) -> Any:
@@ -148,11 +148,11 @@ class Elastic:
     # -- training ------------------------------------------------------------------------------------------------
     @property
     def wants_to_leave(self) -> bool:
-        """The launcher has asked for another formation; to be said with the next update."""
+        """Returns True if the launcher has asked for another formation; sent with the next update."""
         return self.line.asked_to_leave >= self.line.formation > 0
 
     def updated(self) -> None:
-        """An update is complete; the first one shows that the set-up was."""
+        """Notes an update; the first one shows that the set-up is complete."""
         if not self._reported:
             self._reported = True
             if os.environ["HOROVOD_RANK"] == "0":
@@ -172,14 +172,14 @@ class Elastic:
             self.line.say(do="answers", data=text, last=start + _PIECE_BYTES >= len(data))
 
     def begin_epoch(self) -> None:
-        """The loop over an epoch is about to begin; a new process meets the others here."""
+        """Begins a loop over an epoch; a new process meets the others here."""
         if self.joining:
             self.regroup(None)
         else:
             self._head = self._recording = []
 
     def in_epoch(self) -> None:
-        """There is a batch: what is collective at the head of the epoch has been done."""
+        """Notes that there is a batch: what is collective at the head of the epoch has been done."""
         self._recording = None
         if self._replayed:
             raise ReplicaError(
@@ -189,13 +189,10 @@ class Elastic:
             )
 
     def regroup(self, lost: RanksLost | None, *, operation: bool = False, joinable: bool = True) -> Any:
-        """Goes over to the next formation; returns the operation's result, if another rank has it, else `_NOTHING`.
-
-        Args:
-            lost: what failed; None: all ranks have agreed to leave, or this one is new.
-            operation: that was an operation which is repeated, and no update.
-            joinable: a new rank, which begins with the next batch, comes by all that is collective from here on.
-        """
+        """Goes over to the next formation, after a loss, or because all ranks have agreed to leave, or this one is
+        new (None). Returns the result of the `operation` that failed, which is repeated and no update, if another
+        rank has it, else `_NOTHING`. `joinable`: a new rank, which begins with the next batch, comes by all that is
+        collective from here on."""
         member = self.member
         if member is None:
             raise ConfigError(
@@ -224,7 +221,7 @@ class Elastic:
         self.join(form)
 
     def _settle(self, member: Member, operation: bool) -> Any:
-        """Compares how far everybody has come, and makes all equal."""
+        """Compares how far all ranks have come, and makes them equal."""
         new, mine = self.joining, member.updates
         place = None if new else member.place()
         reports = self.gather(Report(new, mine, self._done, operation, self._reported, place))
@@ -298,8 +295,8 @@ def _slot(environ: Mapping[str, str]) -> tuple[int, int]:
 
 
 def place_on_host(local_rank: int, local_size: int) -> tuple[int, int]:
-    """Returns what a process's GPU goes by, and of how many: a new one's slot, which nobody else on its host has,
-    while local ranks are counted anew with each formation."""
+    """Returns what a process's GPU goes by, and of how many: a new one's slot, which no other on its host has, while
+    local ranks are counted again in each formation."""
     its = _active
     return (local_rank, local_size) if its is None or not its.joining else _slot(os.environ)
 
@@ -320,7 +317,7 @@ def hint() -> str:
 
 
 def note_progress(updates: int) -> None:
-    """Tells the launcher, if it is `hvdtrain launch`, how many updates of the run are done."""
+    """Reports to the launcher, if it is `hvdtrain launch`, how many updates of the run are done."""
     if _line is not None:
         _line.note(updates)
 
@@ -347,7 +344,6 @@ def repeated(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def variables_of(form: Form) -> dict[str, str]:
-    """Returns what Horovod reads of the next formation."""
     names = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
     found = {f"HOROVOD_{name.upper()}": str(form[name]) for name in names}
     address = {"HOROVOD_GLOO_RENDEZVOUS_ADDR": str(form["address"])}

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 # Horovod counts bytes in places with 32 bits, and every engine needs a second copy of each piece while it travels.
 CHUNK_BYTES = 1 << 28
-# of how many updates a run notes when each phase began (`RunLog`), and has Horovod record what it does
 
 
 @runtime_checkable
@@ -76,8 +75,7 @@ class SoloEngine:
     devices: tuple[int, ...] = ()
 
     def broadcast_bytes(self, data: bytes | None, root: int) -> bytes:
-        if data is None:
-            raise ValueError("the root of a broadcast must give the data")
+        assert data is not None  # of the root
         return data
 
     def allgather_bytes(self, data: bytes) -> list[bytes]:
@@ -120,10 +118,7 @@ class HostCollectives:
     def broadcast_bytes(self, data: bytes | None, root: int) -> bytes:
         import numpy as np
 
-        mine = self.rank == root
-        if mine and data is None:
-            raise ValueError("the root of a broadcast must give the data")
-        content = data if mine and data is not None else b""
+        content = data if self.rank == root and data is not None else b""
         length = int(self.host_broadcast(np.array([len(content)], np.int64), root)[0])
         buffer = np.frombuffer(bytearray(content or bytes(length)), np.uint8)
         starts = range(0, length, CHUNK_BYTES)
@@ -181,7 +176,8 @@ class HorovodCollectives(HostCollectives):
         """Returns the engine of `horovod.torch`, or another framework's, when all ranks have come, each with its
         GPUs; raises as `start_horovod`."""
         by_mpi = detected.rendezvous is None and detected.size > 1
-        if by_mpi and cls._mpi_left and not _mpi_is_ours():
+        mpi = sys.modules.get("mpi4py.MPI")  # which outlives Horovod where the program itself has started it
+        if by_mpi and cls._mpi_left and (mpi is None or mpi.Is_finalized()):
             raise LauncherError(
                 "MPI starts once in a process, and Horovod has ended it with the first world",
                 "hvdtrain.init after the world was left",
@@ -250,9 +246,11 @@ class HorovodCollectives(HostCollectives):
 
 
 @contextmanager
-def losses_in(*errors: type[Exception], told_by: Callable[[Any], bool] = lambda error: True) -> Iterator[None]:
-    """Raises `RanksLost` in place of the errors by which a framework's Horovod gives up, in the middle of a
-    collective or before the next; `told_by` tells whether such an error is Horovod's."""
+def losses_in(
+    *errors: type[Exception], told_by: Callable[[Any], bool] = lambda error: True, who: str = "Horovod"
+) -> Iterator[None]:
+    """Raises `RanksLost` in place of the errors by which `who` gives up, in the middle of a collective or before the
+    next; `told_by` returns True if such an error is one of its own."""
     try:
         yield
     except errors as error:
@@ -260,15 +258,9 @@ def losses_in(*errors: type[Exception], told_by: Callable[[Any], bool] = lambda 
             raise
         raise RanksLost(
             "every rank must take part until the end",
-            f"Horovod gave up: {str(error).strip().partition(chr(10))[0][:300]}",  # which may be empty
+            f"{who} gave up: {str(error).strip().partition(chr(10))[0][:300]}",  # which may be empty
             "read what the rank that ended first has said",
         ) from error
-
-
-def _mpi_is_ours() -> bool:
-    """Whether the program itself has started MPI, which then outlives Horovod."""
-    module = sys.modules.get("mpi4py.MPI")
-    return module is not None and not module.Is_finalized()
 
 
 @dataclass(frozen=True)
@@ -297,12 +289,10 @@ ENGINES = {
 
 
 def choose_engine(engine: str, detected: Detected, framework: str) -> str:
-    """Returns the engine to attach, "auto" resolved; pure.
-
-    "auto" is "solo" for one process that no launcher of Horovod's started; else Horovod, or DDP where the launcher
-    cannot start Horovod (torchrun, OpenPAI, variables set by hand). Raises `ConfigError` for an engine that the
-    framework's adapter lacks, `LauncherError` where this launcher cannot start ranks for it.
-    """
+    """Returns the engine to attach; pure. "auto" is "solo" for one process that no launcher of Horovod's started;
+    else Horovod, or DDP where the launcher cannot start Horovod (torchrun, OpenPAI, variables set by hand). Raises
+    `ConfigError` for an engine that the framework's adapter lacks, `LauncherError` where this launcher cannot start
+    ranks for it."""
     mine = [name for name, kind in ENGINES.items() if framework in kind.frameworks]
     if engine == "auto":
         if detected.size == 1 and detected.launcher not in _MPI:

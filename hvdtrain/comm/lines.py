@@ -42,21 +42,18 @@ def line_of(frame: FrameType) -> int:
 
 
 def users_frame(frame: FrameType | None) -> FrameType | None:
-    """Returns the innermost frame of the user's own code."""
     while frame is not None and not is_users(frame):
         frame = frame.f_back
     return frame
 
 
 def is_users(frame: FrameType) -> bool:
-    """Returns whether a frame is of the user's own code."""
     module = (frame.f_globals.get("__name__") or "").partition(".")[0]
     generated = os.path.basename(frame.f_code.co_filename).startswith("__autograph_generated_file")
     return module not in _LIBRARIES and not generated
 
 
 def function_of(frame: FrameType | None) -> str:
-    """Returns what tells the function of a frame from others."""
     return f"{os.path.basename(frame.f_code.co_filename)}:{qualified_name(frame.f_code)}" if frame is not None else ""
 
 

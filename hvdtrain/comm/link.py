@@ -42,16 +42,12 @@ WELCOME = encode({"welcome": True})
 
 
 class Decoder:
-    """Turns received bytes into messages, each of which begins with `mark`.
-
-    Attributes:
-        noise: the end of what came and was no message.
-        rest: of a line that is not complete.
-    """
+    """Turns received bytes into messages, each of which begins with `mark`."""
 
     def __init__(self, mark: bytes = b"") -> None:
         self._mark = mark
-        self.noise = self.rest = b""
+        self.noise = b""  # the end of what came and was no message
+        self.rest = b""  # of a line that is not complete
 
     def feed(self, data: bytes) -> list[Mapping[str, Any]]:
         """Returns the messages that are complete with `data`."""
@@ -59,22 +55,13 @@ class Decoder:
         messages: list[Mapping[str, Any]] = []
         for line in lines:
             noise, _, text = line.partition(self._mark) if self._mark else (b"", b"", line)
-            message = _object_in(text)
-            if message is None:
+            try:
+                messages.append({**json.loads(text)})  # an object
+            except (ValueError, TypeError):
                 noise = line
-            else:
-                messages.append(message)
             if noise:
                 self.noise = (self.noise + noise + b"\n")[-4096:]
         return messages
-
-
-def _object_in(text: bytes) -> dict[str, Any] | None:
-    try:
-        found = json.loads(text)
-    except ValueError:
-        return None
-    return found if isinstance(found, dict) else None
 
 
 class Outbox:
@@ -87,7 +74,6 @@ class Outbox:
         return len(self._unsent)
 
     def write(self, data: bytes) -> None:
-        """Adds bytes."""
         self._unsent += data
 
     def flush(self) -> bool:

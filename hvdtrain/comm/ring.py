@@ -122,19 +122,18 @@ def open_ring(run_dir: Path | None, token: str, rank: int) -> Ring | None:
         path = place_of(run_dir, token, rank)
         if path is not None and (run_dir is None or run_dir.is_dir()):
             path.parent.mkdir(exist_ok=True)
-            if run_dir is None:
-                _forget_old(path.parent)
+            for old in path.parent.glob("*.ring") if run_dir is None else ():
+                with contextlib.suppress(OSError):
+                    if time.time() - old.stat().st_mtime > _OLD_S:
+                        old.unlink()
             return Ring(path)
     return None
 
 
 def last_words(ring: Ring | None, run_dir: Path | None, rank: int, error: BaseException, *, ends: bool) -> Ring | None:
-    """Leaves in the run's directory what a rank fails with; without one nobody would look for it, and nothing is left.
-    Returns the page, if it is still to be removed at a normal end.
-
-    Whatever goes wrong over it: it is the end of a process, which has an error to show. `ends`: the process ends
-    now; else its page goes if it ends well after all.
-    """
+    """Leaves in the run's directory what a rank fails with, whatever goes wrong over it; without a run's directory
+    nobody would look for it, and nothing is left. Returns the page, if it is still to be removed at a normal end:
+    unless the process `ends` now."""
     with contextlib.suppress(Exception):
         if ring is None and ends and run_dir is not None:
             ring = open_ring(run_dir, "", rank)
@@ -170,13 +169,6 @@ def forget(run_dir: Path, rank: int, size: int, *, folder: bool) -> None:
             pages.rmdir()
 
 
-def _forget_old(folder: Path) -> None:
-    for path in folder.glob("*.ring"):
-        with contextlib.suppress(OSError):
-            if time.time() - path.stat().st_mtime > _OLD_S:
-                path.unlink()
-
-
 def forget_launch(launch: str) -> None:
     """Removes the pages in the temporary directory that ranks of one attempt of a job have left on this host."""
     folder = own_folder()
@@ -190,7 +182,7 @@ def forget_launch(launch: str) -> None:
 
 
 def read_ring(path: Path) -> dict[str, Any] | None:
-    """Returns what a page says, None where there is none: the newest text, with the counts of the last change."""
+    """Returns what a page holds, None where there is none: the newest text, with the counts of the last change."""
     try:
         page = path.read_bytes()
     except OSError:

@@ -58,13 +58,8 @@ Kind = Literal["holds", "is a sum", "is weighed otherwise", "samples meet"]
 
 
 def compared(whole: LossGradients, parts: Sequence[LossGradients], shares: Sequence[float]) -> Gaps:
-    """Returns the differences between a batch and its pieces.
-
-    Args:
-        whole: what the batch gives.
-        parts: what its pieces give. What a piece of share 0 gives need not be a number.
-        shares: of the pieces in the batch, what each counts; they come to 1, or to 0 where nothing counts.
-    """
+    """Returns the differences between a batch and its pieces, whose shares in it come to 1, or to 0 where nothing
+    counts. What a piece of share 0 gives need not be a number."""
     pairs = [(part, share) for part, share in zip(parts, shares, strict=True) if share]
     loss = whole.loss - sum(share * part.loss for part, share in pairs) if pairs else math.nan
     names = dict.fromkeys([*whole.gradients, *(name for part, _ in pairs for name in part.gradients)])
@@ -80,14 +75,9 @@ def compared(whole: LossGradients, parts: Sequence[LossGradients], shares: Seque
 
 
 def judge(gaps: Gaps, *, gradient: float, loss: float, best: Gaps | None = None, shares: Sequence[float] = ()) -> Kind:
-    """Returns what a batch is to its pieces.
-
-    Args:
-        gaps: with the shares that the pieces were given.
-        gradient, loss: how far apart these may be by rounding (`bound`, times what it is a part of).
-        best: with the shares that fit best, where these are known.
-        shares: those.
-    """
+    """Returns what a batch is to its pieces, by the gaps with the shares that the pieces were given, and how far
+    apart gradients and losses may be by rounding (`bound`, times what it is a part of); `best` are the gaps with the
+    `shares` that fit best, where these are known."""
     if gaps.loss <= loss and gaps.gradient <= gradient:
         return "holds"
     if best is not None and best.gradient > _FITS * gradient:

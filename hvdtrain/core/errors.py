@@ -102,7 +102,7 @@ class HvdtrainError(RuntimeError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Returns whether a framework, or a library below it, had no memory left."""
+    """Returns True if a framework, or a library below it, had no memory left."""
     by_type = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"  # torch's
     return by_type or any(message in str(error) for message in OOM_MESSAGES)
 
@@ -118,11 +118,8 @@ def by_rank(texts: Sequence[str]) -> str:
 
 
 def install_command(*extras: str) -> str:
-    """Returns the command that installs the packages of these extras for the Python that runs this.
-
-    From a checkout it installs that checkout, in place; the interpreter is named, because the one that lacks a
-    package is often not the one that `pip` on the PATH belongs to.
-    """
+    """Returns the command that installs the packages of these extras for the Python that runs this, which `pip` on
+    the PATH often does not belong to; from a checkout it installs that checkout, in place."""
     checkout = Path(__file__).resolve().parents[2]
     editable = (checkout / "setup.cfg").is_file()
     name = f"-e '{checkout}[{','.join(extras)}]'" if editable else f"'hvdtrain[{','.join(extras)}]'"
@@ -156,7 +153,7 @@ class LauncherError(HvdtrainError):
 
 
 class RanksLost(HvdtrainError):
-    """Ranks are gone in the middle of a collective operation; where the job is elastic, the others go on."""
+    """Ranks are gone in the middle of a collective operation; where the job is elastic, the others continue."""
 
 
 class MainRankError(HvdtrainError):
@@ -240,7 +237,7 @@ _exits: list[object] = []  # codes other than 0 that this program has wanted to 
 
 
 def note_exits() -> None:
-    """Has `sys.exit` note codes other than 0: at its end Python tells nobody with which it ends."""
+    """Has `sys.exit` note codes other than 0, which Python makes known to nothing that runs at its end."""
     if isinstance(sys.exit, _NotingExit):
         return
     sys.exit = _NotingExit(sys.exit)
@@ -256,13 +253,14 @@ class _NotingExit:
 
 
 def note_exit(status: object) -> None:
-    """This program ends with that code, unless it catches `SystemExit`; one that was preempted has not failed."""
+    """Notes the code that this program ends with, unless it catches `SystemExit`; one that was preempted has not
+    failed."""
     if status and status != PREEMPTED_CODE:
         _exits.append(status)
 
 
 def ends_badly() -> bool:
-    """Returns whether a program that is at its end has failed: by an exception, or with a code other than 0."""
+    """Returns True if a program that is at its end has failed: by an exception, or with a code other than 0."""
     return ended_by() is not None
 
 

@@ -1,4 +1,4 @@
-"""Flags of programs and commands: an error is one of ours, and says what is right."""
+"""Flags of programs and commands, whose errors are `ConfigError`, with what is right."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hvdtrain.core.errors import ConfigError
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are `ConfigError`: told once (by rank 0) on any number of ranks."""
+    """An argument parser whose errors are `ConfigError`, printed once (by rank 0) on any number of ranks."""
 
     def __init__(self, module: str, *, description: str, epilog: str) -> None:
         super().__init__(
@@ -40,7 +40,6 @@ class LateParser(argparse.ArgumentParser):
         self._fill = fill
 
     def fill(self) -> None:
-        """Adds the arguments, once."""
         fill, self._fill = self._fill, lambda _: None
         fill(self)
 

@@ -33,13 +33,11 @@ class Generators:
             generator.manual_seed(seed & 0x7FFFFFFFFFFFFFFF)
 
     def everything(self) -> State:
-        """Returns the states of all."""
         import numpy as np
 
         return self.get(), random.getstate(), np.random.get_state(legacy=True)
 
     def restore(self, everything: State) -> None:
-        """Puts all into these states."""
         import numpy as np
 
         of_frameworks, python, numpy = everything
@@ -48,7 +46,6 @@ class Generators:
         np.random.set_state(numpy)
 
     def seed_everything(self, seed: int) -> None:
-        """Seeds all."""
         import numpy as np
 
         self.seed(seed)

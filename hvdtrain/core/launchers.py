@@ -19,7 +19,6 @@ from hvdtrain.core.slurm import expand, port_of, tasks_per_node
 Environ = Mapping[str, str]
 UNKNOWN_NODE = -1
 _MASTER = ("MASTER_ADDR", "MASTER_PORT")
-# what hvdtrain's own launcher sets; the last: the MASTER_PORT that it has made up, without a look whether it is free
 
 
 @dataclass(frozen=True)
@@ -40,8 +39,8 @@ ALONE = Detected("none", 0, 1, 0, 1, 0, None)
 
 
 def detect(environ: Environ) -> Detected:
-    """Returns what the innermost launcher in `environ` says; pure. Raises `LauncherError` if some of a launcher's
-    variables are missing, which are named, or contradict each other."""
+    """Returns the place that the innermost launcher in `environ` gives; pure. Raises `LauncherError` if some of a
+    launcher's variables are missing, which are named, or contradict each other."""
     for _, started, read in _TABLE:
         if started(environ):
             return _checked(read(environ))
@@ -139,7 +138,7 @@ def _torchrun(environ: Environ) -> Detected:
 
 # -- mpirun: Open MPI, and MPICH / Intel MPI (hydra); the same inside a Kubernetes MPIJob --------------------
 def _in_mpijob(environ: Environ) -> bool:
-    """Whether the MPI Operator made this pod. Ranks on worker pods come through ssh, which drops the pod's
+    """Returns True if the MPI Operator made this pod. Ranks on worker pods come through ssh, which drops the pod's
     variables: what mpirun forwards (OMPI_MCA_*) still tells, because the operator puts its host file under /etc/mpi."""
     forwarded = ("OMPI_MCA_orte_default_hostfile", "OMPI_MCA_plm_rsh_agent")
     return (
@@ -234,11 +233,9 @@ def _srun(environ: Environ) -> Detected:
 
 
 def _srun_rendezvous(its: _Variables) -> str | None:
-    """Where rank 0 listens: on the step's first node, as Slurm numbers tasks from there, on a port of the step's own.
-
-    MASTER_ADDR and MASTER_PORT, which many batch scripts export, win. None where Slurm does not say enough: MPI, and so
-    Horovod, meets without (`meeting_point` names what is missing to those who need it).
-    """
+    """Returns where rank 0 listens: on the step's first node, as Slurm numbers tasks from there, on a port of the
+    step's own, unless the batch script exports MASTER_ADDR and MASTER_PORT. None where Slurm does not say enough:
+    MPI, and so Horovod, meets without (`meeting_point` names what is missing to those who need it)."""
     environ = its.environ
     nodes = environ.get("SLURM_STEP_NODELIST", "").strip()  # not the job's: a step may start on a later node
     job, step = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", ""))

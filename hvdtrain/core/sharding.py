@@ -152,7 +152,7 @@ class Plan:
         return slice(start + mine.start, start + mine.stop), count
 
     def place_after(self, epoch: int, consumed: int) -> tuple[int, int]:
-        """Returns (epoch, samples done in it) to go on with when `consumed` samples of an epoch are done."""
+        """Returns (epoch, samples done in it) to continue with when `consumed` samples of an epoch are done."""
         return (epoch + 1, 0) if self.steps(consumed) == 0 else (epoch, consumed)
 
 
@@ -187,7 +187,7 @@ class Step:
 
     @property
     def padding(self) -> bool:
-        """Whether this rank has no sample left: its batch keeps the ranks in step, and counts nothing."""
+        """Returns True if this rank has no sample left: its batch keeps the ranks in step, and counts nothing."""
         return self.samples == 0
 
     @property
@@ -202,7 +202,7 @@ class Step:
 
     @property
     def place_after(self) -> tuple[int, int]:
-        """(epoch, samples done in it) to go on with after this step."""
+        """(epoch, samples done in it) to continue with after this step."""
         return self.plan.place_after(self.epoch, self.samples_done)
 
     def update(self, accumulate: int) -> tuple[int, bool]:
@@ -301,7 +301,7 @@ def _scattered(values: np.ndarray, key: np.uint64) -> np.ndarray:
 
 
 class Dealt:
-    """What a loader of either adapter says of its plan."""
+    """The numbers of a plan, as a loader of either adapter has them."""
 
     plan: Plan
 
@@ -312,12 +312,10 @@ class Dealt:
 
     @property
     def per_rank_batch(self) -> int:
-        """Samples that a rank takes in a full step."""
         return self.plan.per_rank_batch
 
     @property
     def global_batch(self) -> int:
-        """Samples of all ranks in a full step."""
         return self.plan.global_batch
 
 

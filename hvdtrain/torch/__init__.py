@@ -29,15 +29,13 @@ __getattr__, __dir__, __all__ = public(__name__, {
     "update.averaging": "Proof verify",
     "update.pieces": "Check check",
     "engines.replicas": "fingerprint",
-    "collectives": "broadcast gather reduce",
+    "collectives": "broadcast gather gather_in_order reduce",
     "data.augment": "CIFAR10_MEAN CIFAR10_STD IMAGENET_MEAN IMAGENET_STD crop_flip normalise",
     "data.create": "loader",
-    "gathered": "gather_in_order",
     "data.images": "ImageFiles",
     "data.loader": "Loader",
-    "prediction": "predict",
     "data.workers": "Unreadable",
-    "evaluation": "classification corpus_metrics evaluate update_bn",
+    "evaluation": "classification corpus_metrics evaluate predict update_bn",
     "update.model": "Model",
     "update.optimizer": "Optimizer",
     "update.whole": "whole",
@@ -51,6 +49,7 @@ if TYPE_CHECKING:
     from hvdtrain.torch.checkpoint import model_state as model_state
     from hvdtrain.torch.collectives import broadcast as broadcast
     from hvdtrain.torch.collectives import gather as gather
+    from hvdtrain.torch.collectives import gather_in_order as gather_in_order
     from hvdtrain.torch.collectives import reduce as reduce
     from hvdtrain.torch.data.augment import CIFAR10_MEAN as CIFAR10_MEAN
     from hvdtrain.torch.data.augment import CIFAR10_STD as CIFAR10_STD
@@ -67,9 +66,8 @@ if TYPE_CHECKING:
     from hvdtrain.torch.evaluation import classification as classification
     from hvdtrain.torch.evaluation import corpus_metrics as corpus_metrics
     from hvdtrain.torch.evaluation import evaluate as evaluate
+    from hvdtrain.torch.evaluation import predict as predict
     from hvdtrain.torch.evaluation import update_bn as update_bn
-    from hvdtrain.torch.gathered import gather_in_order as gather_in_order
-    from hvdtrain.torch.prediction import predict as predict
     from hvdtrain.torch.preparation import prepare as prepare
     from hvdtrain.torch.update.averaging import verify as verify
     from hvdtrain.torch.update.model import Model as Model

@@ -30,7 +30,7 @@ from hvdtrain.torch.update.optimizer import Optimizer
 from hvdtrain.torch.update.session import Session
 from hvdtrain.torch.update.several import kind_of
 from hvdtrain.torch.values.clock import CLOCK
-from hvdtrain.torch.values.random_state import restore_streams
+from hvdtrain.values.generators import restore_streams
 from hvdtrain.world.world import World, current
 
 if TYPE_CHECKING:
@@ -169,15 +169,8 @@ def once_each(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, st
                 "register_buffer(..., persistent=False) and keep it with extra=; complex128 parameters as real ones and"
                 " torch.view_as_complex",
             )
-        place = (
-            tensor.device,
-            tensor.data_ptr(),
-            tensor.shape,
-            tensor.stride(),
-            tensor.dtype,
-            tensor.is_conj(),
-            tensor.is_neg(),
-        )
+        form = (tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
+        place = (tensor.device, tensor.data_ptr(), *form)
         first = kept.setdefault(place, name) if tensor.numel() else name
         if first != name:
             shared[name] = first
@@ -217,7 +210,7 @@ def _some(names: list[str]) -> str:
 
 
 class TrainingPart(Part):
-    """Everything but the model that a run needs to go on."""
+    """Everything but the model that a run needs to resume."""
 
     def __init__(self, optimizer: Optimizer, data: Loader | None, extra: Mapping[str, Any] | None = None) -> None:
         self.optimizer = optimizer
@@ -246,12 +239,9 @@ class TrainingPart(Part):
         self.optimizer.session.saver = saver
 
     def collect(self) -> None:
-        """Gathers the ranks' random states, and their parts of the optimizer's.
-
-        Raises:
-            ConfigError: an update is complete but not applied; or is gathered while another model is past its batches.
-            NonFiniteError: the loss of an update since the last check was not finite.
-        """
+        """Gathers the ranks' random states, and their parts of the optimizer's. Raises `ConfigError` if an update is
+        complete but not applied, or is gathered while another model is past its batches; `NonFiniteError` if the
+        loss of an update since the last check was not finite."""
         CLOCK.enter("checkpoint")
         session = self.optimizer.session
         if session.gradients.state in ("ready", "more"):
@@ -347,7 +337,8 @@ def put_others(others: Iterable[Loader], places: Iterable[dict[str, Any]], *, te
 
 
 def _place(session: Session) -> dict[str, Any] | None:
-    """Where the loader goes on: after the last batch that is in the weights, however many were handed out since."""
+    """Returns where the loader continues: after the last batch that is in the weights, however many were handed out
+    since."""
     data = session.batches.data
     if data is None:
         return None

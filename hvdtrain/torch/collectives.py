@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from hvdtrain.comm.elastic import repeated
+from hvdtrain.comm import elastic
 from hvdtrain.core.errors import ConfigError
+from hvdtrain.core.sharding import Step
 from hvdtrain.torch.engines.buffers import broadcast_
 from hvdtrain.torch.engines.engine import engine_of
+from hvdtrain.values.nested import made_of, map_tensors, parts_of
 from hvdtrain.world.world import World, given_or_current
 
 _OPS = ("mean", "sum", "min", "max")
+_NUMBERS = (bool, int, float, complex, np.generic)
 
 
-@repeated
+@elastic.repeated
 def reduce(tensor: Tensor, op: Literal["mean", "sum", "min", "max"] = "mean", *, world: World | None = None) -> Tensor:
     """Returns the mean (sum, smallest, largest) of a tensor over ranks, element by element; collective.
 
@@ -50,7 +55,7 @@ def reduce(tensor: Tensor, op: Literal["mean", "sum", "min", "max"] = "mean", *,
     return every.amin(0) if op == "min" else every.amax(0)
 
 
-@repeated
+@elastic.repeated
 def gather(tensor: Tensor, *, world: World | None = None) -> Tensor:
     """Returns the ranks' tensors, joined along their first dimension in rank order; collective.
 
@@ -67,7 +72,7 @@ def gather(tensor: Tensor, *, world: World | None = None) -> Tensor:
     return torch.cat(_of_all(tensor, world))
 
 
-@repeated
+@elastic.repeated
 def broadcast(tensor: Tensor, root: int = 0, *, world: World | None = None) -> Tensor:
     """Returns root's tensor, on this rank's device; collective. It has root's shape only if all ranks' have it.
 
@@ -96,3 +101,145 @@ def _entered(what: str, tensor: Tensor, world: World | None) -> World:
 
 def _of_all(tensor: Tensor, world: World) -> list[Tensor]:
     return [one.to(tensor.device) for one in world.gather(tensor.detach().cpu())]
+
+
+# ---- what was kept of each sample, in the order of the data
+
+
+def gather_in_order(batches: Iterable[tuple[Step | None, Any]], *, world: World | None = None) -> Any:
+    """Returns what was kept of each batch of a loop, joined over all ranks: every sample once, in the loader's order,
+    which is that of the data with `shuffle=False`; the same on every rank; collective.
+
+    ::
+
+        kept = []
+        with torch.no_grad():
+            for x, y in validation:
+                kept.append((validation.step, (model(x), y)))
+        outputs, targets = hvt.gather_in_order(kept)
+
+    Args:
+        batches: of each batch the loader's `step`, and values: tensors and arrays [samples, ...] or lists with one item
+            a sample, also within tuples, mappings and data classes; one number for a batch stands for each of its
+            samples. What only keeps a rank in step is left out.
+        world: the ranks; by default those of `hvdtrain.init`.
+
+    Returns:
+        Values as of one batch, with all samples: tensors on the CPU.
+
+    Raises:
+        ConfigError: on every rank; no samples, no step, another number of values than samples, a batch twice, or shapes
+            that cannot be joined.
+    """
+    world = given_or_current(world, "torch")
+    mine: list[tuple[tuple[int, int], Any]] = []
+    problem, is_clear = "", False
+    for step, values in batches:
+        problem = problem or _problem(step, values)
+        if not problem and step is not None and not step.padding:
+            mine.append(((step.epoch, step.first), _kept(values, step.samples)))
+            is_clear |= not _may_be_parts(values, step.samples)
+    reports = world.gather((problem, is_clear, mine))
+    problem = next(filter(None, (its_problem for its_problem, *_ in reports)), "")
+    pieces = sorted((piece for *_, its_pieces in reports for piece in its_pieces), key=lambda piece: piece[0])
+    if pieces and not problem and not any(is_clear for _, is_clear, _ in reports):
+        problem = "a list of n tensors, each [n, ...], in every batch of n samples: n samples, or n parts of a value"
+    places = [place for place, _ in pieces]
+    if not problem and len(set(places)) < len(places):
+        problem = "a batch twice: of two ranks, or of two loops over one epoch"
+        if elastic.active() is not None:
+            problem += ", or one that has come again when ranks changed (those of ranks that are gone are lost, too)"
+    if problem or not pieces:
+        raise ConfigError(
+            "of each batch of a loop its step and values, one for each of its samples",
+            problem or "no batch on any rank",
+            "kept.append((validation.step, values)), new in each loop; several values (a model's heads) in a tuple or"
+            " a dict; samples of one shape in a tensor: torch.stack(items)",
+            shared=True,
+        )
+    return _joined([values for _, values in pieces])
+
+
+def _kept(values: Any, samples: int) -> Any:
+    """On the CPU; one number for a batch (its loss) for each of its samples."""
+    if isinstance(values, Tensor) and values.ndim or isinstance(values, list):  # of a list each item is a sample's
+        return map_tensors(lambda tensor: tensor.detach().cpu(), values)
+    if isinstance(values, (Tensor, *_NUMBERS)):
+        return torch.as_tensor(values).detach().cpu().expand(samples)
+    parts = parts_of(values)
+    return values if parts is None else made_of({name: _kept(part, samples) for name, part in parts.items()}, values)
+
+
+def _problem(step: Any, values: Any) -> str:
+    """Returns what is wrong with a batch; "" if nothing is."""
+    if not isinstance(step, Step):
+        return f"a {type(step).__name__} in place of a loader's step"
+    return "" if step.padding else wrong_length(values, step.samples)
+
+
+def wrong_length(values: Any, samples: int) -> str:
+    """Returns what has not one value for each sample, "" if all has."""
+    wrong = [length for length in lengths(values) if length not in ("", f"{samples} values")]
+    return f"{wrong[0]}, for {samples} samples" if wrong else ""
+
+
+def _may_be_parts(values: Any, samples: int) -> bool:
+    """Returns True if a list of items may as well be one of parts, each with a row for each sample."""
+    if isinstance(values, list):
+        rows = [len(item) if isinstance(item, Tensor) and item.ndim else None for item in values]
+        return rows == [samples] * samples
+    return any(_may_be_parts(part, samples) for part in (parts_of(values) or {}).values())
+
+
+def _is_rows(values: Any) -> bool:
+    return isinstance(values, (Tensor, np.ndarray, list))
+
+
+def lengths(values: Any) -> list[str]:
+    """Of everything in it; "" of what has none and need not: None, one number for a batch."""
+    if values is None or isinstance(values, _NUMBERS) or isinstance(values, Tensor) and not values.ndim:
+        return [""]
+    if _is_rows(values):
+        return [f"{len(values)} values"] if isinstance(values, list) or values.ndim else ["an array of one number"]
+    parts = parts_of(values)
+    if parts is None:
+        return [f"a {type(values).__name__}"]
+    return [length for part in parts.values() for length in lengths(part)]
+
+
+def _joined(pieces: Sequence[Any]) -> Any:
+    first, parts = pieces[0], [parts_of(piece) for piece in pieces]
+    forms = {f"{type(piece).__name__}{'' if _is_rows(piece) else sorted(map(str, part or ()))}": None
+             for piece, part in zip(pieces, parts, strict=True)}  # fmt: skip
+    if len(forms) > 1:
+        raise ConfigError(
+            "values have one form in every batch",
+            " and ".join(list(forms)[:3]),
+            "the same parts in each, None in none or in all",
+            shared=True,
+        )
+    if first is None:
+        return None
+    if isinstance(first, list):
+        return [item for piece in pieces for item in piece]
+    if _is_rows(first):
+        if any(piece.shape[1:] != first.shape[1:] for piece in pieces):
+            shapes = sorted({str(tuple(piece.shape[1:])) for piece in pieces})
+            raise ConfigError(
+                "values of all samples have one shape",
+                f"{' and '.join(shapes[:3])} for a sample",
+                "list(tensor) keeps one of any shape for each sample",
+                shared=True,
+            )
+        return torch.cat(list(pieces)) if isinstance(first, Tensor) else np.concatenate(pieces)
+    return made_of({name: _joined([part[name] for part in parts if part]) for name in parts[0] or {}}, first)
+
+
+def reordered(values: Any, order: np.ndarray) -> Any:
+    """Returns values [samples, ...] in another order."""
+    if isinstance(values, list):
+        return [values[place] for place in order]
+    if _is_rows(values):
+        return values[torch.from_numpy(order) if isinstance(values, Tensor) else order]
+    parts = parts_of(values)
+    return values if parts is None else made_of({name: reordered(its, order) for name, its in parts.items()}, values)

@@ -1,4 +1,4 @@
-"""Evaluation on all ranks together: every sample exactly once, whatever their number."""
+"""Evaluation and prediction on all ranks together: every sample exactly once, whatever their number."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from hvdtrain.comm.elastic import repeated
 from hvdtrain.core.errors import ConfigError, ReplicaError
 from hvdtrain.core.sharding import Step, check_evaluation
+from hvdtrain.torch.collectives import gather_in_order, lengths, reordered, wrong_length
 from hvdtrain.torch.data.create import loader
 from hvdtrain.torch.data.loader import Loader
 from hvdtrain.torch.data.source import Augment
@@ -24,10 +26,9 @@ from hvdtrain.torch.engines.buffers import synchronize
 from hvdtrain.torch.engines.engine import engine_of
 from hvdtrain.torch.engines.shell import unwrap
 from hvdtrain.torch.engines.sync_batchnorm import converted, sync_batchnorm_mode
-from hvdtrain.torch.gathered import gather_in_order
 from hvdtrain.torch.metric_states import States, no_samples, numbers_of
 from hvdtrain.torch.values.clock import CLOCK
-from hvdtrain.values.nested import map_tensors
+from hvdtrain.values.nested import map_tensors, tensors_of
 from hvdtrain.values.preserved import kept_modes
 from hvdtrain.world.world import World, fsum, given_or_current
 
@@ -111,6 +112,81 @@ def one_pass(
 
 
 @repeated
+def predict(
+    model: nn.Module,
+    data: Any,
+    *,
+    per_rank_batch: int | None = None,
+    world: World | None = None,
+    workers: int | Literal["auto"] = "auto",
+    augment: Augment | None = None,
+    inputs: Callable[[Any], Any] = lambda batch: batch,
+    on_main: bool = False,
+) -> Any:
+    """Returns the model's outputs for all samples, on the CPU, in the data's order, each once; collective.
+
+    Replicas' buffers are made equal first. The model is in evaluation mode while it runs, without gradients.
+
+    Args:
+        model: called with a batch; with its parts where it is a tuple or list.
+        data: the same on every rank: what `loader` takes, or a `Loader`.
+        per_rank_batch: samples a rank takes at a time; not needed with a `Loader`.
+        world: the ranks; by default those of `hvdtrain.init`.
+        workers: as of `loader`.
+        augment: as of `loader`; here for what turns samples into inputs (`normalise`).
+        inputs: makes of a batch what the model is called with; of data with targets `lambda batch: batch[0]`.
+        on_main: rank 0 alone gets them; None elsewhere.
+
+    Returns:
+        What the model returns, with all samples: tensors and arrays along dimension 0, lists with one item a sample, or
+        tuples, dicts, dataclasses of them.
+
+    Raises:
+        ConfigError: no samples, some that cannot be read, or outputs that have no row for each sample.
+    """
+    world = given_or_current(world, "torch")
+    kept: list[tuple[Step, Any]] = []
+    problem = ""
+    with one_pass(model, data, per_rank_batch, world, workers, augment) as batches:
+        for batch, step in batches.one_pass():
+            given = inputs(batch)
+            outputs = model(*given) if isinstance(given, (tuple, list)) else model(given)
+            problem = problem or _problem(outputs, step.samples)
+            # a copy: a view would travel with all that it is a view of
+            kept.append((step, map_tensors(lambda tensor: tensor.detach().to("cpu", copy=True), outputs)))
+        unread = batches.all_skipped()
+    reports = world.gather((problem, [(step.first, step.indices) for step, _ in kept]))
+    problem = next(filter(None, (its_problem for its_problem, _ in reports)), "")
+    if problem:
+        raise ConfigError(
+            "outputs have a row for each sample",
+            problem,
+            "return outputs [samples, ...] from the model; several of them (heads) in a tuple or a dict",
+            shared=True,
+        )
+    places = sorted((place for _, its_places in reports for place in its_places), key=lambda place: place[0])
+    if unread or not places:
+        raise ConfigError(
+            "prediction gives the outputs of all samples",
+            f"{len(unread)} cannot be read, the first: {unread[0][0]}" if unread else "there is no sample",
+            "leave them out of the data" if unread else "give data",
+            shared=True,
+        )
+    found = gather_in_order(kept, world=world)
+    order = np.argsort(np.concatenate([samples for _, samples in places]), kind="stable")
+    return reordered(found, order) if world.is_main or not on_main else None
+
+
+def _problem(outputs: Any, samples: int) -> str:
+    """Returns what is wrong with a batch's outputs; "" if nothing is."""
+    single = any(not part.ndim for part in tensors_of(outputs))
+    wrong = wrong_length(outputs, samples)
+    if wrong or (not single and any(lengths(outputs))):
+        return wrong
+    return f"{'one number' if single else f'a {type(outputs).__name__} without values'}, for {samples} samples"
+
+
+@repeated
 def update_bn(data: Any, model: nn.Module, *, per_rank_batch: int | None = None, world: World | None = None) -> None:
     """Takes the running statistics of batch normalisation again, over all ranks' batches; collective.
 
@@ -147,7 +223,6 @@ def update_bn(data: Any, model: nn.Module, *, per_rank_batch: int | None = None,
 
 
 def _forward(model: nn.Module, batch: Any) -> tuple[Any, Any]:
-    """Returns outputs and targets of a batch."""
     if isinstance(batch, Mapping):
         return model(**batch), batch
     if not isinstance(batch, (tuple, list)) or len(batch) < 2:
@@ -263,19 +338,17 @@ def _sum_and_weight(name: str, value: Any, samples: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Corpus:
-    """See `corpus_metrics`."""
-
-    function: Callable[[Any, Any], Mapping[str, float]]
-
-
-def corpus_metrics(function: Callable[[Any, Any], Mapping[str, float]]) -> Corpus:
-    """Returns metrics for `evaluate` that need all predictions at once (F1, AUC, BLEU): `function(outputs, targets)`
-    is called once, on rank 0, with those of all samples in order, on the CPU, and returns numbers by name.
+    """Metrics for `evaluate` that need all predictions at once (F1, AUC, BLEU): `function(outputs, targets)` is called
+    once, on rank 0, with those of all samples in order, on the CPU, and returns numbers by name.
 
     Args:
         function: for example `lambda outputs, targets: {"auc": roc_auc_score(targets, outputs)}`.
     """
-    return Corpus(function)
+
+    function: Callable[[Any, Any], Mapping[str, float]]
+
+
+corpus_metrics = Corpus
 
 
 class _Predictions:

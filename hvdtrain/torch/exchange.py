@@ -55,11 +55,8 @@ class _File(Part):
 
 def export(run: Path, target: Path, to: str, *, which: str = "latest") -> Path:
     """Writes a run's checkpoint (`which`: "latest" or "best") into a new directory; returns that checkpoint's path.
-
-    Raises:
-        CheckpointError: no checkpoint is whole, or it is not one of PyTorch.
-        ConfigError: the directory is not empty, or parameters of the optimizer have no name.
-    """
+    Raises `CheckpointError` if none is whole, or it is not one of PyTorch; `ConfigError` if the directory is not
+    empty, or parameters of the optimizer have no name."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError("an export needs a directory of its own", f"{target} exists", "name a new one")
     folder = run / "checkpoints" if (run / "checkpoints").is_dir() else run
@@ -124,12 +121,9 @@ def _renamed(optimizer: Mapping[str, Any], names: Iterable[Any]) -> dict[str, An
 
 
 def import_(source: Path, run: Path, *, optimizer_class: str | None = None, progress: Mapping[str, int]) -> Path:
-    """Makes a checkpoint of `run` from a PyTorch file or from safetensors; returns its path.
-
-    Raises:
-        CheckpointError: the source cannot be read, or not without running code.
-        ConfigError: it has no model, or the optimizer's class is missing.
-    """
+    """Makes a checkpoint of `run` from a PyTorch file or from safetensors; returns its path. Raises
+    `CheckpointError` if the source cannot be read without running code, `ConfigError` for no model, or a missing
+    class of the optimizer."""
     state = _read(source)
     ours = _one_of(state, OURS)
     weights = _one_of(state, "model", "model_state_dict", "state_dict") or state

@@ -18,12 +18,9 @@ _JOINED = ("dim_zero_sum", "dim_zero_max", "dim_zero_min", "dim_zero_mean")  # t
 
 
 class States:
-    """A metric object. The user's stays as it is: a copy is fed.
-
-    Where all that it keeps are tensors that add up (or their largest, or smallest), which `add_state(name, default,
-    dist_reduce_fx)` notes in `_reductions`, these are joined. Any other is fed the batches of all ranks, in the data's
-    order: lists hold a sample's own values, and of a tensor of each rank, stacked, compute() may not know what to make.
-    """
+    """A metric object. The user's stays as it is: a copy is fed. Where all that it keeps are tensors that add up (or
+    their largest, or smallest), by what `add_state(name, default, dist_reduce_fx)` notes in `_reductions`, these are
+    joined. Any other is fed the batches of all ranks, in the data's order."""
 
     def __init__(self, name: str, metric: Any, device: torch.device) -> None:
         self.name, self.metric, self.device = name, copy.deepcopy(metric), device
@@ -101,7 +98,7 @@ def _within(metric: Any) -> list[Any]:
 
 
 def _adds_up(metric: Any) -> bool:
-    """Whether all its states are tensors with a reduction that can be applied to one of each rank."""
+    """Returns True if all its states are tensors with a reduction that can be applied to one of each rank."""
     states = [
         (getattr(part, state), reduction)
         for part in _within(metric)

@@ -98,7 +98,8 @@ def write_tensors(tensors: Mapping[str, Tensor], told: Mapping[str, str], file: 
     """Writes a safetensors file as it is laid out (https://github.com/huggingface/safetensors#format), of which the
     library would first make a copy: the length of the header, the header as JSON, the values."""
     empty = {name: torch.empty(0, dtype=tensor.dtype) for name, tensor in tensors.items()}
-    named = _header_of(save(empty))  # what the library calls the types
+    example = save(empty)  # which has what the library calls the types
+    named = json.loads(example[8 : 8 + int.from_bytes(example[:8], "little")])
     header: dict[str, Any] = {"__metadata__": dict(sorted(told.items()))}
     offset = 0
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # so that all are aligned
@@ -115,14 +116,7 @@ def write_tensors(tensors: Mapping[str, Tensor], told: Mapping[str, str], file: 
         file.write(values.reshape(-1).view(torch.uint8).numpy())
 
 
-def _header_of(data: bytes) -> dict[str, Any]:
-    length = int.from_bytes(data[:8], "little")
-    header: dict[str, Any] = json.loads(data[8 : 8 + length])
-    return header
-
-
 def read(path: Path) -> Any:
-    """Loads what `write` saved, without running code."""
     return torch.load(path, map_location="cpu", weights_only=True)
 
 

@@ -192,7 +192,7 @@ def _place(
     model: nn.Module, optimizer: torch.optim.Optimizer, options: Options, world: World, staged: Staged | None
 ) -> None:
     """Puts model and optimizer state where they compute; parameters stay the same objects."""
-    revert(model)  # an earlier `prepare` may have asked for it
+    revert(model.modules())  # an earlier `prepare` may have asked for it
     convert(model, engine_of(world), every=options.sync_batchnorm)
     if staged is None:  # else each stage is where it belongs
         model.to(engine_of(world).device)

@@ -22,7 +22,8 @@ from hvdtrain.torch.checkpoint import ModelPart, TrainingPart, put_others
 from hvdtrain.torch.data.loader import known
 from hvdtrain.torch.update import start
 from hvdtrain.torch.update.optimizer import Optimizer
-from hvdtrain.torch.update.regroup import RULE, extras_of, load, written
+from hvdtrain.torch.update.regroup import RULE
+from hvdtrain.torch.update.session import extras_of, load, written
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,6 @@ class Trained(Member):
         self._new = False
 
     def held(self) -> Optimizer | None:
-        """The optimizer, while it is there."""
         return self._optimizer()
 
     @property

@@ -19,7 +19,7 @@ BOTH = {
     "loader": ("torch/data/create.py", "keras/data/create.py"),
     "prepare": ("torch/preparation.py", "keras/__init__.py"),
     "evaluate": ("torch/evaluation.py", "keras/evaluation.py"),
-    "predict": ("torch/prediction.py", "keras/evaluation.py"),
+    "predict": ("torch/evaluation.py", "keras/evaluation.py"),
     "model_state": ("torch/checkpoint.py", "keras/checkpoint.py"),
     "verify": ("torch/update/averaging.py", "keras/__init__.py"),
     "fingerprint": ("torch/engines/replicas.py", "keras/state/replicas.py"),

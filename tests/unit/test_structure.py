@@ -39,7 +39,6 @@ PROTOCOLS = {
     "Staged": "a Pipeline, which stands beside the PyTorch adapter, follows it",
     "Store": "PyTorch's stores follow it as well",
     "Training": "checkpoints end what trains",
-    "Undo": "a session keeps what undoes an update, which holds the session",
 }
 
 

@@ -32,7 +32,7 @@ def augment_of(data: Any) -> Augment | None:
 
 
 def _is_stream(data: Any) -> bool:
-    """True for what is read from its beginning, and not by index."""
+    """Returns True for what is read from its beginning, and not by index."""
     by_index = all(hasattr(data, name) for name in ("__getitem__", "__len__"))
     by_index = by_index or isinstance(data, (tuple, Mapping, type))
     return isinstance(data, IterableDataset) or not (by_index or isinstance(data, (str, bytes, DataLoader)))
@@ -40,37 +40,30 @@ def _is_stream(data: Any) -> bool:
 
 def _dataset_of(data: Any) -> Any:
     """Returns a data set that is read by index; raises `ConfigError` for any other data."""
+    received = remedy = ""
     if isinstance(data, Mapping) and 0 not in data:
-        raise ConfigError(
-            "data is a tuple of arrays, or a data set that is read by index (len(data), data[i]), or a stream",
-            f"a {type(data).__name__} of {', '.join(map(str, list(data)[:5]))}",
-            "torch.utils.data.StackDataset(**data) of arrays, whose batches are such dicts; or a tuple of its parts",
-        )
-    if _is_stream(data) or isinstance(data, (DataLoader, type)) or not hasattr(data, "__getitem__"):
-        raise ConfigError(
-            "data is a tuple of arrays, or a data set that is read by index (len(data), data[i]), or a stream",
-            f"the class {data.__name__}" if isinstance(data, type) else f"a {type(data).__name__}",
-            "give the Dataset itself, not its DataLoader; sampler= and batch_sampler= name samples of a Dataset",
-        )
+        received = f"a {type(data).__name__} of {', '.join(map(str, list(data)[:5]))}"
+        remedy = "torch.utils.data.StackDataset(**data) of arrays has such dicts for batches; or a tuple of its parts"
+    elif _is_stream(data) or isinstance(data, (DataLoader, type)) or not hasattr(data, "__getitem__"):
+        received = f"the class {data.__name__}" if isinstance(data, type) else f"a {type(data).__name__}"
+        remedy = "give the Dataset itself, not its DataLoader; sampler= and batch_sampler= name samples of a Dataset"
+    if received:
+        rule = "data is a tuple of arrays, or a data set that is read by index (len(data), data[i]), or a stream"
+        raise ConfigError(rule, received, remedy)
     return data
 
 
 def source_of(
     data: Any, device: torch.device, processes: Processes, collate: Callable[[list[Any]], Any] | None, *, auto: bool
 ) -> Memory | Workers:
-    """Returns what serves `data` by index; `auto`: nobody asked for processes, and rows of arrays are read without.
-    Raises `ConfigError` for what are not arrays, and no map-style data set."""
+    """Returns what serves `data` by index; `auto`: rows of arrays are read without processes. Raises `ConfigError`
+    for what are not arrays, and no map-style data set."""
     memory = memory_of(data, device if collate is None else torch.device("cpu"))
     if memory is not None and collate is None:
         return memory
     if memory is None:
         return Workers(_dataset_of(data), processes, collate)
     return Workers(MemoryRows(memory), replace(processes, count=0, timeout_s=0.0) if auto else processes, collate)
-
-
-def get_of(source: Memory | Workers) -> Get | Memory:
-    """Returns what makes a sample of an index."""
-    return source if isinstance(source, Memory) else Get(source.dataset, None)
 
 
 def _refuse_sampler(sampler: Any) -> None:
@@ -185,7 +178,8 @@ def loader(
         if order is None:
             return Loader(source, plan, world, augment=augment or augment_of(data))
         _refuse_sampler(order)
-        begin, get = drawn_by_epoch(order, stream_of(order, kind), seed), get_of(source)
+        begin = drawn_by_epoch(order, stream_of(order, kind), seed)
+        get = source if isinstance(source, Memory) else Get(source.dataset, None)
         processes = Processes(0) if isinstance(get, Memory) else processes
     else:
         begin, get = stream_of(data), Get(None, decode)

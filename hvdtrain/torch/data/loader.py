@@ -1,4 +1,4 @@
-"""The training data of a rank: deterministic, weighted exactly in uneven tails, and able to go on from any sample."""
+"""The training data of a rank: deterministic, weighted exactly in uneven tails, and able to resume from any sample."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hvdtrain.checkpoint.preemption import Training, end_if_told
+from hvdtrain.checkpoint.parts import Training, end_if_told
 from hvdtrain.comm import elastic
 from hvdtrain.core.errors import ConfigError, RanksLost
 from hvdtrain.core.sharding import ORDER_RULE, Dealt, Plan, Step
@@ -108,7 +108,7 @@ class Loader(Dealt):
 
     @property
     def running(self) -> bool:
-        """Whether a loop has begun that can go on."""
+        """Returns True if a loop has begun that can continue."""
         self._notice_end()
         return self._begun
 
@@ -121,16 +121,17 @@ class Loader(Dealt):
         return self._place(step.samples_done if step is not None and of_this_loop else self._begin)
 
     def _only_looked_at(self) -> bool:
-        """Nothing was trained on yet; loops of before `prepare` count as epochs of nothing, too."""
+        """Returns True if nothing was trained on yet; loops of before `prepare` count as epochs of nothing."""
         return bool(self.followers) and self.differentiated is None
 
     def _after_loop(self) -> tuple[int, int]:
-        """Where the next loop begins once nobody goes on with this one: there again, if it only looked at the data."""
+        """Returns where the next loop begins if this one does not continue: there again, if it only looked at the
+        data."""
         over = self._trained() or not self.followers
         return (self._epoch + 1, 0) if over else (self._epoch, self._begin)
 
     def _trained(self) -> bool:
-        """A batch of the loop that runs had its backward pass."""
+        """Returns True if a batch of the loop that runs had its backward pass."""
         its = self.differentiated
         return its is not None and (its.epoch, its.begin) == (self._epoch, self._begin)
 
@@ -176,7 +177,7 @@ class Loader(Dealt):
 
     @property
     def is_dealt_anew(self) -> bool:
-        """The batch last handed out was dealt to ranks that have changed since: it comes once more."""
+        """Returns True if the batch last handed out was dealt to ranks that have changed since: it comes again."""
         return self.step is not None and self._step_of_deal != self._deals
 
     def redeal(self, state: Mapping[str, Any]) -> None:
@@ -209,15 +210,16 @@ class Loader(Dealt):
         return self._state(self.position, self.step)
 
     def state_of_weights(self) -> dict[str, Any]:
-        """Returns the state of where a restored run goes on: after the last batch that is in any model's weights."""
+        """Returns the state from which a restored run continues: after the last batch that is in any model's
+        weights."""
         return self._state(self._position_of_weights(), self.in_weights)
 
     def state_of_next_loop(self) -> dict[str, Any]:
-        """Returns the state of where a new loop would begin if nobody went on with this one."""
+        """Returns the state of where a new loop would begin if this one did not continue."""
         return self._state(self._after_loop() if self.running else self.position, None)
 
     def loop_goes_on(self) -> bool:
-        """Whether the last batch of an epoch is in the weights, whose loop is not over."""
+        """Returns True if the last batch of an epoch is in the weights, whose loop is not over."""
         return self.running and self._position_of_weights()[0] > self._epoch
 
     def others(self, kept: Iterable[object]) -> list[Loader]:
@@ -299,7 +301,13 @@ class Loader(Dealt):
 
     def __iter__(self) -> Iterator[Any]:
         epoch, done = self.position
-        self._report_restored(epoch)
+        if self._restored and self.followers and self.world.is_main:
+            print(
+                f"hvdtrain: restored: this loop over the loader is epoch {epoch}, counted from 0\n"
+                "  fix: for epoch in loader.epochs(n), or in range(progress.epoch, n); range(n) trains n more epochs",
+                file=sys.stderr, flush=True,
+            )  # fmt: skip
+        self._restored = False
         if self._begun and epoch == self._epoch:
             epoch, done = self._after_loop()  # the other loop can be finished by nobody
         self._stop()
@@ -308,16 +316,6 @@ class Loader(Dealt):
         self._items = self._ready(epoch, done)
         self._loop = ref(loop)
         return loop
-
-    def _report_restored(self, epoch: int) -> None:
-        """Reports once which epoch a restored training is in, if its loop does not come from `epochs()`."""
-        if self._restored and self.followers and self.world.is_main:
-            print(
-                f"hvdtrain: restored: this loop over the loader is epoch {epoch}, counted from 0\n"
-                "  fix: for epoch in loader.epochs(n), or in range(progress.epoch, n); range(n) trains n more epochs",
-                file=sys.stderr, flush=True,
-            )  # fmt: skip
-        self._restored = False
 
     def refuse_other_loop(self, loop: Epoch) -> None:
         """Raises `RanksLost` or `ConfigError` for a loop that the loader no longer serves."""
@@ -344,7 +342,7 @@ class Loader(Dealt):
         return None
 
     def hand_out(self, batch: Any, step: Step) -> None:
-        """The loop gets a batch now: the loader's position is after it."""
+        """Moves the loader's position after a batch, which the loop gets now."""
         self._done, self._step_of_deal = step.samples_done, self._deals
         self.step, self._begun = step, True
         for tensor in tensors_of(batch) if self.pads() else ():
@@ -363,13 +361,12 @@ class Loader(Dealt):
         self._end_of_loop(*self._after_loop())
 
     def _stop(self) -> None:
-        """Ends the reading of the loop that runs."""
         if self._items is not None:
             self._items.close()
             self._items = None
 
     def pads(self) -> bool:
-        """Returns whether the loop of now trains: then it gets a batch in every step, on every rank."""
+        """Returns True if the loop of now trains: then it gets a batch in every step, on every rank."""
         return bool(self.followers) and torch.is_grad_enabled()
 
     def step_of(self, tensor: Tensor) -> Step | None:
@@ -497,7 +494,7 @@ class Epoch:
             follower.handed_out(step, batch)
 
     def _check_padding(self) -> None:
-        """A batch that counts nothing must go where that is known."""
+        """Raises `ConfigError` if a batch that counts nothing did not go where that is known."""
         if self.padding is not None and self.padding is not self._loader.differentiated:
             raise ConfigError(
                 "the training loader's batches go to optimizer.backward, which knows that some count nothing",

@@ -14,12 +14,9 @@ DEPTH = 2  # batches ready at most: one hides the copy, a second evens out worke
 
 
 class Ahead(Generic[T]):
-    """Runs an iterator in a thread, `DEPTH` items ahead.
-
-    On a GPU the thread's copies and kernels go to a stream of their own: they overlap the training's. Taking an item
-    makes the training's stream (not the CPU) wait until it is ready; `tensors` returns an item's, which another
-    stream is going to use.
-    """
+    """Runs an iterator in a thread, `DEPTH` items ahead. On a GPU the thread's copies and kernels go to a stream of
+    their own: they overlap the training's. Taking an item makes the training's stream (not the CPU) wait until it is
+    ready."""
 
     def __init__(self, items: Iterator[T], device: torch.device, tensors: Callable[[T], list[torch.Tensor]]) -> None:
         self._items = items

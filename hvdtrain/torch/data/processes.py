@@ -1,4 +1,4 @@
-"""Worker processes that read: how they are started, and what is said when one is killed, or hangs."""
+"""Worker processes that read: how they start, and the errors when one is killed, or hangs."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import signal
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -70,19 +71,14 @@ class ProcessReader:
             self._places[self._worker] = sample
 
 
-class _Start:
-    """What a process does first."""
-
-    def __init__(self, init: Callable[[int], None] | None) -> None:
-        self._init = init
-
-    def __call__(self, worker: int) -> None:
-        # else a thread prints the error, drops the answer, and the rank waits for ever
-        multiprocessing.queues.Queue._on_queue_feeder_error = _send_why  # type: ignore[attr-defined]
-        # Ctrl-C goes to the whole terminal group; the rank ends its workers itself
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        if self._init is not None:
-            self._init(worker)
+def _start(init: Callable[[int], None] | None, worker: int) -> None:
+    """Does what a process does first."""
+    # else a thread prints the error, drops the answer, and the rank waits for ever
+    multiprocessing.queues.Queue._on_queue_feeder_error = _send_why  # type: ignore[attr-defined]
+    # Ctrl-C goes to the whole terminal group; the rank ends its workers itself
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if init is not None:
+        init(worker)
 
 
 class _Unsent(str):
@@ -122,7 +118,7 @@ def answers(reader: Any, processes: Processes, questions: Sequence[Any] | None =
                 collate_fn=_as_it_is,
                 num_workers=count,
                 multiprocessing_context=worker_context() if count else None,
-                worker_init_fn=_Start(processes.init),
+                worker_init_fn=partial(_start, processes.init),
                 pin_memory=processes.pin_memory,
                 prefetch_factor=processes.prefetch if count else None,
                 timeout=processes.timeout_s,
@@ -208,8 +204,8 @@ PATIENCE_S = (2.0, 4.0, 8.0, 16.0)
 
 
 class _Watchdog(torch_worker.ManagerWatchdog):
-    """PyTorch's takes whoever is the parent when it begins for its parent: of one that was killed just before, a worker
-    would wait for ever."""
+    """A watchdog of a worker's real parent: PyTorch's takes for it whatever process is the parent when it begins,
+    and of one that was killed just before, a worker would wait forever."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import replace
 from itertools import islice
 from operator import index as whole
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, IterableDataset, default_collate
+from torch.utils.data import Dataset, IterableDataset
 from torch.utils.data._utils import worker as torch_worker
 
 from hvdtrain.core.errors import ConfigError
@@ -19,9 +18,9 @@ from hvdtrain.core.generators import OwnRandom
 from hvdtrain.core.sharding import Step
 from hvdtrain.torch.data.loader import Loader
 from hvdtrain.torch.data.memory import Memory
-from hvdtrain.torch.data.processes import Processes, ProcessReader, answers
+from hvdtrain.torch.data.processes import Processes, ProcessReader
 from hvdtrain.torch.data.source import Augment, Fetched
-from hvdtrain.torch.data.workers import Failures, Together, read_batch, together_of, two_of
+from hvdtrain.torch.data.workers import ReadByProcesses, Together, read_batch, together_of, two_of
 from hvdtrain.values.generators import HOST
 from hvdtrain.world.records import STREAM, CountedRecords, StreamHead, StreamWords, check_ends, head
 from hvdtrain.world.streams import StreamPlan, StreamStep, epoch_seed, walk
@@ -31,7 +30,7 @@ Begin = Callable[[int], Iterator[Any]]  # the stream of an epoch
 
 
 def drawn_by_epoch(sampler: Any, begin: Begin, seed: int) -> Begin:
-    """Returns the order of a sampler as a function of the epoch: a generator of its own is seeded anew for each."""
+    """Returns the order of a sampler as a function of the epoch, for which its own generator is seeded."""
 
     def of_epoch(epoch: int) -> Iterator[Any]:
         for drawing in (sampler, getattr(sampler, "sampler", None)):
@@ -62,7 +61,7 @@ class Get:
 
 @contextmanager
 def _no_worker() -> Iterator[None]:
-    """Inside, nothing tells streams that they are read by several workers, among which many share themselves out."""
+    """Hides from streams that they are read by several workers, among which many share themselves out."""
     info, torch_worker._worker_info = torch_worker._worker_info, None
     try:
         yield
@@ -124,42 +123,25 @@ class _HeadReader(ProcessReader, Dataset[StreamHead]):
         return head(begin, kind=self._source.kind)
 
 
-class Streamed:
+class Streamed(ReadByProcesses):
     """A `Source` of what is walked: `begin` gives the records of an epoch, `get` makes a sample of one; `unstable`
     are the names of parts of a record that are not compared among ranks."""
 
     samples = 0  # not known
 
     def __init__(
-        self,
-        begin: Begin,
-        get: Get | Memory,
-        processes: Processes,
-        collate: Callable[[list[Any]], Any] | None,
+        self, begin: Begin, get: Get | Memory, processes: Processes, collate: Callable[[list[Any]], Any] | None,
         kind: StreamWords = STREAM,
-    ) -> None:
+    ) -> None:  # fmt: skip
+        super().__init__(processes, collate)
         self.begin = begin
         self.get = get
         self.kind = kind
         self.unstable: frozenset[str] = frozenset()
-        self._processes = processes
-        self._collate = collate or default_collate
-        self._failures = Failures()
-        self._closed = False
-
-    @property
-    def workers(self) -> int:
-        return self._processes.count
-
-    @property
-    def worth_a_thread(self) -> bool:
-        return self.workers > 0
 
     def head(self, seed: int) -> StreamHead:
         """Returns how epoch 0 begins, and notes what of it is not the same when it is read again."""
-        one = replace(self._processes, count=min(1, self.workers), pin_memory=False)
-        with closing(answers(_HeadReader(self, seed), one, (0,))) as found:
-            begins: StreamHead = next(found)
+        begins: StreamHead = self._one_answer(_HeadReader(self, seed))
         self.unstable = begins.unstable
         return begins
 
@@ -167,10 +149,8 @@ class Streamed:
         self, plan: StreamPlan, epoch: int, done: int, *, rank: int, ahead: int, digest: int | None = None
     ) -> Generator[tuple[StreamStep, Fetched], None, None]:
         """Yields the steps that are left in an epoch, with this rank's batches; closing it ends what it holds."""
-        if self._closed:
-            raise ConfigError("a loader that was closed serves no more batches", "close() was called")
         walker = _Walker(self, plan, epoch, done, rank=rank, ahead=ahead, digest=digest)
-        with closing(answers(walker, self._processes)) as found:
+        with closing(self._answers(walker)) as found:
             for step, fetched in found:
                 self._failures.check(step, fetched, float("inf"))
                 yield step, fetched
@@ -188,18 +168,14 @@ class Streamed:
             others=lambda: two_of(map(get, first), self._collate),
         )  # fmt: skip
 
-    def close(self) -> None:
-        """No more passes; the one that is read now is ended by whoever reads it."""
-        self._closed = True
-
 
 class UnknownLength(ConfigError, TypeError):
-    """`len()` of what has none: `list()` and the like go on without it."""
+    """`len()` of what has none: `list()` and the like continue without it."""
 
 
 class StreamLoader(Loader):
-    """One rank's batches of a stream, or of an order of the user's own, whose length nobody knows; made by `loader`.
-    A batch is handed out when the records of the update that it is part of, and of the step after it, were seen."""
+    """One rank's batches of a stream, or of an order of the user's own, of unknown length; made by `loader`. A batch
+    is handed out when the records of the update that it is part of, and of the step after it, were seen."""
 
     plan: StreamPlan
     _source: Streamed  # type: ignore[assignment]

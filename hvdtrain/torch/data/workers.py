@@ -57,13 +57,9 @@ def read_batch(
     collate: Callable[[list[Any]], Any],
     others: Callable[[], Any],
 ) -> Fetched:
-    """Reads a step's samples, each with random numbers of its own, and collates them.
-
-    Args:
-        samples: of each, the number that names it, and what `get` is called with.
-        together: returns all samples of these numbers, where the data set can.
-        others: makes a batch of samples that do not count, where there is none that does.
-    """
+    """Reads a step's samples (the number that names each, and what `get` is called with), each with random numbers
+    of its own, and collates them. `together` returns all samples of these numbers, where the data set can; `others`
+    makes a batch of samples that do not count, where there is none that does."""
     seeds = words(step.plan, step.epoch, step.first, step.dealt, 1, stream=SEED_STREAM)[:, 0].tolist()
     names = [name for name, _ in samples]
     found, failed = _read_together(together, names, seeds, reader)
@@ -157,12 +153,9 @@ class BatchReader(ProcessReader, torch.utils.data.Dataset[Fetched]):
     def _read(self, step: Step) -> Fetched:
         samples = [(index, index) for index in step.indices.tolist()]
         return read_batch(
-            step, self._get, samples, together=together_of(self.dataset), reader=self, collate=self.collate,
-            others=self._of_others,
+            step, self.dataset.__getitem__, samples, together=together_of(self.dataset), reader=self,
+            collate=self.collate, others=self._of_others,
         )  # fmt: skip
-
-    def _get(self, index: int) -> Any:
-        return self.dataset[index]
 
     def _of_others(self) -> Any:
         """A batch of two samples that can be read, the first of the data set; kept for next time."""
@@ -196,54 +189,6 @@ class _DigestReader(ProcessReader, torch.utils.data.Dataset[Any]):
         return digest.card, digest.sketch()
 
 
-class Workers:
-    """A `Source` of a map-style data set.
-
-    Workers are started for each pass, as PyTorch's own loader does by default: they read the data set as it is then,
-    as this process does where there are none. They are started in the way `torch.multiprocessing` is set to (by
-    default a fork, see `processes`; on InfiniBand, where forked processes can corrupt memory, call
-    `torch.multiprocessing.set_start_method("forkserver")` first, as Horovod's examples do).
-    """
-
-    def __init__(self, dataset: Any, processes: Processes, collate: Callable[[list[Any]], Any] | None) -> None:
-        self.dataset = dataset
-        self._processes = processes
-        self._collate = collate or default_collate
-        self._closed = False
-        self._failures = Failures()
-
-    @property
-    def workers(self) -> int:
-        return self._processes.count
-
-    @property
-    def samples(self) -> int:
-        return len(self.dataset)
-
-    @property
-    def worth_a_thread(self) -> bool:
-        return self.workers > 0  # without workers a thread would read, and set the generators the training draws from
-
-    def read(self, steps: Sequence[Step]) -> Generator[Fetched, None, None]:
-        if self._closed:
-            raise ConfigError("a loader that was closed serves no more batches", "close() was called")
-        reader = BatchReader(self.dataset, self._collate)
-        with closing(answers(reader, self._processes, steps)) as found:
-            for step, fetched in zip(steps, found, strict=True):
-                self._failures.check(step, fetched, self.samples)
-                yield fetched
-
-    def digest(self) -> Digest:
-        one = replace(self._processes, count=min(1, self.workers), pin_memory=False)
-        with closing(answers(_DigestReader(self.dataset), one, (0,))) as found:
-            card, sketch = next(found)
-        return Digest(card, lambda: sketch)
-
-    def close(self) -> None:
-        """No more passes; the one that is read now is ended by whoever reads it."""
-        self._closed = True
-
-
 class Failures:
     """Counts the samples that cannot be read."""
 
@@ -272,3 +217,63 @@ class Failures:
                 f"{len(self._bad)} of {read} read so far; the last: {name}: {reason}",
                 "check that the file system is there and the files are images",
             )
+
+
+class ReadByProcesses:
+    """What sources have in common that processes read."""
+
+    def __init__(self, processes: Processes, collate: Callable[[list[Any]], Any] | None) -> None:
+        self._processes, self._collate = processes, collate or default_collate
+        self._failures = Failures()
+        self._closed = False
+
+    @property
+    def workers(self) -> int:
+        return self._processes.count
+
+    @property
+    def worth_a_thread(self) -> bool:
+        return self.workers > 0  # without workers a thread would read, and set the generators the training draws from
+
+    def _answers(self, reader: Any, questions: Sequence[Any] | None = None) -> Generator[Any, None, None]:
+        if self._closed:
+            raise ConfigError("a loader that was closed serves no more batches", "close() was called")
+        return answers(reader, self._processes, questions)
+
+    def _one_answer(self, reader: Any) -> Any:
+        one = replace(self._processes, count=min(1, self.workers), pin_memory=False)
+        with closing(answers(reader, one, (0,))) as found:
+            return next(found)
+
+    def close(self) -> None:
+        """Serves no more passes; the one that is read now is ended by its reader."""
+        self._closed = True
+
+
+class Workers(ReadByProcesses):
+    """A `Source` of a map-style data set.
+
+    Workers are started for each pass, as PyTorch's own loader does by default: they read the data set as it is then,
+    as this process does where there are none. They are started in the way `torch.multiprocessing` is set to (by
+    default a fork, see `processes`; on InfiniBand, where forked processes can corrupt memory, call
+    `torch.multiprocessing.set_start_method("forkserver")` first, as Horovod's examples do).
+    """
+
+    def __init__(self, dataset: Any, processes: Processes, collate: Callable[[list[Any]], Any] | None) -> None:
+        super().__init__(processes, collate)
+        self.dataset = dataset
+
+    @property
+    def samples(self) -> int:
+        return len(self.dataset)
+
+    def read(self, steps: Sequence[Step]) -> Generator[Fetched, None, None]:
+        reader = BatchReader(self.dataset, self._collate)
+        with closing(self._answers(reader, steps)) as found:
+            for step, fetched in zip(steps, found, strict=True):
+                self._failures.check(step, fetched, self.samples)
+                yield fetched
+
+    def digest(self) -> Digest:
+        card, sketch = self._one_answer(_DigestReader(self.dataset))
+        return Digest(card, lambda: sketch)

@@ -58,16 +58,13 @@ class Staged(Protocol):
             weight: what the mean loss divides by: None (samples), a function of the targets that adds up over
                 micro-batches, or a number for a batch in one piece. Of weight 0 in all: no gradient, a loss of 0.
         """
-        ...
 
     def owned_parameters(self) -> Sequence[Sequence[nn.Parameter]]:
         """By stage; those that several stages use in a list of their own."""
-        ...
 
     def finishing(self, group: int) -> bool:
         """Asked in a gradient's hook, inside `step`: whether this is the pass that completes the gradients of a list
         of `owned_parameters`."""
-        ...
 
 
 def staged_or_none(model: object) -> Staged | None:
@@ -99,14 +96,8 @@ def step_of(optimizer: torch.optim.Optimizer, closure: Callable[[], object] | No
 
 @dataclass(frozen=True)
 class Transport:
-    """How gradients travel.
-
-    Attributes:
-        compression: "fp16" or "bf16": gradients are cast for the way, and summed in that type.
-        bucket_bytes: gradients are sent in pieces of about this size; None: what is right on the device.
-        zero: ZeRO's stage: each rank has a part of the optimizer's state (1), and of the gradients (2); see
-            `deepspeed.ZeroModel`.
-    """
+    """How gradients travel. With a compression ("fp16", "bf16") they are cast for the way, and summed in that type;
+    buckets are of about `bucket_bytes`, by default what is right on the device."""
 
     compression: Literal["fp16", "bf16"] | None = None
     bucket_bytes: int | None = None
@@ -142,19 +133,15 @@ class EngineModel(Protocol):
 
     def backward(self, loss: Tensor, sent: Pass) -> None:
         """Runs the backward pass of a scalar loss, which is weighted so that gradients are to be summed over ranks."""
-        ...
 
     def finish(self) -> None:
         """Waits for the sums. Then `p.grad` is the sum over ranks; None, on every rank, where no rank had one."""
-        ...
 
     def step(self, closure: Callable[[], object] | None = None) -> None:
         """Takes the optimizer's step; raises `ConfigError` for a closure, where the engine takes none."""
-        ...
 
     def close(self) -> None:
         """Takes hooks off the model."""
-        ...
 
 
 class StagedEngineModel(EngineModel, Protocol):
@@ -163,7 +150,6 @@ class StagedEngineModel(EngineModel, Protocol):
     def run(self, passes: Callable[[], None], sent: Pass) -> None:
         """As `backward`, with passes that are not autograd's alone: `passes` runs `Staged.step`, and sets
         `sent.extras`."""
-        ...
 
 
 @runtime_checkable
@@ -178,15 +164,12 @@ class TorchEngine(Engine, Protocol):
 
     def sum_(self, tensor: Tensor) -> Tensor:
         """Sums a contiguous tensor over ranks, in place, and returns it."""
-        ...
 
     def broadcast_(self, tensor: Tensor, root: int = 0) -> Tensor:
         """Gives every rank root's contiguous tensor, in place, and returns it."""
-        ...
 
     def gather(self, tensor: Tensor, counts: Sequence[int]) -> Tensor:
         """Returns the ranks' uint8 tensors [n] end to end; rank r's has `counts[r]` elements, at least one."""
-        ...
 
     def bind(self, module: nn.Module, optimizer: torch.optim.Optimizer, settings: Transport) -> EngineModel: ...
 

@@ -97,11 +97,9 @@ def _groups(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 @contextmanager
 def unmoved_by_calls(module: nn.Module) -> Iterator[None]:
-    """While it lasts, calls of a module or of its parts leave its buffers as they are: a batch that does not count must
-    leave no trace in running statistics. What the user changes between calls (a queue of keys of all ranks) stays.
-
-    Those of synchronised batch norm are left: they follow all ranks' samples, on every rank.
-    """
+    """While it lasts, calls of a module or of its parts leave its buffers as they are (but those of synchronised
+    batch norm, which follow all ranks' samples): a batch that does not count must leave no trace in running
+    statistics. What the user changes between calls (a queue of keys of all ranks) stays."""
     saved: Saved = []
     layers, within = _alone(module), 0
 
@@ -125,7 +123,7 @@ def unmoved_by_calls(module: nn.Module) -> Iterator[None]:
 
 
 def preserved(module: nn.Module) -> AbstractContextManager[None]:
-    """As `unmoved_by_calls`, for code that was compiled, which calls no hooks: whatever changes a buffer meanwhile."""
+    """As `unmoved_by_calls`, for compiled code, which calls no hooks: undoes every change of a buffer."""
     return kept_buffers(_alone(module))
 
 

@@ -66,14 +66,14 @@ class DataParallelEngine(Solo):
 
 
 def _compiled(module: nn.Module) -> bool:
-    """Whether something that `torch.compile` made is in the module: a part of it, held by it, or compiled in place."""
+    """Returns True if `torch.compile` has made a part of the module, what it holds, or compiled it in place."""
     held = (value for part in module.modules() for value in (part, *vars(part).values()))
     in_place = (part._compiled_call_impl is not None for part in module.modules())
     return any(map(is_compiled, held)) or any(in_place)
 
 
 class PiecesModel(SoloModel):
-    """A model whose batches are cut; after the first update it says how much memory each GPU has needed."""
+    """A model whose batches are cut; after the first update it prints how much memory each GPU has needed."""
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, devices: Sequence[torch.device]) -> None:
         super().__init__(module, optimizer)
@@ -103,12 +103,9 @@ def memory_told(peaks: Mapping[str, int]) -> str:
 
 
 class Pieces:
-    """Calls a module piecewise: `__call__` takes what the module takes, with samples along dimension 0.
-
-    Each piece has its own copy of the module's buffers, but the first, which has the module's own: batch-norm's
-    running statistics are those of the first piece, as in `torch.nn.DataParallel`. Gradients add up by themselves: the
-    copies' parameters are the module's (on GPUs: copied from them under autograd).
-    """
+    """Calls a module piecewise: `__call__` takes what the module takes, with samples along dimension 0. The first
+    piece has the module's own buffers, the others copies, as in `torch.nn.DataParallel`. Gradients add up by
+    themselves: the copies' parameters are the module's (on GPUs: copied from them under autograd)."""
 
     def __init__(self, module: nn.Module, devices: Sequence[torch.device]) -> None:
         self._module = module
@@ -125,18 +122,15 @@ class Pieces:
             to_device(cut((args, kwargs), samples, start, start + size), device)
             for start, size, device in zip(starts, sizes, devices, strict=False)
         ]
-        outputs = self._on_gpus(pieces, devices) if devices[0].type == "cuda" else self._in_turn(pieces)
+        if devices[0].type == "cuda":
+            replicas = replicate(self._module, devices, detach=not torch.is_grad_enabled())
+            outputs = parallel_apply(replicas, [args for args, _ in pieces], [kwargs for _, kwargs in pieces], devices)
+        else:
+            # Not in threads: each operation uses all cores already, and threads would draw their dropout from the one
+            # random stream of the CPU in an order that no two runs share.
+            replicas = [self._module, *(replica_of(self._module) for _ in pieces[1:])]
+            outputs = [replica(*args, **kwargs) for replica, (args, kwargs) in zip(replicas, pieces, strict=True)]
         return join(outputs, sizes, _not_joined, devices[0])
-
-    def _on_gpus(self, pieces: Sequence[Any], devices: Sequence[torch.device]) -> list[Any]:
-        replicas = replicate(self._module, devices, detach=not torch.is_grad_enabled())
-        return parallel_apply(replicas, [args for args, _ in pieces], [kwargs for _, kwargs in pieces], devices)
-
-    def _in_turn(self, pieces: Sequence[Any]) -> list[Any]:
-        # Not in threads: each operation uses all cores already, and threads would draw their dropout from the one
-        # random stream of the CPU in an order that no two runs share.
-        replicas = [self._module, *(replica_of(self._module) for _ in pieces[1:])]
-        return [replica(*args, **kwargs) for replica, (args, kwargs) in zip(replicas, pieces, strict=True)]
 
 
 def piece_sizes(samples: int, pieces: int) -> list[int]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -37,11 +37,10 @@ def attach(detected: Detected, *, device: str, gpus_per_rank: int) -> GroupEngin
 class DdpModel:
     """A model whose gradients DistributedDataParallel reduces.
 
-    The user's forward pass goes through the model itself; the loss goes through DDP, just before its backward pass. So
-    DDP learns which parameters take part from the loss's graph (those whose outputs the loss does not use are not
-    waited for), a forward pass that is followed by no backward pass does no harm, and whether a pass is the update's
-    last is decided when it is known, not before the forward pass as with `no_sync`. The price: a model compiled as a
-    whole gets no graph breaks at DDP's buckets.
+    The user's forward pass goes through the model itself, and the loss through DDP just before its backward pass. So
+    DDP learns from the loss's graph which parameters take part, a forward pass without a backward pass does no harm,
+    and a pass is the update's last when that is known, not before the forward pass as with `no_sync`. The price: a
+    model compiled as a whole gets no graph breaks at DDP's buckets.
     """
 
     def __init__(
@@ -75,7 +74,6 @@ class DdpModel:
         self._ddp = ddp
 
     def backward(self, loss: Tensor, sent: Pass) -> None:
-        """See `EngineModel.backward`."""
         if not sent.reduce:
             loss.backward(retain_graph=sent.retain_graph)  # DDP's hooks expect nothing: gradients add up here
             return
@@ -93,7 +91,7 @@ class DdpModel:
             _once(carried, sent.retain_graph)
 
     def _agreed(self, afterwards: bool | None) -> bool:
-        """Whether a part of the model is recomputed on some rank: then all send their gradients in the same way."""
+        """Returns True if a part of the model is recomputed on some rank: then all send their gradients alike."""
         if afterwards is not None and self._afterwards is None:
             some = torch.tensor([float(afterwards)], device=self._device)
             with rank_losses():
@@ -111,13 +109,12 @@ class DdpModel:
 
     def finish(self) -> None:
         """See `EngineModel.finish`; gradients are there already, DDP's backward pass waits for them."""
-        if self._reducer is not None:
-            with rank_losses():
+        with rank_losses():
+            if self._reducer is not None:
                 self._reducer.finish()
-        if self._extras_work is not None:
-            with rank_losses():
+            if self._extras_work is not None:
                 self._extras_work.wait()
-            self._extras_work = None
+        self._extras_work = None
 
     def step(self, closure: Callable[[], object] | None = None) -> None:
         step_of(self._optimizer, closure)
@@ -169,11 +166,8 @@ def _once(loss: Tensor, retain_graph: bool) -> None:
 def _when_the_graph_is_done(grad: Tensor) -> None:
     """Lets the clock see where waiting begins: inside `backward`, when all gradients are computed. Called as the
     pass begins, so ahead of DDP in the queue of what is called at its end."""
-    torch.autograd.Variable._execution_engine.queue_callback(_waiting)
-
-
-def _waiting() -> None:
-    CLOCK.enter("communication")
+    begin: Any = partial(CLOCK.enter, "communication")
+    torch.autograd.Variable._execution_engine.queue_callback(begin)
 
 
 class _LossCarrier(nn.Module):
@@ -187,13 +181,11 @@ class _LossCarrier(nn.Module):
         return loss
 
 
-@functools.cache
+@cache
 def _silence_ddp_warning() -> None:
-    """Has DDP say once, unheard, what it says once in a process: that it looked for unused parameters and found none.
-
-    It comes from C++, past Python's filters. (A parameter that is never used would keep it silent as well, but then
-    every update on a GPU waits for the ranks' answer whether it was used anywhere.)
-    """
+    """Has DDP warn unheard, once for the process, that it looked for unused parameters and found none: from C++,
+    past Python's filters. (With a parameter that is never used every update on a GPU would wait for the ranks'
+    answer.)"""
     everything_used = DistributedDataParallel(nn.Linear(1, 1), init_sync=False, find_unused_parameters=True)
     with open(os.devnull, "wb") as nowhere, stderr_to(nowhere):
         everything_used(torch.zeros(1))

@@ -99,14 +99,12 @@ class DeepSpeedModel:
         self._used: list[bool] | None = None  # where the pass tells no more
 
     def backward(self, loss: Tensor, sent: Pass) -> None:
-        """See `EngineModel.backward`."""
         self._used = None if sent.counts else [p.grad is not None for p in trainable(self._module)]
         with self._engine.no_sync():
             self._engine.backward(loss, retain_graph=sent.retain_graph)
         self._extras = sent.extras if sent.reduce else None
 
     def finish(self) -> None:
-        """See `EngineModel.finish`."""
         parameters = trainable(self._module)
         used = self._sum_used(self._used or [p.grad is not None for p in parameters], self._sum_gradients)
         for parameter, uses in zip(parameters, used, strict=True):
@@ -135,7 +133,6 @@ class DeepSpeedModel:
         self._engine.step()
 
     def close(self) -> None:
-        """Takes DeepSpeed's hooks off the model."""
         self._engine.module_forward_pre_hook.remove()
         self._engine.module_forward_post_hook.remove()
         self._engine.destroy()
@@ -187,7 +184,11 @@ class ZeroModel(DeepSpeedModel):
                 here = self._in_order.finish()
                 self._zero.reduce_ipg_grads()
             used = self._sum_used(here)
-            self._take_parts()
+            self._zero.params_already_reduced[:] = [False] * len(self._zero.params_already_reduced)
+            for index, pieces in enumerate(self.parts.pieces):  # this rank keeps the gradients of its part
+                self.parts.give(index, [_cut(piece) for piece in pieces])
+            for parameter in parameters:
+                parameter.grad = Elsewhere.of(parameter)
         unused = [self._names[id(p)] for p, uses in zip(parameters, used, strict=True) if not uses]
         if unused:
             raise ConfigError(
@@ -197,14 +198,6 @@ class ZeroModel(DeepSpeedModel):
                 " weights that replaced it (load_state_dict(assign=True)) were not prepared",
                 shared=True,
             )
-
-    def _take_parts(self) -> None:
-        """Leaves this rank the gradients of its part."""
-        self._zero.params_already_reduced[:] = [False] * len(self._zero.params_already_reduced)
-        for index, pieces in enumerate(self.parts.pieces):
-            self.parts.give(index, [_cut(piece) for piece in pieces])
-        for parameter in (p for its in self.parts.parameters for p in its):
-            parameter.grad = Elsewhere.of(parameter)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> Tensor:
         """As torch's, over the parts of all ranks; collective."""
@@ -257,7 +250,6 @@ class ZeroModel(DeepSpeedModel):
         return torch.cat(parts)
 
     def close(self) -> None:
-        """Takes the hooks off the model."""
         if self._in_order is not None:
             self._in_order.close()
         self._engine.destroy()

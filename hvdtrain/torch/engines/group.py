@@ -9,7 +9,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -27,8 +27,8 @@ from hvdtrain.comm.arrival import (
     wait_for_all,
     watched_mpi,
 )
-from hvdtrain.comm.engines import mpi_communicator
-from hvdtrain.core.errors import HvdtrainError, LauncherError, RanksLost, ends_badly
+from hvdtrain.comm.engines import losses_in, mpi_communicator
+from hvdtrain.core.errors import HvdtrainError, LauncherError, ends_badly
 from hvdtrain.core.launchers import Detected, meeting_point
 from hvdtrain.torch.engines.base import EngineModel, TensorCollectives, Transport, pick_devices
 
@@ -59,7 +59,6 @@ class GroupEngine(TensorCollectives):
         return tensor if wide is tensor else tensor.copy_(wide)
 
     def broadcast_(self, tensor: Tensor, root: int = 0) -> Tensor:
-        """Gives every rank root's contiguous tensor, in place."""
         if tensor.numel():
             with rank_losses():  # as bytes: any type of number goes
                 dist.broadcast(tensor.detach().view(-1).view(torch.uint8), root, group=self._group_of(tensor))
@@ -209,16 +208,10 @@ def _as_launcher_error(rule: str, remedy: str) -> Iterator[None]:
         raise LauncherError(rule, str(error).splitlines()[0], remedy) from error
 
 
-@contextmanager
-def rank_losses() -> Iterator[None]:
-    """Says what it means when the group breaks under a collective."""
-    try:
-        yield
-    except RuntimeError as error:
-        if isinstance(error, dist.DistError) or "gloo" in str(error).lower():
-            raise RanksLost(
-                "every rank must take part until the end",
-                f"torch.distributed gave up: {str(error).splitlines()[0]}",
-                "read what the rank that ended first has said",
-            ) from error
-        raise
+def rank_losses() -> AbstractContextManager[None]:
+    """Raises `RanksLost` in place of the error by which torch.distributed gives up."""
+
+    def is_its_own(error: Exception) -> bool:
+        return isinstance(error, dist.DistError) or "gloo" in str(error).lower()
+
+    return losses_in(RuntimeError, told_by=is_its_own, who="torch.distributed")

@@ -25,18 +25,12 @@ USUAL_BUCKET_BYTES = {"cpu": 5 << 20, "cuda": 25 << 20}  # on a CPU: sent while 
 
 
 def attach(detected: Detected, *, device: str, gpus_per_rank: int) -> HorovodEngine:
-    """Joins Horovod's ranks."""
     import horovod.torch as hvd
 
     devices = pick_devices(detected, device, gpus_per_rank)
-    _tune()
-    return HorovodEngine.join(hvd, detected, devices)
-
-
-def _tune() -> None:
-    """Horovod reads this once, when it starts; what the user has set stays."""
-    # buckets are fused already: to fuse them again would copy every gradient twice more
+    # read once, when Horovod starts: buckets are fused already, and fused again each gradient is copied twice more
     os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", "0")
+    return HorovodEngine.join(hvd, detected, devices)
 
 
 # What Horovod 0.28.1 can add up; other types travel as these.
@@ -50,12 +44,10 @@ class HorovodEngine(TensorCollectives, HorovodCollectives):
     runs_stages = True
 
     def sum_(self, tensor: Tensor) -> Tensor:
-        """Sums a contiguous tensor over ranks, in place."""
         self.sum_async(tensor, self.next_name())()
         return tensor
 
     def broadcast_(self, tensor: Tensor, root: int = 0) -> Tensor:
-        """Gives every rank root's contiguous tensor, in place."""
         if tensor.numel():
             sent = torch.view_as_real(tensor) if tensor.is_complex() else tensor
             if sent.dtype not in (*_SUMMABLE, torch.uint8, torch.int8, torch.int16):  # bool, bfloat16, float8, uint16
@@ -83,7 +75,7 @@ class HorovodEngine(TensorCollectives, HorovodCollectives):
         return wait
 
     def shares_memory(self) -> bool:
-        """Whether ranks of one host add up through shared memory; all of them do, or none (docs/horovod.md)."""
+        """Returns True if ranks of one host add up through shared memory; all of them do, or none (docs/horovod.md)."""
         enabled = getattr(self.hvd, "shared_memory_enabled", lambda: False)  # which other Horovods lack
         return self.device.type == "cpu" and bool(enabled())
 
@@ -97,7 +89,6 @@ class HorovodEngine(TensorCollectives, HorovodCollectives):
 
 
 def _wanted_bytes() -> int:
-    """What the environment says of buckets; 0: nothing."""
     text = os.environ.get(variables.BUCKET_BYTES) or "0"
     if not text.isdecimal():
         raise ConfigError(
@@ -107,7 +98,6 @@ def _wanted_bytes() -> int:
 
 
 def rank_losses() -> AbstractContextManager[None]:
-    """Says what it means when Horovod gives up."""
     from horovod.common.exceptions import HorovodInternalError
 
     return losses_in(HorovodInternalError)

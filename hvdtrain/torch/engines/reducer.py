@@ -15,8 +15,7 @@ while the first ones still run theirs.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -98,7 +97,6 @@ class Bucket:
             parameter.grad = view  # lets go of the memory now: the next layer's gradient takes it, still warm
 
     def send(self, sum_async: SumAsync, wire_type: torch.dtype | None) -> None:
-        """Starts the sum over ranks."""
         self.wire = self.flat if wire_type is None else self.flat.to(wire_type)
         self.waits = [sum_async(self.wire, self.name)]
         for index, gradient in enumerate(self.gradients):
@@ -123,16 +121,10 @@ class Bucket:
 
 
 class Reducer:
-    """Buckets, and the hooks on a module's trainable parameters that fill them; freezing and unfreezing is noticed at
-    the next update.
-
-    Args:
-        sum_async: starts the sum of one tensor over ranks; called with the same names on every rank.
-        bucket_bytes: size of a bucket; a larger parameter has one of its own.
-        compression: None, "fp16" or "bf16".
-        staged: runs the module's passes, if anything but autograd does.
-        where_they_lie: whether large gradients are summed without a copy; asked whenever buckets are made.
-    """
+    """Buckets, and the hooks on a module's trainable parameters that fill them; freezing and unfreezing is noticed
+    at the next update. `sum_async` is called with the same names on every rank; a parameter that is larger than a
+    bucket has one of its own; `where_they_lie`, asked whenever buckets are made, tells whether large gradients are
+    summed without a copy."""
 
     def __init__(
         self,
@@ -199,42 +191,32 @@ class Reducer:
         self._build()
 
     def close(self) -> None:
-        """Takes the hooks off the parameters."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
 
     # -- one backward pass -----------------------------------------------------------------------------------
     def backward(self, loss: Tensor, sent: Pass) -> None:
-        """See `EngineModel.backward`."""
         passes = partial(loss.backward, retain_graph=sent.retain_graph)
         self._run(passes, "adding up" if sent.afterwards else "reducing", sent)
 
     def run(self, passes: Callable[[], None], sent: Pass) -> None:
-        """See `StagedEngineModel.run`."""
         self._run(passes, "reducing stages", sent)
 
     def _run(self, passes: Callable[[], object], state: str, sent: Pass) -> None:
-        if not sent.reduce:
-            with self._during("adding up"):
-                passes()
-            return
-        if trains_others(self._module, self._parameters):
-            self._build()
-        for bucket in self.buckets:
-            bucket.begin()
+        if sent.reduce:
+            if trains_others(self._module, self._parameters):
+                self._build()
+            for bucket in self.buckets:
+                bucket.begin()
         used = None if sent.counts else [float(p.grad is not None) for b in self.buckets for p in b.parameters]
-        with self._during(state):
-            passes()
-        self._send_rest(sent.extras, used)
-
-    @contextmanager
-    def _during(self, state: str) -> Iterator[None]:
-        self._state = state
+        self._state = state if sent.reduce else "adding up"
         try:
-            yield
+            passes()
         finally:
             self._state = "outside"
+        if sent.reduce:
+            self._send_rest(sent.extras, used)
 
     def _send_rest(self, extras: Tensor | None, known: list[float] | None) -> None:
         """Sends buckets that wait for gradients that did not come, then which parameters had one (if not `known`)."""
@@ -260,7 +242,6 @@ class Reducer:
         self._wait_tail = self._sum_async(self._tail, f"hvdtrain.tail.{self._generation}")
 
     def finish(self) -> None:
-        """See `EngineModel.finish`."""
         assert self._tail is not None, "finish() follows a pass that reduces"
         received = [bucket.receive() for bucket in self.buckets]
         self._wait_tail()
@@ -281,11 +262,9 @@ class Reducer:
 def by_stage(
     parameters: Sequence[nn.Parameter], staged: Staged | None
 ) -> list[tuple[list[nn.Parameter], Callable[[], bool]]]:
-    """Splits parameters by the stage that computes their gradients, each with what tells a stage's last backward pass.
-
-    The last stage, whose gradients are complete first, comes first. What no stage owns, or several do, is complete only
-    when everything is.
-    """
+    """Splits parameters by the stage that computes their gradients, each with what tells a stage's last backward
+    pass: the last stage, whose gradients are complete first, comes first, and last what no stage owns, or several
+    do."""
     if staged is None:
         return [(list(parameters), lambda: True)]
     left = {id(parameter): parameter for parameter in parameters}
@@ -333,17 +312,15 @@ def layout_of(parameter: Tensor) -> Layout:
 
 
 def _is_large(parameter: nn.Parameter) -> bool:
-    """Whether its gradient may be summed where it lies, if it lies there as it should."""
+    """Returns True if its gradient may be summed where it lies, if it lies there as it should."""
     size = parameter.numel() * parameter.element_size()
     return size >= _DUST_BYTES and parameter.dtype in (torch.float32, torch.float64)
 
 
 def _is_its_own(gradient: Tensor, parameter: nn.Parameter, layout: Layout) -> bool:
-    """Whether a gradient lies as it does on every rank, in memory that is PyTorch's and that nobody else has.
-
-    Autograd may hand out a view (of `weight.unsqueeze(0) + other`, for one) of what another layer still needs
-    (`torch/csrc/autograd/functions/accumulate_grad.h` looks at the tensor's references, not at its memory's).
-    """
+    """Returns True if a gradient lies as it does on every rank, in memory that is PyTorch's and that nobody else
+    has: autograd may hand out a view of what another layer still needs (it looks at the tensor's references, not at
+    its memory's)."""
     lies = zip(gradient.shape, gradient.stride(), layout, strict=True)
     references = _references(gradient)  # before there is another one here
     memory = gradient.untyped_storage()

@@ -1,4 +1,4 @@
-"""Whether the replicas are equal: checksums that cost a few reductions on the device, and the SHA-256 of a model."""
+"""Equal replicas: checksums that cost a few reductions on the device, and the SHA-256 of a model."""
 
 from __future__ import annotations
 

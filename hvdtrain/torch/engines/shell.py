@@ -37,7 +37,7 @@ def trainable(module: nn.Module) -> list[nn.Parameter]:
 
 
 def trains_others(module: nn.Module, known: Sequence[nn.Parameter]) -> bool:
-    """Whether other parameters are trainable than those known: layers were frozen, or thawed."""
+    """Returns True if other parameters are trainable than those known: layers were frozen, or thawed."""
     return any(now is not before for now, before in zip_longest(trainable(module), known))
 
 

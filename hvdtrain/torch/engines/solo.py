@@ -15,7 +15,6 @@ from hvdtrain.torch.engines.base import Pass, Transport, device_of, pick_devices
 
 
 def attach(detected: Detected, *, device: str, gpus_per_rank: int) -> Solo:
-    """Returns the engine of one process."""
     return Solo(devices=pick_devices(detected, device, gpus_per_rank))
 
 

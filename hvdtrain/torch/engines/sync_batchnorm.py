@@ -8,7 +8,7 @@ Formulas: Ioffe and Szegedy, arXiv 1502.03167, section 3, with sums over ranks i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 from weakref import WeakKeyDictionary, WeakSet
@@ -62,9 +62,9 @@ def convert(model: nn.Module, engine: TorchEngine, *, every: bool = True) -> nn.
     return model
 
 
-def revert(model: nn.Module) -> None:
-    """Makes the layers that `convert` changed plain again, in place."""
-    for layer in model.modules():
+def revert(layers: Iterable[nn.Module]) -> None:
+    """Makes those that `convert` changed plain again, in place."""
+    for layer in layers:
         if _engines.pop(layer, None) is not None:
             layer.__class__ = next((plain for plain, kind in _KINDS.items() if kind is type(layer)), type(layer))
 
@@ -72,15 +72,12 @@ def revert(model: nn.Module) -> None:
 @contextmanager
 def converted(model: nn.Module, engine: TorchEngine) -> Iterator[None]:
     """While it lasts, every batch-norm layer of `model` normalises over all ranks, as `convert` makes it."""
-    before = [(layer, layer.__class__, layer in _engines) for layer in model.modules()]
+    others = [layer for layer in model.modules() if layer not in _engines]
     convert(model, engine)
     try:
         yield
     finally:
-        for layer, kind, had_engine in before:
-            layer.__class__ = kind
-            if not had_engine:
-                _engines.pop(layer, None)
+        revert(others)
 
 
 @contextmanager
@@ -96,7 +93,7 @@ def sync_batchnorm_mode(mode: Mode) -> Iterator[None]:
 
 @contextmanager
 def uncounting(model: nn.Module) -> Iterator[None]:
-    """While it lasts, forward passes of the model's layers do not count, whoever calls them."""
+    """While it lasts, no forward pass of the model's layers counts."""
     layers = [layer for layer in model.modules() if layer in _engines]
     _uncounted.update(layers)
     try:
@@ -106,7 +103,7 @@ def uncounting(model: nn.Module) -> Iterator[None]:
 
 
 def is_synchronized(layer: nn.Module) -> bool:
-    """Whether the layer's running statistics are those of all ranks' samples, on every rank."""
+    """Returns True if the layer's running statistics are those of all ranks' samples, on every rank."""
     return layer in _engines
 
 

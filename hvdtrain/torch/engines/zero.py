@@ -30,14 +30,9 @@ _COMMON = ("step", "mu_product", "mu", "eta")  # their states that all weights o
 
 
 class Parts:
-    """The parts of the weights, of which this is `rank`'s, and the optimizer's state cut in the same places.
-
-    Args:
-        user: the user's optimizer, with its state whole; `share_out` takes it away.
-        twin: what DeepSpeed was given.
-        zero: DeepSpeed's `DeepSpeedZeroOptimizer`.
-        gather: returns the ranks' tensors end to end; collective.
-    """
+    """The parts of the weights, of which this is `rank`'s, and the optimizer's state cut in the same places. The
+    user's optimizer has its state whole, until `share_out` takes it away; DeepSpeed (`zero` is its
+    `DeepSpeedZeroOptimizer`) was given the twin."""
 
     def __init__(
         self,
@@ -72,7 +67,6 @@ class Parts:
             self.give(index, gradients)
 
     def give(self, index: int, gradients: list[Tensor]) -> None:
-        """Hands DeepSpeed the gradients of a group's pieces."""
         flat = self._flats[index]
         padding = len(flat) - sum(map(len, gradients))
         self._zero.averaged_gradients[index] = [*gradients, flat.new_zeros(padding)] if padding else gradients
@@ -171,20 +165,14 @@ class Parts:
         for parameters, flat in zip(self.parameters, self._flats, strict=True):
             for key, value in self._twin.state.get(flat, {}).items():
                 if isinstance(value, Tensor) and value.shape == flat.shape:
-                    whole = self._gather(value)
-                    values = _cut_up(whole, parameters) if keep else []
+                    whole, sizes = self._gather(value), [parameter.numel() for parameter in parameters]
+                    cut = whole[: sum(sizes)].split(sizes) if keep else ()  # without the padding
+                    values = [own.view(p.shape).clone() for own, p in zip(cut, parameters, strict=False)]
                 else:
                     values = [value.clone() if isinstance(value, Tensor) else value for _ in parameters]
                 for parameter, its in zip(parameters, values, strict=False):
                     states.setdefault(order.index(id(parameter)), {})[key] = its
         return content | {"state": dict(sorted((content["state"] | states).items()))}
-
-
-def _cut_up(flat: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-    """Returns each parameter's own elements, without the padding."""
-    sizes = [parameter.numel() for parameter in parameters]
-    cut = flat[: sum(sizes)].split(sizes)
-    return [its.view(p.shape).clone() for its, p in zip(cut, parameters, strict=True)]
 
 
 def _groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
@@ -213,25 +201,25 @@ def _flat(tensor: Tensor | None) -> Tensor:
 
 
 def _check_alike(states: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> None:
-    if any(list(state) != keys for state in states):
-        raise CheckpointError(
-            "with zero= all weights of a group have one state, cut into parts",
-            f"some have {keys or 'none'}, others {next(list(s) for s in states if list(s) != keys) or 'none'}",
-            "weights that began to train later, or were left out of updates, belong to a group of their own; or zero=0",
-        )
+    other = next((list(state) for state in states if list(state) != keys), None)
+    if other is not None:
+        raise _several_states(f"some have {keys or 'none'}, others {other or 'none'}")
 
 
 def _common(key: str, values: Sequence[Any]) -> Any:
-    """Returns the value that all weights of a group have."""
     first = values[0]
-    same = all(torch.equal(v, first) if isinstance(first, Tensor) else v == first for v in values)
-    if not same:
-        raise CheckpointError(
-            "with zero= all weights of a group have one state, cut into parts",
-            f"{key} differs among them: {sorted({str(v.item() if isinstance(v, Tensor) else v) for v in values})[:3]}",
-            "weights that began to train later, or were left out of updates, belong to a group of their own; or zero=0",
-        )
+    if not all(torch.equal(v, first) if isinstance(first, Tensor) else v == first for v in values):
+        shown = sorted({str(v.item() if isinstance(v, Tensor) else v) for v in values})[:3]
+        raise _several_states(f"{key} differs among them: {shown}")
     return first.clone() if isinstance(first, Tensor) else first
+
+
+def _several_states(received: str) -> CheckpointError:
+    return CheckpointError(
+        "with zero= all weights of a group have one state, cut into parts",
+        received,
+        "weights that began to train later, or were left out of updates, belong to a group of their own; or zero=0",
+    )
 
 
 # ---- the user's optimizer, and its twin
@@ -318,7 +306,6 @@ class InOrder:
         self._here.clear()
 
     def stop(self) -> None:
-        """Forgets the pass."""
         self._next = None
 
     def _come(self, parameter: Tensor) -> None:
@@ -347,6 +334,5 @@ class InOrder:
         return used[::-1]
 
     def close(self) -> None:
-        """Takes the hooks off."""
         for handle in self._handles:
             handle.remove()

@@ -232,13 +232,12 @@ def _of_mean(node: Any, term: Term, samples: int) -> Term:
 
 
 def _dims(node: Any, sizes: list[int]) -> set[int]:
-    """Those that a sum or mean was told; all, where it was told none."""
+    """Returns the dimensions of a sum or mean, by default all."""
     told = getattr(node, "_saved_dim", None) or range(len(sizes))
     return {signed(dim) % len(sizes) for dim in told}
 
 
 def _of_loss(name: str, node: Any, term: Term, samples: int) -> Term:
-    """The term of one of PyTorch's own losses."""
     values = getattr(node, "_saved_target", node._saved_self).numel()
     if node._saved_reduction != 1:
         return term.added_up(values, samples)
@@ -275,12 +274,11 @@ def _squares(name: str, node: Any) -> bool:
 
 
 def signed(number: int) -> int:
-    """Returns a number that an operation was told: autograd shows a negative one as if it had no sign."""
+    """Returns a number with its sign, which autograd hides in an operation's arguments."""
     return number - (1 << 64) * (number >= 1 << 63)
 
 
 def name_of(node: Any) -> str:
-    """Returns the name of an operation, as in `_PASS`."""
     return re.sub(r"Backward\d*$", "", node.name())
 
 

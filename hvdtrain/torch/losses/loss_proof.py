@@ -1,4 +1,4 @@
-"""Whether the user's loss can be put together of pieces, weighed as they are: looked at in every backward pass."""
+"""The proof, in every backward pass, that the user's loss can be put together of pieces, weighed as they are."""
 
 from __future__ import annotations
 
@@ -51,15 +51,7 @@ class Looked(NamedTuple):
 
 class LossProof:
     """Reads and tries the losses of one prepared model, whose update has `pieces` micro-batches of a rank. Not to
-    `verify`: losses are read only; `counted`: batches come from a loader.
-
-    Attributes:
-        outputs: of the model in the batch at hand, each with its version; None while they are not wanted.
-        is_due: the loss at hand is tried whatever its form is: losses 1, 2, 4, 8 ..., and an epoch's first.
-        refused: an update was refused: losses are tried until one passes.
-        problem: why no weight makes this rank's loss right; "" for no reason.
-        suspicion: what the whole batch against its pieces has shown.
-    """
+    `verify`: losses are read only; `counted`: batches come from a loader."""
 
     def __init__(self, world: World, pieces: int, *, verify: bool, counted: bool = True) -> None:
         self._world = world
@@ -68,13 +60,16 @@ class LossProof:
         self._held = _OUTPUTS[not counted]
         self._reader = Reader()
         self.needed = world.size * pieces > 1
+        # of the model in the batch at hand, each with its version; None while they are not wanted
         self.outputs: list[tuple[Tensor, int]] | None = [] if self.needed else None
         self._recording: Recording | None = None
         self._given: list[tuple[Tensor, int]] = []  # of the batch at hand, each with its version
         self._losses = 0  # seen
         self._epoch: object = None
-        self.is_due = self.refused = False
-        self.problem = self.suspicion = ""
+        self.is_due = False  # the loss at hand is tried whatever its form is (`tries`)
+        self.refused = False  # an update was: losses are tried until one passes
+        self.problem = ""  # why no weight makes this rank's loss right
+        self.suspicion = ""  # what the whole batch against its pieces has shown
         self._types: list[str] = []
         self._noted: set[str] = set()
         self._pieces = pieces
@@ -110,7 +105,6 @@ class LossProof:
         return self.outputs is not None and not self._unseen and is_due
 
     def tracked(self) -> list[Tensor]:
-        """Returns the outputs that have a gradient."""
         return [tensor for tensor, _ in self.outputs or () if tensor.requires_grad]
 
     def begin(self, values: Any, batch: Any) -> None:

@@ -54,7 +54,6 @@ class _Operation:
 
     @property
     def given(self) -> list[Any]:
-        """The values that it was called with."""
         return tree_flatten((self.args, self.kwargs))[0]
 
 
@@ -80,7 +79,6 @@ class Recording:
             self._mode.begin(self)
 
     def pause(self) -> None:
-        """Stops until `start`."""
         if self._mode is not None:
             self._mode.end(self)
             self._mode = None
@@ -96,7 +94,6 @@ class Recording:
         return len(self.operations) > _LONGEST
 
     def add(self, operation: _Operation) -> None:
-        """Notes an operation that was run."""
         if self.is_full:
             return
         if self._before and sum(one.nbytes for one in _tensors(operation.results)) > _SMALL:
@@ -218,7 +215,6 @@ def weights_like(recording: Recording, weight: object) -> list[object]:
 
 
 def _changed(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """Returns the tensors that an operation writes into."""
     named = zip(func._schema.arguments, args, strict=False)
     given = [(spec, value) for spec, value in named] + [
         (spec, kwargs[spec.name]) for spec in func._schema.arguments if spec.name in kwargs
@@ -242,10 +238,6 @@ class Replay:
     Args:
         outputs, given: of the model, and tensors of the batch: each with its version when it was returned.
         weight: what the loss is weighed by: gradients are those of weight x loss, as parts of the weight now.
-
-    Attributes:
-        targets: tensors of the batch that the loss depends on.
-        weighs: the weight was recorded as well, and follows outputs and targets.
     """
 
     def __init__(
@@ -268,7 +260,6 @@ class Replay:
         self.normalises = any(len(tensor) > 1 for op in norms for tensor in _tensors(op.args[:1]) if tensor.dim() > 1)
 
     def _needed(self, operations: Sequence[_Operation]) -> list[_Operation]:
-        """Returns the operations that the loss depends on."""
         needed, kept = {_place(self._loss)}, list[_Operation]()
         if isinstance(self._weight, Tensor):
             needed.add(_place(self._weight))
@@ -335,7 +326,10 @@ class Replay:
                 found = torch.autograd.grad(loss.reshape(()), leaves, allow_unused=True)
         except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError, AttributeError) as error:
             raise CannotTry(f"its operations refuse other outputs: {str(error).splitlines()[0]}") from error
-        factor = self._weighed(now)
+        factor = 1.0  # what the weight is now, as part of what it was
+        if self.weighs:
+            assert isinstance(self._weight, Tensor)
+            factor = float(now[id(self._weight)].detach()) / float(self._weight.detach())
         return [
             torch.zeros_like(leaf) if one is None or not factor else one * factor
             for leaf, one in zip(leaves, found, strict=True)
@@ -345,13 +339,6 @@ class Replay:
         """Returns True if no outputs give a gradient: all targets are masked, say."""
         other = [[times * output.detach() for output in outputs] for times in (1.0, -1.0, 1e4, -1e4)]
         return not any(bool(one.any()) for values in other for one in self.gradients(values))
-
-    def _weighed(self, now: Mapping[int, Any]) -> float:
-        """Returns what the weight is now, as part of what it was."""
-        if not self.weighs:
-            return 1.0
-        assert isinstance(self._weight, Tensor)
-        return float(now[id(self._weight)].detach()) / float(self._weight.detach())
 
 
 # with a number in place of a tensor, which has no edge

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,36 +27,26 @@ _SHARE = 1e-6
 _EXAMPLES = "weight=(y != -100).sum() for ignore_index, weight=class_weights[y].sum() for class weights"
 
 
+@dataclass(eq=False)
 class Tally:
-    """One update's sums on this rank.
+    """One update's sums on this rank; a batch of weight 0 adds nothing.
 
-    Attributes:
-        loss: sum of weight x mean loss, divided like the gradients.
-        weight: sum of weights.
-        divisors, squares: sums of d and d^2 / w, with d what the loss divides by: by the inequality of Cauchy and
-            Schwarz (sum d)^2 = sum w x sum d^2 / w only where d / w is the same everywhere. NaN: not known. A batch
-            of weight 0 adds nothing.
-        given: weights are the caller's; None before the first batch.
-        problems: losses that no weight makes right.
-        rates: the learning rates that the update begins with, as one number: that of all ranks.
-        whole: of losses of the whole batch, which every rank computes alike, as one number.
-        told: 1 where this rank was preempted.
-        leaves: 1 where this rank was told that the ranks are about to change.
-        text: what this rank's loss divides by, in words; called where it is needed.
+    By the inequality of Cauchy and Schwarz (sum d)^2 = sum w x sum d^2 / w only where d / w is the same everywhere,
+    with w the weight and d what the loss divides by (NaN: not known).
     """
 
-    def __init__(self) -> None:
-        self.loss: Number = 0.0
-        self.weight: Number = 0.0
-        self.divisors: Number = 0.0
-        self.squares: Number = 0.0
-        self.given: bool | None = None
-        self.problems: Number = 0.0
-        self.rates: Number = 0.0
-        self.whole: Number = 0.0
-        self.told = self.leaves = 0.0
-        self.text: Callable[[], str] = lambda: "nothing was differentiated"
-        self._of_batch: list[Number] = []  # what the losses of the batch at hand divide by
+    loss: Number = 0.0  # sum of weight x mean loss, divided like the gradients
+    weight: Number = 0.0  # sum of w
+    divisors: Number = 0.0  # sum of d
+    squares: Number = 0.0  # sum of d^2 / w
+    given: bool | None = None  # weights are the caller's; None before the first batch
+    problems: Number = 0.0  # losses that no weight makes right
+    rates: Number = 0.0  # the learning rates that the update begins with, as one number: that of all ranks
+    whole: Number = 0.0  # of losses of the whole batch, which every rank computes alike, as one number
+    told: float = 0.0  # 1 where this rank was preempted
+    leaves: float = 0.0  # 1 where this rank knows that the ranks are about to change
+    text: Callable[[], str] = lambda: "nothing was differentiated"  # what the loss divides by, called when needed
+    _of_batch: list[Number] = field(default_factory=list)  # what the losses of the batch at hand divide by
 
     def count(self, mean: Number, weight: Number, coefficient: Number) -> None:
         """Adds a batch's mean loss; of weight 0 it may be NaN."""
@@ -143,23 +134,10 @@ def wrong(sums: Tensor, ranks: int) -> Number:
 def refusal(
     texts: list[str], sums: list[float], ranks: int, problems: list[str], types: list[str], rates: list[float]
 ) -> HvdtrainError:
-    """Returns the error for an update whose weights are not right.
-
-    Args:
-        texts, problems, rates: of every rank: `Tally.text`, why no weight makes the loss right ("" for none), and the
-            first group's learning rate.
-        sums: over ranks.
-        ranks: their number.
-        types: what to type, of rank 0's loss.
-    """
-    if 0 < sums[4] < ranks:
-        return ConfigError(
-            "all ranks weigh their loss alike",
-            f"weight= was given on {sums[4]:g} of {ranks} ranks",
-            "give weight= on every rank",
-            shared=True,
-        )
-    if _differ(sums[6], sums[7], ranks):
+    """Returns the error for an update whose weights are not right, of every rank's `Tally.text`, reason why no
+    weight makes the loss right ("" for none), and first group's learning rate; `types` is what to type."""
+    mixed = 0 < sums[4] < ranks
+    if not mixed and _differ(sums[6], sums[7], ranks):
         return ReplicaError(
             "all ranks train with the same learning rates",
             "\n".join(f"rank {rank}: {rate:g}" for rank, rate in enumerate(rates)),
@@ -167,41 +145,42 @@ def refusal(
             ' world.mean({"loss": loss}, weight=samples)["loss"]',
             shared=True,
         )
-    if _differ(sums[8], sums[9], ranks):
-        return ConfigError(
-            "a loss of the whole batch is the same on every rank",
-            "\n".join(f"rank {rank}: {text}" for rank, text in enumerate(texts)),
+    pairs = enumerate(zip(problems, texts, strict=True))
+    received = "\n".join(f"rank {rank}: {'; '.join(filter(None, pair))}" for rank, pair in pairs)
+    several = "optimizer.backward([(mean, divisor), ...])"
+    if mixed:
+        rule, remedy = "all ranks weigh their loss alike", "give weight= on every rank"
+        received = f"weight= was given on {sums[4]:g} of {ranks} ranks"
+    elif _differ(sums[8], sums[9], ranks):
+        rule = "a loss of the whole batch is the same on every rank"
+        received = "\n".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
+        remedy = (
             "give hvt.whole(...) everything that the loss reads: outputs, targets, masks, weights; a loss that draws"
-            " random numbers: optimizer.forward_backward(x, y, loss_fn, whole=True), which draws alike on all ranks",
-            shared=True,
+            " random numbers: optimizer.forward_backward(x, y, loss_fn, whole=True), which draws alike on all ranks"
         )
-    said = ["; ".join(filter(None, pair)) for pair in zip(problems, texts, strict=True)]
-    lines = [f"rank {rank}: {text}" for rank, text in enumerate(said)]
-    if any(problems):
-        return ConfigError(
-            "the loss of a batch must be a mean, put together of its pieces' means by their weights",
-            "\n".join(lines),
+    elif any(problems):
+        rule = "the loss of a batch must be a mean, put together of its pieces' means by their weights"
+        remedy = (
             "divide a sum by what it adds up (loss / len(x), (each * w).sum() / w.sum(), or reduction='mean'); several"
-            " means, each with its own divisor: optimizer.backward([(mean, divisor), ...]); any loss at all, of the"
+            f" means, each with its own divisor: {several}; any loss at all, of the"
             " global batch: optimizer.forward_backward(x, y, loss_fn, whole=True), or of hvt.whole(model(x), y);"
             " hvdtrain.torch.check(step, batch) shows what differs; prepare(..., verify=False) trains on each rank's"
-            " own comparisons",
-            shared=True,
+            " own comparisons"
         )
-    return ConfigError(
-        "weight= must equal the denominator of the mean loss (default: the number of samples)",
-        "\n".join(lines),
-        f"optimizer.backward(loss, {types[0]}), or optimizer.forward_backward(x, y, loss_fn, weight=lambda y: ...); a"
-        " sum of means with other divisors: optimizer.backward([(mean, divisor), ...])"
-        + (
-            "; a sum over samples, and not over what that number counts, is divided by len(x); a loss that is not 0"
-            " where nothing counts is one of hvt.whole(model(x), y)"
+    else:
+        rule = "weight= must equal the denominator of the mean loss (default: the number of samples)"
+        remedy = (
+            f"optimizer.backward(loss, {types[0]}), or optimizer.forward_backward(x, y, loss_fn, weight=lambda y: ...);"
+            f" a sum of means with other divisors: {several}"
         )
-        * (types[0] == UNNAMED)
-        if len(types) == 1
-        else "give each mean with its own divisor: optimizer.backward([(mean, divisor), ...])",
-        shared=True,
-    )
+        if types[0] == UNNAMED:
+            remedy += (
+                "; a sum over samples, and not over what that number counts, is divided by len(x); a loss that is not 0"
+                " where nothing counts is one of hvt.whole(model(x), y)"
+            )
+        if len(types) > 1:
+            remedy = f"give each mean with its own divisor: {several}"
+    return ConfigError(rule, received, remedy, shared=True)
 
 
 def weight_of(weight: Weight, device: torch.device) -> Number:

@@ -18,13 +18,9 @@ from hvdtrain.values.nested import map_tensors
 
 
 class MixedPrecision:
-    """How one prepared model computes: as its types say, in "bf16" or in "fp16".
-
-    Attributes:
-        skipped_steps: updates that were left out because a gradient was infinite (fp16).
-        unit: a power of two near to the weight of a planned sample in the last update. Given weights are divided by it
-            before gradients are summed, so that tokens by the thousand do not overflow float16; it changes no digit.
-    """
+    """How one prepared model computes: as its types say, in "bf16" or in "fp16". Given weights are divided by
+    `unit`, a power of two near to the weight of a planned sample in the last update, before gradients are summed, so
+    that tokens by the thousand do not overflow float16; it changes no digit."""
 
     def __init__(self, amp: Literal["bf16", "fp16"] | None, device: torch.device) -> None:
         self.amp = amp
@@ -39,7 +35,6 @@ class MixedPrecision:
         self.unit = float(unit) if unit.device.type == "cpu" else unit
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """The context of the forward pass."""
         if self.amp is None:
             return nullcontext()
         return torch.autocast(self._device_type, dtype=HALVES[self.amp])
@@ -49,7 +44,6 @@ class MixedPrecision:
         return out if self.amp is None else map_tensors(widened, out)
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss to differentiate."""
         return loss if self._scaler is None else self._scaler.scale(loss)
 
     def factor(self, weight: float | Tensor, device: torch.device) -> float | Tensor:

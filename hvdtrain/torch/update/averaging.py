@@ -17,7 +17,7 @@ from hvdtrain.comm.elastic import repeated
 from hvdtrain.core.errors import ConfigError, ReplicaError
 from hvdtrain.core.proof import Proof
 from hvdtrain.torch.engines import replicas
-from hvdtrain.torch.engines.base import Pass, Piece
+from hvdtrain.torch.engines.base import Pass
 from hvdtrain.torch.engines.shell import LARGEST, Probe, pattern, trainable
 from hvdtrain.torch.update.model import Model
 from hvdtrain.torch.update.optimizer import Optimizer
@@ -100,21 +100,12 @@ def _largest_gap(session: Session, parameters: list[nn.Parameter], factor: float
     if any(parameter.grad is None for parameter in parameters):
         return math.inf
     numbers = {id(parameter): index for index, parameter in enumerate(parameters)}
-    gaps = [
-        (
-            _wide(gradient.reshape(-1))
-            - _wide(_of_piece(pattern(numbers[id(piece.parameter)], piece.parameter), piece)) * factor
-        )
-        .abs()
-        .max()
-        for piece, gradient in session.gradients_here()
-        if gradient.numel()
-    ]
+    gaps = []
+    for piece, gradient in session.gradients_here():
+        if gradient.numel():
+            known = pattern(numbers[id(piece.parameter)], piece.parameter).reshape(-1)[piece.start : piece.stop]
+            gaps.append((_wide(gradient.reshape(-1)) - _wide(known) * factor).abs().max())
     return float(torch.stack([gap.to(gaps[0].device) for gap in gaps]).max()) if gaps else 0.0
-
-
-def _of_piece(values: Tensor, piece: Piece) -> Tensor:
-    return values.reshape(-1)[piece.start : piece.stop]
 
 
 def _wide(tensor: Tensor) -> Tensor:

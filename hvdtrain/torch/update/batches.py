@@ -21,11 +21,9 @@ class Batch:
     planned: float
     is_last_micro_batch: bool  # of its update
     step: Step | None = None  # of the loader; None where samples are not counted
-
-    @property
-    def amount(self) -> float:
-        """What the batch weighs if the caller does not say."""
-        return 1.0 if self.step is None else float(self.step.samples)
+    amount: float = 1.0  # what the batch weighs if the caller gives no weight
+    update_samples: int = 0  # planned for the update, of all ranks; 0 when they are not counted
+    place: tuple[int, int] = (0, 0)  # (epoch, samples of all ranks done in it after this batch)
 
     @property
     def weight(self) -> float:
@@ -41,16 +39,6 @@ class Batch:
     def padding(self) -> bool:
         """This rank has no samples left, and takes part with weight 0."""
         return self.step is not None and self.step.padding
-
-    @property
-    def update_samples(self) -> int:
-        """Planned for the update, of all ranks; 0 when they are not counted."""
-        return 0 if self.step is None else int(self.planned)
-
-    @property
-    def place(self) -> tuple[int, int]:
-        """(epoch, samples of all ranks done in it after this batch)."""
-        return (0, 0) if self.step is None else (self.step.epoch, self.step.samples_done)
 
 
 class Batches:
@@ -87,7 +75,7 @@ class Batches:
         return True in calls
 
     def now(self) -> Batch | None:
-        """The batch that training is at; None before the first."""
+        """Returns the batch that training is at; None before the first."""
         step = None if self.data is None else self.data.step
         if self.data is None:
             self._batch = self._batch or Batch(self._planned, (self._done + 1) % self._accumulate == 0)
@@ -95,40 +83,41 @@ class Batches:
             self._batch = None
         elif self._batch is None or self._batch.step is not step:
             samples, is_last = step.update(self._accumulate)
-            self._batch = Batch(float(samples), is_last, step)
+            self._batch = Batch(float(samples), is_last, step, float(step.samples), samples, self.at())
         return self._batch
 
     @property
     def are_dealt_anew(self) -> bool:
-        """The batch at hand was dealt to ranks that have changed since: it comes once more."""
+        """Returns True if the batch at hand was dealt to ranks that have changed since: it comes again."""
         return self.data is not None and self.data.is_dealt_anew
 
     def at(self) -> tuple[int, int]:
-        """(epoch, samples of all ranks done in it after the batch last handed out); (0, 0) where nobody counts."""
+        """Returns (epoch, samples of all ranks done in it after the batch last handed out); (0, 0) without a loader."""
         step = None if self.data is None else self.data.step
         return (0, 0) if step is None else (step.epoch, step.samples_done)
 
     def done(self) -> None:
-        """The backward pass of the batch is complete."""
+        """Notes that the backward pass of the batch is complete."""
         if self.data is not None:
             self.data.differentiated = None if self._batch is None else self._batch.step
         else:
             self._done, self._batch = self._done + 1, None
 
     def applied(self, batch: Batch) -> tuple[int, int]:
-        """The update that `batch` completes is in the weights; returns (epoch, samples done in it) to go on with."""
+        """Notes that the update which `batch` completes is in the weights; returns (epoch, samples done in it) to
+        continue with."""
         if batch is self._batch and self.data is not None:
             self.data.in_weights = batch.step
         return (0, 0) if batch.step is None else batch.step.place_after
 
     def restart(self) -> None:
-        """A checkpoint was restored: no batch is in the weights but those of the checkpoint."""
+        """Forgets batches, as a checkpoint was restored: none is in the weights but those of the checkpoint."""
         if self.data is not None:
             self._batch = self._saved = self.data.in_weights = None
             self._calls = set()
 
     def state(self) -> dict[str, Any] | None:
-        """The loader's state where a run goes on that has the weights of now; None without one."""
+        """Returns the loader's state where a run resumes that has the weights of now; None without one."""
         return None if self.data is None else self.data.state_of_weights()
 
     def saved(self, gathered: Batch | None) -> None:

@@ -34,15 +34,7 @@ _running: list[Gradients] = []  # whose backward pass is under way; hooks run in
 
 
 class Gradients:
-    """One update's gradients.
-
-    Attributes:
-        state: see `State`.
-        tally: of the update: this rank's part of its loss, and the weights.
-        batch: the last one whose backward pass began.
-        had_some: the complete update has a gradient.
-        gathering: the user stands within an update.
-    """
+    """One update's gradients."""
 
     def __init__(
         self, module: nn.Module, device: torch.device, optimizer: torch.optim.Optimizer, *, staged: bool = False
@@ -53,10 +45,10 @@ class Gradients:
         self._call = "optimizer.forward_backward(x, y, loss_fn)" if staged else "optimizer.backward(loss)"
         self._hooks: dict[int, torch.utils.hooks.RemovableHandle] = {}
         self.state: State = "idle"
-        self.batch: Batch | None = None
-        self.tally = Tally()
-        self.had_some = False
-        self.gathering = False
+        self.batch: Batch | None = None  # the last one whose backward pass began
+        self.tally = Tally()  # of the update: this rank's part of its loss, and the weights
+        self.had_some = False  # the complete update has a gradient
+        self.gathering = False  # the user stands within an update
         self._weight: Number = 0.0
         self._shared = False
         self._watch()
@@ -69,15 +61,10 @@ class Gradients:
     def begin(
         self, batch: Batch, weight: Number | None, unit: Number, share: float | None = None
     ) -> tuple[Number, Number]:
-        """Makes `p.grad` what the backward pass of `batch` adds to; `add_loss` follows. Returns the weight, and what
-        the mean loss is multiplied with. Raises `ConfigError` if a layer was frozen, or weights were begun or left out,
-        in the middle of an update.
-
-        Args:
-            weight: what the batch's mean loss divides by; None: samples.
-            unit: a power of two that given weights are divided by, beside `Batch.planned`.
-            share: of a loss of the whole batch, in place of a weight: this rank's part of it.
-        """
+        """Makes `p.grad` what the backward pass of `batch` adds to; `add_loss` follows. Returns the weight, which is
+        what the batch's mean loss divides by (None: samples) or this rank's `share` of a loss of the whole batch,
+        and what the mean loss is multiplied with. Given weights are divided by `unit`, a power of two. Raises
+        `ConfigError` if a layer was frozen, or weights were begun or left out, in the middle of an update."""
         self._open_update(batch)
         tally, new = self.tally, batch is not self.batch
         given = weight is not None
@@ -134,7 +121,6 @@ class Gradients:
         self._aside = []
 
     def add_loss(self, loss: Tensor, weight: Number, coefficient: Number) -> None:
-        """Counts the mean loss of a batch."""
         # on the CPU a number costs less than a tensor; elsewhere to ask for the number is to wait for the device
         value = float(loss.detach()) if self._device.type == "cpu" else loss.detach().double().reshape(())
         self.tally.count(value, weight, coefficient)
@@ -167,7 +153,6 @@ class Gradients:
                 self._hooks[id(parameter)] = parameter.register_post_accumulate_grad_hook(hook)
 
     def close(self) -> None:
-        """Takes the hooks off the parameters."""
         for hook in self._hooks.values():
             hook.remove()
         self._hooks = {}

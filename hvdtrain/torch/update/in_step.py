@@ -73,12 +73,10 @@ class TrackedModel:
             raise
 
     def backward(self, loss: Tensor, sent: Pass) -> None:
-        """See `EngineModel.backward`."""
         with self._starting(sent.extras) as extras:
             self._engine_model.backward(loss, replace(sent, extras=extras))
 
     def run(self, passes: Callable[[], None], sent: Pass) -> None:
-        """See `StagedEngineModel.run`."""
         with self._starting(sent.extras) as extras:
 
             def then_extras() -> None:

@@ -1,4 +1,4 @@
-"""A loss that is not finite ends training on every rank at the same step, and says where it came from.
+"""A loss that is not finite ends training on every rank at the same step, with the layer that it came from.
 
 The sum of all ranks' losses travels with the gradients, so every rank sees it and no further message is needed. On a
 GPU it is read some updates later, when it has arrived anyway: reading it at once would make the GPU wait for Python
@@ -47,13 +47,7 @@ class PendingLosses:
 
 
 class Losses:
-    """The mean loss of each update over all ranks' samples.
-
-    Attributes:
-        last: of the newest update whose loss has been read; None before.
-        told: an update that has been read came with the word that a rank was preempted.
-        leaves: the same, that the ranks are about to change.
-    """
+    """The mean loss of each update over all ranks' samples."""
 
     def __init__(self, world: World, device: torch.device, *, skips: bool = False) -> None:
         self._world = world
@@ -62,8 +56,8 @@ class Losses:
         self._on_gpu = device.type == "cuda"
         self.at_once = not self._on_gpu or os.environ.get(variables.CHECK_EVERY_STEP, "") not in ("", "0")
         self._under_way: deque[PendingLosses] = deque()
-        self.last: float | None = None
-        self.told = self.leaves = False
+        self.last: float | None = None  # of the newest update whose loss has been read
+        self.told = self.leaves = False  # of one that has: a rank was preempted; the ranks are about to change
 
     def add(self, new: PendingLosses) -> None:
         """Notes the losses of an update and reads those that are due; the same call on every rank. Raises

@@ -269,7 +269,7 @@ class Optimizer(BatchPasses, torch.optim.Optimizer):
         self.wrapped.zero_grad(set_to_none)
 
     def before_zero_grad(self) -> None:
-        """Raises `ConfigError` where zeroing would throw away an update that nobody has left out."""
+        """Raises `ConfigError` where zeroing would discard an update that was not skipped."""
         session = self.session
         if session.gradients.state == "ready" and session.precision.amp is None and bool(not_finite(session)):
             self.skip()  # a gradient scaler of the user's own has done so
@@ -283,7 +283,7 @@ class Optimizer(BatchPasses, torch.optim.Optimizer):
 
     @property
     def skipped_steps(self) -> int:
-        """Updates left out because a gradient was infinite (amp="fp16")."""
+        """Updates skipped because a gradient was infinite (amp="fp16")."""
         return self.session.precision.skipped_steps
 
     @property

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,13 +17,13 @@ from hvdtrain.torch.engines.base import Pass
 from hvdtrain.torch.losses.loss_graph import recomputes_reentrantly
 from hvdtrain.torch.losses.loss_proof import Looked
 from hvdtrain.torch.losses.tally import SIZE, Number, Weight, weight_of, wrong
-from hvdtrain.torch.update import outside
 from hvdtrain.torch.update.amp import ScalerAdapter, widened
 from hvdtrain.torch.update.batches import Batch, require_batch
 from hvdtrain.torch.update.gradients import check_loss, refuse_divided, scale, zero_gradients
 from hvdtrain.torch.update.model import Model
 from hvdtrain.torch.update.nonfinite import PendingLosses, first_bad_layer
 from hvdtrain.torch.update.pieces import model_differs, pieces_differ
+from hvdtrain.torch.update.refusals import note_reached, watch_unprepared
 from hvdtrain.torch.update.regroup import check_once, go_on_without
 from hvdtrain.torch.update.session import Session, rates_of
 from hvdtrain.torch.update.staged import SMALLER_STAGES, Arguments, Loss, in_one_call, run_step
@@ -32,10 +32,11 @@ from hvdtrain.torch.update.whole import given_gradients, gradients_of, is_whole,
 from hvdtrain.torch.update.whole import whole as whole_values
 from hvdtrain.torch.values.clock import CLOCK
 from hvdtrain.torch.values.out_of_memory import explained
-from hvdtrain.torch.values.random_state import random_streams, restore_streams
-from hvdtrain.values.generators import of_devices
+from hvdtrain.values.generators import of_devices, random_streams, restore_streams
 from hvdtrain.values.nested import map_tensors, tensors_of
 from hvdtrain.values.preserved import Saved, buffers_of, put_back
+
+T = TypeVar("T")
 
 
 class _MicroBatch(NamedTuple):
@@ -60,7 +61,7 @@ class BatchPasses:
         self.progress = Progress()
         self._model = Model(session)
         if session.world.size > 1 and session.options.verify:
-            outside.watch()
+            watch_unprepared()
         self._layer = ""
         self._mean: Tensor | None = None  # loss of the update
         self._failed: BaseException | None = None  # of a pass whose gradients other ranks wait for
@@ -128,7 +129,6 @@ class BatchPasses:
     def _run_whole(
         self, arguments: Arguments, y: Any, loss: Loss, weight: Weight, again: bool, kept: list[Any]
     ) -> Tensor | None:
-        """As `forward_backward`, of a loss of the global batch."""
         session = self.session
         batch = require_batch(session.batches.now())
         self._check_whole(batch, weight, in_parts=False)
@@ -145,13 +145,17 @@ class BatchPasses:
                 mean = loss(outputs, targets)
             self.backward(mean, again=again)
             return mean.detach()
-        self._void = session.batches.are_dealt_anew
+        return self._unless_dealt_again(partial(self._gather_whole, arguments, y, loss, again, kept))
+
+    def _unless_dealt_again(self, run: Callable[[], T]) -> T | None:
+        """Returns what `run` does; None if ranks change, before it or in it, and the batch at hand is dealt again."""
+        self._void = self.session.batches.are_dealt_anew
         if self._void:
             return None
         try:
-            return self._gather_whole(arguments, y, loss, again, kept)
+            return run()
         except RanksLost as lost:
-            go_on_without(session, lost)
+            go_on_without(self.session, lost)
             self._void = True
             return None
 
@@ -167,7 +171,9 @@ class BatchPasses:
         streams, buffers = random_streams(session.world.devices), buffers_of(session.module.modules())
         with torch.no_grad():
             kept.append(self._model(*arguments.args, **arguments.kwargs))
-        outputs = map_tensors(_as_leaf, kept[0])
+        outputs = map_tensors(Tensor.detach, kept[0])
+        for output in tensors_of(outputs):
+            output.requires_grad_(output.is_floating_point() or output.is_complex())
         self._micro_batches.append(_MicroBatch(arguments, outputs, y, batch, streams, buffers))
         if not batch.is_last_micro_batch:
             gradients.put_aside("partial")
@@ -220,8 +226,8 @@ class BatchPasses:
     def _gradients_again(
         self, one: _MicroBatch, tensors: list[Tensor], found: list[Tensor], *, rest: bool
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """The outputs of a batch once more, now with their graph, and their gradients; with the rest those of the
-        parameters that the loss itself reads."""
+        """Computes the outputs of a batch again, with their graph; returns them with their gradients, and with the
+        `rest` those of the parameters that the loss itself reads."""
         leaves = tensors_of(one.outputs)
         again = tensors_of(self._model(*one.arguments.args, **one.arguments.kwargs))
         place = {id(leaf): index for index, leaf in enumerate(leaves)}
@@ -334,18 +340,11 @@ class BatchPasses:
         session = self.session
         if session.staged is not None:
             raise in_one_call("optimizer.backward(loss)", "loss = optimizer.forward_backward(x, y, loss_fn)")
-        self._void = session.batches.are_dealt_anew
-        if self._void:
-            return
-        try:
-            if isinstance(loss, (list, tuple)):
-                terms = terms_of(loss, weight, more)
-                self._backward_terms(self._take_turn(again), terms, retain_graph)
-            else:
-                self._backward(cast(Tensor, loss), weight, more, retain_graph, again)
-        except RanksLost as lost:
-            go_on_without(session, lost)
-            self._void = True
+        if isinstance(loss, (list, tuple)):
+            run = partial(self._backward_terms, loss, weight, more, retain_graph, again)
+        else:
+            run = partial(self._backward, cast(Tensor, loss), weight, more, retain_graph, again)
+        self._unless_dealt_again(run)
 
     def _backward(
         self, loss: Tensor, weight: float | Tensor | None, more: bool, retain_graph: bool, again: bool
@@ -358,7 +357,7 @@ class BatchPasses:
         if session.before is not None and not batch.padding:
             session.before.look(loss, batch)
         if session.proof.is_due:
-            outside.note(loss)
+            note_reached(loss)
         if session.proof.is_due and batch.step is not None and is_whole(loss):
             session.proof.look_whole(loss, batch.step.samples, batch.step.global_samples)
         entered = gradients_of(loss, session.module, session.world.size, retain_graph)
@@ -386,9 +385,12 @@ class BatchPasses:
         self._differentiate(passed, amount, coefficient, sums, retain_graph, counts=not batch.padding, outputs=outputs)
         self._conclude(batch, loss, sums, weight=amount, more=more)
 
-    def _backward_terms(self, batch: Batch, terms: list[MeanTerm], retain_graph: bool) -> None:
+    def _backward_terms(
+        self, given: Sequence[Any], weight: object, more: bool, retain_graph: bool, again: bool
+    ) -> None:
         """Differentiates a sum of means, each of which is divided by what it counts on all ranks."""
         session, gradients = self.session, self.session.gradients
+        terms, batch = terms_of(given, weight, more), self._take_turn(again)
         self._model.check_entered()
         if not gradients.gathering:
             self._terms = Terms(len(terms))
@@ -439,7 +441,7 @@ class BatchPasses:
         outputs = session.proof.tracked()
         if session.proof.is_due:
             for at in counted:
-                outside.note(terms[at].mean)
+                note_reached(terms[at].mean)
         session.proof.close_batch()
         if session.before is not None and counted:
             session.before.look(terms[counted[0]].mean, batch)
@@ -534,14 +536,12 @@ class BatchPasses:
         counts: bool,
         outputs: Sequence[Tensor] = (),
     ) -> None:
-        """Runs one backward pass of a scalar loss, which is multiplied with the coefficient.
+        """Runs one backward pass of a scalar loss, which is multiplied with the coefficient; of weight 0, nothing comes
+        of it, even if it is NaN. `sums` travel with the gradients of an update's last pass; `counts`: the rank has
+        samples.
 
-        Args:
-            weight: of 0, nothing comes of the loss, even if it is NaN.
-            sums: travel with the gradients of an update's last pass.
-            counts: the rank has samples.
-            outputs: of the model. What else meets there (other ranks' gradients, by the statistics of batch norm that
-                this rank's samples have a part in) goes through it even where the loss has a weight of 0.
+        What else meets in the model's outputs (other ranks' gradients, by the statistics of batch norm that this
+        rank's samples have a part in) goes through them even where the loss has a weight of 0.
         """
         session, gradients = self.session, self.session.gradients
         reduce = sums is not None
@@ -604,7 +604,3 @@ class BatchPasses:
 def _tracked(mean: Tensor, outputs: Sequence[Tensor]) -> Tensor:
     """Returns a mean, or in place of a constant, which counts nothing, what has a gradient."""
     return mean if mean.requires_grad or not outputs else outputs[0].sum()
-
-
-def _as_leaf(output: Tensor) -> Tensor:
-    return output.detach().requires_grad_(output.is_floating_point() or output.is_complex())

@@ -178,7 +178,8 @@ class _Trial:
     def _judged(self, whole: _Run, runs: list[_Run], shares: list[float], words: str, notes: list[str]) -> Check:
         gaps = compared(whole.numbers, [run.numbers for run in runs], shares)
         kinds = {str(gradient.dtype).removeprefix("torch.") for gradient in whole.gradients.values()}
-        autocast = torch.is_autocast_enabled(whole.loss.device.type) or _amp(self.modules)
+        mixed = any(session.options.amp is not None for session in filter(None, map(session_of, self.modules)))
+        autocast = mixed or torch.is_autocast_enabled(whole.loss.device.type)
         tolerance = bound("model", {"bfloat16"} if autocast else kinds)
         largest, scale = (
             gaps.largest or 1.0,
@@ -241,10 +242,6 @@ def _fitted(wanted: Mapping[nn.Parameter, Tensor], *pieces: Mapping[nn.Parameter
     length = sum(float((first[p] - second[p]).square().sum()) for p in over)
     share = min(max(apart / length, 0.0), 1.0) if length else 0.5
     return [share, 1.0 - share]
-
-
-def _amp(modules: list[nn.Module]) -> bool:
-    return any((session := session_of(module)) is not None and session.options.amp is not None for module in modules)
 
 
 def _modules(step: Any, depth: int = 3) -> Iterator[nn.Module]:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from pathlib import Path
+from typing import Any, Literal
 from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.checkpoint.parts import Saver
-from hvdtrain.core.errors import ConfigError
+from hvdtrain.checkpoint.parts import Part, Saver
+from hvdtrain.checkpoint.staging import StateFile
+from hvdtrain.core.errors import ConfigError, ReplicaError
 from hvdtrain.core.lr import LR
 from hvdtrain.core.sharding import Step
 from hvdtrain.torch.engines import buffers
@@ -29,7 +32,7 @@ from hvdtrain.torch.update.gradients import Gradients
 from hvdtrain.torch.update.in_step import TrackedModel
 from hvdtrain.torch.update.nonfinite import Losses
 from hvdtrain.torch.update.several import members_of
-from hvdtrain.torch.values.random_state import random_streams
+from hvdtrain.values.generators import random_streams
 from hvdtrain.world.world import World
 
 # by its model, so that preparing a model again, with another optimizer or other options, first takes off what the last
@@ -51,23 +54,6 @@ class Options:
     verify: bool = True
     watch_every: int = 0
     zero: int = 0
-
-
-class Undo(Protocol):
-    """What an update that is discarded must not have changed: by what the last batch's `losses` were made, and by
-    what a new process's first ones must be (`expected`)."""
-
-    losses: list[str]
-    expected: list[str] | None
-
-    def look(self, loss: Tensor, batch: object) -> None:
-        """A loss is about to be differentiated."""
-
-    def note(self) -> None:
-        """A batch is about to be handed out, between two updates."""
-
-    def keep(self) -> None:
-        """The batch at hand is left out: what it does besides is undone before the next one."""
 
 
 @dataclass(eq=False)
@@ -95,7 +81,9 @@ class Session:
     stepping: bool = False  # the optimizer's step is called by `Optimizer.step`
     entered: bool = False  # the model was called, or a method of it, since the last backward pass
     saver: Saver | None = None  # what saves this training, if a checkpointer knows it
-    before: Undo | None = None  # what an update that is left out must not have changed, where the job is elastic
+    before: UpdateSnapshot | None = (
+        None  # what an update that is left out must not have changed, where the job is elastic
+    )
     _begun_with: dict[str, Any] | None = field(default=None, repr=False)  # random numbers, as an update began
     _empty_batch: ExitStack = field(default_factory=ExitStack, repr=False)
 
@@ -115,7 +103,6 @@ class Session:
 
     @property
     def accumulate(self) -> int:
-        """Micro-batches of an update."""
         return self.options.accumulate
 
     @property
@@ -132,8 +119,8 @@ class Session:
         return [(Piece(p, 0, p.numel()), p.grad) for p in every if p.grad is not None]
 
     def handed_out(self, step: Step | None, batch: Any = None) -> None:
-        """A batch has come from the loader: one that does not count leaves no trace in buffers, whoever runs what part
-        of the model on it. None: there are no more."""
+        """Follows the loader to a batch, or to its end (None). One that does not count leaves no trace in buffers,
+        whatever part of the model runs on it."""
         self._empty_batch.close()
         if step is not None and torch.is_grad_enabled():
             begins(self)
@@ -152,19 +139,19 @@ class Session:
             self.proof.forget()
 
     def streams(self) -> dict[str, Any]:
-        """Random numbers where a run goes on that has the weights of now: within an update, those it began with."""
+        """Returns the random numbers of a run that resumes with the weights of now: within an update, those it began
+        with."""
         data = self.batches.data
         within = self.gradients.gathering and data is not None and data.running
         return (self._begun_with if within else None) or random_streams(self.world.devices)
 
     def samples_called(self) -> int:
-        """Samples of the last training forward pass; 0 where that is not known."""
         call = self.last_call
-        tensors = [value for value in (call[0] if call else ()) if isinstance(value, torch.Tensor) and value.dim()]
+        tensors = [value for value in (call[0] if call else ()) if isinstance(value, Tensor) and value.dim()]
         return len(tensors[0]) if tensors else 0
 
     def sizes(self) -> str:
-        """Says what a step holds in memory."""
+        """Returns what a step holds in memory, in words."""
         batch = str(self.per_rank_batch) if self.per_rank_batch else str(self.samples_called() or "unknown")
         options, staged = self.options, self.staged
         where = str(self.engine.device)
@@ -239,14 +226,14 @@ class Rates:
         factor = self.lr.at(samples_seen, self.global_batch) / self.lr.base
         self._bases += now[len(self._bases) :]  # of groups that were added
         for group, base in zip(self._optimizer.param_groups, self._bases, strict=True):
-            if isinstance(group["lr"], torch.Tensor):  # of capturable optimizers
+            if isinstance(group["lr"], Tensor):  # of capturable optimizers
                 group["lr"].fill_(base * factor)
             else:
                 group["lr"] = base * factor
         self._last = rates_of(self._optimizer)
 
     def forget(self) -> None:
-        """A checkpoint has set the rates; the next update sets them anew."""
+        """Forgets the last rates, which a checkpoint has replaced; the next update sets them again."""
         self._last = None
         self._marks = _marks(self._optimizer)
 
@@ -266,5 +253,88 @@ def _marks(optimizer: torch.optim.Optimizer) -> list[bool]:
 
 
 def rates_of(optimizer: torch.optim.Optimizer) -> list[float]:
-    """The rate of each group."""
     return [float(group["lr"]) for group in optimizer.param_groups]
+
+
+class UpdateSnapshot:
+    """What an update of this session that is discarded must not have changed: the user's loop goes through its batch
+    all the same."""
+
+    def __init__(self, of: Session) -> None:
+        self._session = ref(of)
+        self._buffers: list[Tensor] = []
+        self._weights: list[Tensor] = []
+        self._rates: list[dict[str, Any]] = []
+        self._extra: Mapping[str, bytes] = {}
+        self._put_back = False
+        self._batch: object = None
+        self.losses: list[str] = []  # by what the last batch's were made
+        self.expected: list[str] | None = None  # of a new process's first batch
+
+    def look(self, loss: Tensor, batch: object) -> None:
+        """Notes a loss that is about to be differentiated. Raises `ReplicaError` in a new process if the other ranks
+        have made theirs otherwise."""
+        if batch is not self._batch:
+            self._batch, self.losses = batch, []
+        made_by = loss.grad_fn.name() if loss.grad_fn is not None else ""
+        self.losses.append(made_by)
+        if self.expected and made_by not in self.expected:
+            raise ReplicaError(
+                "a new rank trains as the others do, whatever they have done before",
+                f"a loss made by {made_by}, theirs by {', '.join(self.expected)}",
+                "what changes while a model trains must follow from the epoch, not from an epoch that has passed:"
+                " `loss = b if epoch >= 1 else a`, not `if epoch == 1: loss = b`",
+            )
+        self.expected = None
+
+    def note(self) -> None:
+        """Notes that a batch is about to be handed out, between two updates."""
+        session = self._session()
+        assert session is not None
+        buffers, groups = list(session.module.buffers()), session.optimizer.param_groups
+        if self._put_back:
+            self._put_back = False
+            with torch.no_grad():
+                for tensor, before in zip([*buffers, *session.module.parameters()], self._held(), strict=True):
+                    tensor.copy_(before)
+            for group, rates in zip(groups, self._rates, strict=True):
+                group.update(rates)
+            load(extras_of(session), self._extra)
+            self._weights, self._extra = [], {}
+        self._buffers = [buffer.detach().clone() for buffer in buffers]
+        self._rates = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+
+    def keep(self) -> None:
+        """Has what the loop does on the batch at hand, which is discarded, undone before the next one."""
+        session = self._session()
+        assert session is not None
+        self._put_back, self._extra = True, written(extras_of(session))
+        self._weights = [parameter.detach().clone() for parameter in session.module.parameters()]
+
+    def _held(self) -> list[Tensor]:
+        return [*self._buffers, *self._weights]
+
+
+def extras_of(session: Session) -> dict[str, Part]:
+    """Returns the parts for what the user keeps beside model and optimizer, as far as a checkpointer knows it."""
+    parts = {} if session.saver is None else session.saver.parts()
+    return {name: part for name, part in parts.items() if name not in ("model.safetensors", "training.pt")}
+
+
+def written(parts: Mapping[str, Part]) -> dict[str, bytes]:
+    found = {}
+    for name, part in parts.items():
+        with StateFile(name, os.memfd_create(name)) as file:
+            part.write(file)
+            found[name] = os.pread(file.fileno(), file.size, 0)
+    return found
+
+
+def load(parts: Mapping[str, Part], files: Mapping[str, bytes]) -> None:
+    """Loads what `written` gave, as far as it is there."""
+    for name, part in parts.items():
+        if name in files:
+            with StateFile(name, os.memfd_create(name)) as file:
+                file.write(files[name])
+                part.check(Path(file.path))
+                part.load(Path(file.path))

@@ -114,7 +114,6 @@ class _States(MutableMapping[Tensor, Any]):
 
 
 def kind_of(optimizer: torch.optim.Optimizer) -> str:
-    """Names the class, or the classes."""
     return " + ".join(type(member).__name__ for member in members_of(optimizer))
 
 

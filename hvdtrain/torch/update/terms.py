@@ -77,7 +77,6 @@ class Terms:
             )
 
     def check(self, terms: Sequence[MeanTerm]) -> None:
-        """Raises `ConfigError` where the update's other batches had more means, or fewer."""
         if len(self.counts) != len(terms):
             raise ConfigError(
                 "all batches of an update have the same means",
@@ -86,7 +85,6 @@ class Terms:
             )
 
     def sent(self) -> list[float]:
-        """Returns what is summed over ranks."""
         parts = [(its.divisors, its.squares, its.problems) for its in self.tallies]
         return [*self.counts, *(float(one) for its in parts for one in its)]
 
@@ -123,6 +121,5 @@ class Terms:
         self._aside = []
 
     def mean(self, totals: Sequence[float]) -> Tensor:
-        """Returns this rank's part of the loss."""
         parts = [its / total for its, total in zip(self._sums, totals, strict=True) if total]
         return torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64)

@@ -113,9 +113,17 @@ def joined(own: Sequence[Any], steps: Sequence[Step | None], world: World, sessi
         raise _refused("\n".join(problems))
     every = _of_all([tensors for _, tensors in mine], reports, world)
     joiner = _Joiner(every, {} if session is None else _lists.setdefault(session, {}))
-    found = joiner.value(own[0])
-    if session is not None and joiner.bytes > max(_SMALL, sum(p.nbytes for p in session.gradients.parameters())):
-        _tell(session, joiner.bytes)
+    found = joiner.value([piece.node for piece in joiner.pieces], [piece.node for piece in joiner.absent], own[0])
+    if session is not None and world.is_main and session not in _told:
+        gradients = sum(parameter.nbytes for parameter in session.gradients.parameters())
+        if joiner.bytes > max(_SMALL, gradients):
+            _told.add(session)
+            print(
+                f"hvdtrain: hvt.whole() sends {joiner.bytes / 1e6:,.1f} MB of outputs an update, and"
+                f" {gradients / 1e6:,.1f} MB of gradients; a loss in which samples do not meet needs only"
+                " optimizer.backward(loss, weight=...)",
+                flush=True,
+            )
     return found
 
 
@@ -207,15 +215,12 @@ class _Joiner:
     def __init__(self, pieces: Sequence[_Piece], lists: dict[str, bool]) -> None:
         self._lists = lists
         present = [piece for piece in pieces if not piece.absent]
-        self._pieces = present or pieces  # the samples of all ranks are none
-        self._absent = [piece for piece in pieces if piece.absent and piece.own is not None] if present else []
+        self.pieces = present or pieces  # the samples of all ranks are none
+        self.absent = [piece for piece in pieces if piece.absent and piece.own is not None] if present else []
         self.bytes = 0
 
-    def value(self, example: Any) -> Any:
-        """Returns the joined value; `example` is one of this rank's own."""
-        return self._value([piece.node for piece in self._pieces], [piece.node for piece in self._absent], example)
-
-    def _value(self, nodes: Sequence[_Node], absent: Sequence[_Node], example: Any) -> Any:
+    def value(self, nodes: Sequence[_Node], absent: Sequence[_Node], example: Any) -> Any:
+        """Returns the joined value of these nodes; `example` is one of this rank's own."""
         kinds = {node.kind for node in nodes}
         if len(kinds) > 1:
             raise self._differ(nodes, lambda node: f"a value of kind {node.kind}")
@@ -242,7 +247,7 @@ class _Joiner:
             raise self._differ(nodes, lambda node: f"{node.form[0]} items")
         one = example[0] if len(example) else None
         items = [
-            self._item(item, piece, one) for piece, node in zip(self._pieces, nodes, strict=True) for item in node.parts
+            self._item(item, piece, one) for piece, node in zip(self.pieces, nodes, strict=True) for item in node.parts
         ]
         return tuple(items) if isinstance(example, tuple) else items
 
@@ -287,7 +292,7 @@ class _Joiner:
         shown = parts_of(example) or {}
         alike = [node for node in absent if len(node.parts) == len(nodes[0].parts)]
         its = {
-            name: self._value([node.parts[at] for node in nodes], [node.parts[at] for node in alike], shown.get(name))
+            name: self.value([node.parts[at] for node in nodes], [node.parts[at] for node in alike], shown.get(name))
             for at, name in enumerate(nodes[0].names)
         }
         return made_of(its, example) if tuple(shown) == nodes[0].names else its
@@ -295,28 +300,28 @@ class _Joiner:
     def _rows(self, nodes: Sequence[_Node], absent: Sequence[_Node]) -> Tensor:
         if len({(node.form[0][1:], node.form[1]) for node in nodes}) > 1:
             raise self._differ(nodes, lambda node: f"{tuple(node.form[0])} {node.form[1]}")
-        pieces = [piece.tensors[node.place] for piece, node in zip(self._pieces, nodes, strict=True)]
+        pieces = [piece.tensors[node.place] for piece, node in zip(self.pieces, nodes, strict=True)]
         found = torch.cat(pieces)
         if not any(node.tracked for node in nodes):
             return found
         self.bytes += found.nbytes
         own, start = [], 0
-        for piece, node, tensor in zip(self._pieces, nodes, pieces, strict=True):
+        for piece, node, tensor in zip(self.pieces, nodes, pieces, strict=True):
             if piece.own is not None:
                 own.append((piece.own[node.place], start, start + len(tensor)))
             start += len(tensor)
         own += [
             (piece.own[node.place], 0, 0)
-            for piece, node in zip(self._absent, absent, strict=False)
+            for piece, node in zip(self.absent, absent, strict=False)
             if piece.own is not None and node.kind == "rows"
         ]
         return self._leaf(found, own)
 
     def _scalar(self, nodes: Sequence[_Node]) -> Tensor:
         """One number of all ranks, as a temperature is."""
-        numbers = [piece.tensors[node.place] for piece, node in zip(self._pieces, nodes, strict=True)]
+        numbers = [piece.tensors[node.place] for piece, node in zip(self.pieces, nodes, strict=True)]
         if not all(torch.allclose(number, numbers[0], rtol=1e-5, atol=0, equal_nan=True) for number in numbers):
-            lines = zip(self._pieces, numbers, strict=True)
+            lines = zip(self.pieces, numbers, strict=True)
             shown = "\n".join(f"rank {piece.rank}: {number.item():g}" for piece, number in lines)
             raise ConfigError(
                 "hvt.whole() joins what has a row for each sample; a single number is the same on every rank",
@@ -327,7 +332,7 @@ class _Joiner:
         if not any(node.tracked for node in nodes):
             return numbers[0]
         own = next(
-            ((piece.own[node.place], None, None) for piece, node in zip(self._pieces, nodes, strict=True) if piece.own),
+            ((piece.own[node.place], None, None) for piece, node in zip(self.pieces, nodes, strict=True) if piece.own),
             None,
         )
         return self._leaf(numbers[0].clone(), [] if own is None else [own])
@@ -339,7 +344,7 @@ class _Joiner:
         return opened
 
     def _differ(self, nodes: Sequence[_Node], shown: Callable[[_Node], str]) -> ConfigError:
-        lines = zip(self._pieces, nodes, strict=True)
+        lines = zip(self.pieces, nodes, strict=True)
         text = "\n".join(f"rank {piece.rank}: {shown(node)}" for piece, node in lines)
         return _refused(f"{nodes[0].path or 'a value'} differs between ranks\n{text}")
 
@@ -395,17 +400,6 @@ def _forms(node: _Node) -> Iterator[tuple[tuple[int, ...], torch.dtype]]:
         yield node.form
     for part in node.parts:
         yield from _forms(part)
-
-
-def _tell(session: Session, size: int) -> None:
-    if session not in _told and session.world.is_main:
-        _told.add(session)
-        gradients = sum(parameter.nbytes for parameter in session.gradients.parameters())
-        print(
-            f"hvdtrain: hvt.whole() sends {size / 1e6:,.1f} MB of outputs an update, and {gradients / 1e6:,.1f} MB of"
-            " gradients; a loss in which samples do not meet needs only optimizer.backward(loss, weight=...)",
-            flush=True,
-        )
 
 
 class _Opened(torch.autograd.Function):

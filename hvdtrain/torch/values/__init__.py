@@ -1,1 +1,1 @@
-"""Random streams, clocks and errors of memory: what everything for PyTorch stands on."""
+"""The clock of a step, and errors of memory: what everything for PyTorch stands on."""

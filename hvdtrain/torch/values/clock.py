@@ -32,12 +32,12 @@ class TorchClock(clock.Clock):
         if self._gpu is None:
             super()._change(before)
         elif self._phase != before:
-            self._gpu.enter(self._phase)
+            self._gpu.enter(self._phase, self._seconds)
 
     def take(self) -> dict[str, float]:
         """Returns the seconds of each phase since the last call, up to now; on a GPU, up to what it has done."""
         if self._gpu is not None:
-            self._gpu.add_to(self._seconds)
+            self._gpu.measure(self._seconds)
         return super().take()
 
 
@@ -47,28 +47,21 @@ class _GpuLine:
     def __init__(self, device: torch.device, phase: str) -> None:
         self._device = device
         self._spare: list[Any] = []
-        self._seconds: dict[str, float] = {}
         self._open: deque[tuple[str, Any]] = deque()
-        self.enter(phase)
+        self.enter(phase, {})
 
-    def enter(self, phase: str) -> None:
+    def enter(self, phase: str, seconds: dict[str, float]) -> None:
         event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         self._open.append((phase, event))
         if len(self._open) > _MOST_EVENTS:
-            self._measure()
+            self.measure(seconds)
 
-    def add_to(self, seconds: dict[str, float]) -> None:
+    def measure(self, seconds: dict[str, float]) -> None:
         """Adds the intervals that are over, and forgets them."""
-        self._measure()
-        for phase, value in self._seconds.items():
-            seconds[phase] = seconds.get(phase, 0.0) + value
-        self._seconds = {}
-
-    def _measure(self) -> None:
         while len(self._open) > 1 and self._open[1][1].query():
             phase, start = self._open.popleft()
-            self._seconds[phase] = self._seconds.get(phase, 0.0) + start.elapsed_time(self._open[0][1]) / 1e3
+            seconds[phase] = seconds.get(phase, 0.0) + start.elapsed_time(self._open[0][1]) / 1e3
             self._spare.append(start)
 
 
