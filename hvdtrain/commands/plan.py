@@ -83,8 +83,7 @@ def run(args: argparse.Namespace) -> int:
         text = _report(args, inputs, found)
     print(text)
     if args.json is not None:
-        sources = {name: getattr(inputs, name) for name in ("measured", "given", "assumed")}
-        save(args, "plan", **sources, plans=[as_json(plan) for plan in found])
+        save(args, "plan", **inputs.sources, plans=[as_json(plan) for plan in found])
     print(f"planned in {time.perf_counter() - started:.0f} s", file=sys.stderr)
     return 0
 
@@ -95,13 +94,11 @@ class PlanInputs:
 
     costs: Sequence[SegmentCost]
     cluster: Cluster
-    measured: list[str] = field(default_factory=list)
-    given: list[str] = field(default_factory=list)
-    assumed: list[str] = field(default_factory=list)
+    sources: dict[str, list[str]] = field(default_factory=lambda: {"measured": [], "given": [], "assumed": []})
 
     def note(self, text: str, *, is_given: bool) -> None:
-        """A number that the user gave, or that is taken for granted."""
-        (self.given if is_given else self.assumed).append(text)
+        """Notes a number that the user gave, or that is assumed."""
+        self.sources["given" if is_given else "assumed"].append(text)
 
 
 def _given(args: argparse.Namespace, devices: tuple[Device, ...]) -> PlanInputs:
@@ -118,7 +115,9 @@ def _given(args: argparse.Namespace, devices: tuple[Device, ...]) -> PlanInputs:
     speed = Speed.of(profile.costs, sample_s, samples, args.launch_us * 1e-6)
     network, link = _network(args), Link(args.latency_us * 1e-6, (args.link_gbps or LINK_GBPS) * GIGABIT)
     inputs = PlanInputs(speed.costs(profile.costs), Cluster(devices, args.nodes, link, network))
-    inputs.measured.append(f"bytes, and each part's share of the time, of {len(profile.costs)} parts on this processor")
+    inputs.sources["measured"].append(
+        f"bytes, and each part's share of the time, of {len(profile.costs)} parts on this processor"
+    )
     inputs.note(what, is_given=bool(args.samples_per_s) or args.tflops != TFLOPS)
     if speed.launch_s:
         inputs.note(f"{args.launch_us:g} us to begin a pass of a part", is_given=args.launch_us != LAUNCH_US)
@@ -137,9 +136,11 @@ def _real(args: argparse.Namespace) -> PlanInputs:
         links = Link(args.latency_us * 1e-6, args.link_gbps * GIGABIT)
     cluster = Cluster(profile.devices, args.nodes, links, _network(args), profile.pools)
     inputs = PlanInputs(profile.costs, cluster)
-    inputs.measured.append(f"times and bytes of {len(profile.costs)} parts, links and shared cores on {args.devices}")
+    inputs.sources["measured"].append(
+        f"times and bytes of {len(profile.costs)} parts, links and shared cores on {args.devices}"
+    )
     if args.link_gbps:
-        inputs.given.append(f"{args.link_gbps:g} Gbit/s within a node")
+        inputs.note(f"{args.link_gbps:g} Gbit/s within a node", is_given=True)
     return _with_network(args, inputs)
 
 
@@ -191,9 +192,7 @@ def _profile(
 def _check_profile(path: Path, wanted: Mapping[str, Any]) -> None:
     """Refuses the costs of something else."""
     of = json.loads(path.read_text(encoding="utf-8")).get("of", {})
-    wrong = [
-        f"{name} {of.get(name, 'unknown')}, not {value}" for name, value in wanted.items() if of.get(name) != value
-    ]
+    wrong = [f"{name} {of.get(name, 'unknown')}, not {its}" for name, its in wanted.items() if of.get(name) != its]
     if wrong:
         raise ConfigError("--profile holds the costs of what is planned", f"{path}: {'; '.join(wrong)}", "name another")
 
@@ -204,18 +203,13 @@ def _report(args: argparse.Namespace, inputs: PlanInputs, found: Sequence[Parall
     nodes = f"{args.nodes} nodes of {args.devices}" if args.nodes > 1 else args.devices
     job = f"{args.model}, {args.image_size} x {args.image_size}, batch {args.batch}, {args.optimizer}, on {nodes}"
     parts = [f"{job}: predicted, not measured\n"]
-    if fitting:
-        parts.append(stats.table(_rows(fitting[: args.top])))
-    else:
-        parts.append("no plan fits")
+    parts.append(stats.table(_rows(fitting[: args.top])) if fitting else "no plan fits")
     if len(fitting) > args.top:
         parts.append(f"and {len(fitting) - args.top} slower ones (--top {len(fitting)})")
     if others:
         parts.append("\ndoes not fit:\n" + "\n".join(f"  {plan}: {plan.reason}" for plan in others))
     parts.append("")
-    for name in ("measured", "given", "assumed"):
-        if notes := getattr(inputs, name):
-            parts.append(f"{name}: {'; '.join(notes)}")
+    parts += [f"{name}: {'; '.join(notes)}" for name, notes in inputs.sources.items() if notes]
     return "\n".join(parts)
 
 

@@ -205,11 +205,9 @@ def _late(ranks: Ranks, limit_s: float, done: list[int], still_s: float) -> int:
     """The time is over."""
     slow = done.index(min(done))
     if min(done) > 0 and still_s > STUCK_S:
-        raise LauncherError(
-            f"ranks get along until {limit_s:g} s are over",
-            f"rank {slow}: no update for {still_s:.0f} s after {done[slow]}; it may be slow, or hang",
-            f"a larger --limit, which tells: a hang is named; what it has written: {ranks.log(slow)}",
-        )
+        received = f"rank {slow}: no update for {still_s:.0f} s after {done[slow]}; it may be slow, or hang"
+        remedy = f"a larger --limit, which tells: a hang is named; what it has written: {ranks.log(slow)}"
+        raise LauncherError(f"ranks get along until {limit_s:g} s are over", received, remedy)
     if min(done) > 0:
         say(f"{limit_s:g} s are over after {min(done)} update(s): nothing was found so far (--limit, --updates)")
         return 0

@@ -28,12 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = __doc__
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="a run's directory, or one that holds runs")
     parser.add_argument("--out", type=Path, metavar="FILE", help="(default: RUN/report.html; of several report.html)")
-    parser.add_argument(
-        "--trace",
-        action="store_true",
-        help="write RUN/trace.json instead, for ui.perfetto.dev: where"
-        f" the time went, update by update where {variables.TRACE} or `hvdtrain launch --trace` was set",
-    )
+    what = "write RUN/trace.json instead, for ui.perfetto.dev: where the time went"
+    what = f"{what}, update by update where {variables.TRACE} or `hvdtrain launch --trace` was set"
+    parser.add_argument("--trace", action="store_true", help=what)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -65,20 +62,15 @@ def _names(folders: Sequence[Path]) -> list[str]:
 
 
 def page(runs: Sequence[Run]) -> str:
-    """Returns the report as HTML.
-
-    Raises:
-        ConfigError: the packages that make it are missing.
-    """
+    """Returns the report as HTML; raises ConfigError if the packages that make it are missing."""
     try:
         import jinja2
         import plotly.io
         import plotly.offline
         import plotly.utils
     except ModuleNotFoundError as error:
-        raise ConfigError(
-            "hvdtrain report needs jinja2 and plotly", f"no module {error.name}", install_command("report")
-        ) from error
+        rule = "hvdtrain report needs jinja2 and plotly"
+        raise ConfigError(rule, f"no module {error.name}", install_command("report")) from error
     from markupsafe import Markup
 
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
@@ -115,16 +107,11 @@ def _numbers(runs: Sequence[Run]) -> Iterable[tuple[str, list[str]]]:
     if len(runs) > 1 and first:
         ratios = [f"{its.samples_per_s / first:.2f}" if its.samples_per_s else "" for its in runs]
         yield f"samples/s, x {runs[0].name}", ratios
-    results = [
-        {name: value for name, value in its.record.get("result", {}).items() if name not in ("verdict", "shares")}
-        for its in runs
-    ]
-    for name in dict.fromkeys(name for its in results for name in its):
-        yield f"result: {name}", [_value(its.get(name, "")) for its in results]
-
-
-def _value(value: Any) -> str:
-    return f"{value:.5g}" if isinstance(value, float) else str(value)
+    results = [its.record.get("result", {}) for its in runs]
+    for name in dict.fromkeys(name for result in results for name in result):
+        if name not in ("verdict", "shares"):
+            values = [result.get(name, "") for result in results]
+            yield f"result: {name}", [f"{its:.5g}" if isinstance(its, float) else str(its) for its in values]
 
 
 def _differing(runs: Sequence[Run]) -> Iterable[tuple[str, list[str], bool]]:

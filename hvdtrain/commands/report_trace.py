@@ -5,6 +5,7 @@ The format: "Trace Event Format" (Chromium), as Horovod's own timeline is writte
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -27,15 +28,20 @@ def trace(path: Path) -> dict[str, Any]:
     Where updates were traced, Horovod's timeline is a process a tensor beside them. Ranks of several hosts stand as
     their clocks do.
     """
-    events = read_events(path)
-    found = [*_from_log(events), *_from_timeline(path / TIMELINE)]
+    timeline = _read_timeline(path / TIMELINE)
+    found = [*_from_log(read_events(path)), *_from_timeline(timeline)]
     begin = min((event["ts"] for event in found), default=0)
     for event in found:
         event["ts"] -= begin
     ranks = {event["pid"] for event in found if event["pid"] < HOROVOD}
     names = [_name("process_name", f"rank {rank}", rank) for rank in sorted(ranks)]
     names += [_name("thread_name", name, rank, row) for rank in sorted(ranks) for row, name in _ROWS.items()]
-    return {"displayTimeUnit": "ms", "traceEvents": [*names, *_tensors(path / TIMELINE), *found]}
+    names += [
+        _name("process_name", f"Horovod: {event['args']['name']}", HOROVOD + event["pid"])
+        for event in timeline
+        if event.get("name") == "process_name" and "name" in event["args"]
+    ]
+    return {"displayTimeUnit": "ms", "traceEvents": [*names, *found]}
 
 
 def _name(kind: str, name: str, process: int, row: int = 0) -> Event:
@@ -44,13 +50,9 @@ def _name(kind: str, name: str, process: int, row: int = 0) -> Event:
 
 def _slice(name: str, begin_s: float, end_s: float, rank: int, row: int, **more: Any) -> Event:
     # whole microseconds: slices that overlap by the rounding of a length are left out by Perfetto
-    begin, end = _microseconds(begin_s), _microseconds(end_s)
+    begin, end = round(1e6 * begin_s), round(1e6 * end_s)
     whole = {"ph": "X", "name": name, "ts": begin, "dur": max(end - begin, 0)}
     return {**whole, "pid": rank, "tid": row, "args": more}
-
-
-def _microseconds(at_s: float) -> int:
-    return round(1e6 * at_s)
 
 
 def _from_log(events: Sequence[Mapping[str, Any]]) -> Iterator[Event]:
@@ -74,7 +76,7 @@ def _from_log(events: Sequence[Mapping[str, Any]]) -> Iterator[Event]:
         elif kind == "checkpoint":
             yield _slice("checkpoint", at - float(event.get("sealed_s") or 0.0), at, 0, _SAVES, **more)
         else:
-            yield {"ph": "i", "s": "g", "name": str(kind), "ts": _microseconds(at), "pid": 0, "tid": _LOG, "args": more}
+            yield {"ph": "i", "s": "g", "name": str(kind), "ts": round(1e6 * at), "pid": 0, "tid": _LOG, "args": more}
 
 
 def _is_mark(mark: Any) -> bool:
@@ -92,34 +94,22 @@ def _of_marks(marks: Sequence[Mark], rank: int) -> Iterator[Event]:
 
 
 def _read_timeline(path: Path) -> list[Event]:
-    """Horovod's timeline, an event a line, without what is damaged: in a job that was ended, the last line."""
-    if not path.is_file():
-        return []
-    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    return [event for line in lines for event in _read_line(line) if isinstance(event, dict) and _is_horovods(event)]
-
-
-def _read_line(line: str) -> list[Any]:
-    try:
-        return json.loads(f"[{line.strip().lstrip('[').rstrip('],')}]")
-    except ValueError:
-        return []
+    """Returns Horovod's timeline, an event a line, without damaged lines: in a job that was ended, the last one."""
+    found: list[Event] = []
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n") if path.is_file() else ():
+        with contextlib.suppress(ValueError):
+            found += json.loads(f"[{line.strip().lstrip('[').rstrip('],')}]")
+    return [event for event in found if isinstance(event, dict) and _is_horovods(event)]
 
 
 def _is_horovods(event: Event) -> bool:
     numbers = [event.get(name, 0) for name in ("pid", "ts", "dur")]
-    return event.get("ph") in ("B", "E", "X", "M", "i") and all(type(its) is int for its in numbers)
+    return event.get("ph") in ("B", "E", "X", "M", "i") and all(type(number) is int for number in numbers)
 
 
-def _from_timeline(path: Path) -> Iterator[Event]:
+def _from_timeline(timeline: Sequence[Event]) -> Iterator[Event]:
     since = 0.0
-    for event in _read_timeline(path):
+    for event in timeline:
         since = event.get("args", {}).get(_EPOCH, since)
         if "ts" in event:
             yield {**event, "ts": since + event["ts"], "pid": HOROVOD + event["pid"], "tid": 0}
-
-
-def _tensors(path: Path) -> Iterator[Event]:
-    for event in _read_timeline(path):
-        if event.get("name") == "process_name" and "name" in event["args"]:
-            yield _name("process_name", f"Horovod: {event['args']['name']}", HOROVOD + event["pid"])

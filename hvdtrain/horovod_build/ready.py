@@ -32,11 +32,9 @@ def install(location: str, say: Say) -> str:
     problems: list[str] = []
     torch, tensorflow = torch_here(problems), distribution_version("tensorflow", "tensorflow-cpu")
     if problems or not (torch or tensorflow):
-        raise HvdtrainError(
-            "a ready wheel of Horovod is for frameworks that are installed",
-            "; ".join(problems) or "neither torch nor tensorflow is installed here",
-            "pip install 'hvdtrain[torch,keras]'",
-        )
+        rule = "a ready wheel of Horovod is for frameworks that are installed"
+        received = "; ".join(problems) or "neither torch nor tensorflow is installed here"
+        raise HvdtrainError(rule, received, "pip install 'hvdtrain[torch,keras]'")
     _check_place(location)
     frameworks = [name for name, there in (("torch", torch), ("tensorflow", tensorflow)) if there]
     cuda = cuda_here(torch)
@@ -66,11 +64,9 @@ def install(location: str, say: Say) -> str:
             return version
     if failed:
         raise failed[0]
-    raise HvdtrainError(
-        f"a ready wheel of Horovod must be of version {' or '.join(wanted)}",
-        f"pip finds none at {location}: {'; '.join(dict.fromkeys(none))}",
-        "hvdtrain build-horovod --install",
-    )
+    rule = f"a ready wheel of Horovod must be of version {' or '.join(wanted)}"
+    received = f"pip finds none at {location}: {'; '.join(dict.fromkeys(none))}"
+    raise HvdtrainError(rule, received, "hvdtrain build-horovod --install")
 
 
 def _check_place(location: str) -> None:
@@ -83,18 +79,16 @@ def _check_place(location: str) -> None:
         raise HvdtrainError(rule, f"none in {sys.executable}", "python -m ensurepip")
     other = PathFinder.find_spec("horovod", os.environ.get("PYTHONPATH", "").split(os.pathsep))
     if other is not None:
-        raise HvdtrainError(
-            "the Horovod that is installed must be the one that Python finds",
-            f"PYTHONPATH has another before it: {other.origin}",
-            "take that folder off PYTHONPATH",
-        )
+        rule = "the Horovod that is installed must be the one that Python finds"
+        received = f"PYTHONPATH has another before it: {other.origin}"
+        raise HvdtrainError(rule, received, "take that folder off PYTHONPATH")
 
 
 def _check(wheel: Path) -> None:
     """Refuses a wheel that is damaged, or needs what is not there."""
     try:
         from packaging.requirements import Requirement
-    except ImportError:  # horovodrun asks for it as well
+    except ImportError:  # horovodrun needs it as well
         raise HvdtrainError(_NEEDS, "packaging is not installed", "pip install packaging") from None
     try:
         with zipfile.ZipFile(wheel) as packed:

@@ -248,15 +248,11 @@ def _thorough(sessions: Sessions, found: DoctorReport, run_dir: Path | None) -> 
 
 def _noise(sessions: Sessions) -> list[Finding]:
     """Hosts whose shell prints something of its own."""
-    return [
-        Finding(
-            "noisy-shell",
-            "note",
-            (host,),
-            f"its shell prints before a command does: {session.noise.strip().splitlines()[0][:80]!r}",
-            "copying by scp and rsync fails, and logs start with it",
-            "have ~/.bashrc print only in interactive shells: [[ $- == *i* ]] || return",
-        )
-        for host, session in sessions.alive.items()
-        if session.noise.strip()
-    ]
+    why = "copying by scp and rsync fails, and logs start with it"
+    fix = "have ~/.bashrc print only in interactive shells: [[ $- == *i* ]] || return"
+    found = []
+    for host, session in sessions.alive.items():
+        for line in session.noise.strip().splitlines()[:1]:
+            what = f"its shell prints before a command does: {line[:80]!r}"
+            found.append(Finding("noisy-shell", "note", (host,), what, why, fix))
+    return found
