@@ -22,20 +22,14 @@ COMMANDS = {
     "why": ("hvdtrain.commands.why", "say why a run hung or was killed: who, where, and what to do"),
     "rehearse": ("hvdtrain.commands.rehearse", "try your script on as many ranks as it shall have, on this machine"),
     "guard": ("hvdtrain.guard", "run your Horovod script, and name what in it would train wrong, with file and line"),
-    "migrate": (
-        "hvdtrain.migrate",
-        "turn your Horovod script into one on hvdtrain, and prove that both train the same",
-    ),
+    "migrate": ("hvdtrain.migrate", "convert your Horovod script to hvdtrain, and prove that both train the same"),
     "verify": ("hvdtrain.commands.verify", "train a toy on your cluster, and prove that it is trained right"),
     "build-horovod": (
         "hvdtrain.horovod_build",
         "build a Horovod wheel for the frameworks installed here, and prove it",
     ),
     "checkpoint": ("hvdtrain.commands.checkpoint", "checkpoints to and from plain PyTorch files and safetensors"),
-    "report": (
-        "hvdtrain.commands.report",
-        "one page about a run, or several: curves, where time went, faults, advice",
-    ),
+    "report": ("hvdtrain.commands.report", "make one page about runs: curves, where time went, faults, advice"),
     "bench": ("hvdtrain.bench", "measure, in paired runs, against the alternatives"),
     "plan": ("hvdtrain.commands.plan", "rank the ways to train a model on given devices, by speed and memory"),
     "scale": ("hvdtrain.commands.scale", "predict a step on 8 ... 4096 ranks from what a step and a link cost"),

@@ -208,12 +208,9 @@ def _one_group(args: argparse.Namespace, model: str, group: Sequence[Way], name:
 
 
 def grouped(ways: Sequence[Way], ranks: int, at_once: int) -> list[list[Way]]:
-    """Ways that take turns with each other, each group with the references of its family; pure.
+    """Returns ways that take turns with each other, each group with the references of its family; pure.
 
-    Args:
-        ways: in any order.
-        ranks: processes of a way that uses all.
-        at_once: the most processes of a group; one with a single way besides the references may have more.
+    A group has `at_once` processes at most; one with a single way beside the references may have more.
     """
     groups = []
     for family in dict.fromkeys(way.family for way in ways):

@@ -102,11 +102,7 @@ def find(
 def knobs_of(what: str, ranks: int, cores: int, *, launchers: Sequence[str], compression: bool) -> list[Knob]:
     """Returns what may be turned for a training; what is worst when it is wrong comes first; pure.
 
-    Args:
-        what: trains, on what, the arguments of `hvdtrain.comm.turns.updated`.
-        ranks, cores: of this machine.
-        launchers: that are there.
-        compression: whether gradients may travel as float16, which changes results.
+    `what` has the arguments of `hvdtrain.comm.turns.updated`; with `compression` gradients may travel as float16.
     """
     mib = {1: str(1 << 20), 5: str(5 << 20), 8: str(8 << 20), 25: str(25 << 20), 64: str(64 << 20)}
     torch = what.startswith("torch")

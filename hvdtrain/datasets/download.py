@@ -23,11 +23,7 @@ WHOLE_WITHIN_S = 600.0
 def fill_cache(world: World, target: Path, url: str, sha256: str, size_bytes: int, *, variable: str) -> None:
     """Downloads a published file to `target` unless it is there; collective: one rank of each node does so.
 
-    Args:
-        world: the ranks.
-        target: where it goes, under the name that it is published by.
-        url, sha256, size_bytes: of what is published.
-        variable: of the environment, for a mirror of one's own; the hash holds for it too.
+    The environment's `variable` may name a mirror, whose file must have the same hash.
     """
 
     def work() -> None:

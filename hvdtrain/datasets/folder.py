@@ -131,13 +131,8 @@ def _no_classes(folder: Path) -> ConfigError:
 def scan(folder: Path, classes: list[str], *, present: list[str] | None = None) -> Folder:
     """Lists the image files of each class below `folder`, sorted; links are followed, each folder once.
 
-    Args:
-        folder: holds the class folders.
-        classes: all classes, in the order of labels.
-        present: those that must have files; None is all.
-
     Raises:
-        ConfigError: a class without image files.
+        ConfigError: a class of those `present` (None: of all) has no image files.
     """
     import numpy as np
 

@@ -60,14 +60,7 @@ class SplitJob:
 
     @classmethod
     def made(cls, name: str, its: TrialSettings, devices: Sequence[str], **cut: Any) -> SplitJob:
-        """A classifier with random weights, cut; random batches, and the loss.
-
-        Args:
-            name: torchvision's.
-            its: what is trained.
-            devices: of the stages.
-            cut: options of `hvdtrain.pipeline.split`.
-        """
+        """Returns a classifier of torchvision with random weights, cut by `split(..., **cut)`, and random batches."""
         import torch
 
         import hvdtrain.pipeline
@@ -100,16 +93,10 @@ class SplitJob:
     def variant(
         self, model: Any, *, cores: Sequence[int] | None = None, threads: int | None = None, **change: Any
     ) -> Variant:
-        """One repeat of a training: every batch forward and backward, new gradients each time, and a plain SGD step
-        after each if `settings.update`.
+        """Returns one repeat of a training: every batch forward and backward, new gradients each time, and a plain SGD
+        step after each if `settings.update`; a function of how many of the batches (all).
 
-        Args:
-            model: what has `step` and `parameters`: a pipeline, the unsplit model.
-            cores, threads: what it works on; see `hvdtrain.pipeline.tuning.unsplit.on_cores`.
-            change: what to set on the model before.
-
-        Returns:
-            A function of how many of the batches (all).
+        `change` is set on the model before; `cores` and `threads` as in `hvdtrain.pipeline.tuning.unsplit.on_cores`.
         """
         import torch
 
@@ -141,16 +128,9 @@ class SplitJob:
         budget_s: float | None = None,
         before: Callable[[], None] = lambda: None,
     ) -> dict[str, Any]:
-        """Seconds of the repeats of each variant, in rounds in which all take turns. A batch of each before does not
-        count.
+        """Runs the variants in `LEAST_REPEATS` or more rounds in which all take turns, after an uncounted batch of each.
 
-        Args:
-            what: for the progress bar.
-            budget_s: about how long it may take, with `LEAST_REPEATS` rounds at least.
-            before: called before each round.
-
-        Returns:
-            {"seconds": seconds by variant, "failed": reason by variant, "spent_s": in all}
+        Returns {"seconds": seconds by variant, "failed": reason by variant, "spent_s": in all}.
         """
         from tqdm import tqdm
 

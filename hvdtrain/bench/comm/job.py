@@ -12,29 +12,24 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from hvdtrain.bench.comm.ways import WAYS, CountedLinks
 from hvdtrain.bench.turns.turns import pin
 from hvdtrain.comm.turns import orders
 
-
-class SumWay(NamedTuple):
-    """Returns what is summed, from an array; its sum over ranks, maybe in place; and an array, once that is there."""
-
-    put: Callable[[Any], Any]
-    sum: Callable[[Any], Any]
-    get: Callable[[Any], Any]
+# puts an array where it is summed; sums it over ranks, maybe in place; returns an array, once the sum is there
+SumWay = tuple[Callable[[Any], Any], Callable[[Any], Any], Callable[[Any], Any]]
 
 
 def way_of(name: str, links: CountedLinks | None, device: str) -> SumWay:
     """mpi4py's ways sum numpy arrays, Horovod's all-reduce tensors of the device that it trains on."""
     if name != "horovod":
-        return SumWay(lambda values: values, partial(WAYS[name], links), lambda values: values)  # type: ignore[arg-type]
+        return lambda values: values, partial(WAYS[name], links), lambda values: values  # type: ignore[arg-type]
     import horovod.torch as hvd
     import torch
 
-    return SumWay(
+    return (
         lambda values: torch.from_numpy(values).to(device),
         lambda values: hvd.allreduce_(values, op=hvd.Sum, name=f"bench.{len(values)}"),
         lambda values: values.cpu().numpy(),
@@ -60,20 +55,18 @@ def main() -> int:
 
 
 def measure(way: SumWay, world: Any, links: CountedLinks | None, order: dict[str, Any]) -> dict[str, Any]:
-    """Seconds of a sum, mean over some; bytes that this rank sent in one; whether the sum is numpy's.
+    """Returns seconds of a sum, mean over some; bytes that this rank sent in one; whether the sum is numpy's.
 
-    Args:
-        way: how.
-        world: of all ranks.
-        links: where this rank's messages are counted; None where nothing counts them.
-        order: "bytes" of the array, "repeat": how often, "late_s": seconds by which each rank comes late to each sum.
+    The order: "bytes" of the array, "repeat": how often, "late_s": seconds by which each rank comes late to each sum.
     """
     import numpy as np
 
+    put, add, get = way
+
     pattern = np.arange(order["bytes"] // 4, dtype=np.float32) % 7  # whole numbers: their sums are exact in any order
-    total = way.get(way.sum(way.put(pattern * (world.rank + 1))))
+    total = get(add(put(pattern * (world.rank + 1))))
     exact = np.array_equal(total, pattern * (world.size * (world.size + 1) // 2))
-    values = way.put(np.zeros_like(pattern))
+    values = put(np.zeros_like(pattern))
     late_s = order.get("late_s", {}).get(world.rank, 0.0)
     world.comm.barrier()  # not the world's: a bench that stops ranks between turns would look out of step
     sent = Counter(links.sent) if links else Counter()
@@ -81,8 +74,8 @@ def measure(way: SumWay, world: Any, links: CountedLinks | None, order: dict[str
     for _ in range(order["repeat"]):
         if late_s:
             time.sleep(late_s)
-        values = way.sum(values)
-    way.get(values[:1])  # a GPU is done when its answer is here
+        values = add(values)
+    get(values[:1])  # a GPU is done when its answer is here
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     world.comm.barrier()
     count = order["repeat"]

@@ -48,12 +48,8 @@ AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 def begin(bench: str, args: argparse.Namespace, rule: str) -> dict[str, Any]:
     """Returns a result without figures yet.
 
-    Args:
-        bench: its name, as on the command line.
-        rule: why it is not started by a launcher.
-
     Raises:
-        ConfigError: started by a launcher, or no place for the result.
+        ConfigError: started by a launcher (which breaks `rule`), or no place for the result.
     """
     if detect(os.environ).launcher != "none":
         raise ConfigError(rule, "started by a launcher", f"hvdtrain bench {bench}")
@@ -202,14 +198,9 @@ class InterleavedJobs:
         return answers
 
     def rounds(self, turns: Turns, count: int, what: str) -> dict[str, dict[str, list[float]]]:
-        """Rounds in which every turn comes once, another one first each time.
+        """Lets every turn come once a round, another one first each time; reports progress as `what`.
 
-        Args:
-            what: for the progress.
-
-        Returns:
-            For each clock the seconds of each turn, round by round: those of its slowest rank; of its largest the
-            memory.
+        Returns the seconds of each turn by clock, round by round: those of its slowest rank; of its largest the memory.
         """
         found: dict[str, dict[str, list[float]]] = {kind: {name: [] for name in turns} for kind in (*CLOCKS, MEMORY)}
         for number in range(count):
