@@ -11,12 +11,9 @@ from hvdtrain.core import variables
 
 
 def horovodrun(plan: JobPlan, environ: Mapping[str, str]) -> str:
-    """Returns the horovodrun command that starts the same ranks; where it cannot, that is said after it.
+    """Returns the horovodrun command that starts the same ranks, and after it what it cannot do.
 
-    Args:
-        plan: what it stands for.
-        environ: the environment it would be typed in, which horovodrun passes on. What it lacks is set in the line, but
-            for secrets.
+    horovodrun passes on the `environ` in which it is typed. What that lacks is set in the line, except secrets.
     """
     job = plan.job
     words = ["horovodrun", "--gloo", "-np", str(job.np), "-H", _hosts(job)]
@@ -44,11 +41,7 @@ def horovodrun(plan: JobPlan, environ: Mapping[str, str]) -> str:
 def mpirun(plan: JobPlan, environ: Mapping[str, str]) -> str:
     """Returns the mpirun command (Open MPI) that starts the same ranks, through the same network.
 
-    Args:
-        plan: what it stands for.
-        environ: the environment it would be typed in, whose variables need no value in the line. Nor has a variable
-            whose name is a secret's, which is to be set there: that is said after the line. What names a job of
-            hvdtrain's launcher is left out.
+    Variables that the `environ` in which it is typed has need no value in the line; secrets must be set there.
     """
     job = plan.job
     words = ["mpirun", "-np", str(job.np), "-H", _hosts(job), "--bind-to", "none", "--map-by", "slot"]

@@ -78,15 +78,12 @@ def text(found: DoctorReport) -> str:
 
 
 def _hosts(found: DoctorReport) -> str:
-    """The hosts, one a column each; where there are many, only what is the same would repeat."""
+    """Returns the table of the hosts, a column each; of many hosts, a line each."""
     rows = [["", *found.cluster.facts]]
     columns = [_column(found, host) for host in found.cluster.facts]
     rows += [[name, *(column.get(name, "") for column in columns)] for name in columns[0]]
     rows = [row for row in rows if any(row[1:])]
-    if len(columns) <= 6:
-        return stats.table(rows)
-    # many hosts: a line each
-    return stats.table([list(line) for line in zip(*rows, strict=True)])
+    return stats.table(rows if len(columns) <= 6 else [list(line) for line in zip(*rows, strict=True)])
 
 
 def _column(found: DoctorReport, host: str) -> dict[str, str]:
@@ -141,11 +138,10 @@ def _cores(facts: Facts) -> str:
 
 def _network(links: Links) -> list[str]:
     lines = []
-    answers = [reply["seconds"] for replies in links.reach.values() for reply in replies.values() if "seconds" in reply]
-    pairs = sum(len(replies) for replies in links.reach.values())
-    if answers:
+    pairs = [reply for _, _, reply in links.replies()]
+    if answers := [reply["seconds"] for reply in pairs if "seconds" in reply]:
         lines.append(
-            f"network: {len(answers)} of {pairs} ways between hosts open; a byte there and back in"
+            f"network: {len(answers)} of {len(pairs)} ways between hosts open; a byte there and back in"
             f" {min(answers) * 1e3:.2f} to {max(answers) * 1e3:.2f} ms"
         )
     if rates := sorted(links.rates().values()):

@@ -43,17 +43,9 @@ def job_of(
     here: Callable[[], int],
     **more: Any,
 ) -> Job:
-    """Returns the job that the flags, and the Slurm job around, ask for.
+    """Returns the job that the flags, and the Slurm job in `environ`, ask for; raises ConfigError for bad hosts.
 
-    Args:
-        args: what `add` made of the command line.
-        environ: where a Slurm job says its hosts.
-        argv: the command of every rank.
-        here: gives the number of ranks where no hosts are named, and no `-np`: on this machine.
-        more: further fields of the job.
-
-    Raises:
-        ConfigError: hosts given twice, or not in their form.
+    Without hosts and `-np` it is on this machine, with as many ranks as `here()` returns. `more`: fields of the job.
     """
     hosts = asked_for(args.hosts, args.hostfile, environ) or [Host("localhost", args.np or here())]
     np = args.np or sum(host.slots for host in hosts)

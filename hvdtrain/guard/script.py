@@ -19,11 +19,7 @@ from hvdtrain.guard.session import GuardSession
 
 
 def run(what: str, argv: Sequence[str], module: bool, *, warn: bool, report: Path | None, every: int) -> int:
-    """Runs a script or module under watch; returns its exit code, 0 unless it asks for another.
-
-    Raises:
-        ConfigError: there is no such file, or the report cannot be written.
-    """
+    """Runs a script or module under watch; returns its exit code. Raises ConfigError if a file cannot be used."""
     if not module:
         source_of(what, module)
     if report is not None:
@@ -42,11 +38,7 @@ def run(what: str, argv: Sequence[str], module: bool, *, warn: bool, report: Pat
 
 
 def source_of(what: str, module: bool) -> Path:
-    """Returns the file of a script or module, which is not imported.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Returns the file of a script or module, which is not imported; raises ConfigError if there is none."""
     if not module:
         if not os.path.isfile(what):
             raise ConfigError("the script must be a file", what, "its path, train.py; or -m for a module")
@@ -63,11 +55,7 @@ def source_of(what: str, module: bool) -> Path:
 
 
 def execute(what: str, argv: Sequence[str], module: bool) -> int:
-    """Runs a script or module as Python would; returns its exit code.
-
-    Raises:
-        SystemExit: it asks for another code than 0.
-    """
+    """Runs a script or module as Python would; returns its exit code, or lets its SystemExit through."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as `python script.py` has it; the command line's own unwinds
     sys.argv = [what, *argv]
     sys.path[0] = os.getcwd() if module else os.path.dirname(os.path.abspath(what))

@@ -65,16 +65,13 @@ class DoctorReport:
 
 
 def examined(job: Job, run_dir: Path | None = None, *, fast: bool = False, with_live: bool = True) -> DoctorReport:
-    """Returns all that can be found out about the hosts.
+    """Examines the hosts of a job; raises ConfigError if they have fewer slots than ranks.
 
     Args:
-        job: what the hosts are to run; of its timeouts only that counts which says how long they may take to answer.
+        job: only `start_s` of its timeouts counts: how long a host may take to answer.
         run_dir: that runs are written to; None: "runs", as programs take it.
         fast: only what must hold before a job starts.
-        with_live: whether to run a real all-reduce where nothing speaks against it.
-
-    Raises:
-        ConfigError: fewer slots than ranks.
+        with_live: run a real all-reduce, unless an error was found.
     """
     started = time.monotonic()
     names = [host.name for host in job.ranks]

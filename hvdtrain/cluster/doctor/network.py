@@ -41,6 +41,12 @@ class Links:
         """Returns the bytes a second of every flow that was measured."""
         return {pair: flow["bytes"] / flow["seconds"] for pair, flow in self.flows.items() if flow.get("seconds")}
 
+    def replies(self) -> Iterator[tuple[str, str, Facts]]:
+        """Yields from, to and the reply of each pair that was tried."""
+        for start, replies in self.reach.items():
+            for end, reply in replies.items():
+                yield start, end, reply
+
     def slow(self) -> list[tuple[str, str]]:
         """Returns the pairs whose flow is slow, by itself or among the others."""
         rates = self.rates()
@@ -153,12 +159,7 @@ _WHY_REACH = "every rank connects to every other one, on ports that the kernel p
 
 def _unreached(cluster: ClusterFacts, links: Links) -> Iterator[Finding]:
     """Pairs that do not reach each other, told once for each host that most of them have in common."""
-    failed = {
-        (start, end, reply["error"])
-        for start, replies in links.reach.items()
-        for end, reply in replies.items()
-        if "error" in reply
-    }
+    failed = {(start, end, reply["error"]) for start, end, reply in links.replies() if "error" in reply}
     # whoever has no way to a host cannot answer it either
     failed -= {(end, start, "timeout") for start, end, kind in failed if kind in ("no route", "forbidden")}
     while failed:
@@ -220,14 +221,8 @@ def _speed(cluster: ClusterFacts, links: Links) -> Iterator[Finding]:
             f"{cluster.on(start, 'ethtool', links.chosen[start].interface)} shows the link's speed and duplex; cables,"
             " a shared or throttled port, or the wrong network: --network",
         )  # fmt: skip
-    far = {
-        (start, end): reply["seconds"]
-        for start, replies in links.reach.items()
-        for end, reply in replies.items()
-        if reply.get("seconds", 0) > LATENCY_LIMIT_S
-    }
-    if far:
-        (start, end), worst = max(far.items(), key=lambda item: item[1])
+    worst, start, end = max(((reply.get("seconds", 0), *pair) for *pair, reply in links.replies()), default=(0, "", ""))
+    if worst > LATENCY_LIMIT_S:
         yield Finding(
             "slow-answers", "warning", (start, end), f"{start} to {end} and back: {worst * 1e3:.1f} ms",
             "Horovod's ranks agree on every step's tensors by messages: each waits that long, several times a step",

@@ -45,22 +45,12 @@ class Sessions:
     """The probes on all hosts that answer; hosts that stop answering are lost. Close them, also on Ctrl-C.
 
     A question to all costs its time limit at most, however many hosts hang.
-
-    Attributes:
-        alive: by the host's name.
-        lost: why the others do not answer (any more).
     """
 
     def __init__(self, names: Sequence[str], python: str, ssh: Ssh) -> None:
-        """Starts them all.
-
-        Args:
-            names: of the hosts; this machine's own runs the probe without ssh.
-            python: the interpreter there.
-            ssh: how to reach them.
-        """
+        """Starts a probe in each host's `python`; on this machine without ssh."""
         self.alive: dict[str, Channel] = {}
-        self.lost: dict[str, SshProblem] = {}
+        self.lost: dict[str, SshProblem] = {}  # why the others do not answer
         self._events: queue.SimpleQueue[tuple[Channel, Message | None]] = queue.SimpleQueue()
         text = source()
         argv = [python, "-c", _START, str(len(text))]

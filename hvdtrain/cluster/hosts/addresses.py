@@ -80,11 +80,8 @@ def choose(
     usable = {name: dict(_usable(its)) for name, its in hosts.items()}
     if len(hosts) == 1 and not (more and all(usable.values())):
         return {name: _loopback(its) for name, its in hosts.items()}
-    known = {
-        name: IPv4Address(address)
-        for name, address in (reached or {}).items()
-        if IPv4Address(address) in usable.get(name, {})
-    }
+    known = {name: IPv4Address(address) for name, address in (reached or {}).items()}
+    known = {name: address for name, address in known.items() if address in usable.get(name, {})}
     networks = [dict.fromkeys(its.network for _, its in all_.values()) for all_ in usable.values()]
     common = [net for net in networks[0] if all(net in others for others in networks)]
     shared = [net for net in common if _distinct(_within(usable, net))]
@@ -175,11 +172,8 @@ def _refused(rule: str, hosts: Mapping[str, Interfaces], without: Sequence[str] 
 
 
 def _listed(hosts: Mapping[str, Interfaces]) -> str:
-    return "\n".join(
-        f"{name}: "
-        + (
-            ", ".join(f"{own} {ip}" for own, its in all_.items() for ip in its)
-            or "no IPv4 address on an interface that is up"
-        )
-        for name, all_ in hosts.items()
-    )
+    lines = []
+    for name, interfaces_ in hosts.items():
+        addresses = ", ".join(f"{own} {ip}" for own, its in interfaces_.items() for ip in its)
+        lines.append(f"{name}: {addresses or 'no IPv4 address on an interface that is up'}")
+    return "\n".join(lines)

@@ -55,17 +55,9 @@ def _system() -> "dict[str, Any]":
         boot_id = file.read().strip()
     return {
         "hostname": socket.gethostname(), "kernel": platform.release(), "machine": platform.machine(),
-        "os": _os_name(), "uid": os.getuid(), "boot_id": boot_id,
+        "os": _text("/etc/os-release", r'(?m)^PRETTY_NAME="?([^"\n]*)') or platform.system(),
+        "uid": os.getuid(), "boot_id": boot_id,
     }  # fmt: skip
-
-
-def _os_name() -> str:
-    try:
-        with open("/etc/os-release") as file:
-            found = re.search(r'^PRETTY_NAME="?([^"\n]*)', file.read(), re.MULTILINE)
-    except OSError:
-        return platform.system()
-    return found.group(1) if found else platform.system()
 
 
 def _python() -> "dict[str, str]":
@@ -254,12 +246,11 @@ def _gpus() -> "dict[str, Any]":
 
 
 def _cores() -> "dict[str, Any]":
+    flags = (_text("/proc/cpuinfo", r"(?m)^flags\s*:\s*(.*)") or "").split()
     return {
-        "usable": len(os.sched_getaffinity(0)),
-        "quota": _quota(),
-        "load": os.getloadavg()[0],
-        "flags": _cpu_flags(),
-    }
+        "usable": len(os.sched_getaffinity(0)), "quota": _quota(), "load": os.getloadavg()[0],
+        "flags": sorted(set(flags) & {"avx", "avx2", "avx512f", "f16c", "fma"}),
+    }  # fmt: skip
 
 
 def _quota() -> "float | None":
@@ -272,11 +263,6 @@ def _quota() -> "float | None":
     return int(quota) / int(period) if quota.isdigit() and period.isdigit() else None
 
 
-def _cpu_flags() -> "list[str]":
-    flags = (_text("/proc/cpuinfo", r"(?m)^flags\s*:\s*(.*)") or "").split()
-    return sorted(set(flags) & {"avx", "avx2", "avx512f", "f16c", "fma"})
-
-
 def memory() -> "dict[str, int]":
     """Bytes of main memory: "MemTotal", and "MemAvailable" where the kernel tells it."""
     with open("/proc/meminfo") as file:
@@ -287,10 +273,8 @@ def memory() -> "dict[str, int]":
 
 def _limits() -> "dict[str, list[int | None]]":
     names = {"nofile": resource.RLIMIT_NOFILE, "memlock": resource.RLIMIT_MEMLOCK, "as": resource.RLIMIT_AS}
-    found = {name: list(resource.getrlimit(number)) for name, number in names.items()}
-    return {
-        name: [None if value == resource.RLIM_INFINITY else value for value in pair] for name, pair in found.items()
-    }
+    found = {name: resource.getrlimit(number) for name, number in names.items()}
+    return {name: [None if its == resource.RLIM_INFINITY else its for its in pair] for name, pair in found.items()}
 
 
 def interfaces() -> "list[dict[str, Any]]":

@@ -62,9 +62,7 @@ def run(
 def result_of(job: Job, mark: str) -> tuple[dict[str, Any] | None, Failure | None]:
     """Runs a job whose rank 0 prints a result behind a mark; returns it (see `result_in`), and what made the job end.
 
-    Raises:
-        KeyboardInterrupt: the user ended it; after a SIGTERM or SIGHUP, what its handler raises.
-        ConfigError, LauncherError: as `run`.
+    Raises what `run` raises, and if the user ended the job KeyboardInterrupt, or what the signal's handler raises.
     """
     lines: list[str] = []
 

@@ -101,11 +101,8 @@ class Rank:
         ours, theirs = socket.socketpair()
         self.line, inner["line"] = ours.detach(), theirs.detach()
         self._streams[self.line] = "line", Decoder()
-        passed = {
-            name: inner[stream]
-            for name, stream in ((variables.RESULT_FD, "result"), (variables.AGENT_FD, "line"))
-            if stream in inner
-        }
+        passed = {variables.AGENT_FD: inner["line"]}
+        passed |= {variables.RESULT_FD: inner["result"]} if given is not None else {}
         env = {**env, **{name: str(descriptor) for name, descriptor in passed.items()}}
         # opened anew, so that each rank reads from the start
         inner["stdin"] = os.open(os.devnull if given is None else f"/proc/self/fd/{given}", os.O_RDONLY)
