@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, Literal
 from weakref import WeakValueDictionary, ref
 
-from hvdtrain.checkpoint import preemption
 from hvdtrain.checkpoint.checkpoint_files import MANIFEST, direction_of, local_copy, read_manifest, verify
 from hvdtrain.checkpoint.checkpoint_folder import (
     CheckpointFolder,
@@ -30,7 +29,7 @@ from hvdtrain.checkpoint.checkpoint_folder import (
     taken_by,
     unusable_info,
 )
-from hvdtrain.checkpoint.parts import Part, Progress
+from hvdtrain.checkpoint.parts import Part, Progress, remember
 from hvdtrain.checkpoint.writer import Writer, running, started
 from hvdtrain.comm import elastic
 from hvdtrain.comm.elastic import repeated
@@ -152,7 +151,7 @@ class Checkpointer:
             ReplicaError: ranks are not at the same point of the training.
         """
         path = self._save_all(state, progress, {name: float(value) for name, value in (metrics or {}).items()})
-        preemption.remember(self, state)
+        remember(self, state)
         return path
 
     @repeated
@@ -191,7 +190,7 @@ class Checkpointer:
         """
         if self.world.is_main:
             self._take()
-        preemption.remember(self, state, saved=False)
+        remember(self, state, saved=False)
 
     def _prepare(self, state: Mapping[str, Part]) -> Writer | None:
         _check_names(state)
@@ -316,7 +315,7 @@ class Checkpointer:
                 if not everywhere or not self.world.on_main(self._are_replaced):
                     raise
         if progress is not None:
-            preemption.remember(self, state)
+            remember(self, state)
         return progress
 
     def _are_replaced(self) -> bool:

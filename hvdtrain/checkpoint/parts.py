@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from hvdtrain.checkpoint.staging import StateFile
-from hvdtrain.core.errors import CheckpointError, ConfigError, HvdtrainError, MainRankError, describe
+from hvdtrain.core.errors import (
+    PREEMPTED_CODE,
+    CheckpointError,
+    ConfigError,
+    HvdtrainError,
+    MainRankError,
+    Preempted,
+    describe,
+)
+from hvdtrain.world.world import World
 
 
 @dataclass(frozen=True)
@@ -57,7 +66,7 @@ class Part:
     def restored(self, progress: Progress) -> None:
         """Called on every rank when all parts are loaded, with the progress that was saved with them."""
 
-    # -- when the job is preempted: `hvdtrain.checkpoint.preemption` -------------------------------------------------
+    # -- when the job is preempted ---------------------------------------------------------------------------------
     @property
     def progress(self) -> Progress | None:
         """Where the training stands that this is a part of, if it knows."""
@@ -139,6 +148,45 @@ def tell_if_lost(error: HvdtrainError) -> None:
 
 def _progress_of(state: Mapping[str, Part]) -> Progress:
     return next((found for part in state.values() if (found := part.progress) is not None), Progress())
+
+
+class Training(Protocol):
+    """What trains on a loader's batches.
+
+    Attributes:
+        told: all ranks know that one was preempted.
+        saver: what saves it.
+    """
+
+    @property
+    def told(self) -> bool: ...
+    @property
+    def saver(self) -> Saver | None: ...
+
+
+def remember(checkpointer: Checkpoints, state: Mapping[str, Part], *, saved: bool = True) -> None:
+    """Notes in what trains how it is saved."""
+    saver = Saver(checkpointer, state, saved=saved)
+    for part in state.values():
+        part.saved_by(saver)
+
+
+def end_if_told(trainings: Iterable[Training], world: World) -> None:
+    """Saves, and raises Preempted on every rank, if all ranks know of a preemption; collective then."""
+    found = list(trainings)
+    if any(training.told for training in found):
+        savers = {id(its.saver): its.saver for its in found if its.saver is not None}
+        done = [saver.save() for saver in sorted(savers.values(), key=lambda saver: saver.order)]
+        end(world, done, "checkpoints.on_preemption(state) of a Checkpointer, or a save() or restore() before")
+
+
+def end(world: World, done: Iterable[str], remedy: str) -> NoReturn:
+    """Reports what was saved (or how to save), and raises Preempted on every rank; collective."""
+    world.barrier()
+    if world.is_main:
+        said = "; ".join(dict.fromkeys(done)) or f"nothing was saved, which takes {remedy}"
+        print(f"hvdtrain: preempted: {said}; exit code {PREEMPTED_CODE}", flush=True)
+    raise Preempted
 
 
 class ExtraPart(Part):

@@ -26,7 +26,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from hvdtrain.checkpoint.checkpoint_folder import CheckpointFolder, Written, name_of, read_info
 from hvdtrain.checkpoint.parts import Progress
@@ -34,15 +34,19 @@ from hvdtrain.checkpoint.staging import StagedFiles, StateFile, write_image
 from hvdtrain.core.errors import EXIT_CODE, CheckpointError, HvdtrainError, before_end, describe, ends_badly, note_exits
 from hvdtrain.core.version import SAFE_PATH
 
-if TYPE_CHECKING:
-    from hvdtrain.checkpoint.checkpoint import SaveEvent
-
 _LONGEST_MESSAGE = 1 << 17
 _MOST_FILES = 64
 _PATIENCE_S = 60.0  # of a program that ends in need
 _ALONE_S = 2.0  # a child that the trainer has forked may hold its end of the socket open
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT)
 MAIN = "from hvdtrain.checkpoint.writer import serve; serve({descriptor}, {parent})"
+
+
+class Notes(Protocol):
+    """Receives how a checkpoint went, from any thread."""
+
+    def sealed(self, path: Path) -> Path: ...
+    def failed(self) -> None: ...
 
 
 @dataclass
@@ -53,7 +57,7 @@ class _Job:
     descriptors: list[int]  # of the images
     opened: int  # of the directory
     images: StagedFiles
-    noted: SaveEvent | None = None
+    noted: Notes | None = None
     sent: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)
 
@@ -131,7 +135,7 @@ class Writer:
         folder: CheckpointFolder,
         written: Written,
         *,
-        noted: SaveEvent | None = None,
+        noted: Notes | None = None,
     ) -> Path:
         """Has a checkpoint written from images; returns its directory, which will be there."""
         taken = [job.path.name for job in self._jobs if job.folder.directory == folder.directory]
@@ -218,7 +222,7 @@ class Writer:
             os._exit(EXIT_CODE)  # nothing else gives a code here
 
 
-def _note(noted: SaveEvent, path: Path | None) -> None:
+def _note(noted: Notes, path: Path | None) -> None:
     try:
         if path is not None:
             noted.sealed(path)

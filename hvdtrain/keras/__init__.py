@@ -45,7 +45,7 @@ from hvdtrain.keras.data.loader import KerasLoader
 from hvdtrain.keras.evaluation import evaluate, hook_reads, predict
 from hvdtrain.keras.state import start
 from hvdtrain.keras.state.replicas import fingerprint
-from hvdtrain.keras.state.whole_batch import whole
+from hvdtrain.keras.state.units import whole
 from hvdtrain.record.log import RunLog
 from hvdtrain.world.world import World, given_or_current
 

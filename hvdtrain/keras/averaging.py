@@ -37,7 +37,7 @@ from hvdtrain.keras.backends.session import (
     replaced,
     while_set,
 )
-from hvdtrain.keras.state import metric_states, reduce, replicas, rng, start, steps, sync_batchnorm, units, whole_batch
+from hvdtrain.keras.state import metric_states, reduce, replicas, rng, start, steps, sync_batchnorm, units
 
 
 # -------------------------------------------------------------------- the optimizer
@@ -178,7 +178,7 @@ def attach(model: keras.Model, session: KerasSession) -> None:
     _refuse_stateful(model)
     hook_test_step(model)
     if session.prepared.whole:
-        whole_batch.hook_loss(model)
+        units.hook_loss(model)
     for index, optimizer in enumerate(optimizers_of(model)):
         hook_optimizer(optimizer, session, index)
     # Horovod's operations have no XLA kernel, nor does torch.compile see through them
@@ -225,7 +225,7 @@ def _train_step(model: keras.Model, inner: Callable[[Any], Any], data: Any) -> A
     local = [*_metric_variables(model, data), *sync_batchnorm.own_statistics(model)] if may_be_dead else []
     with (
         _live_batch(session, samples) as live,
-        whole_batch.of_step(session),
+        units.of_step(session),
         units.weighed(session, data),
         _all_averaged(model, live),
         rng.of_step(session.place),
@@ -279,7 +279,7 @@ def hook_test_step(model: keras.Model) -> None:
                 own = around.enter_context(_live_batch(session, samples, even=session.joint)).own
                 around.enter_context(units.weighed(session, data))
                 if session.joint:
-                    around.enter_context(whole_batch.of_step(session, trains=False))
+                    around.enter_context(units.of_step(session, trains=False))
             step = functools.partial(inner, _as_keras_has_it(data))
             return metric_states.named(model, step, own, session.proofs.metric_of, "val_")
 

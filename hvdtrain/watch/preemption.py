@@ -1,7 +1,7 @@
 """A job that is preempted, by SIGTERM or SIGUSR1 to one rank or to all: Slurm, Kubernetes, spot instances.
 
 The first signal is noted, and said; with the numbers of the next update it travels to all ranks, which save after it
-and end (`hvdtrain.checkpoint.preemption`). A rank ends at once, as SIGTERM does by default, where no update will come:
+and end (`hvdtrain.checkpoint.parts`). A rank ends at once, as SIGTERM does by default, where no update will come:
 
 - at another SIGTERM, unless it comes within a second: launchers and schedulers send the first one twice;
 - where `hvdtrain launch` ends the job itself, because a rank or a host has failed (HVDTRAIN_ENDING), or has no place

@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvdtrain.checkpoint.preemption import end
+from hvdtrain.checkpoint.parts import end
 from hvdtrain.comm.elastic import repeated
 from hvdtrain.core.errors import ReplicaError
 from hvdtrain.keras.backends.chosen import BACKEND

@@ -23,7 +23,7 @@ from hvdtrain.comm import ring
 from hvdtrain.core import variables
 from hvdtrain.core.errors import HUNG_CODE, ConfigError
 from hvdtrain.core.launchers import Detected
-from hvdtrain.watch import bundle, hang, looks, rounds, watch
+from hvdtrain.watch import bundle, hang, looks, watch
 from hvdtrain.watch.looks import CIRCLES, MOVING, STILL, StackSample, movement
 from hvdtrain.watch.meeting import Tracker
 
@@ -415,7 +415,7 @@ class Pair(Ended):
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         super().__init__(monkeypatch, HUNG_CODE)
-        monkeypatch.setattr(rounds, "ANSWER_S", 0.5)
+        monkeypatch.setattr(watch, "ANSWER_S", 0.5)
         monkeypatch.setenv(variables.RUN_DIR, str(folder))
         environ = {variables.IN_STEP_S: "0.2", variables.HANG_S: "0.6"}
         listener, self.where = watch.listen(Detected("mpirun", 0, 2, 0, 2, 0, None), environ)

@@ -9,8 +9,7 @@ import pytest
 from blob import Blob
 
 from hvdtrain import Checkpointer, Preempted, Progress
-from hvdtrain.checkpoint.parts import Part, Saver
-from hvdtrain.checkpoint.preemption import end_if_told
+from hvdtrain.checkpoint.parts import Part, Saver, end_if_told
 from hvdtrain.world.world import World
 
 
