@@ -48,7 +48,11 @@ def _convert(text: str, target: Target) -> Conversion:
     if target is DDP:
         ddp.move(plan, imports)
     else:
-        _move_to_hvdtrain(plan)
+        ranks.move_init(plan)
+        if plan.framework == "torch":
+            _move_torch(plan)
+        else:
+            keras_calls.move_rest(plan, keras_wrapping.move_wraps(plan))
     for node in find(source.module, cst.SimpleString):
         if node.evaluated_value == "horovod":
             plan.refuse(node, "'horovod' as text: a library that trains on Horovod by itself (Lightning's strategy)")
@@ -63,14 +67,6 @@ def _convert(text: str, target: Target) -> Conversion:
     else:
         ranks.move_imports(plan, imports, {**keras_calls.kept_imports(plan), **ranks.LINES})
     return Conversion(plan.apply(), (), notes, plan.framework)
-
-
-def _move_to_hvdtrain(plan: Rewrite) -> None:
-    ranks.move_init(plan)
-    if plan.framework == "torch":
-        _move_torch(plan)
-    else:
-        keras_calls.move_rest(plan, keras_wrapping.move_wraps(plan))
 
 
 def _move_torch(plan: Rewrite) -> None:

@@ -128,7 +128,7 @@ class SplitJob:
         budget_s: float | None = None,
         before: Callable[[], None] = lambda: None,
     ) -> dict[str, Any]:
-        """Runs the variants in `LEAST_REPEATS` or more rounds in which all take turns, after an uncounted batch of each.
+        """Runs the variants in `LEAST_REPEATS` or more rounds, in which all take turns, after an uncounted batch each.
 
         Returns {"seconds": seconds by variant, "failed": reason by variant, "spent_s": in all}.
         """

@@ -9,7 +9,7 @@ import torch
 
 from hvdtrain.bench.gpu import CHECKS
 from hvdtrain.bench.gpu.check import Goal, apart
-from hvdtrain.bench.gpu.shared import _returned, _staged
+from hvdtrain.bench.gpu.right import _returned, _staged
 
 A = {"weight": torch.tensor([1.0, -2.0], dtype=torch.float64), "none": torch.zeros(0)}
 
