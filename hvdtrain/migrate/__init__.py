@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from hvdtrain.core.errors import FAULT_CODE, ConfigError
 
 if TYPE_CHECKING:
+    from hvdtrain.migrate.convert import Conversion
     from hvdtrain.migrate.script.source import LineNote
 
 EPILOG = """\
@@ -83,29 +84,31 @@ def run(args: argparse.Namespace) -> int:
     sys.stdout.flush()
     if args.no_prove:
         _say("nothing was proven (--no-prove)")
-    else:
-        from hvdtrain.migrate.prove import NotProvenError, linked, prove
-
-        large = ", ".join(linked())
-        writes = f"; not copied, as too large, so that what it writes there stays: {large}" if large else ""
-        _say(f"running {script} and the new one for {args.updates} updates, each in a copy of this folder{writes}")
-        try:
-            proof = prove(
-                script, found.text, argv, updates=args.updates, timeout_s=args.timeout_s, framework=found.framework,
-                target=args.to,
-            )  # fmt: skip
-        except NotProvenError as error:
-            _say(f"NOT PROVEN: {error}")
-            return FAULT_CODE
-        _say(str(proof))
-        if not proof.holds:
-            return FAULT_CODE
+    elif not _is_proven(args, found, argv):
+        return FAULT_CODE
     if out is not None:
         if args.in_place:
             script.with_name(script.name + ".orig").write_bytes(script.read_bytes())
         out.write_bytes(found.text.encode(encoding))
         _say(f"wrote {out}")
     return 0
+
+
+def _is_proven(args: argparse.Namespace, found: Conversion, argv: list[str]) -> bool:
+    """Runs the old and the new script, and prints the proof; returns True if both train the same."""
+    from hvdtrain.migrate.prove import NotProvenError, linked, prove
+
+    large = ", ".join(linked())
+    writes = f"; not copied, as too large, so that what it writes there stays: {large}" if large else ""
+    _say(f"running {args.script} and the new one for {args.updates} updates, each in a copy of this folder{writes}")
+    options = {"updates": args.updates, "timeout_s": args.timeout_s}
+    try:
+        proof = prove(args.script, found.text, argv, **options, framework=found.framework, target=args.to)
+    except NotProvenError as error:
+        _say(f"NOT PROVEN: {error}")
+        return False
+    _say(str(proof))
+    return proof.holds
 
 
 def _say(text: str) -> None:
