@@ -199,11 +199,7 @@ def _tuned(job: Job, path: str | Path | None) -> Job:
 
 
 def _elastic(args: argparse.Namespace, environ: Mapping[str, str], job: Job) -> Job:
-    """Returns the job with how it may shrink and grow, if the flags say so.
-
-    Raises:
-        ConfigError: limits that contradict each other; no hosts in time.
-    """
+    """Returns the job with how it may shrink and grow; raises ConfigError for bad limits, or no hosts in time."""
     if args.min_np is None and args.max_np is None and args.host_discovery is None:
         return job
     command = discovery.command_in(args.host_discovery) if args.host_discovery is not None else None

@@ -54,11 +54,7 @@ class Run:
 
 
 def find_runs(given: Sequence[Path]) -> list[Path]:
-    """Returns the runs: each directory is one, or holds some (those that cannot be read are skipped).
-
-    Raises:
-        ConfigError: no run is there.
-    """
+    """Returns the runs: each directory is one, or holds some (damaged ones are skipped); raises if there is none."""
     found: list[Path] = []
     for path in given:
         folders = [path] if read_run(path) is not None else list(_readable(path))

@@ -110,11 +110,7 @@ def _left_out(chosen: Sequence[str], started_by: str) -> dict[str, str]:
 
 
 def _chosen(wanted: Sequence[str] | None) -> list[str]:
-    """The frameworks to try: those that were asked for, else those that this Python has.
-
-    Raises:
-        ConfigError: none.
-    """
+    """Returns the frameworks to try: those that were asked for, else those that this Python has; raises for none."""
     if wanted:
         return list(dict.fromkeys(wanted))
     has = {name: importlib.util.find_spec(name) is not None for name in ("torch", "keras", "tensorflow")}

@@ -50,11 +50,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def why(where: Path) -> str:
-    """Returns the first cause that is known, "" if none is.
-
-    Raises:
-        ConfigError: there is no such directory or file, or it holds something else.
-    """
+    """Returns the first cause that is known, or ""; raises ConfigError for a path that is no run."""
     from hvdtrain.cluster.launch.output import RECORD
 
     launched = _launched(where.parent if where.name == RECORD else where, RECORD)

@@ -34,19 +34,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = DESCRIPTION, EXAMPLES
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument_group("what to build").add_argument
-    add(
-        "--gpu",
-        choices=["auto", "none", "nccl"],
-        default="auto",
-        help="GPU support (auto: NCCL if PyTorch is a CUDA build; without PyTorch, beside tensorflow[and-cuda])",
-    )
+    what = "GPU support (auto: NCCL if PyTorch is a CUDA build; without PyTorch, beside tensorflow[and-cuda])"
+    add("--gpu", choices=["auto", "none", "nccl"], default="auto", help=what)
     add("--mpi", choices=["auto", "on", "off"], default="auto", help="MPI (auto: if mpicxx is found)")
-    add(
-        "--cuda",
-        default="auto",
-        metavar="auto|wheels|DIR",
-        help="CUDA compiler (auto: a toolkit of PyTorch's version, for TensorFlow alone of 13.0; else PyPI's wheels)",
-    )
+    what = "CUDA compiler (auto: a toolkit of PyTorch's version, for TensorFlow alone of 13.0; else PyPI's wheels)"
+    add("--cuda", default="auto", metavar="auto|wheels|DIR", help=what)
     add("--sdist", type=Path, metavar="FILE", help="horovod-0.28.1.tar.gz, instead of PyPI")
     add = parser.add_argument_group("what to do with it").add_argument
     add("--install", action="store_true", help="install the wheel into this environment")
@@ -77,9 +69,8 @@ def run(args: argparse.Namespace) -> int:
         _say(f"installed and proven: {dist.NAME} {ready.install(args.ready, _say)}")
         return 0
     if args.sdist is not None and not args.sdist.is_file():
-        raise HvdtrainError(
-            "--sdist must name a file", str(args.sdist), "pip download --no-deps --no-binary horovod horovod==0.28.1"
-        )
+        remedy = "pip download --no-deps --no-binary horovod horovod==0.28.1"
+        raise HvdtrainError("--sdist must name a file", str(args.sdist), remedy)
     found = environment.look(args.gpu, args.mpi)
     cache = args.cache or build.cache_folder()
     digest = build.sha256_of(args.sdist) if args.sdist else support.SDIST_SHA256

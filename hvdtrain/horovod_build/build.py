@@ -81,17 +81,15 @@ def build(
     jobs: int | None = None,
     say: Say = print,
 ) -> Path:
-    """Build, prove and cache a wheel; returns its path in the cache.
+    """Builds, proves and caches a wheel; returns its path in the cache.
 
-    The cache entry appears by one rename after the proof, so a stopped build leaves nothing that looks usable.
+    The cache entry appears by one rename after the proof, so a stopped build leaves nothing that looks usable. Raises
+    HvdtrainError with the last lines of the log of the step that failed.
 
     Args:
         sdist: horovod-0.28.1.tar.gz, or None to take it from PyPI.
         cuda: see `cuda.find`.
         jobs: compiler processes at once; default: by cores and memory.
-
-    Raises:
-        HvdtrainError: a step failed; the message ends with the last lines of that step's log.
     """
     make_folder(cache, f"{variables.CACHE}=DIR, or --cache DIR")
     started = time.monotonic()
@@ -139,11 +137,7 @@ def fetch_sdist(cache: Path, run: Commands) -> Path:
 
 
 def unpack(archive: Path, target: Path) -> Path:
-    """Unpacks the source distribution; returns its top folder.
-
-    Raises:
-        HvdtrainError: not a tar archive, or not horovod 0.28.1.
-    """
+    """Unpacks the source distribution; returns its top folder. Raises HvdtrainError if it is not horovod 0.28.1."""
     try:
         with tarfile.open(archive) as tar:
             _extract(tar, target)

@@ -71,11 +71,7 @@ def _release(version: str) -> str:
 
 
 def make(wheel: Path, environment: Environment, folder: Path, run: Commands) -> Path:
-    """Makes a ready wheel of a proven one, proves that too, and lists it in `folder`; returns its path there.
-
-    Raises:
-        HvdtrainError: auditwheel is missing, or refused the wheel, or the proof failed.
-    """
+    """Makes a ready wheel of a proven one, proves that too, and lists it in `folder`; returns its path there."""
     missing = [tool for tool in ("auditwheel", "patchelf") if not _has(tool)]
     if missing:
         rule = "auditwheel and patchelf make wheels that run on other machines"

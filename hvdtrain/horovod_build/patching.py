@@ -75,10 +75,7 @@ def needed(gpu: str) -> list[Patch]:
 def apply(source: Path, patches: Iterable[Patch]) -> None:
     """Applies `patches` to the unpacked source distribution at `source`.
 
-    Every patch is tried before the first file is written, so a refused source tree is left as it came.
-
-    Raises:
-        HvdtrainError: a file is missing, or has another line where a patch has one.
+    Every patch is tried before the first file is written: a source tree that is refused stays as it was.
     """
     texts: dict[str, list[str]] = {}
     for patch in patches:

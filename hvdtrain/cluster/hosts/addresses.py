@@ -70,10 +70,10 @@ def choose(
         hosts: every host's interfaces.
         network: "10.0.0.0/24", or an address in the network.
         reached: the address of each host that the connection to it ended at, as far as known.
-        more: whether others may join: then a host alone uses its loopback only if it has nothing else.
+        more: others may join: then a host alone uses its loopback only if it has nothing else.
 
     Raises:
-        ConfigError: no such addresses, or two hosts with the same; every host's are told.
+        ConfigError: no such addresses, or two hosts with the same one.
     """
     if network is not None:
         return _in_asked(hosts, network)
@@ -95,11 +95,7 @@ def choose(
 
 
 def joined(name: str, its: Interfaces, network: str, reached: str | None) -> Chosen:
-    """Returns the address of a host that joins others in `network`, or else the one that it was reached by; pure.
-
-    Raises:
-        ConfigError: it has neither.
-    """
+    """Returns the address of a host that joins others in `network`, or else the one that it was reached by; pure."""
     usable = dict(_usable(its))
     inside = [ip for ip in usable if ip in IPv4Network(network)]
     known = [ip for ip in usable if str(ip) == reached]

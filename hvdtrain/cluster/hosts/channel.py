@@ -59,9 +59,11 @@ class Channel:
             argv if local else ssh.command(name, argv), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=subprocess.PIPE, bufsize=0, start_new_session=True, cwd=cwd if local else None,
         )  # fmt: skip
-        assert self._process.stdin is not None
-        os.set_blocking(self._process.stdin.fileno(), False)
-        self._unsent = Outbox(self._process.stdin.fileno())
+        stdin, stdout, stderr = self._process.stdin, self._process.stdout, self._process.stderr
+        assert stdin is not None and stdout is not None and stderr is not None
+        self._stdin, self._stdout, self._stderr = stdin, stdout, stderr
+        os.set_blocking(stdin.fileno(), False)
+        self._unsent = Outbox(stdin.fileno())
         self._threads = [
             threading.Thread(target=work, name=f"{work.__name__} {name}", daemon=True)
             for work in (self._read_messages, self._read_errors)
@@ -81,8 +83,7 @@ class Channel:
 
     def flush(self) -> bool:
         """Sends what is left, once the program has begun; returns whether nothing can be sent now."""
-        assert self._process.stdin is not None
-        return not self._answered or self._process.stdin.closed or self._unsent.flush()
+        return not self._answered or self._stdin.closed or self._unsent.flush()
 
     def silent_s(self) -> float:
         """Returns for how long nothing came."""
@@ -105,8 +106,7 @@ class Channel:
 
     def close(self, wait_s: float) -> None:
         """Closes its standard input, which ends it; waits for it, and ends the process that reaches it."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
+        self._stdin.close()
         if not self._waited(wait_s):
             self._process.terminate()
             if not self._waited(7.0 if self.local else 1.0):
@@ -115,9 +115,8 @@ class Channel:
         reading.join(timeout=5.0)
         errors.join(timeout=1.0)  # an ssh master in the background may hold standard error open
         if not any(thread.is_alive() for thread in self._threads):
-            for pipe in (self._process.stdout, self._process.stderr):
-                assert pipe is not None
-                pipe.close()
+            self._stdout.close()
+            self._stderr.close()
 
     def kill(self) -> None:
         """Ends the process that reaches it, at once."""
@@ -132,9 +131,7 @@ class Channel:
         return True
 
     def _read_messages(self) -> None:
-        assert self._process.stdout is not None
-        descriptor = self._process.stdout.fileno()
-        while data := os.read(descriptor, 1 << 16):
+        while data := os.read(self._stdout.fileno(), 1 << 16):
             self._heard_s = time.monotonic()
             for message in self._decoder.feed(data):
                 self._answered = True
@@ -144,6 +141,5 @@ class Channel:
         self._on_message((self, None))
 
     def _read_errors(self) -> None:
-        assert self._process.stderr is not None
-        while data := os.read(self._process.stderr.fileno(), 1 << 12):
+        while data := os.read(self._stderr.fileno(), 1 << 12):
             self._errors = (self._errors + data)[-_ERRORS_BYTES:]

@@ -56,9 +56,7 @@ def parse_hosts(text: str) -> list[Host]:
 def asked_for(listed: str | None, hostfile: Path | None, environ: Mapping[str, str]) -> list[Host] | None:
     """Returns the hosts of -H, of --hostfile, or of the Slurm job around; None: none of them is given.
 
-    Raises:
-        ConfigError: both, or an empty list, which an unset variable makes and which must not mean "here".
-        LauncherError: the Slurm job's variables contradict each other.
+    Raises ConfigError also for an empty list, which an unset variable makes and which must not mean "here".
     """
     if listed is not None and hostfile is not None:
         raise ConfigError("hosts come from -H or from --hostfile", "both", "give one of them")
@@ -74,10 +72,7 @@ def asked_for(listed: str | None, hostfile: Path | None, environ: Mapping[str, s
 def read_hostfile(path: str | Path) -> list[Host]:
     """Returns the hosts in a file: a line each, "host1 slots=4 max_slots=8" or "host1:4"; "#" starts a comment.
 
-    The slots of a host on several lines add up, as PBS and Open MPI mean it.
-
-    Raises:
-        ConfigError: it cannot be read, or a line has another form (its number is told).
+    The slots of a host on several lines add up, as PBS and Open MPI mean it. Raises ConfigError for other lines.
     """
     try:
         lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
@@ -101,8 +96,7 @@ def read_hostfile(path: str | Path) -> list[Host]:
 def assign(hosts: Sequence[Host], np: int) -> list[Slot]:
     """Returns the places of `np` ranks: hosts in their order, each filled before the next, as horovodrun does; pure.
 
-    Raises:
-        ConfigError: fewer slots than ranks (the counts are told), or no ranks.
+    Raises ConfigError if there are fewer slots than ranks, or no ranks.
     """
     slots = sum(host.slots for host in hosts)
     if np > MOST_RANKS:

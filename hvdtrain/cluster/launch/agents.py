@@ -92,12 +92,7 @@ class Agents:
     """Connections to all hosts, their events in one queue, and the ranks' output on its way to `on_line`."""
 
     def __init__(self, job: Job, on_line: OnLine | None) -> None:
-        """Starts to reach the hosts that get ranks, all at once.
-
-        Raises:
-            ConfigError: fewer slots than ranks; a name that means this machine, though it should not.
-            LauncherError: the command that reaches one could not even be started.
-        """
+        """Starts to reach the hosts that get ranks, all at once; raises LauncherError if ssh cannot be started."""
         hosts = list(job.ranks)
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         # not much more than WINDOW of each host
@@ -180,11 +175,7 @@ class Agents:
     def meet(self, check: Callable[[], None]) -> None:
         """Waits until every agent said hello.
 
-        Args:
-            check: called several times a second; may raise.
-
-        Raises:
-            LauncherError: names each host that did not, why, and what to do.
+        Calls `check`, which may raise, several times a second. Raises LauncherError with each host that is missing.
         """
         deadline = time.monotonic() + self._job.timeouts.start_s
         while time.monotonic() < deadline and not all(its.hello or its.closed for its in self.connections):
@@ -200,12 +191,8 @@ class Agents:
             raise LauncherError("every host needs the same hvdtrain", f"here {__version__}, {', '.join(others)}", fix)
 
     def close(self, wait_s: float = 0.0, *, look: Callable[[], None] = lambda: None) -> None:
-        """Lets every agent go, at once, and ends what reaches them; then passes on the last output.
-
-        Args:
-            wait_s: for agents that are there.
-            look: called several times a second.
-        """
+        """Lets every agent go, at once, after `wait_s` at most, and ends what reaches them; then passes on the last
+        output. Calls `look` several times a second."""
         left = [its for its in self.connections if its not in self._dropped]
         work = [threading.Thread(target=_let_go, args=(its, wait_s)) for its in left]
         for thread in work:

@@ -71,9 +71,6 @@ class ElasticRunning(Running):
         if its.discovery is not None:
             self._discovery = Discovery(its.discovery, self._listed.put, self._heard.say)
 
-    def _env_of(self, slot: Slot) -> dict[str, str]:
-        return super()._env_of(slot) | {variables.ELASTIC: "1"}
-
     # ---- what happens
 
     def _take(self, connection: Connection | None, message: Message | None) -> None:

@@ -60,10 +60,8 @@ class Failure:
     def remedy(self) -> str:
         """What to do about it, where that can be read from how it ended; else ""."""
         if self.code == 128 + signal.SIGBUS or any(map(_NO_SHARED_MEMORY.search, self.lines)):
-            return (
-                f"give /dev/shm more room (df /dev/shm on {self.host}): in a container docker run --shm-size=8g,"
-                " or --ipc=host"
-            )
+            remedy = f"give /dev/shm more room (df /dev/shm on {self.host})"
+            return f"{remedy}: in a container docker run --shm-size=8g, or --ipc=host"
         return ""
 
     def in_words(self, limit_s: float) -> str:

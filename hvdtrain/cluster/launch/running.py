@@ -167,10 +167,9 @@ class Running:
                 its.send("input", data=piece)
             peer = [first, port] if port is not None and plan.chosen[its.host.name].address != first else None
             env = plan.variables(its.host, port, self._master_port)
-            self._start_on(its, plan, env, {slot.rank: self._env_of(slot) for slot in plan.of_host(its.host)}, peer)
-
-    def _env_of(self, slot: Slot) -> dict[str, str]:
-        return environment.of_rank(slot)
+            more = {variables.ELASTIC: "1"} if self._job.elastic is not None else {}
+            ranks = {slot.rank: environment.of_rank(slot) | more for slot in plan.of_host(its.host)}
+            self._start_on(its, plan, env, ranks, peer)
 
     def _start_on(
         self,
