@@ -193,7 +193,11 @@ class Checkpointer:
         remember(self, state, saved=False)
 
     def _prepare(self, state: Mapping[str, Part]) -> Writer | None:
-        _check_names(state)
+        for name in state:
+            if not name or name == MANIFEST or Path(name).name != name or name.startswith("."):
+                raise ConfigError("a checkpoint's parts are plain file names", repr(name))
+        if not state:
+            raise ConfigError("a checkpoint needs at least one part")
         self._take()
         self._check_trained(state)
         if self._place not in _TRAININGS:
@@ -445,14 +449,6 @@ def _report_fallback(chosen: Info, unusable: Iterable[Info]) -> None:
         print(f"hvdtrain: passing over the {kind} checkpoint {info.path}: {info.problem}", file=sys.stderr)
     if newer:
         print(f"hvdtrain: falling back to {chosen.path}, the last good one", file=sys.stderr, flush=True)
-
-
-def _check_names(state: Mapping[str, Part]) -> None:
-    for name in state:
-        if not name or name == MANIFEST or Path(name).name != name or name.startswith("."):
-            raise ConfigError("a checkpoint's parts are plain file names", repr(name))
-    if not state:
-        raise ConfigError("a checkpoint needs at least one part")
 
 
 def _check_has(manifest: dict[str, Any], names: Sequence[str], path: Path) -> None:

@@ -50,13 +50,10 @@ _NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)  # the
 
 
 class Lock:
-    """A directory that this process has taken, until the object goes; the kernel gives it back however that ends.
-
-    The directory itself is locked: nothing is written there, so that a full disk, or a copy, has no trace of it.
+    """A directory that this process has taken, until the object or the process ends; nothing is written there.
 
     Raises:
         CheckpointError: another process has it.
-        OSError: it cannot be read.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -207,16 +204,7 @@ class CheckpointFolder:
             )  # fmt: skip
 
     def add(self, written: Written, name: str, parts: Mapping[str, Callable[[StateFile], object]]) -> Path:
-        """Writes one checkpoint; then deletes older ones.
-
-        Args:
-            written: what it is of.
-            name: of its directory, if nothing else has it.
-            parts: file name to what writes the file.
-
-        Raises:
-            CheckpointError: it cannot be written, earlier ones are untouched.
-        """
+        """Writes a checkpoint under `name`, or one like it, and deletes older ones; raises CheckpointError."""
         try:
             if self.opened is not None and not is_at(self.opened, self.directory):
                 raise CheckpointError(

@@ -53,11 +53,7 @@ class Part:
         raise NotImplementedError
 
     def check(self, path: Path) -> None:
-        """Called on every rank, of all parts before any is loaded: refuses what `load` could not take, changes nothing.
-
-        Raises:
-            CheckpointError: it is of something else.
-        """
+        """Called on every rank for all parts before any load: raises CheckpointError for what `load` cannot take."""
 
     def load(self, path: Path) -> None:
         """Takes the state from `path`; called on every rank, with the same content."""
@@ -95,13 +91,7 @@ class Checkpoints(Protocol):
 
 
 class Saver:
-    """Saves once more what a checkpointer was given; holds nothing that the user may drop.
-
-    Args:
-        checkpointer: which was given it.
-        state: file name to what goes into it.
-        saved: it has just been saved, or restored.
-    """
+    """Saves again what a checkpointer was given (`saved`: just now, or restored); holds nothing that trains."""
 
     def __init__(self, checkpointer: Checkpoints, state: Mapping[str, Part], *, saved: bool) -> None:
         self.checkpointer = checkpointer
@@ -151,12 +141,7 @@ def _progress_of(state: Mapping[str, Part]) -> Progress:
 
 
 class Training(Protocol):
-    """What trains on a loader's batches.
-
-    Attributes:
-        told: all ranks know that one was preempted.
-        saver: what saves it.
-    """
+    """What trains on a loader's batches: do all ranks know of a preemption (`told`), and what saves it?"""
 
     @property
     def told(self) -> bool: ...

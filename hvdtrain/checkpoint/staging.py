@@ -23,19 +23,13 @@ _CHUNK = 1 << 20  # stays in the processor's cache
 
 
 class StateFile(io.RawIOBase):
-    """A file to write to, with `seek` and `tell`.
-
-    Args:
-        name: of the part; also what `str` gives, as Keras looks there for ".keras".
-        descriptor: stays open when this is closed, if it is `in_memory`.
-        mapped: the memory of the file's first bytes.
-        in_memory: it is an image, which another process writes to disk.
+    """A file to write to: on disk, or an image in memory whose first bytes are `mapped`.
 
     Attributes:
         size: bytes so far.
-        entry: the name and length of what the file begins with, where that is to be an entry of a zip archive; what
+        entry: the name and length of what the file begins with, if that is to be an entry of a zip archive; what
             follows it is an archive of the other entries.
-        failure: what the operating system said when it could not write: libraries tell it in words of their own.
+        failure: why the operating system could not write: libraries report it in words of their own.
     """
 
     def __init__(

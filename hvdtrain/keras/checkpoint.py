@@ -221,10 +221,7 @@ class RandomPart(Part):
         np.savez(file, world_size=np.array(len(self.states)), **order, **arrays, **kept)  # type: ignore[arg-type]
 
     def load(self, path: Path) -> None:
-        """Puts this rank's state back; at another world size, streams that follow from rank 0's.
-
-        The state is put back once more when training starts, because building a model draws random numbers.
-        """
+        """Puts this rank's state back; at another world size, streams that follow from rank 0's."""
         with np.load(path, allow_pickle=False) as stored:
             same_size = int(stored["world_size"]) == self.world.size
             mine = self.world.rank if same_size else 0

@@ -321,11 +321,7 @@ class ReplicaWatch(Callback):
 
 
 class Record(Callback):
-    """Writes steps to the run log, and where their time went.
-
-    Keras tells apart: waiting for a batch (up to `on_train_batch_begin`, and what the step says itself), the step (from
-    the call of the train function: `state.steps`), and what comes between two steps.
-    """
+    """Writes steps to the run log, and their time: waiting for a batch, the step, and what comes in between."""
 
     def __init__(self, session: KerasSession, run: RunLog, count: Count) -> None:
         super().__init__(session)

@@ -65,9 +65,9 @@ class Bottleneck:
     """What holds the training up.
 
     Attributes:
-        kind: in one word; "unknown" when nothing was measured, "nothing" when nothing stands out.
-        text: in plain words, one finding a line, the most important first.
-        shares: of a step, by phase, mean over ranks; they sum to 1. Phases between steps are not among them.
+        kind: "unknown" if nothing was measured, "nothing" if nothing stands out.
+        text: one finding a line, the most important first.
+        shares: of a step, by phase, mean over ranks; they sum to 1.
     """
 
     kind: Kind

@@ -26,13 +26,7 @@ def place_of(path: str | os.PathLike[str]) -> Path:
 
 
 def choose_run_dir(wanted: Path | None, stem: str, *, resume: bool, data_sha256: str) -> Path:
-    """The directory of this run; call it on rank 0.
-
-    Args:
-        wanted: what the user gave; None: the next free `runs/<stem>-N` (when resuming, the newest).
-        stem: the program's name.
-        resume: whether to go on with the run that is there.
-        data_sha256: of the training data.
+    """Returns the directory of this run: `wanted`, or the next (when resuming, the newest) `runs/<stem>-N`.
 
     Raises:
         ConfigError: nothing to resume, or a run on other data; `runs` cannot be written.
@@ -70,10 +64,9 @@ def _numbered(root: Path, stem: str) -> dict[int, Path]:
 
 
 def choose_run(wanted: Path | None, stem: str, *, resume: bool, data_sha256: str) -> tuple[Path, bool]:
-    """The directory of this run, and whether to go on with what is in it; call it on rank 0.
+    """Returns this run's directory, and whether to resume the run in it; call it on rank 0.
 
-    As `choose_run_dir`; and a job that was started again (`hvdtrain.core.launchers.restarts`) goes on with the run that
-    it made earlier, without `resume`. If it had not come so far as to make one, it starts.
+    As `choose_run_dir`; a job that was started again resumes its earlier run without `resume`.
 
     Raises:
         ConfigError: as `choose_run_dir`; or the job has made several runs, so that it takes a name to tell which.

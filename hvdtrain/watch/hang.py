@@ -9,7 +9,7 @@ ever while it moves on to functions that are new, and while a debugger is in any
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -131,7 +131,8 @@ def who_does_not_come(rank: int, report: Report) -> list[str]:
     if report.get("on_main"):
         done.append(f"in on_main({report['on_main']})")
     if not silent:
-        frames = _users_frames(report)
+        frames = report["stacks"][0]["frames"] if report.get("stacks") else []
+        frames = ([frame for frame in frames if frame["user"]] or frames)[-_SHOWN_FRAMES:]
         where = _line_of(frames[-1]) if frames else "?"
         words = {MOVING: "moving on", CIRCLES: "at work"}.get(report.get("movement", ""), "in")
         head = f"{who} does not come, {words} {where}"
@@ -151,12 +152,6 @@ def who_does_not_come(rank: int, report: Report) -> list[str]:
     if report.get("line"):
         lines.append(f"  {report['line']}")
     return lines + [f"  {line}" for line in report.get("native", "").splitlines()[:_SHOWN_FRAMES]]
-
-
-def _users_frames(report: Report) -> Sequence[Mapping[str, Any]]:
-    frames = report["stacks"][0]["frames"] if report.get("stacks") else []
-    users = [frame for frame in frames if frame["user"]]
-    return (users or frames)[-_SHOWN_FRAMES:]
 
 
 def _line_of(frame: Mapping[str, Any], *, within: bool = False) -> str:

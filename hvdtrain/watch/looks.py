@@ -129,11 +129,7 @@ def main_frame() -> FrameType | None:
 
 
 def called_back() -> int | None:
-    """Returns the thread that is in code of the user's which a library calls in the middle of an update, or None.
-
-    A rank is noted to be in an update from its backward pass on, or for the whole of a step of Keras': an endless loop
-    in a hook, or in a data set of TensorFlow's, keeps it from ever coming to the reduction.
-    """
+    """Returns the thread in the user's code that a library calls in an update (a hook, a data set), or None."""
     main = threading.main_thread().ident
     for ident, innermost in sorted(sys._current_frames().items(), key=lambda item: item[0] != main):
         outwards = _outwards(innermost)

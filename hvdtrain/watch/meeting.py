@@ -286,10 +286,7 @@ class Tracker:
 
     # -- what is said about it -------------------------------------------------------------------------------------
     def stuck(self, after_s: float) -> State | None:
-        """Returns where this rank has waited for `after_s` or longer; None while it is anywhere else.
-
-        A rank that is known to have come together with all others is not stuck, however long it takes.
-        """
+        """Returns where this rank has waited for `after_s` or longer and all others are not known to be; else None."""
         update, meeting = self._update, self._meeting
         if meeting is not None and meeting.agreed:
             return None

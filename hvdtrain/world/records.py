@@ -65,7 +65,6 @@ def stream_of(data: Any, kind: StreamWords = STREAM) -> Callable[[int], Iterator
     Args:
         data: an iterable that can be read again (`set_epoch(epoch)` is called if it has one); or a function that
             returns one: of the epoch, if it has a parameter that must be given or is named `epoch`, else of nothing.
-        kind: what it is to the user.
 
     Raises:
         ConfigError: an iterator, which can be read once only, or nothing that can be read.

@@ -69,15 +69,9 @@ def idle_share(before: tuple[float, float] | None, after: tuple[float, float] | 
 
 
 def share_of(rank: int, ranks: Sequence[Allowance]) -> float:
-    """Returns how many cores `rank` has for itself; pure.
+    """Returns how many cores `rank` has for itself, of every rank's allowance in rank order; pure.
 
-    A core that several ranks of a host may use counts for each of them as a part. So ranks bound to different cores
-    (`mpirun --bind-to core`) keep theirs whole, and ranks that may all run anywhere share alike. A quota is shared
-    by the ranks of its host.
-
-    Args:
-        rank: whose share.
-        ranks: every rank's allowance, in rank order.
+    A core that several ranks of a host may use counts for each of them as a part; a quota is shared by its ranks.
     """
     mine = ranks[rank]
     neighbours = [other for other in ranks if other.host == mine.host]

@@ -192,14 +192,10 @@ def find_modules(needed: Mapping[str, str]) -> None:
 
 
 def import_modules(needed: Mapping[str, str]) -> None:
-    """Imports modules, quietly; one that is broken is an error with the command that helps.
+    """Imports modules, quietly; raises LauncherError, with the command that helps, for one that is broken.
 
-    Python's collector is off meanwhile, and does not look at what they made later on: none of these half a million
-    objects is garbage, and going through them again and again took a third of the time (TensorFlow and Keras: 3.3 s of
-    CPU time instead of 2.1, torch 2.0 instead of 1.4).
-
-    Raises:
-        LauncherError: it cannot be loaded.
+    Python's collector is off meanwhile, and skips what they made afterwards: half a million objects that are no garbage
+    (TensorFlow and Keras: 2.1 s of CPU time instead of 3.3, torch 1.4 instead of 2.0).
     """
     collects = gc.isenabled()
     gc.disable()

@@ -309,11 +309,7 @@ def has_own_step(model: keras.Model) -> bool:
 
 
 def is_built(model: keras.Model) -> bool:
-    """Returns True if every layer of the model has its variables.
-
-    By call() a model is built unless it has none, or has parts that its own train_step calls, as a GAN has: what it
-    trains on need not be what its call() takes.
-    """
+    """Returns True if every layer has its variables; a model of parts for its own train_step need not be called."""
     parts = all(layer.built for layer in model._flatten_layers(include_self=False))
     kind = type(model)
     of_parts = has_own_step(model) and kind.build is keras.Model.build

@@ -63,9 +63,7 @@ class TensorFlowBackend:
     def _on_host(self, operation: Callable[..., Any], array: np.ndarray, kind: str, **options: Any) -> np.ndarray:
         """Runs one of Horovod's operations on an array [n], outside of whatever is being traced.
 
-        Through a `tf.function`: called eagerly, Horovod's operations ignore their names, and all-reduces pair with
-        whichever other one a rank happens to be in. One function for each kind and dtype; a name of its own for each
-        call would be traced each time.
+        Through a `tf.function` for each kind and dtype: called eagerly, Horovod's operations ignore their names.
         """
         with tf.init_scope(), tf.device("CPU:0"):
             value = tf.constant(array)
@@ -146,10 +144,7 @@ class TensorFlowBackend:
 
     # ---------------------------------------------------------------- inside a step
     def split_dead(self, x: Any, sample_weight: Any) -> tuple[Any, Any]:
-        """Returns this rank's samples (float64 scalar), and its sample weights as Keras may see them.
-
-        See `session.NO_SAMPLE`.
-        """
+        """Returns this rank's samples (float64 scalar), and its weights as Keras may see them (`NO_SAMPLE`)."""
         first = next(leaf for leaf in keras.tree.flatten(x) if leaf is not None)
         samples = tf.cast(_rows(first), tf.float64)
         if getattr(sample_weight, "dtype", None) == tf.bool:
@@ -348,11 +343,7 @@ class TensorFlowBackend:
         return received
 
     def gather_sparse(self, slices: Any, name: str, size: int) -> Any:
-        """The average of `IndexedSlices` over ranks: all slices, values divided by the number of ranks.
-
-        Horovod's `grouped_allreduce` takes the wrong `dense_shape` when a list mixes dense and sparse
-        tensors, so values and indices travel on their own here.
-        """
+        """Returns the average of `IndexedSlices` over ranks; `grouped_allreduce` mistakes their dense_shape."""
         dtype = slices.values.dtype
         values = slices.values if dtype.name in REDUCIBLE else tf.cast(slices.values, tf.float32)
         values = values / tf.cast(size, values.dtype)
@@ -473,11 +464,7 @@ class TensorFlowNotes:
 
     @contextmanager
     def timed_input(self) -> Iterator[None]:
-        """Adds to `waited` the seconds for which the steps of the `fit` inside wait for their batches.
-
-        Measured within the data's pipeline, where a busy machine's delay of the step itself does not count; made once a
-        fit, as to trace it takes longer than two steps of a small model.
-        """
+        """Adds to `waited`, in the data's pipeline, the seconds for which steps wait for their batches."""
         self.waited = self._backend.number(0.0)
 
         def made(iterator: Any) -> None:

@@ -138,10 +138,6 @@ class KerasLoader(Dealt, keras.utils.PyDataset, DataAdapter):
             self._entered = place
         self._read(self.epoch if place is None else place[0])
 
-    def entered_at(self, epoch: int) -> int:
-        """Returns the steps of an epoch that were done when the ranks changed in it for the last time."""
-        return self._entered[1] if epoch == self._entered[0] else 0
-
     def steps_until(self, batch: int) -> int:
         """Returns how many steps of the epoch are done with those before `batch`, which may be past its end."""
         return min(batch, len(self._steps))
@@ -205,7 +201,8 @@ class KerasLoader(Dealt, keras.utils.PyDataset, DataAdapter):
         Not by Keras' own threads, which keep what they had read when an epoch was left for the next one.
         """
         workers = self.source.workers or 1
-        steps = islice(self._steps, self.entered_at(self.epoch), None)
+        epoch, done = self._entered
+        steps = islice(self._steps, done if epoch == self.epoch else 0, None)
         served = self.served = []
         if workers < 2:
             for step in steps:

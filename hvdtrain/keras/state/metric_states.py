@@ -48,15 +48,9 @@ def named(
     metric_of: MutableMapping[str, str | None],
     prefix: str = "",
 ) -> Any:
-    """Runs a step, and notes which metric's result each of its logs is: a step may return a result under another name,
-    and a number of its own under the name of a metric.
+    """Runs a step, and notes in `metric_of` which metric's result each of its logs is, by their names.
 
-    Args:
-        model: whose step.
-        step: returns its logs.
-        own: as of `LiveBatch`; filled in the step.
-        metric_of: gets the names of the metrics, by those of the logs; `None` for what is no metric's result.
-        prefix: of both names.
+    A step may return a result under another name, and a number of its own under the name of a metric.
     """
     with _observed(model, own) as (metrics, results):
         logs = step()
@@ -120,10 +114,7 @@ def results(model: keras.Model, local: States, world: World, samples: float, *, 
     """Returns the metrics of all ranks' samples together; collective. This rank's states stay what they are.
 
     Args:
-        model: whose metrics.
-        local: this rank's states.
-        world: several ranks.
-        samples: unused by summed states; the weight of states that are averaged, all alike if no rank knows it.
+        samples: the weight of states that are averaged, all alike if no rank knows it.
         same: all ranks evaluated the same samples, which count once.
     """
     total = _sum(local, world, samples, all_means=same)

@@ -31,10 +31,8 @@ def weigh(gradients: Sequence[Any], live: LiveBatch, ranks: Any) -> list[Any]:
 def average(gradients: Sequence[Any], prepared: Prepared, ranks: Any, name: str) -> list[Any]:
     """Returns the mean over ranks of each gradient; `None` entries stay.
 
-    Dense gradients travel as one group per dtype; `IndexedSlices` keep their sparsity: the slices of all
-    ranks are gathered (`sparse_as_dense` turns them dense first: less traffic for small tables, but
-    Adam-like optimizers then give another result than plain Keras, which does not sum duplicate rows before
-    squaring them).
+    Dense gradients travel as one group per dtype, `IndexedSlices` as slices. `sparse_as_dense` turns them dense first:
+    less traffic for small tables, but Adam-like optimizers of plain Keras do not sum duplicate rows before squaring.
     """
     out = list(gradients)
     dense: list[int] = []

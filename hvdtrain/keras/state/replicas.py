@@ -113,12 +113,7 @@ def fingerprint(model: keras.Model) -> str:
 def check_equal(
     variables: Sequence[Any], world: World, checksums: Callable[[], np.ndarray] | None = None, *, when: str
 ) -> None:
-    """Compares one checksum per variable over several ranks (`checksums`: a function for it that is made once);
-    collective, the same two small all-reduces on every rank.
-
-    Raises:
-        ReplicaError: on every rank, naming the first variable that differs and each rank's values.
-    """
+    """Raises ReplicaError on every rank, naming the first variable whose checksum differs; collective."""
     if not variables:
         return
     differing = _differing(BACKEND.checksums(variables) if checksums is None else checksums(), world)
@@ -177,10 +172,7 @@ def check_finite(model: keras.Model, world: World) -> None:
 
 # -------------------------------------------------------------------- make equal
 def check_same_variables(variables: Sequence[Any], world: World) -> None:
-    """Refuses ranks whose models have other variables, which would hang or mix up a broadcast; collective.
-
-    Names are free to differ (they count layers made in the process); number, shapes and dtypes are not.
-    """
+    """Refuses ranks whose models have other numbers, shapes or dtypes of variables; names may differ; collective."""
     kinds = {f"variable {number}": f"{tuple(v.shape)} {v.dtype}" for number, v in enumerate(variables)}
     world.agree_all(
         {"number of variables": len(variables), **kinds},
