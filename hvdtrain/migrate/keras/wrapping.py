@@ -201,13 +201,10 @@ def _prepare(plan: Rewrite, model: str, arguments: dict[str, cst.BaseExpression]
     extra = []
     if compression is not None and plan.source.qualified(compression) != plan.prefix + "Compression.none":
         fp16 = plan.source.qualified(compression) == plan.prefix + "Compression.fp16"
-        extra.append(f"compression={_FP16 if fp16 else code(compression)}")
+        extra.append('compression="fp16"' if fp16 else f"compression={code(compression)}")
     if literal(arguments.get("sparse_as_dense")) not in ("", "False"):
         extra.append(f"sparse_as_dense={code(arguments['sparse_as_dense'])}")
     return f"hvk.prepare({', '.join([model, *extra])})"
-
-
-_FP16 = '"fp16"'
 
 
 # -- loaded models -----------------------------------------------------------------------------------------------
