@@ -6,16 +6,14 @@ import importlib.util
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 from hvdtrain.core.errors import HvdtrainError
+from hvdtrain.horovod_build.steps import Commands
 from hvdtrain.horovod_build.support import CUDA_ARCHITECTURES, CUDA_WHEELS
 
-Runner = Callable[[str, list[str]], object]  # (what is done, command)
 
-
-def find(version: str, *, source: str, cache: Path, run: Runner) -> tuple[dict[str, str], str]:
+def find(version: str, *, source: str, cache: Path, run: Commands) -> tuple[dict[str, str], str]:
     """A CUDA compiler of `version` ("13.0"): variables for Horovod's build; and in words, where it is from.
 
     Args:
@@ -75,7 +73,7 @@ def _why_incomplete(home: Path, version: str) -> str | None:
     return None
 
 
-def _home_from_wheels(version: str, cache: Path, run: Runner) -> Path:
+def _home_from_wheels(version: str, cache: Path, run: Commands) -> Path:
     """Installs the compiler's wheels beside each other; one folder then is a CUDA_HOME but for two links.
 
     nvcc finds its parts relative to its own real path, so it must not be a link into several site-packages.

@@ -154,7 +154,7 @@ def write_index(folder: Path) -> None:
     found = {}
     for wheel in sorted(folder.glob(f"{NAME.replace('-', '_')}-*.whl")):
         try:
-            found[wheel] = _metadata_bytes(wheel)
+            found[wheel] = metadata_of(wheel)
         except (zipfile.BadZipFile, ValueError) as error:
             rule = "an index lists whole wheels: nothing was written"
             raise HvdtrainError(rule, f"{wheel} is damaged: {error}", "copy it again, or remove it") from error
@@ -175,12 +175,8 @@ def write_index(folder: Path) -> None:
         (folder / page / "index.html").write_text("\n".join([*text, *(f"{line}<br>" for line in lines)]) + "\n")
 
 
-def metadata_of(wheel: Path) -> email.message.Message:
-    """A wheel's own metadata: what it is called, and what it requires."""
-    return email.message_from_bytes(_metadata_bytes(wheel))
-
-
-def _metadata_bytes(wheel: Path) -> bytes:
+def metadata_of(wheel: Path) -> bytes:
+    """Returns a wheel's own metadata: its name, and what it requires."""
     with zipfile.ZipFile(wheel) as packed:
         (name,) = [name for name in packed.namelist() if name.endswith(".dist-info/METADATA")]
         return packed.read(name)

@@ -29,7 +29,8 @@ def prove(wheel: Path, frameworks: list[str], run: Commands, *, mpi: str | None,
     with tempfile.TemporaryDirectory(prefix="hvdtrain-proof-") as scratch:
         site, elsewhere = Path(scratch) / "site", Path(scratch) / "run"
         elsewhere.mkdir()
-        install = install_command(wheel, "--target", str(site))
+        install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", str(site)]
+        install.append(str(wheel))
         run("proving the wheel: check-build, then 2 ranks of each framework over each controller", install)
         variables = proof_environment(site)
         built = run("  check-build", [*_HOROVODRUN, "--check-build"], env=variables, cwd=elsewhere)
@@ -59,11 +60,6 @@ def _prove_ranks(
     return lines
 
 
-def install_command(wheel: Path, *options: str) -> list[str]:
-    """The command that installs a wheel, and nothing besides."""
-    return [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", *options, str(wheel)]
-
-
 _HOROVODRUN = [sys.executable, "-m", "horovod.runner.launch"]
 
 
@@ -78,7 +74,7 @@ def _launchers(mpi: str | None) -> dict[str, list[str]]:
 
 
 def proof_environment(site: Path) -> dict[str, str]:
-    """The caller's environment, with the new wheel in `site` first, and this package importable."""
+    """Returns the caller's environment, with the new wheel in `site` first, and this package importable."""
     package_parent = Path(__file__).resolve().parents[2]
     variables = dict(os.environ)
     places = [site, package_parent, os.environ.get("PYTHONPATH")]

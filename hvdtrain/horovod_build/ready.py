@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import email
 import importlib.metadata
 import importlib.util
 import os
@@ -98,7 +99,7 @@ def _check(wheel: Path) -> None:
     if damaged:
         raise HvdtrainError("a ready wheel must be whole", f"{wheel.name} is damaged: {damaged}", "copy it again")
     missing = []
-    for line in metadata_of(wheel).get_all("Requires-Dist", []):
+    for line in email.message_from_bytes(metadata_of(wheel)).get_all("Requires-Dist", []):
         requirement = Requirement(line)
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue

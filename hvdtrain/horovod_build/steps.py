@@ -43,16 +43,13 @@ class Commands:
                     progress(line)
             code = process.wait()
         if code:
-            rule = f"{what}: failed with exit code {code}"
-            raise HvdtrainError(rule, _telling(printed), f"the whole log is {self.log}")
+            # after a compiler's error comes setup.py's traceback
+            first = next((at for at, line in enumerate(printed) if _ERROR.search(line)), None)
+            which, at = ("last lines", -LOG_TAIL_LINES) if first is None else ("first error", first)
+            lines = "    ".join(printed[at:][:LOG_TAIL_LINES]).rstrip()
+            rule, received = f"{what}: failed with exit code {code}", f"the {which} of its log:\n    {lines}"
+            raise HvdtrainError(rule, received, f"the whole log is {self.log}")
         return "".join(printed)
-
-
-def _telling(printed: list[str]) -> str:
-    """The lines from the first error on; without one, the last: after a compiler's error comes setup.py's traceback."""
-    first = next((at for at, line in enumerate(printed) if _ERROR.search(line)), None)
-    which, at = ("last lines", -LOG_TAIL_LINES) if first is None else ("first error", first)
-    return f"the {which} of its log:\n    " + "    ".join(printed[at:][:LOG_TAIL_LINES]).rstrip()
 
 
 @contextmanager
