@@ -17,8 +17,7 @@ IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 class Normalise:
-    """An `augment` that only normalises: `(x / 255 - mean) / std` of uint8 images, `(x - mean) / std` of floating ones;
-    float32 [n, C, H, W].
+    """`(x / 255 - mean) / std` of uint8 images, `(x - mean) / std` of floating ones; float32 [n, C, H, W].
 
     Args:
         mean, std: by channel, of values from 0 to 1.
@@ -114,4 +113,11 @@ def _mirrored_cpu(batch: Tensor, mirror: Tensor) -> Tensor:
     return batch
 
 
-normalise, crop_flip = Normalise, CropFlip
+def normalise(mean: Sequence[float], std: Sequence[float]) -> Normalise:
+    """Returns an `augment` that only normalises; see `Normalise`."""
+    return Normalise(mean, std)
+
+
+def crop_flip(mean: Sequence[float], std: Sequence[float], *, pad: int = 4, flip: bool = True) -> CropFlip:
+    """Returns the standard augmentation of small images; see `CropFlip`."""
+    return CropFlip(mean, std, pad=pad, flip=flip)
