@@ -146,10 +146,7 @@ def _metadata(text: str, version: str, requires: list[str]) -> str:
 def write_index(folder: Path) -> None:
     """Lists the wheels of a folder as a package index does: PEP 503's pages, the metadata beside each wheel (PEP 658).
 
-    Any web server can hand the folder out: `pip install --index-url URL/simple`; as it is, `--find-links FOLDER`.
-
-    Raises:
-        HvdtrainError: the folder has no such wheel, or a damaged one.
+    Any web server can serve the folder: `pip install --index-url URL/simple`; as it is, `--find-links FOLDER`.
     """
     found = {}
     for wheel in sorted(folder.glob(f"{NAME.replace('-', '_')}-*.whl")):

@@ -27,8 +27,7 @@ _NEEDS = "a ready wheel must find what it needs"
 def install(location: str, say: Say) -> str:
     """Installs the ready wheel that fits from a folder, or a page of links, once it is proven; returns its version.
 
-    Raises:
-        HvdtrainError: none fits, or the proof failed; whatever Horovod was installed is there as before.
+    Raises HvdtrainError if none fits, or the proof fails; then the installed Horovod stays as it was.
     """
     problems: list[str] = []
     torch, tensorflow = torch_here(problems), distribution_version("tensorflow", "tensorflow-cpu")

@@ -24,10 +24,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def replace(wheel: Path) -> None:
     """Installs a wheel of `NAMES` alone: pip would lay one over the other, and later remove files of both with one.
 
-    A signal that comes in between is taken afterwards: half of it is no Horovod.
-
-    Raises:
-        HvdtrainError: the old one could not be removed, or the new one not installed; the old one is there as before.
+    Signals wait until it is done. Raises HvdtrainError if it cannot be done; then the old one is as it was.
     """
     with tempfile.TemporaryDirectory(prefix="hvdtrain-old-horovod-") as folder, _signals_wait():
         installed = [name for name in NAMES if _files(name) is not None]

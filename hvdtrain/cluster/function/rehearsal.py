@@ -140,7 +140,7 @@ class Ranks:
                     self.ends[rank] = RankEnd(rank, "this machine", code, now_s, traced, lines)
 
     def updates(self) -> list[int]:
-        """Returns how many each rank has said that it has done."""
+        """Returns how many updates each rank has reported."""
         for path in self.folder.rglob(f"{FOLDER}/rank-*.ring"):
             page = read_ring(path)
             if page is not None:

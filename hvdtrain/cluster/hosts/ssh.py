@@ -84,12 +84,9 @@ class SshProblem:
 
 
 def is_this_machine(name: str) -> bool:
-    """Returns whether a host's name, or address, means the machine this runs on; needs no ssh.
+    """Returns True if a host's name, or address, means this machine, and no other user ("user@") on it; needs no ssh.
 
-    "user@" makes it another machine unless it is the user that this runs as: that user's ranks are started by ssh.
-
-    Raises:
-        ConfigError: the name is another one than this machine's, and yet leads to it by a loopback address.
+    Raises ConfigError for another name than this machine's that leads to it by a loopback address.
     """
     user, _, host = name.rpartition("@")
     if user and user != getpass.getuser():

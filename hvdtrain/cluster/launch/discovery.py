@@ -34,10 +34,8 @@ def command_in(text: str) -> tuple[str, ...]:
 def asked(command: Sequence[str], timeout_s: float = TIMEOUT_S, closed: threading.Event | None = None) -> list[Host]:
     """Returns the hosts that a command prints, a line each: "host1:4".
 
-    Once `closed` is set, or after the timeout, the command is ended, with what it has started.
-
-    Raises:
-        ConfigError: it cannot be started, fails, is not done in time, or prints something else.
+    Once `closed` is set, or after the timeout, the command is ended, with what it has started. Raises ConfigError then,
+    and if it cannot be started, fails, or prints something else.
     """
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:  # files: what it leaves holds no pipe open
         try:

@@ -123,7 +123,7 @@ def of_rank(slot: Slot) -> dict[str, str]:
 
 
 def of_host(own: Chosen) -> dict[str, str]:
-    """Returns what makes the libraries of one host talk through its own interface, whatever its name there.
+    """Returns what makes the libraries of one host talk through its own interface.
 
     A name means the first address of the interface; Horovod's Gloo, as the recipe builds it, takes the address.
     "=" makes NCCL take the name exactly; without, "eth1" means eth10 too (NCCL's documentation, NCCL_SOCKET_IFNAME).

@@ -132,11 +132,7 @@ class Restarts:
 
 
 class Tracebacks:
-    """When the traceback began that a rank ends with.
-
-    Attributes:
-        began_s: by rank; none for a rank that wrote none, or went on after it: then it was handled.
-    """
+    """When the traceback began that a rank ends with (`began_s`, by rank); a rank that goes on has handled it."""
 
     def __init__(self) -> None:
         self.began_s: dict[int, float] = {}
@@ -157,8 +153,7 @@ class Tracebacks:
 def first_failure(ends: Sequence[RankEnd]) -> RankEnd | None:
     """Returns the rank to blame, None if all ended well; pure.
 
-    The order of exits is not that of failures: a rank that raises first shuts Horovod down on its way out, which ends
-    the others, perhaps before itself. So what ranks say counts before when they ended.
+    A rank that raises first shuts Horovod down, which may end others before it: messages count before times.
     """
     failed = [end for end in ends if end.failed]
     return min(failed, key=lambda end: (end.is_consequence, end.first_traceback_s or end.at_s, end.rank), default=None)

@@ -35,13 +35,10 @@ def report(text: str, within_s: float = float("inf")) -> None:
 
 
 def put(stream: TextIO, line: str, worth: Callable[[], bool]) -> bool:
-    """Writes a line to a stream whose reader may pause; returns whether all of it was taken.
+    """Writes a line to a stream whose reader may pause, as long as that is `worth` waiting; returns True if all of it
+    was taken. Raises OSError if the reader is gone, or the disk is full.
 
-    Characters that the stream's encoding lacks are written as "\\xe9". A write never waits: so much as fits is written,
-    then it is asked whether waiting for more room is still `worth` it.
-
-    Raises:
-        OSError: the reader is gone, or the disk is full.
+    Characters that the stream's encoding lacks are written as "\\xe9".
     """
     data = memoryview(f"{line}\n".encode(stream.encoding or "utf-8", "backslashreplace"))
     descriptor = stream.fileno()

@@ -63,10 +63,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def send(pids: Iterable[int], number: int) -> set[int]:
-    """Sends a signal to processes, some of which may be gone. One that is stopped is woken, so that it can end.
-
-    Returns those that may not be sent one: another user's, as sudo makes.
-    """
+    """Sends a signal to processes, and wakes those that are stopped; returns those of other users, as sudo makes."""
     forbidden = set()
     for pid in pids:
         try:
@@ -125,10 +122,7 @@ def guard(agent: int, *, passes_on: bool = False) -> int:
 
 
 def sweep(token: str, grace_s: float) -> None:
-    """Ends what an attempt left on this host when agent and guard were killed together.
-
-    As long as the grace lasts they may be ending by themselves: an agent that only lost its launcher sees to that.
-    """
+    """Ends what an attempt left on this host, after the grace: an agent that only lost its launcher ends it itself."""
     began = time.monotonic()
     while (left := marked(variables.LAUNCH, token)) and time.monotonic() - began < grace_s:
         time.sleep(TICK_S)
