@@ -95,8 +95,7 @@ def distinct(cluster: ClusterFacts) -> Iterator[Finding]:
             yield Finding(
                 "duplicate-names", "error", tuple(hosts), f"{' and '.join(hosts)} all call themselves {name!r}",
                 "Horovod and hvdtrain count the ranks of a host by its name: local ranks, and so GPUs, would be wrong",
-                cluster.on(hosts[1], "hostnamectl", "set-hostname", hosts[1].rpartition("@")[2])
-                + (f"\nand so on {', '.join(hosts[2:])}" if len(hosts) > 2 else ""),
+                "\n".join(cluster.on(its, "hostnamectl", "set-hostname", its.rpartition("@")[2]) for its in hosts[1:]),
             )  # fmt: skip
 
 

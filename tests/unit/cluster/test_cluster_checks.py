@@ -225,6 +225,9 @@ def test_facts_that_could_not_be_told_are_not_judged() -> None:
 def test_names() -> None:
     twins = cluster(host(1), host(2, system__hostname="host1"), host(3))
     assert named(everything(twins)) == {"duplicate-names": ("host1", "host2")}
+    triplets = cluster(host(1), host(2, system__hostname="host1"), host(3, system__hostname="host1"))
+    [fix] = [finding.fix for finding in everything(triplets) if finding.id == "duplicate-names"]
+    assert "set-hostname host2" in fix and "set-hostname host3" in fix, "else two of them still have one name"
     same = cluster(host(1), host(2), host(2))
     found = everything(same)
     assert named(found) == {"same-machine": ("host2", "host3")} and "-H host2:8" in found[0].fix
