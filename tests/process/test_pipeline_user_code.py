@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 import functools
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -549,6 +550,23 @@ class Slotted:
         self.factor = factor
 
 
+class Factor:
+    factor = 2.0
+
+    def __init__(self) -> None:
+        self.own = 2.0
+
+    def get(self) -> float:
+        return self.own
+
+
+class Derived(Factor):
+    pass
+
+
+KEPT, MODULE = Factor(), ModuleType("settings")
+
+
 class Reads(nn.Module):
     """Multiplies by what it reads from an attribute."""
 
@@ -579,6 +597,11 @@ READS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], 
     ),
     "slots": (lambda: Slotted(2.0), lambda m: m.held.factor, lambda m: setattr(m.held, "factor", 5.0)),
     "a deque": (lambda: deque([2.0]), lambda m: m.held[0], lambda m: m.held.appendleft(5.0)),
+    "a class": (lambda: Factor, lambda m: m.held.factor, lambda m: setattr(Factor, "factor", 5.0)),
+    "a class attribute": (Derived, lambda m: m.held.factor, lambda m: setattr(Factor, "factor", 5.0)),
+    "a module": (lambda: MODULE, lambda m: m.held.factor, lambda m: setattr(m.held, "factor", 5.0)),
+    "a bound method": (lambda: KEPT.get, lambda m: m.held(), lambda m: setattr(KEPT, "own", 5.0)),
+    "a weak reference": (lambda: weakref.ref(KEPT), lambda m: m.held().own, lambda m: setattr(KEPT, "own", 5.0)),
     "an object in an object": (
         lambda: SimpleNamespace(of=SimpleNamespace(factor=2.0)),
         lambda m: m.held.of.factor,
@@ -592,6 +615,8 @@ def test_what_a_forward_reads_is_compared_by_its_values(how: str) -> None:
     """The twin is the same value, made again."""
     x, y = inputs()
     make, read, change = READS[how]
+    Factor.factor = KEPT.own = 2.0
+    vars(MODULE)["factor"] = 2.0
     model = Reads(make(), read)
     pipe = split(model, x)
     model.held = make()
@@ -600,6 +625,121 @@ def test_what_a_forward_reads_is_compared_by_its_values(how: str) -> None:
     with pytest.raises(ConfigError, match="held is "):
         pipe.step(x, y, F.cross_entropy)
     pipe.close()
+
+
+class Depends(nn.Module):
+    """Multiplies by what a function makes of its parameters, its buffer and its plain tensor."""
+
+    plain: Tensor
+    buffer: Tensor
+    listed: list[Tensor]
+    _does: Callable[[Any], Any]
+
+    def __init__(self, does: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(4, 4, dtype=DOUBLE) for _ in range(3))
+        self.register_buffer("buffer", torch.tensor(2.0, dtype=DOUBLE))
+        self.plain, self.listed, self._does = torch.tensor(3.0, dtype=DOUBLE), [torch.ones(4, dtype=DOUBLE)], does
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(torch.tanh(self.b(torch.tanh(self.a(x)))) * self._does(self))
+
+
+def _with_data(weight: Tensor) -> float:
+    weight.data = weight.data * 2
+    return 1.0
+
+
+LIVE: dict[str, Callable[[Any], Any]] = {
+    "parameters()": lambda m: 1 + sum(p.detach().square().sum() for p in m.parameters()),
+    "a gradient through parameters()": lambda m: 1 + 0.1 * sum(p.sum() for p in m.parameters()),
+    "state_dict()": lambda m: m.state_dict()["b.weight"].norm(),
+    "item() of a parameter": lambda m: dict(m.named_parameters())["b.weight"].norm().item(),
+    "item() of a buffer": lambda m: dict(m.named_buffers())["buffer"].item(),
+    "item() of a plain tensor": lambda m: m.plain.item(),
+    "tolist()": lambda m: m.plain.tolist(),
+    "data": lambda m: next(m.b.parameters()).data.norm(),
+    "a tensor in a list": lambda m: m.listed[0].sum().item(),
+}
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("how", LIVE)
+def test_operations_on_tensors_are_done_again_in_each_pass(how: str, micro_batches: int) -> None:
+    """Three steps of SGD, between which the loop changes a buffer and plain tensors in place."""
+    x, y = inputs()
+    model = Depends(LIVE[how])
+    plain = copy.deepcopy(model)
+    plain.listed = [tensor.clone() for tensor in model.listed]
+    pipe = split(model, x, micro_batches=micro_batches)
+    for net, step in ((plain, None), (model, pipe.step)):
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for number in range(3):
+            optimizer.zero_grad()
+            if step is None:
+                F.cross_entropy(net(x), y).backward()
+            else:
+                step(x, y, F.cross_entropy)
+            optimizer.step()
+            for tensor in (net.buffer, net.plain, *net.listed):
+                tensor.fill_(1 + number / 4)
+    pipe.close()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(one, other, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("does", "reason"),
+    [
+        (lambda m: float(m.plain), "float"),
+        (lambda m: range(int(m.plain))[1], "int|number"),
+        (lambda m: 1.0 if m.plain > 2 else 0.5, "control flow"),
+        (lambda m: _with_data(m.b.weight), "sets `.data`"),
+        (lambda m: _with_data(next(m.b.parameters())), "sets a tensor's data"),
+    ],
+)
+def test_what_python_decides_by_a_tensors_numbers_is_refused(does: Callable[[Any], Any], reason: str) -> None:
+    x, _ = inputs()
+    with pytest.raises(ConfigError, match=reason):
+        split(Depends(does), x)
+
+
+class Initialises(nn.Module):
+    """Scales by what its first batch had."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.scale is None:
+            self.scale = 1 / x.detach().std(0)
+        return x * self.scale
+
+
+def test_what_the_first_samples_set_is_refused() -> None:
+    x, _ = inputs()
+    model = nn.Sequential(nn.Linear(4, 4, dtype=DOUBLE), Initialises(), nn.Linear(4, 3, dtype=DOUBLE))
+    with pytest.raises(ConfigError, match="than from the whole"):
+        split(model, x)
+
+
+class Forces(nn.Module):
+    """Differentiates in its forward, also where no gradients are asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        last = nn.Linear(4, 4, bias=False, dtype=DOUBLE)
+        self.energy = nn.Sequential(nn.Linear(4, 4, dtype=DOUBLE), nn.Tanh(), last)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            at = x.detach().requires_grad_()
+            return torch.autograd.grad(self.energy(at).sum(), at, create_graph=self.training)[0]
+
+
+def test_a_part_may_differentiate_by_itself() -> None:
+    check_equal(nn.Sequential(Forces(), nn.Linear(4, 4, dtype=DOUBLE), nn.Tanh(), nn.Linear(4, 3, dtype=DOUBLE)))
 
 
 def test_what_cannot_be_compared_by_its_values_is_itself() -> None:

@@ -37,7 +37,7 @@ from hvdtrain.values.nested import map_tensors, tensors_of
 
 SAMPLES = 12  # that a loss is tried with
 _SPREAD = 5  # of them wherever they are, if there is room; the others by their targets
-_OPEN = 0.5  # of a gate that is tried
+_SHUT, _OPEN = 1e-6, 0.5  # values of a gate, and what it is tried with
 _LABELS = 64  # classes that are tried one by one
 
 
@@ -174,29 +174,35 @@ class CutProof:
         """Of a batch as one piece, and of its parts (or why there are none); and whether random numbers were drawn."""
         pipe = self._pipe
         generators = of_devices(pipe.devices[-1])
-        bare = without_batch_statistics(module for stage in pipe.stages for module in stage.modules())
-        with preserved_state(pipe.module, *pipe.devices), all_training(pipe.module, training), bare:
-            before = generators.everything()
-            (whole,) = pipe._outputs(pieces_of(arguments, (sum(sizes),)))
-            drew = differ(before, generators.everything())
-            try:
-                return whole, pipe._outputs(pieces_of(arguments, sizes)), drew
-            except StageError as error:
-                return whole, error, drew
+
+        def run(sizes: Sequence[int]) -> tuple[list[Any], bool]:
+            """Each time from the same state: what a first pass sets depends on its samples."""
+            bare = without_batch_statistics(module for stage in pipe.stages for module in stage.modules())
+            with preserved_state(pipe.module, *pipe.devices), all_training(pipe.module, training), bare:
+                before = generators.everything()
+                outputs = pipe._outputs(pieces_of(arguments, sizes))
+                return outputs, differ(before, generators.everything())
+
+        (whole,), drew = run((sum(sizes),))
+        try:
+            return whole, run(sizes)[0], drew
+        except StageError as error:
+            return whole, error, drew
 
 
 @contextmanager
 def _open_gates(pipe: Pipe) -> Iterator[None]:
-    """Replaces parameters that are all 0: a gate that starts at 0 (ReZero) hides what it will let through."""
+    """Replaces what is 0 in parameters: a gate that starts there (ReZero) hides what it will let through."""
     # `data`: a change for as long as this lasts is none for autograd
-    closed = [p.data for p in pipe.module.parameters() if p.is_floating_point() and not p.any()]
-    for values in closed:
-        values.fill_(_OPEN)
+    tensors = [p.data for p in pipe.module.parameters() if p.is_floating_point()]
+    closed = [(values, shut, values[shut]) for values in tensors if (shut := values.abs() < _SHUT).any()]
+    for values, shut, _ in closed:
+        values[shut] = _OPEN
     try:
         yield
     finally:
-        for values in closed:
-            values.zero_()
+        for values, shut, before in closed:
+            values[shut] = before
 
 
 def layout(values: Any, batch: int | None = None) -> Hashable:

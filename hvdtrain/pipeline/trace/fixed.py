@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import types
+import weakref
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
@@ -19,7 +20,7 @@ from hvdtrain.pipeline.trace.tracer import HOOKS, Program, is_ours, refuse_every
 
 _PLAIN = (int, float, bool, complex, str, bytes, type(None))
 # compared by identity, whatever they hold
-_OBJECTS = (Tensor, nn.Module, type, types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType)
+_OBJECTS = (Tensor, nn.Module, types.FunctionType, types.BuiltinFunctionType)
 _OF_A_CLASS = (types.FunctionType, property, *_PLAIN, list, tuple, set, frozenset, dict)
 _TORCHS = frozenset((*dir(nn.Module), *vars(nn.Module()))) - {"forward"}
 _ABSENT, _PART, _OTHER = object(), object(), object()
@@ -113,8 +114,8 @@ def _refuse(what: str, how: str, instead: str) -> NoReturn:
 class _Picture:
     """What `pickle` would write of a value: equal as long as the value's own values are.
 
-    Tensors, modules, functions and classes are compared by identity, and so is what lies deeper than `_DEPTH` objects:
-    an object may hold the whole program.
+    Tensors, modules and functions are compared by identity, and so is what lies deeper than `_DEPTH` objects: an object
+    may hold the whole program. Of classes and of Python's modules the plain values are compared.
 
     Args:
         value: of an attribute; what was looked at is kept, so that no identity is used twice.
@@ -144,13 +145,27 @@ class _Picture:
             parts = tuple(value)
         elif type(value) is dict:
             parts = tuple(value.items())
+        elif isinstance(value, (type, types.ModuleType)):
+            kinds = [kind for kind in getattr(value, "__mro__", [value]) if not _is_a_librarys(kind)]
+            parts = (
+                id(value),
+                *((name, v) for kind in kinds for name, v in vars(kind).items() if isinstance(v, _PLAIN)),
+            )
+        elif isinstance(value, (types.MethodType, weakref.ref)):
+            parts = (value.__func__, value.__self__) if isinstance(value, types.MethodType) else (value(),)
         else:
-            parts = _reduced(value) if depth else ()
+            parts = (*_reduced(value), type(value)) if depth else ()
             depth -= 1
             if not parts:
                 return id(value)
         self._room -= len(parts)
         return type(value), tuple(self._of(part, depth) for part in parts)
+
+
+def _is_a_librarys(kind: Any) -> bool:
+    """Returns True for classes and modules of Python and PyTorch: their values are no user's."""
+    name = getattr(kind, "__module__", None) or kind.__name__
+    return name.partition(".")[0] in ("builtins", "torch", "numpy", "functools", "collections", "types", "enum")
 
 
 def _reduced(value: Any) -> tuple[Any, ...]:

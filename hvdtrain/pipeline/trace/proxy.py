@@ -62,6 +62,11 @@ class Proxy(_Counted, fx.Proxy):
     def __getattr__(self, name: str) -> fx.proxy.Attribute:
         return _Attribute(self, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in ("tracer", "node"):
+            raise AttributeError(f"a forward that sets `.{name}` of a tensor: change its numbers in place instead")
+        super().__setattr__(name, value)
+
 
 class _Attribute(_Counted, fx.proxy.Attribute):
     """`x.shape`, of a stand-in; or `x.size`, to be called."""

@@ -11,7 +11,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -30,8 +30,11 @@ NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]
 _FACTORIES = {getattr(torch, name) for name in _MAKERS}
 
 
-class _Factories(TorchFunctionMode):
-    """Records `torch.arange(...)` and its like as operations."""
+class _RealTensors(TorchFunctionMode):
+    """Records operations on tensors that are no stand-ins, as those on stand-ins are: each pass does them again.
+
+    `torch.arange(...)`, or `next(self.parameters()).detach()`; done in the trace, their result would never change.
+    """
 
     def __init__(self, tracer: Any) -> None:
         super().__init__()
@@ -39,9 +42,29 @@ class _Factories(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _FACTORIES and self._tracer.records:
-            return self._tracer.create_proxy("call_function", func, args, kwargs)
-        return func(*args, **kwargs)
+        if not self._tracer.records or not (func in _FACTORIES or _reads(func, args, kwargs)):
+            return func(*args, **kwargs)
+        if getattr(func, "__name__", "") == "__set__":
+            raise ValueError("sets a tensor's data, gradient or flag: change it in place, or outside of forward")
+        return self._tracer.create_proxy("call_function", func, args, kwargs)
+
+
+# what is asked about a tensor that is not in its numbers
+_ABOUT = {
+    "size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size", "is_contiguous",
+    "is_floating_point", "is_complex", "is_signed", "is_inference", "get_device", "has_names", "data_ptr",
+    "untyped_storage", "register_hook", "is_tensor", "is_storage", "__len__", "__hash__", "__repr__", "__format__",
+    "__reduce_ex__", "__deepcopy__", "result_type", "promote_types", "broadcast_shapes", "is_same_size", "is_pinned",
+}  # fmt: skip
+_VIEWS = {getattr(torch.Tensor, name).__get__ for name in ("data", "T", "mT", "H", "mH", "real", "imag")}
+
+
+def _reads(func: Any, args: Any, kwargs: Any) -> bool:
+    """Returns True for an operation on a tensor's numbers."""
+    name = getattr(func, "__name__", "")
+    if name in _ABOUT or (name == "__get__" and func not in _VIEWS):
+        return False
+    return any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves((args, kwargs)))
 
 
 def _asks() -> bool:
@@ -137,5 +160,5 @@ def patched(tracer: Any) -> Iterator[None]:
         patches.enter_context(mock.patch.object(torch.autograd.Function, "apply", classmethod(apply_or_record)))
         for name in _MAKERS:  # with stand-ins for sizes a call does not get as far as the mode below
             patches.enter_context(mock.patch.object(torch, name, recorder(getattr(torch, name))))
-        patches.enter_context(_Factories(tracer))
+        patches.enter_context(_RealTensors(tracer))
         yield

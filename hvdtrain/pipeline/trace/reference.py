@@ -222,7 +222,7 @@ class _Watched(TorchFunctionMode):
             finally:
                 self._running.pop()
             # objects of the caller's own: is it the caller who keeps them, or the module?
-            return map_tensors(torch.detach, result)
+            return map_tensors(lambda t: t.view_as(t) if t.requires_grad else t.detach(), result)
 
         # only where there may be compiled parts: the import takes seconds
         eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()

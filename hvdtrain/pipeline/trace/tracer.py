@@ -20,7 +20,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.utils.checkpoint
@@ -46,6 +46,7 @@ _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel, torch.jit.Scr
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
+Value = TypeVar("Value")
 WORTH_OPENING = 64  # a module that calls no more than one in so many of the layers is called as a whole
 
 
@@ -240,6 +241,7 @@ class _Tracer(fx.Tracer):
         self.attributes: dict[str, Any] = {}
         self.shadow = Shadow(model, example)
         self._thread = threading.get_ident()
+        self._pauses = False
         self._fixed = set[tuple[fx.Node, str]]()
         self._autocast = _autocast_state()
         self.read = set[tuple[nn.Module, str]]()
@@ -269,7 +271,14 @@ class _Tracer(fx.Tracer):
     @property
     def records(self) -> bool:
         """What is called now is an operation of the model's: not the shadow's, nor another thread's."""
-        return not self.shadow.running and threading.get_ident() == self._thread
+        return not self.shadow.running and not self._pauses and threading.get_ident() == self._thread
+
+    def _unrecorded(self, act: Callable[[], Value]) -> Value:
+        self._pauses = True
+        try:
+            return act()
+        finally:
+            self._pauses = False
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return Proxy(node, self)
@@ -344,7 +353,7 @@ class _Tracer(fx.Tracer):
         call = Call(path)
         self.calls[-1].items.append(call)
         self.calls.append(call)
-        draws = HOST.everything()
+        draws = self._unrecorded(HOST.everything)
         try:
             result = forward(*args, **kwargs)
             returned = skeleton(self.create_arg(result))
@@ -352,7 +361,7 @@ class _Tracer(fx.Tracer):
             raise
         except Exception as error:
             raise Untraceable(path, _reason(error), _line(error)) from error
-        if redrawn(draws):
+        if self._unrecorded(lambda: redrawn(draws)):
             raise Untraceable(path, _DRAWN)
         self.calls.pop()
         call.items.append(("return", returned))

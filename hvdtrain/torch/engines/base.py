@@ -50,6 +50,7 @@ class Staged(Protocol):
         weight: Any = None,
         factor: float | Tensor = 1.0,
         outputs: bool = False,
+        whole: bool = False,
     ) -> Any:
         """Runs forward and backward; adds `factor` times the gradient of the mean loss to `p.grad`. Returns the mean
         loss, detached; with `outputs` a tuple of it and the model's outputs.

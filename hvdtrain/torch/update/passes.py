@@ -26,7 +26,7 @@ from hvdtrain.torch.update.pieces import model_differs, pieces_differ
 from hvdtrain.torch.update.refusals import note_reached, watch_unprepared
 from hvdtrain.torch.update.regroup import check_once, go_on_without
 from hvdtrain.torch.update.session import Session, rates_of
-from hvdtrain.torch.update.staged import SMALLER_STAGES, Arguments, Loss, in_one_call, run_step
+from hvdtrain.torch.update.staged import SMALLER_STAGES, Arguments, Loss, in_one_call, pieces_for, run_step
 from hvdtrain.torch.update.terms import MeanTerm, Terms, terms_of
 from hvdtrain.torch.update.whole import given_gradients, gradients_of, is_whole, joined
 from hvdtrain.torch.update.whole import whole as whole_values
@@ -132,13 +132,7 @@ class BatchPasses:
         session = self.session
         batch = require_batch(session.batches.now())
         self._check_whole(batch, weight, in_parts=False)
-        if session.staged is not None:
-            raise ConfigError(
-                "a pipeline of several ranks has no loss of the whole batch",
-                "forward_backward(..., whole=True) of stages",
-                "pipe.step(x, y, loss_fn, whole=True) in one process",
-            )
-        if batch.whole_update:
+        if batch.whole_update and session.staged is None:
             kept.append(self._model(*arguments.args, **arguments.kwargs))
             outputs, targets = whole_values(kept[0], y, world=session.world)
             with self._same_draws():
@@ -164,12 +158,14 @@ class BatchPasses:
         session, gradients = self.session, self.session.gradients
         if not gradients.gathering:
             self._micro_batches = []
+        if session.staged is not None:
+            session.batches.called(arguments)
         batch = self._take_turn(again)
         session.proof.close_batch()  # there is no loss of this rank's that could be tried
         share = 1 / session.world.size if batch.is_last_micro_batch else 0.0
         amount, coefficient = gradients.begin(batch, None, 1.0, share)
         streams, buffers = random_streams(session.world.devices), buffers_of(session.module.modules())
-        with torch.no_grad():
+        with torch.no_grad(), pieces_for(session, arguments):
             kept.append(self._model(*arguments.args, **arguments.kwargs))
         outputs = map_tensors(Tensor.detach, kept[0])
         for output in tensors_of(outputs):
@@ -191,8 +187,12 @@ class BatchPasses:
                 is_last = one is micro_batches[-1]
                 restore_streams(one.streams, session.world.devices)
                 put_back(one.buffers)
-                given = self._gradients_again(one, *entered, rest=is_last)
-                passed = given_gradients(mean, *given)
+                given = self._gradients_of(one, *entered, rest=is_last)
+                if session.staged is not None:
+                    self._stages_again(one, given, mean, coefficient, sums if is_last else None)
+                    continue
+                again_outputs = tensors_of(self._model(*one.arguments.args, **one.arguments.kwargs))
+                passed = given_gradients(mean, *_entries(again_outputs, *given))
                 self._differentiate(
                     passed, amount, coefficient, sums if is_last else None, False, counts=not one.batch.padding
                 )
@@ -223,25 +223,40 @@ class BatchPasses:
             )  # fmt: skip
         return mean, entered
 
-    def _gradients_again(
+    def _gradients_of(
         self, one: _MicroBatch, tensors: list[Tensor], found: list[Tensor], *, rest: bool
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """Computes the outputs of a batch again, with their graph; returns them with their gradients, and with the
-        `rest` those of the parameters that the loss itself reads."""
-        leaves = tensors_of(one.outputs)
-        again = tensors_of(self._model(*one.arguments.args, **one.arguments.kwargs))
-        place = {id(leaf): index for index, leaf in enumerate(leaves)}
-        outputs, gradients = [], []
-        for tensor, gradient in zip(tensors, found, strict=True):
-            index = place.get(id(tensor))
-            if index is not None:
-                if again[index].requires_grad:
-                    outputs.append(again[index])
-                    gradients.append(gradient)
-            elif rest and isinstance(tensor, nn.Parameter):
-                outputs.append(tensor)
-                gradients.append(gradient)
-        return outputs, gradients
+    ) -> tuple[dict[int, Tensor], list[tuple[nn.Parameter, Tensor]]]:
+        """Returns the gradients by a batch's outputs, by their number; with the `rest` those by the parameters that
+        the loss itself reads."""
+        place = {id(leaf): index for index, leaf in enumerate(tensors_of(one.outputs))}
+        pairs = list(zip(tensors, found, strict=True))
+        by_output = {place[id(tensor)]: gradient for tensor, gradient in pairs if id(tensor) in place}
+        direct = [(tensor, gradient) for tensor, gradient in pairs if rest and isinstance(tensor, nn.Parameter)]
+        return by_output, direct
+
+    def _stages_again(
+        self,
+        one: _MicroBatch,
+        given: tuple[dict[int, Tensor], list[tuple[nn.Parameter, Tensor]]],
+        mean: Tensor,
+        coefficient: Number,
+        sums: Tensor | None,
+    ) -> None:
+        """Runs a batch through the stages again, forward and backward from the gradients of its outputs."""
+
+        def loss(outputs: Any, _: Any) -> Tensor:
+            return given_gradients(mean, *_entries(tensors_of(outputs), *given))
+
+        def passes() -> None:
+            if not one.batch.padding:
+                run_step(self.session, one.arguments, None, loss, coefficient, None, None, whole=True)
+
+        with (
+            explained("passes of the pipeline", self.session.sizes, SMALLER_STAGES),
+            self.session.gradients.differentiating(),
+            self._others_wait(sums is not None),
+        ):
+            self.session.engine_model.run(passes, Pass(reduce=sums is not None, extras=sums))
 
     def _same_draws(self) -> AbstractContextManager[None]:
         """While it lasts, all ranks draw the same random numbers, which are those of the update."""
@@ -599,6 +614,15 @@ class BatchPasses:
         if session.in_parts is not None and session.options.amp == "fp16":
             session.in_parts.spread_infinity()
         session.precision.unscale(self._stepper)
+
+
+def _entries(
+    outputs: Sequence[Tensor], by_output: dict[int, Tensor], direct: Sequence[tuple[nn.Parameter, Tensor]]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Returns where a loss of the whole batch enters the graph of these outputs, and its gradients there."""
+    entries = [(outputs[at], gradient) for at, gradient in by_output.items() if outputs[at].requires_grad]
+    entries += direct
+    return [tensor for tensor, _ in entries], [gradient for _, gradient in entries]
 
 
 def _tracked(mean: Tensor, outputs: Sequence[Tensor]) -> Tensor:

@@ -152,10 +152,12 @@ def run_step(
     coefficient: Number,
     weight: Weight,
     outputs: list[Any] | None,
+    *,
+    whole: bool = False,
 ) -> Tensor:
     """Runs forward and backward of a batch through the stages; returns its mean loss, on the session's device. The
     arguments are those of `Optimizer.forward_backward`; `coefficient` is of the batch's mean loss in its update, and
-    the model's outputs are added to `outputs`."""
+    the model's outputs are added to `outputs`. With `whole` the loss is called as it is, once, with all outputs."""
     assert session.staged is not None
     staged = session.staged
     if session.options.channels_last:
@@ -163,11 +165,12 @@ def run_step(
     staged.batch_is_part = session.world.size * session.options.accumulate > 1
     factor = session.precision.factor(coefficient, torch.device(staged.devices[-1]))
     with pieces_for(session, arguments), session.precision.autocast():
-        computed = whole_loss(session, loss, weight)
+        computed = loss if whole else whole_loss(session, loss, weight)
         keep = outputs is not None
         found = staged.step(
-            arguments.args, y, computed, kwargs=arguments.kwargs, weight=weight, factor=factor, outputs=keep
-        )
+            arguments.args, y, computed, kwargs=arguments.kwargs, weight=weight, factor=factor, outputs=keep,
+            whole=whole,
+        )  # fmt: skip
         if outputs is not None:
             found, out = found
             outputs.append(out)

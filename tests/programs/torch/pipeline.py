@@ -32,20 +32,19 @@ from staged import (
     tied,
 )
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, one_hot
+from torch.nn.functional import cross_entropy, normalize, one_hot
 
 import hvdtrain
 import hvdtrain.pipeline
 import hvdtrain.torch as hvt
 from hvdtrain import torch_resnet
-from hvdtrain.core.errors import ConfigError, ReplicaError
+from hvdtrain.core.errors import ConfigError, NonFiniteError, ReplicaError
 from hvdtrain.pipeline.tuning import planner
 from hvdtrain.pipeline.tuning.planner import ParallelPlan
 from hvdtrain.pipeline.values import devices
 from hvdtrain.torch.engines.dataparallel import DataParallelEngine
 from hvdtrain.torch.engines.group import GroupEngine
 from hvdtrain.torch.engines.horovod import HorovodEngine
-from hvdtrain.torch.update.nonfinite import NonFiniteError
 from hvdtrain.vision import classifiers, pipelines
 from hvdtrain.vision.recipes import RECIPES, Settings
 
@@ -143,6 +142,44 @@ def case_a_rank_without_samples_does_not_count(world: hvdtrain.World) -> None:
         reference.step()
     assert sum(world.gather(paddings)) == world.size - 1
     assert gap(model, whole) <= 1e-10
+
+
+def case_a_loss_of_the_whole_batch(world: hvdtrain.World) -> None:
+    """21 samples: samples meet in the loss, which also reads a temperature of the model's that no stage uses."""
+
+    def contrast(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
+        def loss(outputs: Tensor, labels: Tensor) -> Tensor:
+            near = normalize(outputs, dim=1)
+            return cross_entropy(near @ near.T * model.scale.exp(), torch.arange(len(near))) + cross_entropy(
+                outputs, labels
+            )
+
+        return loss
+
+    x, y = points(21)
+    for accumulate, micro_batches, make in ((1, 1, plain), (1, 3, settled), (3, 2, tied)):
+        whole, model = make(), make()
+        for net in (whole, model):
+            net.register_parameter("scale", nn.Parameter(torch.tensor(0.3)))
+        data = hvt.loader((x, y), GLOBAL_BATCH // world.size, world=world, shuffle=False)
+        pipe = cut(model, micro_batches)
+        _, optimizer = quietly(pipe, sgd(pipe), data, accumulate=accumulate)
+        reference, means = sgd(whole), []
+        for inputs, labels in data:
+            mean = optimizer.forward_backward(inputs, labels, contrast(model), whole=True)
+            if mean is not None:
+                means.append(float(mean))
+            optimizer.step()
+            optimizer.zero_grad()
+        samples = GLOBAL_BATCH * accumulate
+        for number, start in enumerate(range(0, len(x), samples)):
+            reference.zero_grad()
+            wanted = contrast(whole)(whole(x[start : start + samples]), y[start : start + samples])
+            wanted.backward()
+            reference.step()
+            assert abs(means[number] - float(wanted.detach())) <= 1e-10, (accumulate, number)
+        assert gap(model, whole) <= 1e-10, (accumulate, micro_batches, gap(model, whole))
+        optimizer.close()
 
 
 def case_whole_models_take_the_same_call(world: hvdtrain.World) -> None:
