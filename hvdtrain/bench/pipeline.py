@@ -1,4 +1,4 @@
-"""A split model on CPU stages of one core each, against the naive split and the tutorial's, in rounds that take turns.
+"""A split model on CPU stages of one core each, against the naive split and other pipelines, in rounds that take turns.
 
 Every variant trains the same model on the same batch, forward and backward, cut at the same place. Those that have no
 use for a core for each stage are also given all cores at once, as they would use them best. `--ours` leaves out all but
@@ -13,7 +13,7 @@ import argparse
 import copy
 import itertools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -65,6 +65,7 @@ def run(args: argparse.Namespace) -> int:
         remedy = f"--stages {len(cores)}, or --ours to leave out all but the pipeline"
         raise ConfigError("each of several stages has a core of its own, as the others' have", received, remedy)
     result = begin("pipeline", args, "this benchmark is one process")
+    result["machine"]["versions"] |= stats.versions("torchgpipe")
     share_cores(detect(os.environ))  # before PyTorch is imported
     keep_freed_memory()  # before a model is built, as `hvdtrain.init` does for programs
     import torch
@@ -141,14 +142,46 @@ def all_variants(args: argparse.Namespace, job: trials.SplitJob, cores: Sequence
         found |= {
             f"{name}, {BY_HAND} {cut}": variant(other, **change) for name, change in settings_of_ours(args).items()
         }
-    for count in args.micro_batches if not args.ours and args.stages == 2 else ():
-        forward = partial(tutorial, pipe.stages, count)
-        rival = SimpleNamespace(step=lambda x, y, loss, forward=forward: loss(forward(x), y).backward(),
-                                parameters=pipe.parameters)  # fmt: skip
-        name = f"tutorial pattern, {count} micro-batches"
-        found[name] = variant(rival, cores=cores, threads=1)
-        found[f"{name}, {len(cores)} threads an operation"] = variant(rival, cores=cores, threads=len(cores))
+    for count in () if args.ours else args.micro_batches:
+        for name, rival in rivals(pipe, count).items():
+            found[f"{name}, {count} micro-batches"] = variant(rival, cores=cores, threads=1)
+            several = f"{name}, {count} micro-batches, {len(cores)} threads an operation"
+            found[several] = variant(rival, cores=cores, threads=len(cores))
     return found
+
+
+def rivals(pipe: Pipeline, count: int) -> dict[str, Any]:
+    """Returns the other pipelines over the same stages: PyTorch's tutorial, and torchgpipe if it is installed."""
+
+    def rival(forward: Callable[[Any], Any]) -> Any:
+        return SimpleNamespace(step=lambda x, y, loss: loss(forward(x), y).backward(), parameters=pipe.parameters)
+
+    found = {"tutorial pattern": rival(partial(tutorial, pipe.stages, count))} if len(pipe.stages) == 2 else {}
+    try:
+        found["torchgpipe"] = rival(gpipe(pipe.stages, count))
+    except ImportError:
+        progress("torchgpipe is not installed: skipped")
+    return found
+
+
+def gpipe(stages: Sequence[Any], count: int) -> Callable[[Any], Any]:
+    """Returns torchgpipe over the same stages, which keeps its activations; raises `ImportError` without it."""
+    import torch
+    import torchgpipe
+
+    class Part(torch.nn.Module):
+        """A stage as a module; its parameters stay with the pipeline."""
+
+        def __init__(self, stage: Any) -> None:
+            super().__init__()
+            self._stage = [stage]  # in a list: not registered
+
+        def forward(self, values: Any) -> Any:
+            outputs = self._stage[0](values if isinstance(values, tuple) else (values,))
+            return outputs[0] if len(outputs) == 1 else outputs
+
+    parts = torch.nn.Sequential(*map(Part, stages))
+    return torchgpipe.GPipe(parts, [1] * len(stages), devices=["cpu"] * len(stages), chunks=count, checkpoint="never")
 
 
 def tutorial(stages: Sequence[Any], count: int, x: Any) -> Any:
@@ -173,7 +206,7 @@ def tutorial(stages: Sequence[Any], count: int, x: Any) -> Any:
 def report(result: Mapping[str, Any]) -> str:
     """The tables of a result."""
     its, machine, seconds = result["settings"], result["machine"], result["seconds"]
-    known = f"torch {machine['versions'].get('torch')}"
+    known = " ".join(f"{name} {machine['versions'].get(name, '-')}" for name in ("torch", "torchgpipe"))
     cut = " | ".join(f"{stage['name']} ({stage['segments']} segments)" for stage in result["cut"])
     rows = [("one step", "median", f"x {NAIVE}, 95 %", "predicted", "efficiency")]
     for name, samples in seconds.items():
@@ -218,7 +251,7 @@ def comparisons(result: Mapping[str, Any]) -> list[str]:
     for name in seconds:
         if BY_HAND in name:
             pairs.append((name[: name.index(f", {BY_HAND}")], name))
-        if name.startswith("tutorial"):
+        if name.startswith(("torchgpipe", "tutorial")):
             same = [mine for mine in ours if count_of(mine) == count_of(name)]
             pairs.append((min(same, key=lambda mine: median(ours[mine])), name))
     lines = [
