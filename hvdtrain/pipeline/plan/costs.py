@@ -21,12 +21,9 @@ class Curve:
 
     One point means proportional to the samples; one point at 0 samples a constant. Beyond the points the outermost
     lines go on, but never so that fewer samples cost more, or that few samples cost less than their share.
-
-    Attributes:
-        points: (samples, value), kept in ascending order.
     """
 
-    points: tuple[tuple[float, float], ...]
+    points: tuple[tuple[float, float], ...]  # (samples, value), kept in ascending order
 
     def __post_init__(self) -> None:
         points = tuple(sorted((float(samples), float(value)) for samples, value in self.points))
@@ -81,24 +78,19 @@ def total(curves: Iterable[Curve]) -> Curve:
 
 @dataclass(frozen=True)
 class SegmentCost:
-    """What one segment of a model costs, on the device it was measured on.
-
-    Attributes:
-        forward_s, backward_s: over the samples of a micro-batch; backward without any recomputation.
-        parameter_bytes, gradient_bytes, optimizer_bytes, buffer_bytes: held all the time.
-        activation_bytes: kept from the forward to the backward pass; its input belongs to it if it is kept.
-        output_bytes: what crosses to the next segment (and as a gradient back).
-    """
+    """What one segment of a model costs, on the device it was measured on."""
 
     name: str
+    # forward_s, backward_s: over the samples of a micro-batch; backward without any recomputation
     forward_s: Curve
     backward_s: Curve
+    # parameter_bytes, gradient_bytes, optimizer_bytes, buffer_bytes: held all the time
     parameter_bytes: int = 0
     gradient_bytes: int = 0
     optimizer_bytes: int = 0
     buffer_bytes: int = 0
-    activation_bytes: Curve = ZERO
-    output_bytes: Curve = ZERO
+    activation_bytes: Curve = ZERO  # kept from the forward to the backward pass; its input belongs to it if it is kept
+    output_bytes: Curve = ZERO  # what crosses to the next segment (and as a gradient back)
 
     @property
     def fixed_bytes(self) -> int:
@@ -108,20 +100,13 @@ class SegmentCost:
 
 @dataclass(frozen=True)
 class Device:
-    """Where a stage runs.
-
-    Attributes:
-        speed: against the device that the costs were measured on.
-        memory_bytes: what training may use of it; None: no limit.
-        pool: devices of one pool share cores ("cpu", "cpu"); "": it shares nothing.
-        ahead: passes that may be queued on it: what was received for them, values or gradients, is held as long.
-    """
+    """Where a stage runs."""
 
     name: str
-    speed: float = 1.0
-    memory_bytes: float | None = None
-    pool: str = ""
-    ahead: int = 0
+    speed: float = 1.0  # against the device that the costs were measured on
+    memory_bytes: float | None = None  # what training may use of it; None: no limit
+    pool: str = ""  # devices of one pool share cores ("cpu", "cpu"); "": it shares nothing
+    ahead: int = 0  # passes that may be queued on it: what was received for them, values or gradients, is held as long
 
 
 @dataclass(frozen=True)
@@ -156,16 +141,12 @@ def all_reduce_seconds(size_bytes: float, replicas: int, link: Link) -> float:
 
 @dataclass(frozen=True)
 class Pool:
-    """How the devices that share cores slow each other down.
+    """How the devices that share cores slow each other down."""
 
-    Attributes:
-        speeds: the relative speed of each of 1, 2, ... passes that run at the same time, as measured. More than were
-            measured share what the most had together.
-        slots: no more passes than this run at the same time, the others wait in the order in which they came; 0: any
-            number runs.
-    """
-
+    # the relative speed of each of 1, 2, ... passes that run at the same time, as measured. More than were measured
+    # share what the most had together
     speeds: tuple[float, ...] = (1.0,)
+    # no more passes than this run at the same time, the others wait in the order in which they came; 0: any number runs
     slots: int = 0
 
     def speed(self, running: int) -> float:
@@ -176,24 +157,18 @@ class Pool:
 
 @dataclass(frozen=True)
 class StageCost:
-    """A stage: the sum of its segments, on its device.
-
-    Attributes:
-        forward_s, backward_s: on this device, alone on it.
-        fixed_bytes: parameters, gradients, optimizer state, buffers.
-        activation_bytes: kept from the forward to the backward pass.
-        input_bytes, output_bytes: what crosses; the first stage's input is the caller's.
-        working_bytes: held in a backward pass beside the activations (see `working_bytes`).
-    """
+    """A stage: the sum of its segments, on its device."""
 
     device: Device
+    # forward_s, backward_s: on this device, alone on it
     forward_s: Curve
     backward_s: Curve
-    fixed_bytes: int = 0
-    activation_bytes: Curve = ZERO
+    fixed_bytes: int = 0  # parameters, gradients, optimizer state, buffers
+    activation_bytes: Curve = ZERO  # kept from the forward to the backward pass
+    # input_bytes, output_bytes: what crosses; the first stage's input is the caller's
     input_bytes: Curve = ZERO
     output_bytes: Curve = ZERO
-    working_bytes: Curve = ZERO
+    working_bytes: Curve = ZERO  # held in a backward pass beside the activations (see `working_bytes`)
 
     def peak_bytes(self, order: Sequence[Action], sizes: Sequence[int], remat: Remat = "never") -> float:
         """The most it holds at any time. A stage's output belongs to the next one: on a copy, that is its input."""

@@ -30,19 +30,13 @@ Measure = Callable[[int, int, int], float]
 
 @dataclass(frozen=True)
 class Partition:
-    """A cut.
+    """A cut."""
 
-    Attributes:
-        sizes: segments of each stage.
-        stage_s: of each stage in a step: its passes, or its transfers where they take longer than all its passes.
-        stage_bytes: of each stage at its peak.
-        bottleneck_s: of the slowest stage: no schedule gets a step done in less.
-    """
-
-    sizes: tuple[int, ...]
+    sizes: tuple[int, ...]  # segments of each stage
+    # of each stage in a step: its passes, or its transfers where they take longer than all its passes
     stage_s: tuple[float, ...]
-    stage_bytes: tuple[float, ...]
-    bottleneck_s: float
+    stage_bytes: tuple[float, ...]  # of each stage at its peak
+    bottleneck_s: float  # of the slowest stage: no schedule gets a step done in less
 
 
 def partition(

@@ -83,24 +83,17 @@ def exposed(sums: Sequence[Sum], backward_s: float) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Network:
-    """Hosts that are alike, and how Horovod uses them.
+    """Hosts that are alike, and how Horovod uses them."""
 
-    Attributes:
-        between, inside: the link of a host to the others, which its ranks share, and of two ranks in it.
-        per_host: ranks on a host.
-        way: "ring": over all ranks; "hierarchical": over a host's, then over one a host; "tree": NCCL's two trees.
-        cycle_s: from one negotiation to the next, at least (HOROVOD_CYCLE_TIME).
-        coordinator_s: that the first rank takes for what one rank tells it in a cycle.
-        fusion_bytes: that are summed together at most (HOROVOD_FUSION_THRESHOLD).
-    """
-
+    # between, inside: the link of a host to the others, which its ranks share, and of two ranks in it
     between: Link
     inside: Link
-    per_host: int = 8
+    per_host: int = 8  # ranks on a host
+    # "ring": over all ranks; "hierarchical": over a host's, then over one a host; "tree": NCCL's two trees
     way: Way = "ring"
-    cycle_s: float = 0.0
-    coordinator_s: float = 0.0
-    fusion_bytes: float = 0.0
+    cycle_s: float = 0.0  # from one negotiation to the next, at least (HOROVOD_CYCLE_TIME)
+    coordinator_s: float = 0.0  # that the first rank takes for what one rank tells it in a cycle
+    fusion_bytes: float = 0.0  # that are summed together at most (HOROVOD_FUSION_THRESHOLD)
 
     def all_reduce_s(self, size_bytes: float, ranks: int) -> float:
         """Of a sum over so many ranks; none for one rank."""
@@ -124,19 +117,12 @@ class Network:
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """A step of one rank, as measured.
+    """A step of one rank, as measured."""
 
-    Attributes:
-        compute_s: of each step that was measured, of any rank, without communication.
-        backward_s: of a step, the backward pass before which gradients leave.
-        buckets: in the order in which they become ready.
-        samples: of a rank's step.
-    """
-
-    compute_s: tuple[float, ...]
-    backward_s: float
-    buckets: tuple[BucketTiming, ...]
-    samples: float = 1.0
+    compute_s: tuple[float, ...]  # of each step that was measured, of any rank, without communication
+    backward_s: float  # of a step, the backward pass before which gradients leave
+    buckets: tuple[BucketTiming, ...]  # in the order in which they become ready
+    samples: float = 1.0  # of a rank's step
 
     def slowest_s(self, ranks: int) -> float:
         """The expected maximum of so many draws from the measured steps: exact, so there is no seed."""
@@ -146,21 +132,13 @@ class MeasuredStep:
 
 @dataclass(frozen=True)
 class StepCost:
-    """A predicted step, in seconds; they add up to it.
-
-    Attributes:
-        compute_s: the mean of a rank's.
-        straggler_s: how much later the slowest of all ranks is, in the mean.
-        exposed_communication_s: sums that the backward pass does not hide.
-        negotiation_s: what is left of waiting for them: cycles, and the first rank's round.
-        samples_per_s: of all ranks together.
-    """
+    """A predicted step, in seconds; they add up to it."""
 
     ranks: int
-    compute_s: float
-    straggler_s: float
-    exposed_communication_s: float
-    negotiation_s: float
+    compute_s: float  # the mean of a rank's
+    straggler_s: float  # how much later the slowest of all ranks is, in the mean
+    exposed_communication_s: float  # sums that the backward pass does not hide
+    negotiation_s: float  # what is left of waiting for them: cycles, and the first rank's round
     samples: float
 
     @property

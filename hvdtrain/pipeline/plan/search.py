@@ -33,21 +33,13 @@ LAST_BUCKET_BYTES = 2**20
 
 @dataclass(frozen=True)
 class Cluster:
-    """Nodes that are alike.
+    """Nodes that are alike."""
 
-    Attributes:
-        devices: of one node, in the order of a pipeline's stages.
-        nodes: how many.
-        links: within a node, from each device to the next; one stands for all.
-        network: from node to node; the devices of a node share it.
-        pools: how devices of a node slow each other down.
-    """
-
-    devices: tuple[Device, ...]
-    nodes: int = 1
-    links: Link | tuple[Link, ...] = Link()
-    network: Link = Link()
-    pools: Mapping[str, Pool] = field(default_factory=dict)
+    devices: tuple[Device, ...]  # of one node, in the order of a pipeline's stages
+    nodes: int = 1  # how many
+    links: Link | tuple[Link, ...] = Link()  # within a node, from each device to the next; one stands for all
+    network: Link = Link()  # from node to node; the devices of a node share it
+    pools: Mapping[str, Pool] = field(default_factory=dict)  # how devices of a node slow each other down
 
     def between(self, stages: int) -> tuple[Link, ...]:
         """The links of a pipeline over the first devices."""
@@ -65,38 +57,24 @@ class Cluster:
 
 @dataclass(frozen=True)
 class ParallelPlan:
-    """One way to train.
+    """One way to train."""
 
-    Attributes:
-        stages: devices that each replica of the model is cut over.
-        replicas: of the model, on other devices each: data parallel.
-        accumulate: passes over a part of the batch for one update.
-        micro_batches: of a pass.
-        sizes: segments of each stage.
-        batch: samples of an update, all replicas together.
-        step_s: predicted, of an update.
-        bubble: the share of time that stages wait for each other.
-        all_reduce_s: of the update, what the backward pass does not hide.
-        memory_bytes, limit_bytes: predicted peak of each stage's device, and what it has (infinite: no limit).
-        reason: why it cannot be; "" if it can.
-        chunks: stages on each device: the model is cut into `stages * chunks`.
-    """
-
-    stages: int
-    replicas: int
-    accumulate: int
-    micro_batches: int
+    stages: int  # devices that each replica of the model is cut over
+    replicas: int  # of the model, on other devices each: data parallel
+    accumulate: int  # passes over a part of the batch for one update
+    micro_batches: int  # of a pass
     schedule: Schedule
     remat: Remat
-    batch: int
-    sizes: tuple[int, ...] = ()
-    step_s: float = math.inf
-    bubble: float = 0.0
-    all_reduce_s: float = 0.0
+    batch: int  # samples of an update, all replicas together
+    sizes: tuple[int, ...] = ()  # segments of each stage
+    step_s: float = math.inf  # predicted, of an update
+    bubble: float = 0.0  # the share of time that stages wait for each other
+    all_reduce_s: float = 0.0  # of the update, what the backward pass does not hide
+    # memory_bytes, limit_bytes: predicted peak of each stage's device, and what it has (infinite: no limit)
     memory_bytes: tuple[float, ...] = ()
     limit_bytes: tuple[float, ...] = ()
-    reason: str = ""
-    chunks: int = 1
+    reason: str = ""  # why it cannot be; "" if it can
+    chunks: int = 1  # stages on each device: the model is cut into `stages * chunks`
 
     @property
     def predicted_samples_per_s(self) -> float:

@@ -28,21 +28,13 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Simulation:
-    """A simulated step.
+    """A simulated step."""
 
-    Attributes:
-        step_s: until the last backward pass has ended.
-        busy_s: of each device, while it was in a pass (slowed down by others of its pool or not).
-        peak_bytes: of each device.
-        timeline: every pass, by its end.
-        efficiency: the stages' work, each alone on its device, over devices x step: 1 means that none ever waits.
-    """
-
-    step_s: float
-    busy_s: tuple[float, ...]
-    peak_bytes: tuple[float, ...]
-    timeline: tuple[Span, ...]
-    efficiency: float
+    step_s: float  # until the last backward pass has ended
+    busy_s: tuple[float, ...]  # of each device, while it was in a pass (slowed down by others of its pool or not)
+    peak_bytes: tuple[float, ...]  # of each device
+    timeline: tuple[Span, ...]  # every pass, by its end
+    efficiency: float  # the stages' work, each alone on its device, over devices x step: 1 means that none ever waits
 
     @property
     def bubble(self) -> float:

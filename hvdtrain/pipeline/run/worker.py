@@ -43,34 +43,22 @@ class _Stopped(Exception):
 
 @dataclass
 class StageCall:
-    """What one call does.
-
-    Attributes:
-        orders: each device's actions.
-        recompute: each stage's micro-batches whose backward runs the forward again.
-        inputs: the model's arguments, by micro-batch.
-        gradients: filled with those of the tensors in the inputs; None: nobody wants them.
-        head: None in inference.
-        pooled: gathers batch-norm statistics; None leaves the layers alone.
-        draws: None: from the global generator.
-        offload: what is kept for a backward pass waits in the host's memory.
-        timeline: filled with every pass, in seconds of time.perf_counter; None: not.
-        turn: held during each action where stages must not run at the same time.
-    """
+    """What one call does."""
 
     stages: Sequence[Stage]
     places: Places
-    orders: Sequence[Sequence[Action]]
-    recompute: Sequence[frozenset[int]]
-    inputs: Sequence[tuple[Any, ...]]
-    head: Head | None
-    pooled: Pooled | None
-    draws: Draws | None
+    orders: Sequence[Sequence[Action]]  # each device's actions
+    recompute: Sequence[frozenset[int]]  # each stage's micro-batches whose backward runs the forward again
+    inputs: Sequence[tuple[Any, ...]]  # the model's arguments, by micro-batch
+    head: Head | None  # None in inference
+    pooled: Pooled | None  # gathers batch-norm statistics; None leaves the layers alone
+    draws: Draws | None  # None: from the global generator
     finishing: list[bool]
+    # filled with those of the tensors in the inputs; None: nobody wants them
     gradients: list[list[Tensor | None]] | None = None
-    offload: bool = False
-    timeline: list[Span] | None = None
-    turn: Any = field(default_factory=nullcontext)
+    offload: bool = False  # what is kept for a backward pass waits in the host's memory
+    timeline: list[Span] | None = None  # filled with every pass, in seconds of time.perf_counter; None: not
+    turn: Any = field(default_factory=nullcontext)  # held during each action where stages must not run at the same time
 
     def run(self) -> list[Any]:
         """Runs all stages to their end; after an error or an interruption no thread is left.

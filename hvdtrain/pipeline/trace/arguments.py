@@ -16,15 +16,10 @@ from hvdtrain.pipeline.values.microbatch import unmarked
 
 @dataclass(frozen=True)
 class FixedArguments:
-    """What a trace takes for granted of a model's arguments.
+    """What a trace takes for granted of a model's arguments."""
 
-    Attributes:
-        values: None, words, True and False, by the number of the argument: they decide what is traced.
-        given: places in the arguments, which may be nested, that held something: a stand-in is never None.
-    """
-
-    values: dict[int, Any]
-    given: frozenset[Any]
+    values: dict[int, Any]  # None, words, True and False, by the number of the argument: they decide what is traced
+    given: frozenset[Any]  # places in the arguments, which may be nested, that held something: a stand-in is never None
 
     @classmethod
     def of(cls, example: tuple[Any, ...]) -> FixedArguments:

@@ -20,14 +20,10 @@ MOST_CROSSING = 8  # tensors: some layers into a dense block (DenseNet), where i
 
 @dataclass(frozen=True)
 class Cut:
-    """A place between two operations.
+    """A place between two operations."""
 
-    Attributes:
-        place: by training mode, the index in the graph of the last operation before it.
-        values: what crosses, in order, each by its node in both modes (None: this mode does not have it).
-    """
-
-    place: dict[bool, int]
+    place: dict[bool, int]  # by training mode, the index in the graph of the last operation before it
+    # what crosses, in order, each by its node in both modes (None: this mode does not have it)
     values: tuple[dict[bool, fx.Node | None], ...]
 
 

@@ -23,24 +23,18 @@ from hvdtrain.values.nested import tensors_of
 
 @dataclass
 class Facts:
-    """What was seen.
+    """What was seen."""
 
-    Attributes:
-        draws: nodes that take random numbers.
-        repeats: nodes that keep the generators' state, to repeat a part in the backward pass (checkpointing).
-        changed_at: node -> the place (in the order of the graph) of the last operation that changes its value in place.
-        may_cross: nodes whose value another stage can be given: tensors, numbers, None, nested tuples of them.
-        tensors: node -> how many tensors its value holds.
-        changed: ids of buffers that a pass in training mode changes.
-        counts: attributes that each pass in training mode changes again.
-    """
-
-    draws: set[fx.Node] = field(default_factory=set)
+    draws: set[fx.Node] = field(default_factory=set)  # nodes that take random numbers
+    # nodes that keep the generators' state, to repeat a part in the backward pass (checkpointing)
     repeats: set[fx.Node] = field(default_factory=set)
+    # node -> the place (in the order of the graph) of the last operation that changes its value in place
     changed_at: dict[fx.Node, int] = field(default_factory=dict)
+    # nodes whose value another stage can be given: tensors, numbers, None, nested tuples of them
     may_cross: set[fx.Node] = field(default_factory=set)
-    tensors: dict[fx.Node, int] = field(default_factory=dict)
-    changed: set[int] = field(default_factory=set)
+    tensors: dict[fx.Node, int] = field(default_factory=dict)  # node -> how many tensors its value holds
+    changed: set[int] = field(default_factory=set)  # ids of buffers that a pass in training mode changes
+    # attributes that each pass in training mode changes again
     counts: list[tuple[nn.Module, str]] = field(default_factory=list)
 
 

@@ -30,20 +30,15 @@ from hvdtrain.values.nested import map_tensors, tensors_of
 
 @dataclass
 class Reference:
-    """What was seen.
+    """What was seen."""
 
-    Attributes:
-        example: the arguments, of a few samples, or all for a model that does not take fewer.
-        outputs: by training mode.
-        counts: attributes that each pass in training mode changes again.
-        keepers: paths of modules that put tensors into objects outside of the model.
-        layers: with weights, that one call of a module calls in training, by path.
-    """
-
-    example: tuple[Any, ...]
-    outputs: dict[bool, Any] = field(default_factory=dict)
+    example: tuple[Any, ...]  # the arguments, of a few samples, or all for a model that does not take fewer
+    outputs: dict[bool, Any] = field(default_factory=dict)  # by training mode
+    # attributes that each pass in training mode changes again
     counts: list[tuple[nn.Module, str]] = field(default_factory=list)
+    # paths of modules that put tensors into objects outside of the model
     keepers: set[str] = field(default_factory=set)
+    # with weights, that one call of a module calls in training, by path
     layers: dict[str, float] = field(default_factory=dict)
 
 

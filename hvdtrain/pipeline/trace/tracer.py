@@ -60,31 +60,23 @@ class Untraceable(Exception):
 
 @dataclass
 class Program:
-    """A traced model.
-
-    Attributes:
-        graphs: by `model.training`; one and the same object where both modes do the same. Nodes carry in `meta`
-            "path" (of the module whose forward made it) and "grad" (False: under `torch.no_grad`).
-        partners: evaluation node -> training node, for those that are in both.
-        attributes: what `get_attr` and `call_module` targets name and the model does not.
-        leaves: paths of modules that were not opened, and why.
-        followed: paths of all modules whose forward is not called as a whole; the root is "".
-        names: of its last arguments, which are given by keyword.
-        odd: a model's decision is another one for one sample alone.
-        read: attributes that forwards looked at, of their own module or another.
-        fixed: what the trace takes for granted of the arguments; None: nothing.
-    """
+    """A traced model."""
 
     model: nn.Module
+    # by `model.training`; one and the same object where both modes do the same. Nodes carry in `meta` "path" (of the
+    # module whose forward made it) and "grad" (False: under `torch.no_grad`)
     graphs: dict[bool, fx.Graph]
-    partners: dict[fx.Node, fx.Node]
+    partners: dict[fx.Node, fx.Node]  # evaluation node -> training node, for those that are in both
+    # what `get_attr` and `call_module` targets name and the model does not
     attributes: dict[str, Any] = field(default_factory=dict)
-    leaves: dict[str, str] = field(default_factory=dict)
+    leaves: dict[str, str] = field(default_factory=dict)  # paths of modules that were not opened, and why
+    # paths of all modules whose forward is not called as a whole; the root is ""
     followed: set[str] = field(default_factory=lambda: {""})
-    names: tuple[str, ...] = ()
-    odd: bool = False
+    names: tuple[str, ...] = ()  # of its last arguments, which are given by keyword
+    odd: bool = False  # a model's decision is another one for one sample alone
+    # attributes that forwards looked at, of their own module or another
     read: frozenset[tuple[nn.Module, str]] = frozenset()
-    fixed: FixedArguments | None = None
+    fixed: FixedArguments | None = None  # what the trace takes for granted of the arguments; None: nothing
 
     def call(self, arguments: Sequence[Any]) -> Any:
         """The model itself."""

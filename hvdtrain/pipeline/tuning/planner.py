@@ -74,15 +74,11 @@ def choose(
 
 @dataclass(frozen=True)
 class Speed:
-    """How fast the devices are that costs are wanted for.
+    """How fast the devices are that costs are wanted for."""
 
-    Attributes:
-        factor: against the device that was measured.
-        launch_s: what it takes to begin a forward pass of one segment, however few samples there are; a backward pass
-            begins twice as much.
-    """
-
-    factor: float
+    factor: float  # against the device that was measured
+    # what it takes to begin a forward pass of one segment, however few samples there are; a backward pass begins twice
+    # as much
     launch_s: float = 0.0
 
     @classmethod

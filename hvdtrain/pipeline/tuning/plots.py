@@ -28,17 +28,11 @@ BLUE, ORANGE, GREEN, VERMILION, SKY, YELLOW, PURPLE = (
 
 @dataclass(frozen=True)
 class Bars:
-    """Seconds of several variants, as bars: their mean, with one standard deviation to each side.
+    """Seconds of several variants, as bars: their mean, with one standard deviation to each side."""
 
-    Attributes:
-        title: what ran, on what.
-        seconds: the repeats of each variant, in the order of the bars.
-        of: what took the seconds, for the axis: "a batch", "3 batches".
-    """
-
-    title: str
-    seconds: Mapping[str, Sequence[float]]
-    of: str = "a step"
+    title: str  # what ran, on what
+    seconds: Mapping[str, Sequence[float]]  # the repeats of each variant, in the order of the bars
+    of: str = "a step"  # what took the seconds, for the axis: "a batch", "3 batches"
 
     @property
     def inches(self) -> tuple[float, float]:
@@ -68,25 +62,16 @@ class Bars:
 
 @dataclass(frozen=True)
 class SplitCurve:
-    """Seconds over the split size: measured with one standard deviation to each side, and predicted.
+    """Seconds over the split size: measured with one standard deviation to each side, and predicted."""
 
-    Attributes:
-        title: what ran, on what.
-        batch: samples of a step.
-        seconds: the repeats of each split size (samples of the largest micro-batch).
-        predicted: seconds by split size; may have more sizes than were measured.
-        best: the split size to mark.
-        lines: seconds to compare with ("naive split"), drawn across.
-        of: what took the seconds, for the axis.
-    """
-
-    title: str
-    batch: int
-    seconds: Mapping[int, Sequence[float]]
+    title: str  # what ran, on what
+    batch: int  # samples of a step
+    seconds: Mapping[int, Sequence[float]]  # the repeats of each split size (samples of the largest micro-batch)
+    # seconds by split size; may have more sizes than were measured
     predicted: Mapping[int, float] = field(default_factory=dict)
-    best: int | None = None
-    lines: Mapping[str, float] = field(default_factory=dict)
-    of: str = "a step"
+    best: int | None = None  # the split size to mark
+    lines: Mapping[str, float] = field(default_factory=dict)  # seconds to compare with ("naive split"), drawn across
+    of: str = "a step"  # what took the seconds, for the axis
     inches = (8.0, 5.0)  # width and height of the figure
 
     def draw(self, axes: Axes) -> None:
@@ -132,18 +117,13 @@ class SplitCurve:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Who works when: one row a stage, one block a pass over a micro-batch.
+    """Who works when: one row a stage, one block a pass over a micro-batch."""
 
-    Attributes:
-        title: what ran, on what.
-        blocks: (stage, "forward" or "backward", micro-batch, start, end) in seconds, as `Pipeline.timeline` or a
-            simulation has them.
-        stages: a name for each stage, for the axis.
-    """
-
-    title: str
+    title: str  # what ran, on what
+    # (stage, "forward" or "backward", micro-batch, start, end) in seconds, as `Pipeline.timeline` or a simulation has
+    # them
     blocks: Sequence[tuple[int, str, int, float, float]]
-    stages: Sequence[str] = ()
+    stages: Sequence[str] = ()  # a name for each stage, for the axis
 
     @property
     def inches(self) -> tuple[float, float]:

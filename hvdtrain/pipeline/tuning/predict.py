@@ -34,20 +34,13 @@ Passes = dict[tuple[int, str], float]  # seconds of (stage, "forward" or "backwa
 
 @dataclass(frozen=True)
 class Prediction:
-    """Seconds of a step, from what each stage takes.
-
-    Attributes:
-        stages: the cost of each.
-        overhead_s: of a step, besides its stages.
-        links: between the stages.
-        pools: of the stages' devices.
-    """
+    """Seconds of a step, from what each stage takes."""
 
     pipe: Pipeline
-    stages: Sequence[StageCost]
-    overhead_s: float
-    links: Sequence[Link] | Link = Link()
-    pools: Mapping[str, Pool] = field(default_factory=dict)
+    stages: Sequence[StageCost]  # the cost of each
+    overhead_s: float  # of a step, besides its stages
+    links: Sequence[Link] | Link = Link()  # between the stages
+    pools: Mapping[str, Pool] = field(default_factory=dict)  # of the stages' devices
 
     def __call__(self, sizes: Sequence[int]) -> float:
         """Seconds of a step.
@@ -114,18 +107,12 @@ def from_profile(pipe: Pipeline) -> Prediction | None:
 
 @dataclass(frozen=True)
 class _Timed:
-    """Short steps of one size of a micro-batch.
+    """Short steps of one size of a micro-batch."""
 
-    Attributes:
-        size: samples of a micro-batch.
-        passes: of each stage.
-        overhead_s: of a step, besides its passes.
-        side_by_side: (start, end, seconds it takes alone) of each pass, for every step whose stages overlapped.
-    """
-
-    size: int
-    passes: Passes
-    overhead_s: float
+    size: int  # samples of a micro-batch
+    passes: Passes  # of each stage
+    overhead_s: float  # of a step, besides its passes
+    # (start, end, seconds it takes alone) of each pass, for every step whose stages overlapped
     side_by_side: Sequence[Sequence[tuple[float, float, float]]] = ()
 
 

@@ -60,15 +60,10 @@ def draws_by_name(name: str) -> bool:
 
 @dataclass
 class Seen:
-    """What was seen in the first pass of a segment.
+    """What was seen in the first pass of a segment."""
 
-    Attributes:
-        functions: PyTorch's that drew.
-        elsewhere: numbers were drawn by other means.
-    """
-
-    functions: set[Any] = field(default_factory=set)
-    elsewhere: bool = False
+    functions: set[Any] = field(default_factory=set)  # PyTorch's that drew
+    elsewhere: bool = False  # numbers were drawn by other means
 
 
 class Stream(TorchFunctionMode):
