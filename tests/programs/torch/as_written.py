@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from cases import main, refused
+from cases import gap, main, plainly, refused, shown, train, windows
 from torch import Tensor, nn
 
 import hvdtrain
@@ -31,11 +31,6 @@ CE = F.cross_entropy
 Loss = Callable[[Any, Tensor, Tensor], Tensor]
 
 
-def shown(world: hvdtrain.World, row: str, text: object) -> None:
-    if world.is_main:
-        print(f"shown {row} {' '.join(str(text).split())}", flush=True)
-
-
 @contextlib.contextmanager
 def shared_folder(world: hvdtrain.World) -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as own:
@@ -48,38 +43,37 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDE, 8), nn.Tanh(), nn.Linear(8, KINDS))
 
 
-def dealt(world: hvdtrain.World, y: Tensor, pieces: int = 1) -> Any:
-    return hvt.loader((X, y), UPDATE // world.size // pieces, shuffle=False)
+def normed() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(WIDE, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, KINDS))
 
 
-def prepared(model: Any, data: Any, **options: Any) -> tuple[Any, Any]:
-    return hvt.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), data, **options)
+def sgd(model: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def train(model: Any, optimizer: Any, data: Any, loss_of: Loss, weight: Callable[[Tensor], Any] | None = None) -> None:
-    for x, y in data:
-        optimizer.zero_grad()
-        optimizer.backward(loss_of(model, x, y), **({} if weight is None else {"weight": weight(y)}))
-        optimizer.step()
+def ready(world: hvdtrain.World, y: Tensor, model: Any, pieces: int = 1, **options: Any) -> tuple[Any, Any, Any]:
+    data = hvt.loader((X, y), UPDATE // world.size // pieces, shuffle=False)
+    return *hvt.prepare(model, sgd(model), data, **options), data
 
 
 def one_process(model: nn.Module, y: Tensor, loss_of: Loss) -> nn.Module:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for at in range(0, SAMPLES, UPDATE):
-        optimizer.zero_grad()
-        loss_of(model, X[at : at + UPDATE], y[at : at + UPDATE]).backward()
-        optimizer.step()
+    plainly(model, sgd(model), windows(UPDATE, X, y), loss_of)
     return model
 
 
-def gap(found: Any, wanted: nn.Module) -> float:
-    pairs = zip(hvt.unwrap(found).state_dict().values(), wanted.state_dict().values(), strict=True)
-    return max(float((a.double() - b.double()).abs().max()) for a, b in pairs)
+def plain_loss(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    return CE(model(x), y)
 
 
-def said(world: hvdtrain.World, row: str, error: HvdtrainError) -> None:
-    shown(world, row, error)
-    raise error
+def exact(
+    world: hvdtrain.World, row: str, y: Tensor, loss_of: Loss, *, make: Any = net, plain: Any = None,
+    weight: Any = None, **options: Any,
+) -> None:  # fmt: skip
+    """Shows how far a model that was trained on ranks is from one that was trained in one process, by `plain`."""
+    model, optimizer, data = ready(world, y, make(), **options)
+    train(model, optimizer, data, loss_of, weight)
+    shown(row, gap(model, one_process(make(), y, plain or loss_of)))
 
 
 # -- losses --------------------------------------------------------------------------------------------------------
@@ -94,10 +88,8 @@ def of_all_anchors(out: Tensor, y: Tensor) -> Tensor:
 def case_a_whole_batch_divided_by_a_ranks_own_samples(world: hvdtrain.World) -> None:
     lines = {}
     for own in (True, False):
-        model = net()
-        data = dealt(world, Y)
         with contextlib.redirect_stdout(io.StringIO()) as out:
-            model, optimizer = prepared(model, data)
+            model, optimizer, data = ready(world, Y, net())
             for x, y in data:
                 optimizer.zero_grad()
                 outputs, targets = hvt.whole(model(x), y)
@@ -106,26 +98,18 @@ def case_a_whole_batch_divided_by_a_ranks_own_samples(world: hvdtrain.World) -> 
                 optimizer.step()
         lines[own] = [line for line in out.getvalue().splitlines() if "whole batch" in line]
     assert not lines[False] and len(lines[True]) == world.is_main, lines
-    shown(world, "T38c", "one line reports it")
+    shown("T38c", "one line reports it")
 
 
 def case_a_loss_that_is_not_0_where_nothing_counts(world: hvdtrain.World) -> None:
-    data = dealt(world, FOUND)
-    model, optimizer = prepared(net(), data)
-    with refused("with weight=0, which would not count", "hvt.whole(model(x), y)", kind=ConfigError):
-        try:
-            train(model, optimizer, data, detection, torch.sum)
-        except ConfigError as error:
-            said(world, "T21a", error)
-    data = dealt(world, FOUND)
-    model, optimizer = prepared(net(), data)
-    train(model, optimizer, data, lambda model, x, y: of_all_anchors(*hvt.whole(model(x), y)))
-    shown(world, "T21b", gap(model, one_process(net(), FOUND, detection)))
+    model, optimizer, data = ready(world, FOUND, net())
+    with refused("with weight=0, which would not count", "hvt.whole(model(x), y)", kind=ConfigError, row="T21a"):
+        train(model, optimizer, data, detection, torch.sum)
+    exact(world, "T21b", FOUND, lambda model, x, y: of_all_anchors(*hvt.whole(model(x), y)), plain=detection)
 
 
 def case_the_first_advice_names_the_whole_batch(world: hvdtrain.World) -> None:
-    data = dealt(world, FOUND)
-    model, optimizer = prepared(net(), data)
+    model, optimizer, data = ready(world, FOUND, net())
     with refused("the number that divides it", "hvt.whole(model(x), y)", kind=ConfigError):
         train(model, optimizer, data, detection)
 
@@ -135,8 +119,7 @@ def case_two_divisors_get_the_advice_for_two(world: hvdtrain.World) -> None:
         out = model(x)
         return CE(out, y.argmax(1)) + (out.abs() * y).sum() / y.sum().clamp(min=1)
 
-    data = dealt(world, FOUND)
-    model, optimizer = prepared(net(), data)
+    model, optimizer, data = ready(world, FOUND, net())
     with refused("optimizer.backward([(mean, divisor), ...])", kind=ConfigError):
         train(model, optimizer, data, two)
 
@@ -156,17 +139,15 @@ def case_a_compiled_model_that_gives_its_loss(world: hvdtrain.World) -> None:
     def its_loss(model: Any, x: Tensor, y: Tensor) -> Tensor:
         return model(x, y)  # type: ignore[no-any-return]
 
-    data = dealt(world, HOLES)
-    model, optimizer = prepared(torch.compile(WithLoss(), backend="aot_eager"), data)
-    with refused("weigh 0, by the labels that are not -100", kind=ConfigError):
-        try:
-            train(model, optimizer, data, its_loss)
-        except ConfigError as error:
-            said(world, "T22a", error)
-    data = dealt(world, HOLES)
-    model, optimizer = prepared(torch.compile(WithLoss(), backend="aot_eager"), data)
+    def compiled() -> Any:
+        return torch.compile(WithLoss(), backend="aot_eager")
+
+    model, optimizer, data = ready(world, HOLES, compiled())
+    with refused("weigh 0, by the labels that are not -100", kind=ConfigError, row="T22a"):
+        train(model, optimizer, data, its_loss)
+    model, optimizer, data = ready(world, HOLES, compiled())
     train(model, optimizer, data, its_loss, lambda y: (y != -100).sum())
-    shown(world, "T22b", gap(model, one_process(WithLoss(), HOLES, its_loss)))
+    shown("T22b", gap(model, one_process(WithLoss(), HOLES, its_loss)))
 
 
 class Fitted(nn.Module):
@@ -187,11 +168,10 @@ def case_a_loss_within_the_model_that_is_next_to_nothing(world: hvdtrain.World) 
     with torch.no_grad():
         wanted = X @ (plain.last.weight @ plain.first.weight).T + plain.last(plain.first.bias)
         assert 0 < float(plain(X, wanted)) < 1e-28
-    data = dealt(world, wanted)
-    model, optimizer = prepared(plain, data)
+    model, optimizer, data = ready(world, wanted, plain)
     for _ in data.epochs(3):
         train(model, optimizer, data, lambda model, x, y: model(x, y))
-    shown(world, "T22c", "it trains on")
+    shown("T22c", "it trains on")
 
 
 def case_a_refused_update_tried_again(world: hvdtrain.World) -> None:
@@ -204,8 +184,7 @@ def case_a_refused_update_tried_again(world: hvdtrain.World) -> None:
         "again": lambda model, x, y: optimizer.backward(contrast(model, x, y), again=True),
         "step": lambda *_: None,  # of what was refused
     }
-    data = dealt(world, Y)
-    model, optimizer = prepared(net(), data)
+    model, optimizer, data = ready(world, Y, net())
     texts = []
     for _ in data.epochs(2):
         for x, y in data:
@@ -216,7 +195,7 @@ def case_a_refused_update_tried_again(world: hvdtrain.World) -> None:
                 except HvdtrainError as error:
                     texts.append(f"{name}: {error.rule}")
     assert len(texts) == 20 and gap(model, net()) == 0.0, texts
-    shown(world, "T23", f"{texts[0]}; {texts[1]}")
+    shown("T23", f"{texts[0]}; {texts[1]}")
     with refused("the update was refused", kind=ConfigError):
         optimizer.step()
     train(model, optimizer, data, plain_loss)  # the next right one passes
@@ -224,42 +203,26 @@ def case_a_refused_update_tried_again(world: hvdtrain.World) -> None:
 
 
 def case_a_loss_divided_by_the_batches_of_an_update(world: hvdtrain.World) -> None:
-    data = dealt(world, Y, pieces=2)
-    model, optimizer = prepared(net(), data, accumulate=2)
-    with refused("accumulate", kind=ConfigError):
-        try:
-            train(model, optimizer, data, lambda model, x, y: CE(model(x), y) / 2)
-        except ConfigError as error:
-            said(world, "T28", error)
+    model, optimizer, data = ready(world, Y, net(), pieces=2, accumulate=2)
+    with refused("accumulate", kind=ConfigError, row="T28"):
+        train(model, optimizer, data, lambda model, x, y: CE(model(x), y) / 2)
     for factor in (1.0, 0.5):  # a weight of the loss, as in 0.5 * mse
 
         def loss(model: Any, x: Tensor, y: Tensor, factor: float = factor) -> Tensor:
             return factor * CE(model(x), y)
 
-        data = dealt(world, Y, pieces=2)
-        model, optimizer = prepared(net(), data, accumulate=2)
+        model, optimizer, data = ready(world, Y, net(), pieces=2, accumulate=2)
         train(model, optimizer, data, loss)
         assert gap(model, one_process(net(), Y, loss)) < 1e-12
 
 
 # -- replicas ------------------------------------------------------------------------------------------------------
-def normed() -> nn.Module:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(WIDE, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, KINDS))
-
-
-def plain_loss(model: Any, x: Tensor, y: Tensor) -> Tensor:
-    return CE(model(x), y)
-
-
 def case_pytorchs_sync_batchnorm_left_in(world: hvdtrain.World) -> None:
-    data = dealt(world, Y)
-    model, optimizer = prepared(nn.SyncBatchNorm.convert_sync_batchnorm(normed()), data)
+    model, optimizer, data = ready(world, Y, nn.SyncBatchNorm.convert_sync_batchnorm(normed()))
     train(model, optimizer, data, plain_loss)
     wanted = one_process(normed(), Y, plain_loss)
-    shown(world, "T24", gap(model, wanted))
-    data = dealt(world, Y)
-    model, optimizer = prepared(normed(), data)
+    shown("T24", gap(model, wanted))
+    model, optimizer, data = ready(world, Y, normed())
     train(model, optimizer, data, plain_loss)
     assert gap(model, wanted) > 1e-3  # the twin: plain batch normalisation is of a rank's own samples
 
@@ -278,60 +241,51 @@ def case_weights_drawn_anew_on_each_rank(world: hvdtrain.World) -> None:
         train(model, optimizer, data, plain_loss)
 
     for row, then in (("T25a", evaluated), ("T25b", saved), ("T25c", trained_on)):
-        data = dealt(world, Y)
-        model, optimizer = prepared(net(), data)
+        model, optimizer, data = ready(world, Y, net())
         train(model, optimizer, data, plain_loss)
         then(model, optimizer, data)
         with torch.no_grad():
             hvt.unwrap(model)[0].weight[3] = torch.randn(WIDE, generator=torch.Generator().manual_seed(world.rank))
-        with refused("the replicas must be equal", "0.weight", kind=ReplicaError):
-            try:
-                then(model, optimizer, data)
-            except ReplicaError as error:
-                said(world, row, error)
+        with refused("the replicas must be equal", "0.weight", kind=ReplicaError, row=row):
+            then(model, optimizer, data)
 
 
 def case_no_loader_and_the_same_batches_on_all_ranks(world: hvdtrain.World) -> None:
-    model, optimizer = prepared(net(), None)
+    model, optimizer = hvt.prepare(model := net(), sgd(model))
     plain = [(X[at : at + 4], Y[at : at + 4]) for at in range(0, SAMPLES, 4)]
-    with refused("on all 2 ranks", "hvdtrain.torch.loader", kind=ConfigError):
-        try:
-            train(model, optimizer, plain, plain_loss)
-        except ConfigError as error:
-            said(world, "T27", error)
-    model, optimizer = prepared(net(), None)
+    with refused("on all 2 ranks", "hvdtrain.torch.loader", kind=ConfigError, row="T27"):
+        train(model, optimizer, plain, plain_loss)
+    model, optimizer = hvt.prepare(model := net(), sgd(model))
     train(model, optimizer, plain[world.rank :: world.size], plain_loss)
 
 
 # -- optimizers ----------------------------------------------------------------------------------------------------
-def case_the_loss_of_a_closure_is_that_of_its_first_call(world: hvdtrain.World) -> None:
-    data, plain = dealt(world, Y), net()
-    model, found = net(), []
-    model, optimizer = hvt.prepare(model, torch.optim.LBFGS(model.parameters(), max_iter=4), data)
-    for x, y in data:
+def stepped(model: Any, optimizer: Any, batches: Any, backward: Callable[[Tensor], None]) -> list[float]:
+    losses = []
+    for x, y in batches:
 
         def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
             optimizer.zero_grad()
             loss = plain_loss(model, x, y)
-            optimizer.backward(loss)
+            backward(loss)
             return loss
 
-        found.append(float(optimizer.step(closure)))
-    alone, wanted = torch.optim.LBFGS(plain.parameters(), max_iter=4), []
-    for at in range(0, SAMPLES, UPDATE):
+        losses.append(float(optimizer.step(closure)))
+    return losses
 
-        def its(at: int = at) -> Tensor:
-            alone.zero_grad()
-            loss = plain_loss(plain, X[at : at + UPDATE], Y[at : at + UPDATE])
-            loss.backward()
-            return loss
 
-        wanted.append(float(alone.step(its).detach()))
-    shown(world, "T32a", max(abs(a - b) for a, b in zip(found, wanted, strict=True)))
+def case_the_loss_of_a_closure_is_that_of_its_first_call(world: hvdtrain.World) -> None:
+    plain, model = net(), net()
+    alone, own = (torch.optim.LBFGS(one.parameters(), max_iter=4) for one in (plain, model))
+    data = hvt.loader((X, Y), UPDATE // world.size, shuffle=False)
+    model, optimizer = hvt.prepare(model, own, data)
+    found = stepped(model, optimizer, data, optimizer.backward)
+    wanted = stepped(plain, alone, windows(UPDATE, X, Y), Tensor.backward)
+    shown("T32a", max(abs(a - b) for a, b in zip(found, wanted, strict=True)))
     assert gap(model, plain) < 1e-9
     copied = copy.deepcopy(optimizer)
     assert type(copied) is torch.optim.LBFGS and len(copied.param_groups) == 1
-    shown(world, "T32b", "a plain LBFGS")
+    shown("T32b", "a plain LBFGS")
 
 
 def case_a_sum_divided_by_the_double(world: hvdtrain.World) -> None:
@@ -340,17 +294,10 @@ def case_a_sum_divided_by_the_double(world: hvdtrain.World) -> None:
     def summed(model: Any, x: Tensor, y: Tensor) -> Tensor:
         return CE(model(x), y, reduction="sum")
 
-    data = dealt(world, Y)
-    model, optimizer = prepared(net(), data)
-    with refused("write / 2 / len(x) if you mean it", kind=ConfigError):
-        try:
-            train(model, optimizer, data, lambda model, x, y: summed(model, x, y) / (2 * len(x)))
-        except ConfigError as error:
-            said(world, "T32c", error)
-    data = dealt(world, Y)
-    model, optimizer = prepared(net(), data)
-    train(model, optimizer, data, lambda model, x, y: summed(model, x, y) / 2 / len(x))
-    shown(world, "T32d", gap(model, one_process(net(), Y, lambda model, x, y: summed(model, x, y) / 2 / len(x))))
+    model, optimizer, data = ready(world, Y, net())
+    with refused("write / 2 / len(x) if you mean it", kind=ConfigError, row="T32c"):
+        train(model, optimizer, data, lambda model, x, y: summed(model, x, y) / (2 * len(x)))
+    exact(world, "T32d", Y, lambda model, x, y: summed(model, x, y) / 2 / len(x))
 
 
 def case_a_check_leaves_rows_that_a_forward_pass_scales(world: hvdtrain.World) -> None:
@@ -361,39 +308,28 @@ def case_a_check_leaves_rows_that_a_forward_pass_scales(world: hvdtrain.World) -
     assert gap(model, before) == 0.0
     CE(model(words), Y[:8])
     assert gap(model, before) > 0.0
-    shown(world, "T32e", "the weights stay as they were")
+    shown("T32e", "the weights stay as they were")
 
 
 def case_a_gradient_scaler_of_ones_own_with_accumulation(world: hvdtrain.World) -> None:
-    data = dealt(world, Y, pieces=2)
-    model, optimizer = prepared(net(), data, accumulate=2)
+    model, optimizer, data = ready(world, Y, net(), pieces=2, accumulate=2)
     scaler = torch.amp.GradScaler("cpu")
-    with refused('amp="fp16"', "completes no update", kind=ConfigError):
-        try:
-            for x, y in data:
-                optimizer.backward(scaler.scale(plain_loss(model, x, y)))
-                scaler.step(optimizer)
-                scaler.update()
-        except ConfigError as error:
-            said(world, "T33a", error)
+    with refused('amp="fp16"', "completes no update", kind=ConfigError, row="T33a"):
+        for x, y in data:
+            optimizer.backward(scaler.scale(plain_loss(model, x, y)))
+            scaler.step(optimizer)
+            scaler.update()
 
 
 def case_a_mask_that_is_empty_on_a_rank(world: hvdtrain.World) -> None:
     def masked(model: Any, x: Tensor, y: Tensor) -> Tensor:
         return (model(x).abs() * y).sum() / y.sum()
 
-    data = dealt(world, FOUND)
-    model, optimizer = prepared(net(), data)
-    with refused("= 0; weighed by 4", kind=ConfigError):
-        try:
-            for batch in list(data)[1:]:
-                train(model, optimizer, [batch], masked)
-        except ConfigError as error:
-            said(world, "T33b", error)
-    data = dealt(world, FOUND)
-    model, optimizer = prepared(net(), data)
-    train(model, optimizer, data, masked, torch.sum)
-    shown(world, "T33c", gap(model, one_process(net(), FOUND, masked)))
+    model, optimizer, data = ready(world, FOUND, net())
+    with refused("= 0; weighed by 4", kind=ConfigError, row="T33b"):
+        for batch in list(data)[1:]:
+            train(model, optimizer, [batch], masked)
+    exact(world, "T33c", FOUND, masked, weight=torch.sum)
 
 
 # -- weights of 0 ----------------------------------------------------------------------------------------------------
@@ -404,8 +340,7 @@ def every_other(y: Tensor) -> Tensor:
 
 def without_labels(world: hvdtrain.World, way: str, **options: Any) -> float:
     y = every_other(Y)
-    data = dealt(world, y)
-    model, optimizer = prepared(normed(), data, sync_batchnorm=True, **options)
+    model, optimizer, data = ready(world, y, normed(), sync_batchnorm=True, **options)
     for x, labels in data:
         optimizer.zero_grad()
         loss, count = CE(model(x), labels), (labels != -100).sum()
@@ -424,7 +359,7 @@ def case_a_rank_without_labels_is_in_the_statistics(world: hvdtrain.World) -> No
         without_labels(world, "list"),
         without_labels(world, "weight", verify=False),
     ]
-    shown(world, "T36a", max(found))
+    shown("T36a", max(found))
 
 
 def case_means_that_other_ranks_lack_meet_in_the_statistics(world: hvdtrain.World) -> None:
@@ -436,29 +371,24 @@ def case_means_that_other_ranks_lack_meet_in_the_statistics(world: hvdtrain.Worl
             ((out - at).square().sum(1) @ part / part.sum().clamp(min=1), part.sum()) for at, part in enumerate(parts)
         ]
 
-    data = hvt.loader((X, torch.arange(SAMPLES)), UPDATE // 2, shuffle=False)
-    model, optimizer = prepared(normed(), data, sync_batchnorm=True, accumulate=1)
-    for x, which in data:
-        optimizer.backward(means(model(x), which))
-        optimizer.step()
-    optimizer.close()
-    data = hvt.loader((X, torch.arange(SAMPLES)), UPDATE // 2, shuffle=False)
-    several, optimizer = prepared(normed(), data, sync_batchnorm=True, accumulate=2)
-    for x, which in data:
-        optimizer.backward(means(several(x), which))
-        optimizer.step()
+    trained = []
+    for accumulate in (1, 2):
+        data = hvt.loader((X, torch.arange(SAMPLES)), UPDATE // 2, shuffle=False)
+        model, optimizer = hvt.prepare(model := normed(), sgd(model), data, sync_batchnorm=True, accumulate=accumulate)
+        train(model, optimizer, data, lambda model, x, which: means(model(x), which))
+        trained.append(model)
+        optimizer.close()
     once, both = normed(), normed()
-    step, steps = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (once, both))
-    outputs = []
-    for at in range(0, SAMPLES, UPDATE):
-        which = torch.arange(at, at + UPDATE)
-        step.zero_grad()
-        sum(mean for mean, _ in means(once(X[which]), which)).backward()
-        step.step()
-        outputs.append(both(X[which]))
+    steps, outputs = sgd(both), []
+
+    def of_one(model: Any, x: Tensor, which: Tensor) -> Tensor:
+        outputs.append(both(x))
+        return sum((mean for mean, _ in means(model(x), which)), torch.zeros(()))
+
+    plainly(once, sgd(once), windows(UPDATE, X, torch.arange(SAMPLES)), of_one)
     sum(mean for mean, _ in means(torch.cat(outputs), torch.arange(SAMPLES))).backward()
     steps.step()
-    shown(world, "T36b", max(gap(model, once), gap(several, both)))
+    shown("T36b", max(map(gap, trained, (once, both))))
 
 
 def case_a_gradient_penalty_goes_through_the_statistics(world: hvdtrain.World) -> None:
@@ -468,10 +398,7 @@ def case_a_gradient_penalty_goes_through_the_statistics(world: hvdtrain.World) -
         (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
         return CE(out, y) + (slope.norm(dim=1) - 1).square().mean()
 
-    data = dealt(world, Y)
-    model, optimizer = prepared(normed(), data, sync_batchnorm=True)
-    train(model, optimizer, data, penalised)
-    shown(world, "T36c", gap(model, one_process(normed(), Y, penalised)))
+    exact(world, "T36c", Y, penalised, make=normed, sync_batchnorm=True)
 
 
 def case_a_learned_weight_of_a_mean_that_a_rank_lacks(world: hvdtrain.World) -> None:
@@ -491,14 +418,10 @@ def case_a_learned_weight_of_a_mean_that_a_rank_lacks(world: hvdtrain.World) -> 
         masked = out.square().sum(1) @ some / some.sum().clamp(min=1)
         return [((-log[0]).exp() * out.abs().mean() + log[0], len(x)), ((-log[1]).exp() * masked + log[1], some.sum())]
 
-    y, data = every_other(Y), dealt(world, every_other(Y))
-    model, optimizer = prepared(Weighed(), data)
-    for x, labels in data:
-        optimizer.zero_grad()
-        optimizer.backward(means(model, x, labels))
-        optimizer.step()
-    plain = one_process(Weighed(), y, lambda model, x, y: sum(mean for mean, _ in means(model, x, y)))
-    shown(world, "T36d", gap(model, plain))
+    exact(
+        world, "T36d", every_other(Y), means, make=Weighed,
+        plain=lambda model, x, y: sum(mean for mean, _ in means(model, x, y)),
+    )  # fmt: skip
 
 
 # -- parameters past the prepared model ------------------------------------------------------------------------------
@@ -513,40 +436,34 @@ class WithHead(nn.Module):
 
 
 def case_a_head_with_an_optimizer_of_its_own(world: hvdtrain.World) -> None:
-    data, head = dealt(world, Y), nn.Linear(KINDS, KINDS)
-    model, optimizer = prepared(net(), data)
+    head = nn.Linear(KINDS, KINDS)
+    model, optimizer, data = ready(world, Y, net())
     own = torch.optim.SGD(head.parameters(), lr=0.5)
-    with refused("must be those of the prepared model", "whose groups have rates", kind=ConfigError):
-        try:
-            for x, y in data:
-                optimizer.backward(CE(head(model(x)), y))
-                optimizer.step()
-                own.step()
-        except ConfigError as error:
-            said(world, "T37a", error)
+    with refused("must be those of the prepared model", "whose groups have rates", kind=ConfigError, row="T37a"):
+        for x, y in data:
+            optimizer.backward(CE(head(model(x)), y))
+            optimizer.step()
+            own.step()
     optimizer.close()
     torch.manual_seed(3)
-    both, data = WithHead(), dealt(world, Y)
+    both = WithHead()
     alone = copy.deepcopy(both)
 
     def grouped(model: WithHead) -> Any:
         groups = [{"params": model.net.parameters(), "lr": 0.1}, {"params": model.head.parameters(), "lr": 0.5}]
         return torch.optim.SGD(groups)
 
+    data = hvt.loader((X, Y), UPDATE // world.size, shuffle=False)
     model, optimizer = hvt.prepare(both, grouped(both), data)
     train(model, optimizer, data, plain_loss)
-    step = grouped(alone)
-    for at in range(0, SAMPLES, UPDATE):
-        step.zero_grad()
-        plain_loss(alone, X[at : at + UPDATE], Y[at : at + UPDATE]).backward()
-        step.step()
-    shown(world, "T37b", gap(model, alone))
+    plainly(alone, grouped(alone), windows(UPDATE, X, Y), plain_loss)
+    shown("T37b", gap(model, alone))
 
 
 def case_an_optimizer_that_the_loss_does_not_reach(world: hvdtrain.World) -> None:
     """A teacher that has gradients and is not stepped is right; another model's plain training is reported."""
-    data, teacher, other = dealt(world, Y), net(), net()
-    model, optimizer = prepared(net(), data)
+    teacher, other = net(), net()
+    model, optimizer, data = ready(world, Y, net())
     own = torch.optim.RMSprop(other.parameters(), lr=0.1)
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
@@ -558,30 +475,26 @@ def case_an_optimizer_that_the_loss_does_not_reach(world: hvdtrain.World) -> Non
             CE(other(x), y).backward()
             own.step()
     assert said.getvalue().count("RMSprop.step() of an optimizer that is not prepared") == world.is_main
-    shown(world, "T37c", "one line reports it")
+    shown("T37c", "one line reports it")
 
 
 # -- the whole batch beside a part of it -----------------------------------------------------------------------------
 def case_a_loss_of_the_whole_and_of_a_part(world: hvdtrain.World) -> None:
-    data = dealt(world, Y)
-    model, optimizer = prepared(net(), data)
-    with refused("computed of what hvt.whole() returned", kind=ConfigError):
-        try:
-            for x, y in data:
-                out = model(x)
-                every, labels = hvt.whole(out, y)
-                optimizer.backward(CE(every, labels) + out.square().mean())
-        except ConfigError as error:
-            said(world, "T38a", error)
+    model, optimizer, data = ready(world, Y, net())
+    with refused("computed of what hvt.whole() returned", kind=ConfigError, row="T38a"):
+        for x, y in data:
+            out = model(x)
+            every, labels = hvt.whole(out, y)
+            optimizer.backward(CE(every, labels) + out.square().mean())
     optimizer.close()
-    data = dealt(world, Y)
-    model, optimizer = prepared(net(), data)
 
     def both(out: Tensor, y: Tensor) -> Tensor:
         return CE(out, y) + out.square().mean().sqrt()
 
-    train(model, optimizer, data, lambda model, x, y: both(*hvt.whole(model(x), y)))
-    shown(world, "T38b", gap(model, one_process(net(), Y, lambda model, x, y: both(model(x), y))))
+    exact(
+        world, "T38b", Y, lambda model, x, y: both(*hvt.whole(model(x), y)),
+        plain=lambda model, x, y: both(model(x), y),
+    )  # fmt: skip
 
 
 class Heads(nn.Module):
@@ -598,17 +511,13 @@ class Heads(nn.Module):
 
 def case_a_list_of_outputs_is_of_samples_or_of_parts(world: hvdtrain.World) -> None:
     """Of as many heads as a rank has samples, in the first batch; and in the tail, after batches that are clear."""
-    data = dealt(world, Y)
-    model, optimizer = prepared(Heads(of_samples=False), data)
-    with refused("it may be n samples, or n parts", kind=ConfigError):
-        try:
-            for x, _ in data:
-                hvt.whole(model(x))
-        except ConfigError as error:
-            said(world, "T40a", error)
+    model, optimizer, data = ready(world, Y, Heads(of_samples=False))
+    with refused("it may be n samples, or n parts", kind=ConfigError, row="T40a"):
+        for x, _ in data:
+            hvt.whole(model(x))
     optimizer.close()
     data = hvt.loader((X, Y), 3, shuffle=False)
-    model, optimizer = prepared(Heads(of_samples=True), data)
+    model, optimizer = hvt.prepare(model := Heads(of_samples=True), sgd(model), data)
     sizes = []
     for x, _ in data:
         every = hvt.whole(model(x))
@@ -619,9 +528,9 @@ def case_a_list_of_outputs_is_of_samples_or_of_parts(world: hvdtrain.World) -> N
 
 
 def case_a_buffer_that_parts_is_reported(world: hvdtrain.World) -> None:
-    data, model = dealt(world, Y), normed()
+    model = normed()
     model.register_buffer("factor", torch.ones(()))
-    model, optimizer = prepared(model, data)
+    model, optimizer, data = ready(world, Y, model)
     train(model, optimizer, data, plain_loss)
     text = io.StringIO()
     with contextlib.redirect_stdout(text):
@@ -630,7 +539,7 @@ def case_a_buffer_that_parts_is_reported(world: hvdtrain.World) -> None:
             hvt.evaluate(model, data, lambda outputs, targets: {"right": outputs.argmax(1) == targets})
     assert text.getvalue().count("buffers differ between ranks: factor") == world.is_main, text.getvalue()
     assert hvt.unwrap(model).factor == 1
-    shown(world, "T40b", "one line names it; all ranks have that of rank 0")
+    shown("T40b", "one line names it; all ranks have that of rank 0")
 
 
 if __name__ == "__main__":

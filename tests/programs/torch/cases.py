@@ -1,16 +1,20 @@
-"""Runs the functions ``case_...(world)`` of a program on every rank, and says which passed."""
+"""Runs the functions ``case_...(world)`` of a program on every rank, and says which passed; trainings to compare."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 import hvdtrain
+import hvdtrain.torch as hvt
 from hvdtrain.core.errors import HvdtrainError
 
 
@@ -34,17 +38,73 @@ def run_cases(namespace: Mapping[str, Any], world: hvdtrain.World) -> int:
     return failed
 
 
+def shown(row: str, text: object) -> None:
+    """Rank 0 prints what a row of docs/limits.md shows."""
+    if (world := hvdtrain.current()) is not None and world.is_main:
+        print(f"shown {row} {' '.join(str(text).split())}", flush=True)
+
+
 @contextmanager
-def refused(*parts: str, kind: type[HvdtrainError] = HvdtrainError) -> Iterator[None]:
-    """The block must raise `kind`, with all `parts` in its text."""
+def refused(*parts: str, kind: type[HvdtrainError] = HvdtrainError, row: str = "") -> Iterator[None]:
+    """The block must raise `kind`, with all `parts` in its text, which is then shown as that row's."""
     try:
         yield
     except kind as error:
         missing = [part for part in parts if part not in str(error)]
         assert not missing, f"{missing} not in:\n{error}"
         assert error.rule and (error.remedy or error.received), f"no remedy:\n{error}"
+        if row:
+            shown(row, error)
     else:
         raise AssertionError(f"not refused: {parts}")
+
+
+def quietly(*args: Any, **kwargs: Any) -> Any:
+    """`prepare`, without the line of its proof."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        return hvt.prepare(*args, **kwargs)
+
+
+def train(
+    model: Any, optimizer: Any, batches: Iterable[Any], loss_of: Callable[..., Any], weight: Any = None
+) -> list[float]:
+    """Runs a user's loop on batches (x, y, ...); returns the losses of its updates."""
+    losses = []
+    for batch in batches:
+        optimizer.zero_grad()  # between micro-batches, too
+        optimizer.backward(loss_of(model, *batch), **({} if weight is None else {"weight": weight(batch[-1])}))
+        optimizer.step()
+        losses += [] if (loss := optimizer.record()["loss"]) is None else [loss]
+    return losses
+
+
+def plainly(
+    model: nn.Module, optimizer: Any, batches: Iterable[Any], loss_of: Callable[..., Any], clip: float = 0.0
+) -> list[float]:
+    """Runs the same loop in one process of plain PyTorch; returns the losses."""
+    losses = []
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = loss_of(model, *batch)
+        loss.backward()
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def windows(size: int, *parts: Tensor, epochs: int = 1) -> Iterator[tuple[Tensor, ...]]:
+    """Yields the batches of an epoch, unshuffled, after one another."""
+    for _ in range(epochs):
+        for start in range(0, len(parts[0]), size):
+            yield tuple(part[start : start + size] for part in parts)
+
+
+def gap(found: Any, wanted: Any) -> float:
+    """Returns the largest difference of parameters and buffers; NaN stays NaN."""
+    pairs = zip(hvt.unwrap(found).state_dict().values(), hvt.unwrap(wanted).state_dict().values(), strict=True)
+    return float(torch.stack([(a.double() - b.double()).abs().max() for a, b in pairs]).max())
 
 
 def main(namespace: Mapping[str, Any]) -> None:
