@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import tempfile
 import time
 from typing import Any
 from unittest import mock
 
 import torch
 from cases import main, refused
-from small import data, distance, loss_of, mlp, prepared, sgd
+from small import data, distance, loss_of, mlp, prepared
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import hvdtrain
 import hvdtrain.torch as hvt
 from hvdtrain.core.errors import ConfigError, HvdtrainError, NonFiniteError
-from hvdtrain.record.log import read_run
 from hvdtrain.torch.losses.tally import SIZE, Tally, wrong
 from hvdtrain.torch.update.nonfinite import Losses, PendingLosses
 from hvdtrain.torch.values.clock import CLOCK, TorchClock
@@ -168,53 +164,6 @@ def case_a_loops_phases_sum_to_its_wall_time(world: hvdtrain.World) -> None:
     wall = time.perf_counter() - started
     assert abs(sum(seconds.values()) - wall) < 0.02 * wall, (seconds, wall)
     assert all(seconds[p] > 0 for p in ("input", "forward", "backward", "optimizer", "evaluation", "checkpoint"))
-
-
-class Slow(nn.Module):
-    """A model that takes its time; so do the pictures below."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        time.sleep(0.1)  # the slow model that the verdict is to name; no wait for anything
-        return x
-
-
-class SlowPictures(torch.utils.data.Dataset[Any]):
-    def __len__(self) -> int:
-        return 64
-
-    def __getitem__(self, index: int) -> Any:
-        time.sleep(0.1 / 8)  # the same, sample by sample
-        return tuple(part[index % 32] for part in data())
-
-
-def last_line(model: nn.Module, samples: Any, world: hvdtrain.World) -> str:
-    """What a recorded loop of 8 updates ends with."""
-    said = io.StringIO()
-    train = hvt.loader(samples, 8, workers=0)
-    model, optimizer = hvt.prepare(model, sgd(model), train)
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(said):
-        with hvdtrain.RunLog(folder, world, config={}, tensorboard=False) as run:
-            for epoch in train.epochs(1):
-                for batch in train:
-                    optimizer.backward(loss_of(model, batch))
-                    optimizer.step()
-                    run.step(**optimizer.record())
-                run.epoch(epoch, {}, 1.0, optimizer.phases())
-        recorded = read_run(folder)
-    verdict = "verdict: " + said.getvalue().rstrip().rpartition("verdict: ")[2]  # a busy machine may add a line
-    assert recorded is not None and verdict == f"verdict: {recorded['result']['verdict']}"
-    return verdict
-
-
-def case_a_slow_loader_is_called_input_bound(world: hvdtrain.World) -> None:
-    verdict = last_line(mlp(), SlowPictures(), world)
-    # whether more workers would help depends on the cores that are idle: other programs' work counts
-    assert verdict.startswith("verdict: input bound: ") and "less work for each sample" in verdict, verdict
-
-
-def case_a_heavy_model_is_called_compute_bound(world: hvdtrain.World) -> None:
-    verdict = last_line(nn.Sequential(Slow(), mlp()), data(64), world)
-    assert verdict.startswith("verdict: compute bound: "), verdict
 
 
 class Event:
