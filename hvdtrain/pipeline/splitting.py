@@ -17,8 +17,8 @@ from hvdtrain.pipeline.run.stage import build_stages
 from hvdtrain.pipeline.trace.meta import Initialise, made_by_stages
 from hvdtrain.pipeline.trace.segments import Segment, from_modules, segments
 from hvdtrain.pipeline.tuning.profiles import Profile, profile
-from hvdtrain.pipeline.values.devices import parse_devices
 from hvdtrain.pipeline.values.microbatch import Chunk, flat, marked, samples_of
+from hvdtrain.pipeline.values.places import parse_devices
 from hvdtrain.world.resources import keep_freed_memory
 
 if TYPE_CHECKING:

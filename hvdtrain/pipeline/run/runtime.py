@@ -33,8 +33,17 @@ from hvdtrain.pipeline.run.worker import StageCall, StageError
 from hvdtrain.pipeline.trace.fixed import FrozenModelCheck
 from hvdtrain.pipeline.trace.segments import Segment
 from hvdtrain.pipeline.values import rng
-from hvdtrain.pipeline.values.inputs import Inputs
-from hvdtrain.pipeline.values.microbatch import Chunk, Weight, flat, marked, not_joined, pieces_of, samples_of, shares
+from hvdtrain.pipeline.values.microbatch import (
+    Chunk,
+    Inputs,
+    Weight,
+    flat,
+    marked,
+    not_joined,
+    pieces_of,
+    samples_of,
+    shares,
+)
 from hvdtrain.pipeline.values.places import Places
 from hvdtrain.values.nested import join, map_tensors
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.pipeline.trace.few import device_of
+from hvdtrain.pipeline.trace.restore import device_of
 from hvdtrain.pipeline.trace.segments import Chain, Segment, Stretch, tensors_used
 
 

@@ -26,9 +26,9 @@ from hvdtrain.pipeline.plan.simulate import Span
 from hvdtrain.pipeline.run.batchnorm import Pooled
 from hvdtrain.pipeline.run.passes import Head, Passes
 from hvdtrain.pipeline.run.stage import Stage
-from hvdtrain.pipeline.values.context import Context
 from hvdtrain.pipeline.values.places import Places, StageDevice, mark
 from hvdtrain.pipeline.values.rng import Draws
+from hvdtrain.pipeline.values.threads import Context
 
 _NAMES = {"weight": "backward for the weights"}
 

@@ -20,9 +20,17 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.pipeline.trace.few import a_few, device_of, to_device
 from hvdtrain.pipeline.trace.recording import users_line
-from hvdtrain.pipeline.trace.restore import all_training, attributes_of, changes, copied, preserved_state
+from hvdtrain.pipeline.trace.restore import (
+    a_few,
+    all_training,
+    attributes_of,
+    changes,
+    copied,
+    device_of,
+    preserved_state,
+    to_device,
+)
 from hvdtrain.pipeline.trace.tracer import Program, is_torchs
 from hvdtrain.pipeline.values.microbatch import SIMPLE
 from hvdtrain.values.nested import map_tensors, tensors_of

@@ -13,12 +13,10 @@ from torch.nn.parameter import is_lazy
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.pipeline.trace import code
-from hvdtrain.pipeline.trace.cuts import Cut, find_cuts
-from hvdtrain.pipeline.trace.facts import Different, Facts, look
-from hvdtrain.pipeline.trace.few import device_of, resized, to_device
+from hvdtrain.pipeline.trace.cuts import Cut, Different, Facts, find_cuts, look
 from hvdtrain.pipeline.trace.modes import innermost
 from hvdtrain.pipeline.trace.reference import Reference, refer, same
-from hvdtrain.pipeline.trace.restore import all_training, preserved_state
+from hvdtrain.pipeline.trace.restore import all_training, device_of, preserved_state, resized, to_device
 from hvdtrain.pipeline.trace.tracer import Program, make_leaf, parted, refuse_around, trace
 from hvdtrain.pipeline.values.rng import draws_by_name, may_draw
 

@@ -14,8 +14,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from hvdtrain.pipeline.trace.few import FEW, device_of, resized, to_device
-from hvdtrain.pipeline.trace.restore import attributes_of, restored
+from hvdtrain.pipeline.trace.restore import FEW, attributes_of, device_of, resized, restored, to_device
 from hvdtrain.pipeline.values.microbatch import samples_of
 from hvdtrain.values.generators import HOST
 

@@ -31,10 +31,9 @@ from torch.nn.modules import transformer
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.pipeline.trace import recording
 from hvdtrain.pipeline.trace.arguments import FixedArguments
-from hvdtrain.pipeline.trace.few import device_of
 from hvdtrain.pipeline.trace.modes import Call, dependent, differently_wired, key, opened, partners_of, skeleton
-from hvdtrain.pipeline.trace.proxy import Proxy
-from hvdtrain.pipeline.trace.restore import all_training, attributes_of, preserved_state, redrawn, restored
+from hvdtrain.pipeline.trace.recording import Proxy
+from hvdtrain.pipeline.trace.restore import all_training, attributes_of, device_of, preserved_state, redrawn, restored
 from hvdtrain.pipeline.trace.shadow import Shadow, same, truth
 from hvdtrain.pipeline.values.microbatch import is_named, known_to_pytree
 from hvdtrain.values.generators import HOST
@@ -416,7 +415,7 @@ class _Tracer(fx.Tracer):
 
 
 # files that are no user's
-_OWN = (*map(inspect.getsourcefile, (_Tracer, Proxy, fx.Proxy)), recording.__file__)
+_OWN = tuple(map(inspect.getsourcefile, (_Tracer, Proxy, fx.Proxy)))
 
 
 def _is_open_encoder(module: nn.Module) -> bool:

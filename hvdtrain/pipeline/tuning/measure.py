@@ -15,12 +15,11 @@ from torch import Tensor
 
 from hvdtrain.core.errors import is_out_of_memory
 from hvdtrain.pipeline.run.stage import Copies
-from hvdtrain.pipeline.trace.few import device_of, resized, to_device
+from hvdtrain.pipeline.trace.restore import device_of, resized, to_device
 from hvdtrain.pipeline.trace.segments import Segment
-from hvdtrain.pipeline.values.context import Context
 from hvdtrain.pipeline.values.microbatch import samples_of
 from hvdtrain.pipeline.values.places import StageDevice
-from hvdtrain.pipeline.values.threads import side_by_side
+from hvdtrain.pipeline.values.threads import Context, side_by_side
 from hvdtrain.values.nested import map_tensors, tensors_of
 
 Call = Callable[..., tuple[Any, ...]]

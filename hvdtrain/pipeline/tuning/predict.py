@@ -22,8 +22,8 @@ from hvdtrain.pipeline.run.worker import StageError
 from hvdtrain.pipeline.trace.restore import preserved_state
 from hvdtrain.pipeline.trace.tracer import parted
 from hvdtrain.pipeline.tuning.unsplit import seconds_of
-from hvdtrain.pipeline.values.devices import CPU_POOL, cpu_slots
 from hvdtrain.pipeline.values.microbatch import flat, marked, pieces_of, samples_of
+from hvdtrain.pipeline.values.places import CPU_POOL, cpu_slots
 
 MICRO_BATCHES = 3  # of a step that is timed, where the batch has so many: enough for the stages to overlap
 ROUNDS, ROUNDS_S = 4, 1.0  # such steps of one size: at most, and for how long more are begun

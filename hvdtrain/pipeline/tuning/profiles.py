@@ -23,9 +23,8 @@ from hvdtrain.pipeline.plan.costs import ZERO, Curve, Device, Link, Pool, Segmen
 from hvdtrain.pipeline.trace.restore import all_training, preserved_state
 from hvdtrain.pipeline.trace.segments import Segment, segments
 from hvdtrain.pipeline.tuning.measure import Bytes, DeviceClock, Seconds, SegmentBench, on_device, together
-from hvdtrain.pipeline.values.devices import CPU_POOL, cpu_slots, kind_of, parse_devices, planned
 from hvdtrain.pipeline.values.microbatch import samples_of
-from hvdtrain.pipeline.values.places import stage_devices
+from hvdtrain.pipeline.values.places import CPU_POOL, cpu_slots, kind_of, parse_devices, planned, stage_devices
 
 BUDGET_S = 5.0  # for the repeats of one size: one at least is always taken
 CONTENTION_S = 0.3  # how long several stages are watched at the same time

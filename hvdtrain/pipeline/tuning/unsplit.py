@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.core.errors import is_out_of_memory
-from hvdtrain.pipeline.values.devices import core_blocks
+from hvdtrain.pipeline.values.places import core_blocks
 from hvdtrain.values.nested import map_tensors
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""A batch cut into micro-batches, how much each counts, and their outputs joined again; values may be nested."""
+"""A batch cut into micro-batches, how much each counts, and gradients of its inputs; values may be nested."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.sharding import weight_number
-from hvdtrain.values.nested import tensors_of
+from hvdtrain.values.nested import map_tensors, tensors_of
 
 # leaves of nested values besides tensors
 SIMPLE = (int, float, bool, complex, str, torch.dtype, torch.device, type(None))
@@ -209,3 +209,49 @@ def shares(weight: Weight, targets: Sequence[Any], sizes: Sequence[int]) -> list
             )
     total = sum(weights)
     return [one / total if one else 0.0 for one in weights]
+
+
+class Inputs:
+    """The arguments of a batch.
+
+    Args:
+        arguments: of the model, those without samples as `Whole`.
+        sizes: samples of each micro-batch.
+
+    Attributes:
+        pieces: arguments of each micro-batch; tensors that want gradients are leaves of their own.
+        gradients: of the tensors of each piece, in order; filled by the first stage.
+    """
+
+    def __init__(self, arguments: tuple[Any, ...], sizes: Sequence[int]) -> None:
+        self._tensors = tensors_of(unmarked(arguments))
+        with torch.no_grad():
+            self.pieces = pieces_of(arguments, sizes)
+        self.gradients: list[list[Tensor | None]] = [[] for _ in sizes]
+        self.wanted = any(tensor.requires_grad for tensor in self._tensors)
+        if self.wanted:
+            self.pieces = [self._leaves(piece) for piece in self.pieces]
+
+    def _leaves(self, piece: Any) -> Any:
+        wants = iter([tensor.requires_grad for tensor in self._tensors])
+        return map_tensors(lambda tensor: tensor.detach().requires_grad_(next(wants)), piece)
+
+    def return_gradients(self) -> None:
+        """Adds them to the arguments' own, or goes on with the backward pass of what has made the arguments."""
+        pieces = [tensors_of(piece) for piece in self.pieces] if self.wanted else []
+        found: list[tuple[Tensor, Tensor]] = []
+        for index, tensor in enumerate(self._tensors):
+            parts = [one[index] if one else None for one in self.gradients]
+            if not tensor.requires_grad or not any(part is not None for part in parts):
+                continue
+            parts = [None if part is None else part.to(tensor.device) for part in parts]
+            if pieces[0][index].shape == tensor.shape:  # it went to every micro-batch whole
+                found.append((tensor, torch.stack([part for part in parts if part is not None]).sum(0)))
+                continue
+            filled = [
+                torch.zeros_like(piece[index], device=tensor.device) if part is None else part
+                for part, piece in zip(parts, pieces, strict=True)
+            ]
+            found.append((tensor, torch.cat(filled)))
+        if found:
+            torch.autograd.backward([tensor for tensor, _ in found], [gradient for _, gradient in found])

@@ -16,7 +16,7 @@ from hvdtrain import __main__
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.pipeline import split
 from hvdtrain.pipeline.tuning import planner
-from hvdtrain.pipeline.values import devices
+from hvdtrain.pipeline.values import places
 
 FOLDER = Path(sys.argv[1])
 
@@ -60,9 +60,9 @@ x, y, loss = torch.randn(12, 32), torch.randint(4, (12,)), nn.CrossEntropyLoss()
 chosen = planner.choose(model, x, loss, devices=["cpu", "cpu"], batch=12, optimizer_copies=2.0)
 expected = float(loss(model(x), y))
 same = all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
-planned = devices.planned
-devices.planned = lambda device, speed=1.0: replace(planned(device, speed), memory_bytes=1000.0)
-sys.modules["hvdtrain.pipeline.tuning.profiles"].planned = devices.planned  # type: ignore[attr-defined]
+planned = places.planned
+places.planned = lambda device, speed=1.0: replace(planned(device, speed), memory_bytes=1000.0)
+sys.modules["hvdtrain.pipeline.tuning.profiles"].planned = places.planned  # type: ignore[attr-defined]
 try:
     planner.choose(model, x, loss, devices=["cpu"], batch=12)
     nothing_fits = "it did"

@@ -23,7 +23,7 @@ from hvdtrain.pipeline.plan.schedule import Remat, micro_batch_sizes
 from hvdtrain.pipeline.plan.simulate import simulate
 from hvdtrain.pipeline.tuning import predict, unsplit
 from hvdtrain.pipeline.tuning.search_size import SplitDoesNotPay, tune
-from hvdtrain.pipeline.values import devices
+from hvdtrain.pipeline.values import places
 
 PASS_S, SAMPLE_S = 0.002, 0.002  # of a forward pass, and besides for each sample; backward twice
 ATTEMPTS = 4  # a machine that is busy for a moment is measured again
@@ -101,7 +101,7 @@ def pays() -> dict[str, Any]:
     pipe, x, y = sleepers(24, stages=4)
     # who sleeps needs no core: on few cores the stages would take turns
     with (
-        mock.patch.object(devices, "cpu_slots", return_value=0),
+        mock.patch.object(places, "cpu_slots", return_value=0),
         mock.patch.object(predict, "cpu_slots", return_value=0),
     ):
         for _ in range(ATTEMPTS):

@@ -41,7 +41,7 @@ from hvdtrain import torch_resnet
 from hvdtrain.core.errors import ConfigError, NonFiniteError, ReplicaError
 from hvdtrain.pipeline.tuning import planner
 from hvdtrain.pipeline.tuning.planner import ParallelPlan
-from hvdtrain.pipeline.values import devices
+from hvdtrain.pipeline.values import places
 from hvdtrain.torch.engines.dataparallel import DataParallelEngine
 from hvdtrain.torch.engines.group import GroupEngine
 from hvdtrain.torch.engines.horovod import HorovodEngine
@@ -286,7 +286,7 @@ def case_the_last_stage_sends_while_the_first_computes(world: hvdtrain.World) ->
 
 def case_ranks_of_a_host_take_cores_of_their_own(world: hvdtrain.World) -> None:
     with mock.patch("os.sched_getaffinity", lambda _: set(range(8))), mock.patch("torch.get_num_threads", lambda: 4):
-        blocks = devices.core_blocks(2)
+        blocks = places.core_blocks(2)
     assert world.gather(blocks) == [[(0, 1), (2, 3)], [(4, 5), (6, 7)]][: world.size]
 
 
