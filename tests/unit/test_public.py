@@ -11,6 +11,7 @@ import pytest
 from harness import REPOSITORY
 from typed import names_of
 
+import hvdtrain
 from hvdtrain.__main__ import COMMANDS
 from hvdtrain.core.flags import LateParser
 
@@ -85,3 +86,9 @@ def test_what_programs_and_pages_call_is_public(short: str, package: str) -> Non
     top = [*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/*.md"), *REPOSITORY.glob("hvdtrain/**/*.py")]
     used = {name for file in top for name in re.findall(rf"\b{short}\.(\w+)", file.read_text(encoding="utf-8"))}
     assert used and used <= known, used - known
+
+
+def test_public_names_are_there_and_others_are_attribute_errors() -> None:
+    assert [name for name in hvdtrain.__all__ if getattr(hvdtrain, name) is None or name not in dir(hvdtrain)] == []
+    with pytest.raises(AttributeError, match="no attribute 'Trainer'"):
+        hvdtrain.Trainer  # noqa: B018

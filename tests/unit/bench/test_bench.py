@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,10 +11,13 @@ from typing import Any
 
 import pytest
 from bench_arguments import arguments
+from harness import clean_environment
+from launcher_variables import HOROVODRUN
 
 from hvdtrain.bench import train
 from hvdtrain.bench.train import WAYS, Way
-from hvdtrain.bench.turns import train_job, turns
+from hvdtrain.bench.turns import turns
+from hvdtrain.bench.turns.turns import InterleavedJobs
 from hvdtrain.core.errors import ConfigError, LauncherError
 from hvdtrain.record import stats
 
@@ -26,24 +30,10 @@ def test_ratio_of_pairs_is_blind_to_a_slow_while() -> None:
     assert loose.low < 2.0 < loose.high  # the negative twin: not of the same time, it shows
 
 
-def test_ratio_interval_holds_the_value_and_repeats() -> None:
-    above, below = [1.0, 1.2, 1.4, 1.1], [1.0, 0.8, 1.0, 1.1]
-    ratio = stats.ratio_of_medians(above, below)
-    assert ratio.low <= ratio.value <= ratio.high and ratio.value == pytest.approx(1.2)
-    assert ratio == stats.ratio_of_medians(above, below)
-
-
 def test_everyone_comes_once_a_round_and_another_one_first() -> None:
     rounds = [stats.rotated({"a": 1, "b": 2, "c": 3}, turn) for turn in range(4)]
     assert ["".join(names) for names in rounds] == ["abc", "bca", "cab", "abc"]
     assert stats.rotated([], 3) == []
-
-
-def test_table_is_aligned() -> None:
-    text = stats.table([("what", "ms"), ("short", "1.00"), ("a longer one", "12.00")])
-    lines = text.splitlines()
-    assert len(lines) == 4 and len({len(line) for line in lines}) == 1
-    assert lines[2].startswith("short ") and lines[2].endswith(" 1.00")
 
 
 def test_place_for_the_result_is_checked_first(tmp_path: Path) -> None:
@@ -53,20 +43,16 @@ def test_place_for_the_result_is_checked_first(tmp_path: Path) -> None:
 
 
 def test_not_below_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {
-        "RANK": 0,
-        "SIZE": 2,
-        "LOCAL_RANK": 0,
-        "LOCAL_SIZE": 2,
-        "CROSS_RANK": 0,
-        "CROSS_SIZE": 1,
-    }.items():
-        monkeypatch.setenv(f"HOROVOD_{name}", str(value))
-    monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_ADDR", "127.0.0.1")
-    monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_PORT", "1")
-    monkeypatch.setenv("HOROVOD_CONTROLLER", "gloo")
+    for name, value in HOROVODRUN.items():
+        monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match="starts its own ranks"):
         train.run(arguments())
+
+
+def test_only_the_benchs_own_jobs_may_connect() -> None:
+    """Orders are pickled: an address needs the key."""
+    with InterleavedJobs(clean_environment()) as jobs:
+        assert oct(os.stat(jobs._folder.name).st_mode & 0o777) == "0o700"
 
 
 def test_missing_launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -156,13 +142,6 @@ def test_changed_lines() -> None:
     assert all((by_label[way.label] == 0) == (way.label in (way.alone, way.apart)) for way in WAYS)
     # init_process_group and the wrapper with their imports, and the loop that calls the wrapper
     assert by_label["DistributedDataParallel"] == 5
-
-
-def test_changed_lines_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    texts = {"alone": ["a", "b", "c"], "ddp": ["a", "x", "c", "d"], "fabric": ["c"]}
-    monkeypatch.setattr(train_job, "ARMS", {name: name for name in texts})
-    monkeypatch.setattr(train, "_lines", texts.__getitem__)
-    assert [train.changed_lines(way) for way in (ALONE, OTHER, FAR)] == [0, 2, 2]
 
 
 def test_ways_that_are_left_out_are_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from hvdtrain.bench.comm import ways
-from hvdtrain.bench.comm.report import readable
 
 SIZES = [1 << power for power in range(10, 29)]
 
@@ -30,9 +29,3 @@ class TestOtherNumbersOfRanks:
         ring, server = ([link.seconds(way, ranks, 1e9) for ranks in (2, 4, 64)] for way in ("ring", "server"))
         assert ring == pytest.approx([1.0, 1.5, 2 * 63 / 64]) and server == pytest.approx([1.0, 3.0, 63.0])
         assert link.seconds("ring", 1, 1e9) == 0
-
-
-def test_bytes_in_words() -> None:
-    assert [readable(size) for size in (100, 1 << 10, 3 << 19, 1 << 28, 1 << 30)] == [
-        "100 B", "1 KiB", "1.5 MiB", "256 MiB", "1 GiB",
-    ]  # fmt: skip

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -51,12 +50,6 @@ def test_more_stages_than_cores() -> None:
     for stages in (1, len(os.sched_getaffinity(0)) + 1):
         with pytest.raises(ConfigError, match=r"a core of its own(.|\n)*--ours"):
             pipeline.run(arguments("--stages", str(stages)))
-
-
-def test_place_for_the_result_is_checked_first(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="--out"):
-        pipeline.run(arguments("--out", str(tmp_path / "file" / "x.json")))
 
 
 def test_another_cut_is_compared_with_ours() -> None:

@@ -200,12 +200,6 @@ def test_horovod_with_mpi_alone_is_taken() -> None:
     assert ("horovod-without-gloo", "error") in {(its.id, its.severity) for its in found_of_both}
 
 
-def test_a_build_of_the_same_release_fits() -> None:
-    """Metadata of an older build says 2.12.1, the package 2.12.1+cu130, or the other way round: both load."""
-    same = host(1, packages__torch="2.12.1", horovod__built_for__torch="2.12.1+cu130")
-    assert everything(cluster(same, copy.deepcopy(same) | {"system": {"hostname": "b", "boot_id": "b"}})) == []
-
-
 def test_a_host_that_lacks_everything() -> None:
     bare = host(2, packages={}, horovod=None, code=None, tools={"c++": None, "cmake": None, "nvcc": None})
     found = {finding.id: finding for finding in everything(cluster(host(1), bare))}

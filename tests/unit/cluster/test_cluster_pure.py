@@ -9,14 +9,12 @@ import signal
 import sys
 from ipaddress import IPv4Interface
 
-import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdtrain.cluster.doctor.sessions import Sessions
-from hvdtrain.cluster.hosts import probe
-from hvdtrain.cluster.hosts.addresses import Chosen, choose, interfaces, source_towards
+from hvdtrain.cluster.hosts.addresses import Chosen, choose
 from hvdtrain.cluster.hosts.hosts import Host, assign, parse_hosts, read_hostfile
 from hvdtrain.cluster.hosts.protocol import mark_of
 from hvdtrain.cluster.hosts.ssh import Ssh, SshProblem, explain, is_this_machine, not_started, without_key
@@ -119,20 +117,6 @@ def its(**named: str) -> dict[str, list[IPv4Interface]]:
 DOCKER = "172.17.0.1/16"
 ONE = its(docker0=DOCKER, eth0="10.0.0.1/24", ib0="10.1.0.1/24")
 TWO = its(docker0=DOCKER, ens5="10.0.0.2/24", ib1="10.1.0.2/24")
-
-
-def test_interfaces_are_those_of_the_machine():
-    expected = {
-        (name, address.address)
-        for name, addresses in psutil.net_if_addrs().items()
-        if psutil.net_if_stats()[name].isup
-        for address in addresses
-        if address.family.name == "AF_INET"
-    }
-    assert {
-        (name, str(address.ip)) for name, all_ in interfaces(probe.interfaces()).items() for address in all_
-    } <= expected
-    assert ("lo", "127.0.0.1") in expected and source_towards("127.0.0.1") == "127.0.0.1"
 
 
 def test_one_host_talks_to_itself():
@@ -313,11 +297,6 @@ def test_what_cannot_be_run_here():
     assert (python.kind, ssh.kind) == ("no_python", "no_ssh") and "/nope/python" in python.what
 
 
-def test_this_machine():
-    assert is_this_machine("localhost") and is_this_machine("127.0.0.1")
-    assert not is_this_machine("192.0.2.77") and not is_this_machine("somebody-else@localhost")
-
-
 # ---- variables
 
 
@@ -326,11 +305,12 @@ def test_a_job_has_one_environment(tmp_path, limit):
     environ = {"LR": "0.5", "DATA_DIR": "/d", "HF_HOME": "/h", "TOKENIZERS_PARALLELISM": "false", "LC_ALL": "C",
                "OMPI_MCA_btl": "tcp", "HOME": "/root", "SSH_CONNECTION": "x", "TERM": "xterm", "TMPDIR": "/scratch",
                "SLURM_PROCID": "0", "OMPI_COMM_WORLD_RANK": "1", "RANK": "2", "BASH_FUNC_module%%": "() {", "_": "x",
-               "HOSTNAME": "a", "DATABASE_URL": "postgres://me:secret@db/x", "HF_TOKEN": "x"}  # fmt: skip
+               "HOSTNAME": "a", "DATABASE_URL": "postgres://me:secret@db/x", "HF_TOKEN": "x",
+               "AWS_SECRET_ACCESS_KEY": "x", "HOROVOD_RANK": "3"}  # fmt: skip
     names = {"LR", "DATA_DIR", "HF_HOME", "TOKENIZERS_PARALLELISM", "LC_ALL", "OMPI_MCA_btl"}
     found = environment.passed(environ)
     assert set(found) == names
-    assert environment.withheld(environ, found) == ["DATABASE_URL", "HF_TOKEN"]
+    assert environment.withheld(environ, found) == ["AWS_SECRET_ACCESS_KEY", "DATABASE_URL", "HF_TOKEN"]
     file = tmp_path / "env"
     file.write_text("# ours\n\nHF_TOKEN\nLR=0.7\nNEW=a = b\n")
     more = environment.passed(environ, ["LR=0.9"], file)
@@ -341,6 +321,9 @@ def test_a_job_has_one_environment(tmp_path, limit):
     limit("C1c", "--env-file with a line that sets nothing", refused=error.value)
     with pytest.raises(ConfigError, match="readable"):
         environment.passed(environ, (), tmp_path / "missing")
+    for wrong in ("MISSING", "a b=1", "=1", "A;B=1"):
+        with pytest.raises(ConfigError):
+            environment.passed(environ, [wrong])
 
 
 def test_variables_that_only_some_log_ins_set_are_told(limit):
@@ -349,17 +332,6 @@ def test_variables_that_only_some_log_ins_set_are_told(limit):
     assert environment.on_some_hosts_only(own, {"LR": "1", "SAME": "1"}) == {}, "what all ranks get wins"
     assert environment.on_some_hosts_only({host: own["h2"] for host in own}, {}) == {}
     limit("C1b", "a log-in file of one host sets a variable", mended="named, with the hosts, before the ranks start")
-
-
-def test_secrets_are_passed_only_when_asked_for():
-    environ = {"HVDTRAIN_A": "1", "HOROVOD_SECRET_KEY": "x", "NCCL_DEBUG": "INFO", "AWS_SECRET_ACCESS_KEY": "x",
-               "HVDTRAIN_TOKEN": "x", "HOME": "/root", "PATH": "/bin", "PYTHONPATH": "/p", "WANDB_API_KEY": "w",
-               "HOROVOD_RANK": "3", "HOROVOD_GLOO_RENDEZVOUS_PORT": "1"}  # fmt: skip
-    assert set(environment.passed(environ)) == {"HVDTRAIN_A", "NCCL_DEBUG", "PATH", "PYTHONPATH"}
-    assert environment.passed(environ, ["WANDB_API_KEY", "X=a=b"]).items() >= {("WANDB_API_KEY", "w"), ("X", "a=b")}
-    for wrong in ("MISSING", "a b=1", "=1", "A;B=1"):
-        with pytest.raises(ConfigError):
-            environment.passed(environ, [wrong])
 
 
 @pytest.mark.parametrize(("cores", "ranks", "threads"), [(8, 2, "4"), (2, 4, "1"), (2.5, 1, "2"), (0.5, 1, "1")])

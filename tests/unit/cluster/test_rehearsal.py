@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.cluster.function.rehearsal import imported_by, slots_of
-from hvdtrain.commands import rehearse
 from hvdtrain.core import variables
 from hvdtrain.record import folder
 
@@ -48,9 +47,3 @@ def test_a_rehearsed_program_writes_elsewhere(tmp_path: Path, monkeypatch: pytes
     chosen, resume = folder.choose_run(None, "net", resume=False, data_sha256="")
     assert chosen.is_dir() and chosen.is_relative_to(tmp_path / "rehearsal") and not resume
     assert not (tmp_path / "runs").exists()
-
-
-def test_memory_in_words() -> None:
-    (line,) = rehearse._memory({0: (2048, 1 << 20), 1: (3 << 10, 1 << 19), 2: (5 << 10, 0)})
-    assert "rank 0 holds 2 MiB of its own, the others 3 to 5, beside 1024 MiB" in line
-    assert list(rehearse._memory({})) == []

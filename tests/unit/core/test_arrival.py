@@ -69,10 +69,6 @@ def test_the_lowest_rank_that_is_there_tells_of_a_long_wait(
     assert (f"for ranks {', '.join(map(str, missing))} to start" in said) if speaks else not said, said
 
 
-def test_names_of_many() -> None:
-    assert arrival.names_of(list(range(1000))).endswith("18, 19 and 980 more")
-
-
 class Started:
     """An event that comes at the third look; time passes only while somebody waits for it."""
 

@@ -7,7 +7,6 @@ import dataclasses
 import json
 import re
 import socket
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -103,15 +102,6 @@ def test_after_the_end_nothing_is_collective() -> None:
         pass
     with alone.meeting(SoloEngine(), "gather") as total:
         assert total == 0.0
-
-
-def test_a_note_costs_little() -> None:
-    tracker = Tracker(0, 2)
-    started = time.perf_counter()
-    for _ in range(1000):
-        tracker.begin_update("of model 1")
-        tracker.end_update()
-    assert (time.perf_counter() - started) / 1000 < 50e-6  # 2 us on a machine that does nothing else
 
 
 # -- two trackers of one process, real sockets ---------------------------------------------------------------------

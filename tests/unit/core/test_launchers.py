@@ -9,7 +9,7 @@ from launcher_variables import HOROVODRUN, HYDRA, MPIJOB, OPEN_MPI, OPENPAI, SBA
 
 from hvdtrain.core.errors import ConfigError, LauncherError
 from hvdtrain.core.launchers import LAUNCHERS, Detected, detect, gpus_for, meeting_point
-from hvdtrain.core.slurm import expand, port_of, tasks_per_node
+from hvdtrain.core.slurm import expand, job_hosts, port_of, tasks_per_node
 
 # on hvdtrain launch's ranks besides: a place to meet that nobody has looked at
 MADE_UP = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "20000", "HVDTRAIN_MASTER_PORT": "20000"}
@@ -134,9 +134,6 @@ class TestStrangers:
 
 
 class TestSlurm:
-    def test_a_batch_script_is_one_process(self) -> None:
-        assert detect(SBATCH).launcher == "none"
-
     @pytest.mark.parametrize("step", ["batch", "", "4294967291", "4294967290", "extern", "interactive"])
     def test_slurms_own_steps_are_one_process(self, step: str) -> None:
         assert detect(SBATCH | {"SLURM_STEP_ID": step}).launcher == "none"
@@ -179,7 +176,26 @@ class TestSlurm:
     def test_first_host(self, nodes: str, first: str) -> None:
         assert expand(nodes)[0] == first
 
-    @pytest.mark.parametrize("nodes", ["", "[", "host[", "host[a]", "host 1", "host[1-2", ","])
+    def test_node_lists_are_expanded(self) -> None:
+        assert expand("gpu[03-04,07],login") == ["gpu03", "gpu04", "gpu07", "login"]
+        assert expand("rack[0-1]node[9-10]") == ["rack0node9", "rack0node10", "rack1node9", "rack1node10"]
+
+    def test_lists_of_millions_are_refused_before_they_are_written_out(self) -> None:
+        for nodes in ("n[1-4000000]", "n[0-99999999999999]", "a[0-999]b[0-999]"):
+            with pytest.raises(LauncherError, match="cannot have more than 100,000 nodes"):
+                expand(nodes)
+        with pytest.raises(LauncherError, match="4,000,000 in SLURM_TASKS_PER_NODE"):
+            tasks_per_node("2(x4000000)")
+        assert len(expand("n[1-100000]")) == len(tasks_per_node("2(x99999),1")) == 100_000
+
+    def test_hosts_of_a_job(self) -> None:
+        job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a[1-2],b", "SLURM_TASKS_PER_NODE": "2(x2),1"}
+        assert job_hosts(job) == "a1:2,a2:2,b:1"
+        assert job_hosts({name: value for name, value in job.items() if name != "SLURM_JOB_ID"}) is None
+        with pytest.raises(LauncherError, match="every node"):
+            job_hosts(job | {"SLURM_TASKS_PER_NODE": "2(x2)"})
+
+    @pytest.mark.parametrize("nodes", ["", "[", "host[", "host[a]", "host 1", "host[1-2", ",", "a;b", "a[1-]", "$(a)"])
     def test_not_a_node_list(self, nodes: str) -> None:
         with pytest.raises(LauncherError, match="Slurm writes nodes"):
             expand(nodes)

@@ -185,19 +185,6 @@ def test_a_handler_of_the_users_is_not_given_a_second_one_nor_is_one_in_c() -> N
         signal.signal(TERM, before)
 
 
-def test_what_the_user_handles_stays_so() -> None:
-    def own(*_: object) -> None: ...
-
-    before = signal.signal(USR1, own)
-    try:
-        preemption.watch(0, Tracker(), {})
-        assert signal.getsignal(USR1) is own and signal.getsignal(TERM) is not signal.SIG_DFL
-        preemption.release()
-        assert signal.getsignal(USR1) is own and signal.getsignal(TERM) is signal.SIG_DFL
-    finally:
-        signal.signal(USR1, before)
-
-
 def test_who_reads_numbers_of_signals_keeps_them() -> None:
     reader, writer = os.pipe2(os.O_NONBLOCK)
     signal.set_wakeup_fd(writer)

@@ -8,7 +8,6 @@ import datetime
 import enum
 import io
 import random
-import time
 from collections import deque
 from collections.abc import Callable
 from decimal import Decimal
@@ -112,14 +111,6 @@ def test_augmentation_is_not_taken_for_other_data() -> None:
     assert refusal([Items(noise=generator.normal) for generator in own], same_data.of_items) == ""
     # the labels still are
     assert refusal([Items(k, noise=generator.normal) for k, generator in enumerate(own)], same_data.of_items)
-
-
-def test_a_gigabyte_is_digested_in_milliseconds() -> None:
-    data = np.lib.stride_tricks.as_strided(LARGE, (1 << 15, 4096), (0, 8))  # 1 GiB, of which little is touched
-    assert data.nbytes == 1 << 30
-    started = time.perf_counter()
-    same_data.of_arrays(data)
-    assert time.perf_counter() - started < 0.5  # 50 ms on a free machine; this one may be shared
 
 
 @dataclasses.dataclass

@@ -138,9 +138,6 @@ class TestOrder:
         order = Plan(5, 1, 1, shuffle=False).order(3)
         assert order.tolist() == [0, 1, 2, 3, 4] and order.dtype == np.int64
 
-    def test_type(self) -> None:
-        assert Plan(5, 1, 1).order(0).dtype == np.int64
-
     def test_negative_epoch(self) -> None:
         with pytest.raises(ConfigError, match="epoch"):
             Plan(5, 1, 1).order(-1)

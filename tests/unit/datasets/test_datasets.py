@@ -74,10 +74,6 @@ def test_enlarge_is_bilinear() -> None:
     assert digits.enlarge(np.full((1, 8, 8), 255.0), 28).min() == 255
 
 
-def test_digits_fit_in_the_package() -> None:
-    assert Path(digits.__file__).with_name("digits.npz").stat().st_size <= 60_000
-
-
 # ---- where MNIST is looked for
 
 

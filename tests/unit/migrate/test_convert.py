@@ -9,6 +9,7 @@ import pytest
 from horovod_scripts import FOLDER
 
 from hvdtrain.migrate.convert import convert
+from hvdtrain.migrate.script.plan import DDP, HVDTRAIN, Target
 
 MODEL = """\
 import horovod.torch as hvd
@@ -445,20 +446,24 @@ def test_a_helper_differentiates_for_the_one_optimizer() -> None:
 
 # -- the scripts of tests/horovod_scripts -------------------------------------------------------------------------
 REFUSED = {
-    "torch_elastic.py": [13, 26, 43],
-    "torch_join.py": [27],
-    "torch_process_sets.py": [9, 12, 13, 26, 28],
-}
+    "torch_elastic": [13, 26, 43], "torch_join": [27], "torch_process_sets": [9, 12, 13, 26, 28],
+    "tensorflow_gradient_tape": [33, 39, 40, 47],
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("path", sorted(FOLDER.glob("torch_*.py")), ids=lambda path: path.stem)
-def test_the_twenty_scripts(path: Path) -> None:
-    text = path.read_text()
-    wanted = REFUSED.get(path.name)
-    if wanted is None:
-        moved(text)
-    else:
-        assert [line for line, _ in refused(text)] == wanted
+@pytest.mark.parametrize(
+    ("path", "target"),
+    [
+        pytest.param(path, target, id=f"{path.stem}-{name}")
+        for name, target, kind in (("hvdtrain", HVDTRAIN, "*.py"), ("ddp", DDP, "torch_*.py"))
+        for path in sorted(FOLDER.glob(kind))
+    ],
+)
+def test_the_twenty_scripts(path: Path, target: Target) -> None:
+    found = convert(path.read_text(), target)
+    assert [finding.line for finding in found.refused] == REFUSED.get(path.stem, [])
+    if path.stem not in REFUSED:
+        compile(found.text, "new.py", "exec")
 
 
 SENT = "hvd.broadcast_parameters(model.state_dict(), root_rank=0)"

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from horovod_scripts import FOLDER
 from torch import distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -323,19 +322,3 @@ def test_a_script_of_keras_is_refused() -> None:
     text = "import horovod.keras as hvd\nhvd.init()\nprint(hvd.rank())\n"
     [(line, reason)] = refused(text)
     assert line == 1 and "--to hvdtrain" in reason
-
-
-REFUSED = {
-    "torch_elastic.py": [13, 26, 43],
-    "torch_join.py": [27],
-    "torch_process_sets.py": [9, 12, 13, 26, 28],
-}
-
-
-@pytest.mark.parametrize("path", sorted(FOLDER.glob("torch_*.py")), ids=lambda path: path.stem)
-def test_the_fifteen_scripts(path: Path) -> None:
-    text = path.read_text()
-    if path.name in REFUSED:
-        assert [line for line, _ in refused(text)] == REFUSED[path.name]
-    else:
-        moved(text)

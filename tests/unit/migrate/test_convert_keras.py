@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import ast
-from pathlib import Path
 
 import pytest
-from horovod_scripts import FOLDER
 
 from hvdtrain.migrate.convert import convert
 
@@ -348,18 +346,3 @@ def test_what_cannot_be_moved_is_told_with_its_line(line: str, reason: str) -> N
     found = refused(HEAD + line + "\n")
     wanted = 1 if line.startswith("import") else 5 + line.count("\n")
     assert any(at == wanted and reason in said for at, said in found), found
-
-
-REFUSED = {"tensorflow_gradient_tape": [33, 39, 40, 47]}
-
-
-@pytest.mark.parametrize(
-    "path", [path for path in sorted(FOLDER.glob("*.py")) if "torch" not in path.name], ids=lambda path: path.stem
-)
-def test_the_twenty_scripts(path: Path) -> None:
-    text = path.read_text()
-    if (wanted := REFUSED.get(path.stem)) is None:
-        moved(text)
-    else:
-        found = refused(text)
-        assert [line for line, _ in found] == wanted and "hvdtrain guard" in found[0][1]

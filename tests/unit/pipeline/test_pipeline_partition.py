@@ -10,11 +10,11 @@ from collections.abc import Iterator, Sequence
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from test_pipeline_plan import StubAllocator, modes, real_peaks
+from test_pipeline_plan import modes, real_peaks
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.pipeline.plan.costs import Curve, Device, Link, SegmentCost, stage_costs
-from hvdtrain.pipeline.plan.partition import Partition, in_words, partition
+from hvdtrain.pipeline.plan.partition import Partition, partition
 from hvdtrain.pipeline.plan.schedule import actions, micro_batch_sizes, recomputed
 
 
@@ -151,13 +151,6 @@ def test_what_fits_nowhere_really_fails(costs, stages, limit, micro_batches, sch
         assert real_peaks(costs, found.sizes, sizes, schedule, remat, capacity) == pytest.approx(found.stage_bytes)
 
 
-def test_the_stub_allocator_has_an_end():
-    memory = StubAllocator(10)
-    memory.take(10)
-    with pytest.raises(MemoryError):
-        memory.take(1)
-
-
 # ---- what it says
 
 
@@ -197,12 +190,6 @@ def test_memory_that_is_too_small_is_told_per_device():
 def test_refusals(devices, balance, said):
     with pytest.raises(ConfigError, match=said):
         partition(CHAIN, [Device(str(at)) for at in range(devices)], batch=4, micro_batches=2, balance=balance)
-
-
-def test_bytes_in_words():
-    assert [in_words(size) for size in (12, 2048, 3 * 2**20, 5 * 2**29)] == [
-        "12 bytes", "2.00 KiB", "3.00 MiB", "2.50 GiB",
-    ]  # fmt: skip
 
 
 # ---- models as they were measured: milliseconds a sample of 128 x 128, forward and backward, on one core

@@ -143,10 +143,6 @@ def test_waits_come_from_the_events_since_the_last_start() -> None:
     assert waits_per_rank(events) == [Waits(5, 0.75), Waits(6, 0.5)]
 
 
-def test_small_differences_between_ranks_are_no_finding() -> None:
-    assert verdict([BUSY, {**BUSY, "input": 0.05, "communication": 0.02}]).kind == "compute"
-
-
 def test_other_code_of_the_loop() -> None:
     found = verdict([{**BUSY, "my metrics": 0.4}])
     assert (
@@ -186,10 +182,6 @@ def test_what_is_too_short_is_not_judged() -> None:
     found = verdict([{"input": 0.3, "train_step": 0.1}])
     assert found.kind == "nothing" and found.text == "nothing stands out: 0.4 s of steps are too short to judge"
     assert verdict([{"input": 30.0, "train_step": 10.0}]).kind == "input"  # the negative twin
-
-
-def test_data_in_memory_is_not_augmented() -> None:
-    assert "augment" not in verdict([{"input": 0.5, "train_step": 0.5}], RunFacts(workers=None)).text
 
 
 @pytest.mark.parametrize("nothing", [[], [{}], [{"input": 0.0}, {}], [{"checkpoint": 1.0}]])
