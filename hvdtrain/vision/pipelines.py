@@ -55,11 +55,7 @@ def check_flags(args: argparse.Namespace) -> None:
 
 
 def parse_devices(text: str) -> list[str] | int:
-    """Returns the devices that --pipeline names, or into how many stages it cuts.
-
-    Raises:
-        ConfigError: neither.
-    """
+    """Returns the devices that --pipeline names, or into how many stages it cuts; raises `ConfigError`."""
     if text.isdigit() and int(text) > 0:
         return int(text)
     devices = [part.strip() for part in text.split(",")]
@@ -105,14 +101,8 @@ def stages_of(args: argparse.Namespace, world: World) -> list[str]:
 def apply(
     args: argparse.Namespace, plan: Settings, network: torch.nn.Module, image_size: int, world: World
 ) -> tuple[Pipeline | None, Settings]:
-    """Cuts the model where --pipeline or --plan say so; collective.
-
-    Returns:
-        The pipeline, or None for a model that stays whole; and the settings, which a plan may change.
-
-    Raises:
-        ConfigError: on every rank; more stages than the model can be cut into, or a device that does not exist.
-    """
+    """Cuts the model where --pipeline or --plan say so; collective. Returns the pipeline, or None for a model that
+    stays whole; and the settings, which a plan may change. Raises `ConfigError` on every rank."""
     if args.pipeline is None and not args.plan:
         return None, plan
     import torch

@@ -211,15 +211,7 @@ def device_peak_bytes(
 
 
 def stage_costs(costs: Sequence[SegmentCost], sizes: Sequence[int], devices: Sequence[Device]) -> list[StageCost]:
-    """The stages that contiguous groups of segments make.
-
-    Args:
-        sizes: segments of each stage.
-        devices: one a stage.
-
-    Raises:
-        ConfigError: sizes that are not a cut of these segments into that many stages.
-    """
+    """Returns the stages that contiguous groups of so many segments make; raises `ConfigError` for what is no cut."""
     if len(sizes) != len(devices) or sum(sizes) != len(costs) or min(sizes, default=0) < 1:
         raise ConfigError(
             "a cut gives every device at least one segment, and every segment a device",
@@ -257,16 +249,10 @@ def _stage(costs: Sequence[SegmentCost], begin: int, end: int, device: Device) -
 
 
 def working_bytes(activations: Sequence[float], tensors: Sequence[float]) -> list[float]:
-    """What the backward pass through segments holds at its peak beside all their activations.
+    """Returns what a backward pass through the first segment, the first two, ... holds beside their activations.
 
     A segment's pass holds the gradients of its output and of its input; the activations of those after it are gone.
-
-    Args:
-        activations: bytes of each segment's.
-        tensors: bytes of what the first one receives, then of each one's output.
-
-    Returns:
-        For the first segment alone, for the first two, and so on.
+    `tensors`: bytes of what the first one receives, then of each one's output.
     """
     found, most = [], 0.0
     for kept, before, after in zip(activations, tensors, tensors[1:], strict=False):

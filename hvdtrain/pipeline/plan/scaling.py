@@ -45,14 +45,10 @@ def exchange(
     negotiation_s: float = 0.0,
     fusion_bytes: float = 0.0,
 ) -> list[Sum]:
-    """The sums of a step, one after another.
+    """Returns the sums of a step, one after another; `seconds`: of a sum of so many bytes.
 
-    A cycle begins `cycle_s` after the one before, or when that one's sums are done; it takes `negotiation_s`, then
-    sums what was ready when it began, neighbours together up to `fusion_bytes`.
-
-    Args:
-        buckets: in the order in which they become ready.
-        seconds: of a sum of so many bytes.
+    A cycle begins `cycle_s` after the one before, or when that one's sums are done; it takes `negotiation_s`, then sums
+    what was ready when it began, neighbours together up to `fusion_bytes`.
     """
     period_s, cycle_at_s = max(cycle_s, negotiation_s), 0.0
     waiting, found = deque(buckets), list[Sum]()
@@ -171,10 +167,8 @@ def predict(training: MeasuredStep, network: Network, ranks: int) -> StepCost:
 
 
 def first_below(training: MeasuredStep, network: Network, efficiency: float) -> int | None:
-    """The fewest ranks, whole hosts, whose efficiency is below; None: none up to `MOST_RANKS`.
-
-    By halving: more ranks are taken to be less efficient. (Fusing can make one size a trifle better than a smaller.)
-    """
+    """Returns the fewest ranks, whole hosts, whose efficiency is below; None: none up to `MOST_RANKS`. By halving: more
+    ranks are taken to be less efficient (fusing can make one size a trifle better than a smaller)."""
     sizes = range(network.per_host, MOST_RANKS + 1, network.per_host)
     found = bisect.bisect_left(sizes, True, key=lambda ranks: predict(training, network, ranks).efficiency < efficiency)
     return sizes[found] if found < len(sizes) else None

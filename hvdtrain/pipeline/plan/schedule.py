@@ -21,10 +21,8 @@ WEIGHT_SHARE = 0.5  # of a backward pass: the gradients of the weights, where th
 
 @dataclass(frozen=True)
 class Action:
-    """One pass over one micro-batch of one of a device's stages: number `chunk` of those that it has.
-
-    Where a schedule has "weight" passes, its "backward" passes give gradients to what came in only.
-    """
+    """A pass over a micro-batch of stage number `chunk` of a device. Where a schedule has "weight" passes, its
+    "backward" passes give gradients only to what came in."""
 
     kind: Kind
     micro: int
@@ -32,11 +30,8 @@ class Action:
 
 
 def micro_batch_sizes(batch: int, micro_batches: int) -> tuple[int, ...]:
-    """Samples of each micro-batch: they differ by at most one, the larger ones first (as `torch.tensor_split`).
-
-    Raises:
-        ConfigError: fewer samples than micro-batches, or no micro-batch.
-    """
+    """Returns samples of each micro-batch: the larger ones first, by at most one (as `torch.tensor_split`). Raises
+    `ConfigError` for fewer samples than micro-batches."""
     if micro_batches < 1:
         raise ConfigError("a batch is cut into at least 1 micro-batch", f"micro_batches={micro_batches}")
     if batch < micro_batches:
@@ -130,15 +125,9 @@ def stage_orders(schedule: Schedule, devices: int, micro_batches: int, chunks: i
 
 
 def recomputed(remat: Remat, order: Sequence[Action]) -> frozenset[int]:
-    """The micro-batches whose backward runs the forward pass once more.
+    """Returns the micro-batches whose backward pass in a stage runs the forward pass again; raises `ConfigError`.
 
-    "except_last" leaves out those whose backward follows directly on their forward: nothing would be gained.
-
-    Args:
-        order: of one stage.
-
-    Raises:
-        ConfigError: no such mode.
+    "except_last" skips those whose backward follows directly on their forward: nothing would be gained.
     """
     if remat not in REMATS:
         raise ConfigError(f"remat is one of {', '.join(REMATS)}", repr(remat))
@@ -167,14 +156,10 @@ class Footprint:
 
 
 def footprints(order: Sequence[Action], sizes: Sequence[int], remat: Remat = "never") -> tuple[Footprint, ...]:
-    """The moments at which the stage holds most; one of them is its peak, whatever activations and inputs weigh.
+    """Returns the moments at which a stage holds most; one is its peak, whatever activations and inputs weigh.
 
     Activations are held from the forward to the end of the backward, or of what comes after it for the weights; of a
     recomputed micro-batch the input is, and from its backward on the activations too.
-
-    Args:
-        order: the actions of one stage.
-        sizes: samples of each micro-batch.
     """
     again = recomputed(remat, order)
     whole, inputs = Counter[int](), Counter[int]()

@@ -148,11 +148,7 @@ def plans(
 
 
 def coarsened(costs: Sequence[SegmentCost], most: int) -> Iterator[list[SegmentCost]]:
-    """Neighbours together until each group takes its share of the time; every segment is in one group.
-
-    Args:
-        most: groups.
-    """
+    """Yields groups of neighbours, each with its share of the time, at most `most`; every segment is in one."""
     if len(costs) <= most:
         yield from ([cost] for cost in costs)
         return
@@ -200,11 +196,8 @@ class _Search:
         return [n for n in sorted({1, per_node, per_node * self.cluster.nodes}) if n <= self.batch]
 
     def kinds(self, replicas: int, stages: int) -> list[list[ParallelPlan]]:
-        """Candidates of each kind.
-
-        A single stage takes its part of the batch in passes; a pipeline in micro-batches, which is the same without a
-        bubble in between.
-        """
+        """Returns candidates of each kind. A single stage takes its batch in passes; a pipeline in micro-batches, which
+        is the same without a bubble in between."""
         plan = ParallelPlan(stages, replicas, 1, 1, "1f1b", "never", self.batch)
         if stages == 1:
             passes = [replace(plan, accumulate=n) for n in _counts(plan.share, MOST_PASSES)]
@@ -279,10 +272,10 @@ class _Search:
         }
 
     def _exposed_all_reduce(self, plan: ParallelPlan, cut: Partition, step: Simulation) -> float:
-        """How much later than the backward pass the averaged gradients are there.
+        """Returns how much later than the backward pass the averaged gradients are there.
 
-        A stage's gradients are sent while its last backward pass computes them; the stages of a node share its
-        network, and take turns on it. The last bucket can only follow.
+        A stage's gradients are sent while its last backward pass computes them; the stages of a node share its network,
+        and take turns on it. The last bucket can only follow.
         """
         if plan.replicas == 1:
             return 0.0

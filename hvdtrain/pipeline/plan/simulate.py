@@ -89,14 +89,11 @@ def simulate(
 
 
 def pool_speeds(seen: Sequence[tuple[float, float, float]], most: int) -> tuple[float, ...]:
-    """How fast passes are that run beside others (`Pool.speeds`), told from a step that was timed.
+    """Returns how fast passes are that run beside others, up to `most` (`Pool.speeds`), from a step that was timed.
 
     With n at once each is taken to have the speed 1 / (1 + c (n - 1)): c is 0 where they do not disturb each other, 1
     where together they do the work of one. The c is the one for which all the time that was spent makes all the work.
-
-    Args:
-        seen: every pass of the step, as (start, end, seconds that it takes alone).
-        most: at once.
+    `seen`: (start, end, seconds that it takes alone) of every pass.
     """
     work_s = sum(alone_s for _, _, alone_s in seen)
     spent_s: dict[int, float] = {}
@@ -120,11 +117,8 @@ def pool_speeds(seen: Sequence[tuple[float, float, float]], most: int) -> tuple[
 
 
 def links_between(links: Link | Sequence[Link], devices: int, chunks: int = 1) -> tuple[Link, ...]:
-    """One link between each two neighbouring stages; from the last device back to the first the slowest.
-
-    Raises:
-        ConfigError: too many, or too few.
-    """
+    """Returns a link between each two neighbouring stages, from the last device back to the first the slowest; raises
+    `ConfigError` for too many or too few."""
     if isinstance(links, Link):
         links = (links,) * (devices - 1)
     if len(links) != devices - 1:

@@ -157,12 +157,8 @@ def _is_spectral(module: nn.Module) -> bool:
 
 
 class Moving:
-    """What moves once a micro-batch, or again in a repeated pass, and that nobody can make up for afterwards.
-
-    Args:
-        changing: ids of the buffers that a pass in training changes.
-        counts: attributes that it changes, with their owners.
-    """
+    """What moves once a micro-batch, or again in a repeated pass, and cannot be corrected afterwards: the buffers (by
+    id) and attributes that a pass in training changes."""
 
     def __init__(self, model: nn.Module, changing: Collection[int], counts: Sequence[tuple[str, nn.Module]]) -> None:
         self._counts = counts
@@ -175,11 +171,7 @@ class Moving:
         ]
 
     def check(self, remat: str, micro_batches: int) -> None:
-        """Refuses it, where nobody has said that it may.
-
-        Args:
-            micro_batches: through which it would move.
-        """
+        """Refuses what would move through so many micro-batches."""
         counts = [name for name, owner in self._counts if owner.training]
         if counts and remat != "never":
             raise ConfigError(
@@ -202,11 +194,8 @@ def _first(names: Sequence[str]) -> str:
 
 
 def pooled(parts: Sequence[tuple[int, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Mean and unbiased variance of several groups together; float64.
-
-    Args:
-        parts: values in a group, and [2, channels]: its mean and unbiased variance.
-    """
+    """Mean and unbiased variance of several groups together, float64; of each the number of values in a channel, and
+    [2, channels]: its mean and unbiased variance."""
     values = torch.stack([both for _, both in parts]).double()  # few large operations: there may be a hundred layers
     counts = _column([count for count, _ in parts], values.device).unsqueeze(1)
     means, variances = values.unbind(1)
@@ -231,11 +220,7 @@ def averaged(parts: Sequence[tuple[int, Tensor]]) -> tuple[Tensor, Tensor]:
 
 
 class Pooled:
-    """Gathers the statistics of all such layers in training; outside of `gathering` they are as they were.
-
-    Args:
-        modules: those that stages call.
-    """
+    """Gathers the statistics of all such layers in training; outside of `gathering` they are as they were."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._layers = [layer for layer in map(_layer, dict.fromkeys(modules)) if layer is not None]

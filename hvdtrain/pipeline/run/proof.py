@@ -76,13 +76,7 @@ class CutProof:
 
     def of_model(self, arguments: tuple[Any, ...]) -> None:
         """Compares outputs of the whole batch with those of two halves, in evaluation mode; in training mode also, if
-        the model draws nothing, and keeps nothing from pass to pass.
-
-
-        Raises:
-            ConfigError: they differ.
-            StageError: the model does not take the batch, or a half of it.
-        """
+        the model draws nothing, and keeps nothing from pass to pass. Raises `ConfigError` if they differ."""
         pipe, batch, key = self._pipe, samples_of(arguments), layout(arguments)
         calls = self._models[key] + 1
         if batch < 2 or (pipe.micro_batches == 1 and not pipe.batch_is_part):  # then nothing is cut
@@ -131,11 +125,8 @@ class CutProof:
         return True
 
     def of_loss(self, arguments: tuple[Any, ...], y: Any, loss: Callable[[Any, Any], Tensor], weight: Weight) -> None:
-        """The loss of some samples together against that of each.
-
-        Raises:
-            ConfigError: it is not their mean by these weights; says which would be right, if any.
-        """
+        """Compares the loss of some samples together with that of each; raises `ConfigError`, with the weights that
+        would be right, if it is not their mean by these."""
         batch = samples_of(arguments)
         key = (_settings(loss), _settings(weight), layout((arguments, y), batch), _kinds(y))
         step = self._steps.get(key, 0) + 1

@@ -234,15 +234,7 @@ class Pipeline(nn.Module):
             return join(self._outputs(pieces_of(arguments, sizes)), sizes, not_joined)
 
     def check_example(self, arguments: tuple[Any, ...]) -> None:
-        """Refuses a model whose outputs for two halves of a batch are not those of the whole; changes nothing.
-
-        Args:
-            arguments: of the model.
-
-        Raises:
-            ConfigError: they are not.
-            StageError: a stage failed.
-        """
+        """Refuses a model whose outputs for two halves of a batch are not those of the whole; changes nothing."""
         with self._alone():
             self._proof.of_model(arguments)
 
@@ -337,11 +329,8 @@ class Pipeline(nn.Module):
         return [*groups, [p for p in self.module.parameters() if id(p) not in seen]]
 
     def finishing(self, group: int) -> bool:
-        """Whether a stage is in the backward pass that completes its gradients of this step; for gradient hooks.
-
-        Args:
-            group: as in `owned_parameters`; shared parameters are complete only when the step ends.
-        """
+        """Returns True if a stage (see `owned_parameters`) is in the backward pass that completes its gradients; for
+        gradient hooks. Those of shared parameters are complete only when the step ends."""
         return group < len(self._finishing) and self._finishing[group]
 
     def close(self) -> None:

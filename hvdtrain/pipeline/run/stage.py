@@ -21,13 +21,7 @@ from hvdtrain.pipeline.trace.segments import Chain, Segment, Stretch, tensors_us
 
 class Stage(Stretch):
     """A contiguous part of the model on one device; called with a tuple of values, it returns the next stage's.
-
-    Attributes:
-        index: its place.
-        device: where its parameters are.
-        segments: its parts, bound to what this stage uses.
-        proxies: (owner, proxy) for each parameter that lives in an earlier stage.
-    """
+    `proxies`: (owner, proxy) for each parameter that lives in an earlier stage."""
 
     def __init__(self, index: int, segments: Sequence[Segment], device: torch.device, owners: _Owners) -> None:
         chain, moved = segments[0].chain, (owners.traced_on, device)
@@ -228,20 +222,8 @@ class Copies(_Objects):
 def build_stages(
     model: nn.Module, segments: Sequence[Segment], sizes: Sequence[int], devices: Sequence[torch.device | str]
 ) -> list[Stage]:
-    """Cuts a chain into stages and moves each to its device.
-
-    Args:
-        model: what the segments were made from.
-        segments: all of them.
-        sizes: segments in each stage.
-        devices: one for each stage.
-
-    Returns:
-        The stages. Parameters and buffers of the model are moved in place: the same objects, on other devices.
-
-    Raises:
-        ConfigError: a module whose buffers change is used by two stages.
-    """
+    """Cuts a chain into stages of so many segments and moves the model's tensors in place, each to its stage's device;
+    raises `ConfigError` if a module whose buffers change is used by two stages."""
     assert sum(sizes) == len(segments) and len(sizes) == len(devices) and min(sizes) > 0
     chain = segments[0].chain
     assert model is chain.program.model

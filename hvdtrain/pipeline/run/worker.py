@@ -61,13 +61,9 @@ class StageCall:
     turn: Any = field(default_factory=nullcontext)  # held during each action where stages must not run at the same time
 
     def run(self) -> list[Any]:
-        """Runs all stages to their end; after an error or an interruption no thread is left.
+        """Runs all stages to their end; returns for each micro-batch its output or, with a head, its mean loss.
 
-        Returns:
-            For each micro-batch its output, or, with a head, its mean loss.
-
-        Raises:
-            StageError: from what a stage raised; errors of hvdtrain's own pass as they are.
+        Raises `StageError` from what a stage raised; errors of hvdtrain's own pass as they are, and no thread is left.
         """
         count = len(self.stages)
         self.results: list[Any] = [None] * len(self.inputs)

@@ -30,13 +30,7 @@ class FixedArguments:
         return cls(values, frozenset(path for path, value in places if value is not None))
 
     def check(self, model: nn.Module, names: Sequence[str], arguments: tuple[Any, ...]) -> None:
-        """Raises `ConfigError` if a step's arguments differ.
-
-        Args:
-            model: that was traced.
-            names: of the last arguments, which are given by keyword.
-            arguments: of the step.
-        """
+        """Raises `ConfigError` if a step's arguments differ; `names`: of the last ones, which are given by keyword."""
         for index, fixed in self.values.items():
             value = arguments[index]
             if isinstance(value, Tensor) or (value is not fixed and value != fixed):

@@ -47,13 +47,8 @@ class Different(Exception):
 
 
 def look(program: Program, example: tuple[Any, ...]) -> Facts:
-    """Runs the program on a few samples of the example, in both modes where they differ.
-
-    Buffers, random state, training modes and gradients end as they were.
-
-    Raises:
-        Different: the program cannot be run.
-    """
+    """Runs the program on a few samples, in both modes where they differ; the model ends as it was. Raises `Different`
+    if it cannot be run."""
     facts, model = Facts(), program.model
     device = device_of(model)
     try:

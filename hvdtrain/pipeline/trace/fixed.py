@@ -58,11 +58,8 @@ class FrozenModelCheck:
         ]
 
     def check(self, *, training: bool) -> None:
-        """Raises `ConfigError` for what has changed.
-
-        Args:
-            training: False allows hvdtrain's own hooks, which look for NaN.
-        """
+        """Raises `ConfigError` for what has changed; in evaluation hvdtrain's own hooks, which look for NaN, are
+        allowed."""
         for path, now, was in self._parts:
             if len(now) != len(was) or any(now.get(name) is not part for name, part in was.items()):
                 name = next(name for name in {**was, **now} if now.get(name) is not was.get(name))
@@ -112,13 +109,10 @@ def _refuse(what: str, how: str, instead: str) -> NoReturn:
 
 
 class _Picture:
-    """What `pickle` would write of a value: equal as long as the value's own values are.
+    """What `pickle` would write of a value: equal as long as the value's own values are; what was looked at is kept.
 
     Tensors, modules and functions are compared by identity, and so is what lies deeper than `_DEPTH` objects: an object
     may hold the whole program. Of classes and of Python's modules the plain values are compared.
-
-    Args:
-        value: of an attribute; what was looked at is kept, so that no identity is used twice.
     """
 
     def __init__(self, value: Any) -> None:

@@ -95,14 +95,10 @@ class Unmade:
             add_note(error, "  note: not all of the model could be put back on the meta device: build it again")
 
     def fill(self, initialise: Initialise | None) -> None:
-        """Gives each tensor memory of its own where it is now, and values.
+        """Gives each tensor memory of its own where it is now, and values; raises `ConfigError` for those without.
 
-        Args:
-            initialise: called with each module that has some of them, children first, as constructors do; None: their
-                `reset_parameters()`.
-
-        Raises:
-            ConfigError: tensors that have no values then.
+        `initialise` is called with each module that has some of them, children first, as constructors do; None: their
+        `reset_parameters()`.
         """
         if not self._pairs:
             if initialise is not None:

@@ -22,16 +22,8 @@ Node = Any  # of autograd's graph
 def inputs_first(
     roots: Sequence[Tensor], gradients: Sequence[Tensor | None], inputs: Sequence[Tensor]
 ) -> list[Callable[[], None]]:
-    """Gives the inputs that want gradients theirs; those of all other leaves add up when what is returned is called.
-
-    Args:
-        roots: what is differentiated.
-        gradients: of the roots; None: 1.
-        inputs: leaves, if they want gradients.
-
-    Returns:
-        Each to be called once, in any order. They hold the graph.
-    """
+    """Gives `inputs`, leaves, their gradients; returns calls, each to be made once, in any order, that add up those of
+    all other leaves; they hold the graph. `gradients`: of the roots; None: 1."""
     wanted = [tensor for tensor in inputs if tensor.requires_grad]
     nodes = [get_gradient_edge(root).node for root in roots]
     graph = _Graph(nodes, [get_gradient_edge(tensor).node for tensor in wanted])
@@ -60,11 +52,7 @@ def _backward(group: Sequence[tuple[Node, Sequence[Tensor | None]]], leaves: Seq
 
 
 class _Graph:
-    """What leads from the roots to the inputs, and what branches off.
-
-    Attributes:
-        on_the_way: nodes from which an input is reached.
-    """
+    """What leads from the roots to the inputs (`on_the_way`), and what branches off."""
 
     def __init__(self, roots: Iterable[Node], inputs: Iterable[Node]) -> None:
         self._inputs = set(inputs)
@@ -76,13 +64,9 @@ class _Graph:
         self._leaves: dict[Node, frozenset[Node]] = {}  # of nodes that are not on the way
 
     def groups(self, aside: Sequence[Node]) -> tuple[dict[tuple[Node, ...], list[Node]], list[Node]]:
-        """Junctions that share a weight, or what leads to one, with their weights' nodes; and weights that are better
-        taken at once: of junctions of which one leads to another (the weight is used twice in a row), and of what leads
-        from roots to no input.
-
-        Args:
-            aside: such roots.
-        """
+        """Returns junctions that share a weight, or what leads to one, with their weights' nodes; and weights that are
+        better taken at once: of junctions of which one leads to another (the weight is used twice in a row), and of
+        `aside`, roots that lead to no input."""
         beside: dict[Node | None, set[Node]] = {None: set(_children_first(aside))}  # junction -> what branches off
         for node in self._order:
             branches = {child for child in _children(node) if child not in self.on_the_way}

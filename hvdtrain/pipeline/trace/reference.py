@@ -51,12 +51,8 @@ class Reference:
 
 
 def refer(program: Program, example: tuple[Any, ...]) -> Reference:
-    """Calls the model itself, in both modes; it ends as it was.
-
-    Raises:
-        ConfigError: the model does not take the example, assigns a buffer, returns what cannot be cut or joined, or
-            keeps a tensor with its graph.
-    """
+    """Calls the model itself, in both modes; it ends as it was. Raises `ConfigError` for an example that it does not
+    take, an assigned buffer, outputs that cannot be cut or joined, or a kept tensor with its graph."""
     reference = Reference(_first_calls(program, example))
     for training in (True, False):
         with all_training(program.model, training):

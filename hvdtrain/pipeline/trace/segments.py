@@ -85,18 +85,9 @@ class Chain:
 
 
 class Stretch:
-    """The operations between two cuts, as one function.
+    """The operations between cuts `first` and `end`, as one function.
 
-    Args:
-        first, end: the cuts.
-        bind, moved: other objects for its modules and parameters, on another device; see `code.function`.
-
-    Attributes:
-        name: "layer1.0.conv1 .. layer1.0.relu".
-        draws: it took random numbers, in training.
-        may_draw: it did, or could with other settings of its layers, or by code of the user's.
-        repeats: it repeats a part of its own in the backward pass (`torch.utils.checkpoint`).
-        mutates: it changes what it is given in place.
+    `bind`, `moved`: other objects for its modules and parameters, on another device; see `code.function`.
     """
 
     def __init__(
@@ -134,11 +125,7 @@ class Stretch:
 
 
 class Segment(Stretch):
-    """A stretch between two neighbouring cuts; called with the values that cross, it returns the next.
-
-    Attributes:
-        index: its place in the chain.
-    """
+    """A stretch between two neighbouring cuts; called with the values that cross, it returns the next."""
 
     def __init__(
         self, chain: Chain, index: int, bind: code.Binder | None = None, moved: code.Moved | None = None
@@ -154,19 +141,11 @@ class Segment(Stretch):
 
 
 def segments(model: nn.Module, example: Any, names: tuple[str, ...] = ()) -> list[Segment]:
-    """A model as a chain of segments, by tracing it.
+    """Returns a model as a chain of segments, by tracing it; the model ends as it was.
 
-    Args:
-        model: any module whose forward does not depend on the data (its submodules' may).
-        example: a batch that the model takes: a tensor, or a tuple of arguments.
-        names: of the last arguments, which are given by keyword.
-
-    Returns:
-        Segments; the first takes the arguments, the last returns a tuple of one: the model's output, of any structure.
-        The model, its buffers, its gradients and the random state are as before.
-
-    Raises:
-        ConfigError: it cannot be traced, does not take the example, or a trace does not do what the model does.
+    The first segment takes the example's arguments (`names`: of the last ones, given by keyword), the last returns a
+    tuple of one: the model's output, of any structure. Raises `ConfigError` if the model cannot be traced, does not
+    take the example, or a trace does not do what the model does.
     """
     arguments = example if isinstance(example, tuple) else (example,)
     _refuse_unmade(model)
@@ -189,17 +168,11 @@ def segments(model: nn.Module, example: Any, names: tuple[str, ...] = ()) -> lis
 def from_modules(
     modules: Sequence[nn.Module | str], model: nn.Module, example: Any, names: tuple[str, ...] = ()
 ) -> list[Segment]:
-    """A model as a chain of segments, given by hand: each is called with what the one before returns.
+    """Returns a model as a chain of segments given by hand: each module is called with what the one before returns.
 
-    Args:
-        modules: in order; strings name submodules. The first gets the example's arguments.
-        model: the whole; its parameters are the parts'.
-        example: a batch that the model takes: a tensor, or a tuple of arguments.
-        names: of the last arguments, which are given by keyword; to the first part, too.
-
-    Raises:
-        ConfigError: no such submodule, parameters that are not the model's, or the parts in a row do not compute what
-            the model computes for the example.
+    Strings name submodules; the first gets the example's arguments (`names`: of the last ones, given by keyword).
+    Raises `ConfigError` if there is no such submodule, parameters are not the model's, or the parts in a row do not
+    compute what the model computes for the example.
     """
     arguments = example if isinstance(example, tuple) else (example,)
     _refuse_unmade(model)

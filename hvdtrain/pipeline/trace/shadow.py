@@ -32,14 +32,8 @@ _BY_NUMBERS = frozenset((
 
 
 class Shadow:
-    """Runs of a model with few samples, with one more and with one alone, node by node, where they are asked for.
-
-    The caller keeps buffers and random state as they were.
-
-    Attributes:
-        running: an operation is being run for it: nothing is to be recorded.
-        odd: a decision was another one for one sample alone.
-    """
+    """Runs of a model with few samples, with one more and with one alone, node by node, where they are asked for. The
+    caller keeps buffers and random state as they were."""
 
     def __init__(self, model: nn.Module, example: tuple[Any, ...]) -> None:
         self._model, self._example = model, example
@@ -49,15 +43,8 @@ class Shadow:
     def ask(
         self, node: fx.Node, named: Callable[[Any], Any], read: Callable[[Any], int | None]
     ) -> tuple[int, bool] | None:
-        """Returns what Python reads from a node's value, and whether one sample gives the same (a model may want more:
-        then nothing asks it).
-
-        None if there is nothing to read, or if it depends on numbers in tensors or on how many samples there are.
-
-        Args:
-            named: what the target of a node names.
-            read: `truth`, `length` or `number`.
-        """
+        """Returns what `read` gives for a node's value, and whether one sample gives the same (a model may want more:
+        then nothing asks it); None if there is nothing to read, or numbers in tensors or of samples decide it."""
         values = [self._value(node, samples, named) for samples in self._runs]
         few, more, one = (None if value is UNKNOWN else read(value) for value in values)
         return None if few is None or few != more else (few, values[-1] is UNKNOWN or one == few)
@@ -108,11 +95,7 @@ class Shadow:
 
 
 def executed(node: fx.Node, values: Mapping[fx.Node, Any], named: Callable[[Any], Any]) -> Any:
-    """Returns the value of a node, given those of the nodes that it uses.
-
-    Args:
-        named: what the target of a node names.
-    """
+    """Returns the value of a node, given those of the nodes it uses; `named`: what the target of a node names."""
     if node.op == "get_attr":
         return named(node.target)
     args, kwargs = (_plain(value) for value in fx.node.map_arg((node.args, node.kwargs), values.__getitem__))
@@ -162,11 +145,8 @@ def _by_numbers(name: str, given: Any, value: Any) -> bool:
 
 
 def same(value: Any, fixed: int, where: str) -> None:
-    """In each pass, in place of a decision (`fixed`: True or False), or of a look at a tuple's length.
-
-    Raises:
-        RuntimeError: it would be another one now.
-    """
+    """Stands in each pass for a decision (`fixed`: True or False) or a look at a length; raises `RuntimeError` if it
+    would be another one now."""
     now = bool(value) if isinstance(fixed, bool) else value if isinstance(value, int) else len(value)
     if now == fixed:
         return

@@ -118,17 +118,11 @@ def trace(
     layers: Mapping[str, float],
     names: tuple[str, ...] = (),
 ) -> Program:
-    """Traces a model in both modes; it ends as it was.
+    """Traces a model in both modes; it ends as it was. `layers`: see `Reference.layers`.
 
-    Args:
-        model: any module that `refuse_around` takes (the trace starts inside of its hooks).
-        example: the arguments; only what is no tensor is looked at (None, True and strings are fixed).
-        leaves: path -> reason, of modules that are not to be opened; those that cannot be are added.
-        layers: with weights, that a call of a module calls, by path.
-        names: of the last arguments, which are given by keyword.
-
-    Raises:
-        ConfigError: the model's own forward cannot be traced.
+    Modules at `leaves` (path -> reason) are not opened; those that cannot be are added. Of the example only what is no
+    tensor is looked at (None, True and strings are fixed). Raises `ConfigError` if the model's own forward cannot be
+    traced.
     """
     while True:
         runs = {}
@@ -282,12 +276,8 @@ class _Tracer(fx.Tracer):
         return super().to_bool(obj) if decided is None else decided
 
     def asked(self, obj: fx.Proxy, read: Callable[[Any], Any]) -> Any:
-        """Returns what Python reads from a value, if shapes and types decide it; each pass asks again.
-
-        Args:
-            obj: stands for the value.
-            read: see `Shadow.ask`.
-        """
+        """Returns what `read` (see `Shadow.ask`) gives for a value, if shapes and types decide it; each pass asks
+        again."""
         found = self.shadow.ask(obj.node, self._named, read)
         if found is None:
             return None

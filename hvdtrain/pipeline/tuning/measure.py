@@ -72,16 +72,8 @@ class DeviceClock:
 class SegmentBench:
     """A chain on one device, to be measured there. A softmax over its outputs stands for the loss that will follow.
 
-    Args:
-        segments: the whole chain.
-        example: arguments of the model.
-        device: if the model is elsewhere, copies of its parts are measured: all at once, or, where that does not fit,
-            one after the other.
-
-    Attributes:
-        segments: the chain.
-        fits: the whole of it, on the device.
-        stopped: ends what is being measured.
+    If the model is elsewhere, copies of its parts are measured: all at once or, where that does not fit (`fits`), one
+    after the other. `stopped` ends what is being measured.
     """
 
     def __init__(self, segments: Sequence[Segment], example: tuple[Any, ...], device: torch.device) -> None:
@@ -182,10 +174,8 @@ class SegmentBench:
         return clock.between(start, middle), clock.between(middle, end)
 
     def bytes(self, samples: int) -> Bytes:
-        """Runs every segment forward and notes what autograd keeps; weights and buffers do not count.
-
-        What one segment keeps and the next one is given (the output of a ReLU) counts for the next.
-        """
+        """Runs every segment forward and notes what autograd keeps; weights and buffers do not count. What one segment
+        keeps and the next one is given (the output of a ReLU) counts for the next."""
         model = self._chain.program.model
         fixed = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
         kept: list[dict[int, int]] = []
@@ -253,11 +243,8 @@ def on_device(device: StageDevice, work: Callable[[], Any], stop: threading.Even
 
 
 def together(devices: Sequence[StageDevice], works: Sequence[Callable[[], Any]], stop: threading.Event) -> list[Any]:
-    """Runs each in a thread on its device, at the same time; no thread outlives the call.
-
-    Args:
-        stop: set when one fails, or at Ctrl-C: then the works have to end.
-    """
+    """Runs each in a thread on its device, at the same time; no thread outlives the call. `stop` is set when one fails,
+    or at Ctrl-C: then the works have to end."""
     results: list[Any] = [None] * len(devices)
     failures: list[BaseException] = []
     context = Context(threads=True)

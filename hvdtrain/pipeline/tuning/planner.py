@@ -83,13 +83,8 @@ class Speed:
 
     @classmethod
     def of(cls, costs: Sequence[SegmentCost], sample_s: float, samples: int, launch_s: float = 0.0) -> Speed:
-        """From the seconds that a sample takes, forward and backward, in a batch.
-
-        Args:
-            costs: as measured.
-            sample_s: what is given.
-            samples: of the micro-batch that was measured.
-        """
+        """Returns the speed at which a sample takes `sample_s` seconds, forward and backward, if `costs` were measured
+        with micro-batches of `samples`."""
         measured_s = total(part for cost in costs for part in (cost.forward_s, cost.backward_s))(samples) / samples
         return cls(measured_s / sample_s, launch_s)
 
@@ -106,22 +101,14 @@ class Speed:
 
 
 def forward_flops(model: nn.Module, example: torch.Tensor) -> float:
-    """Floating-point operations of a forward pass, a multiplication and an addition as two; runs on no device.
-
-    Args:
-        example: of the shape that counts; its numbers do not matter.
-    """
+    """Returns floating-point operations of a forward pass, a multiplication and an addition as two; runs on no device.
+    Only the example's shape counts."""
     return float(_counted(model, example).get_total_flops())
 
 
 def gradients(model: nn.Module, example: torch.Tensor) -> list[tuple[nn.Parameter, float]]:
-    """Parameters, the last layer's first, and the share of the backward pass that is done when each has its gradient.
-
-    Layers' backward passes are taken to share the time as their forward passes share the operations.
-
-    Args:
-        example: as for `forward_flops`.
-    """
+    """Returns parameters, the last layer's first, and the share of the backward pass that is done when each has its
+    gradient: layers share its time as their forward passes share the operations."""
     counts = {name: sum(its.values()) for name, its in _counted(model, example).get_flop_counts().items()}
 
     def flops(name: str) -> float:
@@ -145,16 +132,10 @@ def _counted(model: nn.Module, example: torch.Tensor) -> FlopCounterMode:
 
 
 def described(text: str, *, reserve_bytes: float = 0.0) -> tuple[Device, ...] | None:
-    """Devices in words: "4x24GiB", or unequal ones as "2x24GiB,2x80GiB@2.5": twice and a half as fast as the first.
+    """Returns devices in words: "4x24GiB", or unequal ones as "2x24GiB,2x80GiB@2.5": 2.5 times as fast as the first.
 
-    Args:
-        reserve_bytes: of each device's memory, not for training.
-
-    Returns:
-        None if the words are names of devices, as "cuda:0,cuda:1".
-
-    Raises:
-        ConfigError: neither.
+    `reserve_bytes` of each are not for training. None for names of devices ("cuda:0,cuda:1"); raises `ConfigError` for
+    neither.
     """
     import re
 

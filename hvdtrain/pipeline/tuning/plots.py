@@ -190,11 +190,7 @@ def plot(what: Bars | SplitCurve | Timeline | Drawable, path: str | Path) -> Pat
 
 
 def write(figure: Figure, path: str | Path) -> Path:
-    """Writes a figure; returns the path.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
+    """Writes a figure and returns the path; raises `ConfigError` if it cannot."""
     path = Path(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -206,11 +202,7 @@ def write(figure: Figure, path: str | Path) -> Path:
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """Returns an empty figure, in inches.
-
-    Raises:
-        ConfigError: matplotlib is missing.
-    """
+    """Returns an empty figure, in inches; raises `ConfigError` if matplotlib is missing."""
     try:
         from matplotlib.figure import Figure  # without pyplot: no window, no state of the whole process
     except ImportError as error:

@@ -43,11 +43,7 @@ class Prediction:
     pools: Mapping[str, Pool] = field(default_factory=dict)  # of the stages' devices
 
     def __call__(self, sizes: Sequence[int]) -> float:
-        """Seconds of a step.
-
-        Args:
-            sizes: samples of each micro-batch.
-        """
+        """Returns the seconds of a step of micro-batches of so many samples."""
         pipe = self.pipe
         step = simulate(
             self.stages, sizes=sizes, schedule=pipe.schedule, remat=pipe.remat, links=self.links, pools=self.pools,
@@ -61,13 +57,8 @@ def predict(pipe: Pipeline, x: Any, y: Any, loss: Loss, kwargs: Mapping[str, Any
 
     On CPUs the stages' own passes are timed: one at a time, and side by side, from which comes how much they slow each
     other down. On GPUs, where a pass has only been asked for when its call returns, the costs are those of
-    `pipe.profile`; without one, whole steps are timed, and the stages taken to be alike.
-
-    Args:
-        pipe, x, y, loss, kwargs: as in `Pipeline.step`.
-
-    Raises:
-        StageError: no step could be run.
+    `pipe.profile`; without one, whole steps are timed, and the stages taken to be alike. Raises `StageError` if no step
+    could be run; arguments as in `Pipeline.step`.
     """
     on_cpu = all(device.type == "cpu" for device in pipe.devices)
     known = None if on_cpu else from_profile(pipe)

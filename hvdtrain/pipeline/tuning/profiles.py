@@ -47,11 +47,7 @@ class Profile:
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:
-        """Reads what `save` wrote.
-
-        Raises:
-            ConfigError: the file is none of those.
-        """
+        """Reads what `save` wrote; raises `ConfigError` for another file."""
         try:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
             return cls(

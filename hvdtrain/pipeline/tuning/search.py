@@ -34,13 +34,9 @@ class PairOutcome(NamedTuple):
 class Search(Generic[Setting]):
     """Lets settings race.
 
-    Args:
-        race: gives seconds of two settings, round by round, for as long as it is asked; raises `Refused` where the
-            second cannot be used.
-        budget_s: for all of it; a round that has begun is finished.
-        margin: faster by less is not faster.
-        confidence: of every interval.
-        clock: seconds.
+    `race` gives seconds of two settings, round by round, for as long as it is asked, or raises `Refused` if the second
+    cannot be used. The budget is for all of it; a round that has begun is finished. Faster by less than `margin` is not
+    faster.
     """
 
     race: Callable[[Setting, Setting], Pairs]
@@ -60,12 +56,8 @@ class Search(Generic[Setting]):
     def compared(
         self, best: Setting, challenger: Setting, rounds: tuple[int, int], until_s: float | None = None
     ) -> PairOutcome:
-        """Lets two settings take turns until one is known to be faster.
-
-        Args:
-            rounds: until the challenger is faster, and at most.
-            until_s: when no other round begins (default: the budget).
-        """
+        """Lets two settings take turns until one is known to be faster. `rounds`: until the challenger is, and at most;
+        `until_s`: when no other round begins (default: the budget)."""
         ratios: list[float] = []
         ratio: Interval | None = None
         try:
@@ -82,10 +74,8 @@ class Search(Generic[Setting]):
 
 
 def race_in_turns(run: Callable[[Setting], float], best: Setting, challenger: Setting) -> Pairs:
-    """A race of two settings, another one first in each round; seconds are infinite for what cannot be run.
-
-    The challenger's first run does not count: it plans the layers' work.
-    """
+    """Yields seconds of two settings, another one first in each round; infinite for what cannot be run. The
+    challenger's first run does not count: it plans the layers' work."""
     if run(challenger) == math.inf:
         raise Refused("it cannot be run")
     for turn in itertools.count():
@@ -107,19 +97,9 @@ def judged(ratios: Sequence[float], ratio: Interval, rounds: tuple[int, int], ma
 
 
 def climb(search: Search[int], start: int, predicted: Mapping[int, float], rounds: tuple[int, int]) -> tuple[int, bool]:
-    """The fastest of several counts, whose time has one minimum over them: looks beside the best so far.
-
-    A prediction that is off costs rounds, not the result.
-
-    Args:
-        search: of the counts.
-        start: one that can be run.
-        predicted: seconds by count: of two neighbours the one with the smaller number comes first.
-        rounds: see `Search.compared`.
-
-    Returns:
-        The count, and whether no other can be faster by more than 3 %, with the search's confidence.
-    """
+    """Returns the fastest of several counts, from `start`, whose time has one minimum over them, and whether no other
+    can be faster by more than 3 %, with the search's confidence. Looks beside the best so far, where the predicted
+    seconds are smaller first: a prediction that is off costs rounds, not the result."""
     order, best, settled, tried = sorted(predicted), start, True, {start}
     while True:
         at = order.index(best)

@@ -21,13 +21,8 @@ if TYPE_CHECKING:
 
 
 class Unsplit:
-    """A copy of a pipeline's model on one device, trained by plain PyTorch.
-
-    Attributes:
-        model: the copy; its weights, buffers and gradients are its own.
-        device: where it lies.
-        cores: on a CPU those it works on; None: as the caller's thread does.
-    """
+    """A copy of a pipeline's model on one device, trained by plain PyTorch; on a CPU it works on `cores` (None: as the
+    caller's thread does)."""
 
     def __init__(self, model: nn.Module, device: torch.device | str, *, cores: Sequence[int] | None = None) -> None:
         self.device, self.cores = torch.device(device), cores
@@ -59,10 +54,8 @@ class Unsplit:
 
 
 def unsplit(pipe: Pipeline) -> list[Unsplit]:
-    """The model on one of each kind of device that the pipeline has, where it fits; on a CPU with all its cores.
-
-    A copy beside the stages: on a GPU it has the memory less that the device's own stage takes.
-    """
+    """Returns the model on one of each kind of device that the pipeline has, where it fits; on a CPU with all its
+    cores. A copy lies beside the stages: on a GPU it has the memory less that of the device's own stage."""
     kinds: dict[str, torch.device] = {}
     for device in pipe.devices:
         kinds.setdefault(torch.cuda.get_device_name(device) if device.type == "cuda" else str(device), device)
@@ -77,11 +70,7 @@ def unsplit(pipe: Pipeline) -> list[Unsplit]:
 
 
 def on_first_device(pipe: Pipeline) -> Unsplit:
-    """The model on the first stage's device alone; on a CPU with the cores that the first stage has.
-
-    Raises:
-        RuntimeError: PyTorch's, if it does not fit.
-    """
+    """Returns the model on the first stage's device alone; on a CPU with the cores that the first stage has."""
     on_cpu = [device.type == "cpu" for device in pipe.devices]
     cores = core_blocks(sum(on_cpu))[0] if on_cpu[0] else ()
     return Unsplit(pipe.module, pipe.devices[0], cores=cores or None)

@@ -30,15 +30,8 @@ class Whole:
 
 
 def flat(x: Any, kwargs: Mapping[str, Any] | None, names: Sequence[str]) -> tuple[Any, ...]:
-    """Positional and keyword arguments as one tuple, the latter in the order of `names`.
-
-    Args:
-        x: the only argument, or a tuple of arguments.
-        names: of the keyword arguments of the example.
-
-    Raises:
-        ConfigError: other names.
-    """
+    """Returns positional and keyword arguments as one tuple, the latter in the order of `names`, those of the example;
+    raises `ConfigError` for other names. `x`: the only argument, or a tuple of arguments."""
     given = kwargs or {}
     if set(given) != set(names):
         raise ConfigError(
@@ -50,15 +43,8 @@ def flat(x: Any, kwargs: Mapping[str, Any] | None, names: Sequence[str]) -> tupl
 
 
 def marked(arguments: tuple[Any, ...], chunk: Chunk, names: Sequence[str] = ()) -> tuple[Any, ...]:
-    """The arguments, those that have no samples as `Whole`.
-
-    Args:
-        chunk: for each argument 0 or None; as of `split`.
-        names: of the last ones, which are keyword arguments.
-
-    Raises:
-        ConfigError: another number of arguments, another dimension, or another structure.
-    """
+    """Returns the arguments, those that have no samples as `Whole`; `chunk`: as of `split`. `names`: of the last ones,
+    which are keyword arguments. Raises `ConfigError` for another number or structure."""
     if chunk is None:
         return arguments
     keys = [*map(str, range(len(arguments) - len(names))), *names]
@@ -125,11 +111,7 @@ def is_differentiable(tensor: Tensor) -> bool:
 
 
 def samples_of(arguments: tuple[Any, ...]) -> int:
-    """Samples in a batch: the length of the first tensor.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Returns the samples in a batch: the length of the first tensor; raises `ConfigError` if there is none."""
     for tensor in tensors_of(arguments):
         if tensor.dim():
             return len(tensor)
@@ -140,13 +122,7 @@ def samples_of(arguments: tuple[Any, ...]) -> int:
 def pieces_of(values: Any, sizes: Sequence[int], *, every: str | None = None) -> list[Any]:
     """Cuts every tensor that is as long as the batch; others (a mask for all samples, a number) go to all.
 
-    Args:
-        values: nested; tensors [batch, ...].
-        sizes: samples of each micro-batch.
-        every: what the values are, where all tensors must be as long as the batch.
-
-    Raises:
-        ConfigError: one is not, with `every`.
+    Raises `ConfigError` for objects; with `every`, the name of the values, also for a tensor that is not as long.
     """
     batch = sum(sizes)
     leaves, spec = pytree.tree_flatten(values)
@@ -185,16 +161,8 @@ def not_joined(received: str, sizes: Sequence[int]) -> ConfigError:
 
 
 def shares(weight: Weight, targets: Sequence[Any], sizes: Sequence[int]) -> list[float]:
-    """The part of the batch's gradient that each micro-batch makes; they sum to 1, or are all 0.
-
-    Args:
-        weight: as in `Pipeline.step`.
-        targets: of each micro-batch.
-        sizes: samples of each micro-batch.
-
-    Raises:
-        ConfigError: a weight that is no number >= 0, or a number for several micro-batches.
-    """
+    """Returns the part of the batch's gradient that each micro-batch makes; they sum to 1, or are all 0. `weight`: as
+    in `Pipeline.step`; raises `ConfigError` for no number >= 0, or a number for several micro-batches."""
     if weight is None:
         weights: list[float] = list(sizes)
     elif callable(weight):
@@ -212,16 +180,8 @@ def shares(weight: Weight, targets: Sequence[Any], sizes: Sequence[int]) -> list
 
 
 class Inputs:
-    """The arguments of a batch.
-
-    Args:
-        arguments: of the model, those without samples as `Whole`.
-        sizes: samples of each micro-batch.
-
-    Attributes:
-        pieces: arguments of each micro-batch; tensors that want gradients are leaves of their own.
-        gradients: of the tensors of each piece, in order; filled by the first stage.
-    """
+    """The arguments of a batch, by micro-batch: `pieces`, whose tensors that want gradients are leaves of their own,
+    and `gradients` of the tensors of each piece, in order; filled by the first stage."""
 
     def __init__(self, arguments: tuple[Any, ...], sizes: Sequence[int]) -> None:
         self._tensors = tensors_of(unmarked(arguments))

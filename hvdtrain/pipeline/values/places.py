@@ -28,11 +28,7 @@ USABLE = 0.95  # of a GPU's memory that is free, or ours: the rest goes to fragm
 
 
 def parse_devices(devices: str | Sequence[str | torch.device]) -> list[torch.device]:
-    """["cuda:0", "cuda:1"] or "cuda:0,cuda:1" as devices that exist.
-
-    Raises:
-        ConfigError: none given, not a device, or not on this machine.
-    """
+    """Returns ["cuda:0", "cuda:1"] or "cuda:0,cuda:1" as devices; raises `ConfigError` if one does not exist."""
     words = [word.strip() for word in devices.split(",")] if isinstance(devices, str) else list(devices)
     if not words or "" in words:
         raise ConfigError("a pipeline has a device for each stage", repr(devices), 'for example "cuda:0,cuda:1"')
@@ -91,11 +87,8 @@ def core_blocks(stages: int) -> list[tuple[int, ...]]:
 
 
 def cpu_slots(stages: int) -> int:
-    """How many of this process's CPU stages may be in a pass at once, if there are too few cores for all; else 0.
-
-    Each stage runs at least one thread. More of them than cores would displace each other's caches, and nobody could
-    tell how long a pass takes.
-    """
+    """Returns how many of this process's CPU stages may be in a pass at once, if there are too few cores; else 0. More
+    threads than cores would displace each other's caches, and no pass would take a predictable time."""
     cores = len(os.sched_getaffinity(0))
     return cores if stages > cores else 0
 
@@ -121,12 +114,10 @@ def mark(values: Any) -> Mark:
 
 
 class StageDevice:
-    """One stage's device, as the thread that works for the stage uses it; a CPU: operations are done when they return.
+    """A stage's device, as the thread that works for the stage uses it; a CPU: operations are done when they return.
 
-    Args:
-        device: the CPU.
-        cores: the stage's own; empty: one thread on any; None: it works in the caller's thread, as that is.
-        turns: that passes take with those of other stages; None: there are cores for all.
+    `cores`: the stage's own; empty: one thread on any; None: it works in the caller's thread, as that is. `turns`: that
+    passes take with those of other stages; None: there are cores for all.
     """
 
     def __init__(
@@ -151,11 +142,8 @@ class StageDevice:
         return self._turns.taken() if self._turns else nullcontext()
 
     def offloading(self, here: Collection[int]) -> AbstractContextManager[Any]:
-        """While it lasts, what autograd keeps waits in the host's memory; on a CPU it is there.
-
-        Args:
-            here: where storages begin that stay on the device anyhow.
-        """
+        """While it lasts, what autograd keeps waits in the host's memory; on a CPU it is there. `here`: addresses of
+        storages that stay on the device."""
         return nullcontext()
 
     def bring(self, values: Any, there: Mark) -> Any:
@@ -180,11 +168,7 @@ class Lanes:
         self._from_host: Any = None
 
     def bring(self, tensor: Tensor, device: torch.device, there: Mark, compute: Any) -> Tensor:
-        """A copy on another device, which `compute` may read from now on.
-
-        Args:
-            there: when the tensor is.
-        """
+        """Returns a copy on another device, which `compute` may read from now on; `there`: when the tensor is."""
         source = where(tensor)
         into = self._stream(source, device, on=device)
         if source.type == "cuda":
@@ -314,11 +298,8 @@ def stage_devices(devices: Sequence[torch.device], lanes: Lanes | None = None) -
 
 
 class Places:
-    """What lasts from one call of a pipeline to the next: threads and streams.
-
-    Attributes:
-        threads: each stage has one; else the calling thread issues what all do.
-    """
+    """What lasts from one call of a pipeline to the next: streams and, if a device is a CPU, a thread for each
+    stage."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._devices, self._lanes = list(devices), Lanes()

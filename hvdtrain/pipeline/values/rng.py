@@ -69,13 +69,8 @@ class Seen:
 class Stream(TorchFunctionMode):
     """While active, in this thread: every function that draws takes its numbers from one stream.
 
-    Each call is seeded by the function's name and how often it was called: what else draws changes nothing.
-
-    Args:
-        generators: those whose state is swapped.
-        seed: of the stream.
-        seen: what is known to draw here.
-        watch: look which functions draw, and note them.
+    Each call is seeded by the function's name and how often it was called: what else draws changes nothing. `watch`
+    notes in `seen` which functions draw.
     """
 
     def __init__(self, generators: Generators, seed: int, seen: Seen, *, watch: bool) -> None:
@@ -112,12 +107,8 @@ class Stream(TorchFunctionMode):
 
 
 class Draws:
-    """The streams of one step; it takes one number of the global generator if any of them was used.
-
-    Args:
-        seen: what draws, by segment; filled in the first pass of each.
-        devices: of the stages.
-    """
+    """The streams of one step; it takes one number of the global generator if any was used. `seen`: what draws, by
+    segment; filled in the first pass of each."""
 
     def __init__(self, seen: dict[Hashable, Seen], devices: Sequence[torch.device]) -> None:
         self._generators = of_devices(*devices)
@@ -130,13 +121,8 @@ class Draws:
     def of(
         self, generators: Generators, segment: Hashable, micro: int, *, again: bool = False, repeats: bool = False
     ) -> Iterator[None]:
-        """The stream of one segment for one micro-batch, from its start.
-
-        Args:
-            segment: its number, or what else draws.
-            again: this pass is a repetition.
-            repeats: it repeats a part of its own later, from the generators' state of now: it draws from them.
-        """
+        """The stream of one segment (or of the loss) for one micro-batch, from its start; `again`: in a repetition.
+        `repeats`: it repeats a part of its own later, from the generators' state of now: it draws from them."""
         watch = segment not in self._seen and not again
         seen = self._seen.get(segment) or Seen()
         seed = combined_seed(self._step_seed, segment if isinstance(segment, int) else "loss", micro)
@@ -164,14 +150,8 @@ class Draws:
         seen.elsewhere = seen.elsewhere or differ(before, after)
 
     def check(self, *, repeats: bool) -> None:
-        """Numbers that were drawn from the global generators, and not from a stream, were drawn by others.
-
-        Args:
-            repeats: passes were repeated: they may have drawn others than the first time.
-
-        Raises:
-            ConfigError: with `repeats`.
-        """
+        """Warns of numbers that others drew from the global generators; raises `ConfigError` if passes were repeated,
+        which may have drawn others than the first time."""
         elsewhere = any(seen.elsewhere for seen in list(self._seen.values()))
         parts = 3 if elsewhere else 1
         if not differ(self._before[:parts], self._generators.everything()[:parts]):

@@ -21,11 +21,8 @@ from hvdtrain.core.errors import ConfigError
 
 
 class Context:
-    """Gradients, autocast, context variables, hooks of saved tensors, the default device.
-
-    Raises:
-        ConfigError: `torch` modes that only the calling thread would be in (a FLOP counter), with `threads`.
-    """
+    """What the calling thread has set: gradients, autocast, context variables, hooks of saved tensors, device. Refuses
+    `torch` modes that only the calling thread would be in (a FLOP counter), with `threads`."""
 
     def __init__(self, *, threads: bool) -> None:
         self._inference = torch.is_inference_mode_enabled()
@@ -89,13 +86,8 @@ Work = Callable[[], None]
 
 
 class Crew:
-    """Threads that do what they are given, and wait for more; an interrupted crew ends.
-
-    What PyTorch and its libraries keep for a thread (plans of cuDNN, OpenMP's own threads) lasts as long as they do.
-
-    Args:
-        name: of the threads; their number follows.
-    """
+    """Threads that do what they are given, and wait for more; an interrupted crew ends. What PyTorch and its libraries
+    keep for a thread (plans of cuDNN, OpenMP's own threads) lasts as long as they do."""
 
     def __init__(self, name: str) -> None:
         self._name, self._process = name, os.getpid()
@@ -113,15 +105,10 @@ class Crew:
         return not self._closed and self._process == os.getpid()
 
     def run(self, works: Sequence[Work], stop: Callable[[], None]) -> None:
-        """Does each in a thread of its own, until all have ended.
+        """Does each work in a thread of its own, the same one each time, until all have ended; works must not raise.
 
-        Args:
-            works: they must not raise. The first one always comes to the same thread, and so on.
-            stop: makes works that wait for others end; called when this thread is interrupted or no thread can be had.
-
-        Raises:
-            BaseException: what interrupted this thread. The works have ended by then, and so have the threads.
-            RuntimeError: Python's, that no thread can be started; likewise.
+        Calls `stop`, which makes works that wait for others end, when this thread is interrupted or Python can start no
+        thread (RuntimeError); raises that when works and threads have ended.
         """
         self._begun = self._ended = given = 0
         self._news = SimpleQueue()
@@ -210,11 +197,8 @@ def join_thread(thread: threading.Thread) -> None:
 
 
 def surely(acts: Sequence[Callable[[], None]]) -> None:
-    """Does every act, in order, although this thread may be interrupted meanwhile; raises the interruption afterwards.
-
-    Args:
-        acts: doing one twice is like doing it once.
-    """
+    """Does every act, in order, although this thread may be interrupted; raises the interruption afterwards. Doing an
+    act twice must be like doing it once."""
     pending, interrupted = list(acts), None
     while pending:
         try:
