@@ -115,15 +115,7 @@ def prepare(
             with a schedule.
     """
     compression = compression or os.environ.get(variables.COMPRESSION) or None
-    if compression not in (None, "fp16"):
-        raise ConfigError(
-            "compression is None or 'fp16'", f"compression={compression!r}", "leave it out, or use 'fp16'"
-        )
-    require_keras(model)
-    if watch_every < 0:
-        raise ConfigError(
-            "watch_every is a number of steps, 0 for never", f"watch_every={watch_every}", "use 0 or more"
-        )
+    _check_options(model, compression, watch_every, whole=whole, sync_batchnorm=sync_batchnorm)
     world = given_or_current(world, "keras")
     prepared = Prepared(
         world, compression, sparse_as_dense, verify, watch_every, lr=lr,
@@ -133,18 +125,6 @@ def prepare(
     if not prepared.alone:
         clock = prepared.clock  # not the session, which goes with the model
         world.tracker.phase = lambda: clock.phase
-    if whole and (isinstance(model, keras.optimizers.Optimizer) or elastic.active() is not None):
-        raise ConfigError(
-            "whole=True is for a compiled model's compute_loss, with ranks that stay",
-            "prepare(optimizer, whole=True)" if elastic.active() is None else "whole=True in an elastic job",
-            "prepare the compiled model; or hvdtrain.keras.whole(y, y_pred) in a train_step",
-        )
-    if sync_batchnorm and isinstance(model, keras.optimizers.Optimizer):
-        raise ConfigError(
-            "sync_batchnorm synchronises the layers of a model",
-            "prepare(optimizer, sync_batchnorm=True)",
-            "prepare the compiled model, or give its layers synchronized=True",
-        )
     if isinstance(model, keras.optimizers.Optimizer):
         optimizer = model
     else:
@@ -160,6 +140,27 @@ def prepare(
         fit.wrap_fit(model)
         hook_reads(model)
     return model
+
+
+def _check_options(model: Any, compression: str | None, watch_every: int, *, whole: bool, sync_batchnorm: bool) -> None:
+    if compression not in (None, "fp16"):
+        raise ConfigError("compression must be None or 'fp16'", f"compression={compression!r}", "compression='fp16'")
+    require_keras(model)
+    if watch_every < 0:
+        raise ConfigError("watch_every must be a number of steps, 0 for never", f"watch_every={watch_every}")
+    is_optimizer = isinstance(model, keras.optimizers.Optimizer)
+    if whole and (is_optimizer or elastic.active() is not None):
+        raise ConfigError(
+            "whole=True is for a compiled model's compute_loss, with ranks that stay",
+            "prepare(optimizer, whole=True)" if elastic.active() is None else "whole=True in an elastic job",
+            "prepare the compiled model; or hvdtrain.keras.whole(y, y_pred) in a train_step",
+        )
+    if sync_batchnorm and is_optimizer:
+        raise ConfigError(
+            "sync_batchnorm synchronises the layers of a model",
+            "prepare(optimizer, sync_batchnorm=True)",
+            "prepare the compiled model, or give its layers synchronized=True",
+        )
 
 
 def callbacks(

@@ -104,19 +104,7 @@ def prepare(
     world = given_or_current(world, "torch")
     _check_zero(options, world)
     compiled = model if is_compiled(model) else None
-    model = model if compiled is None else unwrap(model)
-    check_model(model)
-    for one in optimizer if isinstance(optimizer, Sequence) else [optimizer]:
-        check_plain(one)
-    if isinstance(optimizer, Sequence):
-        optimizer = Several(optimizer) if len(optimizer) > 1 else optimizer[0]
-    if world.size * accumulate > 1:
-        refuse_coupled_layers(unwrap(model))
-    staged = staged_or_none(model)
-    if staged is not None:
-        check_staged(staged, options, engine_of(world))
-        model = unwrap(model)
-    check_optimizer(model, optimizer)
+    model, optimizer, staged = _checked(model, optimizer, options, world)
     if model in prepared_optimizers and (earlier := prepared_optimizers.pop(model)()) is not None:
         earlier.close()
     restored = lr is None and start.is_restored_on_main(optimizer, world)
@@ -147,6 +135,29 @@ def prepare(
     CLOCK.use(session.engine.device)
     CLOCK.take()  # setting up is no part of a step
     return wrapped_model, wrapped_optimizer
+
+
+def _checked(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    options: Options,
+    world: World,
+) -> tuple[nn.Module, torch.optim.Optimizer, Staged | None]:
+    """Returns the user's own module, one optimizer, and the pipeline if the model is one; refuses what cannot train."""
+    model = unwrap(model) if is_compiled(model) else model
+    check_model(model)
+    several = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+    for each in several:
+        check_plain(each)
+    if world.size * options.accumulate > 1:
+        refuse_coupled_layers(unwrap(model))
+    staged = staged_or_none(model)
+    if staged is not None:
+        check_staged(staged, options, engine_of(world))
+        model = unwrap(model)
+    one = Several(several) if len(several) > 1 else several[0]
+    check_optimizer(model, one)
+    return model, one, staged
 
 
 def _check_options(options: Options, lr: LR | None, data: Loader | None) -> None:

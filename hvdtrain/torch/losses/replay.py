@@ -296,27 +296,9 @@ class Replay:
         now: dict[int, Any] = {id(old): new.view_as(new) for old, new in zip(self._outputs, leaves, strict=True)}
         now.update((id(old), new) for old, new in zip(self.targets, targets, strict=False))
 
-        numbers = dict[float, float]()
-
-        def given(value: Any) -> Any:
-            if isinstance(value, Tensor):
-                return now.get(id(value), value)
-            return numbers.get(value, value) if isinstance(value, float) else value
-
-        device = outputs[0].device
         try:
-            with torch.autocast(device.type, enabled=False):
-                for operation in self._operations:
-                    args, kwargs = tree_map(given, (operation.args, operation.kwargs))
-                    grad = torch.set_grad_enabled(operation.with_gradient or self._compiled)
-                    with grad, _as_then(operation.drawn):
-                        results = tree_flatten(operation.function(*args, **kwargs))[0]
-                    if operation.function is _READS:
-                        numbers[operation.results[0]] = float(results[0])
-                        continue
-                    now.update(
-                        (id(old), new) for old, new in zip(operation.results, results, strict=True) if new is not None
-                    )
+            with torch.autocast(outputs[0].device.type, enabled=False):
+                self._run(now)
                 loss = now[id(self._loss)]
                 if not loss.requires_grad and not self._compiled:
                     self._compiled = True  # whose operations run without gradients
@@ -334,6 +316,26 @@ class Replay:
             torch.zeros_like(leaf) if one is None or not factor else one * factor
             for leaf, one in zip(leaves, found, strict=True)
         ]
+
+    def _run(self, now: dict[int, Any]) -> None:
+        """Does the operations again, on the tensors that `now` has for the recorded ones, and adds their results."""
+        numbers = dict[float, float]()
+
+        def given(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                return now.get(id(value), value)
+            return numbers.get(value, value) if isinstance(value, float) else value
+
+        for operation in self._operations:
+            args, kwargs = tree_map(given, (operation.args, operation.kwargs))
+            grad = torch.set_grad_enabled(operation.with_gradient or self._compiled)
+            with grad, _as_then(operation.drawn):
+                results = tree_flatten(operation.function(*args, **kwargs))[0]
+            if operation.function is _READS:
+                numbers[operation.results[0]] = float(results[0])
+                continue
+            pairs = zip(operation.results, results, strict=True)
+            now.update((id(old), new) for old, new in pairs if new is not None)
 
     def counts_nothing(self, outputs: Sequence[Tensor]) -> bool:
         """Returns True if no outputs give a gradient: all targets are masked, say."""

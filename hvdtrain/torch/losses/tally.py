@@ -147,7 +147,6 @@ def refusal(
         )
     pairs = enumerate(zip(problems, texts, strict=True))
     received = "\n".join(f"rank {rank}: {'; '.join(filter(None, pair))}" for rank, pair in pairs)
-    several = "optimizer.backward([(mean, divisor), ...])"
     if mixed:
         rule, remedy = "all ranks weigh their loss alike", "give weight= on every rank"
         received = f"weight= was given on {sums[4]:g} of {ranks} ranks"
@@ -162,25 +161,33 @@ def refusal(
         rule = "the loss of a batch must be a mean, put together of its pieces' means by their weights"
         remedy = (
             "divide a sum by what it adds up (loss / len(x), (each * w).sum() / w.sum(), or reduction='mean'); several"
-            f" means, each with its own divisor: {several}; any loss at all, of the"
+            f" means, each with its own divisor: {_SEVERAL}; any loss at all, of the"
             " global batch: optimizer.forward_backward(x, y, loss_fn, whole=True), or of hvt.whole(model(x), y);"
             " hvdtrain.torch.check(step, batch) shows what differs; prepare(..., verify=False) trains on each rank's"
             " own comparisons"
         )
     else:
         rule = "weight= must equal the denominator of the mean loss (default: the number of samples)"
-        remedy = (
-            f"optimizer.backward(loss, {types[0]}), or optimizer.forward_backward(x, y, loss_fn, weight=lambda y: ...);"
-            f" a sum of means with other divisors: {several}"
-        )
-        if types[0] == UNNAMED:
-            remedy += (
-                "; a sum over samples, and not over what that number counts, is divided by len(x); a loss that is not 0"
-                " where nothing counts is one of hvt.whole(model(x), y)"
-            )
-        if len(types) > 1:
-            remedy = f"give each mean with its own divisor: {several}"
+        remedy = _weight_to_type(types)
     return ConfigError(rule, received, remedy, shared=True)
+
+
+_SEVERAL = "optimizer.backward([(mean, divisor), ...])"
+
+
+def _weight_to_type(types: list[str]) -> str:
+    if len(types) > 1:
+        return f"give each mean with its own divisor: {_SEVERAL}"
+    text = (
+        f"optimizer.backward(loss, {types[0]}), or optimizer.forward_backward(x, y, loss_fn, weight=lambda y: ...);"
+        f" a sum of means with other divisors: {_SEVERAL}"
+    )
+    if types[0] != UNNAMED:
+        return text
+    return (
+        f"{text}; a sum over samples, and not over what that number counts, is divided by len(x); a loss that is not 0"
+        " where nothing counts is one of hvt.whole(model(x), y)"
+    )
 
 
 def weight_of(weight: Weight, device: torch.device) -> Number:

@@ -175,11 +175,25 @@ class BatchPasses:
             gradients.put_aside("partial")
             session.batches.done()
             return None
-        micro_batches, self._micro_batches = self._micro_batches, []
-        mean, entered = self._loss_of_all(micro_batches, loss)
+        mean, entered = self._loss_of_all(self._micro_batches, loss)
         gradients.tally.count_whole(mean)
         gradients.add_loss(mean, amount, coefficient)
         sums = gradients.sums()
+        self._passes_again(mean, entered, amount, coefficient, sums)
+        self._conclude(batch, mean, sums)
+        return mean.detach()
+
+    def _passes_again(
+        self,
+        mean: Tensor,
+        entered: tuple[list[Tensor], list[Tensor]],
+        amount: Number,
+        coefficient: Number,
+        sums: Tensor,
+    ) -> None:
+        """Runs each batch of the update again, as it was then, and backward from the gradients of its outputs."""
+        session = self.session
+        micro_batches, self._micro_batches = self._micro_batches, []
         CLOCK.enter("backward")
         after, buffers = random_streams(session.world.devices), buffers_of(session.module.modules())
         try:
@@ -200,8 +214,6 @@ class BatchPasses:
             restore_streams(after, session.world.devices)
             put_back(buffers)
             session.batches.check_calls()
-        self._conclude(batch, mean, sums)
-        return mean.detach()
 
     def _loss_of_all(
         self, micro_batches: list[_MicroBatch], loss: Loss
