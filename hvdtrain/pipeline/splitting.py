@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -13,6 +13,7 @@ from hvdtrain.pipeline.plan import schedule as plan
 from hvdtrain.pipeline.plan.costs import stage_costs
 from hvdtrain.pipeline.plan.partition import partition
 from hvdtrain.pipeline.plan.simulate import simulate
+from hvdtrain.pipeline.run.runtime import Pipeline, check_setting
 from hvdtrain.pipeline.run.stage import build_stages
 from hvdtrain.pipeline.trace.meta import Initialise, made_by_stages
 from hvdtrain.pipeline.trace.segments import Segment, from_modules, segments
@@ -20,9 +21,6 @@ from hvdtrain.pipeline.tuning.profiles import Profile, profile
 from hvdtrain.pipeline.values.microbatch import Chunk, flat, marked, samples_of
 from hvdtrain.pipeline.values.places import parse_devices
 from hvdtrain.world.resources import keep_freed_memory
-
-if TYPE_CHECKING:
-    from hvdtrain.pipeline.run.runtime import Pipeline
 
 BatchNorm = Literal["batch", "micro"]
 Balance = Literal["time", "memory"]
@@ -81,7 +79,10 @@ def split(
             does not add up, fewer samples than micro-batches, an unknown word, a model that cannot be traced.
     """
     places = parse_devices(devices)
-    _check_words(schedule, remat, batch_norm, balance)
+    for name, value in (("schedule", schedule), ("remat", remat), ("batch_norm", batch_norm)):
+        check_setting(name, value)
+    if isinstance(balance, str) and balance not in get_args(Balance):
+        raise ConfigError(f"balance is one of {', '.join(get_args(Balance))}, or a list", repr(balance))
     names = tuple(kwargs or ())
     example = marked(flat(example, kwargs, names), chunk, names)
     batch = samples_of(example)
@@ -101,8 +102,6 @@ def split(
         )  # fmt: skip
         stages = build_stages(model, parts, sizes, places * chunks)
         unmade.fill(initialise)
-    from hvdtrain.pipeline.run.runtime import Pipeline
-
     pipe = Pipeline(
         model, stages, micro_batches=count, schedule=schedule, remat=remat, batch_norm=batch_norm, segments=parts,
         profile=measured, chunk=chunk, offload=offload, stages_per_device=chunks,
@@ -164,19 +163,6 @@ def _counts(batch: int) -> list[int]:
         counts.add(int(count))
         count = max(count + 1, count * 1.15)
     return sorted(counts)
-
-
-def _check_words(schedule: Any, remat: Any, batch_norm: Any, balance: Any) -> None:
-    words = {
-        "schedule": (schedule, plan.SCHEDULES),
-        "remat": (remat, plan.REMATS),
-        "batch_norm": (batch_norm, get_args(BatchNorm)),
-    }
-    if isinstance(balance, str):
-        words["balance"] = (balance, get_args(Balance))
-    for name, (given, known) in words.items():
-        if given not in known:
-            raise ConfigError(f"{name} is one of {', '.join(known)}", repr(given))
 
 
 def _check_sizes(parts: Sequence[Segment], stages: int, balance: Balance | Sequence[int]) -> None:

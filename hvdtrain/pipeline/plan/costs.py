@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.pipeline.plan.schedule import Action, Remat, footprints, of_stage, recomputed
+from hvdtrain.pipeline.plan.schedule import Action, Remat, of_stage, recomputed
 
 
 @dataclass(frozen=True)
@@ -170,40 +170,27 @@ class StageCost:
     output_bytes: Curve = ZERO
     working_bytes: Curve = ZERO  # held in a backward pass beside the activations (see `working_bytes`)
 
-    def peak_bytes(self, order: Sequence[Action], sizes: Sequence[int], remat: Remat = "never") -> float:
-        """The most it holds at any time. A stage's output belongs to the next one: on a copy, that is its input."""
-        most = max(
-            sum(self.activation_bytes(size) * count for size, count in moment.activations)
-            + sum(self.input_bytes(size) * count for size, count in moment.inputs)
-            for moment in footprints(order, sizes, remat)
-        )
-        largest = max(sizes)
-        received = max(self.input_bytes(largest), self.output_bytes(largest)) * self.device.ahead
-        return self.fixed_bytes + most + self.working_bytes(largest) + received
-
 
 def device_peak_bytes(
     stages: Sequence[StageCost], order: Sequence[Action], sizes: Sequence[int], remat: Remat = "never"
 ) -> float:
-    """The most that a device holds at any time, of all its stages.
+    """Returns the most that a device holds at any time, of all its stages (by chunk), doing `order`.
 
-    Args:
-        stages: those on it, by chunk.
-        order: what the device does.
+    A stage's output belongs to the next one: on a copy, that is its input.
     """
-    if len(stages) == 1:
-        return stages[0].peak_bytes(order, sizes, remat)
     again = [recomputed(remat, of_stage(order, chunk)) for chunk in range(len(stages))]
+    last = "weight" if any(action.kind == "weight" for action in order) else "backward"
     held, most = 0.0, 0.0
     for action in order:
         stage, size, repeats = stages[action.chunk], sizes[action.micro], action.micro in again[action.chunk]
         activations, given = stage.activation_bytes(size), stage.input_bytes(size) if repeats else 0.0
         if action.kind == "forward":
             held += given if repeats else activations
-            most = max(most, held)
-        else:
-            most = max(most, held + activations if repeats else held)
-            held -= given if repeats else activations
+        elif action.kind == "backward" and repeats:
+            held += activations
+        most = max(most, held)
+        if action.kind == last:
+            held -= given + activations
     largest = max(sizes)
     beside = max(stage.working_bytes(largest) for stage in stages)
     received = max(max(stage.input_bytes(largest), stage.output_bytes(largest)) for stage in stages)

@@ -64,7 +64,10 @@ def partition(
     Raises:
         ConfigError: more devices than segments, no cut that fits, or a cut by hand that is none.
     """
-    devices, rows = _each(devices, chunks), len(devices)
+    rows = len(devices)
+    if chunks > 1:
+        parts = [replace(one, memory_bytes=one.memory_bytes and one.memory_bytes / chunks) for one in devices]
+        devices = parts * chunks
     if not 1 <= len(devices) <= len(costs):
         raise ConfigError(
             "every stage needs at least one segment of the model",
@@ -85,13 +88,6 @@ def partition(
         raise _fits_nowhere(chain, devices)
     _, sizes = _best(chain, second, within=(first, least * SAME))
     return chain.partition_of(sizes)
-
-
-def _each(devices: Sequence[Device], chunks: int) -> list[Device]:
-    """One for each stage."""
-    if chunks == 1:
-        return list(devices)
-    return [replace(one, memory_bytes=one.memory_bytes and one.memory_bytes / chunks) for one in devices] * chunks
 
 
 def _best(

@@ -196,8 +196,8 @@ def _first(names: Sequence[str]) -> str:
 def pooled(parts: Sequence[tuple[int, Tensor]]) -> tuple[Tensor, Tensor]:
     """Mean and unbiased variance of several groups together, float64; of each the number of values in a channel, and
     [2, channels]: its mean and unbiased variance."""
-    values = torch.stack([both for _, both in parts]).double()  # few large operations: there may be a hundred layers
-    counts = _column([count for count, _ in parts], values.device).unsqueeze(1)
+    values, counts = _stacked(parts)
+    counts = counts.unsqueeze(1)
     means, variances = values.unbind(1)
     total = counts.sum()
     mean = (means * counts).sum(0) / total
@@ -205,16 +205,16 @@ def pooled(parts: Sequence[tuple[int, Tensor]]) -> tuple[Tensor, Tensor]:
     return mean, squares.sum(0) / (total - 1)
 
 
-def _column(counts: Sequence[int], device: torch.device) -> Tensor:
-    """Float64, on a device; the host does not wait for a GPU."""
-    column = torch.tensor(counts, dtype=torch.float64)
-    return column if device.type == "cpu" else pinned(column).to(device, non_blocking=True)
+def _stacked(parts: Sequence[tuple[int, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Returns statistics and counts, each as one float64 tensor on the device; the host does not wait for a GPU."""
+    values = torch.stack([both for _, both in parts]).double()  # few large operations: there may be a hundred layers
+    counts = torch.tensor([count for count, _ in parts], dtype=torch.float64)
+    return values, pinned(counts).to(values.device, non_blocking=True) if values.is_cuda else counts
 
 
 def averaged(parts: Sequence[tuple[int, Tensor]]) -> tuple[Tensor, Tensor]:
     """Mean of several groups' means and variances; arguments as of `pooled`."""
-    values = torch.stack([both for _, both in parts]).double()
-    counts = _column([count for count, _ in parts], values.device)
+    values, counts = _stacked(parts)
     mean, variance = (values * (counts / counts.sum())[:, None, None]).sum(0)
     return mean, variance
 

@@ -89,10 +89,6 @@ def sample_dimension(whole: Tensor, parts: Sequence[Tensor]) -> int | None:
     return None
 
 
-def real(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
 class Comparison:
     """One loss, of some samples together and of each."""
 
@@ -157,10 +153,9 @@ class Comparison:
         value = loss(leaves[0], given[0])
         asked = [tensor for tensor in tensors_of(leaves) if tensor.requires_grad]
         found = torch.autograd.grad(value.sum(), asked, allow_unused=True)
-        return float(value.detach()), [
-            real(torch.zeros_like(tensor) if gradient is None else gradient.detach())
-            for tensor, gradient in zip(asked, found, strict=True)
-        ]
+        pairs = zip(asked, found, strict=True)
+        gradients = [torch.zeros_like(tensor) if gradient is None else gradient.detach() for tensor, gradient in pairs]
+        return float(value.detach()), [torch.view_as_real(g) if g.is_complex() else g for g in gradients]
 
     def _judge(self, total: float, values: Sequence[float], whole: list[Tensor], parts: list[list[Tensor]]) -> None:
         if self._weight is None and any(tensor.dim() == 0 and bool(tensor) for tensor in whole):

@@ -13,7 +13,6 @@ from torch import Tensor
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.pipeline.plan.schedule import Action
 from hvdtrain.pipeline.trace.parted import inputs_first
-from hvdtrain.pipeline.trace.segments import Segment
 from hvdtrain.pipeline.values.microbatch import is_differentiable, not_joined
 from hvdtrain.pipeline.values.places import Mark, StageDevice, mark
 from hvdtrain.pipeline.values.rng import alone
@@ -124,19 +123,13 @@ class Passes:
             if call.draws is None or not (stage.may_draw or stage.repeats):
                 return stage(values)
             for segment in stage.segments:
-                streams = segment.may_draw or segment.repeats
-                with self._stream(segment, micro, again=again) if streams else nullcontext():
+                stream: AbstractContextManager[None] = nullcontext()
+                if segment.may_draw or segment.repeats:
+                    key, repeats = segment.index, segment.repeats
+                    stream = call.draws.of(self._generators, key, micro, again=again, repeats=repeats)
+                with stream:
                     values = segment(*values)
             return values
-
-    def _stream(self, what: Segment | Hashable, micro: int, *, again: bool) -> AbstractContextManager[None]:
-        """What draws a segment, or the loss, runs inside of."""
-        draws = self._call.draws
-        if draws is None:
-            return nullcontext()
-        if not isinstance(what, Segment):
-            return draws.of(self._generators, what, micro, again=again)
-        return draws.of(self._generators, what.index, micro, again=again, repeats=what.repeats)
 
     def _finish(self, outputs: Any, micro: int) -> Any:
         """The last stage's outputs are the model's."""
@@ -157,9 +150,10 @@ class Passes:
         return (differentiated,)
 
     def _loss(self, output: Any, micro: int, *, again: bool) -> tuple[Tensor, Tensor]:
-        head = self._call.head
+        head, draws = self._call.head, self._call.draws
         assert head is not None
-        with self._call.context.autocast(), self._stream(head.key, micro, again=again):
+        stream = nullcontext() if draws is None else draws.of(self._generators, head.key, micro, again=again)
+        with self._call.context.autocast(), stream:
             return head(output, micro, self._device, self._call.there)
 
     def _whole_loss(self, head: Head) -> None:

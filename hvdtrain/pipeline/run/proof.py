@@ -17,7 +17,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,26 +39,7 @@ SAMPLES = 12  # that a loss is tried with
 _SPREAD = 5  # of them wherever they are, if there is room; the others by their targets
 _SHUT, _OPEN = 1e-6, 0.5  # values of a gate, and what it is tried with
 _LABELS = 64  # classes that are tried one by one
-
-
-class Pipe(Protocol):
-    """What is tried: a `Pipeline`."""
-
-    module: nn.Module
-    micro_batches: int
-    batch_norm: str
-    batch_is_part: bool
-
-    @property
-    def devices(self) -> Sequence[torch.device]: ...
-
-    @property
-    def counts(self) -> Sequence[tuple[str, nn.Module]]: ...
-
-    @property
-    def stages(self) -> Sequence[Any]: ...
-
-    def _outputs(self, pieces: Sequence[tuple[Any, ...]]) -> list[Any]: ...
+Pipe = Any  # `runtime.Pipeline`, which makes these
 
 
 class CutProof:
@@ -209,10 +190,6 @@ def layout(values: Any, batch: int | None = None) -> Hashable:
     return str(spec), tuple(map(of, leaves))
 
 
-def _is_label(tensor: Tensor) -> bool:
-    return not is_differentiable(tensor)
-
-
 def _kinds(y: Any) -> Hashable:
     """Which numbers that a loss may divide by there are, and whether all samples have as many: a step in which they
     first have not is like no step before. On a GPU one would have to wait for it."""
@@ -226,7 +203,7 @@ def _kinds(y: Any) -> Hashable:
 def _counted(tensor: Tensor) -> Iterator[Tensor]:
     """Yields, of each sample [batch], how many labels are negative or values NaN, how many are 0, and their sum."""
     rows = tensor.detach().reshape(len(tensor), -1) if tensor.numel() else tensor.new_zeros(len(tensor), 1)
-    for left_out in (rows < 0 if _is_label(rows) else rows.isnan(), rows == 0):
+    for left_out in (rows.isnan() if is_differentiable(rows) else rows < 0, rows == 0):
         yield left_out.sum(1) if left_out.any() else torch.zeros(1, device=rows.device)  # most often there is none
     sums = rows.sum(1, dtype=torch.promote_types(rows.dtype, torch.float32) if rows.is_floating_point() else None)
     if rows.is_floating_point() and _alike(sums, 1e-4):
@@ -243,7 +220,7 @@ def _labels(y: Any) -> dict[int, set[int]]:
     """Places in the targets -> which labels there are, where these are few."""
     found = {}
     for place, labels in enumerate(tensors_of((y,))):
-        if labels.is_cuda or not _is_label(labels) or not labels.numel():
+        if labels.is_cuda or is_differentiable(labels) or not labels.numel():
             continue
         flat = labels.detach().reshape(-1).long()
         low, high = int(flat.min()), int(flat.max())
@@ -297,7 +274,7 @@ def _chosen(batch: int, y: Any, new: dict[int, set[int]]) -> list[int]:
         rows = labels.detach().reshape(batch, -1)
         uneven = [numbers.nan_to_num() for numbers in _counted(rows) if len(numbers) == batch]
         extreme += [int(at) for numbers in uneven for at in (numbers.argmax(), numbers.argmin())]
-        if _is_label(rows):
+        if not is_differentiable(rows):
             rows = rows.long()
             lowest = (rows == rows.min()).sum(1)
             extreme += [int(lowest.argmax()), int(lowest.argmin()), int((rows == rows.max()).sum(1).argmax())]

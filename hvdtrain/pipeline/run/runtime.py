@@ -381,9 +381,7 @@ class Pipeline(nn.Module):
         return getattr(self.module, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        check = _CHECKS.get(name)
-        if check is not None:
-            check(value)
+        check_setting(name, value)
         if isinstance(value, (nn.Module, nn.Parameter)):
             raise ConfigError(
                 "a model is complete before it is split: no stage would use a new part",
@@ -399,22 +397,10 @@ class Pipeline(nn.Module):
             super().__setattr__(name, value)
 
 
-def _check_micro_batches(value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+def check_setting(name: str, value: Any) -> None:
+    """Raises `ConfigError` for a value that the schedule, remat or another setting of a pipeline cannot have."""
+    words = {"schedule": SCHEDULES, "remat": REMATS, "batch_norm": ("batch", "micro")}.get(name)
+    if words is not None and value not in words:
+        raise ConfigError(f"{name} is one of {', '.join(map(repr, words))}", f"{name}={value!r}")
+    if name == "micro_batches" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
         raise ConfigError("micro_batches is a whole number >= 1", f"micro_batches={value!r}")
-
-
-def _check_word(name: str, words: Sequence[str]) -> Callable[[Any], None]:
-    def check(value: Any) -> None:
-        if value not in words:
-            raise ConfigError(f"{name} is one of {', '.join(map(repr, words))}", f"{name}={value!r}")
-
-    return check
-
-
-_CHECKS: dict[str, Callable[[Any], None]] = {
-    "micro_batches": _check_micro_batches,
-    "schedule": _check_word("schedule", SCHEDULES),
-    "remat": _check_word("remat", REMATS),
-    "batch_norm": _check_word("batch_norm", ("batch", "micro")),
-}

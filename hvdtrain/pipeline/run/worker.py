@@ -86,7 +86,7 @@ class StageCall:
             else:
                 self.context.run(partial(self._issue, workers))
         finally:
-            self.places.host_is_read()
+            self.places.lanes.host_is_read()
         if self.failure is not None:
             self.places.close()
             self._raise(*self.failure)

@@ -93,7 +93,8 @@ def function(
     writer = _Writer(bind, moved)
     parameters = [f"_{index}" if node is None else writer.name(node) for index, node in enumerate(inputs)]
     work = [node for node in nodes if node.op != "get_attr"]
-    needed = _nodes_in(outputs)
+    needed: list[fx.Node] = []
+    fx.node.map_arg(tuple(outputs) if isinstance(outputs, (list, tuple)) else (outputs,), needed.append)
     forget = forgotten(work, [node for node in inputs if node is not None], needed)
     lines = []
     unused = [writer.name(node) for node in forget.get(None, ())] + [p for p in parameters if p.startswith("_")]
@@ -110,18 +111,10 @@ def function(
     values = [outputs] if is_last else outputs
     lines.append(f"    return ({''.join(writer.argument(value) + ', ' for value in values)})")
     source = f"def stage({', '.join(parameters)}):\n" + "\n".join(lines) + "\n"
-    return _compiled(source, writer.globals, name)
-
-
-def _nodes_in(value: Any) -> set[fx.Node]:
-    found: set[fx.Node] = set()
-
-    def add(node: fx.Node) -> fx.Node:
-        found.add(node)
-        return node
-
-    fx.node.map_arg(tuple(value) if isinstance(value, (list, tuple)) else (value,), add)
-    return found
+    filename = f"<hvdtrain pipeline {next(_NUMBERS)}: {name}>"
+    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)  # for tracebacks
+    exec(compile(source, filename, "exec"), writer.globals)
+    return writer.globals["stage"]
 
 
 def forgotten(
@@ -139,11 +132,3 @@ def forgotten(
         if value not in needed:
             forget.setdefault(after, []).append(value)
     return forget
-
-
-def _compiled(source: str, names: dict[str, Any], name: str) -> Callable[..., tuple[Any, ...]]:
-    filename = f"<hvdtrain pipeline {next(_NUMBERS)}: {name}>"
-    # tracebacks show the line
-    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
-    exec(compile(source, filename, "exec"), names)
-    return names["stage"]

@@ -77,7 +77,9 @@ class FrozenModelCheck:
             if was is _ABSENT and now is not was:
                 _refuse(path, "was not there then", "have it there from the start, None or a buffer")
             if type(now) is not type(was) or (now is not was if picture is None else _Picture(now) != picture):
-                _refuse(path, f"is {_short(now)}; the trace has what it was then", "a buffer")
+                text = "not its own any more" if now is _ABSENT else " ".join(repr(now).split())
+                text = text if len(text) < 80 else f"{text[:77]}..."
+                _refuse(path, f"is {text}; the trace has what it was then", "a buffer")
 
 
 def _held(module: nn.Module, name: str) -> Any:
@@ -93,11 +95,6 @@ def _held(module: nn.Module, name: str) -> Any:
 
 def _joined(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
-
-
-def _short(value: Any) -> str:
-    text = "not its own any more" if value is _ABSENT else " ".join(repr(value).split())
-    return text if len(text) < 80 else f"{text[:77]}..."
 
 
 def _refuse(what: str, how: str, instead: str) -> NoReturn:

@@ -23,11 +23,6 @@ def opened(call: Call) -> set[str]:
     return {item.path for item in inner}.union(*(opened(item) for item in inner))
 
 
-def innermost(paths: set[str]) -> set[str]:
-    """Those with no other one in them."""
-    return {path for path in paths if not any(other.startswith(f"{path}.") for other in paths)}
-
-
 def key(node: fx.Node) -> Any:
     target = node.target if isinstance(node.target, str) else (getattr(node.target, "__name__", ""), id(node.target))
     if isinstance(node.target, nn.Module):  # made anew in each run

@@ -106,7 +106,8 @@ def _look(program: Program, training: bool, reference: Reference) -> None:
     def call() -> Any:
         return program.call(to_device(reference.example, device))
 
-    with preserved_state(model, device), torch.set_grad_enabled(training), _Graphs() as graphs:
+    graphs = _Graphs()
+    with preserved_state(model, device), torch.set_grad_enabled(training), graphs:
         before = attributes_of(model)
         reference.outputs[training] = map_tensors(torch.detach, call())
         changed = [(module, name, copied(value)) for module, name, value in changes(before)]
@@ -152,19 +153,12 @@ def _refuse_graphs(model: nn.Module, changed: Sequence[tuple[nn.Module, str, Any
             )
 
 
-class _Graphs:
+class _Graphs(torch.autograd.graph.saved_tensors_hooks):
     """Refuses a pass whose graph somebody holds after it, in an object that is no part of the model."""
 
     def __init__(self) -> None:
         self._saved: list[tuple[weakref.ref[_Saved], str]] = []  # with the line that computed
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._save, lambda saved: saved.tensor)
-
-    def __enter__(self) -> _Graphs:
-        self._hooks.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._hooks.__exit__(*error)
+        super().__init__(self._save, lambda saved: saved.tensor)
 
     def _save(self, tensor: Tensor) -> _Saved:
         saved = _Saved(tensor.detach())  # not itself: an output would keep its own graph

@@ -75,7 +75,8 @@ def restored(before: Attributes) -> tuple[nn.Module, str] | None:
             found = (module, changed[0])
         for name, content in contents.items():
             if not holds(was[name], content):
-                _refill(was[name], content)
+                was[name].clear()
+                (was[name].extend if hasattr(was[name], "extend") else was[name].update)(content)
                 found = (module, name)
     return found
 
@@ -97,11 +98,6 @@ def holds(container: Any, content: Any) -> bool:
     if isinstance(container, set):
         return container == content
     return all(a is b for a, b in zip(container, content, strict=True))
-
-
-def _refill(container: Any, content: Any) -> None:
-    container.clear()
-    (container.extend if hasattr(container, "extend") else container.update)(content)
 
 
 @contextmanager

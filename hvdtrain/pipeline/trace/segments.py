@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -14,13 +14,11 @@ from torch.nn.parameter import is_lazy
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.pipeline.trace import code
 from hvdtrain.pipeline.trace.cuts import Cut, Different, Facts, find_cuts, look
-from hvdtrain.pipeline.trace.modes import innermost
 from hvdtrain.pipeline.trace.reference import Reference, refer, same
 from hvdtrain.pipeline.trace.restore import all_training, device_of, preserved_state, resized, to_device
 from hvdtrain.pipeline.trace.tracer import Program, make_leaf, parted, refuse_around, trace
 from hvdtrain.pipeline.values.rng import draws_by_name, may_draw
 
-Object = TypeVar("Object")
 # names that do not tell where a segment is
 _DULL = {"getitem", "getattr", "same", "size", "OrderedDict", "is_autocast_enabled", "get_autocast_dtype"}
 
@@ -111,17 +109,17 @@ class Stretch:
         """The modules that it calls, and what is in them, each once."""
         used = self.chain.used(self.first, self.end)
         called = [self._bind(node)[0] for node in used if node.op == "call_module"]
-        return each_once(part for module in called for part in module.modules())
+        return iter(dict.fromkeys(part for module in called for part in module.modules()))
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters that it uses, each once."""
         used = tensors_used(self.chain, self.first, self.end, self._bind)
-        return each_once(tensor for tensor in used if isinstance(tensor, nn.Parameter))
+        return iter(dict.fromkeys(tensor for tensor in used if isinstance(tensor, nn.Parameter)))
 
     def buffers(self) -> Iterator[Tensor]:
         """The buffers and constants that it uses, each once."""
         used = tensors_used(self.chain, self.first, self.end, self._bind)
-        return each_once(tensor for tensor in used if not isinstance(tensor, nn.Parameter))
+        return iter(dict.fromkeys(tensor for tensor in used if not isinstance(tensor, nn.Parameter)))
 
 
 class Segment(Stretch):
@@ -160,9 +158,10 @@ def segments(model: nn.Module, example: Any, names: tuple[str, ...] = ()) -> lis
             return _checked(program, reference)
         except Different as error:
             # for example it asks whether its argument is a tensor, which a stand-in is not: call instead, from inside
-            if not program.doubtful:
+            if not (doubtful := program.doubtful):
                 raise _not_the_same(error) from error
-            leaves |= dict.fromkeys(innermost(program.doubtful), f"a trace does something else: {error}")
+            inside = {path for path in doubtful if not any(other.startswith(f"{path}.") for other in doubtful)}
+            leaves |= dict.fromkeys(inside, f"a trace does something else: {error}")
 
 
 def from_modules(
@@ -270,11 +269,6 @@ def _may_draw(program: Program, node: fx.Node) -> bool:
     home = str(getattr(node.target, "__module__", None) or "torch").split(".")[0]
     known = home in ("torch", "operator", "_operator", "builtins", "math", "collections", "hvdtrain")
     return not known or draws_by_name(getattr(node.target, "__name__", ""))
-
-
-def each_once(objects: Iterable[Object]) -> Iterator[Object]:
-    """In the order in which they come first."""
-    return iter({id(one): one for one in objects}.values())
 
 
 def tensors_used(chain: Chain, first: int, last: int, bind: code.Binder) -> Iterator[Tensor]:

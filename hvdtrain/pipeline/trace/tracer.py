@@ -169,10 +169,9 @@ def refuse_around(model: nn.Module) -> None:
 
 def refuse_everywhere() -> None:
     """Raises `ConfigError` if a hook of the user's is called for every module."""
-    held = (getattr(torch.nn.modules.module, f"_global{name}") for name in HOOKS)
+    held = [h for name in HOOKS for h in list(getattr(torch.nn.modules.module, f"_global{name}").values())]
     # PyTorch's own count operations (FlopCounterMode), which does not depend on modules
-    users = [h for hooks in held for h in list(hooks.values()) if not is_ours(h) and not _is_torchs(h)]
-    if users:
+    if any(not str(getattr(h, "__module__", "")).startswith(("hvdtrain.", "torch.")) for h in held):
         raise ConfigError(
             "a pipeline cannot call a hook of all modules: it runs the operations of those that it has traced",
             "register_module_forward_hook(...), or another hook of torch.nn.modules.module",
@@ -182,10 +181,6 @@ def refuse_everywhere() -> None:
 
 def is_ours(hook: Any) -> bool:
     return str(getattr(hook, "__module__", "")).startswith("hvdtrain.")
-
-
-def _is_torchs(hook: Any) -> bool:
-    return str(getattr(hook, "__module__", "")).startswith("torch.")
 
 
 def make_leaf(leaves: dict[str, str], path: str, reason: str, model: nn.Module, line: str = "") -> None:
@@ -327,7 +322,7 @@ class _Tracer(fx.Tracer):
         path = (self.submodule_paths or {}).get(m)
         if path is None:
             return self._call_homeless(m, args, kwargs)
-        if _is_open_encoder(m) and path not in self._leaves and _has_no_padding(args, kwargs):
+        if path not in self._leaves and _is_open_encoder(m, args, kwargs):
             forward = self._encoder_forward(m)
         elif self.is_leaf_module(m, path):
             return self.create_proxy("call_module", path, args, kwargs)
@@ -390,32 +385,25 @@ class _Tracer(fx.Tracer):
             known_to_pytree(type(a))
             return self.create_node("call_function", type(a), (), {k: self.create_arg(v) for k, v in a.items()})
         if isinstance(a, Tensor) and not isinstance(a, nn.Parameter) and id(a) not in self._buffer_ids:
-            return self._constant(a)
+            # fx would set a constant, neither parameter nor buffer, as an attribute of the user's model
+            self.attributes[f"_constant_{id(a)}"] = a
+            return self.create_node("get_attr", f"_constant_{id(a)}", (), {})
         return super().create_arg(a)
 
     @cached_property
     def _buffer_ids(self) -> set[int]:
         return {id(tensor) for tensor in self.root.buffers()}
 
-    def _constant(self, tensor: Tensor) -> fx.Node:
-        """A tensor that is neither parameter nor buffer; fx would set it as an attribute of the user's model."""
-        name = f"_constant_{id(tensor)}"
-        self.attributes[name] = tensor
-        return self.create_node("get_attr", name, (), {})
-
 
 # files that are no user's
 _OWN = tuple(map(inspect.getsourcefile, (_Tracer, Proxy, fx.Proxy)))
 
 
-def _is_open_encoder(module: nn.Module) -> bool:
-    """The library's own stack of layers, worth opening; what is derived from it may do anything."""
-    return type(module) is nn.TransformerEncoder and not any(getattr(module, name) for name in HOOKS)
-
-
-def _has_no_padding(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    # with a padding mask an encoder may go over to nested tensors, by what is in the mask
-    return len(args) <= 2 and kwargs.get("src_key_padding_mask") is None
+def _is_open_encoder(module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """The library's own stack of layers, worth opening; what is derived from it may do anything, and with a padding
+    mask it may go over to nested tensors, by what is in the mask."""
+    without_padding = len(args) <= 2 and kwargs.get("src_key_padding_mask") is None
+    return type(module) is nn.TransformerEncoder and without_padding and not any(getattr(module, h) for h in HOOKS)
 
 
 def _encoder_mask(src: Tensor, mask: Any, is_causal: bool | None, batch_first: bool) -> tuple[Any, bool]:

@@ -17,7 +17,6 @@ from hvdtrain.record.stats import spread as spread_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 DOTS_PER_INCH = 130
 # told apart in grey and by eyes that see red and green alike (Okabe and Ito, 2008)
@@ -181,16 +180,17 @@ def plot(what: Bars | SplitCurve | Timeline | Drawable, path: str | Path) -> Pat
         empty = f"no seconds for {', '.join(names)}" if names else "no seconds at all"
     if empty:
         raise ConfigError("a picture needs something to draw", empty, remedy)
-    figure = new_figure(*picture.inches)
+    try:
+        from matplotlib.figure import Figure  # without pyplot: no window, no state of the whole process
+    except ImportError as error:
+        remedy = install_command("plot")
+        raise ConfigError("pictures are drawn by matplotlib", f"it cannot be imported: {error}", remedy) from error
+    figure = Figure(figsize=picture.inches, layout="constrained")
     axes = figure.add_subplot()
     picture.draw(axes)
-    _frame(axes)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_axisbelow(True)
     axes.set_title(picture.title, fontsize=11, wrap=True)
-    return write(figure, path)
-
-
-def write(figure: Figure, path: str | Path) -> Path:
-    """Writes a figure and returns the path; raises `ConfigError` if it cannot."""
     path = Path(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -199,16 +199,6 @@ def write(figure: Figure, path: str | Path) -> Path:
         rule = "a picture needs a file that can be written, with an ending such as .png"
         raise ConfigError(rule, f"{path}: {error}", "name another file") from error
     return path
-
-
-def new_figure(width: float, height: float) -> Figure:
-    """Returns an empty figure, in inches; raises `ConfigError` if matplotlib is missing."""
-    try:
-        from matplotlib.figure import Figure  # without pyplot: no window, no state of the whole process
-    except ImportError as error:
-        remedy = install_command("plot")
-        raise ConfigError("pictures are drawn by matplotlib", f"it cannot be imported: {error}", remedy) from error
-    return Figure(figsize=(width, height), layout="constrained")
 
 
 def _repeats(every: Sequence[Sequence[float]]) -> str:
@@ -232,8 +222,3 @@ def _wrapped(text: str, width: int) -> str:
     import textwrap
 
     return "\n".join(textwrap.wrap(text, width))
-
-
-def _frame(axes: Any) -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.set_axisbelow(True)

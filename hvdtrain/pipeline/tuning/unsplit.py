@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.core.errors import is_out_of_memory
-from hvdtrain.pipeline.values.places import core_blocks
+from hvdtrain.pipeline.values.places import core_blocks, kind_of
 from hvdtrain.values.nested import map_tensors
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def unsplit(pipe: Pipeline) -> list[Unsplit]:
     cores. A copy lies beside the stages: on a GPU it has the memory less that of the device's own stage."""
     kinds: dict[str, torch.device] = {}
     for device in pipe.devices:
-        kinds.setdefault(torch.cuda.get_device_name(device) if device.type == "cuda" else str(device), device)
+        kinds.setdefault(kind_of(device), device)
     fitting = []
     for device in kinds.values():
         try:

@@ -302,14 +302,14 @@ class Places:
     stage."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
-        self._devices, self._lanes = list(devices), Lanes()
+        self._devices, self.lanes = list(devices), Lanes()
         self.threads = len(devices) > 1 and any(device.type == "cpu" for device in devices)
         self._crew: Crew | None = None
         self._placed: Any = None
 
     def stage_devices(self) -> list[StageDevice]:
         """For one call: with the cores and the streams that the calling thread has now."""
-        return stage_devices(self._devices, self._lanes)
+        return stage_devices(self._devices, self.lanes)
 
     def run(self, at: Sequence[StageDevice], works: Sequence[Callable[[], None]], stop: Callable[[], None]) -> None:
         """Each stage's work in the stage's thread; see `Crew.run`."""
@@ -318,10 +318,6 @@ class Places:
             self.close()  # threads, and those that OpenMP made for them, stay on the cores they began with
             self._crew, self._placed = Crew("hvdtrain pipeline stage"), placed
         self._crew.run(works, stop)
-
-    def host_is_read(self) -> None:
-        """See `Lanes.host_is_read`."""
-        self._lanes.host_is_read()
 
     def close(self) -> None:
         """The threads end."""

@@ -113,7 +113,8 @@ class Draws:
     def __init__(self, seen: dict[Hashable, Seen], devices: Sequence[torch.device]) -> None:
         self._generators = of_devices(*devices)
         self._before = self._generators.everything()
-        self._step_seed = step_seed()
+        # of the global generator's state when the step begins
+        self._step_seed = hashlib.blake2b(torch.get_rng_state().numpy().tobytes(), digest_size=16).hexdigest()
         self._seen = seen
         self._used = False
 
@@ -167,11 +168,6 @@ class Draws:
         """The next step draws other numbers, if this one drew any."""
         if self._used:
             torch.randint(2**62, ())
-
-
-def step_seed() -> str:
-    """What the global generator's state says when a step begins."""
-    return hashlib.blake2b(torch.get_rng_state().numpy().tobytes(), digest_size=16).hexdigest()
 
 
 def combined_seed(*numbers: Any) -> int:

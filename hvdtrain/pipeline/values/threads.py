@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from queue import SimpleQueue
-from typing import Any
 
 import torch
 from torch.overrides import _get_current_function_mode_stack
@@ -38,7 +37,12 @@ class Context:
         self._devices = [mode.device for mode in modes if isinstance(mode, DeviceContext)]
         self._variables = contextvars.copy_context()
         self._saving = torch._C._autograd._top_saved_tensors_default_hooks(True) if threads else None
-        _refuse([mode for mode in modes if not isinstance(mode, DeviceContext)])
+        if others := ", ".join(type(mode).__name__ for mode in modes if not isinstance(mode, DeviceContext)):
+            raise ConfigError(
+                "the stages of a pipeline work in threads of their own, which this mode does not reach",
+                f"a call inside of {others}",
+                "leave the mode out; or look at the unsplit model, or at a pipeline of one device, with it",
+            )
         if threads and torch.autograd._profiler_enabled():
             warnings.warn(
                 "torch.profiler sees only the thread that started it, not the stages of a pipeline, unless it was given"
@@ -71,15 +75,6 @@ class Context:
             for kind, dtype, cache in self._autocast:
                 stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=cache))
             yield
-
-
-def _refuse(modes: list[Any]) -> None:
-    if modes:
-        raise ConfigError(
-            "the stages of a pipeline work in threads of their own, which this mode does not reach",
-            f"a call inside of {', '.join(type(mode).__name__ for mode in modes)}",
-            "leave the mode out; or look at the unsplit model, or at a pipeline of one device, with it",
-        )
 
 
 Work = Callable[[], None]

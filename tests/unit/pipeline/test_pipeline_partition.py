@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 from test_pipeline_plan import modes, real_peaks
 
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.pipeline.plan.costs import Curve, Device, Link, SegmentCost, stage_costs
+from hvdtrain.pipeline.plan.costs import (
+    Curve,
+    Device,
+    Link,
+    SegmentCost,
+    device_peak_bytes,
+    stage_costs,
+)
 from hvdtrain.pipeline.plan.partition import Partition, partition
 from hvdtrain.pipeline.plan.schedule import actions, micro_batch_sizes, recomputed
 
@@ -38,7 +45,7 @@ def by_hand(costs, devices, cut, *, batch, micro_batches, schedule, remat, link)
         sent = sum(link.seconds(mine[-1].output_bytes(size)) for size in sizes) if stage < len(cut) - 1 else 0.0
         slowest = max(slowest, passes / devices[stage].speed, sent)
     peaks = [
-        one.peak_bytes(actions(schedule, stage, len(cut), micro_batches), sizes, remat)
+        device_peak_bytes([one], actions(schedule, stage, len(cut), micro_batches), sizes, remat)
         for stage, one in enumerate(stage_costs(costs, cut, devices))
     ]
     return slowest, peaks

@@ -10,7 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.pipeline.plan.costs import Curve, Device, Link, Pool, SegmentCost, stage_costs
+from hvdtrain.pipeline.plan.costs import (
+    Curve,
+    Device,
+    Link,
+    Pool,
+    SegmentCost,
+    device_peak_bytes,
+    stage_costs,
+)
 from hvdtrain.pipeline.plan.schedule import (
     REMATS,
     Action,
@@ -215,7 +223,8 @@ def test_promised_memory_is_what_a_stage_takes(costs, stages, micro_batches, siz
     cut, sizes = [1] * (stages - 1) + [len(costs) - stages + 1], [size] * micro_batches
     found = stage_costs(costs, cut, [Device(str(stage)) for stage in range(stages)])
     promised = [
-        one.peak_bytes(actions(schedule, stage, stages, micro_batches), sizes, remat) for stage, one in enumerate(found)
+        device_peak_bytes([one], actions(schedule, stage, stages, micro_batches), sizes, remat)
+        for stage, one in enumerate(found)
     ]
     assert real_peaks(costs, cut, sizes, schedule, remat, promised) == pytest.approx(promised)
     for stage, most in enumerate(promised):
@@ -231,7 +240,8 @@ def test_promised_memory_is_enough_for_uneven_micro_batches(costs, stages, batch
     cut, sizes = [1] * (stages - 1) + [len(costs) - stages + 1], micro_batch_sizes(batch, micro_batches)
     found = stage_costs(costs, cut, [Device(str(stage)) for stage in range(stages)])
     promised = [
-        one.peak_bytes(actions(schedule, stage, stages, micro_batches), sizes, remat) for stage, one in enumerate(found)
+        device_peak_bytes([one], actions(schedule, stage, stages, micro_batches), sizes, remat)
+        for stage, one in enumerate(found)
     ]
     taken = real_peaks(costs, cut, sizes, schedule, remat, promised)
     for one, most, peak in zip(found, promised, taken, strict=True):
@@ -245,7 +255,7 @@ def test_an_allocator_that_keeps_everything_is_seen():
     ]
     devices = [Device("0"), Device("1")]
     promised = [
-        one.peak_bytes(actions("1f1b", stage, 2, 8), [4] * 8)
+        device_peak_bytes([one], actions("1f1b", stage, 2, 8), [4] * 8)
         for stage, one in enumerate(stage_costs(costs, [1, 1], devices))
     ]
     real_peaks(costs, [1, 1], [4] * 8, "1f1b", "never", promised)
