@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 from common import BACKEND, L, dense, images, loss, numpy_of, tokens
-from jobs import RANK, SIZE, O, case, compiled, data, fit, hvk, state, world
+from jobs import RANK, SIZE, O, case, cases, compiled, data, fitted, hvk, state, world
 
 import hvdtrain
 
@@ -33,7 +33,7 @@ def restored_after_training() -> str:
     )
     model.compile(O.Adam(1e-2, clipnorm=1.0, use_ema=True, gradient_accumulation_steps=3), loss(), metrics=["accuracy"])
     hvk.prepare(model)
-    fit(model, hvk.callbacks(model), epochs=2)
+    fitted(model, data(), epochs=2)
     before = [numpy_of(v).tobytes() for v in state(model)]
     hvk.verify(model)
     after = [numpy_of(v).tobytes() for v in state(model)]
@@ -56,52 +56,33 @@ def other_data_order() -> str:
 @case
 def watch_silent() -> str:
     model = hvk.prepare(compiled(O.Adam(1e-2)), watch_every=1)
-    fit(model, hvk.callbacks(model), epochs=3)
+    fitted(model, data(), epochs=3)
     return "quiet"
 
 
-@case
-def inf_on_one_rank() -> str:
+def overflowing(**options: Any) -> str:
     """An overflow on one rank: all ranks skip that step, and halve the same loss scale."""
     keras.config.set_dtype_policy("mixed_float16")
     try:
-        model = compiled(O.Adam(1e-3))
-        hvk.prepare(model)
+        model = hvk.prepare(compiled(O.Adam(1e-3, **options)))
         x, y = images(64)
-        mine = slice(RANK * 32, RANK * 32 + 32)
-        x = x.astype("float32")
+        x, mine = x.astype("float32"), slice(RANK * 32, RANK * 32 + 32)
         if RANK == SIZE - 1:
             x[RANK * 32 + 9] = np.inf  # in its second batch
-        model.fit(x[mine], y[mine], batch_size=8, shuffle=False, verbose=0, callbacks=hvk.callbacks(model))
-        return inf_report(model)
+        fitted(model, x[mine], y[mine], batch_size=8, shuffle=False)
     finally:
         keras.config.set_dtype_policy("float32")
-
-
-def inf_report(model: keras.Model) -> str:
     optimizer = model.optimizer
     finite = all(np.isfinite(numpy_of(v)).all() for v in model.weights)
-    prints = set(world.gather(hvk.fingerprint(model)))
-    scale = float(numpy_of(optimizer.dynamic_scale))
-    updates = int(numpy_of(optimizer.inner_optimizer.iterations))
-    return f"scale {scale:g} updates {updates} finite {finite} equal {len(prints) == 1}"
+    equal = len(set(world.gather(hvk.fingerprint(model)))) == 1
+    scale, updates = float(numpy_of(optimizer.dynamic_scale)), int(numpy_of(optimizer.inner_optimizer.iterations))
+    return f"scale {scale:g} updates {updates} finite {finite} equal {equal}"
 
 
-@case
-def inf_while_accumulating() -> str:
-    keras.config.set_dtype_policy("mixed_float16")
-    try:
-        model = compiled(O.Adam(1e-3, gradient_accumulation_steps=2, clipnorm=1.0))
-        hvk.prepare(model)
-        x, y = images(64)
-        x = x.astype("float32")
-        if RANK == SIZE - 1:
-            x[RANK * 32 + 9] = np.inf
-        mine = slice(RANK * 32, RANK * 32 + 32)
-        model.fit(x[mine], y[mine], batch_size=8, shuffle=False, verbose=0, callbacks=hvk.callbacks(model))
-        return inf_report(model)
-    finally:
-        keras.config.set_dtype_policy("float32")
+cases(
+    inf_on_one_rank=overflowing,
+    inf_while_accumulating=lambda: overflowing(gradient_accumulation_steps=2, clipnorm=1.0),
+)
 
 
 @case
@@ -109,7 +90,7 @@ def optimizer_inside_loss_scale_with_callbacks() -> str:
     keras.config.set_dtype_policy("mixed_float16")
     try:
         model = compiled(hvk.prepare(O.SGD(0.1)))
-        fit(model, hvk.callbacks(model))
+        fitted(model, data())
         return str(vars(model)["_hvdtrain"].proofs.proof)
     finally:
         keras.config.set_dtype_policy("float32")
@@ -122,12 +103,10 @@ def rate_follows_samples() -> str:
     batches = data()
     model = hvk.prepare(compiled(O.SGD(0.1)), batches, lr=lr)
     seen: list[float] = []
-
-    class Look(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            seen.append(round(float(numpy_of(model.optimizer.learning_rate)), 6))
-
-    model.fit(batches, epochs=3, verbose=0, callbacks=[*hvk.callbacks(model), Look()])
+    look = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda *_, **__: seen.append(round(float(numpy_of(model.optimizer.learning_rate)), 6))
+    )
+    fitted(model, batches, epochs=3, more=[look])
     expected = [round(lr.at(step * 8 * SIZE, 8 * SIZE), 6) for step in range(len(seen))]
     assert np.allclose(seen, expected, rtol=1e-5), (seen, expected)
     return f"{len(seen)} rates"
@@ -217,7 +196,7 @@ def two_optimizers() -> str:
     hvk.prepare(model, verify=False)
     rng = np.random.default_rng(RANK)
     x, y = rng.normal(size=(16, 6)).astype("float32"), rng.normal(size=(16, 4)).astype("float32")
-    model.fit(x, y, batch_size=8, verbose=0, callbacks=hvk.callbacks(model))
+    fitted(model, x, y, batch_size=8)
     prints = set(world.gather(hvk.fingerprint(model)))
     assert len(prints) == 1, "the two networks differ over ranks"
     return "equal"

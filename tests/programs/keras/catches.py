@@ -12,20 +12,52 @@ import accepted  # noqa: F401  (its cases)
 import keras
 import numpy as np
 from common import L, cnn, dense, images, loss, numpy_of
-from jobs import RANK, SIZE, O, case, compiled, data, fit, hvk, run_cases
+from jobs import RANK, SIZE, O, case, cases, compiled, data, fit, fitted, hvk, run_cases
 
 import hvdtrain
 
+LR8 = {"lr": hvdtrain.LR(0.1, 8), "per_rank_batch": 8}
+DECAYING = O.schedules.ExponentialDecay(0.1, 2, 0.5)
+
+
+def stock(optimizer: Any) -> Any:
+    import horovod.keras as horovod_keras
+
+    return compiled(horovod_keras.DistributedOptimizer(optimizer))
+
+
+cases(
+    unwrapped_verify=lambda: hvk.verify(compiled()),
+    unwrapped_fit=lambda: fitted(compiled(), data()),
+    stock=lambda: hvk.verify(stock(O.SGD(0.1))),
+    stock_adam_fit=lambda: fitted(stock(O.Adam(1e-2)), data()),
+    # without hvk.callbacks: nobody makes the replicas equal
+    forgotten_broadcast=lambda: fit(hvk.prepare(compiled(seed=RANK))),
+    forgotten_broadcast_verify=lambda: hvk.verify(hvk.prepare(compiled(seed=RANK))),
+    unequal_rate=lambda: fitted(hvk.prepare(compiled(O.SGD(0.1 * (RANK + 1)))), data()),
+    unequal_momentum=lambda: hvk.verify(hvk.prepare(compiled(O.SGD(0.1, momentum=0.5 + 0.1 * RANK)))),
+    # rank-dependent arithmetic after the average: the update is not that of the mean; a sum where a mean belongs
+    averaged_then_changed=lambda: changed_after_the_average(RANK + 1.0),
+    summed=lambda: changed_after_the_average(float(SIZE)),
+    epochs_differ=lambda: fitted(hvk.prepare(compiled()), data(), epochs=1 + RANK),
+    scaled_twice=lambda: hvk.prepare(compiled(O.SGD(0.2)), **LR8),
+    two_schedules=lambda: hvk.prepare(compiled(O.SGD(DECAYING)), **LR8),
+    rate_without_batch=lambda: hvk.prepare(compiled(), lr=hvdtrain.LR(0.1, 8)),
+    batch_said_twice=lambda: hvk.prepare(compiled(), data(8), per_rank_batch=8),
+    prepared_with_arrays=lambda: hvk.prepare(compiled(), images(8), lr=hvdtrain.LR(0.1, 8)),
+    data_in_a_list=lambda: hvk.loader(list(images(8)), 8),
+    not_compiled=lambda: hvk.prepare(cnn()),
+    unknown_compression=lambda: hvk.prepare(compiled(), compression="int3"),
+    evaluates_replicas_that_differ=lambda: hvk.evaluate(
+        compiled(seed=RANK), (images(8)[0].astype("float32"), images(8)[1]), per_rank_batch=8
+    ),
+)
+
 
 @case
-def unwrapped_verify() -> str:
-    return str(hvk.verify(compiled()))
-
-
-@case
-def unwrapped_fit() -> str:
-    model = compiled()
-    fit(model, hvk.callbacks(model))
+def callbacks_made_after_fit_is_looked_up() -> str:
+    model = compiled(hvk.prepare(O.SGD(0.1)))
+    model.fit(data(), verbose=0, callbacks=hvk.callbacks(model))
     return "trained"
 
 
@@ -46,52 +78,11 @@ def cloned_optimizer() -> str:
 
 
 @case
-def stock() -> str:
-    import horovod.keras as horovod_keras
-
-    return str(hvk.verify(compiled(horovod_keras.DistributedOptimizer(O.SGD(0.1)))))
-
-
-@case
-def stock_adam_fit() -> str:
-    import horovod.keras as horovod_keras
-
-    model = compiled(horovod_keras.DistributedOptimizer(O.Adam(1e-2)))
-    fit(model, hvk.callbacks(model))
-    return "trained"
-
-
-@case
-def forgotten_broadcast() -> str:
-    model = hvk.prepare(compiled(seed=RANK))
-    fit(model)  # without hvk.callbacks: nobody makes the replicas equal
-    return "trained"
-
-
-@case
-def forgotten_broadcast_verify() -> str:
-    return str(hvk.verify(hvk.prepare(compiled(seed=RANK))))
-
-
-@case
-def unequal_rate() -> str:
-    model = hvk.prepare(compiled(O.SGD(0.1 * (RANK + 1))))
-    fit(model, hvk.callbacks(model))
-    return "trained"
-
-
-@case
-def unequal_momentum() -> str:
-    return str(hvk.verify(hvk.prepare(compiled(O.SGD(0.1, momentum=0.5 + 0.1 * RANK)))))
-
-
-@case
 def unequal_model() -> str:
     keras.utils.set_random_seed(0)
     model = keras.Sequential([L.Input((6, 6, 1)), L.Flatten(), dense(4 + RANK), dense(4)])
     model.compile(O.SGD(0.1), loss())
-    hvk.prepare(model)
-    fit(model, hvk.callbacks(model))
+    fitted(hvk.prepare(model), data())
     return "trained"
 
 
@@ -105,37 +96,17 @@ def unhooked_on_one_rank() -> str:
     return str(hvk.verify(model))
 
 
-@case
-def averaged_then_changed() -> str:
-    """Rank-dependent arithmetic after the average: the update is not that of the mean."""
-    model = hvk.prepare(compiled(O.SGD(0.1)))
+def changed_after_the_average(factor: float) -> Any:
+    model = hvk.prepare(compiled())
     hooked = vars(model.optimizer)["apply"]
-    vars(model.optimizer)["apply"] = lambda grads, tv=None: hooked([g * (RANK + 1.0) for g in grads], tv)
-    return str(hvk.verify(model))
-
-
-@case
-def summed() -> str:
-    """A sum where a mean belongs."""
-    model = hvk.prepare(compiled(O.SGD(0.1)))
-    hooked = vars(model.optimizer)["apply"]
-    vars(model.optimizer)["apply"] = lambda grads, tv=None: hooked([g * float(SIZE) for g in grads], tv)
-    return str(hvk.verify(model))
+    vars(model.optimizer)["apply"] = lambda grads, tv=None: hooked([g * factor for g in grads], tv)
+    return hvk.verify(model)
 
 
 @case
 def steps_differ() -> str:
-    model = hvk.prepare(compiled())
-    x, y = images(32)
-    mine = slice(0, 16 + 8 * RANK)
-    model.fit(x[mine], y[mine], batch_size=8, verbose=0, callbacks=hvk.callbacks(model))
-    return "trained"
-
-
-@case
-def epochs_differ() -> str:
-    model = hvk.prepare(compiled())
-    fit(model, hvk.callbacks(model), epochs=1 + RANK)
+    x, y = (part[: 16 + 8 * RANK] for part in images(32))
+    fitted(hvk.prepare(compiled()), x, y, batch_size=8)
     return "trained"
 
 
@@ -143,7 +114,7 @@ def epochs_differ() -> str:
 def watch_catches() -> str:
     """One bit of one variable changes on one rank in mid-training."""
     model = hvk.prepare(compiled(O.Adam(1e-2)), watch_every=2)
-    fit(model, [*hvk.callbacks(model), Poke(model, 3)], epochs=4)
+    fitted(model, data(), epochs=4, more=[Poke(model, 3)])
     return "trained"
 
 
@@ -180,69 +151,6 @@ def accumulation_inside_multi() -> str:
     inner = O.OptimizerMap(O.SGD(0.05, gradient_accumulation_steps=2), {".*kernel": O.Adam(1e-2)})
     hvk.prepare(compiled(O.MultiOptimizer(inner)))
     return "prepared"
-
-
-@case
-def scaled_twice() -> str:
-    hvk.prepare(compiled(O.SGD(0.2)), lr=hvdtrain.LR(0.1, 8), per_rank_batch=8)
-    return "prepared"
-
-
-@case
-def two_schedules() -> str:
-    model = compiled(O.SGD(O.schedules.ExponentialDecay(0.1, 2, 0.5)))
-    hvk.prepare(model, lr=hvdtrain.LR(0.1, 8), per_rank_batch=8)
-    return "prepared"
-
-
-@case
-def rate_without_batch() -> str:
-    hvk.prepare(compiled(O.SGD(0.1)), lr=hvdtrain.LR(0.1, 8))
-    return "prepared"
-
-
-@case
-def callbacks_made_after_fit_is_looked_up() -> str:
-    model = compiled(hvk.prepare(O.SGD(0.1)))
-    model.fit(data(), verbose=0, callbacks=hvk.callbacks(model))
-    return "trained"
-
-
-@case
-def batch_said_twice() -> str:
-    hvk.prepare(compiled(O.SGD(0.1)), data(8), per_rank_batch=8)
-    return "prepared"
-
-
-@case
-def prepared_with_arrays() -> str:
-    hvk.prepare(compiled(O.SGD(0.1)), images(8), lr=hvdtrain.LR(0.1, 8))
-    return "prepared"
-
-
-@case
-def data_in_a_list() -> str:
-    hvk.loader(list(images(8)), 8)
-    return "prepared"
-
-
-@case
-def not_compiled() -> str:
-    hvk.prepare(cnn())
-    return "prepared"
-
-
-@case
-def unknown_compression() -> str:
-    hvk.prepare(compiled(), compression="int3")
-    return "prepared"
-
-
-@case
-def evaluates_replicas_that_differ() -> str:
-    x, y = images(8)
-    hvk.evaluate(compiled(seed=RANK), (x.astype("float32"), y), per_rank_batch=8)
-    return "evaluated"
 
 
 if __name__ == "__main__":

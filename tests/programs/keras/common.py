@@ -85,6 +85,10 @@ def weights_of(model: keras.Model) -> list[np.ndarray]:
     return [numpy_of(variable) for variable in model.weights]
 
 
+def apart(a: Any, b: Any) -> float:
+    return max(float(np.abs(np.asarray(x) - np.asarray(y)).max()) for x, y in zip(a, b, strict=True))
+
+
 def report(folder: str | Path, name: str, rank: int, data: dict[str, Any]) -> None:
     Path(folder, f"{name}.rank{rank}.json").write_text(json.dumps(data, default=str))
 

@@ -27,6 +27,13 @@ def case(function: Callable[[], str]) -> Callable[[], str]:
     return function
 
 
+def cases(**jobs: Callable[[], object]) -> None:
+    """Registers cases of a line each, by their names."""
+    for name, job in jobs.items():
+        job.__name__ = name
+        CASES.append(job)  # type: ignore[arg-type]
+
+
 def compiled(optimizer: Any = None, *, seed: int = 0, **arguments: Any) -> keras.Model:
     keras.utils.set_random_seed(seed)
     model = cnn()
@@ -41,6 +48,13 @@ def data(batch: int = 8, samples: int = 32) -> Any:
 
 def fit(model: keras.Model, callbacks: list[Any] | None = None, epochs: int = 1, batches: Any = None) -> Any:
     return model.fit(batches or data(), epochs=epochs, verbose=0, callbacks=callbacks)
+
+
+def fitted(model: keras.Model, *data: Any, **options: Any) -> keras.Model:
+    """Fits it with our callbacks, before those of `more`; returns it."""
+    callbacks = [*hvk.callbacks(model), *options.pop("more", [])]
+    model.fit(*data, verbose=0, callbacks=callbacks, **options)
+    return model
 
 
 def state(model: keras.Model) -> list[Any]:
