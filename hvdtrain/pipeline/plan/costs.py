@@ -143,11 +143,8 @@ def all_reduce_seconds(size_bytes: float, replicas: int, link: Link) -> float:
 class Pool:
     """How the devices that share cores slow each other down."""
 
-    # the relative speed of each of 1, 2, ... passes that run at the same time, as measured. More than were measured
-    # share what the most had together
-    speeds: tuple[float, ...] = (1.0,)
-    # no more passes than this run at the same time, the others wait in the order in which they came; 0: any number runs
-    slots: int = 0
+    speeds: tuple[float, ...] = (1.0,)  # of each of 1, 2, ... passes at once; more share what the most had together
+    slots: int = 0  # passes that may run at once, the others wait in the order in which they came; 0: any number
 
     def speed(self, running: int) -> float:
         """Of each of so many passes."""

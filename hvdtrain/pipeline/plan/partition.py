@@ -33,8 +33,7 @@ class Partition:
     """A cut."""
 
     sizes: tuple[int, ...]  # segments of each stage
-    # of each stage in a step: its passes, or its transfers where they take longer than all its passes
-    stage_s: tuple[float, ...]
+    stage_s: tuple[float, ...]  # of each stage in a step: its passes, or its transfers if they take longer
     stage_bytes: tuple[float, ...]  # of each stage at its peak
     bottleneck_s: float  # of the slowest stage: no schedule gets a step done in less
 
@@ -51,18 +50,12 @@ def partition(
     balance: Balance = "time",
     chunks: int = 1,
 ) -> Partition:
-    """Cuts a chain of segments into one stage a device, in the order of the devices.
+    """Cuts a chain of segments into one stage a device (`chunks`: so many, in rounds), in the order of the devices.
 
     "time" minimises the slowest stage's time in a step, and of cuts that are equal in that the largest stage's bytes;
-    "memory" the other way round. Both keep to each device's memory. A cut by hand (segments of each stage) is taken as
-    it is.
-
-    Args:
-        chunks: stages on each device, in rounds over the devices. Then each is given its part of the memory, and no
-            two of a device are weighed against each other.
-
-    Raises:
-        ConfigError: more devices than segments, no cut that fits, or a cut by hand that is none.
+    "memory" the other way round. Both keep to each device's memory; of several chunks each is given its part of it. A
+    cut by hand (segments of each stage) is taken as it is. Raises `ConfigError` for more stages than segments, if no
+    cut fits, or for a cut by hand that is none.
     """
     rows = len(devices)
     if chunks > 1:

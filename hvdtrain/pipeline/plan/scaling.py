@@ -85,8 +85,7 @@ class Network:
     between: Link
     inside: Link
     per_host: int = 8  # ranks on a host
-    # "ring": over all ranks; "hierarchical": over a host's, then over one a host; "tree": NCCL's two trees
-    way: Way = "ring"
+    way: Way = "ring"  # or "hierarchical": over a host's ranks, then over one a host; "tree": NCCL's two trees
     cycle_s: float = 0.0  # from one negotiation to the next, at least (HOROVOD_CYCLE_TIME)
     coordinator_s: float = 0.0  # that the first rank takes for what one rank tells it in a cycle
     fusion_bytes: float = 0.0  # that are summed together at most (HOROVOD_FUSION_THRESHOLD)

@@ -53,23 +53,15 @@ def simulate(
     overlap: bool = True,
     chunks: int = 1,
 ) -> Simulation:
-    """One training step, every device taking its actions in the schedule's order as soon as it can.
+    """Simulates a training step, every device taking its actions in the schedule's order as soon as it can.
 
-    A transfer runs beside the passes, one at a time for each direction of a link. A recomputed micro-batch's backward
-    takes its forward time more. Stages whose devices share a pool slow each other down while they run together, or
-    wait for each other where it has fewer slots. Of stages that come at the same moment, one that has just ended a
-    pass is first.
+    A transfer runs beside the passes, one at a time for each direction of a link (`links`: from each device to the
+    next; one stands for all). A recomputed micro-batch's backward takes its forward time more. Stages whose devices
+    share a pool slow each other down while they run together, or wait for each other where it has fewer slots. Of
+    stages that come at the same moment, one that has just ended a pass is first.
 
-    Args:
-        stages: in the order of the model; number i is on device i % (number of devices).
-        sizes: samples of each micro-batch (`plan.micro_batch_sizes`).
-        links: from each device to the next; one stands for all.
-        pools: by name; devices of a pool that is not among them do not slow each other down.
-        overlap: False: one thing happens at a time, as in a model that is merely split.
-        chunks: stages on each device.
-
-    Raises:
-        ConfigError: not a link between each two stages.
+    `stages` are in the order of the model; number i is on device i % (number of devices). Without `overlap` one thing
+    happens at a time, as in a model that is merely split. Raises `ConfigError` for too many or too few links.
     """
     devices = len(stages) // chunks
     between = links_between(links, devices, chunks)
@@ -194,7 +186,7 @@ class _Run:
             while waiting and self._may_start(name):
                 stage = waiting.popleft()
                 action = self._todo[stage].popleft()
-                work_s = self._seconds[self._stage(stage, action)][action]
+                work_s = self._seconds[action.chunk * self._devices + stage][action]
                 self.work_s += work_s
                 self._running[stage] = _Pass(action, work_s, self.now_s)
 
@@ -207,7 +199,8 @@ class _Run:
     def _advance(self) -> None:
         """On to the next moment at which something ends."""
         together = Counter(self._pool_of[stage] for stage in self._running)
-        speeds = {stage: self._speed(stage, together) for stage in self._running}
+        pools = {stage: self._pools.get(self._pool_of[stage]) for stage in self._running}
+        speeds = {stage: pool.speed(together[self._pool_of[stage]]) if pool else 1.0 for stage, pool in pools.items()}
         ends = {stage: one.left_s / speeds[stage] for stage, one in self._running.items()}
         dt = min([*ends.values(), *(lane[0][1] for lane in self._lanes.values())])
         self.now_s += dt
@@ -229,15 +222,8 @@ class _Run:
             if not lane:
                 del self._lanes[source, target]
 
-    def _speed(self, stage: int, together: Counter[str]) -> float:
-        pool = self._pools.get(self._pool_of[stage])
-        return pool.speed(together[self._pool_of[stage]]) if pool else 1.0
-
-    def _stage(self, device: int, action: Action) -> int:
-        return action.chunk * self._devices + device
-
     def _finish(self, device: int, one: _Pass) -> None:
-        action, stage = one.action, self._stage(device, one.action)
+        action, stage = one.action, one.action.chunk * self._devices + device
         self._just_ended.append(device)
         self.timeline.append(Span(stage, action.kind, action.micro, one.start_s, self.now_s))
         if action.kind == "forward" and stage < len(self._seconds) - 1:

@@ -54,8 +54,7 @@ class StageCall:
     pooled: Pooled | None  # gathers batch-norm statistics; None leaves the layers alone
     draws: Draws | None  # None: from the global generator
     finishing: list[bool]
-    # filled with those of the tensors in the inputs; None: nobody wants them
-    gradients: list[list[Tensor | None]] | None = None
+    gradients: list[list[Tensor | None]] | None = None  # filled with those of the inputs' tensors; None: not wanted
     offload: bool = False  # what is kept for a backward pass waits in the host's memory
     timeline: list[Span] | None = None  # filled with every pass, in seconds of time.perf_counter; None: not
     turn: Any = field(default_factory=nullcontext)  # held during each action where stages must not run at the same time

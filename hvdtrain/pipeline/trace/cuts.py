@@ -30,16 +30,12 @@ class Facts:
     """What was seen."""
 
     draws: set[fx.Node] = field(default_factory=set)  # nodes that take random numbers
-    # nodes that keep the generators' state, to repeat a part in the backward pass (checkpointing)
-    repeats: set[fx.Node] = field(default_factory=set)
-    # node -> the place (in the order of the graph) of the last operation that changes its value in place
-    changed_at: dict[fx.Node, int] = field(default_factory=dict)
-    # nodes whose value another stage can be given: tensors, numbers, None, nested tuples of them
-    may_cross: set[fx.Node] = field(default_factory=set)
+    repeats: set[fx.Node] = field(default_factory=set)  # that keep the generators' state, for checkpointing
+    changed_at: dict[fx.Node, int] = field(default_factory=dict)  # node -> place where it is last changed in place
+    may_cross: set[fx.Node] = field(default_factory=set)  # that hold tensors, numbers, None, nested tuples of them
     tensors: dict[fx.Node, int] = field(default_factory=dict)  # node -> how many tensors its value holds
     changed: set[int] = field(default_factory=set)  # ids of buffers that a pass in training mode changes
-    # attributes that each pass in training mode changes again
-    counts: list[tuple[nn.Module, str]] = field(default_factory=list)
+    counts: list[tuple[nn.Module, str]] = field(default_factory=list)  # see `Reference.counts`
 
 
 class Different(Exception):
@@ -123,8 +119,7 @@ class Cut:
     """A place between two operations."""
 
     place: dict[bool, int]  # by training mode, the index in the graph of the last operation before it
-    # what crosses, in order, each by its node in both modes (None: this mode does not have it)
-    values: tuple[dict[bool, fx.Node | None], ...]
+    values: tuple[dict[bool, fx.Node | None], ...]  # what crosses, by its node in both modes (None: not in this mode)
 
 
 def find_cuts(program: Program, facts: Facts, *, everywhere: bool = False) -> list[Cut]:

@@ -42,12 +42,9 @@ class Reference:
 
     example: tuple[Any, ...]  # the arguments, of a few samples, or all for a model that does not take fewer
     outputs: dict[bool, Any] = field(default_factory=dict)  # by training mode
-    # attributes that each pass in training mode changes again
-    counts: list[tuple[nn.Module, str]] = field(default_factory=list)
-    # paths of modules that put tensors into objects outside of the model
-    keepers: set[str] = field(default_factory=set)
-    # with weights, that one call of a module calls in training, by path
-    layers: dict[str, float] = field(default_factory=dict)
+    counts: list[tuple[nn.Module, str]] = field(default_factory=list)  # attributes that each training pass changes
+    keepers: set[str] = field(default_factory=set)  # paths of modules that put tensors into objects outside of it
+    layers: dict[str, float] = field(default_factory=dict)  # by path: with weights, that a call of a module calls
 
 
 def refer(program: Program, example: tuple[Any, ...]) -> Reference:

@@ -19,7 +19,7 @@ import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import torch
@@ -66,15 +66,12 @@ class Program:
     # module whose forward made it) and "grad" (False: under `torch.no_grad`)
     graphs: dict[bool, fx.Graph]
     partners: dict[fx.Node, fx.Node]  # evaluation node -> training node, for those that are in both
-    # what `get_attr` and `call_module` targets name and the model does not
-    attributes: dict[str, Any] = field(default_factory=dict)
+    attributes: dict[str, Any] = field(default_factory=dict)  # what targets of nodes name and the model does not
     leaves: dict[str, str] = field(default_factory=dict)  # paths of modules that were not opened, and why
-    # paths of all modules whose forward is not called as a whole; the root is ""
-    followed: set[str] = field(default_factory=lambda: {""})
+    followed: set[str] = field(default_factory=lambda: {""})  # paths of all modules that were opened; the root is ""
     names: tuple[str, ...] = ()  # of its last arguments, which are given by keyword
     odd: bool = False  # a model's decision is another one for one sample alone
-    # attributes that forwards looked at, of their own module or another
-    read: frozenset[tuple[nn.Module, str]] = frozenset()
+    read: frozenset[tuple[nn.Module, str]] = frozenset()  # attributes that forwards looked at, of any module
     fixed: FixedArguments | None = None  # what the trace takes for granted of the arguments; None: nothing
 
     def call(self, arguments: Sequence[Any]) -> Any:
@@ -320,10 +317,12 @@ class _Tracer(fx.Tracer):
         if not self.records:
             return forward(*args, **kwargs)
         path = (self.submodule_paths or {}).get(m)
-        if path is None:
-            return self._call_homeless(m, args, kwargs)
+        if path is None:  # made in a forward, `nn.Softmax(1)(x)`: kept as a function
+            if any(True for _ in (*m.parameters(), *m.buffers())):
+                raise ValueError(f"calls a {type(m).__name__} with weights that is no submodule of the model")
+            return self.create_proxy("call_function", m, args, kwargs, name=type(m).__name__.lower())
         if path not in self._leaves and _is_open_encoder(m, args, kwargs):
-            forward = self._encoder_forward(m)
+            forward = partial(self._encode, m)
         elif self.is_leaf_module(m, path):
             return self.create_proxy("call_module", path, args, kwargs)
         call = Call(path)
@@ -343,26 +342,16 @@ class _Tracer(fx.Tracer):
         call.items.append(("return", returned))
         return result
 
-    def _encoder_forward(self, encoder: Any) -> Callable[..., Any]:
+    def _encode(self, encoder: Any, src: Any, mask: Any = None, is_causal: Any = None, **_: Any) -> Any:
         """`nn.TransformerEncoder.forward` without padding: its mask, its layers, its norm."""
-
-        def forward(src: Any, mask: Any = None, is_causal: Any = None, **_: Any) -> Any:
-            causal: Any = is_causal is True
-            if mask is not None:
-                given = (src, mask, is_causal, encoder.layers[0].self_attn.batch_first)
-                mask_and_causal: Any = self.create_proxy("call_function", _encoder_mask, given, {})
-                mask, causal = mask_and_causal[0], mask_and_causal[1]
-            for layer in encoder.layers:
-                src = layer(src, src_mask=mask, is_causal=causal, src_key_padding_mask=None)
-            return src if encoder.norm is None else encoder.norm(src)
-
-        return forward
-
-    def _call_homeless(self, m: nn.Module, args: Any, kwargs: Any) -> Any:
-        """A module that a forward makes itself, `nn.Softmax(1)(x)`: kept as a function."""
-        if next(m.parameters(), None) is not None or next(m.buffers(), None) is not None:
-            raise ValueError(f"calls a {type(m).__name__} with weights that is no submodule of the model")
-        return self.create_proxy("call_function", m, args, kwargs, name=type(m).__name__.lower())
+        causal: Any = is_causal is True
+        if mask is not None:
+            given = (src, mask, is_causal, encoder.layers[0].self_attn.batch_first)
+            mask_and_causal: Any = self.create_proxy("call_function", _encoder_mask, given, {})
+            mask, causal = mask_and_causal[0], mask_and_causal[1]
+        for layer in encoder.layers:
+            src = layer(src, src_mask=mask, is_causal=causal, src_key_padding_mask=None)
+        return src if encoder.norm is None else encoder.norm(src)
 
     def create_node(
         self, kind: str, target: Any, args: Any, kwargs: Any, name: Any = None, type_expr: Any = None

@@ -17,7 +17,6 @@ from hvdtrain.core.errors import is_out_of_memory
 from hvdtrain.pipeline.run.stage import Copies
 from hvdtrain.pipeline.trace.restore import device_of, resized, to_device
 from hvdtrain.pipeline.trace.segments import Segment
-from hvdtrain.pipeline.values.microbatch import samples_of
 from hvdtrain.pipeline.values.places import StageDevice
 from hvdtrain.pipeline.values.threads import Context, side_by_side
 from hvdtrain.values.nested import map_tensors, tensors_of
@@ -103,11 +102,6 @@ class SegmentBench:
     def batch(self, samples: int) -> tuple[Any, ...]:
         """Arguments of so many samples."""
         return to_device(resized(self._example, samples), self._device)
-
-    @property
-    def samples(self) -> int:
-        """Of the example."""
-        return samples_of(self._example)
 
     def _call(self, index: int) -> Call:
         if self.stopped.is_set():

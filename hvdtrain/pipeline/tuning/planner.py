@@ -36,18 +36,9 @@ def choose(
     """Measures a model on the devices of this process, and returns the fastest plan for them that fits.
 
     One device alone is among the plans, as passes over parts of the batch where the whole does not fit. Of plans that
-    are about as fast, the one with the fewest stages is returned.
-
-    Args:
-        model: it, its gradients and its buffers stay as they are.
-        example: a batch: a tensor [batch, ...] or a tuple of arguments.
-        loss_fn: not measured: it is small beside a model.
-        devices: what there is, as for `hvdtrain.pipeline.split`.
-        batch: samples of an update of this process.
-        optimizer_copies: what the optimizer keeps, in parameters a parameter: SGD with momentum 1, Adam 2.
-
-    Raises:
-        ConfigError: nothing fits, or the model cannot be cut into segments.
+    are about as fast, the one with the fewest stages is returned. The model stays as it is; `batch`: samples of an
+    update of this process; `loss_fn` is not measured: it is small beside a model. `optimizer_copies`: see `profile`.
+    Raises `ConfigError` if nothing fits, or the model cannot be cut.
     """
     from hvdtrain.pipeline.tuning.profiles import profile
 
@@ -77,9 +68,7 @@ class Speed:
     """How fast the devices are that costs are wanted for."""
 
     factor: float  # against the device that was measured
-    # what it takes to begin a forward pass of one segment, however few samples there are; a backward pass begins twice
-    # as much
-    launch_s: float = 0.0
+    launch_s: float = 0.0  # to begin a forward pass of a segment, of any samples; a backward pass begins two
 
     @classmethod
     def of(cls, costs: Sequence[SegmentCost], sample_s: float, samples: int, launch_s: float = 0.0) -> Speed:

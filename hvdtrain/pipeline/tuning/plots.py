@@ -66,8 +66,7 @@ class SplitCurve:
     title: str  # what ran, on what
     batch: int  # samples of a step
     seconds: Mapping[int, Sequence[float]]  # the repeats of each split size (samples of the largest micro-batch)
-    # seconds by split size; may have more sizes than were measured
-    predicted: Mapping[int, float] = field(default_factory=dict)
+    predicted: Mapping[int, float] = field(default_factory=dict)  # seconds by split size, also of sizes not measured
     best: int | None = None  # the split size to mark
     lines: Mapping[str, float] = field(default_factory=dict)  # seconds to compare with ("naive split"), drawn across
     of: str = "a step"  # what took the seconds, for the axis
@@ -119,9 +118,7 @@ class Timeline:
     """Who works when: one row a stage, one block a pass over a micro-batch."""
 
     title: str  # what ran, on what
-    # (stage, "forward" or "backward", micro-batch, start, end) in seconds, as `Pipeline.timeline` or a simulation has
-    # them
-    blocks: Sequence[tuple[int, str, int, float, float]]
+    blocks: Sequence[tuple[int, str, int, float, float]]  # (stage, kind, micro-batch, start, end); `Pipeline.timeline`
     stages: Sequence[str] = ()  # a name for each stage, for the axis
 
     @property

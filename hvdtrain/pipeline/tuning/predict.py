@@ -103,8 +103,7 @@ class _Timed:
     size: int  # samples of a micro-batch
     passes: Passes  # of each stage
     overhead_s: float  # of a step, besides its passes
-    # (start, end, seconds it takes alone) of each pass, for every step whose stages overlapped
-    side_by_side: Sequence[Sequence[tuple[float, float, float]]] = ()
+    side_by_side: Sequence[Sequence[tuple[float, float, float]]] = ()  # (start, end, seconds alone), by step
 
 
 def _curve(timed: Sequence[_Timed], key: tuple[int, str]) -> Curve:

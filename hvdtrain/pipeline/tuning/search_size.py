@@ -60,9 +60,7 @@ class Tuning:
     unsplit_on: str  # that device
     ratio: Interval | None  # the best one's time over that of one device, paired; None: it does not fit
     one_device: str  # "faster" or "slower" than the best one, if that is shown
-    # whether the rounds sufficed to tell that no other is faster by more than 3 %, and that one device is slower or
-    # faster
-    settled: bool
+    settled: bool  # no other is faster by more than 3 %, and one device is slower or faster: the rounds showed both
     failed: Mapping[int, str]  # what could not be run, with the reason
     confidence: float  # of every interval
     spent_s: float  # how long the tuning took
