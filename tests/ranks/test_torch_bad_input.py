@@ -8,10 +8,9 @@ from typing import Any
 
 import harness
 import pytest
-from harness import PROGRAMS, Result, run_ranks
+from harness import Result, run_ranks
 from test_torch_resnet_ranks import BROKEN, SIDE, make_odd, record, run_program, write_pictures
 
-SHORT_OF_MEMORY = PROGRAMS / "torch" / "resnet_short_of_memory.py"
 SMALL = ["--model", "resnet18", "--image-size", SIDE, "--per-rank-batch", 4]
 
 
@@ -45,14 +44,6 @@ def test_wrong_flag_value(flags: list[object], part: str) -> None:
     result = refused(flags, 1, "none")
     told_once(result, part)
     assert result.returncode == 2
-
-
-def test_unknown_model() -> None:
-    told_once(refused(["--model", "resnet51"]), "'resnet51'", "did you mean", "resnet50")
-
-
-def test_a_model_that_cannot_take_small_pictures() -> None:
-    told_once(refused(["--model", "alexnet"], 1), "alexnet: ", "--image-size")
 
 
 def test_a_batch_that_leaves_one_picture_for_batch_norm(tmp_path: Path) -> None:
@@ -93,16 +84,6 @@ def newest_checkpoint(run_dir: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_wrong_class_count_in_a_checkpoint(trained: tuple[Path, Path], tmp_path: Path) -> None:
-    write_pictures(tmp_path / "three", {"cross": 5, "frame": 5, "stripes": 5}, {"cross": 1, "frame": 1, "stripes": 1})
-    saved = newest_checkpoint(trained[1])
-    result = refused([*SMALL, "--data", tmp_path / "three", "--weights", saved, "--run-dir", tmp_path / "run"])
-    said = result.ranks_error[0]
-    assert "fc.weight" in said and "(2, 512)" in said and "(3, 512)" in said, result.text
-    assert "Traceback" not in said and "rank 0: " in said
-
-
-@pytest.mark.slow
 def test_a_broken_file_is_refused_when_strict(tmp_path: Path) -> None:
     write_pictures(tmp_path / "data", {"cross": 6, "frame": 9}, {"cross": 1, "frame": 1})
     make_odd(tmp_path / "data" / "train")
@@ -135,14 +116,6 @@ def test_nan_loss_stops_all_ranks_and_keeps_the_last_good_checkpoint(
     assert {path.name: path.read_bytes() for path in good.iterdir()} == before
     ended = record(tmp_path / "run")
     assert ended["status"] == "failed" and "NonFiniteError" in ended["error"]
-
-
-@pytest.mark.slow
-def test_out_of_memory_says_the_batch_and_what_to_try(trained: tuple[Path, Path], tmp_path: Path) -> None:
-    flags = ["--model", "resnet18", "--data", trained[0], "--image-size", 512, "--per-rank-batch", 16,
-             "--run-dir", tmp_path / "run"]  # fmt: skip
-    result = refused(flags, 1, program=SHORT_OF_MEMORY, env={"SPARE_BYTES": str(300 << 20)})
-    told_once(result, "out of memory", "16", "accumulate")
 
 
 def test_another_python_is_told_what_to_install(tmp_path: Path) -> None:

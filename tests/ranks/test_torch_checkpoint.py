@@ -16,6 +16,7 @@ JOBS = {
     "horovod": ("forked horovodrun", 2, {}),
     "ddp": ("forked torchrun", 2, {}),
     "solo": ("forked", 1, {}),
+    "dataparallel": ("forked", 1, {}),
     "deepspeed": ("forked torchrun", 2, {"DS_ACCELERATOR": "cpu"}),
     "deepspeed-zero1": ("forked torchrun", 2, {"DS_ACCELERATOR": "cpu"}),
     "deepspeed-zero2": ("forked torchrun", 2, {"DS_ACCELERATOR": "cpu"}),

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
-from pathlib import Path
 
 import pytest
 from harness import PROGRAMS, run_ranks
@@ -26,15 +24,6 @@ def output_of(program: str) -> str:
 def test_case(program: str, name: str) -> None:
     problem = verdict_on(name, output_of(program))
     assert not problem, problem
-
-
-@pytest.mark.thorough
-def test_a_model_learns_as_much_from_a_fraction_of_the_pixels(tmp_path: Path) -> None:
-    done = run_ranks([FOLDER / "reduced_pictures.py", tmp_path], 1, timeout_s=300).check()
-    found = json.loads(done.out.splitlines()[-1]).values()
-    reduced, whole = (sum(scores) / len(found) for scores in zip(*found, strict=True))
-    print(done.out)
-    assert reduced > whole - 0.02 and whole > 0.75, found
 
 
 def test_no_workers_are_left_behind() -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -105,6 +107,13 @@ def gap(found: Any, wanted: Any) -> float:
     """Returns the largest difference of parameters and buffers; NaN stays NaN."""
     pairs = zip(hvt.unwrap(found).state_dict().values(), hvt.unwrap(wanted).state_dict().values(), strict=True)
     return float(torch.stack([(a.double() - b.double()).abs().max() for a, b in pairs]).max())
+
+
+def report(world: hvdtrain.World, found: Any, out: str | Path) -> None:
+    """Rank 0 writes what each rank found, by rank."""
+    reports = world.gather(found)
+    if world.is_main:
+        Path(out).write_text(json.dumps(reports))
 
 
 def main(namespace: Mapping[str, Any]) -> None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.utils.checkpoint
-from cases import refused
+from cases import plainly, quietly, refused, train, windows
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -42,23 +40,12 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 def prepared(world: hvdtrain.World, model: nn.Module, data: Any = None, **options: Any) -> tuple[Any, Any, Any]:
     each = 8 // world.size // options.get("accumulate", 1)
     train = hvt.loader(points() if data is None else data, each, world=world, shuffle=False, workers=0)
-    with contextlib.redirect_stdout(io.StringIO()):
-        return *hvt.prepare(model, sgd(model), train, world=world, **options), train
+    return *quietly(model, sgd(model), train, world=world, **options), train
 
 
 def updates(model: nn.Module, loss_of: Callable[..., Tensor], data: Any = None, clip: float = 0.0) -> list[float]:
     """One process of plain PyTorch; returns the losses."""
-    x, y = points() if data is None else data
-    optimizer, losses = sgd(model), []
-    for start in range(0, len(x), 8):
-        optimizer.zero_grad()
-        loss = loss_of(model, x[start : start + 8], y[start : start + 8])
-        loss.backward()
-        if clip:
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    return losses
+    return plainly(model, sgd(model), windows(8, *(points() if data is None else data)), loss_of, clip)
 
 
 def ce(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -80,28 +67,24 @@ def case_uneven_tails_accumulation_clipping_and_the_loss(world: hvdtrain.World) 
     for accumulate in (1, 2, 4):
         whole, model = plain(), plain()
         wanted = updates(whole, ce, clip=0.3)
-        model, optimizer, train = prepared(world, model, accumulate=accumulate, clip=0.3)
-        losses = []
-        for x, y in train:
-            optimizer.zero_grad()  # between micro-batches, too
-            optimizer.backward(ce(model, x, y))
-            optimizer.step()
-            losses += [] if (loss := optimizer.record()["loss"]) is None else [loss]
+        model, optimizer, batches = prepared(world, model, accumulate=accumulate, clip=0.3)
+        losses = train(model, optimizer, batches, ce)
         same(model, whole)
         torch.testing.assert_close(torch.tensor(losses), torch.tensor(wanted), rtol=0, atol=1e-5)
+
+
+def parts_of(world: hvdtrain.World, batches: Iterable[tuple[Tensor, ...]]) -> Iterator[tuple[Tensor, ...]]:
+    """Yields this rank's part of each batch, which is cut by hand."""
+    for batch in batches:
+        yield tuple(part.tensor_split(world.size)[world.rank] for part in batch)
 
 
 def case_accumulation_without_a_loader_is_a_mean(world: hvdtrain.World) -> None:
     x, y = points(24)
     whole, model = plain(), plain()
     updates(whole, ce, (x, y))
-    with contextlib.redirect_stdout(io.StringIO()):
-        model, optimizer = hvt.prepare(model, sgd(model), world=world, accumulate=2)
-    each = 4 // world.size
-    for start in range(0, 24, 4):
-        mine = slice(start + world.rank * each, start + (world.rank + 1) * each)
-        optimizer.backward(ce(model, x[mine], y[mine]))
-        optimizer.step()
+    model, optimizer = quietly(model, sgd(model), world=world, accumulate=2)
+    train(model, optimizer, parts_of(world, windows(4, x, y)), ce)
     same(model, whole)
 
 
@@ -111,19 +94,14 @@ def case_weights_of_the_losss_own(world: hvdtrain.World) -> None:
     y[:4] = -100  # one rank, or two micro-batches, without a label that counts; the last sample is another
     for accumulate in (1, 2):
         whole, model = plain(), plain()
-        wanted, losses = updates(whole, ce, (x[:24], y[:24])), []
-        model, optimizer, train = prepared(world, model, (x[:24], y[:24]), accumulate=accumulate)
-        for a, b in train:
-            optimizer.backward(ce(model, a, b), weight=(b != -100).sum())
-            optimizer.step()
-            losses += [] if (loss := optimizer.record()["loss"]) is None else [loss]
+        wanted = updates(whole, ce, (x[:24], y[:24]))
+        model, optimizer, batches = prepared(world, model, (x[:24], y[:24]), accumulate=accumulate)
+        losses = train(model, optimizer, batches, ce, lambda y: (y != -100).sum())
         same(model, whole)
         torch.testing.assert_close(losses, wanted, rtol=1e-5, atol=0)
-    model, optimizer, train = prepared(world, plain(), (x, y), accumulate=2)
+    model, optimizer, batches = prepared(world, plain(), (x, y), accumulate=2)
     with refused("weight=(y != -100).sum()", kind=ConfigError):
-        for a, b in train:
-            optimizer.backward(ce(model, a, b))
-            optimizer.step()
+        train(model, optimizer, batches, ce)
 
 
 def case_gradient_hooks_see_what_one_process_sees(world: hvdtrain.World) -> None:
@@ -138,11 +116,9 @@ def case_gradient_hooks_see_what_one_process_sees(world: hvdtrain.World) -> None
     whole = train_one(plain())
     ce(whole, x, y).backward()
     alone = seen.pop()
-    model, optimizer, train = prepared(world, plain(), (x, y))
+    model, optimizer, batches = prepared(world, plain(), (x, y))
     train_one(model)
-    for a, b in train:
-        optimizer.backward(ce(model, a, b))
-        optimizer.step()
+    train(model, optimizer, batches, ce)
     pieces = getattr(world.comm, "pieces", 1)
     seen[:] = [sum(seen)] if pieces > 1 else seen
     assert len(seen) == 1 and abs(seen[0] * world.size - alone) < 1e-5, (seen, alone)
@@ -161,6 +137,10 @@ class Methods(nn.Module):
         out = self.head(self.backbone(x))
         self.types.append(out.dtype)
         return cross_entropy(out.float() if out.dtype == torch.bfloat16 else out, y)
+
+
+def parts(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    return cross_entropy(model.head(model.backbone(x)), y)
 
 
 def case_methods_and_parts_leave_no_trace_of_an_empty_batch(world: hvdtrain.World) -> None:
@@ -186,11 +166,8 @@ def case_a_whole_batch_of_parts_lacks_what_an_empty_rank_was_given(world: hvdtra
         return  # one process has the whole batch
     whole = plain()
     updates(whole, lambda model, x, y: root(model(x), y))
-    model, optimizer, train = prepared(world, plain())
-    for x, y in train:
-        optimizer.zero_grad()
-        optimizer.backward(root(*hvt.whole(model[2](model[1](model[0](x))), y)))
-        optimizer.step()
+    model, optimizer, batches = prepared(world, plain())
+    train(model, optimizer, batches, lambda model, x, y: root(*hvt.whole(model[2](model[1](model[0](x))), y)))
     same(model, whole)
 
 
@@ -201,32 +178,17 @@ def case_a_loop_that_trains_on_nothing_leaves_no_recording(world: hvdtrain.World
     assert not _get_current_dispatch_mode_stack()
 
 
-def parts(model: Any, x: Tensor, y: Tensor) -> Tensor:
-    return cross_entropy(model.head(model.backbone(x)), y)
-
-
 def case_synchronised_statistics_through_a_method_with_an_empty_rank(world: hvdtrain.World) -> None:
     """9 samples, 8 a step on 4 in the last: on two ranks the second has none of the last 2."""
     if getattr(world.comm, "pieces", 1) > 1:
         return  # refused: batch norm of pieces is their own
-    x, y = points(8 + world.size)
+    data = points(8 if world.size == 1 else 8 + world.size)
     torch.manual_seed(4)
-    whole = Methods()
-    model = Methods()
+    whole, model = Methods(), Methods()
     model.load_state_dict(whole.state_dict())
-    optimizer = sgd(whole)
-    paddings = []
-    sizes = [8] + ([] if world.size == 1 else [world.size])
-    for start, size in zip((0, 8), sizes, strict=False):
-        optimizer.zero_grad()
-        whole.training_step(x[start : start + size], y[start : start + size]).backward()
-        optimizer.step()
-    x, y = x[: sum(sizes)], y[: sum(sizes)]
-    model, optimizer, train = prepared(world, model, (x, y), sync_batchnorm=True)
-    for a, b in train:
-        paddings.append(train.step.padding)
-        optimizer.backward(model.training_step(a, b))
-        optimizer.step()
+    updates(whole, Methods.training_step, data)
+    model, optimizer, batches = prepared(world, model, data, sync_batchnorm=True)
+    train(model, optimizer, batches, lambda model, x, y: model.training_step(x, y))
     same(model, whole)
 
 
@@ -243,13 +205,11 @@ def case_a_loss_of_the_whole_batch_is_no_term(world: hvdtrain.World) -> None:
 
 
 def case_mixed_precision_reaches_methods(world: hvdtrain.World) -> None:
-    model, optimizer, train = prepared(world, Methods().float(), (points(8)[0].float(), points(8)[1]), amp="bf16")
-    for x, y in train:
-        optimizer.backward(model.training_step(x, y))
-        optimizer.step()
+    model, optimizer, batches = prepared(world, Methods().float(), (points(8)[0].float(), points(8)[1]), amp="bf16")
+    train(model, optimizer, batches, lambda model, x, y: model.training_step(x, y))
     assert set(model.types) == {torch.bfloat16}
-    model, optimizer, train = prepared(world, Methods().float(), (points(8)[0].float(), points(8)[1]), amp="bf16")
-    for x, y in train:
+    model, optimizer, batches = prepared(world, Methods().float(), (points(8)[0].float(), points(8)[1]), amp="bf16")
+    for x, y in batches:
         with refused("parts of the model were called by themselves", kind=ConfigError):
             optimizer.backward(parts(model, x, y))
 
@@ -291,10 +251,8 @@ def case_complex_parameters(world: hvdtrain.World) -> None:
             prepared(world, model)
         return
     updates(whole, ce)
-    model, optimizer, train = prepared(world, model)
-    for x, y in train:
-        optimizer.backward(ce(model, x, y))
-        optimizer.step()
+    model, optimizer, batches = prepared(world, model)
+    train(model, optimizer, batches, ce)
     same(model, whole)
 
 
@@ -336,14 +294,6 @@ def case_a_bare_backward_is_refused(world: hvdtrain.World) -> None:
             optimizer.backward(ce(model, x, y))
         with refused("optimizer.backward(loss)", "loss.backward() was called", kind=ConfigError):
             ce(model, x, y).backward()
-
-
-def case_zero_grad_between_backward_and_step_is_refused(world: hvdtrain.World) -> None:
-    model, optimizer, train = prepared(world, plain())
-    x, y = next(iter(train))
-    optimizer.backward(ce(model, x, y))
-    with refused("zero_grad() between backward() and step()", kind=ConfigError):
-        optimizer.zero_grad()
 
 
 def case_a_backward_pass_that_failed_is_not_tried_again_by_one_of_several(world: hvdtrain.World) -> None:
@@ -481,9 +431,7 @@ def case_the_standard_loop_of_a_gan(world: hvdtrain.World) -> None:
         fooled().backward()
         second.step()
     judged, ours, train = prepared(world, critic(), (x, points(24)[1]))
-    with contextlib.redirect_stdout(io.StringIO()):
-        maker_model = maker()
-        made, theirs = hvt.prepare(maker_model, sgd(maker_model), train, world=world)
+    made, theirs = quietly(maker_model := maker(), sgd(maker_model), train, world=world)
     for a, _ in train:
         real, not_real, fooled = adversary(judged, made, a)
         ours.backward(real, more=True)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from cases import plainly
 from torch import Tensor, nn
 
 import hvdtrain
@@ -206,6 +207,8 @@ means(
     attention_in_a_sample=lambda o, b: CE(attention(o[:, None])[:, 0], b["y"]),
     einsum=lambda o, b: torch.einsum("nk,nk->n", o, b["real"]).square().mean(),
     statistics_logged=lambda o, b: CE(o, b["y"]) + 0 * o.detach().std(),
+    pairs_side_by_side=lambda o, b: F.relu(1 + (o[0::2] - o[1::2]).square().sum(1)).mean(),
+    a_dataclass=lambda o, b: CE(o.scores, b["y"]) + 0.1 * o.inner.abs().mean(),
     policy=lambda o, b: -torch.min(
         o.softmax(1)[:, 0] * b["real"][:, 0], o.softmax(1)[:, 0].clamp(0.2, 0.6) * b["real"][:, 0]
     ).mean(),
@@ -220,24 +223,9 @@ def labels_left_out(model: Any, b: Batch) -> Answer:
 
 
 @right
-def class_weights(model: Any, b: Batch) -> Answer:
-    return CE(model(b["x"]), b["y"], weight=CLASSES), CLASSES[b["y"]].sum()
-
-
-@right
-def masked(model: Any, b: Batch) -> Answer:
-    return ((model(b["x"]) - b["real"]).square() * b["mask"]).sum() / b["mask"].sum(), b["mask"].sum()
-
-
-@right
 def selected(model: Any, b: Batch) -> Answer:
     there = b["mask"].bool()
     return (model(b["x"])[there] - b["real"][there]).abs().mean(), there.sum()
-
-
-@right
-def nodes(model: Any, b: Batch) -> Answer:
-    return CE(model(b["nodes"]), b["y"][b["graph"]]), len(b["nodes"])
 
 
 @right
@@ -247,40 +235,7 @@ def pooled_graphs(model: Any, b: Batch) -> Answer:
     return CE(torch.zeros(len(b["y"]), KINDS).index_add(0, b["graph"], out) / counts, b["y"])
 
 
-@right
-def left_out_by_collate(model: Any, b: Batch) -> Answer:
-    return CE(model(b["x"]), b["y"]), len(b["y"])
-
-
 COLLATES["left_out_by_collate"] = without_some
-
-
-@right
-def crops(model: Any, b: Batch) -> Answer:
-    """Two of each sample, one batch after the other."""
-    return CE(model(torch.cat([b["x"], 0.5 * b["x"]])), b["y"].repeat(2))
-
-
-@right
-def crops_side_by_side(model: Any, b: Batch) -> Answer:
-    return CE(model(b["x"].repeat_interleave(2, 0)), b["y"].repeat_interleave(2))
-
-
-@right
-def pairs_side_by_side(model: Any, b: Batch) -> Answer:
-    out = model(b["x"])
-    return F.relu(1 + (out[0::2] - out[1::2]).square().sum(1)).mean()
-
-
-@right
-def twins(model: Any, b: Batch) -> Answer:
-    first, second = model(b["x"]), model(b["x"].flip(1))
-    return F.cosine_embedding_loss(first, second, torch.ones(len(first)))
-
-
-@right
-def triplets(model: Any, b: Batch) -> Answer:
-    return F.triplet_margin_loss(model(b["x"]), model(0.9 * b["x"]), model(-b["x"]))
 
 
 @right
@@ -296,11 +251,6 @@ def own_targets(model: Any, b: Batch) -> Answer:
     with torch.no_grad():
         wanted = F.normalize(model(0.9 * b["x"]), dim=1)
     return (2 - 2 * (F.normalize(model(b["x"]), dim=1) * wanted).sum(1)).mean()
-
-
-@right
-def penalised(model: Any, b: Batch) -> Answer:
-    return CE(model(b["x"]), b["y"]) + 0.01 * sum(p.square().sum() for p in model.parameters())
 
 
 @right
@@ -343,27 +293,6 @@ def real_and_fake(model: Any, b: Batch) -> Answer:
 
 
 @right
-def called_for_each(model: Any, b: Batch) -> Answer:
-    return torch.stack([CE(model(x[None]), y[None]) for x, y in zip(b["x"], b["y"], strict=True)]).mean()
-
-
-@right
-def in_two_calls(model: Any, b: Batch) -> Answer:
-    return CE(torch.cat([model(part) for part in b["x"].tensor_split(2)]), b["y"])
-
-
-@right
-def a_dataclass(model: Any, b: Batch) -> Answer:
-    out = model(b["x"])
-    return CE(out.scores, b["y"]) + 0.1 * out.inner.abs().mean()
-
-
-@right
-def within_the_model(model: Any, b: Batch) -> Answer:
-    return model(b["x"], b["y"])
-
-
-@right
 def within_the_model_weighed(model: Any, b: Batch) -> Answer:
     if not (b["holes"] != -100).any():
         return model(b["x"], b["y"]) * 0, 0
@@ -371,29 +300,10 @@ def within_the_model_weighed(model: Any, b: Batch) -> Answer:
 
 
 @right
-def weights_of_a_class(model: Any, b: Batch) -> Answer:
-    weight = CLASSES[b["y"]] / 2
-    return (CE(model(b["x"]), b["y"], reduction="none") * weight).mean()
-
-
-@right
-def teacher_first(model: Any, b: Batch) -> Answer:
-    with torch.no_grad():
-        soft = TEACHER(b["x"]).softmax(1)
-    return F.kl_div(model(b["x"]).log_softmax(1), soft, reduction="batchmean")
-
-
-@right
 def labels_moved_in_place(model: Any, b: Batch) -> Answer:
     y = b["y"].clone().add_(1)
     y %= KINDS
     return CE(model(b["x"]), y)
-
-
-@right
-def labels_overwritten(model: Any, b: Batch) -> Answer:
-    b["y"].add_(1).remainder_(KINDS)
-    return CE(model(b["x"]), b["y"])
 
 
 @right
@@ -414,27 +324,9 @@ def chosen_by_targets(model: Any, b: Batch) -> Answer:
     return (each.sum() + out[torch.tensor(marked, dtype=torch.long), 0].square().sum()) / len(out)
 
 
-@right
-def positives_weighed(model: Any, b: Batch) -> Answer:
-    weight = torch.where(b["mask"][:, 0] > 0, 3.0, 1.0)
-    return F.binary_cross_entropy_with_logits(model(b["x"])[:, 0], b["mask"][:, 0], weight)
-
-
 def active(model: Any, b: Batch) -> tuple[Tensor, Tensor]:
     each = F.relu((model(b["x"]) - b["real"]).square().mean(1) - 1.0)
     return each.sum() / (each > 0).sum().clamp(min=1), (each > 0).sum()
-
-
-@right
-def over_active_samples(model: Any, b: Batch) -> Answer:
-    """Which samples count depends on the outputs."""
-    return active(model, b)
-
-
-@right
-def over_active_samples_as_a_number(model: Any, b: Batch) -> Answer:
-    loss, count = active(model, b)
-    return loss, int(count)
 
 
 @right
@@ -456,11 +348,33 @@ def a_number_of_the_batch_that_is_only_shown(model: Any, b: Batch) -> Answer:
     return loss + 0.5 * (out.square().mean())
 
 
-@right
-def in_turn(model: Any, b: Batch) -> Answer:
-    return InTurn([F.mse_loss(out := model(b["x"]), b["real"]), 0.1 * out.abs().mean()])
-
-
+RIGHT |= {
+    "class_weights": lambda model, b: (CE(model(b["x"]), b["y"], weight=CLASSES), CLASSES[b["y"]].sum()),
+    "masked": lambda model, b: (
+        ((model(b["x"]) - b["real"]).square() * b["mask"]).sum() / b["mask"].sum(), b["mask"].sum()
+    ),
+    "nodes": lambda model, b: (CE(model(b["nodes"]), b["y"][b["graph"]]), len(b["nodes"])),
+    "left_out_by_collate": lambda model, b: (CE(model(b["x"]), b["y"]), len(b["y"])),
+    "crops": lambda model, b: CE(model(torch.cat([b["x"], 0.5 * b["x"]])), b["y"].repeat(2)),  # batch after batch
+    "crops_side_by_side": lambda model, b: CE(model(b["x"].repeat_interleave(2, 0)), b["y"].repeat_interleave(2)),
+    "triplets": lambda model, b: F.triplet_margin_loss(model(b["x"]), model(0.9 * b["x"]), model(-b["x"])),
+    "penalised": lambda model, b: CE(model(b["x"]), b["y"]) + 0.01 * sum(p.square().sum() for p in model.parameters()),
+    "called_for_each": lambda model, b: torch.stack(
+        [CE(model(x[None]), y[None]) for x, y in zip(b["x"], b["y"], strict=True)]
+    ).mean(),
+    "in_two_calls": lambda model, b: CE(torch.cat([model(part) for part in b["x"].tensor_split(2)]), b["y"]),
+    "within_the_model": lambda model, b: model(b["x"], b["y"]),
+    "over_active_samples": lambda model, b: active(model, b),  # which ones depends on the outputs
+    "twins": lambda model, b: F.cosine_embedding_loss(model(b["x"]), model(b["x"].flip(1)), torch.ones(len(b["x"]))),
+    "weights_of_a_class": lambda model, b: (CLASSES[b["y"]] / 2 * CE(model(b["x"]), b["y"], reduction="none")).mean(),
+    "positives_weighed": lambda model, b: F.binary_cross_entropy_with_logits(
+        model(b["x"])[:, 0], b["mask"][:, 0], torch.where(b["mask"][:, 0] > 0, 3.0, 1.0)
+    ),
+    "labels_overwritten": lambda model, b: CE(target=b["y"].add_(1).remainder_(KINDS), input=model(b["x"])),
+    "over_active_samples_as_a_number": lambda model, b: ((found := active(model, b))[0], int(found[1])),
+    "in_turn": lambda model, b: InTurn([F.mse_loss(out := model(b["x"]), b["real"]), 0.1 * out.abs().mean()]),
+    "inner_values_of_each_sample": lambda model, b: CE(model(b["x"]), b["y"]) + model.inner.square().sum(1).mean(),
+}  # fmt: skip
 MODELS |= {"a_dataclass": Several, "within_the_model": WithLoss, "within_the_model_weighed": WithLoss}
 
 
@@ -575,32 +489,10 @@ def chosen_by_halves(model: Any, b: Batch) -> Answer:
 WRONG["chosen by halves, from sample 36 on"] = chosen_by_halves
 
 
-@wrong
-def whole_counts_given(model: Any, b: Batch) -> Answer:
-    """Divides by the samples of the update."""
-    return (model(b["x"]) - b["real"]).square().sum() / UPDATE
-
-
-@right
-def inner_values_of_each_sample(model: Any, b: Batch) -> Answer:
-    return CE(model(b["x"]), b["y"]) + model.inner.square().sum(1).mean()
-
-
 @right
 def weights_that_are_orthogonal(model: Any, b: Batch) -> Answer:
     loss = CE(model(b["x"]), b["y"])
     return loss + 0.1 * (model.weights @ model.weights.T - torch.eye(KINDS)).square().sum()
-
-
-MODELS["inner_values_of_each_sample"] = MODELS["weights_that_are_orthogonal"] = Keeps
-
-
-@wrong
-def inner_values_on_average(model: Any, b: Batch) -> Answer:
-    return CE(model(b["x"]), b["y"]) + model.inner.mean(0).square().mean()
-
-
-MODELS["inner_values_on_average"] = Keeps
 
 
 @wrong
@@ -611,27 +503,10 @@ def mean_of_each_class(model: Any, b: Batch) -> Answer:
 
 
 @wrong
-def balanced_before_the_model(model: Any, b: Batch) -> Answer:
-    weight = balanced(b["y"])
-    return (CE(model(b["x"]), b["y"], reduction="none") * weight).mean()
-
-
-@wrong
 def over_the_mean_before_the_model(model: Any, b: Batch) -> Answer:
     weight = b["real"][:, 1].exp()
     weight = weight / weight.mean()
     return ((model(b["x"])[:, 0] - b["real"][:, 0]).square() * weight).mean()
-
-
-@wrong
-def contrast_in_a_list(model: Any, b: Batch) -> Answer:
-    out = model(b["x"])
-    return [(CE(out, b["y"]), len(out)), (contrast(out, b), len(out))]
-
-
-@wrong
-def a_root_in_a_list(model: Any, b: Batch) -> Answer:
-    return [(F.mse_loss(model(b["x"]), b["real"]).sqrt(), len(b["x"]))]
 
 
 @wrong
@@ -641,19 +516,9 @@ def labels_counted_as_samples_in_a_list(model: Any, b: Batch) -> Answer:
 
 
 @wrong
-def a_sum_in_a_list(model: Any, b: Batch) -> Answer:
-    return [(CE(model(b["x"]), b["y"], reduction="sum"), len(b["x"]))]
-
-
-@wrong
 def first_in_turn_over_labels(model: Any, b: Batch) -> Answer:
     holes = torch.where(b["place"] % 4 == 3, b["y"], b["holes"])
     return InTurn([CE(out := model(b["x"]), holes), out.square().mean()])
-
-
-@wrong
-def a_contrast_last_in_turn(model: Any, b: Batch) -> Answer:
-    return InTurn([CE(out := model(b["x"]), b["y"]), contrast(out, b)])
 
 
 @wrong
@@ -689,26 +554,30 @@ def weighed_by_weights_of_the_batch(model: Any, b: Batch) -> Answer:
 
 
 @wrong
-def cooled_by_a_number_of_the_batch(model: Any, b: Batch) -> Answer:
-    return CE(model(b["x"]) / b["real"].exp().mean().item(), b["y"])
-
-
-@wrong
 def above_a_number_of_the_outputs(model: Any, b: Batch) -> Answer:
     each = CE(model(b["x"]), b["y"], reduction="none")
     return F.relu(each - float(each.detach().mean())).mean()
 
 
-@wrong
-def contrast_within_the_model(model: Any, b: Batch) -> Answer:
-    return model(b["x"], b["y"])
-
-
-@wrong
-def holes_within_the_model(model: Any, b: Batch) -> Answer:
-    return model(b["x"], torch.where(b["place"] % 4 == 3, b["y"], b["holes"]))
-
-
+WRONG |= {
+    "whole_counts_given": lambda model, b: (model(b["x"]) - b["real"]).square().sum() / UPDATE,
+    "inner_values_on_average": lambda model, b: CE(model(b["x"]), b["y"]) + model.inner.mean(0).square().mean(),
+    "balanced_before_the_model": lambda model, b: (
+        balanced(b["y"]) * CE(model(b["x"]), b["y"], reduction="none")
+    ).mean(),
+    "contrast_in_a_list": lambda model, b: [
+        (CE(out := model(b["x"]), b["y"]), len(out)), (contrast(out, b), len(out)),
+    ],
+    "a_root_in_a_list": lambda model, b: [(F.mse_loss(model(b["x"]), b["real"]).sqrt(), len(b["x"]))],
+    "a_sum_in_a_list": lambda model, b: [(CE(model(b["x"]), b["y"], reduction="sum"), len(b["x"]))],
+    "a_contrast_last_in_turn": lambda model, b: InTurn([CE(out := model(b["x"]), b["y"]), contrast(out, b)]),
+    "cooled_by_a_number_of_the_batch": lambda model, b: CE(model(b["x"]) / b["real"].exp().mean().item(), b["y"]),
+    "contrast_within_the_model": lambda model, b: model(b["x"], b["y"]),
+    "holes_within_the_model": lambda model, b: model(b["x"], torch.where(b["place"] % 4 == 3, b["y"], b["holes"])),
+}  # fmt: skip
+MODELS |= dict.fromkeys(
+    ("inner_values_of_each_sample", "weights_that_are_orthogonal", "inner_values_on_average"), Keeps
+)
 MODELS |= {"contrast_within_the_model": lambda: WithLoss("contrast"), "holes_within_the_model": WithLoss}
 
 
@@ -753,15 +622,11 @@ def trained(name: str, program: Callable[[Any, Batch], Answer]) -> tuple[str, in
 
 def one_process(name: str, program: Callable[[Any, Batch], Answer]) -> list[Tensor]:
     torch.manual_seed(1)
-    model = MODELS.get(name, plain)()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    rows = Rows()
-    for _ in range(2):
-        for at in range(0, SAMPLES, UPDATE):
-            optimizer.zero_grad()
-            batch = COLLATES.get(name, collate)([rows[i] for i in range(at, at + UPDATE)])
-            plain_loss(program(model, copy.deepcopy(batch))).backward()
-            optimizer.step()
+    model, rows, places = MODELS.get(name, plain)(), Rows(), list(range(SAMPLES)) * 2
+    updates = [[rows[i] for i in places[at : at + UPDATE]] for at in range(0, len(places), UPDATE)]
+    batches = [(COLLATES.get(name, collate)(update),) for update in updates]
+    sgd = torch.optim.SGD(model.parameters(), lr=0.05)
+    plainly(model, sgd, batches, lambda model, batch: plain_loss(program(model, copy.deepcopy(batch))))
     return [p.detach() for p in model.parameters()]
 
 

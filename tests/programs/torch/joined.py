@@ -6,13 +6,12 @@ usage: joined.py OUT.json
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from cases import report
 
 import hvdtrain
 import hvdtrain.torch as hvt
@@ -70,16 +69,14 @@ def shown(value: Any) -> Any:
 
 def main() -> None:
     with hvdtrain.init("torch") as world:
-        report = {name: shown(hvt.whole(value)) for name, value in values(world.rank).items()}
+        found = {name: shown(hvt.whole(value)) for name, value in values(world.rank).items()}
         errors = {}
         for name, value in refused(world.rank).items():
             try:
                 errors[name] = shown(hvt.whole(value))
             except HvdtrainError as error:
                 errors[name] = f"{type(error).__name__}: {error.received}"
-        reports = world.gather((report, errors))
-    if world.is_main:
-        Path(sys.argv[1]).write_text(json.dumps(reports))
+        report(world, (found, errors), sys.argv[1])
 
 
 if __name__ == "__main__":

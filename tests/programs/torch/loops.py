@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import io
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -17,8 +16,8 @@ from typing import Any
 
 import engine_promises
 import torch
-from cases import refused, run_cases
-from engine_promises import at_last, ce, plain, points, same
+from cases import plainly, quietly, refused, run_cases, train, windows
+from engine_promises import at_last, ce, parts_of, plain, points, same, sgd
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
@@ -31,23 +30,15 @@ nothing = contextlib.nullcontext
 BATCH = 8  # of all ranks together
 
 
-def batches(samples: int = 25, epochs: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
-    x, y = points(samples)
-    for _ in range(epochs):
-        for start in range(0, samples, BATCH):
-            yield x[start : start + BATCH], y[start : start + BATCH]
+def batches(samples: int = 25, epochs: int = 1) -> Iterator[tuple[Tensor, ...]]:
+    return windows(BATCH, *points(samples), epochs=epochs)
 
 
 def prepared(
     world: hvdtrain.World, model: nn.Module, optimizer: Any, samples: int = 25, **options: Any
 ) -> tuple[Any, Any, Any]:
-    train = hvt.loader(points(samples), BATCH // world.size, world=world, shuffle=False, workers=0)
-    with contextlib.redirect_stdout(io.StringIO()):
-        return *hvt.prepare(model, optimizer, train, world=world, **options), train
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    data = hvt.loader(points(samples), BATCH // world.size, world=world, shuffle=False, workers=0)
+    return *quietly(model, optimizer, data, world=world, **options), data
 
 
 # -- several optimizers -----------------------------------------------------------------------------------------------
@@ -58,41 +49,33 @@ def muon_and_adamw(model: nn.Module) -> list[torch.optim.Optimizer]:
 
 
 def case_two_optimizers_step_as_one_and_are_restored(world: hvdtrain.World) -> None:
-    whole = plain()
-    both = muon_and_adamw(whole)
-    rates = [torch.optim.lr_scheduler.StepLR(one, 3, 0.5) for one in both]
-    for x, y in batches(epochs=2):
+    def begun() -> tuple[nn.Module, list[torch.optim.Optimizer], dict[str, Any]]:
+        model = plain()
+        both = muon_and_adamw(model)
+        rates = {f"rate {index}": torch.optim.lr_scheduler.StepLR(one, 3, 0.5) for index, one in enumerate(both)}
+        return model, both, rates
+
+    whole, both, rates = begun()
+    for batch in batches(epochs=2):
         for one in both:
             one.zero_grad()
-        ce(whole, x, y).backward()
-        for one, rate in zip(both, rates, strict=True):
+        ce(whole, *batch).backward()
+        for one in (*both, *rates.values()):
             one.step()
-            rate.step()
     with tempfile.TemporaryDirectory() as folder:
         kept = hvdtrain.Checkpointer(world.broadcast(folder), best=None, world=world)
-        model = plain()
-        ours = muon_and_adamw(model)
-        theirs = [torch.optim.lr_scheduler.StepLR(one, 3, 0.5) for one in ours]
-        model, optimizer, train = prepared(world, model, ours)
-        for number, (x, y) in enumerate(train):
-            optimizer.backward(ce(model, x, y))
-            optimizer.step()
-            for rate in theirs:
-                rate.step()
-            if number == 1:
-                extra = {f"rate {index}": rate for index, rate in enumerate(theirs)}
-                kept.save(hvt.model_state(model, optimizer, extra=extra), progress=optimizer.progress)
-        model = plain()
-        ours = muon_and_adamw(model)
-        theirs = [torch.optim.lr_scheduler.StepLR(one, 3, 0.5) for one in ours]
-        model, optimizer, train = prepared(world, model, ours)
-        kept.restore(hvt.model_state(model, optimizer, extra={f"rate {i}": rate for i, rate in enumerate(theirs)}))
-        for _ in train.epochs(2):
-            for x, y in train:
-                optimizer.backward(ce(model, x, y))
-                optimizer.step()
-                for rate in theirs:
-                    rate.step()
+        for epochs in (1, 2):
+            model, ours, rates = begun()
+            model, optimizer, data = prepared(world, model, ours)
+            if epochs == 2:
+                kept.restore(hvt.model_state(model, optimizer, extra=rates))
+            for _ in data.epochs(epochs):
+                for number, batch in enumerate(data):
+                    train(model, optimizer, [batch], ce)
+                    for rate in rates.values():
+                        rate.step()
+                    if (epochs, number) == (1, 1):
+                        kept.save(hvt.model_state(model, optimizer, extra=rates), progress=optimizer.progress)
         same(model, whole)
         world.barrier()
     with refused("takes the steps", kind=ConfigError) if world.size > 1 else nothing():
@@ -189,12 +172,8 @@ def case_closures_lbfgs_and_sam(world: hvdtrain.World) -> None:
 def case_several_updates_a_batch(world: hvdtrain.World) -> None:
     for derived in (False, True):
         whole = plain()
-        theirs = sgd(whole)
-        for x, y in batches():
-            for turn in range(3):
-                theirs.zero_grad()
-                ce(whole, x * (1 + turn) if derived else x, y).backward()
-                theirs.step()
+        turns = ((x * (1 + turn) if derived else x, y) for x, y in batches() for turn in range(3))
+        plainly(whole, sgd(whole), turns, ce)
         model = plain()
         model, optimizer, train = prepared(world, model, sgd(model))
         for x, y in train:
@@ -358,8 +337,7 @@ def case_half_precision_in_unusual_loops(world: hvdtrain.World) -> None:
         model = plain().float()
         train = hvt.loader((x.float(), y), BATCH // world.size, world=world, shuffle=False, workers=0)
         both = [torch.optim.SGD(model[0].parameters(), lr=0.1), torch.optim.SGD(model[2].parameters(), lr=0.2)]
-        with contextlib.redirect_stdout(io.StringIO()):
-            model, optimizer = hvt.prepare(model, both, train, world=world, amp=amp)
+        model, optimizer = quietly(model, both, train, world=world, amp=amp)
         for number, (a, b) in enumerate(train):
             optimizer.backward(ce(model, a, b))
             if number == 1:
@@ -417,10 +395,7 @@ class Temperature(nn.Module):
 def case_a_loss_with_parameters(world: hvdtrain.World) -> None:
     whole, criterion = plain(), Temperature()
     theirs = torch.optim.SGD([*whole.parameters(), *criterion.parameters()], lr=0.1)
-    for x, y in batches():
-        theirs.zero_grad()
-        criterion(whole(x), y).backward()
-        theirs.step()
+    plainly(whole, theirs, batches(), lambda model, x, y: criterion(model(x), y))
     model, own = plain(), Temperature()
     ours = torch.optim.SGD([*model.parameters(), *own.parameters()], lr=0.1)
     with refused("model.criterion = criterion", kind=ConfigError):
@@ -431,10 +406,8 @@ def case_a_loss_with_parameters(world: hvdtrain.World) -> None:
     model = nn.Module()
     model.parts, model.criterion = parts, own
     model.forward = lambda x: parts(x)  # type: ignore[method-assign]
-    model, optimizer, train = prepared(world, model, ours)
-    for x, y in train:
-        optimizer.backward(model.criterion(model(x), y))
-        optimizer.step()
+    model, optimizer, data = prepared(world, model, ours)
+    train(model, optimizer, data, lambda model, x, y: model.criterion(model(x), y))
     same(model.parts, whole)
     same(model.criterion, criterion)
 
@@ -444,13 +417,7 @@ def case_two_losses_of_one_forward_pass(world: hvdtrain.World) -> None:
         return cross_entropy(out, y), mse_loss(out.softmax(1)[:, 0], (y == 0).to(out.dtype))
 
     whole = plain()
-    theirs = sgd(whole)
-    for x, y in batches():
-        theirs.zero_grad()
-        first, second = losses(whole(x), y)
-        first.backward(retain_graph=True)
-        second.backward()
-        theirs.step()
+    plainly(whole, sgd(whole), batches(), lambda model, x, y: sum(losses(model(x), y)))
     model = plain()
     model, optimizer, train = prepared(world, model, sgd(model))
     for x, y in train:
@@ -482,11 +449,7 @@ def case_a_model_that_was_compiled_before(world: hvdtrain.World) -> None:
 
 def compiled_before(world: hvdtrain.World, build: Callable[[], nn.Module]) -> None:
     whole = build()
-    theirs = sgd(whole)
-    for x, y in batches():
-        theirs.zero_grad()
-        ce(whole, x, y).backward()
-        theirs.step()
+    plainly(whole, sgd(whole), batches(), ce)
     model = build()
     names = list(model.state_dict())
     compiled = torch.compile(model, backend="eager")
@@ -494,10 +457,8 @@ def compiled_before(world: hvdtrain.World, build: Callable[[], nn.Module]) -> No
         with refused("is not compiled", kind=ConfigError):
             prepared(world, compiled, sgd(compiled))
         return
-    model, optimizer, train = prepared(world, compiled, sgd(compiled))
-    for x, y in train:
-        optimizer.backward(ce(model, x, y))
-        optimizer.step()
+    model, optimizer, data = prepared(world, compiled, sgd(compiled))
+    train(model, optimizer, data, ce)
     same(model, whole)
     assert list(model.state_dict()) == names == list(hvt.unwrap(compiled).state_dict())
     assert list(copy.deepcopy(model).state_dict()) == names
@@ -505,23 +466,10 @@ def compiled_before(world: hvdtrain.World, build: Callable[[], nn.Module]) -> No
 
 def case_updates_without_a_loader(world: hvdtrain.World) -> None:
     """Rollouts, as of PPO: several passes over minibatches that are cut by hand."""
-    x, y = points(16)
-    whole = plain()
-    theirs = sgd(whole)
-    for _ in range(3):
-        for start in range(0, 16, BATCH):
-            theirs.zero_grad()
-            ce(whole, x[start : start + BATCH], y[start : start + BATCH]).backward()
-            theirs.step()
-    model = plain()
-    with contextlib.redirect_stdout(io.StringIO()):
-        model, optimizer = hvt.prepare(model, sgd(model), world=world)
-    each = BATCH // world.size
-    for _ in range(3):
-        for start in range(0, 16, BATCH):
-            mine = slice(start + world.rank * each, start + (world.rank + 1) * each)
-            optimizer.backward(ce(model, x[mine], y[mine]))
-            optimizer.step()
+    whole, model = plain(), plain()
+    plainly(whole, sgd(whole), batches(16, epochs=3), ce)
+    model, optimizer = quietly(model, sgd(model), world=world)
+    train(model, optimizer, parts_of(world, batches(16, epochs=3)), ce)
     same(model, whole)
 
 

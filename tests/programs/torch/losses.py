@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import io
-import json
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from cases import plainly, report
 from torch import Tensor, nn
 
 import hvdtrain
@@ -58,37 +58,19 @@ def unfrozen_head() -> nn.Module:
     return model
 
 
-class Sequence(nn.Module):
+def sequence() -> nn.Module:
     """[n, WIDTH] to [n, LONG, KINDS]."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(WIDTH, 4 * LONG), nn.Linear(4, KINDS)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(torch.tanh(self.first(x)).view(len(x), LONG, 4))
+    return nn.Sequential(nn.Linear(WIDTH, 4 * LONG), nn.Tanh(), nn.Unflatten(1, (LONG, 4)), nn.Linear(4, KINDS))
 
 
-class FlatTokens(nn.Module):
+def flat_tokens() -> nn.Module:
     """[n, WIDTH] to [n LONG, 12]: as many kinds as a rank of two has samples."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.only = nn.Linear(WIDTH, LONG * 12)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.only(x).view(-1, 12)
+    return nn.Sequential(nn.Linear(WIDTH, LONG * 12), nn.Unflatten(1, (LONG, 12)), nn.Flatten(0, 1))
 
 
-class Wide(nn.Module):
+def wide() -> nn.Module:
     """[n, WIDTH] to [n, 12]: as wide as a rank of two has samples."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.only = nn.Linear(WIDTH, 12)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.only(x)
+    return nn.Linear(WIDTH, 12)
 
 
 class OneNumber(nn.Module):
@@ -263,32 +245,16 @@ def penalised(outputs: Tensor, y: Tensor, model: nn.Module, x: Tensor) -> Tensor
     return F.cross_entropy(outputs, y) + 10 * ((slope.norm(2, dim=1) - 1) ** 2).mean()
 
 
-def decayed(outputs: Tensor, y: Tensor, model: nn.Module, x: Tensor) -> Tensor:
-    return F.cross_entropy(outputs, y) + 0.01 * sum((p**2).sum() for p in model.parameters())
-
-
 def anchored(outputs: Tensor, y: Tensor, model: nn.Module, x: Tensor) -> Tensor:
     """With a pull to where the weights began, as of elastic weight consolidation, and a norm of a weight."""
     parts = [((p - 0.1) ** 2 * torch.full_like(p, 0.3).detach()).mean() for p in model.parameters()]
     return F.cross_entropy(outputs, y) + sum(parts) + 0.1 * next(model.parameters()).norm()
 
 
-def auxiliary(outputs: Tensor, y: Tensor, model: nn.Module, x: Tensor) -> Tensor:
-    return F.cross_entropy(outputs, y) + 0.4 * F.cross_entropy(outputs * 0.5, y) + 0.1 * (outputs**2).mean()
-
-
-def two_counts(outputs: Tensor, y: Tensor, *_: Any) -> Tensor:
-    return F.cross_entropy(outputs, y) + F.cross_entropy(outputs * 0.5, y.clamp_min(0))
-
-
 def unsure(outputs: Tensor, y: Tensor, model: Any, x: Tensor) -> Tensor:
     doubt = getattr(model, "doubt")  # noqa: B009 (an attribute of a prepared model, too)
     first, second = F.cross_entropy(outputs, y), outputs.square().mean()
     return first * torch.exp(-doubt[0]) + second * torch.exp(-doubt[1]) + doubt.sum()
-
-
-def gaussian(outputs: Tensor, y: Tensor, *_: Any) -> Tensor:
-    return F.gaussian_nll_loss(outputs[:, :1], y[:, :1], F.softplus(outputs[:, 1:2]))
 
 
 def ctc(outputs: Tensor, y: Tensor, *_: Any) -> Tensor:
@@ -301,10 +267,6 @@ def one_by_one(outputs: Tensor, y: Tensor, *_: Any) -> Tensor:
     """As many terms as there are samples, which are not as many on each rank."""
     losses: Any = [F.cross_entropy(outputs[i : i + 1], y[i : i + 1]) for i in range(len(y))]
     return sum(losses) / len(y)
-
-
-def one_by_one_undivided(outputs: Tensor, y: Tensor, *_: Any) -> Tensor:
-    return sum(F.cross_entropy(outputs[i : i + 1], y[i : i + 1]) for i in range(len(y)))  # type: ignore[return-value]
 
 
 def scalars_one_by_one(outputs: Tensor, y: Tensor, *_: Any) -> Tensor:
@@ -348,11 +310,6 @@ def halves_ranked(outputs: Tensor, y: Tensor, *_: Any) -> Tensor:
     return F.margin_ranking_loss(outputs[:half, 0], outputs[half : 2 * half, 0], torch.ones(half), margin=1.0)
 
 
-def in_two_parts(outputs: Tensor, y: Tensor, *_: Any) -> Tensor:
-    each, half = outputs.abs().sum(1), len(y) // 2
-    return (each[:half].sum() + each[half:].sum()) / len(y)
-
-
 def contrastive_later(outputs: Tensor, y: Tensor, model: nn.Module, x: Tensor) -> Tensor:
     """From the second update on."""
     loss = F.mse_loss(outputs, y)
@@ -364,21 +321,12 @@ def tokens_one_by_one(outputs: Tensor, y: Tensor, *_: Any) -> Tensor:
     return sum(losses) / (y != -100).sum()
 
 
-def inner_product(outputs: Tensor, y: Tensor, *_: Any) -> Tensor:
-    gap = (outputs - y).flatten()
-    return 0.05 * (gap @ gap)
-
-
 def weighted_product(outputs: Tensor, y: Tensor, *_: Any) -> Tensor:
     return F.cross_entropy(outputs, y, reduction="none") @ (y + 1.0) / (y + 1.0).sum()
 
 
 def of(function: Any, **options: Any) -> Loss:
     return lambda outputs, y, model, x: function(outputs, y, **options)
-
-
-def by_token(outputs: Tensor, y: Tensor, *_: Any) -> Tensor:
-    return F.cross_entropy(outputs.flatten(0, 1), y.flatten())
 
 
 def valid(y: Tensor) -> Tensor:
@@ -435,14 +383,18 @@ CASES = {
     "times one by samples": Case(lambda o, y, *_: CE(o, y, reduction="sum") * (1 / len(y))),
     "nothing times a penalty": Case(lambda o, y, *_: CE(o, y) + 0.0 * o.square().sum()),
     "sum of means": refused(lambda o, y, *_: (o - y).square().mean(1).sum(), "a sum that nothing divides", REAL),
-    "sum of means, one by one": refused(one_by_one_undivided, "losses of one sample each"),
+    "sum of means, one by one": refused(
+        lambda o, y, *_: sum(CE(o[i : i + 1], y[i : i + 1]) for i in range(len(y))), "losses of one sample each"
+    ),
     "sums, then a mean": refused(lambda o, y, *_: (o - y).square().sum(0).mean(), "a sum that nothing divides", REAL),
     "sums of heads, then a mean": refused(heads, "a sum that nothing divides", REAL),
     "sum of fifths": refused(lambda o, y, *_: (CE(o, y, reduction="none") / 5).sum(), "is divided by len(x)"),
     "sum by a number of values": refused(lambda o, y, *_: (o - y).square().sum() / 7, "is divided by len(x)", REAL),
     "sum, always by 12": refused(lambda o, y, *_: CE(o, y, reduction="sum") / 12, "samples is divided by 12"),
-    "tokens": weighted(by_token, TOKENS, "weight=(y != -100).sum()", model=Sequence),
-    "as many kinds as samples": Case(lambda o, y, *_: CE(o, y.clamp_min(0).flatten()), TOKENS, FlatTokens),
+    "tokens": weighted(
+        lambda o, y, *_: CE(o.flatten(0, 1), y.flatten()), TOKENS, "weight=(y != -100).sum()", model=sequence
+    ),
+    "as many kinds as samples": Case(lambda o, y, *_: CE(o, y.clamp_min(0).flatten()), TOKENS, flat_tokens),
     "mask": weighted(masked, HOLES, "weight="),
     "selected": weighted(selected, HOLES, "weight="),
     "mask, clamped": weighted(clamped, HOLES, "weight=that number before any clamp"),
@@ -460,7 +412,7 @@ CASES = {
     "divergence, sum": refused(
         lambda o, y, *_: F.kl_div(o.log_softmax(1), y, reduction="sum"), "a sum that nothing divides", SHARES
     ),
-    "CTC": Case(ctc, TOKENS, Sequence),
+    "CTC": Case(ctc, TOKENS, sequence),
     "focal, normalised": weighted(focal, Y, "weight=", lambda y: (y + 1).sum()),
     "dice of the batch": refused(dice, ADDED),
     "dice of samples": Case(dice_by_sample),
@@ -475,15 +427,17 @@ CASES = {
     "largest of the batch": refused(lambda o, *_: o.amax(0).mean(), ADDED),
     "distances from prototypes": Case(lambda o, y, model, x: torch.cdist(o, SHARES[:4], p=1).amin(1).mean()),
     "differences in a sample": Case(lambda o, *_: (o.sort(1).values.diff() - 0.3).abs().mean() + o.amax(1).mean()),
-    "two parts of a batch": Case(in_two_parts),
+    "two parts of a batch": Case(
+        lambda o, y, *_: sum(half.sum() for half in o.abs().sum(1).tensor_split([len(y) // 2])) / len(y)
+    ),
     "scalars, one by one": Case(scalars_one_by_one, REAL),
     "advantages, one by one": Case(advantages_one_by_one, REAL),
-    "divisors of their own, one by one": Case(own_divisors_one_by_one, TOKENS, Sequence),
+    "divisors of their own, one by one": Case(own_divisors_one_by_one, TOKENS, sequence),
     "one number": Case(lambda o, y, *_: F.mse_loss(o, y[:, :1]), REAL, OneNumber),
     "nodes of graphs": Case(by_graph, REAL, Nodes),
     "contrastive, of chunks": refused(contrastive_in_chunks, ADDED),
-    "batch-hard, as wide as the batch": refused(batch_hard, ADDED, Y, Wide),
-    "normalised over the batch, as wide as it": refused(lambda o, *_: o.softmax(0).square().mean(), ADDED, Y, Wide),
+    "batch-hard, as wide as the batch": refused(batch_hard, ADDED, Y, wide),
+    "normalised over the batch, as wide as it": refused(lambda o, *_: o.softmax(0).square().mean(), ADDED, Y, wide),
     "contrastive, later": refused(contrastive_later, ADDED, REAL),
     "triplet": Case(triplet),
     "batch-hard triplet": refused(batch_hard, ADDED),
@@ -491,13 +445,15 @@ CASES = {
     "cosine": Case(cosine, SIGNS),
     "hinge": Case(lambda o, y, *_: F.hinge_embedding_loss(o[:, 0], y), SIGNS),
     "margins": Case(of(F.multi_margin_loss)),
-    "Gaussian": Case(gaussian, REAL),
+    "Gaussian": Case(lambda o, y, *_: F.gaussian_nll_loss(o[:, :1], y[:, :1], F.softplus(o[:, 1:2])), REAL),
     "Poisson": Case(of(F.poisson_nll_loss), SHARES),
     "gradient penalty": Case(penalised),
-    "weight penalty": Case(decayed),
+    "weight penalty": Case(lambda o, y, model, x: CE(o, y) + 0.01 * sum((p**2).sum() for p in model.parameters())),
     "anchored weights": Case(anchored),
-    "auxiliary": Case(auxiliary),
-    "two counts": refused(two_counts, "give each mean with its own divisor", HOLES),
+    "auxiliary": Case(lambda o, y, *_: CE(o, y) + 0.4 * CE(o * 0.5, y) + 0.1 * (o**2).mean()),
+    "two counts": refused(
+        lambda o, y, *_: CE(o, y) + CE(o * 0.5, y.clamp_min(0)), "give each mean with its own divisor", HOLES
+    ),
     "learned doubt": Case(unsure, Y, Unsure),
     "attention mask": Case(of(CE), Y, Attending),
     "layer norm": Case(of(CE), Y, normed),
@@ -505,8 +461,10 @@ CASES = {
     "embedding, tied": Case(of(CE), Y, Words),
     "frozen layer": Case(of(CE), Y, unfrozen_head),
     "one by one": Case(one_by_one),
-    "tokens, one by one": weighted(tokens_one_by_one, TOKENS, "weight=", model=Sequence),
-    "inner product": refused(inner_product, "a sum that nothing divides", REAL),
+    "tokens, one by one": weighted(tokens_one_by_one, TOKENS, "weight=", model=sequence),
+    "inner product": refused(
+        lambda o, y, *_: 0.05 * ((o - y).flatten() @ (o - y).flatten()), "a sum that nothing divides", REAL
+    ),
     "inner product with weights": weighted(weighted_product, Y, "weight=", lambda y: (y + 1).sum()),
     "contrastive, within the model": refused(lambda o, *_: o * 1.0, "not the sum of its pieces", Y, Comparing),
     "mean, within the model": Case(lambda o, *_: o * 1.0, Y, Summing),
@@ -521,16 +479,13 @@ IN_STAGES = [
 # -- one process of plain PyTorch --------------------------------------------------------------------------------------
 def by_hand(case: Case) -> tuple[list[Tensor], list[float]]:
     model = made(case)
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
-    losses = []
-    for start in range(0, SAMPLES, UPDATE):
-        x, y = X[start : start + UPDATE], case.y[start : start + UPDATE]
-        optimizer.zero_grad()
-        loss = case.loss(model(x), y, model, x)
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
+    batches = zip(X.split(UPDATE), case.y.split(UPDATE), strict=True)
+    losses = plainly(model, sgd(model), batches, lambda model, x, y: case.loss(model(x), y, model, x))
     return [p.detach() for p in model.parameters()], losses
+
+
+def sgd(model: nn.Module) -> Any:
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
 
 
 def made(case: Case) -> nn.Module:
@@ -546,7 +501,7 @@ def on_ranks(
     each = UPDATE // world.size // accumulate
     model: Any = made(case)
     parameters = list(model.parameters())
-    optimizer: Any = torch.optim.SGD([p for p in parameters if p.requires_grad], lr=0.1, momentum=0.9)
+    optimizer = sgd(model)
     if micro_batches:
         balance = [2, 1] if case.model is normed else [1, 1]  # segments of a stage: nothing is measured
         micro_batches = min(micro_batches, each)
@@ -620,10 +575,7 @@ def main(engine: str, out: str, everything: bool) -> None:
             found += look_at(name, world, everything)
             if not index:
                 gc.freeze()  # engines collect garbage after each model; PyTorch's own million objects are none
-        reports = world.gather(found)
-        if world.is_main:
-            with open(out, "w") as file:
-                json.dump(reports, file)
+        report(world, found, out)
 
 
 if __name__ == "__main__":

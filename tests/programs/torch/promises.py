@@ -9,14 +9,15 @@ import gc
 import io
 import random
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from typing import Any
 from weakref import ref
 
 import numpy as np
 import torch
-from cases import main, refused
+from cases import gap, main, plainly, refused, shown, windows
+from cases import train as train_on
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, Dataset, Subset
@@ -27,11 +28,6 @@ from hvdtrain.core.errors import ConfigError, HvdtrainError, ReplicaError
 from hvdtrain.torch.data.processes import worker_context
 
 torch.set_default_dtype(torch.float64)
-
-
-def shown(world: hvdtrain.World, row: str, text: object) -> None:
-    if world.is_main:
-        print(f"shown {row} {' '.join(str(text).split())}", flush=True)
 
 
 def data(samples: int) -> tuple[Tensor, Tensor]:
@@ -50,27 +46,30 @@ def net() -> nn.Module:
 
 def prepared(train: Any, **options: Any) -> tuple[Any, Any]:
     model = net()
-    return hvt.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), train, **({"verify": False} | options))
+    return hvt.prepare(model, sgd(model), train, **({"verify": False} | options))
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def loss_of(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    return mse_loss(model(x), y)
 
 
 def update(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> None:
-    optimizer.backward(mse_loss(model(x), y))
-    optimizer.step()
+    train_on(model, optimizer, [(x, y)], loss_of)
 
 
-def plain(updates: list[tuple[Tensor, Tensor]]) -> nn.Module:
+def plain(updates: Iterable[tuple[Tensor, ...]]) -> nn.Module:
     model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for x, y in updates:
-        optimizer.zero_grad()
-        mse_loss(model(x), y).backward()
-        optimizer.step()
+    plainly(model, sgd(model), updates, loss_of)
     return model
 
 
-def gap(ours: nn.Module, theirs: nn.Module) -> float:
-    pairs = zip(ours.parameters(), theirs.parameters(), strict=True)
-    return max(float((a - b).detach().abs().max()) for a, b in pairs)
+@contextmanager
+def folder(world: hvdtrain.World) -> Iterator[str]:
+    yield world.broadcast(tempfile.mkdtemp() if world.is_main else "")
 
 
 # -- samples that cannot be read ----------------------------------------------------------------------------------
@@ -92,17 +91,18 @@ class Holes(Dataset):
 def case_samples_left_out_do_not_weigh(world: hvdtrain.World) -> None:
     samples, batch = 20, 8
     x, y = data(24)
-    there = [[i for i in range(s, min(s + batch, samples)) if i not in Holes.bad] for s in range(0, samples, batch)]
-    wanted = plain([(x[rows], y[rows]) for rows in there])
-    unweighted = plain([(x[rows], y[rows] * 1.1) for rows in there])
-    for source in (Holes(samples), Subset(Holes(samples + 4), range(samples))):
-        train = hvt.loader(source, batch // world.size, shuffle=False, workers=0)
-        model, optimizer = prepared(train)
-        for rows in train:
-            update(model, optimizer, *rows)
-        error = gap(model, wanted)
-        assert error < 1e-10 < gap(model, unweighted), error
-    shown(world, "T4", error)
+    for accumulate in (1, 2):
+        starts, size = range(0, samples, batch * accumulate), batch * accumulate
+        there = [[i for i in range(s, min(s + size, samples)) if i not in Holes.bad] for s in starts]
+        wanted = plain([(x[rows], y[rows]) for rows in there])
+        unweighted = plain([(x[rows], y[rows] * 1.1) for rows in there])
+        for source in (Holes(samples), Subset(Holes(samples + 4), range(samples))):
+            train = hvt.loader(source, batch // world.size, shuffle=False, workers=0)
+            model, optimizer = prepared(train, accumulate=accumulate)
+            train_on(model, optimizer, train, loss_of)
+            error = gap(model, wanted)
+            assert error < 1e-10 < gap(model, unweighted), error
+    shown("T4", error)
 
 
 # -- passes with gradients that nothing is differentiated of --------------------------------------------------------
@@ -116,11 +116,10 @@ def case_a_validation_pass_with_gradients_holds_no_graph(world: hvdtrain.World) 
         return sum(out() is not None for out in held)
 
     before = alive_after_ten()
-    for rows in train:
-        update(model, optimizer, *rows)
+    train_on(model, optimizer, train, loss_of)
     after = alive_after_ten()
     assert before <= 1 and after <= 1, (before, after)  # that of the last call alone
-    shown(world, "T12b", f"{before} and {after} outputs of ten are held, before the first update and after it")
+    shown("T12b", f"{before} and {after} outputs of ten are held, before the first update and after it")
 
 
 # -- one loader, two models ---------------------------------------------------------------------------------------
@@ -134,13 +133,9 @@ def case_one_loader_for_two_models(world: hvdtrain.World) -> None:
         update(often, its_optimizer, *rows)
         update(rarely, other_optimizer, *rows)
     assert (its_optimizer.progress.step, other_optimizer.progress.step) == (7, 2)
-    error = max(gap(often, plain(in_windows(x, y, 4))), gap(rarely, plain(in_windows(x, y, 16))))
+    error = max(gap(often, plain(windows(4, x, y))), gap(rarely, plain(windows(16, x, y))))
     assert error < 1e-10 < gap(often, rarely), error
-    shown(world, "T7", error)
-
-
-def in_windows(x: Tensor, y: Tensor, window: int) -> list[tuple[Tensor, Tensor]]:
-    return [(x[start : start + window], y[start : start + window]) for start in range(0, len(x), window)]
+    shown("T7", error)
 
 
 # -- a validation loop of the user's own --------------------------------------------------------------------------
@@ -161,7 +156,7 @@ def case_a_loop_of_ones_own_has_each_sample_once(world: hvdtrain.World) -> None:
         assert sums["count"] == 9
         error = abs(sums["total"] / 9 - wanted)
         assert error < 1e-12, error
-    shown(world, "T10a", error)
+    shown("T10a", error)
     paddings = 0
     assert training
     try:  # the training loader, read with gradients: its last batch counts nothing on rank 1
@@ -174,7 +169,7 @@ def case_a_loop_of_ones_own_has_each_sample_once(world: hvdtrain.World) -> None:
         text = ""
     found = world.gather((paddings, text))
     assert [bool(its) for _, its in found] == [its > 0 for its, _ in found] == [rank > 0 for rank in range(world.size)]
-    shown(world, "T10b", next((its for _, its in found if its), "no rank had none"))
+    shown("T10b", next((its for _, its in found if its), "no rank had none"))
 
 
 # -- the same data, another order ---------------------------------------------------------------------------------
@@ -189,13 +184,8 @@ def case_ranks_with_other_data_are_refused(world: hvdtrain.World) -> None:
         ("T11c", turned, "rank 1: "),
         ("", (x.roll(world.rank, 0), y.roll(world.rank, 0)), "in another order"),
     ):
-        with refused(said, kind=ReplicaError):
-            try:
-                hvt.loader(mine, 4, workers=1)
-            except ReplicaError as error:
-                if row:
-                    shown(world, row, error)
-                raise
+        with refused(said, kind=ReplicaError, row=row):
+            hvt.loader(mine, 4, workers=1)
     hvt.loader(rows, 4, workers=1)
     hvt.loader(Noisy(), 4, workers=0)  # random transforms are not other data
 
@@ -210,13 +200,9 @@ class Noisy(Dataset):
 
 def case_a_loader_that_goes_along_with_its_twin_is_refused(world: hvdtrain.World) -> None:
     first, second = (hvt.loader(data(24), 4) for _ in range(2))
-    with refused("each sample would meet itself", "seed=6", kind=ConfigError):
-        try:
-            for _ in zip(first, second, strict=True):
-                pass
-        except ConfigError as error:
-            shown(world, "T11a", error)
-            raise
+    with refused("each sample would meet itself", "seed=6", kind=ConfigError, row="T11a"):
+        for _ in zip(first, second, strict=True):
+            pass
 
 
 # -- random numbers -----------------------------------------------------------------------------------------------
@@ -248,13 +234,7 @@ def case_random_numbers_differ_by_rank_and_are_restored(world: hvdtrain.World) -
         assert all(a != b for a, b in zip(drawn(), after, strict=True))
         checkpoints.restore(hvt.model_state(again, other))
         assert drawn() == after
-    shown(world, "T11d", "each rank draws its own; a restored run draws what the saved one would have")
-
-
-@contextmanager
-def folder(world: hvdtrain.World) -> Iterator[str]:
-    path = world.broadcast(tempfile.mkdtemp() if world.is_main else "")
-    yield path
+    shown("T11d", "each rank draws its own; a restored run draws what the saved one would have")
 
 
 def case_synchronised_batch_norm_comes_off(world: hvdtrain.World) -> None:
@@ -264,7 +244,7 @@ def case_synchronised_batch_norm_comes_off(world: hvdtrain.World) -> None:
     assert (type(model[1]) is nn.BatchNorm1d) == (world.size == 1)
     hvt.prepare(model, optimizer, verify=False)
     assert type(model[1]) is nn.BatchNorm1d
-    shown(world, "T11e", "the layers are plain again")
+    shown("T11e", "the layers are plain again")
 
 
 # -- what is kept --------------------------------------------------------------------------------------------------
@@ -288,34 +268,7 @@ def case_gradients_that_are_kept_stay(world: hvdtrain.World) -> None:
             update(model, optimizer, *rows)
             addresses.add(next(iter(model.parameters())).grad.data_ptr())
     assert world.engine != "horovod" or len(addresses) == 1, "memory is used again where nobody kept it"
-    shown(world, "T11f", "they stay as they were; the next update takes other memory")
-
-
-class Rows(nn.Module):
-    """Batch normalisation over the places of a sample: one sample is enough for statistics."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.out = nn.BatchNorm1d(3), nn.Linear(4, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.norm(x)).squeeze(2)
-
-
-def case_stand_ins_leave_running_statistics_alone(world: hvdtrain.World) -> None:
-    made = torch.Generator().manual_seed(3)
-    x, y = torch.randn(9, 3, 4, generator=made), torch.randn(9, 3, generator=made)
-    train = hvt.loader((x, y), 8 // world.size, shuffle=False)
-    model = Rows()
-    model, optimizer = hvt.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), train, verify=False)
-    paddings = 0
-    for inputs, targets in train:
-        paddings += train.step.padding
-        before = [buffer.clone() for buffer in model.buffers()]
-        update(model, optimizer, inputs, targets)
-        same = all(torch.equal(a, b) for a, b in zip(before, model.buffers(), strict=True))
-        assert same == train.step.padding
-    assert world.gather(paddings) == [0] + [1] * (world.size - 1)
+    shown("T11f", "they stay as they were; the next update takes other memory")
 
 
 # -- where a run goes on ------------------------------------------------------------------------------------------
@@ -366,7 +319,7 @@ def case_saved_before_the_first_update(world: hvdtrain.World) -> None:
             for rows in again.train:
                 again.batch(rows)
             assert sorted(again.seen) == list(range(32)), (accumulate, len(again.seen))
-    shown(world, "T13b", f"{len(again.seen)} of 32 samples of the epoch are trained on")
+    shown("T13b", f"{len(again.seen)} of 32 samples of the epoch are trained on")
 
 
 def case_saved_in_mid_update(world: hvdtrain.World) -> None:
@@ -392,7 +345,7 @@ def case_epochs_that_were_left(world: hvdtrain.World) -> None:
     assert steps == whole.optimizer.progress.step == 8
     assert first.seen + again.seen == whole.seen
     assert gap(again.model, whole.model) == 0.0
-    shown(world, "T13c", f"{steps} updates, as without the restart, on the same samples")
+    shown("T13c", f"{steps} updates, as without the restart, on the same samples")
 
 
 def case_what_follows_on_an_epochs_loop_is_not_done_for_a_checkpoint_within_it_which_is_said(world: Any) -> None:
@@ -487,8 +440,7 @@ def case_what_is_read_before_training_is_no_epoch(world: hvdtrain.World) -> None
         orders.append(epoch)
         order = train.plan.order(epoch)
         updates += [order[start : start + train.global_batch] for start in range(0, 17, train.global_batch)]
-        for x, y in train:
-            update(model, optimizer, x, y)
+        train_on(model, optimizer, train, loss_of)
     assert orders == [0, 1] and train.position == (2, 0)
     every = data(17)
     assert gap(model, plain([(every[0][rows], every[1][rows]) for rows in updates])) < 1e-6
@@ -502,37 +454,26 @@ def case_a_loop_that_trains_on_nothing_is_no_epoch(world: hvdtrain.World) -> Non
     for epoch in train.epochs(3):
         numbers.append(epoch)
         next(iter(train))
-        for x, y in train:
-            update(model, optimizer, x, y)
+        train_on(model, optimizer, train, loss_of)
         with torch.no_grad():
             assert sum(len(x) for x, _ in train) >= 17 // world.size
         next(iter(train))
     for _ in whole.epochs(3):
-        for x, y in whole:
-            update(other, its_optimizer, x, y)
+        train_on(other, its_optimizer, whole, loss_of)
     assert numbers == [0, 1, 2] and train.position == (3, 0) and gap(model, other) == 0.0
     with refused("an epoch of loader.epochs() is one loop that trains", "2 loops", kind=ConfigError):
         for _ in train.epochs(5):
             for _ in range(2):
-                for x, y in train:
-                    update(model, optimizer, x, y)
+                train_on(model, optimizer, train, loss_of)
 
 
 def case_a_loader_that_prepare_was_not_given(world: hvdtrain.World) -> None:
     train = hvt.loader(data(16), 4)
     model, optimizer = prepared(None)
-    with refused("the loader that prepare() was given", kind=ConfigError):
-        try:
-            hvt.model_state(model, optimizer, train)
-        except ConfigError as error:
-            shown(world, "T13a", error)
-            raise
-    with refused("hvdtrain.torch.loader", "DataLoader", kind=ConfigError):
-        try:
-            prepared(DataLoader(Noisy()))
-        except ConfigError as error:
-            shown(world, "T17d", error)
-            raise
+    with refused("the loader that prepare() was given", kind=ConfigError, row="T13a"):
+        hvt.model_state(model, optimizer, train)
+    with refused("hvdtrain.torch.loader", "DataLoader", kind=ConfigError, row="T17d"):
+        prepared(DataLoader(Noisy()))
 
 
 # -- what ranks have of their own ---------------------------------------------------------------------------------
@@ -561,10 +502,10 @@ def case_hooks_that_change_gradients_are_named(world: hvdtrain.World) -> None:
         model = net()
         hook = register(model.weight)
         with refused("a hook on weight changes it", "between optimizer.backward(loss)", kind=ReplicaError):
-            hvt.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            hvt.prepare(model, sgd(model))
         hook.remove()
         model.bias.register_hook(lambda gradient: None)  # one that only looks
-        hvt.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        hvt.prepare(model, sgd(model))
 
 
 # -- the rest -----------------------------------------------------------------------------------------------------
@@ -574,12 +515,8 @@ def case_a_scheduler_beside_lr_is_refused_at_once(world: hvdtrain.World) -> None
     torch.optim.lr_scheduler.StepLR(optimizer, step_size=100)
     x, y = next(iter(train))
     optimizer.backward(mse_loss(model(x), y))
-    with refused("a scheduler of torch.optim.lr_scheduler", kind=HvdtrainError):
-        try:
-            optimizer.step()
-        except HvdtrainError as error:
-            shown(world, "T19d", error)
-            raise
+    with refused("a scheduler of torch.optim.lr_scheduler", kind=HvdtrainError, row="T19d"):
+        optimizer.step()
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ buckets, and again with gradients that are summed where they lie, however small.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -54,7 +55,29 @@ def reducer(module: nn.Module, **kw: object) -> Reducer:
     return Reducer(module, settings.pop("sum_async", ENGINE.sum_async), **settings)
 
 
-def sums_over_ranks() -> None:
+def squares(module: nn.Module, rank: int) -> Tensor:
+    return module(data(rank)).pow(2).sum()
+
+
+def reduced(
+    reduce: Reducer, module: nn.Module, loss: Callable[[nn.Module, int], Tensor] = squares, bound: float = 1e-14
+) -> list[Tensor | None]:
+    """Runs a backward pass of this rank's loss; the gradients must be those of the sum of all ranks'."""
+    wanted = expected(module, [loss(module, rank) for rank in range(SIZE)])
+    module.zero_grad()
+    reduce.backward(loss(module, RANK), Pass(reduce=True))
+    reduce.finish()
+    check(module, wanted, bound)
+    return wanted
+
+
+def at_once(tensor: Tensor, name: str) -> Wait:
+    """Sums before it returns."""
+    ENGINE.sum_async(tensor, name)()
+    return lambda: None
+
+
+def case_sums_over_ranks() -> None:
     module = net()
     places: dict[int, int] = {}
     for parameter in module.parameters():  # before the reducer's own hooks
@@ -81,7 +104,7 @@ def sums_over_ranks() -> None:
     raise SystemExit("a local gradient passed for the sum")
 
 
-def accumulates_before_it_sums() -> None:
+def case_accumulates_before_it_sums() -> None:
     module = net()
     reduce = reducer(module)
     wanted = expected(module, [module(data(10 * part + rank)).sum() for part in range(3) for rank in range(SIZE)])
@@ -91,7 +114,7 @@ def accumulates_before_it_sums() -> None:
     check(module, wanted)
 
 
-def gradients_on_some_ranks_only() -> None:
+def case_gradients_on_some_ranks_only() -> None:
     """Layer 2 is used by rank 0 alone; the last one by nobody."""
 
     class Branches(nn.Module):
@@ -106,15 +129,11 @@ def gradients_on_some_ranks_only() -> None:
     module = Branches()
     reduce = reducer(module)
     for _ in range(2):
-        wanted = expected(module, [module(data(rank), rank) for rank in range(SIZE)])
+        wanted = reduced(reduce, module, lambda module, rank: module(data(rank), rank))
         assert wanted[-1] is None and wanted[2] is not None
-        module.zero_grad()
-        reduce.backward(module(data(RANK), RANK), Pass(reduce=True))
-        reduce.finish()
-        check(module, wanted)
 
 
-def used_in_an_earlier_micro_batch_only() -> None:
+def case_used_in_an_earlier_micro_batch_only() -> None:
     module = net()
     head = nn.Linear(6, 1).double()
     both = nn.ModuleList([module, head])
@@ -128,17 +147,13 @@ def used_in_an_earlier_micro_batch_only() -> None:
     check(both, wanted)
 
 
-def freezing_and_unfreezing_is_noticed() -> None:
+def case_freezing_and_unfreezing_is_noticed() -> None:
     module = net()
     module[0].requires_grad_(False)
     reduce = reducer(module)
     for frozen in (True, False, True):
         module[0].requires_grad_(not frozen)
-        wanted = expected(module, [module(data(rank)).sum() for rank in range(SIZE)])
-        module.zero_grad()
-        reduce.backward(module(data(RANK)).sum(), Pass(reduce=True))
-        reduce.finish()
-        check(module, wanted)
+        reduced(reduce, module, lambda module, rank: module(data(rank)).sum())
 
 
 SHARED = 2  # the group of what both stages use
@@ -171,7 +186,7 @@ class TwoStages:
         self.done = set()
 
 
-def stages_send_in_their_last_pass() -> None:
+def case_stages_send_in_their_last_pass() -> None:
     module = net()
     staged, events = TwoStages(module), []
 
@@ -206,28 +221,18 @@ def stages_send_in_their_last_pass() -> None:
             wait()
 
 
-def shared_weights_and_other_layouts() -> None:
+def case_shared_weights_and_other_layouts() -> None:
     torch.manual_seed(2)
     conv = nn.Conv2d(3, 3, 3, padding=1).double().to(memory_format=torch.channels_last)
     module = nn.Sequential(conv, nn.Tanh(), conv)
-    picture = torch.randn(2, 3, 5, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(RANK))
-    others = [
-        torch.randn(2, 3, 5, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(r)) for r in range(SIZE)
-    ]
-    wanted = expected(module, [module(other).pow(2).sum() for other in others])
-    reduce = reducer(module)
-    reduce.backward(module(picture).pow(2).sum(), Pass(reduce=True))
-    reduce.finish()
-    check(module, wanted, bound=1e-12)
+    made = [torch.Generator().manual_seed(rank) for rank in range(SIZE)]
+    pictures = [torch.randn(2, 3, 5, 5, dtype=torch.float64, generator=its) for its in made]
+    reduced(reducer(module), module, lambda module, rank: module(pictures[rank]).pow(2).sum(), bound=1e-12)
     assert conv.weight.grad.stride() == conv.weight.stride()
 
 
-def gradients_that_share_memory() -> None:
+def case_gradients_that_share_memory() -> None:
     """A sum that is there at once must not change what the rest of the backward pass, or the user, still reads."""
-
-    def at_once(tensor: Tensor, name: str) -> Wait:
-        ENGINE.sum_async(tensor, name)()
-        return lambda: None
 
     class Added(nn.Module):
         def __init__(self) -> None:
@@ -244,22 +249,14 @@ def gradients_that_share_memory() -> None:
     module = Added()
     reduce = reducer(module, sum_async=at_once)
     for _ in range(2):
-        wanted = expected(module, [module(data(rank)) for rank in range(SIZE)])
-        module.zero_grad()
-        reduce.backward(module(data(RANK)), Pass(reduce=True))
-        reduce.finish()
-        check(module, wanted, bound=1e-12)
+        wanted = reduced(reduce, module, lambda module, rank: module(data(rank)), bound=1e-12)
     assert len({p.grad.untyped_storage().data_ptr() for p in module.parameters()}) >= (len(wanted) if LYING else 1)
 
 
-def gradients_in_memory_of_others() -> None:
+def case_gradients_in_memory_of_others() -> None:
     """numpy's, a buffer's; or memory that Python code has kept without the tensor: later nodes of the pass read it."""
     buffer = np.zeros((4, 6))
     kept: list[Any] = []
-
-    def at_once(tensor: Tensor, name: str) -> Wait:
-        ENGINE.sum_async(tensor, name)()
-        return lambda: None
 
     class Handed(torch.autograd.Function):
         @staticmethod
@@ -302,30 +299,22 @@ def gradients_in_memory_of_others() -> None:
         check(module, wanted, bound=1e-13)
 
 
-def a_layout_that_one_rank_changes() -> None:
+def case_a_layout_that_one_rank_changes() -> None:
     module = net()
     reduce = reducer(module)
     if RANK == 1:
         for parameter in module.parameters():
             parameter.data = parameter.data.t().contiguous().t()
     for frozen in (True, False, False):  # buckets are made again
-        wanted = expected(module, [module(data(rank)).pow(2).sum() for rank in range(SIZE)])
-        module.zero_grad()
-        reduce.backward(module(data(RANK)).pow(2).sum(), Pass(reduce=True))
-        reduce.finish()
-        check(module, wanted)
+        reduced(reduce, module)
         module[0].weight.requires_grad_(not frozen)
     module[0] = nn.Linear(6, 5).double()  # another one, which every rank lays out as it is
     ENGINE.broadcast_(module[0].weight.data), ENGINE.broadcast_(module[0].bias.data)
-    wanted = expected(module, [module(data(rank)).pow(2).sum() for rank in range(SIZE)])
-    module.zero_grad()
-    reduce.backward(module(data(RANK)).pow(2).sum(), Pass(reduce=True))
-    reduce.finish()
-    check(module, wanted)
+    reduced(reduce, module)
     assert len(reduce._layouts) == len([*module.parameters()]), "nothing is known of those that are gone"
 
 
-def a_gradient_that_lies_otherwise() -> None:
+def case_a_gradient_that_lies_otherwise() -> None:
     module = net()
     reduce = reducer(module)
     wanted = expected(module, [module(data(rank)).pow(2).sum() for rank in range(SIZE)])
@@ -338,7 +327,7 @@ def a_gradient_that_lies_otherwise() -> None:
     check(module, wanted)
 
 
-def what_the_user_keeps_stays() -> None:
+def case_what_the_user_keeps_stays() -> None:
     module = net()
     reduce = reducer(module)
     kept: list[list[Tensor]] = []
@@ -357,7 +346,7 @@ def what_the_user_keeps_stays() -> None:
     assert not LYING or not any(gone() for gone in of_last), "nobody needs them any more"
 
 
-def mixed_types_and_half_precision_on_the_way() -> None:
+def case_mixed_types_and_half_precision_on_the_way() -> None:
     module = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3).double(), nn.Linear(3, 3).bfloat16()])
     with torch.no_grad():
         for parameter in module.parameters():
@@ -376,7 +365,7 @@ def mixed_types_and_half_precision_on_the_way() -> None:
     assert narrow.weight.grad.eq(SIZE).all() and narrow.weight.grad.dtype == torch.float32
 
 
-def refusals() -> None:
+def case_refusals() -> None:
     table = nn.Embedding(5, 2, sparse=True)
     try:
         reducer(table).backward(table(torch.tensor([1])).sum(), Pass(reduce=True))
@@ -386,7 +375,7 @@ def refusals() -> None:
         raise SystemExit("a sparse gradient was not refused")
 
 
-def buckets() -> None:
+def case_buckets() -> None:
     def sizes(numbers: list[int], bucket_bytes: int) -> list[int]:
         parameters = [nn.Parameter(torch.empty(number)) for number in numbers]
         groups = bucketize(parameters, bucket_bytes)
@@ -402,7 +391,7 @@ def buckets() -> None:
     assert sizes([], 100) == []
 
 
-def bytes_and_floats() -> None:
+def case_bytes_and_floats() -> None:
     assert ENGINE.allgather_bytes(b"x" * RANK) == [b"x" * rank for rank in range(SIZE)]
     assert ENGINE.allgather_bytes(b"") == [b""] * SIZE
     for root in range(SIZE):
@@ -413,19 +402,12 @@ def bytes_and_floats() -> None:
         assert ENGINE.sum_(torch.ones(3, dtype=dtype)).double().tolist() == [float(dtype == torch.bool or SIZE)] * 3
 
 
-CASES = (
-    sums_over_ranks, accumulates_before_it_sums, gradients_on_some_ranks_only, used_in_an_earlier_micro_batch_only,
-    freezing_and_unfreezing_is_noticed, stages_send_in_their_last_pass, shared_weights_and_other_layouts,
-    gradients_that_share_memory, gradients_in_memory_of_others, a_layout_that_one_rank_changes,
-    a_gradient_that_lies_otherwise, what_the_user_keeps_stays, mixed_types_and_half_precision_on_the_way, refusals,
-    buckets, bytes_and_floats,
-)  # fmt: skip
-
 if __name__ == "__main__":
     with WORLD:
         for LYING in (False, True):
             its_module._DUST_BYTES = 0 if LYING else 1 << 16
-            for case in CASES:
-                if case is not buckets or not LYING:
-                    case()
-                print(f"passed {case.__name__}{', where they lie' * LYING}", flush=True)
+            for name, case in list(globals().items()):
+                if name.startswith("case_"):
+                    if name != "case_buckets" or not LYING:
+                        case()
+                    print(f"passed {name}{', where they lie' * LYING}", flush=True)

@@ -2,7 +2,6 @@
 
 Usage: relay.py FOLDER:ENGINE=UPDATES ... Trains the updates of each leg in turn, in this process, from the newest
 checkpoint in FOLDER to the next; prints a line of JSON a leg. Batches have 8 samples of all ranks together.
-The twin, ENGINE!=UPDATES, takes the model from the checkpoint and nothing else.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-from typing import Any
 
 import torch
 from torch import nn
@@ -26,14 +24,14 @@ def data() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(SAMPLES, 4, generator=made), torch.randn(SAMPLES, 2, generator=made)
 
 
-def leg(folder: str, engine: str, updates: int, *, model_only: bool = False) -> dict[str, Any]:
+def leg(folder: str, engine: str, updates: int) -> None:
     with hvdtrain.init("torch", engine=engine) as world:
         module = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
         optimizer: torch.optim.Optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
         train = hvt.loader(data(), GLOBAL_BATCH // world.size)
         model, optimizer = hvt.prepare(module, optimizer, train)
         checkpoints = hvdtrain.Checkpointer(folder, world=world)
-        found = checkpoints.restore(hvt.model_state(model, *([] if model_only else [optimizer, train])))
+        found = checkpoints.restore(hvt.model_state(model, optimizer, train))
         began = {"weights": hvt.fingerprint(model), "step": found.step if found else 0, "place": list(train.position)}
         goal = optimizer.progress.step + updates
         while optimizer.progress.step < goal:
@@ -46,15 +44,13 @@ def leg(folder: str, engine: str, updates: int, *, model_only: bool = False) -> 
                     checkpoints.save(hvt.model_state(model, optimizer, train), progress=optimizer.progress)
                     break
         ended = {"weights": hvt.fingerprint(model), "step": optimizer.progress.step, "place": place}
-        values = [value for tensor in module.state_dict().values() for value in tensor.flatten().tolist()]
-        facts = {"engine": world.engine, "size": world.size, "began": began, "ended": ended, "values": values}
+        facts = {"engine": world.engine, "size": world.size, "began": began, "ended": ended}
         if world.is_main:
             print(json.dumps(facts), flush=True)
-        return facts
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     for text in sys.argv[1:]:
-        folder, name, updates = re.fullmatch(r"(.*):(\w+!?)=(\d+)", text).groups()  # type: ignore[union-attr]
-        leg(folder, name.rstrip("!"), int(updates), model_only=name.endswith("!"))
+        folder, name, updates = re.fullmatch(r"(.*):(\w+)=(\d+)", text).groups()  # type: ignore[union-attr]
+        leg(folder, name, int(updates))

@@ -6,6 +6,7 @@ Every rank computes the plain loop by itself, in float64: the order of the sampl
 from __future__ import annotations
 
 import copy
+import itertools
 import sys
 import tempfile
 from collections import Counter
@@ -17,7 +18,8 @@ from unittest import mock
 
 import numpy as np
 import torch
-from cases import refused, run_cases
+from cases import gap as distance
+from cases import plainly, refused, run_cases, train, windows
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 
@@ -40,15 +42,16 @@ def data() -> tuple[Tensor, Tensor]:
     return torch.randn(SAMPLES, 4, generator=made), torch.randint(0, 3, (SAMPLES,), generator=made)
 
 
+def loss_of(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    return cross_entropy(model(x), y)
+
+
 def plain(updates: int, lr: Any = 0.1, after: Callable[[Any, Any], None] = lambda *_: None) -> nn.Module:
     """The loop without hvdtrain; `after` each update is given model and optimizer."""
-    model, (x, y) = net(), data()
+    model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
-    for update in range(updates):
-        start = update * BATCH % SAMPLES
-        optimizer.zero_grad()
-        cross_entropy(model(x[start : start + BATCH]), y[start : start + BATCH]).backward()
-        optimizer.step()
+    for batch in itertools.islice(windows(BATCH, *data(), epochs=updates), updates):
+        plainly(model, optimizer, [batch], loss_of)
         after(model, optimizer)
     return model
 
@@ -67,9 +70,7 @@ class Job:
 
     def train(self, updates: int, after: Callable[[Any, Any], None] = lambda *_: None) -> None:
         for _ in range(updates):
-            x, y = next(self.batches)
-            self.optimizer.backward(cross_entropy(self.model(x), y))
-            self.optimizer.step()
+            train(self.model, self.optimizer, [next(self.batches)], loss_of)
             after(self.model, self.optimizer)
 
     def state(self, **extra: Any) -> Any:
@@ -83,11 +84,6 @@ class Job:
     def restore(self, checkpoints: hvdtrain.Checkpointer, **extra: Any) -> Any:
         self.batches = self.stream()
         return checkpoints.restore(self.state(**extra))
-
-
-def distance(model: nn.Module, other: nn.Module) -> float:
-    pairs = zip(model.parameters(), other.parameters(), strict=True)
-    return max(float((a.detach() - b.detach()).abs().max()) for a, b in pairs)
 
 
 @contextmanager
@@ -162,9 +158,7 @@ def case_m_state_of_any_shape_and_precision_goes_on(world: hvdtrain.World) -> No
                 if again:
                     checkpoints.restore(hvt.model_state(model, optimizer))
                 for epoch in loader.epochs(3):
-                    for inputs, labels in loader:
-                        optimizer.backward(cross_entropy(model(inputs), labels))
-                        optimizer.step()
+                    train(model, optimizer, loader, loss_of)
                     if epoch == 0:
                         checkpoints.save(hvt.model_state(model, optimizer), progress=optimizer.progress)
             assert distance(made[0][0], made[1][0]) == 0, kind
@@ -610,20 +604,6 @@ def case_m_what_is_longer_than_a_message_arrives_whole(world: hvdtrain.World) ->
         assert bool((tensor == world.size - 1 + len(tensor)).all())
     assert bool((tensors[-1] == world.size - 1).all())
     assert all(bool((mean == (world.size - 1) / 2).all()) for mean in means)
-
-
-def case_m_optimizer_slots_are_rank_0s(world: hvdtrain.World) -> None:
-    """Ranks come with slots of their own, or with none at all."""
-    model, (x, y) = net(), data()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    if world.is_main or world.rank % 2 == 0:
-        cross_entropy(model(x * (1 + world.rank)), y).backward()
-        optimizer.step()
-    wanted = world.gather([value.clone() for slots in optimizer.state.values() for value in slots.values()])[0]
-    hvt.prepare(model, optimizer, hvt.loader((x, y), 4, world=world), verify=False)
-    found = [value for slots in optimizer.state.values() for value in slots.values()]
-    assert len(found) == len(wanted) == 12
-    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
 
 
 if __name__ == "__main__":

@@ -5,13 +5,12 @@ usage: terms.py ENGINE ACCUMULATE OUT.json
 
 from __future__ import annotations
 
-import json
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from cases import plainly, report, train, windows
 from torch import Tensor, nn
 
 import hvdtrain
@@ -39,39 +38,28 @@ def means(out: Tensor, kind: Tensor, mask: Tensor) -> list[tuple[Tensor, Any]]:
     ]
 
 
-def one_process() -> tuple[list[float], list[Tensor]]:
-    model, losses = model_of(), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
-    for _ in range(3):
-        for first in range(0, SAMPLES, UPDATE):
-            rows = slice(first, first + UPDATE)
-            optimizer.zero_grad()
-            loss = sum(mean for mean, count in means(model(X[rows]), KIND[rows], MASK[rows]) if count > 0)
-            assert isinstance(loss, Tensor)
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-    return losses, [parameter.detach() for parameter in model.parameters()]
-
-
-def on_ranks(world: hvdtrain.World, accumulate: int, way: str) -> tuple[list[float], list[Tensor]]:
-    plain, losses = model_of(), []
+def trained(way: str, world: Any = None, accumulate: int = 1) -> tuple[list[float], list[Tensor]]:
+    """Returns losses and weights: of one process ("plain"), or of ranks."""
+    plain = model_of()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.3, momentum=0.9)
+    if way == "plain":
+        counted = lambda model, x, *y: sum(mean for mean, count in means(model(x), *y) if count > 0)  # noqa: E731
+        losses = plainly(plain, optimizer, windows(UPDATE, X, KIND, MASK, epochs=3), counted)
+        return losses, [parameter.detach() for parameter in plain.parameters()]
     data = hvt.loader((X, KIND, MASK), UPDATE // world.size // accumulate, shuffle=False)
-    model, optimizer = hvt.prepare(
-        plain, torch.optim.SGD(plain.parameters(), lr=0.3, momentum=0.9), data, accumulate=accumulate, verify=False
-    )
+    model, optimizer = hvt.prepare(plain, optimizer, data, accumulate=accumulate, verify=False)
+    losses = []
     for _ in data.epochs(3):
-        for x, kind, mask in data:
+        if way == "loop":
+            losses += train(model, optimizer, data, lambda model, x, *y: means(model(x), *y))
+        elif way == "one weight":  # the twin: all means weighed by samples
+            summed = lambda model, x, *y: sum(mean.nan_to_num() for mean, _ in means(model(x), *y))  # noqa: E731
+            losses += train(model, optimizer, data, summed)
+        for x, *y in data if way == "call" else ():
             optimizer.zero_grad()
-            if way == "call":
-                optimizer.forward_backward(x, (kind, mask), lambda out, y: means(out, *y))  # type: ignore[arg-type]
-            elif way == "one weight":  # the twin: all means weighed by samples
-                optimizer.backward(sum(mean.nan_to_num() for mean, _ in means(model(x), kind, mask)))  # type: ignore[arg-type]
-            else:
-                optimizer.backward(means(model(x), kind, mask))
+            optimizer.forward_backward(x, tuple(y), lambda out, y: means(out, *y))
             optimizer.step()
-            found = optimizer.record()["loss"]
-            losses += [] if found is None else [found]
+            losses += [] if (found := optimizer.record()["loss"]) is None else [found]
     optimizer.close()
     return losses, [parameter.detach() for parameter in plain.parameters()]
 
@@ -82,16 +70,14 @@ def apart(found: list[Any], wanted: list[Any]) -> float:
 
 
 def main() -> None:
-    engine, accumulate, out = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
+    engine, accumulate, out = sys.argv[1], int(sys.argv[2]), sys.argv[3]
     torch.set_default_dtype(torch.float64)
-    wanted, report = one_process(), {}
+    wanted, found = trained("plain"), {}
     with hvdtrain.init("torch", engine=engine) as world:
         for way in ("loop", "call", "one weight"):
-            found = on_ranks(world, accumulate, way)
-            report[way] = [apart(its, right) for its, right in zip(found, wanted, strict=True)]
-        reports = world.gather(report)
-    if world.is_main:
-        out.write_text(json.dumps(reports))
+            pairs = zip(trained(way, world, accumulate), wanted, strict=True)
+            found[way] = [apart(its, right) for its, right in pairs]
+        report(world, found, out)
 
 
 if __name__ == "__main__":

@@ -5,10 +5,8 @@ usage: whole.py ENGINE ACCUMULATE OUT.json
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -67,29 +65,12 @@ def others(n: int) -> Tensor:
 
 
 # -- views against views -----------------------------------------------------------------------------------------------
-@loss
-def info_nce(model: Any, out: Out, y: Out) -> Tensor:
-    return F.cross_entropy(unit(out["a"]) @ unit(out["b"]).T / 0.2, torch.arange(len(out["a"])))
 
 
 @loss
 def clip(model: Any, out: Out, y: Out) -> Tensor:
     logits, own = model.scale.exp() * unit(out["a"]) @ unit(out["b"]).T, torch.arange(len(out["a"]))
     return (F.cross_entropy(logits, own) + F.cross_entropy(logits.T, own)) / 2
-
-
-@loss
-def siglip(model: Any, out: Out, y: Out) -> Tensor:
-    logits = model.scale.exp() * unit(out["a"]) @ unit(out["b"]).T
-    return -F.logsigmoid(logits * (2 * torch.eye(len(logits)) - 1)).sum() / len(logits)
-
-
-@loss
-def nt_xent(model: Any, out: Out, y: Out) -> Tensor:
-    both = unit(torch.cat([out["a"], out["b"]]))
-    n = len(out["a"])
-    logits = (both @ both.T / 0.5).masked_fill(torch.eye(2 * n, dtype=torch.bool), -torch.inf)
-    return F.cross_entropy(logits, torch.cat([torch.arange(n) + n, torch.arange(n)]))
 
 
 @loss
@@ -106,14 +87,6 @@ def barlow_twins(model: Any, out: Out, y: Out) -> Tensor:
     a, b = ((v - v.mean(0)) / (v.std(0) + 1e-3) for v in (out["a"], out["b"]))
     c = a.T @ b / len(a)
     return ((c.diagonal() - 1) ** 2).sum() + 0.01 * (c[others(4)] ** 2).sum()
-
-
-@loss
-def vicreg(model: Any, out: Out, y: Out) -> Tensor:
-    total = F.mse_loss(out["a"], out["b"])
-    for view in (out["a"], out["b"]):
-        total = total + F.relu(1 - (view.var(0) + 1e-4).sqrt()).mean() + (torch.cov(view.T)[others(4)] ** 2).mean()
-    return total
 
 
 @loss
@@ -159,14 +132,6 @@ def mean_discrepancy(model: Any, out: Out, y: Out) -> Tensor:
     return kernel(a, a) + kernel(b, b) - 2 * kernel(a, b)
 
 
-@loss
-def independence(model: Any, out: Out, y: Out) -> Tensor:
-    n = len(out["a"])
-    centre = torch.eye(n) - torch.full((n, n), 1 / n)
-    k, m = out["a"] @ out["a"].T, out["b"] @ out["b"].T
-    return (centre @ k @ centre @ m).diagonal().sum() / (n - 1) ** 2
-
-
 # -- samples against samples -------------------------------------------------------------------------------------------
 @loss
 def batch_hard_triplet(model: Any, out: Out, y: Out) -> Tensor:
@@ -178,34 +143,10 @@ def batch_hard_triplet(model: Any, out: Out, y: Out) -> Tensor:
 
 
 @loss
-def all_triplets(model: Any, out: Out, y: Out) -> Tensor:
-    apart = torch.cdist(out["a"], out["a"] + 1e-3)
-    same = y["kind"][:, None] == y["kind"]
-    margin = F.relu(apart[:, :, None] - apart[:, None, :] + 0.3) * (same[:, :, None] & ~same[:, None, :])
-    return margin.sum() / (margin > 0).sum().clamp(min=1)
-
-
-@loss
-def lifted_structure(model: Any, out: Out, y: Out) -> Tensor:
-    apart = torch.cdist(out["a"], out["a"] + 1e-3)
-    same = (y["kind"][:, None] == y["kind"]) & others(len(apart))
-    away = torch.logsumexp((1 - apart).masked_fill(y["kind"][:, None] == y["kind"], -1e3), 1)
-    return (F.relu(apart + away[:, None]) * same).sum() / same.sum().clamp(min=1)
-
-
-@loss
 def multi_similarity(model: Any, out: Out, y: Out) -> Tensor:
     s, same = unit(out["a"]) @ unit(out["a"]).T, y["kind"][:, None] == y["kind"]
     pulled = torch.log1p((torch.exp(-2 * (s - 0.5)) * (same & others(len(s)))).sum(1)) / 2
     return (pulled + torch.log1p((torch.exp(10 * (s - 0.5)) * ~same).sum(1)) / 10).mean()
-
-
-@loss
-def circle(model: Any, out: Out, y: Out) -> Tensor:
-    s, same = unit(out["a"]) @ unit(out["a"]).T, y["kind"][:, None] == y["kind"]
-    near = torch.logsumexp(-F.relu(1.2 - s.detach()) * (s - 0.8) * 4 + torch.log((same & others(len(s))) + 1e-9), 1)
-    away = torch.logsumexp(F.relu(s.detach() + 0.2) * (s - 0.2) * 4 + torch.log(~same + 1e-9), 1)
-    return F.softplus(near + away).mean()
 
 
 @loss
@@ -223,31 +164,11 @@ def centre(model: Any, out: Out, y: Out) -> Tensor:
     return ((out["a"] - centres[y["kind"]]) ** 2).sum(1).mean()
 
 
-@loss
-def fisher(model: Any, out: Out, y: Out) -> Tensor:
-    own = F.one_hot(y["kind"], KINDS).double()
-    centres = own.T @ out["a"] / own.sum(0).clamp(min=1)[:, None]
-    return ((out["a"] - centres[y["kind"]]) ** 2).mean() / (centres.var(0).sum() + 0.1)
-
-
 # -- order -------------------------------------------------------------------------------------------------------------
 @loss
 def pairwise_ranking(model: Any, out: Out, y: Out) -> Tensor:
     larger = y["real"][:, None] > y["real"]
     return F.softplus(out["number"] - out["number"][:, None])[larger].mean()
-
-
-@loss
-def list_wise(model: Any, out: Out, y: Out) -> Tensor:
-    return -(F.softmax(y["real"], 0) * F.log_softmax(out["number"], 0)).sum()
-
-
-@loss
-def smooth_ndcg(model: Any, out: Out, y: Out) -> Tensor:
-    gain = torch.exp2(y["real"].clamp(min=0))
-    place = 0.5 + torch.sigmoid((out["number"] - out["number"][:, None]) / 0.3).sum(1)
-    best = torch.sort(gain, descending=True).values / torch.log2(torch.arange(len(gain)) + 2.0)
-    return 1 - (gain / torch.log2(place + 1)).sum() / best.sum()
 
 
 @loss
@@ -278,20 +199,9 @@ def hardest_third(model: Any, out: Out, y: Out) -> Tensor:
 
 
 @loss
-def trimmed_mean(model: Any, out: Out, y: Out) -> Tensor:
-    each = torch.sort((out["number"] - y["real"]) ** 2).values
-    return each[len(each) // 10 : len(each) - len(each) // 10].mean()
-
-
-@loss
 def median_and_spread(model: Any, out: Out, y: Out) -> Tensor:
     away = (out["number"] - y["real"]).abs()
     return away.quantile(0.5) + 0.1 * (away.quantile(0.9) - away.quantile(0.1))
-
-
-@loss
-def distance_of_distributions(model: Any, out: Out, y: Out) -> Tensor:
-    return (torch.sort(out["number"]).values - torch.sort(y["real"]).values).abs().mean()
 
 
 # -- ratios ------------------------------------------------------------------------------------------------------------
@@ -299,13 +209,6 @@ def distance_of_distributions(model: Any, out: Out, y: Out) -> Tensor:
 def dice(model: Any, out: Out, y: Out) -> Tensor:
     p = torch.sigmoid(out["marks"])
     return 1 - (2 * (p * y["mask"]).sum() + 1) / (p.sum() + y["mask"].sum() + 1)
-
-
-@loss
-def tversky(model: Any, out: Out, y: Out) -> Tensor:
-    p, m = torch.sigmoid(out["marks"]), y["mask"]
-    met = (p * m).sum()
-    return 1 - met / (met + 0.3 * (p * (1 - m)).sum() + 0.7 * ((1 - p) * m).sum() + 1e-6)
 
 
 @loss
@@ -326,25 +229,10 @@ def lovasz(model: Any, out: Out, y: Out) -> Tensor:
 
 
 @loss
-def focal_over_positives(model: Any, out: Out, y: Out) -> Tensor:
-    bce = F.binary_cross_entropy_with_logits(out["marks"], y["mask"], reduction="none")
-    p = torch.sigmoid(out["marks"])
-    return (((p - y["mask"]) ** 2) * bce).sum() / y["mask"].sum().clamp(min=1)
-
-
-@loss
 def detr(model: Any, out: Out, y: Out) -> Tensor:
     weights = torch.tensor([1.0, 1.0, 0.1])
     boxes = ((out["b"] - 0.5).abs() * y["mask"]).sum() / (y["mask"].sum(1) > 0).sum().clamp(min=1)
     return F.cross_entropy(out["logits"], y["kind"], weights) + 5 * boxes
-
-
-@loss
-def fcos(model: Any, out: Out, y: Out) -> Tensor:
-    positives = y["mask"].sum().clamp(min=1)
-    centred = y["mask"] * y["real"].abs()[:, None]
-    boxes = ((out["b"] - 1) ** 2 * centred).sum() / centred.sum().clamp(min=1e-6)
-    return F.binary_cross_entropy_with_logits(out["marks"], y["mask"], reduction="sum") / positives + boxes
 
 
 @loss
@@ -354,44 +242,10 @@ def correlation(model: Any, out: Out, y: Out) -> Tensor:
 
 
 @loss
-def concordance(model: Any, out: Out, y: Out) -> Tensor:
-    p, t = out["number"], y["real"]
-    both = ((p - p.mean()) * (t - t.mean())).mean()
-    return 1 - 2 * both / (p.var() + t.var() + (p.mean() - t.mean()) ** 2)
-
-
-@loss
-def explained_variance(model: Any, out: Out, y: Out) -> Tensor:
-    return ((out["number"] - y["real"]) ** 2).sum() / ((y["real"] - y["real"].mean()) ** 2).sum()
-
-
-@loss
-def root_of_the_mean(model: Any, out: Out, y: Out) -> Tensor:
-    return F.mse_loss(out["number"], y["real"]).sqrt()
-
-
-@loss
-def batch_variance(model: Any, out: Out, y: Out) -> Tensor:
-    away = out["number"] - y["real"]
-    return torch.log(away.var() + 0.1) + (away**2).mean() / (away.var() + 0.1)
-
-
-@loss
-def log_determinant(model: Any, out: Out, y: Out) -> Tensor:
-    return -torch.logdet(torch.eye(4) + out["a"].T @ out["a"] / len(out["a"])) + out["a"].pow(2).mean()
-
-
-@loss
 def expert_balance(model: Any, out: Out, y: Out) -> Tensor:
     p = out["logits"].softmax(1)
     share = F.one_hot(p.argmax(1), KINDS).double().mean(0)
     return F.cross_entropy(out["logits"], y["kind"]) + KINDS * (share * p.mean(0)).sum()
-
-
-@loss
-def mutual_information(model: Any, out: Out, y: Out) -> Tensor:
-    p = out["logits"].softmax(1)
-    return (p.mean(0) * torch.log(p.mean(0))).sum() - (p * torch.log(p)).sum(1).mean()
 
 
 @loss
@@ -415,9 +269,23 @@ def class_weights(model: Any, out: Out, y: Out) -> Tensor:
     return F.cross_entropy(out["logits"], kind, torch.tensor([1.0, 5.0, 0.5]), label_smoothing=0.1)
 
 
-@loss
-def a_bare_sum(model: Any, out: Out, y: Out) -> Tensor:
-    return 0.02 * F.cross_entropy(out["logits"], y["kind"], reduction="sum") + 0.01 * model.proxies.pow(2).sum()
+LOSSES |= {
+    "info_nce": lambda model, o, y: F.cross_entropy(unit(o["a"]) @ unit(o["b"]).T / 0.2, torch.arange(len(o["a"]))),
+    "list_wise": lambda model, o, y: -(F.softmax(y["real"], 0) * F.log_softmax(o["number"], 0)).sum(),
+    "distance_of_distributions": lambda model, o, y: (
+        torch.sort(o["number"]).values - torch.sort(y["real"]).values
+    ).abs().mean(),
+    "explained_variance": lambda model, o, y: (
+        ((o["number"] - y["real"]) ** 2).sum() / ((y["real"] - y["real"].mean()) ** 2).sum()
+    ),
+    "root_of_the_mean": lambda model, o, y: F.mse_loss(o["number"], y["real"]).sqrt(),
+    "log_determinant": lambda model, o, y: (
+        -torch.logdet(torch.eye(4) + o["a"].T @ o["a"] / len(o["a"])) + o["a"].pow(2).mean()
+    ),
+    "a_bare_sum": lambda model, o, y: (
+        0.02 * F.cross_entropy(o["logits"], y["kind"], reduction="sum") + 0.01 * model.proxies.pow(2).sum()
+    ),
+}  # fmt: skip
 
 
 # -- how they are trained ----------------------------------------------------------------------------------------------
@@ -434,18 +302,14 @@ class Rows(torch.utils.data.Dataset[tuple[Tensor, Out]]):
 
 
 def one_process(function: Loss) -> tuple[list[float], list[Tensor]]:
+    from cases import plainly  # a test imports the losses alone
+
     torch.manual_seed(1)
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    losses = []
-    for _ in range(2):
-        for first in range(0, SAMPLES, UPDATE):
-            optimizer.zero_grad()
-            rows = slice(first, first + UPDATE)
-            found = function(model, model(X[rows]), targets(rows))
-            found.backward()
-            optimizer.step()
-            losses.append(found.item())
+    starts = [*range(0, SAMPLES, UPDATE)] * 2
+    batches = [(X[first : first + UPDATE], targets(slice(first, first + UPDATE))) for first in starts]
+    losses = plainly(model, optimizer, batches, lambda model, x, y: function(model, model(x), y))
     return losses, [parameter.detach() for parameter in model.parameters()]
 
 
@@ -480,24 +344,24 @@ def apart(found: list[Any], wanted: list[Any]) -> float:
 
 
 def main() -> None:
-    engine, accumulate, out = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
+    from cases import report
+
+    engine, accumulate, out = sys.argv[1], int(sys.argv[2]), sys.argv[3]
     torch.set_default_dtype(torch.float64)
-    report = []
+    ours: list[Any] = []
     with hvdtrain.init("torch", engine=engine) as world:
         for name, function in LOSSES.items():
             wanted = one_process(function)
             for way in ("loop", "call") if accumulate == 1 else ("call",):
                 found = on_ranks(function, way, accumulate, world)
                 errors = [apart(its, right) for its, right in zip(found, wanted, strict=True)]
-                report.append({"loss": name, "way": way, "errors": errors})
+                ours.append({"loss": name, "way": way, "errors": errors})
             try:
                 twin = on_ranks(function, "own rows", accumulate, world)
-                report.append({"loss": name, "way": "own rows", "errors": [apart(twin[1], wanted[1])]})
+                ours.append({"loss": name, "way": "own rows", "errors": [apart(twin[1], wanted[1])]})
             except HvdtrainError as error:
-                report.append({"loss": name, "way": "own rows", "refused": error.rule})
-        reports = world.gather(report)
-    if world.is_main:
-        out.write_text(json.dumps(reports))
+                ours.append({"loss": name, "way": "own rows", "refused": error.rule})
+        report(world, ours, out)
 
 
 if __name__ == "__main__":

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from pathlib import Path
 
 import torch
+from cases import plainly, report, windows
 from torch import Tensor, nn
 
 import hvdtrain
@@ -44,11 +43,7 @@ def one_process(*, draws: bool) -> Banked:
     model = Banked()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     torch.manual_seed(7)
-    for first in [*range(0, len(X), UPDATE)] * 2:
-        rows = slice(first, first + UPDATE)
-        optimizer.zero_grad()
-        model.loss(model(X[rows]), Y[rows], draws=draws).backward()
-        optimizer.step()
+    plainly(model, optimizer, windows(UPDATE, X, Y, epochs=2), lambda model, x, y: model.loss(model(x), y, draws=draws))
     return model
 
 
@@ -68,9 +63,7 @@ def main() -> None:
                 optimizer.step()
         wanted = one_process(draws=draws).state_dict()
         found = {name: float((its - wanted[name]).abs().max()) for name, its in plain.state_dict().items()}
-        reports = world.gather(found)
-        if world.is_main:
-            Path(sys.argv[1]).write_text(json.dumps(reports))
+        report(world, found, sys.argv[1])
 
 
 if __name__ == "__main__":
