@@ -1,4 +1,4 @@
-"""Facts about one process that cuts its batches into pieces. Usage: dataparallel.py; prints a JSON object."""
+"""One process that cuts its batches into pieces; prints which cases passed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import io
-import json
+import itertools
 import os
 from collections import OrderedDict
 from collections.abc import Iterator, MutableMapping
@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from cases import refused
+from passing import run_all
 from torch import Tensor, nn
 
 import hvdtrain
@@ -122,7 +124,7 @@ def inside(loss_of: Any) -> Any:
     return float(torch.stack(gaps).max())
 
 
-def memory() -> dict[str, Any]:
+def case_memory_that_only_the_first_device_holds_is_told_once() -> None:
     """What is said of GPUs' memory, of which there is none here; and how often."""
     peaks, said = iter([5 << 30, 4 << 30]), io.StringIO()
     parameter = nn.Parameter(torch.zeros(1))
@@ -133,10 +135,13 @@ def memory() -> dict[str, Any]:
         model.step()
         bound_of(nn.Linear(2, 2), 2).step()
     torch.cuda.max_memory_allocated = asked
-    return {"uneven": said.getvalue(), "even": memory_told({"cuda:0": 41 << 26, "cuda:1": 40 << 26})}
+    uneven, even = said.getvalue(), memory_told({"cuda:0": 41 << 26, "cuda:1": 40 << 26})
+    assert uneven.count("cuda:0 5.00 GiB, cuda:1 4.00 GiB") == 1
+    assert "the first holds more" in uneven and "forward(x, y) returns that of each sample" in uneven
+    assert even == "hvdtrain: most memory up to the first update: cuda:0 2.56 GiB, cuda:1 2.50 GiB"
 
 
-def buffers() -> dict[str, Any]:
+def case_buffers_are_the_first_pieces() -> None:
     """Running statistics are those of the first piece; state dicts have no prefix; dropout repeats."""
     torch.manual_seed(2)
     net, first = Net(), Net()
@@ -149,28 +154,20 @@ def buffers() -> dict[str, Any]:
     for _ in range(2):
         torch.manual_seed(3)
         calls.append(bound_of(drop, 3).call(torch.ones(9, 5)))
-    return {
-        "statistics": float((net.norm.running_mean - first.norm.running_mean).abs().max()),
-        "batches": int(net.norm.num_batches_tracked),
-        "moved": float(net.norm.running_mean.abs().max()),
-        "names": list(net.state_dict()) == list(first.state_dict()),
-        "dropout": torch.equal(*calls) and 0 < float(calls[0].mean()) < 2,
-    }
+    assert torch.equal(net.norm.running_mean, first.norm.running_mean) and int(net.norm.num_batches_tracked) == 1
+    assert float(net.norm.running_mean.abs().max()) > 1e-3
+    assert list(net.state_dict()) == list(first.state_dict())
+    assert torch.equal(*calls) and 0 < float(calls[0].mean()) < 2
 
 
-def nested() -> dict[str, Any]:
+def case_nested_inputs_and_outputs() -> None:
     x = torch.arange(10.0).view(5, 2)
     out = bound_of(Nested(), 2).call({"x": x, "table": torch.ones(3)}, True)
-    try:
-        refused = str(bound_of(Strange(), 2).call(x))
-    except hvdtrain.ConfigError as error:
-        refused = str(error)
-    return {
-        "kinds": [type(out["pair"]).__name__, type(out["od"]).__name__, out["flag"], out["list"][0]],
-        "left": torch.equal(out["pair"].left, x * 2),
-        "right": out["pair"].right.tolist(),
-        "refused": refused,
-    }
+    kinds = [type(out["pair"]).__name__, type(out["od"]).__name__, out["flag"], out["list"][0]]
+    assert kinds == ["Pair", "OrderedDict", True, None]
+    assert torch.equal(out["pair"].left, x * 2) and out["pair"].right.tolist() == [1.0, 5.0, 9.0, 13.0, 17.0]
+    with refused("under dataparallel a model returns tensors", kind=hvdtrain.ConfigError):
+        bound_of(Strange(), 2).call(x)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,16 +208,16 @@ class Doubled(nn.Module):
         return dataclasses.replace(batch, x=batch.x * 2)
 
 
-def containers() -> dict[str, Any]:
+def case_containers_of_the_users_own() -> None:
     """Pieces of a user's own containers; the batch that was given is as it was."""
     x = torch.arange(4.0)
     fields, wrapped = Fields(x, 3.0), Wrapped(x=x, scale=3.0)
     whole = bound_of(Doubled(), 2)
     one, other = whole.call(fields), whole.call(wrapped)
-    return {
-        "fields": [type(one).__name__, one.x.tolist(), one.scale, fields.x.tolist()],
-        "wrapped": [type(other).__name__, other["x"].tolist(), other["scale"], wrapped["x"].tolist()],
-    }
+    for made, kind, given in ((one, "Fields", fields), (other, "Wrapped", wrapped)):
+        its, own = (value if kind == "Wrapped" else dataclasses.asdict(value) for value in (made, given))
+        assert type(made).__name__ == kind and its["scale"] == 3.0
+        assert its["x"].tolist() == [0.0, 2.0, 4.0, 6.0] and own["x"].tolist() == [0.0, 1.0, 2.0, 3.0]
 
 
 class Strange(nn.Module):
@@ -228,17 +225,25 @@ class Strange(nn.Module):
         return str(x.sum())
 
 
-def main() -> None:
-    losses = {f"{n} over {k} {i}": gap(n, k, i) for n in (1, 2, 5, 8) for k in (1, 2, 3, 4) for i in (False, True)}
-    found: dict[str, Any] = {
-        "losses": losses,
-        "memory": memory(),
-        "buffers": buffers(),
-        "nested": nested(),
-        "containers": containers(),
-    }
-    found["inside"] = {name: inside(loss_of) for name, loss_of in INSIDE.items()}
-    found["sizes"] = [piece_sizes(10, 4), piece_sizes(3, 4), piece_sizes(8, 2)]
+def case_pieces_give_the_whole_batchs_loss_and_gradients() -> None:
+    for n, k, i in itertools.product((1, 2, 5, 8), (1, 2, 3, 4), (False, True)):
+        assert gap(n, k, i) <= 1e-12, (n, k, i)
+
+
+def case_of_a_loss_inside_the_model_only_that_of_each_sample_is_taken() -> None:
+    for name, loss_of in INSIDE.items():
+        found = inside(loss_of)
+        if name.startswith("each sample's"):
+            assert not isinstance(found, str) and found <= 1e-12, (name, found)
+        else:
+            assert "a row for each sample" in str(found) and "reduction='none'" in found, (name, found)
+
+
+def case_pieces_are_even_and_never_empty() -> None:
+    assert [piece_sizes(*its) for its in ((10, 4), (3, 4), (8, 2))] == [[3, 3, 2, 2], [1, 1, 1], [4, 4]]
+
+
+def case_how_many_pieces() -> None:
     pieces = []
     for variable, gpus in (("", 1), ("3", 1), ("3", 4)):
         os.environ.pop("HVDTRAIN_CPU_DEVICES", None)
@@ -246,9 +251,8 @@ def main() -> None:
             os.environ["HVDTRAIN_CPU_DEVICES"] = variable
         with hvdtrain.init("torch", engine="dataparallel", gpus_per_rank=gpus, seed=4) as world:
             pieces.append([world.engine, world.size, world.comm.pieces])
-    found["pieces"] = pieces
-    print(json.dumps(found))
+    assert pieces == [["dataparallel", 1, count] for count in (2, 3, 4)]
 
 
 if __name__ == "__main__":
-    main()
+    run_all(globals())

@@ -1,26 +1,27 @@
-"""Facts about an engine on its ranks, seen through the protocol of engines only.
+"""An engine on two ranks, seen through the protocol of engines only.
 
-Usage: engines.py OUT ENGINE [CASE ...]. Rank 0 writes OUT, JSON: a list, by rank, of what each case found.
+Usage: engines.py OUT ENGINE [CASE ...]. Rank 0 writes OUT, JSON: a list, by rank, of what the world is.
 """
 
 from __future__ import annotations
 
 import copy
-import json
 import sys
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
+from cases import gap, plainly, report, run_cases
 from torch import Tensor, nn
 
 import hvdtrain
-from hvdtrain.torch.engines.base import Pass, TorchEngine, Transport
+from hvdtrain.torch.engines.base import Pass, Transport
 from hvdtrain.torch.engines.sync_batchnorm import convert, is_synchronized, sync_batchnorm_mode
 from hvdtrain.torch.values.clock import CLOCK
+from hvdtrain.world.world import World
 
+DTYPE = torch.float32 if sys.argv[2] == "deepspeed" else torch.float64
 DTYPES = ("float16", "bfloat16", "float32", "float64", "int8", "uint8", "int16", "int32", "int64")
 
 
@@ -43,144 +44,135 @@ def gradients(module: nn.Module) -> dict[str, float | None]:
     return {name: None if grad is None else float(grad.flatten()[0]) for name, grad in named}
 
 
-def collectives(engine: TorchEngine, dtype: torch.dtype) -> Any:
-    found: dict[str, Any] = {}
+def bound_to(world: World, module: nn.Module, **transport: Any) -> Any:
+    return world.comm.bind(module, torch.optim.SGD(module.parameters(), lr=0.0), Transport(**transport))
+
+
+def summed(bound: Any, loss: Tensor, **sent: Any) -> None:
+    bound.backward(loss, Pass(reduce=True, **sent))
+    bound.finish()
+
+
+def case_collectives_take_every_type(world: World) -> None:
+    engine = world.comm
     for name in DTYPES:
         values = torch.tensor([engine.rank + 1, 3], dtype=getattr(torch, name))
-        summed = engine.sum_(values.clone()).tolist()
-        found[name] = [summed, engine.broadcast_(values.clone(), engine.size - 1).tolist()]
-    found["bool"] = engine.sum_(torch.tensor([engine.rank == 1, False])).tolist()
-    found["scalar"] = engine.sum_(torch.tensor(2.0)).item()
-    found["empty"] = engine.sum_(torch.zeros(0)).tolist()
-    found["bytes"] = [part.decode() for part in engine.allgather_bytes(b"x" * engine.rank)]
-    found["root"] = engine.broadcast_bytes(b"from 1" if engine.rank == 1 else None, 1).decode()
-    return found
+        assert engine.sum_(values.clone()).tolist() == [3, 6], name
+        assert engine.broadcast_(values.clone(), 1).tolist() == [2, 3], name
+    assert engine.sum_(torch.tensor([engine.rank == 1, False])).tolist() == [True, False]
+    assert engine.sum_(torch.tensor(2.0)).item() == 4.0 and engine.sum_(torch.zeros(0)).tolist() == []
+    assert engine.allgather_bytes(b"x" * engine.rank) == [b"", b"x"]
+    assert engine.broadcast_bytes(b"from 1" if engine.rank == 1 else None, 1) == b"from 1"
 
 
-def branches(engine: TorchEngine, dtype: torch.dtype) -> Any:
-    """Layers that take part on some ranks, in some micro-batches, or nowhere; twice, and extras."""
-    module = Branches(dtype)
-    bound = engine.bind(module, torch.optim.SGD(module.parameters(), lr=0.0), Transport())
-    x = torch.ones(2, 3, dtype=dtype)
-    found = []
+def case_layers_that_take_part_here_and_there(world: World) -> None:
+    """a: everywhere; b: one rank, first micro-batch; c: one rank, last; d: nowhere, so None and not zero."""
+    module = Branches(DTYPE)
+    bound = bound_to(world, module)
+    x = torch.ones(2, 3, dtype=DTYPE)
     for _ in range(2):
         module.zero_grad()
-        bound.backward(bound.call(x, "ab" if engine.rank == 1 else "a"), Pass(reduce=False))
-        extras = torch.tensor([1.0, engine.rank], dtype=torch.float64)
-        bound.backward(bound.call(x * 10, "a" if engine.rank == 0 else "ac"), Pass(reduce=True, extras=extras))
-        bound.finish()
-        found.append([gradients(module), extras.tolist()])
+        bound.backward(bound.call(x, "ab" if world.rank == 1 else "a"), Pass(reduce=False))
+        extras = torch.tensor([1.0, world.rank], dtype=torch.float64)
+        summed(bound, bound.call(x * 10, "a" if world.rank == 0 else "ac"), extras=extras)
+        assert gradients(module) == {"a": 44.0, "b": 2.0, "c": 20.0, "d": None} and extras.tolist() == [2.0, 1.0]
         bound.step()
     bound.close()
-    return found
 
 
-def local(engine: TorchEngine, dtype: torch.dtype) -> Any:
-    """The twin: without `reduce` each rank keeps its own."""
-    module = Branches(dtype)
-    bound = engine.bind(module, torch.optim.SGD(module.parameters(), lr=0.0), Transport())
-    bound.backward(bound.call(torch.full((1, 3), engine.rank + 1.0, dtype=dtype), "a"), Pass(reduce=False))
-    found = gradients(module)
+def case_without_reduction_each_rank_keeps_its_own(world: World) -> None:
+    module = Branches(DTYPE)
+    bound = bound_to(world, module)
+    bound.backward(bound.call(torch.full((1, 3), world.rank + 1.0, dtype=DTYPE), "a"), Pass(reduce=False))
+    own = world.gather(gradients(module)["a"])
     bound.close()
-    return found
+    assert own[1] == 2 * own[0] > 0
 
 
-def thaw(engine: TorchEngine, dtype: torch.dtype) -> Any:
+def case_layers_frozen_and_thawed(world: World) -> None:
     """A layer frozen when the model was bound, trained later; then another one frozen."""
-    module = Branches(dtype)
+    module = Branches(DTYPE)
     module.b.requires_grad_(False)
-    bound = engine.bind(module, torch.optim.SGD(module.parameters(), lr=0.0), Transport())
-    x = torch.full((1, 3), engine.rank + 1.0, dtype=dtype)
-    found = []
-    for frozen, thawed in ((None, None), (None, module.b), (module.a, None)):
-        if frozen is not None:
-            frozen.requires_grad_(False)
-        if thawed is not None:
-            thawed.requires_grad_(True)
+    bound = bound_to(world, module)
+    x = torch.full((1, 3), world.rank + 1.0, dtype=DTYPE)
+    for trained, wanted in (("ac", (3.0, None)), ("abc", (3.0, 3.0)), ("bc", (None, 3.0))):
+        module.a.requires_grad_("a" in trained)
+        module.b.requires_grad_("b" in trained)
         module.zero_grad()
-        bound.backward(bound.call(x, "ab"), Pass(reduce=True))
-        bound.finish()
-        found.append(gradients(module))
+        summed(bound, bound.call(x, "ab"))
+        found = gradients(module)
+        assert (found["a"], found["b"]) == wanted
     bound.close()
-    return found
 
 
-def forwards(engine: TorchEngine, dtype: torch.dtype) -> Any:
+def case_forward_passes_without_backward(world: World) -> None:
     """Forward passes that no backward pass follows, and several before one: evaluation, losses of two passes."""
-    module = Branches(dtype)
-    bound = engine.bind(module, torch.optim.SGD(module.parameters(), lr=0.0), Transport())
-    x = torch.ones(1, 3, dtype=dtype)
+    module = Branches(DTYPE)
+    bound = bound_to(world, module)
+    x = torch.ones(1, 3, dtype=DTYPE)
     bound.call(x, "ab")
     with torch.no_grad():
         bound.call(x, "abcd")
-    bound.backward(bound.call(x, "a") + bound.call(x, "c"), Pass(reduce=True))
-    bound.finish()
-    found = gradients(module)
+    summed(bound, bound.call(x, "a") + bound.call(x, "c"))
+    assert gradients(module) == {"a": 2.0, "b": None, "c": 2.0, "d": None}
     bound.close()
-    return found
 
 
-def training(engine: TorchEngine, dtype: torch.dtype) -> Any:
+def case_training_equals_one_process(world: World) -> None:
     """Five updates, uneven batches, large gradients, against one process with all samples; the largest difference."""
     torch.manual_seed(5)
-    module = nn.Sequential(nn.Linear(4, 8, dtype=dtype), nn.Tanh(), nn.Linear(8, 3, dtype=dtype))
+    module = nn.Sequential(nn.Linear(4, 8, dtype=DTYPE), nn.Tanh(), nn.Linear(8, 3, dtype=DTYPE))
     alone = copy.deepcopy(module)
-    sizes = [3 + rank for rank in range(engine.size)]
-    make = lambda m: torch.optim.SGD(m.parameters(), lr=1e-3, momentum=0.9, weight_decay=0.01)  # noqa: E731
-    optimizer, alone_optimizer = make(module), make(alone)
-    bound = engine.bind(module, optimizer, Transport(bucket_bytes=64))
+    sizes = [3 + rank for rank in range(world.size)]
+    optimizer, alone_optimizer = (
+        torch.optim.SGD(m.parameters(), lr=1e-3, momentum=0.9, weight_decay=0.01) for m in (module, alone)
+    )
+    bound = world.comm.bind(module, optimizer, Transport(bucket_bytes=64))
     for _ in range(5):
-        x, y = torch.randn(sum(sizes), 4, dtype=dtype), 100 * torch.randn(sum(sizes), 3, dtype=dtype)
-        alone_optimizer.zero_grad()
-        nn.functional.mse_loss(alone(x), y).backward()
-        alone_optimizer.step()
-        mine = slice(sum(sizes[: engine.rank]), sum(sizes[: engine.rank + 1]))
+        x, y = torch.randn(sum(sizes), 4, dtype=DTYPE), 100 * torch.randn(sum(sizes), 3, dtype=DTYPE)
+        plainly(alone, alone_optimizer, [(x, y)], lambda model, x, y: nn.functional.mse_loss(model(x), y))
+        mine = slice(sum(sizes[: world.rank]), sum(sizes[: world.rank + 1]))
         module.zero_grad()
         loss = nn.functional.mse_loss(bound.call(x[mine]), y[mine])
-        bound.backward(loss * (sizes[engine.rank] / sum(sizes)), Pass(reduce=True))
-        bound.finish()
+        summed(bound, loss * (sizes[world.rank] / sum(sizes)))
         bound.step()
     bound.close()
-    pairs = zip(module.parameters(), alone.parameters(), strict=True)
-    gap = float(torch.stack([(a - b).detach().abs().max() for a, b in pairs]).max())  # NaN shows
+    assert gap(module, alone) <= (1e-6 if world.engine == "deepspeed" else 1e-10)
     momenta = [float(state["momentum_buffer"].abs().max()) for state in optimizer.state_dict()["state"].values()]
-    return {"gap": gap, "momentum": max(momenta), "sum": float(module[0].weight.detach().sum())}
+    assert max(momenta) > 10, "gradients large enough that clipping at 1 would show"
+    assert len(set(world.gather(float(module[0].weight.detach().sum())))) == 1, "replicas differ"
 
 
-def compressed(engine: TorchEngine, dtype: torch.dtype) -> Any:
+def case_compression(world: World) -> None:
     """Gradients of 1 + 2^-9 on every rank: bfloat16 drops the second term, float16 keeps it."""
-    found = {}
-    for kind in (None, "fp16", "bf16"):
-        module = Branches(dtype)
-        bound = engine.bind(module, torch.optim.SGD(module.parameters(), lr=0.0), Transport(compression=kind))
-        bound.backward(bound.call(torch.full((1, 3), 1 + 2**-9, dtype=dtype), "a"), Pass(reduce=True))
-        bound.finish()
-        found[str(kind)] = gradients(module)["a"]
+    for kind, wanted in ((None, 2.00390625), ("fp16", 2.00390625), ("bf16", 2.0)):
+        module = Branches(DTYPE)
+        bound = bound_to(world, module, compression=kind)
+        summed(bound, bound.call(torch.full((1, 3), 1 + 2**-9, dtype=DTYPE), "a"))
+        assert gradients(module)["a"] == wanted, kind
         bound.close()
-    return found
 
 
-def closed(engine: TorchEngine, dtype: torch.dtype) -> Any:
+def case_after_close_the_model_is_plain(world: World) -> None:
     """After `close` the model is as before: plain training on one rank only disturbs nobody, no hooks are left. What is
     still referred to, by a traceback say, has no group, which would end too late."""
-    module = Branches(dtype)
-    bound = engine.bind(module, torch.optim.SGD(module.parameters(), lr=0.0), Transport())
-    bound.backward(bound.call(torch.ones(1, 3, dtype=dtype), "a"), Pass(reduce=True))
-    bound.finish()
+    module = Branches(DTYPE)
+    bound = bound_to(world, module)
+    summed(bound, bound.call(torch.ones(1, 3, dtype=DTYPE), "a"))
     held = list(vars(bound).values())
     bound.close()
     module.zero_grad()
-    if engine.rank == 0:
-        module(torch.ones(1, 3, dtype=dtype), "a").backward()
-    hooks = [*module._forward_hooks, *module._forward_pre_hooks]
-    hooks += [hook for p in module.parameters() for hook in (p._post_accumulate_grad_hooks or ())]
-    groups = sum("process_group" in getattr(one, "__dict__", ()) for one in held)
-    return {"grad": gradients(module)["a"], "hooks": len(hooks), "groups": groups}
+    if world.rank == 0:
+        module(torch.ones(1, 3, dtype=DTYPE), "a").backward()
+    assert gradients(module)["a"] == (1.0 if world.rank == 0 else None)
+    assert not module._forward_hooks and not module._forward_pre_hooks
+    assert not any(p._post_accumulate_grad_hooks for p in module.parameters())
+    assert not any("process_group" in getattr(one, "__dict__", ()) for one in held)
 
 
-def batchnorm(engine: TorchEngine, dtype: torch.dtype) -> Any:
+def case_batch_norm_over_all_ranks(world: World) -> None:
     """Batch norm over uneven batches against one process: all counted, or not the last rank's; twins that are local."""
-    found: dict[str, Any] = {}
+    engine, found = world.comm, {}
     for kind in ("counted", "uncounted", "plain", "alone"):
         torch.manual_seed(6)
         module = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(12, 4), nn.BatchNorm1d(4))
@@ -204,34 +196,32 @@ def batchnorm(engine: TorchEngine, dtype: torch.dtype) -> Any:
         # not Python's max, which overlooks NaN
         found[kind] = float(torch.stack([(a - b).detach().abs().max() for a, b in pairs if a.numel()]).max())
         if kind == "counted":
-            found |= batchnorm_afterwards(module, whole, x)
-    return found
+            batchnorm_afterwards(module, whole, x)
+    assert found["counted"] <= 1e-10 and found["uncounted"] <= 1e-10
+    assert found["plain"] > 1e-2 and found["alone"] > 1e-2, "the twins, whose ranks are on their own"
 
 
-def batchnorm_afterwards(module: nn.Module, whole: nn.Module, x: Tensor) -> dict[str, Any]:
+def batchnorm_afterwards(module: nn.Module, whole: nn.Module, x: Tensor) -> None:
     """Evaluation, copies and names of a converted model."""
     module.eval()
     whole.eval()
     twin = copy.deepcopy(module).train()
     twin(x[:3])  # on its own: a copy talks to nobody
     with torch.no_grad():
-        gap = float((module(x) - whole(x)).abs().max())
-    return {
-        "evaluation": gap,
-        "same names": list(module.state_dict()) == list(whole.state_dict()),
-        "synchronized": [is_synchronized(layer) for layer in (module[1], twin[1])],
-    }
+        assert float((module(x) - whole(x)).abs().max()) <= 1e-10
+    assert list(module.state_dict()) == list(whole.state_dict())
+    assert is_synchronized(module[1]) and not is_synchronized(twin[1])
 
 
-def phases(engine: TorchEngine, dtype: torch.dtype) -> Any:
+def case_waiting_for_others_is_communication(world: World) -> None:
     """Seconds of a pass that rank 0 waits for: the last rank begins its backward pass half a second late."""
-    module = nn.Linear(3, 2, dtype=dtype)
-    bound = engine.bind(module, torch.optim.SGD(module.parameters(), lr=0.0), Transport())
-    loss = bound.call(torch.ones(1, 3, dtype=dtype)).sum()
-    engine.barrier()
+    module = nn.Linear(3, 2, dtype=DTYPE)
+    bound = bound_to(world, module)
+    loss = bound.call(torch.ones(1, 3, dtype=DTYPE)).sum()
+    world.barrier()
     CLOCK.take()
     CLOCK.enter("other")
-    if engine.rank == engine.size - 1:
+    if world.rank == world.size - 1:
         time.sleep(0.5)  # what is measured, not a synchronisation
     CLOCK.enter("backward")
     bound.backward(loss, Pass(reduce=True))
@@ -240,24 +230,20 @@ def phases(engine: TorchEngine, dtype: torch.dtype) -> Any:
     CLOCK.enter("other")
     found = CLOCK.take()
     bound.close()
-    return found
+    if world.rank == 0:
+        assert found["communication"] > 0.4 and found["backward"] < 0.2, found
+    else:
+        assert found["communication"] < 0.3, found
 
 
-CASES = (collectives, branches, local, thaw, forwards, training, compressed, closed, batchnorm, phases)
-
-
-def main(out: str, name: str, *cases: str) -> None:
-    dtype = torch.float32 if name == "deepspeed" else torch.float64
-    with hvdtrain.init("torch", engine=name) as world:
-        chosen = [case for case in CASES if not cases or case.__name__ in cases]
-        found: dict[str, Any] = {case.__name__: case(world.comm, dtype) for case in chosen}
-        found["world"] = [world.rank, world.size, world.local_rank, world.local_size, world.node, world.engine]
-        found["world"].append(world.launcher)
-        everything = world.gather(found)
-        if world.is_main:
-            Path(out).write_text(json.dumps(everything))
+def main(out: str, engine: str, *cases: str) -> None:
+    with hvdtrain.init("torch", engine=engine) as world:
+        failed = run_cases({name: case for name, case in globals().items() if not cases or name in cases}, world)
+        its = [world.rank, world.size, world.local_rank, world.local_size, world.node, world.engine, world.launcher]
+        report(world, its, out)
     assert threading.active_count() == 1, threading.enumerate()
     print("done")
+    sys.exit(3 if failed else 0)
 
 
 if __name__ == "__main__":

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import gc
-import io
 import pickle
 import sys
 from collections.abc import Callable, Iterator
@@ -13,7 +11,8 @@ from typing import Any
 from unittest import mock
 
 import torch
-from cases import main, refused
+from cases import main, plainly, quietly, refused
+from cases import train as train_on
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -58,8 +57,24 @@ def prepared(
     world: hvdtrain.World, model: nn.Module, make: Make, zero: int, **options: Any
 ) -> tuple[hvt.Model, hvt.Optimizer, hvt.Loader]:
     loader = hvt.loader(data(), GLOBAL_BATCH // world.size, world=world, seed=3)
-    with contextlib.redirect_stdout(io.StringIO()):
-        return *hvt.prepare(model, make(model), loader, zero=zero, **options), loader
+    return *quietly(model, make(model), loader, zero=zero, **options), loader
+
+
+def loss_of(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    return cross_entropy(model(x), y)
+
+
+def side_by_side(
+    world: hvdtrain.World, ours: tuple[Any, Any, Any], alone: nn.Module, plain: Any, after: Any = lambda: None
+) -> None:
+    """Trains an epoch with ZeRO and the same in one process without; calls `after` each update."""
+    wrapped, optimizer, loader = ours
+    _, every_x, every_y = data()
+    for batch, ids in global_batches(world, loader, 1):
+        train_on(wrapped, optimizer, [batch], loss_of)
+        plainly(alone, plain, [(every_x[ids], every_y[ids])], loss_of)
+        after()
+    close(list(hvt.unwrap(wrapped).parameters()), list(alone.parameters()))
 
 
 def global_batches(world: hvdtrain.World, loader: hvt.Loader, epochs: int) -> Iterator[tuple[Any, Tensor]]:
@@ -115,13 +130,14 @@ def same_state(mine: Any, wanted: Any) -> None:
         close(mine["state"][number].values(), state.values())
 
 
+def update(wrapped: nn.Module, optimizer: hvt.Optimizer, batches: Any) -> None:
+    train_on(wrapped, optimizer, [next(iter(batches))], lambda model, _, x, y: loss_of(model, x, y))
+
+
 def case_what_is_dropped_imports_nothing(world: hvdtrain.World) -> None:
     """The garbage collector may drop it within another import, whose lock it would break (CPython issue 91351)."""
     model, optimizer, loader = prepared(world, net(), OPTIMIZERS["adamw"], 2)
-    for _, x, y in loader:
-        optimizer.zero_grad()
-        optimizer.backward(cross_entropy(model(x), y))
-        optimizer.step()
+    train_on(model, optimizer, loader, lambda model, _, x, y: loss_of(model, x, y))
     before = set(sys.modules)
     del model, optimizer, loader
     gc.collect()
@@ -162,8 +178,7 @@ def case_ranks_that_use_other_layers(world: hvdtrain.World) -> None:
         alone, model = Branches(), Branches()
         alone.load_state_dict(model.state_dict())
         plain = torch.optim.AdamW(alone.parameters(), lr=0.01)
-        with contextlib.redirect_stdout(io.StringIO()):
-            wrapped, optimizer = hvt.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01), zero=zero)
+        wrapped, optimizer = quietly(model, torch.optim.AdamW(model.parameters(), lr=0.01), zero=zero)
         for update in range(2):
             made = torch.Generator().manual_seed(update)
             xs = torch.randn(world.size, 4, 3, generator=made)
@@ -186,22 +201,16 @@ def case_weights_changed_in_place_stay(world: hvdtrain.World) -> None:
         wrapped, optimizer, loader = prepared(world, model, OPTIMIZERS["nesterov"], zero)
         its = iter(loader)
 
-        def update(number: int) -> None:
-            _, x, y = next(its)  # noqa: B023 (called in this round)
-            optimizer.backward(cross_entropy(wrapped(x), y))  # noqa: B023
-            optimizer.step()  # noqa: B023
-            assert optimizer.progress.step == number  # noqa: B023
-
-        update(1)
+        update(wrapped, optimizer, its)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.fill_(0.5)
         optimizer.param_groups[0]["lr"] = optimizer.param_groups[1]["lr"] = 0.0
-        update(2)
+        update(wrapped, optimizer, its)
         assert all(bool((p == 0.5).all()) for p in model.parameters())
         model[0].weight.data = model[0].weight.data.clone()
         with refused("the weights stay where they are", kind=ConfigError):
-            update(3)
+            update(wrapped, optimizer, its)
 
 
 def case_gradients_in_parts_cannot_be_misread(world: hvdtrain.World) -> None:
@@ -234,29 +243,16 @@ def case_an_infinity_in_one_part_skips_on_every_rank(world: hvdtrain.World) -> N
         before = hvt.fingerprint(model)
         its = iter(loader)
         hook = model[0].weight.register_hook(lambda gradient: gradient * float("inf"))  # the first rank's part
-        _, x, y = next(its)
-        optimizer.backward(cross_entropy(wrapped(x), y))
-        optimizer.step()
+        update(wrapped, optimizer, its)
         assert optimizer.skipped_steps == 1 and hvt.fingerprint(model) == before
         hook.remove()
-        _, x, y = next(its)
-        optimizer.backward(cross_entropy(wrapped(x), y))
-        optimizer.step()
+        update(wrapped, optimizer, its)
         assert optimizer.skipped_steps == 1 and hvt.fingerprint(model) != before
-        with refused("the gradient norm is nan" if zero else "", "0.weight", kind=hvdtrain.NonFiniteError):
+        with refused("the gradient norm is nan", "0.weight", kind=hvdtrain.NonFiniteError):
             other = net()
             wrapped, optimizer, loader = prepared(world, other, OPTIMIZERS["nesterov"], zero, clip=1.0)
             other[0].weight.register_hook(lambda gradient: gradient * float("nan"))
-            _, x, y = next(iter(loader))
-            optimizer.backward(cross_entropy(wrapped(x), y))
-            optimizer.step()
-
-
-def update(wrapped: nn.Module, optimizer: hvt.Optimizer, loader: hvt.Loader) -> None:
-    _, x, y = next(iter(loader))
-    optimizer.zero_grad()
-    optimizer.backward(cross_entropy(wrapped(x), y))
-    optimizer.step()
+            update(wrapped, optimizer, loader)
 
 
 def prepared_used_and_dropped(world: hvdtrain.World) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -314,19 +310,9 @@ def case_prepared_again_at_another_stage(world: hvdtrain.World) -> None:
     """Momentum goes along, in the middle of training."""
     alone, model = net(), net()
     plain, mine = OPTIMIZERS["nesterov"](alone), OPTIMIZERS["nesterov"](model)
-    _, every_x, every_y = data()
     for zero in (0, 1, 2, 0, 2, 1):
-        loader = hvt.loader(data(), GLOBAL_BATCH // world.size, world=world, seed=3)
-        with contextlib.redirect_stdout(io.StringIO()):
-            wrapped, optimizer = hvt.prepare(model, mine, loader, zero=zero)  # type: ignore[arg-type]
-        for (x, y), ids in global_batches(world, loader, 1):
-            optimizer.zero_grad()
-            optimizer.backward(cross_entropy(wrapped(x), y))
-            optimizer.step()
-            plain.zero_grad()
-            cross_entropy(alone(every_x[ids]), every_y[ids]).backward()
-            plain.step()
-    close(list(model.parameters()), list(alone.parameters()))
+        _, optimizer, _ = ours = prepared(world, model, lambda _: mine, zero)
+        side_by_side(world, ours, alone, plain)
     same_state(optimizer.state_dict(), plain.state_dict())
 
 
@@ -337,11 +323,10 @@ def case_two_models_of_a_gan(world: hvdtrain.World) -> None:
         first = [nn.Linear(3, 3), nn.Linear(3, 1)]
         second = copy.deepcopy(first)
         plain = [torch.optim.Adam(m.parameters(), lr=0.01) for m in first]
-        with contextlib.redirect_stdout(io.StringIO()):
-            (g, g_optimizer), (d, d_optimizer) = (
-                hvt.prepare(m, torch.optim.Adam(m.parameters(), lr=0.01), zero=zero)  # type: ignore[arg-type]
-                for m, zero in zip(second, stages, strict=True)
-            )
+        (g, g_optimizer), (d, d_optimizer) = (
+            quietly(m, torch.optim.Adam(m.parameters(), lr=0.01), zero=zero)
+            for m, zero in zip(second, stages, strict=True)
+        )
         for number in range(3):
             made = torch.Generator().manual_seed(number)
             noise, real = torch.randn(2, 2 * world.size, 3, generator=made)
@@ -376,13 +361,8 @@ def case_weights_of_no_dimension(world: hvdtrain.World) -> None:
         for kind in (torch.optim.NAdam, torch.optim.ASGD, torch.optim.Adam):
             alone, model = Scalars(), Scalars()
             plain = kind(alone.parameters(), lr=0.01)
-            with contextlib.redirect_stdout(io.StringIO()):
-                wrapped, optimizer = hvt.prepare(
-                    model,
-                    kind(model.parameters(), lr=0.01),
-                    zero=zero,
-                    amp="fp16" if kind is torch.optim.Adam else None,
-                )
+            amp = "fp16" if kind is torch.optim.Adam else None
+            wrapped, optimizer = quietly(model, kind(model.parameters(), lr=0.01), zero=zero, amp=amp)
             for _ in range(3):
                 optimizer.backward((wrapped(torch.tensor([2.0 + world.rank])) - 3).square().mean())
                 optimizer.step()
@@ -407,17 +387,7 @@ def case_hooks_and_gradients_of_ones_own(world: hvdtrain.World) -> None:
 
     for its in both:
         its.register_step_pre_hook(before)
-    loader = hvt.loader(data(), GLOBAL_BATCH // world.size, world=world, seed=3)
-    with contextlib.redirect_stdout(io.StringIO()):
-        wrapped, optimizer = hvt.prepare(model, both[1], loader, zero=1)
-    _, every_x, every_y = data()
-    for (x, y), ids in global_batches(world, loader, 1):
-        optimizer.backward(cross_entropy(wrapped(x), y))
-        optimizer.step()
-        both[0].zero_grad()
-        cross_entropy(alone(every_x[ids]), every_y[ids]).backward()
-        both[0].step()
-    close(list(model.parameters()), list(alone.parameters()))
+    side_by_side(world, prepared(world, model, lambda _: both[1], 1), alone, both[0])
     for zero, gradient in ((1, None), (2, None), (2, torch.zeros(3))):
         model = net()
         wrapped, optimizer, loader = prepared(world, model, OPTIMIZERS["adamw"], zero)
@@ -489,21 +459,10 @@ def case_frozen_layers_and_schedulers(world: hvdtrain.World) -> None:
         calls: list[str] = []
         makes[1].register_step_pre_hook(lambda *_, calls=calls: calls.append("before"))
         makes[1].register_step_post_hook(lambda *_, calls=calls: calls.append("after"))
-        loader = hvt.loader(data(), GLOBAL_BATCH // world.size, world=world, seed=3)
-        with contextlib.redirect_stdout(io.StringIO()):
-            wrapped, optimizer = hvt.prepare(model, makes[1], loader, zero=zero)
-        schedulers = [torch.optim.lr_scheduler.ExponentialLR(its, 0.9) for its in (makes[0], optimizer)]
-        _, every_x, every_y = data()
-        for (x, y), ids in global_batches(world, loader, 1):
-            optimizer.backward(cross_entropy(wrapped(x), y))
-            optimizer.step()
-            makes[0].zero_grad()
-            cross_entropy(alone(every_x[ids]), every_y[ids]).backward()
-            makes[0].step()
-            for scheduler in schedulers:
-                scheduler.step()
+        _, optimizer, _ = ours = prepared(world, model, lambda _, makes=makes: makes[1], zero)
+        both = [torch.optim.lr_scheduler.ExponentialLR(its, 0.9) for its in (makes[0], optimizer)]
+        side_by_side(world, ours, alone, makes[0], lambda both=both: [its.step() for its in both])
         assert calls == ["before", "after"] * optimizer.progress.step, calls
-        close(list(model.parameters()), list(alone.parameters()))
 
 
 if __name__ == "__main__":
