@@ -212,6 +212,10 @@ def _stage(costs: Sequence[SegmentCost], begin: int, end: int, device: Device) -
     tensors = [received, *(cost.output_bytes for cost in mine)]
     curves = [*tensors, *(cost.activation_bytes for cost in mine)]
     points = {samples for curve in curves for samples, _ in curve.points} - {0.0} or {1.0}
+
+    def working(at: float) -> float:
+        return working_bytes([cost.activation_bytes(at) for cost in mine], [tensor(at) for tensor in tensors])[-1]
+
     return StageCost(
         device=device,
         forward_s=total(cost.forward_s for cost in mine) * (1 / device.speed),
@@ -220,15 +224,7 @@ def _stage(costs: Sequence[SegmentCost], begin: int, end: int, device: Device) -
         activation_bytes=total(cost.activation_bytes for cost in mine),
         input_bytes=received,
         output_bytes=mine[-1].output_bytes,
-        working_bytes=Curve(
-            tuple(
-                (
-                    at,
-                    working_bytes([cost.activation_bytes(at) for cost in mine], [tensor(at) for tensor in tensors])[-1],
-                )
-                for at in points
-            )
-        ),
+        working_bytes=Curve(tuple((at, working(at)) for at in points)),
     )
 
 

@@ -166,8 +166,7 @@ def predict(training: MeasuredStep, network: Network, ranks: int) -> StepCost:
 
 
 def first_below(training: MeasuredStep, network: Network, efficiency: float) -> int | None:
-    """Returns the fewest ranks, whole hosts, whose efficiency is below; None: none up to `MOST_RANKS`. By halving: more
-    ranks are taken to be less efficient (fusing can make one size a trifle better than a smaller)."""
+    """Returns the fewest ranks, whole hosts, whose efficiency is below; None: none up to `MOST_RANKS`. By halving."""
     sizes = range(network.per_host, MOST_RANKS + 1, network.per_host)
     found = bisect.bisect_left(sizes, True, key=lambda ranks: predict(training, network, ranks).efficiency < efficiency)
     return sizes[found] if found < len(sizes) else None

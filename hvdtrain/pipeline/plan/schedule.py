@@ -30,8 +30,7 @@ class Action:
 
 
 def micro_batch_sizes(batch: int, micro_batches: int) -> tuple[int, ...]:
-    """Returns samples of each micro-batch: the larger ones first, by at most one (as `torch.tensor_split`). Raises
-    `ConfigError` for fewer samples than micro-batches."""
+    """Returns samples of each micro-batch (as `torch.tensor_split`); raises `ConfigError` for too few samples."""
     if micro_batches < 1:
         raise ConfigError("a batch is cut into at least 1 micro-batch", f"micro_batches={micro_batches}")
     if batch < micro_batches:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import truediv
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.pipeline.plan.costs import (
@@ -196,8 +197,7 @@ class _Search:
         return [n for n in sorted({1, per_node, per_node * self.cluster.nodes}) if n <= self.batch]
 
     def kinds(self, replicas: int, stages: int) -> list[list[ParallelPlan]]:
-        """Returns candidates of each kind. A single stage takes its batch in passes; a pipeline in micro-batches, which
-        is the same without a bubble in between."""
+        """Returns candidates of each kind: one stage takes its batch in passes, a pipeline in micro-batches."""
         plan = ParallelPlan(stages, replicas, 1, 1, "1f1b", "never", self.batch)
         if stages == 1:
             passes = [replace(plan, accumulate=n) for n in _counts(plan.share, MOST_PASSES)]
@@ -220,14 +220,14 @@ class _Search:
         ]
 
     def best(self, candidates: Sequence[ParallelPlan]) -> ParallelPlan:
-        """The fastest that fits (of those alike the one that needs the least memory); else the one that comes nearest
-        to fitting, with the reason."""
+        """Returns the fastest that fits (of those alike the smallest); else the nearest to fitting, with the reason."""
         possible = [plan for plan in map(self._tried, candidates) if not plan.reason]
         if possible:
             fast_enough = ALIKE * min(map(_expected_s, possible))
             alike = [plan for plan in possible if _expected_s(plan) <= fast_enough]
             return min(alike, key=lambda plan: (max(plan.memory_bytes), _expected_s(plan)))
-        return min((self._least_memory(plan) for plan in candidates), key=_overflow)
+        nearest = [self._least_memory(plan) for plan in candidates]
+        return min(nearest, key=lambda plan: max(map(truediv, plan.memory_bytes, plan.limit_bytes)))
 
     def _tried(self, plan: ParallelPlan) -> ParallelPlan:
         """With its times and memory; or with a reason."""
@@ -253,8 +253,7 @@ class _Search:
         )  # fmt: skip
 
     def _devices(self, plan: ParallelPlan) -> list[Device]:
-        """Of a pipeline's stages. One pipeline takes the fastest neighbours; several wait for the slowest of them, and
-        all are cut alike."""
+        """Returns the devices of a pipeline's stages: several replicas are cut alike, for the slowest of them."""
         devices, count = self.cluster.devices, plan.stages
         blocks = [devices[at : at + count] for at in range(0, len(devices) - count + 1, count)]
         if plan.replicas == 1:
@@ -316,10 +315,6 @@ def _expected_s(plan: ParallelPlan) -> float:
 
 def _memory(device: Device) -> float:
     return math.inf if device.memory_bytes is None else device.memory_bytes
-
-
-def _overflow(plan: ParallelPlan) -> float:
-    return max(need / has for need, has in zip(plan.memory_bytes, plan.limit_bytes, strict=True))
 
 
 def _counts(samples: int, most: int) -> list[int]:

@@ -109,8 +109,7 @@ def pool_speeds(seen: Sequence[tuple[float, float, float]], most: int) -> tuple[
 
 
 def links_between(links: Link | Sequence[Link], devices: int, chunks: int = 1) -> tuple[Link, ...]:
-    """Returns a link between each two neighbouring stages, from the last device back to the first the slowest; raises
-    `ConfigError` for too many or too few."""
+    """Returns a link between neighbouring stages, the slowest from the last device back; or raises `ConfigError`."""
     if isinstance(links, Link):
         links = (links,) * (devices - 1)
     if len(links) != devices - 1:

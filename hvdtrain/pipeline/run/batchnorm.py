@@ -157,8 +157,7 @@ def _is_spectral(module: nn.Module) -> bool:
 
 
 class Moving:
-    """What moves once a micro-batch, or again in a repeated pass, and cannot be corrected afterwards: the buffers (by
-    id) and attributes that a pass in training changes."""
+    """What each pass in training changes (buffers by id, attributes) and nothing can correct afterwards."""
 
     def __init__(self, model: nn.Module, changing: Collection[int], counts: Sequence[tuple[str, nn.Module]]) -> None:
         self._counts = counts

@@ -39,8 +39,7 @@ class Head:
     leaves: dict[int, Any] = field(default_factory=dict)  # then: what it is differentiated by
 
     def __call__(self, output: Any, micro: int, on: StageDevice, there: Mark) -> tuple[Tensor, Tensor]:
-        """Returns the mean loss over the micro-batch, and what is differentiated; `there`: when targets and factor
-        are."""
+        """Returns the mean loss of the micro-batch, and what is differentiated; `there`: when the targets are."""
         if not self.weights[micro]:
             nothing = torch.zeros((), device=on.device)
             return nothing, nothing

@@ -106,8 +106,7 @@ class CutProof:
         return True
 
     def of_loss(self, arguments: tuple[Any, ...], y: Any, loss: Callable[[Any, Any], Tensor], weight: Weight) -> None:
-        """Compares the loss of some samples together with that of each; raises `ConfigError`, with the weights that
-        would be right, if it is not their mean by these."""
+        """Compares the loss of some samples with their mean by these weights; raises `ConfigError` with right ones."""
         batch = samples_of(arguments)
         key = (_settings(loss), _settings(weight), layout((arguments, y), batch), _kinds(y))
         step = self._steps.get(key, 0) + 1
@@ -191,8 +190,7 @@ def layout(values: Any, batch: int | None = None) -> Hashable:
 
 
 def _kinds(y: Any) -> Hashable:
-    """Which numbers that a loss may divide by there are, and whether all samples have as many: a step in which they
-    first have not is like no step before. On a GPU one would have to wait for it."""
+    """Returns which numbers that a loss may divide by there are, and if all samples have as many; not on a GPU."""
     return tuple(
         tuple((bool(numbers.any()), _alike(numbers)) for numbers in _counted(t))
         for t in tensors_of((y,))
@@ -264,8 +262,7 @@ def _settings(function: Any, depth: int = 3) -> Hashable:
 
 
 def _chosen(batch: int, y: Any, new: dict[int, set[int]]) -> list[int]:
-    """Samples to try: those with most and with fewest of what a loss may leave out, those with labels that it was not
-    tried with, and others spread over the batch."""
+    """Returns samples to try: extreme ones, those with labels that it was not tried with, and some others."""
     extreme: list[int] = []
     rare: list[int] = []
     for place, labels in enumerate(tensors_of((y,))):
@@ -287,7 +284,4 @@ def _chosen(batch: int, y: Any, new: dict[int, set[int]]) -> list[int]:
 
 
 def _taken(values: Any, samples: list[int], batch: int) -> Any:
-    def take(leaf: Tensor) -> Tensor:
-        return leaf[samples] if leaf.dim() and len(leaf) == batch else leaf
-
-    return map_tensors(take, values)
+    return map_tensors(lambda leaf: leaf[samples] if leaf.dim() and len(leaf) == batch else leaf, values)

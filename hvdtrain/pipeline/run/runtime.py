@@ -301,8 +301,7 @@ class Pipeline(nn.Module):
 
     @contextmanager
     def _gradients_or_as_before(self) -> Iterator[None]:
-        """A step that ends halfway leaves no gradients that somebody could take for whole ones, and no memory; those
-        of earlier steps are put back, from a copy: gradients add up in place."""
+        """Puts the gradients from before back, from a copy (gradients add up in place), if a step ends halfway."""
         before = [(p, None if p.grad is None else p.grad.detach().clone()) for p in self.module.parameters()]
         try:
             yield

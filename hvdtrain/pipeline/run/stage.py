@@ -222,8 +222,8 @@ class Copies(_Objects):
 def build_stages(
     model: nn.Module, segments: Sequence[Segment], sizes: Sequence[int], devices: Sequence[torch.device | str]
 ) -> list[Stage]:
-    """Cuts a chain into stages of so many segments and moves the model's tensors in place, each to its stage's device;
-    raises `ConfigError` if a module whose buffers change is used by two stages."""
+    """Cuts a chain into stages and moves the model's tensors in place, each to its stage's device; or raises
+    `ConfigError`."""
     assert sum(sizes) == len(segments) and len(sizes) == len(devices) and min(sizes) > 0
     chain = segments[0].chain
     assert model is chain.program.model

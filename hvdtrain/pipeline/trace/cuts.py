@@ -16,10 +16,9 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from hvdtrain.pipeline.trace.code import forgotten
-from hvdtrain.pipeline.trace.reference import message_of
 from hvdtrain.pipeline.trace.restore import all_training, device_of, preserved_state, to_device
 from hvdtrain.pipeline.trace.shadow import executed
-from hvdtrain.pipeline.trace.tracer import Program
+from hvdtrain.pipeline.trace.tracer import Program, message_of
 from hvdtrain.pipeline.values.microbatch import SIMPLE
 from hvdtrain.values.generators import of_devices
 from hvdtrain.values.nested import tensors_of
@@ -43,8 +42,7 @@ class Different(Exception):
 
 
 def look(program: Program, example: tuple[Any, ...]) -> Facts:
-    """Runs the program on a few samples, in both modes where they differ; the model ends as it was. Raises `Different`
-    if it cannot be run."""
+    """Runs the program on a few samples, in both modes where they differ; raises `Different` if it cannot be run."""
     facts, model = Facts(), program.model
     device = device_of(model)
     try:
@@ -123,8 +121,7 @@ class Cut:
 
 
 def find_cuts(program: Program, facts: Facts, *, everywhere: bool = False) -> list[Cut]:
-    """The first and the last place, and between them: all that are allowed, less those that only part what has no
-    parameters (an activation or a pooling belongs to the layer before it)."""
+    """Returns the first and last place, and between them those allowed, less those that only part off an activation."""
     views = {mode: _View(program, facts, mode) for mode in (True, False)}
     begin = Cut({mode: view.begin for mode, view in views.items()}, tuple(_paired(program, views, None)))
     end = Cut({mode: len(view.nodes) - 2 for mode, view in views.items()}, ())

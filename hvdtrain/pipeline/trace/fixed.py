@@ -58,8 +58,7 @@ class FrozenModelCheck:
         ]
 
     def check(self, *, training: bool) -> None:
-        """Raises `ConfigError` for what has changed; in evaluation hvdtrain's own hooks, which look for NaN, are
-        allowed."""
+        """Raises `ConfigError` for what has changed; in evaluation hvdtrain's own hooks are allowed."""
         for path, now, was in self._parts:
             if len(now) != len(was) or any(now.get(name) is not part for name, part in was.items()):
                 name = next(name for name in {**was, **now} if now.get(name) is not was.get(name))

@@ -31,7 +31,7 @@ from hvdtrain.pipeline.trace.restore import (
     preserved_state,
     to_device,
 )
-from hvdtrain.pipeline.trace.tracer import Program, is_torchs
+from hvdtrain.pipeline.trace.tracer import Program, is_torchs, message_of
 from hvdtrain.pipeline.values.microbatch import SIMPLE
 from hvdtrain.values.nested import map_tensors, tensors_of
 
@@ -58,8 +58,7 @@ def refer(program: Program, example: tuple[Any, ...]) -> Reference:
 
 
 def _first_calls(program: Program, example: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Returns as many samples as the model takes. What it keeps for later calls (tables, `lru_cache`) holds tensors
-    then, and no stand-ins."""
+    """Returns as many samples as the model takes; what it keeps for later calls (tables) holds no stand-ins then."""
     model, device = program.model, device_of(program.model)
     buffers = [(path, module, dict(module._buffers)) for path, module in model.named_modules()]
     assigned: list[str] = []
@@ -92,11 +91,6 @@ def _first_calls(program: Program, example: tuple[Any, ...]) -> tuple[Any, ...]:
     ) from failed
 
 
-def message_of(error: BaseException) -> str:
-    """Returns the type of an error and the beginning of its text."""
-    return f"{type(error).__name__}: {str(error).strip()[:600]}"
-
-
 def _look(program: Program, training: bool, reference: Reference) -> None:
     model, device = program.model, device_of(program.model)
 
@@ -109,7 +103,16 @@ def _look(program: Program, training: bool, reference: Reference) -> None:
         reference.outputs[training] = map_tensors(torch.detach, call())
         changed = [(module, name, copied(value)) for module, name, value in changes(before)]
         _refuse_graphs(model, changed)
-    _refuse_strange_outputs(reference.outputs[training])
+    strange = [
+        leaf for leaf in pytree.tree_leaves(reference.outputs[training]) if not isinstance(leaf, (Tensor, *SIMPLE))
+    ]
+    if strange:
+        raise ConfigError(
+            "a model that is split returns tensors, numbers and None, in tuples, lists and dicts",
+            f"a {type(strange[0]).__name__} among its outputs",
+            "leave it out of them; of transformers' caches: use_cache=False in kwargs=, or in the config that the\n"
+            "model is built with",
+        )
     if training:
         reference.counts = _counting(model, changed, call)
     changed.clear()  # what the model held is gone now
@@ -120,17 +123,6 @@ def _look(program: Program, training: bool, reference: Reference) -> None:
     reference.keepers |= watched.keepers()  # now that the model's own attributes are as before
     if training:
         reference.layers = watched.layers()
-
-
-def _refuse_strange_outputs(outputs: Any) -> None:
-    for leaf in pytree.tree_leaves(outputs):
-        if not isinstance(leaf, (Tensor, *SIMPLE)):
-            raise ConfigError(
-                "a model that is split returns tensors, numbers and None, in tuples, lists and dicts",
-                f"a {type(leaf).__name__} among its outputs",
-                "leave it out of them; of transformers' caches: use_cache=False in kwargs=, or in the config that the\n"
-                "model is built with",
-            )
 
 
 def _refuse_graphs(model: nn.Module, changed: Sequence[tuple[nn.Module, str, Any]]) -> None:
@@ -242,8 +234,7 @@ def _weights(module: nn.Module) -> int:
 def _counting(
     model: nn.Module, changed: Sequence[tuple[nn.Module, str, Any]], call: Callable[[], Any]
 ) -> list[tuple[nn.Module, str]]:
-    """Returns attributes that a second pass, with the same draws and buffers, changes again: counts, means over passes.
-    Warns of containers, which grow."""
+    """Returns attributes that a second pass changes again: counts, means over passes. Warns of containers."""
     if not changed:
         return []
     with preserved_state(model, device_of(model)), torch.no_grad():

@@ -229,8 +229,14 @@ def _checked(program: Program, reference: Reference, *, everywhere: bool = False
     facts = look(program, reference.example)
     facts.counts = reference.counts
     chain = Chain(program, facts, find_cuts(program, facts, everywhere=everywhere))
-    if everywhere:
-        _refuse_objects(chain)
+    for index, cut in enumerate(chain.cuts[1:-1] if everywhere else ()):
+        crossing = [node for value in cut.values for node in value.values() if node is not None]
+        if not facts.may_cross.issuperset(crossing):
+            raise ConfigError(
+                "parts given by hand return tensors, numbers and None, in tuples, lists and dicts",
+                f"part {index} returns something else, which would carry its graph into another stage",
+                "parts that return their tensors: for example a module whose forward ends with .last_hidden_state",
+            )
     _check(chain, reference)
     if own := [name for owner, name in facts.counts if owner is program.model]:  # else the trace has refused it
         raise ConfigError(
@@ -239,18 +245,6 @@ def _checked(program: Program, reference: Reference, *, everywhere: bool = False
             "count outside of the model, or in one of its parts",
         )
     return [Segment(chain, index) for index in range(len(chain.cuts) - 1)]
-
-
-def _refuse_objects(chain: Chain) -> None:
-    for index, cut in enumerate(chain.cuts[1:-1]):
-        if any(
-            node is not None and node not in chain.facts.may_cross for value in cut.values for node in value.values()
-        ):
-            raise ConfigError(
-                "parts given by hand return tensors, numbers and None, in tuples, lists and dicts",
-                f"part {index} returns something else, which would carry its graph into another stage",
-                "parts that return their tensors: for example a module whose forward ends with .last_hidden_state",
-            )
 
 
 def _not_the_same(error: Different) -> ConfigError:

@@ -32,8 +32,7 @@ _BY_NUMBERS = frozenset((
 
 
 class Shadow:
-    """Runs of a model with few samples, with one more and with one alone, node by node, where they are asked for. The
-    caller keeps buffers and random state as they were."""
+    """Runs of a model with few samples, with one more and with one alone, of the nodes that are asked for."""
 
     def __init__(self, model: nn.Module, example: tuple[Any, ...]) -> None:
         self._model, self._example = model, example
@@ -145,8 +144,7 @@ def _by_numbers(name: str, given: Any, value: Any) -> bool:
 
 
 def same(value: Any, fixed: int, where: str) -> None:
-    """Stands in each pass for a decision (`fixed`: True or False) or a look at a length; raises `RuntimeError` if it
-    would be another one now."""
+    """Stands in each pass for a decision or a look at a length; raises `RuntimeError` if it differs now."""
     now = bool(value) if isinstance(fixed, bool) else value if isinstance(value, int) else len(value)
     if now == fixed:
         return

@@ -19,7 +19,7 @@ import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -30,12 +30,11 @@ from torch.nn.modules import transformer
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.pipeline.trace import recording
-from hvdtrain.pipeline.trace.arguments import FixedArguments
 from hvdtrain.pipeline.trace.modes import Call, dependent, differently_wired, key, opened, partners_of, skeleton
 from hvdtrain.pipeline.trace.recording import Proxy
 from hvdtrain.pipeline.trace.restore import all_training, attributes_of, device_of, preserved_state, redrawn, restored
 from hvdtrain.pipeline.trace.shadow import Shadow, same, truth
-from hvdtrain.pipeline.values.microbatch import is_named, known_to_pytree
+from hvdtrain.pipeline.values.microbatch import FixedArguments, is_named, known_to_pytree
 from hvdtrain.values.generators import HOST
 
 # what depends on no stand-in is computed once, when the model is traced
@@ -214,6 +213,7 @@ class _Tracer(fx.Tracer):
         super().__init__()
         self._leaves, self._example, self._names = leaves, example, names
         self._layers, self._few = layers, max(1, layers[""] // WORTH_OPENING)
+        self._buffer_ids = {id(tensor) for tensor in model.buffers()}
         self.calls = [Call("")]
         self.attributes: dict[str, Any] = {}
         self.shadow = Shadow(model, example)
@@ -234,7 +234,7 @@ class _Tracer(fx.Tracer):
             except Untraceable:
                 raise
             except Exception as error:
-                raise Untraceable("", _reason(error), _line(error)) from error
+                raise Untraceable("", message_of(error), _line(error)) from error
             finally:
                 drawn = redrawn(draws)
                 changed = restored(before)
@@ -268,8 +268,7 @@ class _Tracer(fx.Tracer):
         return super().to_bool(obj) if decided is None else decided
 
     def asked(self, obj: fx.Proxy, read: Callable[[Any], Any]) -> Any:
-        """Returns what `read` (see `Shadow.ask`) gives for a value, if shapes and types decide it; each pass asks
-        again."""
+        """Returns what `read` (see `Shadow.ask`) gives, if shapes and types decide it; each pass asks again."""
         found = self.shadow.ask(obj.node, self._named, read)
         if found is None:
             return None
@@ -335,7 +334,7 @@ class _Tracer(fx.Tracer):
         except Untraceable:
             raise
         except Exception as error:
-            raise Untraceable(path, _reason(error), _line(error)) from error
+            raise Untraceable(path, message_of(error), _line(error)) from error
         if self._unrecorded(lambda: redrawn(draws)):
             raise Untraceable(path, _DRAWN)
         self.calls.pop()
@@ -379,10 +378,6 @@ class _Tracer(fx.Tracer):
             return self.create_node("get_attr", f"_constant_{id(a)}", (), {})
         return super().create_arg(a)
 
-    @cached_property
-    def _buffer_ids(self) -> set[int]:
-        return {id(tensor) for tensor in self.root.buffers()}
-
 
 # files that are no user's
 _OWN = tuple(map(inspect.getsourcefile, (_Tracer, Proxy, fx.Proxy)))
@@ -405,8 +400,9 @@ def _autocast_state() -> tuple[Any, ...]:
     return tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda"))
 
 
-def _reason(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).strip()}"[:300]
+def message_of(error: BaseException) -> str:
+    """Returns the type of an error and the beginning of its text."""
+    return f"{type(error).__name__}: {str(error).strip()[:600]}"
 
 
 def _line(error: BaseException) -> str:

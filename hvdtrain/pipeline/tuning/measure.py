@@ -26,8 +26,7 @@ Call = Callable[..., tuple[Any, ...]]
 
 @dataclass
 class Seconds:
-    """Of one pass over the chain: each segment's forward and backward, and those of the whole in one go (0: not taken,
-    the whole does not fit)."""
+    """Seconds of one pass: of each segment, and of the whole in one go (0: it does not fit)."""
 
     forward: list[float]
     backward: list[float]
@@ -132,7 +131,7 @@ class SegmentBench:
         return found
 
     def _one(self, index: int, values: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any, Any, Any]:
-        """Runs a segment forward and backward; returns what the next one is given, and the times before, between and
+        """Runs a segment forward and backward; returns the next one's input, and the times before, between and
         after."""
         call = self._call(index)
         given = map_tensors(torch.clone, values) if self.segments[index].mutates else values
@@ -237,8 +236,7 @@ def on_device(device: StageDevice, work: Callable[[], Any], stop: threading.Even
 
 
 def together(devices: Sequence[StageDevice], works: Sequence[Callable[[], Any]], stop: threading.Event) -> list[Any]:
-    """Runs each in a thread on its device, at the same time; no thread outlives the call. `stop` is set when one fails,
-    or at Ctrl-C: then the works have to end."""
+    """Runs each in a thread on its device, at once; sets `stop`, at which works must end, at an error or Ctrl-C."""
     results: list[Any] = [None] * len(devices)
     failures: list[BaseException] = []
     context = Context(threads=True)

@@ -72,8 +72,7 @@ class Speed:
 
     @classmethod
     def of(cls, costs: Sequence[SegmentCost], sample_s: float, samples: int, launch_s: float = 0.0) -> Speed:
-        """Returns the speed at which a sample takes `sample_s` seconds, forward and backward, if `costs` were measured
-        with micro-batches of `samples`."""
+        """Returns the speed at which a sample takes `sample_s`, by costs measured with micro-batches of `samples`."""
         measured_s = total(part for cost in costs for part in (cost.forward_s, cost.backward_s))(samples) / samples
         return cls(measured_s / sample_s, launch_s)
 
@@ -90,8 +89,7 @@ class Speed:
 
 
 def forward_flops(model: nn.Module, example: torch.Tensor) -> float:
-    """Returns floating-point operations of a forward pass, a multiplication and an addition as two; runs on no device.
-    Only the example's shape counts."""
+    """Returns the operations of a forward pass, a multiplication and an addition as two; runs on no device."""
     return float(_counted(model, example).get_total_flops())
 
 

@@ -111,8 +111,7 @@ def _curve(timed: Sequence[_Timed], key: tuple[int, str]) -> Curve:
 
 
 def _short_steps(pipe: Pipeline, arguments: tuple[Any, ...], y: Any, loss: Loss) -> list[_Timed]:
-    """Steps of a part of the batch, for each of a few sizes of a micro-batch; those that cannot be run (batch-norm
-    over a single value, memory) are left out."""
+    """Times steps of a part of the batch, for a few sizes of a micro-batch; skips those that cannot be run."""
     batch = samples_of(arguments)
     most = max(1, batch // 2)
     timed, failure = [], None

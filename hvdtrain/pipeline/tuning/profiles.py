@@ -181,8 +181,7 @@ def _costs(parts: Sequence[Segment], found: Found, optimizer_copies: float) -> t
 
 
 def _scaled(repeats: Sequence[Seconds]) -> tuple[list[float], list[float]]:
-    """Medians of each segment's forward and backward, scaled to the whole model's best: what else the machine does can
-    only make a pass slower."""
+    """Returns medians of each segment's passes, scaled to the whole model's best: the machine only slows them."""
     forward = [statistics.median(column) for column in zip(*(r.forward for r in repeats), strict=True)]
     backward = [statistics.median(column) for column in zip(*(r.backward for r in repeats), strict=True)]
     whole = [min(r.whole_forward for r in repeats), min(r.whole_backward for r in repeats)]

@@ -74,8 +74,7 @@ class Search(Generic[Setting]):
 
 
 def race_in_turns(run: Callable[[Setting], float], best: Setting, challenger: Setting) -> Pairs:
-    """Yields seconds of two settings, another one first in each round; infinite for what cannot be run. The
-    challenger's first run does not count: it plans the layers' work."""
+    """Yields seconds of two settings, another first in each round; infinite if it cannot run; after a warm-up."""
     if run(challenger) == math.inf:
         raise Refused("it cannot be run")
     for turn in itertools.count():

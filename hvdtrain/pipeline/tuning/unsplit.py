@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
 
 class Unsplit:
-    """A copy of a pipeline's model on one device, trained by plain PyTorch; on a CPU it works on `cores` (None: as the
-    caller's thread does)."""
+    """A copy of a pipeline's model on one device, trained by plain PyTorch; on a CPU on `cores` (None: any)."""
 
     def __init__(self, model: nn.Module, device: torch.device | str, *, cores: Sequence[int] | None = None) -> None:
         self.device, self.cores = torch.device(device), cores

@@ -87,8 +87,7 @@ def core_blocks(stages: int) -> list[tuple[int, ...]]:
 
 
 def cpu_slots(stages: int) -> int:
-    """Returns how many of this process's CPU stages may be in a pass at once, if there are too few cores; else 0. More
-    threads than cores would displace each other's caches, and no pass would take a predictable time."""
+    """Returns how many CPU stages may be in a pass at once (more would displace each other's caches); 0: all."""
     cores = len(os.sched_getaffinity(0))
     return cores if stages > cores else 0
 
@@ -142,8 +141,7 @@ class StageDevice:
         return self._turns.taken() if self._turns else nullcontext()
 
     def offloading(self, here: Collection[int]) -> AbstractContextManager[Any]:
-        """While it lasts, what autograd keeps waits in the host's memory; on a CPU it is there. `here`: addresses of
-        storages that stay on the device."""
+        """Lets what autograd keeps wait in the host's memory, but for storages at the addresses in `here`."""
         return nullcontext()
 
     def bring(self, values: Any, there: Mark) -> Any:
@@ -298,8 +296,7 @@ def stage_devices(devices: Sequence[torch.device], lanes: Lanes | None = None) -
 
 
 class Places:
-    """What lasts from one call of a pipeline to the next: streams and, if a device is a CPU, a thread for each
-    stage."""
+    """What lasts from one call of a pipeline to the next: streams and, with a CPU, a thread for each stage."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._devices, self.lanes = list(devices), Lanes()

@@ -40,8 +40,7 @@ _LOCK = threading.RLock()  # over the global generators
 
 
 def alone() -> AbstractContextManager[Any]:
-    """Returns what the backward pass of a stage that repeats a part of its own runs inside of: meanwhile the generators
-    are in the state of that part's first pass."""
+    """Keeps the generators as a stage sets them that repeats a part of its own in its backward pass."""
     return _LOCK
 
 
@@ -107,8 +106,7 @@ class Stream(TorchFunctionMode):
 
 
 class Draws:
-    """The streams of one step; it takes one number of the global generator if any was used. `seen`: what draws, by
-    segment; filled in the first pass of each."""
+    """The streams of one step; it takes one global number if any was used. `seen`: what draws, by segment."""
 
     def __init__(self, seen: dict[Hashable, Seen], devices: Sequence[torch.device]) -> None:
         self._generators = of_devices(*devices)
@@ -151,8 +149,8 @@ class Draws:
         seen.elsewhere = seen.elsewhere or differ(before, after)
 
     def check(self, *, repeats: bool) -> None:
-        """Warns of numbers that others drew from the global generators; raises `ConfigError` if passes were repeated,
-        which may have drawn others than the first time."""
+        """Warns of numbers that others drew from the global generators; raises `ConfigError` if passes were
+        repeated."""
         elsewhere = any(seen.elsewhere for seen in list(self._seen.values()))
         parts = 3 if elsewhere else 1
         if not differ(self._before[:parts], self._generators.everything()[:parts]):

@@ -192,8 +192,7 @@ def join_thread(thread: threading.Thread) -> None:
 
 
 def surely(acts: Sequence[Callable[[], None]]) -> None:
-    """Does every act, in order, although this thread may be interrupted; raises the interruption afterwards. Doing an
-    act twice must be like doing it once."""
+    """Does every act (which may be done twice), in order, and raises an interruption only afterwards."""
     pending, interrupted = list(acts), None
     while pending:
         try:
