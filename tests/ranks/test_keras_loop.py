@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
-from harness import PROGRAMS, chosen_cases, run_ranks
+from harness import PROGRAMS
+from keras_cases import BACKENDS, Outcomes, passed, ran, refused
 from limits import Limit
 
 PROGRAM = PROGRAMS / "keras" / "loop.py"
-Outcomes = dict[int, dict[str, str]]
-
 
 # case -> row of docs/limits.md, what was tried, what each rank's error must say
 REFUSED = {
@@ -81,29 +78,23 @@ RIGHT = {
 TENSORFLOW = {"tensorflow_noise", "tensorflow_noise_with_checkpoints"}
 
 
-@pytest.fixture(scope="module", params=["tensorflow", pytest.param("torch", marks=pytest.mark.thorough)])
+@pytest.fixture(scope="module", params=BACKENDS)
 def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    folder = tmp_path_factory.mktemp("loop")
-    chosen = chosen_cases(request)
-    run_ranks([PROGRAM, folder, *chosen], 2, env={"KERAS_BACKEND": request.param}, timeout_s=420).check()
-    return {rank: json.loads((folder / f"loop.rank{rank}.json").read_text()) for rank in (0, 1)}
+    return ran(PROGRAM, request, tmp_path_factory, request.param)[1]
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_every_rank_refuses(case: str, outcomes: Outcomes, limit: Limit) -> None:
     row, attack, *texts = REFUSED[case]
-    for rank, cases in outcomes.items():
-        assert cases[case].startswith(("ReplicaError", "ConfigError")), f"rank {rank}: {cases[case]}"
-        for text in [*texts, "fix: "]:
-            assert text in cases[case], f"rank {rank}: {cases[case]}"
+    kind = "ReplicaError" if outcomes[0][case].startswith("Replica") else "ConfigError"
+    refused(outcomes, case, kind, *texts, "fix: ")
     limit(row, attack, refused=outcomes[0][case])
 
 
 @pytest.mark.parametrize("case", RIGHT)
 def test_what_is_right_passes(case: str, outcomes: Outcomes, limit: Limit) -> None:
     row, attack, found, now = RIGHT[case]
-    for rank, cases in outcomes.items():
-        assert cases[case].startswith(f"passed {found}"), f"rank {rank}: {cases[case]}"
+    passed(outcomes, case, found)
     if row:
         limit(row, attack, mended=now)
 
@@ -112,12 +103,11 @@ def test_noise_of_tensorflows_own_operations(outcomes: Outcomes, limit: Limit) -
     """It differs by rank; no checkpoint can hold its state, so a run with checkpoints refuses it."""
     if "none" in outcomes[0]["tensorflow_noise"]:
         pytest.skip("TensorFlow only")
-    for cases in outcomes.values():
-        assert cases["tensorflow_noise"] == "passed differs", cases["tensorflow_noise"]
-        refused = cases["tensorflow_noise_with_checkpoints"]
-        assert refused.startswith("ConfigError") and "RandomStandardNormal" in refused and "keras.random" in refused
+    passed(outcomes, "tensorflow_noise", "differs")
+    case = "tensorflow_noise_with_checkpoints"
+    refused(outcomes, case, "ConfigError", "RandomStandardNormal", "keras.random")
     limit("K7c", "tf.random in a train step", mended="differs by rank")
-    limit("K7d", "tf.random in a train step of a run with checkpoints", refused=refused)
+    limit("K7d", "tf.random in a train step of a run with checkpoints", refused=outcomes[0][case])
 
 
 def test_every_case_is_judged(outcomes: Outcomes) -> None:

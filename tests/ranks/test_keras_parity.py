@@ -26,39 +26,12 @@ TORCH_ON_DEMAND = pytest.mark.parametrize(
 AT_FOUR = ["sgd", "adam", "accumulate_clip", "tail_17", "embedding_adam", "off"]
 
 EXACT = [
-    "sgd",
-    "adam",
-    "momentum",
-    "clipnorm",
-    "global_clipnorm",
-    "ema",
-    "accumulate",
-    "accumulate_clip",
-    "accumulate_loss_scale",
-    "loss_scale",
-    "schedule",
-    "constraint",
-    "multi",
-    "embedding_sgd",
-    "embedding_adam",
-    "embedding_clip",
-    "embedding_accumulate",
-    "embedding_dense",
-    "tail_17",
-    "tail_50_accumulate",
-    "tail_embedding",
-    "deferred",
-    "deferred_tail",
-    "subclassed",
-    "own_step",
-    "run_eagerly",
-    "deferred_eagerly",
-    "steps_per_execution",
-    "optimizer_first",
-    "jit_compile",
-    "muon",
-    "fp16",
-]
+    "sgd", "adam", "momentum", "clipnorm", "global_clipnorm", "ema", "accumulate", "accumulate_clip",
+    "accumulate_loss_scale", "loss_scale", "schedule", "constraint", "multi", "embedding_sgd", "embedding_adam",
+    "embedding_clip", "embedding_accumulate", "embedding_dense", "tail_17", "tail_50_accumulate", "tail_embedding",
+    "deferred", "deferred_tail", "subclassed", "own_step", "run_eagerly", "deferred_eagerly", "steps_per_execution",
+    "optimizer_first", "jit_compile", "muon", "fp16",
+]  # fmt: skip
 # like others, with one option more: with `thorough`
 MORE = [
     "momentum", "ema", "accumulate", "accumulate_loss_scale", "embedding_sgd", "embedding_dense", "tail_50_accumulate",
@@ -85,10 +58,7 @@ class Outcome:
 def run(backend: str, ranks: int, folder: Path, cases: list[str]) -> Outcome:
     out = folder / f"{backend}{ranks}.npz"
     ended = run_ranks(
-        [PROGRAM, out, *cases],
-        ranks,
-        env={"KERAS_BACKEND": backend, "MICRO": "2"},
-        timeout_s=420,
+        [PROGRAM, out, *cases], ranks, env={"KERAS_BACKEND": backend, "MICRO": "2"}, timeout_s=420
     ).check()
     stored = np.load(out)
     weights: dict[str, list[np.ndarray]] = {}
@@ -157,12 +127,7 @@ def test_two_ranks_equal_one_process(case: str, backend: str, one: Outcome, two:
 
 @TORCH_ON_DEMAND
 @pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, marks=pytest.mark.thorough) if case in MORE else case
-        for case in EXACT
-        if case not in OF_TORCH
-    ],
+    "case", [pytest.param(it, marks=[pytest.mark.thorough] * (it in MORE)) for it in EXACT if it not in OF_TORCH]
 )
 def test_two_ranks_equal_one_process_in_every_way(case: str, backend: str, one: Outcome, two: Outcome) -> None:
     skip_where_absent(case, backend)

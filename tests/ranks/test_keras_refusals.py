@@ -1,32 +1,20 @@
-"""What would train silently wrong is refused by every rank, with the rule, what came per rank, and what to
-do.
-"""
+"""What would train silently wrong is refused by every rank, with the rule, what came per rank, and what to do."""
 
 from __future__ import annotations
 
-import json
-
 import pytest
-from harness import PROGRAMS, run_ranks
+from harness import PROGRAMS
+from keras_cases import BACKENDS, Outcomes, passed, ran, refused
 
 PROGRAM = PROGRAMS / "keras" / "catches.py"
-Outcomes = dict[int, dict[str, str]]
-
-
-# case -> what each rank's error must say
+# case -> kind and parts of each rank's error
 REFUSED = {
     "unwrapped_verify": ("ReplicaError", "must be averaged over ranks", "prepare(model)"),
     "unwrapped_fit": ("ReplicaError", "must be averaged over ranks", "prepare(model)"),
     "recompiled": ("ReplicaError", "another compile()", "prepare(model)"),
     "cloned_optimizer": ("ReplicaError", "from_config", "prepare(model)"),
-    "forgotten_broadcast": (
-        "ReplicaError",
-        "replicas must be equal",
-        "conv2d/kernel",
-        "rank 0: sum",
-        "rank 1: sum",
-        "callbacks(model)",
-    ),
+    "forgotten_broadcast": ("ReplicaError", "replicas must be equal", "conv2d/kernel", "rank 0: sum", "rank 1: sum",
+        "callbacks(model)"),
     "forgotten_broadcast_verify": ("ReplicaError", "replicas must be equal", "rank 1: sum"),
     "unequal_rate": ("ReplicaError", "learning_rate", "rank 0: 0.1", "rank 1: 0.2", "hvdtrain.LR"),
     "unequal_momentum": ("ReplicaError", "momentum", "rank 0: 0.5", "rank 1: 0.6"),
@@ -34,13 +22,8 @@ REFUSED = {
     "unhooked_on_one_rank": ("ReplicaError", "averaging hook", "rank 0: True", "rank 1: False"),
     "averaged_then_changed": ("ReplicaError", "mean of all ranks' gradients", "rank 0: off by", "rank 1: off by"),
     "summed": ("ReplicaError", "mean of all ranks' gradients", "off by"),
-    "steps_differ": (
-        "ReplicaError",
-        "same number of steps",
-        "'steps per epoch': 2",
-        "'steps per epoch': 3",
-        "loader(",
-    ),
+    "steps_differ": ("ReplicaError", "same number of steps", "'steps per epoch': 2", "'steps per epoch': 3",
+        "loader("),
     "epochs_differ": ("ReplicaError", "same number of steps", "'epochs': 1", "'epochs': 2"),
     "watch_catches": ("ReplicaError", "after step 4", "1 of 14 variables", "first sequential/", "kernel", "element 5"),
     "optimizer_inside_loss_scale": ("ReplicaError", "outermost optimizer", "prepare(model)"),
@@ -48,60 +31,40 @@ REFUSED = {
     "scaled_twice": ("ConfigError", "scaled twice"),
     "two_schedules": ("ConfigError", "the learning rate is set in one place", "ExponentialDecay"),
     "rate_without_batch": ("ConfigError", "per_rank_batch"),
-    "callbacks_made_after_fit_is_looked_up": (
-        "ConfigError",
-        "of a model that was not prepared before",
-        "callbacks=ours",
-    ),
+    "callbacks_made_after_fit_is_looked_up": ("ConfigError", "of a model that was not prepared before",
+        "callbacks=ours"),
     "batch_said_twice": ("ConfigError", "the batch is said once", "per_rank_batch=8", "leave per_rank_batch= out"),
     "prepared_with_arrays": ("ConfigError", "one of hvdtrain.keras.loader", "a tuple"),
     "data_in_a_list": ("ConfigError", "a list of 2", "(x, y) instead of [x, y]"),
     "not_compiled": ("ConfigError", "compile"),
     "unknown_compression": ("ConfigError", "'int3'"),
     "evaluates_replicas_that_differ": ("ReplicaError", "when they are evaluated", "rank 1: sum"),
-}
+}  # fmt: skip
 ACCEPTED = [
-    "right",
-    "restored_after_training",
-    "other_data_order",
-    "watch_silent",
-    "inf_on_one_rank",
-    "inf_while_accumulating",
-    "optimizer_inside_loss_scale_with_callbacks",
-    "rate_follows_samples",
-    "dropout_streams",
-    "evaluates_each_sample_once",
-    "watch_cost",
-    "two_optimizers",
-]
+    "right", "restored_after_training", "other_data_order", "watch_silent", "inf_on_one_rank",
+    "inf_while_accumulating", "optimizer_inside_loss_scale_with_callbacks", "rate_follows_samples", "dropout_streams",
+    "evaluates_each_sample_once", "watch_cost", "two_optimizers",
+]  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=["tensorflow", pytest.param("torch", marks=pytest.mark.thorough)])
+@pytest.fixture(scope="module", params=BACKENDS)
 def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    folder = tmp_path_factory.mktemp("catches")
-    run_ranks([PROGRAM, folder], 2, env={"KERAS_BACKEND": request.param}, timeout_s=240).check()
-    return {rank: json.loads((folder / f"catches.rank{rank}.json").read_text()) for rank in (0, 1)}
+    return ran(PROGRAM, request, tmp_path_factory, request.param)[1]
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_every_rank_refuses(case: str, outcomes: Outcomes) -> None:
-    for rank, cases in outcomes.items():
-        kind, *texts = REFUSED[case]
-        assert cases[case].startswith(kind), f"rank {rank}: {cases[case]}"
-        for text in texts:
-            assert text in cases[case], f"rank {rank}: {cases[case]}"
+    refused(outcomes, case, *REFUSED[case])
 
 
 @pytest.mark.parametrize("case", ["stock", "stock_adam_fit"])
 def test_horovods_own_wrapper_is_refused_by_name(case: str, outcomes: Outcomes) -> None:
-    for text in outcomes.values():
-        assert text[case].startswith("ReplicaError") and "Horovod's own Keras wrapper" in text[case], text[case]
+    refused(outcomes, case, "ReplicaError", "Horovod's own Keras wrapper")
 
 
 @pytest.mark.parametrize("case", ACCEPTED)
 def test_what_is_right_passes(case: str, outcomes: Outcomes) -> None:
-    for rank, cases in outcomes.items():
-        assert cases[case].startswith("passed"), f"rank {rank}: {cases[case]}"
+    passed(outcomes, case)
 
 
 def test_every_case_is_judged(outcomes: Outcomes) -> None:
@@ -116,7 +79,7 @@ def test_the_proof_is_exact(outcomes: Outcomes) -> None:
 def test_an_overflow_on_one_rank_skips_the_step_on_all(case: str, outcomes: Outcomes) -> None:
     updates = {"inf_on_one_rank": 3, "inf_while_accumulating": 1}[case]
     expected = f"passed scale 16384 updates {updates} finite True equal True"
-    assert [cases[case] for cases in outcomes.values()] == [expected, expected]
+    assert [cases[case] for cases in outcomes] == [expected, expected]
 
 
 def test_ranks_draw_different_dropout_masks(outcomes: Outcomes) -> None:

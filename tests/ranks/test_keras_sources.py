@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
-from harness import PROGRAMS, chosen_cases, run_ranks
+from harness import PROGRAMS
+from keras_cases import Outcomes, passed, ran
 from limits import Limit
 
 PROGRAM = PROGRAMS / "keras" / "sources.py"
@@ -16,8 +14,6 @@ CASES = (
     "resumed_at_the_batch", "refusals",
 )  # fmt: skip
 THOROUGH = [pytest.mark.thorough]
-
-Outcomes = list[dict[str, str]]
 
 
 @pytest.fixture(
@@ -37,26 +33,17 @@ def ranks(request: pytest.FixtureRequest) -> tuple[str, int]:
 def outcomes(
     request: pytest.FixtureRequest, ranks: tuple[str, int], tmp_path_factory: pytest.TempPathFactory
 ) -> Outcomes:
-    backend, size = ranks
-    folder = tmp_path_factory.mktemp("sources")
-    environment = {"KERAS_BACKEND": backend}
-    program: list[str | Path] = ["-W", "ignore", PROGRAM, folder, *chosen_cases(request)]
-    run_ranks(program, size, env=environment, timeout_s=300).check()
-    return [json.loads((folder / f"sources.rank{rank}.json").read_text()) for rank in range(size)]
+    return ran(PROGRAM, request, tmp_path_factory, *ranks, flags=("-W", "ignore"))[1]
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_dealt_as_one_process_reads_it(case: str, outcomes: Outcomes) -> None:
-    for rank, cases in enumerate(outcomes):
-        assert cases[case].startswith("passed"), f"rank {rank}: {cases[case]}"
+    passed(outcomes, case)
 
 
 def test_data_of_unknown_length(outcomes: Outcomes, ranks: tuple[str, int], limit: Limit) -> None:
     assert outcomes[0]["generators_of_other_lengths"].startswith("passed")
     if ranks == ("tensorflow", 2):
         error = float(outcomes[0]["generators_of_other_lengths"].split()[1])
-        limit(
-            "K13c",
-            "loader(lambda epoch: generator(epoch)) of 11, 15 and 3 batches, the last of one sample",
-            exact=error,
-        )
+        what = "loader(lambda epoch: generator(epoch)) of 11, 15 and 3 batches, the last of one sample"
+        limit("K13c", what, exact=error)

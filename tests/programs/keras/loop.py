@@ -15,7 +15,7 @@ import keras
 import numpy as np
 from accepted import step
 from common import BACKEND, L, cnn, dense, images, loss, numpy_of
-from jobs import CASES, RANK, SIZE, O, case, compiled, data, fit, hvk, run_cases, world
+from jobs import CASES, RANK, SIZE, O, case, cases, compiled, data, fit, fitted, hvk, run_cases, world
 
 import hvdtrain
 from hvdtrain import LR
@@ -37,41 +37,54 @@ def equal(model: keras.Model) -> str:
 
 
 # -------------------------------------------------------------------- the same data
-@case
-def strided_data() -> str:
-    hvk.loader((X[RANK::SIZE], Y[RANK::SIZE]), 8)
-    return "dealt"
+def multi() -> Any:
+    return O.MultiOptimizer(O.OptimizerMap(O.SGD(0.05), {".*kernel": O.Adam(1e-2)}))
 
 
-@case
-def other_order() -> str:
-    order = np.random.default_rng(RANK).permutation(64)
-    hvk.loader((X[order], Y[order]), 8)
-    return "dealt"
+def with_lr() -> keras.Model:
+    return hvk.prepare(compiled(), lr=LR(0.1, 8), per_rank_batch=8)
 
 
-@case
-def other_length() -> str:
-    hvk.loader((X[: 60 + 4 * RANK], Y[: 60 + 4 * RANK]), 8)
-    return "dealt"
+ORDER = np.random.default_rng(RANK).permutation(64)
+cases(
+    strided_data=lambda: hvk.loader((X[RANK::SIZE], Y[RANK::SIZE]), 8),
+    other_order=lambda: hvk.loader((X[ORDER], Y[ORDER]), 8),
+    other_length=lambda: hvk.loader((X[: 60 + 4 * RANK], Y[: 60 + 4 * RANK]), 8),
+    other_seed=lambda: hvk.loader((X, Y), 8, seed=RANK),
+    strided_evaluation=lambda: hvk.evaluate(hvk.prepare(compiled()), (X[RANK::SIZE], Y[RANK::SIZE]), per_rank_batch=8),
+    plain_fit_of_all_data=lambda: fitted(hvk.prepare(compiled()), X, Y),
+    data_set_of_all_data=lambda: fitted(hvk.prepare(compiled()), source(slice(None))),
+    data_set_of_own_shard=lambda: equal(fitted(hvk.prepare(compiled()), source(slice(RANK, None, SIZE)))),
+    labels_in_a_list=lambda: hvk.loader((X, Y.tolist()), 8),
+    optimizer_in_a_dict=lambda: parts("dict"),
+    optimizer_of_a_submodel=lambda: parts("submodel"),
+    optimizer_out_of_sight=lambda: parts("hidden"),
+    variables_assigned_by_hand=lambda: parts("by hand"),
+    optimizer_without_callbacks=lambda: fit(compiled(hvk.prepare(O.SGD(0.1)), seed=RANK)),
+    other_batch_than_prepared=lambda: fitted(with_lr(), hvk.loader((X, Y), 16)),
+    progress_without_initial_epoch=lambda: restored(hvdtrain.Progress(2, 8, 128, 0)),
+    mid_epoch_restored=lambda: restored(hvdtrain.Progress(2, 9, 144, 16), initial_epoch=2),
+    a_callback_that_sets_the_rate=lambda: fitted(with_lr(), data(), more=[K.ReduceLROnPlateau()]),
+    several_rates=lambda: hvk.prepare(compiled(multi()), lr=LR(0.05, 8), per_rank_batch=8),
+    stop_on_one_rank=lambda: stopped([Stop(2, rank=1)]),
+    stop_on_one_rank_only_there=lambda: stopped([Stop(2)] if RANK == 1 else []),
+    stop_on_all_ranks=lambda: stopped([Stop(3)]),
+    early_stopping_before_ours=lambda: stopped(
+        [K.EarlyStopping("loss", patience=0, min_delta=1e9, restore_best_weights=True)]
+    ),
+    unequal_first_epochs=lambda: fitted(hvk.prepare(compiled()), data(), epochs=3, initial_epoch=RANK),
+    unknown_length=lambda: fitted(hvk.prepare(compiled()), rows(4 + RANK)),
+    data_that_ends_early=lambda: fitted(hvk.prepare(compiled()), rows(3), steps_per_epoch=5),
+    keras_noise=lambda: noise_of("keras"),
+    model_of_keras_2=lambda: hvk.prepare(
+        type("Sequential", (), {"__module__": "tf_keras.src.engine.sequential", "optimizer": None})()
+    ),
+)
 
 
-@case
-def other_seed() -> str:
-    hvk.loader((X, Y), 8, seed=RANK)
-    return "dealt"
-
-
-@case
-def strided_evaluation() -> str:
-    return str(hvk.evaluate(hvk.prepare(compiled()), (X[RANK::SIZE], Y[RANK::SIZE]), per_rank_batch=8))
-
-
-@case
-def plain_fit_of_all_data() -> str:
-    model = hvk.prepare(compiled())
-    model.fit(X, Y, verbose=0, callbacks=hvk.callbacks(model))
-    return "trained"
+def rows(batches: int) -> Any:
+    for number in range(batches):
+        yield X[mine(8)] + number, Y[mine(8)]
 
 
 def source(rows: Any) -> Any:
@@ -84,27 +97,7 @@ def source(rows: Any) -> Any:
     return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*map(torch.from_numpy, (X[rows], Y[rows]))), 8)
 
 
-@case
-def data_set_of_all_data() -> str:
-    model = hvk.prepare(compiled())
-    model.fit(source(slice(None)), verbose=0, callbacks=hvk.callbacks(model))
-    return "trained"
-
-
-@case
-def data_set_of_own_shard() -> str:
-    model = hvk.prepare(compiled())
-    model.fit(source(slice(RANK, None, SIZE)), verbose=0, callbacks=hvk.callbacks(model))
-    return equal(model)
-
-
 # -------------------------------------------------------------------- kinds of data
-@case
-def labels_in_a_list() -> str:
-    hvk.loader((X, Y.tolist()), 8)
-    return "dealt"
-
-
 @case
 def text_as_data() -> str:
     words = np.array(["a", "longer", "text"] * 8)
@@ -178,9 +171,7 @@ def tensors_and_no_targets() -> str:
         model.compile(O.SGD(0.1))
         model.build((None, 6, 6, 1))
         if prepared:
-            batches = hvk.loader(x, 8, shuffle=False)
-            hvk.prepare(model)
-            model.fit(batches, verbose=0, callbacks=hvk.callbacks(model))
+            fitted(hvk.prepare(model), hvk.loader(x, 8, shuffle=False))
         else:
             model.fit(x2, batch_size=16, shuffle=False, verbose=0)
         return [numpy_of(v) for v in model.weights]
@@ -230,35 +221,7 @@ def parts(kept: str) -> str:
     hvk.prepare(model, verify=False)
     rng = np.random.default_rng(RANK)
     x, y = rng.normal(size=(16, 6)).astype("float32"), rng.normal(size=(16, 4)).astype("float32")
-    model.fit(x, y, batch_size=8, verbose=0, callbacks=hvk.callbacks(model))
-    return equal(model)
-
-
-@case
-def optimizer_in_a_dict() -> str:
-    return parts("dict")
-
-
-@case
-def optimizer_of_a_submodel() -> str:
-    return parts("submodel")
-
-
-@case
-def optimizer_out_of_sight() -> str:
-    return parts("hidden")
-
-
-@case
-def variables_assigned_by_hand() -> str:
-    return parts("by hand")
-
-
-@case
-def optimizer_without_callbacks() -> str:
-    model = compiled(hvk.prepare(O.SGD(0.1)), seed=RANK)
-    model.fit(X[mine()], Y[mine()], verbose=0)
-    return "trained"
+    return equal(fitted(model, x, y, batch_size=8))
 
 
 @case
@@ -293,20 +256,10 @@ def batches_of_four() -> str:
     model = Own()
     model.compile(O.SGD(0.1))
     model.optimizer.build(model.inner.trainable_variables)
-    hvk.prepare(model, verify=False)
-    model.fit(rows, steps_per_epoch=3, verbose=0, callbacks=hvk.callbacks(model))
-    return equal(model)
+    return equal(fitted(hvk.prepare(model, verify=False), rows, steps_per_epoch=3))
 
 
 # -------------------------------------------------------------------- clock
-@case
-def other_batch_than_prepared() -> str:
-    model = hvk.prepare(compiled(), lr=LR(0.1, 8), per_rank_batch=8)
-    batches = hvk.loader((X, Y), 16)
-    model.fit(batches, verbose=0, callbacks=hvk.callbacks(model))
-    return "trained"
-
-
 @case
 def a_fit_for_each_epoch() -> str:
     """The rates of three fits of one epoch are those of one fit of three."""
@@ -315,13 +268,11 @@ def a_fit_for_each_epoch() -> str:
         seen: list[float] = []
         lr = LR(0.1, 8, warmup_samples=64, schedule="cosine", total_samples=200)
         model = hvk.prepare(compiled(), lr=lr, per_rank_batch=8)
+        look = K.LambdaCallback(
+            on_train_batch_end=lambda *_, **__: seen.append(float(numpy_of(model.optimizer.learning_rate)))
+        )
         for first, epochs in fits:
-            look = K.LambdaCallback(
-                on_train_batch_end=lambda *_, **__: seen.append(float(numpy_of(model.optimizer.learning_rate)))
-            )
-            model.fit(
-                data(samples=64), initial_epoch=first, epochs=epochs, verbose=0, callbacks=[look, *hvk.callbacks(model)]
-            )
+            fitted(model, data(samples=64), initial_epoch=first, epochs=epochs, more=[look])
         return seen
 
     once, thrice = rates([(0, 3)]), rates([(0, 1), (1, 2), (2, 3)])
@@ -331,65 +282,40 @@ def a_fit_for_each_epoch() -> str:
 
 def restored(progress: Any, **arguments: Any) -> str:
     """Goes on with data that knows nothing of it, from a checkpoint that was taken there."""
-    fitted = hvk.loader((X, Y), 8)
-    model = hvk.prepare(compiled(), fitted, lr=LR(0.1, 8))
+    batches = hvk.loader((X, Y), 8)
+    model = hvk.prepare(compiled(), batches, lr=LR(0.1, 8))
     with tempfile.TemporaryDirectory() as folder:
         checkpoints = hvdtrain.Checkpointer(world.broadcast(folder), best=None)
         checkpoints.save(hvk.model_state(model), progress=progress)
         assert checkpoints.restore(hvk.model_state(model)) == progress
         world.barrier()
-    model.fit(fitted, epochs=3, verbose=0, callbacks=hvk.callbacks(model), **arguments)
+    fitted(model, batches, epochs=3, **arguments)
     return f"trained, {vars(model)['_hvdtrain'].place.progress}"
 
 
 @case
-def progress_without_initial_epoch() -> str:
-    return restored(hvdtrain.Progress(2, 8, 128, 0))
-
-
-@case
-def mid_epoch_restored() -> str:
-    return restored(hvdtrain.Progress(2, 9, 144, 16), initial_epoch=2)
-
-
-@case
 def mid_epoch_without_its_counts() -> str:
-    fitted = hvk.loader((X, Y), 8)
-    model = hvk.prepare(compiled(), fitted, lr=LR(0.1, 8))
-    fitted.go_on(2, 16)
-    model.fit(fitted, epochs=3, initial_epoch=2, verbose=0, callbacks=hvk.callbacks(model))
-    return "trained"
-
-
-@case
-def a_callback_that_sets_the_rate() -> str:
-    model = hvk.prepare(compiled(), lr=LR(0.1, 8), per_rank_batch=8)
-    fit(model, [*hvk.callbacks(model), K.ReduceLROnPlateau()])
+    batches = hvk.loader((X, Y), 8)
+    model = hvk.prepare(compiled(), batches, lr=LR(0.1, 8))
+    batches.go_on(2, 16)
+    fitted(model, batches, epochs=3, initial_epoch=2)
     return "trained"
 
 
 @case
 def a_callback_of_the_users_sets_the_rate() -> str:
-    model = hvk.prepare(compiled(), lr=LR(0.1, 8), per_rank_batch=8)
+    model = with_lr()
 
     def halve(*_: Any, **__: Any) -> None:
         model.optimizer.learning_rate = 0.01
 
-    fit(model, [*hvk.callbacks(model), K.LambdaCallback(on_epoch_end=halve)], epochs=2)
+    fitted(model, data(), epochs=2, more=[K.LambdaCallback(on_epoch_end=halve)])
     return "trained"
 
 
 @case
-def several_rates() -> str:
-    multi = O.MultiOptimizer(O.OptimizerMap(O.SGD(0.05), {".*kernel": O.Adam(1e-2)}))
-    hvk.prepare(compiled(multi), lr=LR(0.05, 8), per_rank_batch=8)
-    return "prepared"
-
-
-@case
 def several_rates_recorded() -> str:
-    multi = O.MultiOptimizer(O.OptimizerMap(O.SGD(0.05), {".*kernel": O.Adam(1e-2)}))
-    model = hvk.prepare(compiled(multi))
+    model = hvk.prepare(compiled(multi()))
     with tempfile.TemporaryDirectory() as folder:
         folder = world.broadcast(folder)
         with hvdtrain.RunLog(folder, world, config={}, progress=False, tensorboard=False) as run:
@@ -412,13 +338,15 @@ class Stop(K.Callback):
             self.model.stop_training = True
 
 
-def stopped(callback: Any, *, rows: int = 64, epochs: int = 3) -> str:
+def updated(model: keras.Model) -> str:
+    return f"{int(numpy_of(model.optimizer.iterations))} updates"
+
+
+def stopped(callbacks: list[Any]) -> str:
     model = hvk.prepare(compiled())
-    fitted = data(samples=rows)
-    model.fit(
-        fitted, epochs=epochs, verbose=0, validation_data=(X[:8], Y[:8]), callbacks=[*callback, *hvk.callbacks(model)]
-    )
-    return f"{int(numpy_of(model.optimizer.iterations))} updates, {equal(model)}"
+    callbacks = [*callbacks, *hvk.callbacks(model)]
+    model.fit(data(samples=64), epochs=3, verbose=0, validation_data=(X[:8], Y[:8]), callbacks=callbacks)
+    return f"{updated(model)}, {equal(model)}"
 
 
 class Timer(K.Callback):
@@ -517,22 +445,6 @@ def who_may_stop() -> str:
 
 
 @case
-def stop_on_one_rank() -> str:
-    return stopped([Stop(2, rank=1)])
-
-
-@case
-def stop_on_one_rank_only_there() -> str:
-    """The callback itself is on one rank only."""
-    return stopped([Stop(2)] if RANK == 1 else [])
-
-
-@case
-def stop_on_all_ranks() -> str:
-    return stopped([Stop(3)])
-
-
-@case
 def traced_once() -> str:
     """Metrics get their variables in the first step, for which TensorFlow would trace it a second time."""
     traces = [] if BACKEND == "tensorflow" else ["once"]
@@ -554,53 +466,17 @@ def stop_at_an_epochs_end_of_one_rank() -> str:
             model.stop_training = True
 
     model = hvk.prepare(compiled())
-    fit(model, [*hvk.callbacks(model), K.LambdaCallback(on_epoch_end=stop)], epochs=3)
+    fitted(model, data(), epochs=3, more=[K.LambdaCallback(on_epoch_end=stop)])
     hvk.evaluate(model, (X, Y), per_rank_batch=8)
-    return f"{int(numpy_of(model.optimizer.iterations))} updates, {equal(model)}"
-
-
-@case
-def early_stopping_before_ours() -> str:
-    return stopped([K.EarlyStopping("loss", patience=0, min_delta=1e9, restore_best_weights=True)])
+    return f"{updated(model)}, {equal(model)}"
 
 
 @case
 def nan_on_one_rank() -> str:
     x = X.copy()
     x[5 + 16 * (SIZE - 1)] = np.nan
-    model = hvk.prepare(compiled())
-    model.fit(x[mine()], Y[mine()], batch_size=8, epochs=3, shuffle=False, verbose=0,
-              callbacks=[*hvk.callbacks(model), K.TerminateOnNaN()])  # fmt: skip
-    return f"{int(numpy_of(model.optimizer.iterations))} updates"
-
-
-@case
-def unknown_length() -> str:
-    def rows() -> Any:
-        for start in range(0, 32 + 8 * RANK, 8):
-            yield X[mine(8)][:, :] + start, Y[mine(8)]
-
-    model = hvk.prepare(compiled())
-    model.fit(rows(), verbose=0, callbacks=hvk.callbacks(model))
-    return "trained"
-
-
-@case
-def data_that_ends_early() -> str:
-    def rows() -> Any:
-        for start in range(3):
-            yield X[mine(8)] + start, Y[mine(8)]
-
-    model = hvk.prepare(compiled())
-    model.fit(rows(), steps_per_epoch=5, verbose=0, callbacks=hvk.callbacks(model))
-    return "trained"
-
-
-@case
-def unequal_first_epochs() -> str:
-    model = hvk.prepare(compiled())
-    model.fit(data(), epochs=3, initial_epoch=RANK, verbose=0, callbacks=hvk.callbacks(model))
-    return "trained"
+    options = {"batch_size": 8, "epochs": 3, "shuffle": False, "more": [K.TerminateOnNaN()]}
+    return updated(fitted(hvk.prepare(compiled()), x[mine()], Y[mine()], **options))
 
 
 # -------------------------------------------------------------------- random state
@@ -669,11 +545,6 @@ def noise_of(kind: str, *, eagerly: bool = False) -> str:
 
 
 @case
-def keras_noise() -> str:
-    return noise_of("keras")
-
-
-@case
 def numpy_and_python_noise() -> str:
     found = noise_of("numpy", eagerly=True)
     after = world.gather((random.random(), np.random.random()))
@@ -706,12 +577,5 @@ def tensorflow_noise_with_checkpoints() -> str:
 
 
 # -------------------------------------------------------------------- other packages
-@case
-def model_of_keras_2() -> str:
-    Old = type("Sequential", (), {"__module__": "tf_keras.src.engine.sequential", "optimizer": None})
-    hvk.prepare(Old())
-    return "prepared"
-
-
 if __name__ == "__main__":
     run_cases("loop")

@@ -18,7 +18,7 @@ from unittest import mock
 import h5py
 import keras
 import numpy as np
-from common import L, images, numpy_of, weights_of
+from common import L, apart, images, numpy_of, weights_of
 from jobs import RANK, SIZE, compiled, fit, hvk, world
 
 import hvdtrain
@@ -105,7 +105,7 @@ def case_k9_divergence_keeps_the_good_checkpoints() -> None:
         with refused("weights that are not finite are not saved", "rank 0: ", kind=NonFiniteError):
             checkpoints.save(hvk.model_state(model), progress=hvdtrain.Progress())
         progress = checkpoints.restore(hvk.model_state(model))
-        assert all(np.array_equal(a, b) for a, b in zip(weights_of(model), good, strict=True))
+        assert apart(weights_of(model), good) == 0
         ours = hvk.callbacks(model, checkpointer=checkpoints)
         model.fit(batches(), initial_epoch=progress.epoch, epochs=progress.epoch + 1, verbose=0, callbacks=ours)
         assert [epoch for epoch, *_ in saved(path)] == [1, 2, 3]
@@ -224,26 +224,14 @@ def case_t15_own_objects_have_a_slot() -> None:
         average.set_weights([weight + 1 for weight in weights_of(model)])
         counter, rate, table = Counter(), keras.Variable(0.25), np.arange(4.0)
         counter.seen = np.int64(7)
-        extra = {
-            "ema": average,
-            "counter": counter,
-            "rate": rate,
-            "table": table,
-            "best": float("nan"),
-            "note": ("a", 1),
-        }
+        extra: dict[str, Any] = {"ema": average, "counter": counter, "rate": rate, "table": table}
+        extra |= {"best": float("nan"), "note": ("a", 1)}
         checkpoints.save(hvk.model_state(model, extra=extra), progress=hvdtrain.Progress())
         other, fresh = small(), np.zeros(4)
-        back = {
-            "ema": other,
-            "counter": Counter(),
-            "rate": keras.Variable(9.0),
-            "table": fresh,
-            "best": 1,
-            "note": None,
-        }
+        back: dict[str, Any] = {"ema": other, "counter": Counter(), "rate": keras.Variable(9.0), "table": fresh}
+        back |= {"best": 1, "note": None}
         checkpoints.restore(hvk.model_state(model, extra=back))
-        assert all(np.array_equal(a, b) for a, b in zip(weights_of(other), weights_of(average), strict=True))
+        assert apart(weights_of(other), weights_of(average)) == 0
         assert back["counter"].seen == 7 and float(numpy_of(back["rate"])) == 0.25 and fresh.tolist() == [0, 1, 2, 3]
         assert back["best"] != back["best"] and back["note"] == ("a", 1)
         with refused("extra['ema']", "Sequential"):
@@ -379,7 +367,7 @@ def case_m_optimizer_slots_are_rank_0s() -> None:
 
     data = batches()
     fit(model, [*hvk.callbacks(model), Look()], 1, data)
-    assert all(np.array_equal(a, b) for a, b in zip(seen, before, strict=True))
+    assert apart(seen, before) == 0
 
 
 class Hoarder(L.Layer):
@@ -482,29 +470,30 @@ def case_factors_of_lora_go_on() -> None:
         checkpoints = hvdtrain.Checkpointer(path, world=world)
         checkpoints.save(hvk.model_state(model), progress=hvdtrain.Progress())
         checkpoints.restore(hvk.model_state(again))
-    assert all(np.array_equal(numpy_of(a), numpy_of(b)) for a, b in zip(model.variables, again.variables, strict=True))
+    assert apart(weights_of(model), weights_of(again)) == 0
+
+
+def averaging() -> keras.Model:
+    return prepared(keras.optimizers.Adam(0.05, use_ema=True, ema_momentum=0.8), small())
+
+
+def swapped(model: keras.Model, first: int, last: int, swap: Any = None, before: bool = False, **options: Any) -> None:
+    """Fits it with its average swapped in at each epoch's end, by a callback before or after ours."""
+    swap, ours = swap or keras.callbacks.SwapEMAWeights(swap_on_epoch=True), hvk.callbacks(model, **options)
+    order = [swap, *ours] if before else [*ours, swap]
+    model.fit(batches(), initial_epoch=first, epochs=last, verbose=0, callbacks=order)
 
 
 @case
 def case_an_average_that_an_earlier_fit_left_in_the_model_is_not_swapped_after_a_restore() -> None:
-    def made() -> keras.Model:
-        return prepared(keras.optimizers.Adam(0.05, use_ema=True, ema_momentum=0.8), small())
-
-    def fitted(model: keras.Model, first: int, last: int, *others: Any, **options: Any) -> None:
-        data = batches()
-        model.fit(
-            data, initial_epoch=first, epochs=last, verbose=0,
-            callbacks=[*hvk.callbacks(model, **options), *others],
-        )  # fmt: skip
-
-    model, whole, swap = made(), made(), keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
-    fitted(whole, 0, 3, keras.callbacks.SwapEMAWeights(swap_on_epoch=True))
+    model, whole, swap = averaging(), averaging(), keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
+    swapped(whole, 0, 3)
     with folder() as path:
         checkpoints = hvdtrain.Checkpointer(path, best=None)
-        fitted(model, 0, 2, swap, checkpointer=checkpoints)
+        swapped(model, 0, 2, swap, checkpointer=checkpoints)
         checkpoints.restore(hvk.model_state(model))
-        fitted(model, 2, 3, swap)
-    assert all(np.allclose(a, b, rtol=0, atol=1e-6) for a, b in zip(weights_of(model), weights_of(whole), strict=True))
+        swapped(model, 2, 3, swap)
+    assert apart(weights_of(model), weights_of(whole)) <= 1e-6
 
 
 class Halves(keras.callbacks.Callback):
@@ -529,21 +518,16 @@ def case_what_callbacks_set_at_the_beginning_and_end_of_epochs_and_batches_is_in
     def run(path: Path, which: Any = None, *, first: bool = False) -> tuple[list[np.ndarray], float, list[np.ndarray]]:
         model, halves = prepared(model=small()), Halves()
         checkpoints = hvdtrain.Checkpointer(path, best=None, keep=20)
-        progress = hvdtrain.Progress()
-        if which is not None:
-            found = checkpoints.restore(hvk.model_state(model, extra=halves.counted), which=which)
-            assert found is not None
-            progress = found
-        own = [] if which is not None else hvk.callbacks(
-            model, checkpointer=checkpoints, save_every=1, extra=halves.counted
-        )  # fmt: skip
-        own = own or hvk.callbacks(model)
+        epoch = 0
+        if which is None:
+            own = hvk.callbacks(model, checkpointer=checkpoints, save_every=1, extra=halves.counted)
+        else:
+            epoch = checkpoints.restore(hvk.model_state(model, extra=halves.counted), which=which).epoch
+            own = hvk.callbacks(model)
         others = [halves, keras.callbacks.LearningRateScheduler(lambda epoch, rate: 0.7 * rate)]
-        if progress.epoch < 3:
-            model.fit(
-                batches(48), epochs=3, initial_epoch=progress.epoch, verbose=0,
-                callbacks=[*others, *own] if first else [*own, *others],
-            )  # fmt: skip
+        order = [*others, *own] if first else [*own, *others]
+        if epoch < 3:
+            model.fit(batches(48), epochs=3, initial_epoch=epoch, verbose=0, callbacks=order)
         rate = float(numpy_of(model.optimizer.learning_rate))
         return weights_of(model), rate, list(halves.counted.values())
 
@@ -556,28 +540,19 @@ def case_what_callbacks_set_at_the_beginning_and_end_of_epochs_and_batches_is_in
             for which in saved:
                 weights_again, rate_again, counted_again = run(path, which)
                 assert np.isclose(rate, rate_again, rtol=1e-6) and counted == counted_again, (which.name, counted_again)
-                for a, b in zip(weights, weights_again, strict=True):
-                    assert np.allclose(a, b, rtol=0, atol=1e-6), which.name
+                assert apart(weights, weights_again) <= 1e-6, which.name
 
 
 @case
 def case_a_checkpoint_holds_the_weights_and_not_the_average_that_is_swapped_in() -> None:
-    def made() -> keras.Model:
-        return prepared(keras.optimizers.Adam(0.05, use_ema=True, ema_momentum=0.8), small())
-
-    def fitted(model: keras.Model, first: int, last: int, **options: Any) -> None:
-        swap = keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
-        callbacks = [swap, *hvk.callbacks(model, **options)]
-        model.fit(batches(), initial_epoch=first, epochs=last, verbose=0, callbacks=callbacks)
-
-    whole, model, again = made(), made(), made()
-    fitted(whole, 0, 3)
+    whole, model, again = averaging(), averaging(), averaging()
+    swapped(whole, 0, 3, before=True)
     with folder() as path:
         checkpoints = hvdtrain.Checkpointer(path, best=None)
-        fitted(model, 0, 2, checkpointer=checkpoints)
+        swapped(model, 0, 2, before=True, checkpointer=checkpoints)
         checkpoints.restore(hvk.model_state(again))
-    fitted(again, 2, 3)
-    assert all(np.allclose(a, b, rtol=0, atol=1e-6) for a, b in zip(weights_of(again), weights_of(whole), strict=True))
+    swapped(again, 2, 3, before=True)
+    assert apart(weights_of(again), weights_of(whole)) <= 1e-6
 
 
 @case
