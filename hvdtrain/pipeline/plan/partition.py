@@ -89,8 +89,7 @@ def _best(
     """Returns the cut with the least largest `measure` of a stage, of those that fit; infinite: there is none.
 
     Linear partitioning (Skiena, The Algorithm Design Manual, section 10.7): the best cut of the first `end` segments
-    into k + 1 stages adds one stage to a best cut of fewer segments into k. `within`: a second measure, and what no
-    stage may exceed in it; `anywhere`: whatever memory there is.
+    into k + 1 stages adds one stage to a best cut of fewer segments into k. `within`: a second measure, and its limit.
     """
     count, stages = chain.segments, chain.stages
     best = [0.0] + [math.inf] * count  # of the first n segments in as many stages as were added so far

@@ -13,17 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.pipeline.plan.schedule import (
-    REMATS,
-    SCHEDULES,
-    Action,
-    Remat,
-    Schedule,
-    actions,
-    micro_batch_sizes,
-    recomputed,
-    stage_orders,
-)
+from hvdtrain.pipeline.plan import schedule as plan
 from hvdtrain.pipeline.plan.simulate import Span
 from hvdtrain.pipeline.run.batchnorm import Moving, Pooled
 from hvdtrain.pipeline.run.passes import Head
@@ -88,8 +78,8 @@ class Pipeline(nn.Module):
         *,
         segments: Sequence[Segment],
         micro_batches: int,
-        schedule: Schedule = "1f1b",
-        remat: Remat = "never",
+        schedule: plan.Schedule = "1f1b",
+        remat: plan.Remat = "never",
         batch_norm: Literal["batch", "micro"] = "batch",
         profile: Any = None,
         chunk: Chunk = None,
@@ -169,13 +159,13 @@ class Pipeline(nn.Module):
             raise ConfigError("a step differentiates", "step() under torch.no_grad()", "call the pipeline: pipe(x)")
         arguments = self._arguments(x, kwargs)
         batch = samples_of(arguments)
-        sizes = micro_batch_sizes(batch, max(1, min(self.micro_batches, batch)))
+        sizes = plan.micro_batch_sizes(batch, max(1, min(self.micro_batches, batch)))
         self._moving.check(self.remat, len(sizes) if self.batch_norm == "batch" else 1)
         head = self._head(loss, y, sizes, weight, factor, whole, outputs)
         chunks, rows = self.stages_per_device, len(self.devices)
-        schedule: Schedule = "gpipe" if whole else self.schedule
-        orders = [actions(schedule, row, rows, len(sizes), chunks) for row in range(rows)]
-        again = [recomputed(self.remat, order) for order in stage_orders(schedule, rows, len(sizes), chunks)]
+        schedule: plan.Schedule = "gpipe" if whole else self.schedule
+        orders = [plan.actions(schedule, row, rows, len(sizes), chunks) for row in range(rows)]
+        again = [plan.recomputed(self.remat, order) for order in plan.stage_orders(schedule, rows, len(sizes), chunks)]
         with self._alone(training=True), self._gradients_or_as_before():
             if self.proofs and (len(sizes) > 1 or self.batch_is_part):
                 self._proof.of_model(arguments)
@@ -229,7 +219,7 @@ class Pipeline(nn.Module):
             )
         arguments = self._arguments(*map_tensors(torch.detach, (args, kwargs)))
         batch = samples_of(arguments)
-        sizes = micro_batch_sizes(batch, min(self.micro_batches, batch)) if batch else (0,)
+        sizes = plan.micro_batch_sizes(batch, min(self.micro_batches, batch)) if batch else (0,)
         with self._alone():
             return join(self._outputs(pieces_of(arguments, sizes)), sizes, not_joined)
 
@@ -241,16 +231,16 @@ class Pipeline(nn.Module):
     def _outputs(self, pieces: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Of micro-batches, without gradients."""
         chunks = range(self.stages_per_device)
-        orders = [[Action("forward", i, chunk) for chunk in chunks for i in range(len(pieces))] for _ in self.devices]
+        order = [plan.Action("forward", i, chunk) for chunk in chunks for i in range(len(pieces))]
         for stage in self.stages:
             stage.refresh()
         with torch.inference_mode() if torch.is_inference_mode_enabled() else torch.no_grad():
-            return self._call(pieces, orders, [frozenset()] * len(self.stages), None)
+            return self._call(pieces, [order] * len(self.devices), [frozenset()] * len(self.stages), None)
 
     def _call(
         self,
         given: Inputs | Sequence[tuple[Any, ...]],
-        orders: Sequence[Sequence[Action]],
+        orders: Sequence[Sequence[plan.Action]],
         again: Sequence[frozenset[int]],
         head: Head | None,
     ) -> list[Any]:
@@ -398,7 +388,7 @@ class Pipeline(nn.Module):
 
 def check_setting(name: str, value: Any) -> None:
     """Raises `ConfigError` for a value that the schedule, remat or another setting of a pipeline cannot have."""
-    words = {"schedule": SCHEDULES, "remat": REMATS, "batch_norm": ("batch", "micro")}.get(name)
+    words = {"schedule": plan.SCHEDULES, "remat": plan.REMATS, "batch_norm": ("batch", "micro")}.get(name)
     if words is not None and value not in words:
         raise ConfigError(f"{name} is one of {', '.join(map(repr, words))}", f"{name}={value!r}")
     if name == "micro_batches" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):

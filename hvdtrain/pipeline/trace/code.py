@@ -84,11 +84,11 @@ def function(
     nodes: Sequence[fx.Node], inputs: Sequence[fx.Node | None], outputs: Sequence[fx.Node | None] | Any, bind: Binder,
     *, name: str, is_last: bool, moved: Moved | None = None,
 ) -> Callable[..., tuple[Any, ...]]:  # fmt: skip
-    """Returns a function, for tracebacks called `name`, from the values of `inputs` to a tuple of those of `outputs`.
+    """Returns a function, for tracebacks called `name`, that does `nodes`, from `inputs` to a tuple of `outputs`.
 
-    `nodes` is what it does, in order. None among inputs: a value that it does not look at; among outputs: one that it
-    does not have. If `is_last`, `outputs` is the argument of the graph's output node. A device that the trace has fixed
-    becomes the one that the stretch is `moved` to.
+    None among inputs: a value that it does not look at; among outputs: one that it does not have. If `is_last`,
+    `outputs` is the argument of the graph's output node. A device that the trace has fixed becomes the one that the
+    stretch is `moved` to.
     """
     writer = _Writer(bind, moved)
     parameters = [f"_{index}" if node is None else writer.name(node) for index, node in enumerate(inputs)]

@@ -21,12 +21,8 @@ Initialise = Callable[[nn.Module], object]
 
 @contextmanager
 def made_by_stages(model: nn.Module) -> Iterator[Unmade]:
-    """The model's tensors that are on the meta device have stand-ins meanwhile, until `Unmade.fill`; an error puts the
-    meta device back.
-
-    All parameters of one size class share one memory, so that together they take no more than the largest ones: enough
-    to see what the model does, not to train it.
-    """
+    """Gives the model's tensors on the meta device stand-ins, until `Unmade.fill`; an error puts the meta device back.
+    Parameters of one size class share one memory: enough to see what the model does, not to train it."""
     unmade = Unmade(model)
     try:
         unmade.stand_in()

@@ -32,12 +32,8 @@ class PairOutcome(NamedTuple):
 
 @dataclass
 class Search(Generic[Setting]):
-    """Lets settings race.
-
-    `race` gives seconds of two settings, round by round, for as long as it is asked, or raises `Refused` if the second
-    cannot be used. The budget is for all of it; a round that has begun is finished. Faster by less than `margin` is not
-    faster.
-    """
+    """Lets settings race: `race` gives seconds of two, round by round, or raises `Refused`; a round that has begun is
+    finished. Faster by less than `margin` is not faster."""
 
     race: Callable[[Setting, Setting], Pairs]
     budget_s: float = math.inf

@@ -113,11 +113,8 @@ def mark(values: Any) -> Mark:
 
 
 class StageDevice:
-    """A stage's device, as the thread that works for the stage uses it; a CPU: operations are done when they return.
-
-    `cores`: the stage's own; empty: one thread on any; None: it works in the caller's thread, as that is. `turns`: that
-    passes take with those of other stages; None: there are cores for all.
-    """
+    """A stage's device, as the stage's thread uses it. `cores`: its own; empty: one thread on any; None: the caller's.
+    `turns`: that passes take with those of other stages; None: there are cores for all."""
 
     def __init__(
         self, device: torch.device, cores: tuple[int, ...] | None = None, turns: FairSemaphore | None = None
