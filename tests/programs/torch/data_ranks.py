@@ -1,6 +1,6 @@
 """The data's side on real ranks: who sees what, evaluation of every small size, and a relay over world sizes.
 
-usage: data_ranks.py OUT.json RELAY.json IMAGES       rank 0 writes OUT; RELAY is gone on from, and left for the next
+usage: data_ranks.py OUT.json RELAY.json       rank 0 writes OUT; RELAY is gone on from, and left for the next
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from torch.utils.data import Dataset, DistributedSampler
 
 import hvdtrain
 import hvdtrain.torch as hvt
-from hvdtrain.core.errors import ConfigError, ReplicaError
-from hvdtrain.datasets import load_folder
+from hvdtrain.core.errors import ReplicaError
 from hvdtrain.world.world import World
 
 SAMPLES, GLOBAL_BATCH, CLASSES = 53, 12, 5
@@ -84,50 +83,6 @@ def memory_order(world: World) -> Any:
 
 def worker_order(world: World) -> Any:
     return training_order(world, Random(), workers=1)
-
-
-class Holes(Dataset):
-    """Samples of which some cannot be read: more in some batches than in others."""
-
-    bad = (3, 17, 18, 19, 20, 40)
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __getitem__(self, index: int) -> Any:
-        x = torch.tensor([index / SAMPLES, 1.0], dtype=torch.float64)
-        return hvt.Unreadable(str(index), "missing") if index in self.bad else (x, x[:1].cos() * 3)
-
-
-def training_without_what_cannot_be_read(world: World) -> Any:
-    """Updates are the mean over the samples that are there; `plain` is the same, written by hand on one process."""
-    torch.manual_seed(2)
-    net = nn.Linear(2, 1).double()
-    twin = nn.Linear(2, 1).double()
-    twin.load_state_dict(net.state_dict())
-    train = hvt.loader(Holes(), GLOBAL_BATCH // world.size, workers=0)
-    ours, optimizer = hvt.prepare(net, torch.optim.SGD(net.parameters(), lr=0.5), train, accumulate=2)
-    for _ in train.epochs(2):
-        for x, y in train:
-            optimizer.zero_grad()
-            optimizer.backward(nn.functional.mse_loss(ours(x), y))
-            optimizer.step()
-    plain = torch.optim.SGD(twin.parameters(), lr=0.5)
-    planned_only = 0
-    for epoch in range(2):
-        order = train.plan.order(epoch).tolist()
-        for start in range(0, SAMPLES, 2 * GLOBAL_BATCH):
-            window = order[start : start + 2 * GLOBAL_BATCH]
-            rows = [Holes()[index] for index in window if index not in Holes.bad]
-            planned_only += len(window) != len(rows)
-            plain.zero_grad()
-            nn.functional.mse_loss(
-                twin(torch.stack([x for x, _ in rows])), torch.stack([y for _, y in rows])
-            ).backward()
-            plain.step()
-    assert planned_only > 2  # else nothing was shown
-    flat = [torch.cat([p.detach().flatten() for p in module.parameters()]).tolist() for module in (net, twin)]
-    return {"ours": flat[0], "plain": flat[1]}
 
 
 def evaluation(world: World) -> Any:
@@ -225,56 +180,9 @@ def metrics_that_differ_are_refused(world: World) -> Any:
     return True
 
 
-def images(world: World) -> Any:
-    """One corrupt file among the pictures: every rank knows its name at the end, and the counts are right."""
-    train, val = load_folder(sys.argv[3], world=world)
-    assert val is not None
-    batches = hvt.loader(hvt.ImageFiles(train, train=True, size=16), 12 // world.size, workers=1)
-    counted, planned, labels = 0, 0, []
-    for pictures, classes in batches:
-        step = batches.step
-        assert step is not None and pictures.shape[1:] == (3, 16, 16) and pictures.dtype == torch.float32
-        assert not step.padding and len(pictures) == step.samples > 0
-        counted += step.samples
-        planned += step.global_samples
-        labels += classes.tolist()
-    skipped = batches.all_skipped()
-    batches.close()
-    net = nn.Sequential(nn.Flatten(), nn.Linear(768, len(train.classes)))
-    nn.init.constant_(net[1].weight, 0.0)
-    nn.init.zeros_(net[1].bias)  # equal scores: the first class is right, and nothing else
-    scores = hvt.evaluate(
-        net, hvt.ImageFiles(train, train=False, size=16), hvt.classification(top=(1,)), per_rank_batch=5, workers=0
-    )
-    everywhere = world.gather((counted, sorted(labels)))
-    return {
-        "counted": sum(count for count, _ in everywhere), "planned": planned, "samples": len(train),
-        "labels": sorted(label for _, its in everywhere for label in its), "scores": scores,
-        "skipped": [[os.path.basename(name), reason] for name, reason in skipped], "classes": train.classes,
-    }  # fmt: skip
-
-
-def strict(world: World) -> Any:
-    """Refused by whoever meets it: on the ranks that do not, the loop would go on, so only one rank is asked here."""
-    if world.size > 1:
-        return None
-    train, _ = load_folder(sys.argv[3], world=world)
-    for workers in (0, 1):
-        batches = hvt.loader(hvt.ImageFiles(train, train=True, size=16, strict=True), 4, workers=workers)
-        try:
-            for _ in batches:
-                pass
-        except ConfigError as error:
-            assert "corrupt.jpg" in error.received and "UnidentifiedImageError" in error.received, error
-        else:
-            raise AssertionError("not refused")
-        batches.close()
-    return True
-
-
 CASES = (
     memory_order, worker_order, evaluation, evaluation_of_files, padded_evaluation, relay, unequal_ranks_are_refused,
-    metrics_that_differ_are_refused, images, strict, training_without_what_cannot_be_read, *evaluated.CASES,
+    metrics_that_differ_are_refused, *evaluated.CASES,
 )  # fmt: skip
 
 

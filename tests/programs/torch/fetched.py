@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import random
 import threading
-import traceback
-from collections.abc import Callable
 from typing import Any
 
 import datasets
 import numpy as np
 import torch
-from loader_alone import acted, refused
+from loader_alone import acted, failed, refused
 from passing import run_all
 from torch.utils.data import DataLoader, Dataset, Subset
 
@@ -68,18 +66,6 @@ def case_a_batch_is_asked_for_where_torch_does() -> None:
         DataLoader(Batches(), 4, collate_fn=dict),
     ):
         assert [batch["indices"].tolist() for batch in given] == [indices for indices, _ in plain]
-
-
-def case_a_resumed_epoch_is_the_rest_of_an_unbroken_one() -> None:
-    whole = read(hvt.loader(Asked(), 4, world=World.solo(), seed=3, workers=0))
-    train = hvt.loader(Asked(), 4, world=World.solo(), seed=3, workers=0)
-    for number, _ in enumerate(train):
-        if number == 2:
-            state = train.state_dict()
-            break
-    again = hvt.loader(Asked(), 4, world=World.solo(), seed=3, workers=2)
-    again.load_state_dict(state)
-    assert read(again) == whole[3:]
 
 
 class Drawn(Asked):
@@ -151,14 +137,6 @@ def case_errors_name_the_sample() -> None:
 
     train = hvt.loader(Short(), 4, world=World.solo(), workers=0, shuffle=False)
     refused(lambda: list(train), "__getitems__", "a sample for each index", "3 for the 4", kind=HvdtrainError)
-
-
-def failed(action: Callable[[], Any], kind: type[Exception]) -> str:
-    try:
-        action()
-    except kind as error:
-        return "".join(traceback.format_exception(error))
-    raise AssertionError("no error")
 
 
 def case_a_call_that_hangs_is_named_with_its_first_sample() -> None:

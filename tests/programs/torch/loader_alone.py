@@ -25,7 +25,6 @@ from hvdtrain.core import sharding
 from hvdtrain.core.errors import ConfigError, HvdtrainError
 from hvdtrain.torch.data import prefetch, processes
 from hvdtrain.torch.data.source import uniforms, words
-from hvdtrain.torch.values.clock import CLOCK
 from hvdtrain.values.nested import tensors_of
 from hvdtrain.world.world import World
 
@@ -114,23 +113,14 @@ def refused(action: Any, *parts: str, kind: type[Exception] = ConfigError) -> No
         raise AssertionError(f"not refused: {parts}")
 
 
-def case_windows_and_what_a_batch_counts() -> None:
-    for samples, size, batch, accumulate in ((50, 1, 8, 3), (50, 4, 2, 3), (17, 4, 3, 2), (5, 3, 1, 4), (24, 2, 3, 2)):
-        for rank in range(size):
-            train = hvt.loader(arrays(samples), batch, world=acted(rank, size), seed=1)
-            train.followers.add(TRAINING)
-            handed = [train.step for _ in all_batches(train)]
-            assert len(set(map(id, handed))) == len(handed)
-            steps = -(-samples // (size * batch))
-            assert len(handed) == steps == train.plan.steps(0)
-            assert sum(step.global_samples for step in handed) == handed[-1].samples_done == samples
-            found = [step.update(accumulate) for step in handed]
-            assert [is_last for _, is_last in found] == [
-                (n + 1) % accumulate == 0 or n + 1 == steps for n in range(steps)
-            ]
-            for start in range(0, steps, accumulate):
-                planned = sum(step.global_samples for step in handed[start : start + accumulate])
-                assert all(its == planned for its, _ in found[start : start + accumulate]), (samples, size, start)
+def failed(action: Any, kind: type[Exception]) -> str:
+    """Returns the error's text, with notes and causes."""
+    try:
+        action()
+    except kind as error:
+        assert type(error) is kind, error
+        return "".join(traceback.format_exception(error))
+    raise AssertionError("no error")
 
 
 def all_batches(train: Any) -> Any:
@@ -138,10 +128,6 @@ def all_batches(train: Any) -> Any:
     for batch in train:
         yield batch
         train.differentiated = train.step
-
-
-def counted(train: Any) -> list[tuple[Any, int]]:
-    return [(train.step, len(x)) for x, _ in all_batches(train)]
 
 
 def case_ranks_shares_make_up_every_step() -> None:
@@ -182,34 +168,6 @@ def case_position_is_that_of_the_last_batch() -> None:
     for _ in train:
         break
     assert train.position == (2, 0) and train.left_early() == (1, 3) and train.left_early() is None
-
-
-def case_a_resumed_epoch_is_the_rest_of_an_unbroken_one() -> None:
-    whole = hvt.loader(arrays(50), 4, world=World.solo(seed=3), augment=Add())
-    steps = [x.tolist() for _ in range(2) for x, _ in whole]
-    again = hvt.loader(arrays(50), 4, world=World.solo(seed=3), augment=Add())
-    again.load_state_dict({**again.state_dict(), "epoch": 1, "samples_in_epoch": 20})
-    assert list(again.epochs(1)) == []
-    assert [x.tolist() for epoch in again.epochs(2) for x, _ in again] == steps[13 + 5 :]
-    fresh = hvt.loader(arrays(50), 4, world=World.solo(seed=3), augment=Add())  # the negative twin
-    assert [x.tolist() for x, _ in fresh] != steps[13:]
-
-
-def case_random_numbers_belong_to_samples() -> None:
-    def by_sample(*ranks: World, batch: int) -> dict[int, float]:
-        loaders = [hvt.loader(arrays(50), batch, world=world, seed=3, augment=Add()) for world in ranks]
-        return {
-            int(y): float(x)
-            for train in loaders
-            for xs, ys in train
-            if not train.step.padding
-            for x, y in zip(xs, ys, strict=True)
-        }
-
-    one = by_sample(World.solo(), batch=50)
-    assert len({round(value - sample, 9) for sample, value in one.items()}) == 50
-    assert by_sample(World.solo(), batch=7) == one
-    assert by_sample(*(acted(rank, 3) for rank in range(3)), batch=4) == one
 
 
 def case_loops_that_end_early() -> None:
@@ -283,25 +241,24 @@ def case_arrays_of_all_kinds() -> None:
 
 def case_refusals() -> None:
     world = World.solo()
-    refused(lambda: hvt.loader(DataLoader(Numbers(3)), 2, world=world), "not its DataLoader")
-    refused(lambda: hvt.loader({1, 2}, 2, world=world), "a set")
-    refused(lambda: hvt.loader((np.zeros(3), np.zeros(4)), 2, world=world), "(3,), (4,)")
-    refused(lambda: hvt.loader((), 2, world=world), "a tuple")
-    refused(lambda: hvt.loader([np.zeros((5, 2)), np.zeros(5)], 2, world=world), "(x, y) instead of [x, y]")
+    for given, said in (
+        (DataLoader(Numbers(3)), "not its DataLoader"), ({1, 2}, "a set"), ((), "a tuple"),
+        ((np.zeros(3), np.zeros(4)), "(3,), (4,)"), ([np.zeros((5, 2)), np.zeros(5)], "(x, y) instead of [x, y]"),
+        ((np.array(["a", "b"]),), "numbers that PyTorch knows"), ((np.zeros((2, 5)), [1, 2]), "(ndarray, list)"),
+        ((np.zeros((0, 3)),), "needs samples"), ((np.ma.masked_array(np.zeros(3), mask=True),), "x.filled"),
+        ((np.zeros(3, ">f8"),), "x.astype(np.float32)"),
+    ):  # fmt: skip
+        refused(lambda given=given: hvt.loader(given, 2, world=world), said)
     assert hvt.loader([np.zeros(5), np.ones(5)], 2, world=world).samples == 2  # samples of one shape
-    refused(lambda: hvt.loader((np.array(["a", "b"]),), 2, world=world), "numbers that PyTorch knows")
-    refused(lambda: hvt.loader((np.zeros((2, 5)), [1, 2]), 2, world=world), "(ndarray, list)")
-    refused(lambda: hvt.loader((np.zeros((0, 3)),), 2, world=world), "needs samples")
     refused(lambda: hvt.loader({"x": np.zeros(5), "y": np.ones(5)}, 2, world=world), "a dict of x, y", "StackDataset")
     stacked = hvt.loader(StackDataset(x=np.arange(5.0), y=np.ones(5)), 2, world=world, shuffle=False, workers=0)
     assert next(iter(stacked))["x"].tolist() == [0.0, 1.0], "what the refusal of a dict says to do"
     assert hvt.loader({0: torch.ones(1), 1: torch.ones(1)}, 2, world=world).samples == 2
-    refused(lambda: hvt.loader((np.zeros(3, ">f8"),), 2, world=world), "byte order", "x.astype(np.float32)")
-    refused(lambda: hvt.loader((np.ma.masked_array(np.zeros(3), mask=True),), 2, world=world), "x.filled")
-    refused(lambda: hvt.loader(arrays(3), 2, world=world, seed=2**64), "below 2**64")
-    refused(lambda: hvt.loader(arrays(3), 0, world=world), "per_rank_batch=0")
-    refused(lambda: hvt.loader(arrays(3), 2, world=world, workers=-1), "workers=-1")
-    refused(lambda: hvt.loader(arrays(3), 2, world=world, tail="pad"), "tail='pad'")
+    for batch, options, said in (
+        (2, {"seed": 2**64}, "below 2**64"), (0, {}, "per_rank_batch=0"), (2, {"workers": -1}, "workers=-1"),
+        (2, {"tail": "pad"}, "tail='pad'"),
+    ):  # fmt: skip
+        refused(lambda batch=batch, options=options: hvt.loader(arrays(3), batch, world=world, **options), said)
     refused(lambda: hvt.loader(arrays(3), 2), "hvdtrain.init")
     dictionaries = hvt.loader([{"a": torch.ones(1)}] * 3, 2, world=world, workers=0, augment=Add())
     refused(lambda: next(iter(dictionaries)), "a dict")
@@ -458,22 +415,12 @@ def case_errors_of_the_data_set_come_through() -> None:
         for kind in (KeyError, RuntimeError):
             Broken.kind = kind
             train = hvt.loader(Broken(4), 2, world=World.solo(), workers=workers, shuffle=False)
-            try:
-                list(train)
-            except kind as error:
-                text = "".join(traceback.format_exception(error))
-                assert type(error) is kind and "a bug of the user's" in text and "while reading sample 3" in text, text
-                assert "out-of-memory" not in text
-            else:
-                raise AssertionError("no error")
+            text = failed(lambda train=train: list(train), kind)
+            assert "a bug of the user's" in text and "while reading sample 3" in text, text
+            assert "out-of-memory" not in text
         train = hvt.loader(Numbers(4), 2, world=World.solo(), workers=workers, shuffle=False, collate=collate)
-        try:
-            list(train)
-        except RuntimeError as error:
-            text = "".join(traceback.format_exception(error))
-            assert "a bug in collate" in text and "while collating samples 0, 1" in text, text
-        else:
-            raise AssertionError("no error")
+        text = failed(lambda train=train: list(train), RuntimeError)
+        assert "a bug in collate" in text and "while collating samples 0, 1" in text, text
         assert not psutil.Process().children(recursive=True)
 
 
@@ -508,13 +455,8 @@ def case_a_stop_iteration_of_the_data_set_is_an_error() -> None:
     for workers in (0, 1):
         for order in (None, range(8)):
             train = hvt.loader(Stops(8), 2, world=World.solo(), workers=workers, shuffle=False, sampler=order)
-            try:
-                list(train)
-            except RuntimeError as error:
-                text = "".join(traceback.format_exception(error))
-                assert "StopIteration" in text and "while reading sample 3" in text, text
-            else:
-                raise AssertionError("no error")
+            text = failed(lambda train=train: list(train), RuntimeError)
+            assert "StopIteration" in text and "while reading sample 3" in text, text
 
 
 def case_a_pass_that_a_fork_inherits_is_left_alone() -> None:
@@ -745,20 +687,6 @@ def case_random_words_by_position() -> None:
     assert not np.intersect1d(whole, order).size
     drawn = uniforms(plan, 0, 0, 10000, 3)
     assert drawn.min() >= 0 and drawn.max() < 1 and abs(drawn.mean() - 0.5) < 0.01
-
-
-def case_the_clock_follows() -> None:
-    phases = []
-
-    class Watch(Numbers):
-        def __getitem__(self, index: int) -> Any:
-            phases.append(CLOCK.phase)
-            return index
-
-    train = hvt.loader(Watch(2), 1, world=World.solo(), workers=0)
-    for _ in train:
-        phases.append(CLOCK.phase)
-    assert [*phases, CLOCK.phase] == ["input", "forward", "input", "forward", "other"], phases
 
 
 def case_reading_ahead() -> None:

@@ -15,22 +15,8 @@ from typing import Any
 from unittest import mock
 
 import torch
-from cases import main, refused
-from staged import (
-    GLOBAL_BATCH,
-    by_hand,
-    cut,
-    gap,
-    loader_of,
-    on_ranks,
-    plain,
-    points,
-    quietly,
-    same,
-    settled,
-    sgd,
-    tied,
-)
+from cases import gap, main, quietly, refused
+from staged import GLOBAL_BATCH, by_hand, cut, loader_of, on_ranks, plain, points, run, same, settled, sgd, tied
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize, one_hot
 
@@ -195,17 +181,12 @@ def case_mixed_precision_is_that_of_the_whole_model(world: hvdtrain.World) -> No
         for arranged in (models[0], cut(models[1], 1)):
             data = hvt.loader(float_points, GLOBAL_BATCH // world.size, world=world, shuffle=False)
             _, optimizer = quietly(arranged, sgd(arranged), data, amp=amp)
-            for x, y in data:
-                optimizer.forward_backward(x, y, wants_float)
-                optimizer.step()
-                losses.append(optimizer.record()["loss"])
+            losses += run(optimizer, data, wants_float)
             optimizer.close()
         assert gap(*models) <= bound and losses[:2] == losses[2:], (amp, gap(*models), losses)
         exact = plain().float()
         _, optimizer = quietly(exact, sgd(exact), data)
-        for x, y in data:
-            optimizer.forward_backward(x, y, cross_entropy)
-            optimizer.step()
+        run(optimizer, data)
         assert gap(models[1], exact) > 1e-5, f"{amp} rounds nothing"
 
 
@@ -231,9 +212,7 @@ def case_pictures_in_channels_last(world: hvdtrain.World) -> None:
     for arranged in (models[0], pipe):
         data = hvt.loader((x, y), GLOBAL_BATCH // world.size, world=world, shuffle=False)
         _, optimizer = quietly(arranged, sgd(arranged), data, channels_last=True)
-        for inputs, labels in data:
-            optimizer.forward_backward(inputs, labels, cross_entropy)
-            optimizer.step()
+        run(optimizer, data)
     assert gap(*models) <= 1e-10 and formats and all(formats)
 
 
@@ -374,10 +353,7 @@ def case_checkpoints_pass_between_whole_and_split(world: hvdtrain.World) -> None
         else:
             progress = checkpoints.restore(hvt.model_state(prepared, optimizer, data))
             assert progress is not None and progress.epoch == epoch
-        for x, y in data:
-            optimizer.forward_backward(x, y, cross_entropy)
-            optimizer.step()
-            losses.append(optimizer.record()["loss"])
+        losses += run(optimizer, data)
         checkpoints.save(hvt.model_state(prepared, optimizer, data), progress=optimizer.progress)
         optimizer.close()
     same(model, straight, losses, wanted)
@@ -389,9 +365,7 @@ def case_a_pipeline_is_prepared_again(world: hvdtrain.World) -> None:
     for arranged in (pipe, pipe):
         data = loader_of(world)
         prepared, optimizer = quietly(arranged, sgd(model), data)
-        for x, y in data:
-            optimizer.forward_backward(x, y, cross_entropy)
-            optimizer.step()
+        run(optimizer, data)
     proof = hvt.verify(prepared, optimizer)
     assert proof.ranks == world.size and proof.parameters == 8
 
@@ -404,8 +378,7 @@ def case_a_nan_is_named(world: hvdtrain.World) -> None:
     with torch.no_grad():
         model[4].weight[0, 0] = float("nan")
     with refused("nan", "first bad layer: 4 (Linear)", kind=NonFiniteError):
-        for x, y in data:
-            optimizer.forward_backward(x, y, cross_entropy)
+        run(optimizer, data)
 
 
 def case_out_of_memory_is_told_with_what_helps(world: hvdtrain.World) -> None:
@@ -416,8 +389,7 @@ def case_out_of_memory_is_told_with_what_helps(world: hvdtrain.World) -> None:
     data = loader_of(world)
     _, optimizer = quietly(pipe, sgd(pipe), data)
     with refused("out of memory", "2 micro-batches", "can't allocate memory", 'remat="all"'):
-        for x, y in data:
-            optimizer.forward_backward(x, y, no_room)
+        run(optimizer, data, no_room)
 
 
 def case_refusals(world: hvdtrain.World) -> None:

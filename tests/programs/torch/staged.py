@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 from typing import Any
 
 import torch
+from cases import gap, plainly, quietly, windows
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -69,56 +68,39 @@ def cut(model: nn.Module, micro_batches: int = 2, stages: int = 2, **how: Any) -
     return hvdtrain.pipeline.split(model, example, ["cpu"] * stages, micro_batches=micro_batches, **how)
 
 
-def quietly(*args: Any, **kwargs: Any) -> Any:
-    """`prepare`, without the line of its proof."""
-    with contextlib.redirect_stdout(io.StringIO()):
-        return hvt.prepare(*args, **kwargs)
-
-
 def loader_of(world: hvdtrain.World, samples: int = SAMPLES) -> Any:
     return hvt.loader(points(samples), GLOBAL_BATCH // world.size, world=world, shuffle=False)
 
 
-def by_hand(model: nn.Module, epochs: int = 2, accumulate: int = 1, clip: float | None = None) -> list[float]:
+def by_hand(model: nn.Module, epochs: int = 2, accumulate: int = 1, clip: float = 0.0) -> list[float]:
     """One process, whole model, plain PyTorch: an update is the gradient of the mean over its samples."""
-    optimizer, (x, y) = sgd(model), points()
+    batches = windows(GLOBAL_BATCH * accumulate, *points(), epochs=epochs)
+    return plainly(model, sgd(model), batches, lambda model, x, y: cross_entropy(model(x), y), clip)
+
+
+def run(optimizer: Any, data: Any, loss_of: Any = cross_entropy) -> list[float]:
+    """Trains an epoch; returns the losses of its updates."""
     losses = []
-    for _ in range(epochs):
-        for start in range(0, SAMPLES, GLOBAL_BATCH * accumulate):
-            window = slice(start, start + GLOBAL_BATCH * accumulate)
-            optimizer.zero_grad()
-            loss = cross_entropy(model(x[window]), y[window])
-            loss.backward()
-            if clip is not None:
-                nn.utils.clip_grad_norm_(model.parameters(), clip)
-            optimizer.step()
-            losses.append(loss.item())
+    for x, y in data:
+        optimizer.zero_grad()
+        optimizer.forward_backward(x, y, loss_of)
+        optimizer.step()
+        noted = optimizer.record()
+        losses += [noted["loss"]] if noted["samples"] else []
     return losses
 
 
 def on_ranks(model: Any, world: hvdtrain.World, epochs: int = 2, samples: int = SAMPLES, **options: Any) -> list[float]:
     data = loader_of(world, samples)
     prepared, optimizer = quietly(model, sgd(model), data, **options)
-    losses = []
-    for _ in range(epochs):
-        for x, y in data:
-            optimizer.zero_grad()
-            optimizer.forward_backward(x, y, cross_entropy)
-            optimizer.step()
-            noted = optimizer.record()
-            losses += [noted["loss"]] if noted["samples"] else []
+    losses = sum((run(optimizer, data) for _ in range(epochs)), [])
     world.agree("weights", hvt.fingerprint(prepared))
     optimizer.close()
     return losses
 
 
-def gap(a: nn.Module, b: nn.Module) -> float:
-    mine, other = a.state_dict(), b.state_dict()
-    assert list(mine) == list(other), "names differ"
-    return max(float((mine[name] - other[name]).abs().max()) for name in mine)
-
-
 def same(model: nn.Module, twin: nn.Module, losses: list[float], wanted: list[float], bound: float = 1e-10) -> None:
+    assert list(model.state_dict()) == list(twin.state_dict()), "names differ"
     assert gap(model, twin) <= bound, gap(model, twin)
     assert len(losses) == len(wanted)
     assert max(abs(a - b) for a, b in zip(losses, wanted, strict=True)) <= bound

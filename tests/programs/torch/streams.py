@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from cases import plainly, train
 from shards import SHARDS, features, read_shards
 from torch import Tensor, nn
 from torch.utils.data import (
@@ -127,23 +128,20 @@ def flat(module: nn.Module) -> list[float]:
     return torch.cat([parameter.detach().flatten() for parameter in module.parameters()]).tolist()
 
 
-def updates(ours: Any, optimizer: Any, train: Any) -> None:
-    for x, y in train:
-        optimizer.zero_grad()
-        optimizer.backward(nn.functional.mse_loss(ours(x)[:, 0], y))
-        optimizer.step()
+def loss_of(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    return nn.functional.mse_loss(model(x)[:, 0], y)
+
+
+def updates(ours: Any, optimizer: Any, batches: Any) -> None:
+    train(ours, optimizer, batches, loss_of)
 
 
 def plain(windows: list[list[tuple[np.ndarray, float]]]) -> list[float]:
-    """The same in one process, written by hand: an update a window."""
+    """The same in one process: an update a window."""
     net = linear()
-    sgd = torch.optim.SGD(net.parameters(), lr=0.1)
-    for window in windows:
-        sgd.zero_grad()
-        x = torch.from_numpy(np.stack([row for row, _ in window]))
-        y = torch.tensor([target for _, target in window], dtype=torch.float64)
-        nn.functional.mse_loss(net(x)[:, 0], y).backward()
-        sgd.step()
+    rows = [zip(*window, strict=True) for window in windows]
+    batches = [(torch.from_numpy(np.stack(x)), torch.tensor(y, dtype=torch.float64)) for x, y in rows]
+    plainly(net, torch.optim.SGD(net.parameters(), lr=0.1), batches, loss_of)
     return flat(net)
 
 
