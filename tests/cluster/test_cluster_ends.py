@@ -5,18 +5,15 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import IO
+from collections.abc import Callable
 
 import psutil
 import pytest
 from cluster_procfs import command_of
-from harness import clean_environment, processes_of
-from test_cluster_launch import LAUNCH, TIMEOUT_S, TOY, launch, launched
+from harness import processes_of
+from test_cluster_launch import LAUNCH, TOY, here, launch, launched
 
 from hvdtrain.cluster.doctor import examine
 from hvdtrain.cluster.hosts.hosts import parse_hosts
@@ -29,15 +26,6 @@ def wait_for(what: Callable[[], bool], timeout_s: float = 20) -> None:
     while not what():
         assert time.monotonic() < deadline, "not in time"
         time.sleep(0.02)
-
-
-def run(
-    folder: Path, *command: str, stdout: IO[str] | int = -1, before: Sequence[str] = (), **env: str
-) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [*before, *LAUNCH, *command], cwd=folder, env=clean_environment(env), stdout=stdout, stderr=subprocess.PIPE,
-        text=True, errors="replace", timeout=TIMEOUT_S, check=False,
-    )  # fmt: skip
 
 
 def test_a_rank_that_leaves_a_flood(tmp_path, limit):
@@ -82,7 +70,7 @@ def test_characters_that_the_terminal_lacks_do_no_harm(tmp_path, limit):
 
 def test_a_full_disk_costs_the_output_and_not_the_job(tmp_path, limit):
     with open("/dev/full", "w") as full:
-        done = run(tmp_path, sys.executable, str(TOY), "*:say:hello", "0:say:more", stdout=full)
+        done = here(*LAUNCH, sys.executable, str(TOY), "*:say:hello", "0:say:more", cwd=tmp_path, stdout=full)
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
     assert done.stderr.count("takes no more (No space left on device)") == 1
     assert (tmp_path / "runs/launch-1/rank-0000.log").read_text() == "hello\nmore\n"
@@ -92,8 +80,8 @@ def test_a_full_disk_costs_the_output_and_not_the_job(tmp_path, limit):
 @pytest.mark.parametrize("closed", [">&-", pytest.param("2>&-", marks=pytest.mark.thorough), "<&- >&- 2>&-"])
 def test_closed_descriptors_cost_the_output_and_not_the_job(tmp_path, closed):
     """As daemons and cron start programs: a socket to an agent was descriptor 1, or nothing was."""
-    script = f'exec "$@" {closed}'
-    done = run(tmp_path, sys.executable, str(TOY), "*:say:hello", "1:exit:3", before=["bash", "-c", script, "bash"])
+    toy = [sys.executable, str(TOY), "*:say:hello", "1:exit:3"]
+    done = here("bash", "-c", f'exec "$@" {closed}', "bash", *LAUNCH, *toy, cwd=tmp_path)
     assert done.returncode == 3, done.stderr
     assert (tmp_path / "runs/launch-1/rank-0001.log").read_text() == "hello\n"
 
@@ -101,8 +89,7 @@ def test_closed_descriptors_cost_the_output_and_not_the_job(tmp_path, closed):
 def test_a_working_directory_that_is_gone_is_refused(tmp_path, limit):
     gone = tmp_path / "gone"
     gone.mkdir()
-    command = ["sh", "-c", 'rmdir "$0"; exec "$@"', str(gone), *LAUNCH, "true"]
-    done = subprocess.run(command, cwd=gone, env=clean_environment(), capture_output=True, text=True, timeout=60)
+    done = here("sh", "-c", 'rmdir "$0"; exec "$@"', str(gone), *LAUNCH, "true", cwd=gone)
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
     limit("C9c", "the working directory was removed", refused=done.stderr)
 
@@ -140,8 +127,7 @@ def test_a_process_of_another_user_is_left_and_named(tmp_path, limit):
         pytest.skip("needs root and setpriv: a launcher that may not end everybody's processes, and another user")
     weak = ["setpriv", "--bounding-set=-kill", "--inh-caps=-kill", "--"]
     script = f"setpriv --reuid=65534 --regid=65534 --clear-groups -- sleep 77 & echo $! > {tmp_path}/pid; sleep 1"
-    command = [*weak, *LAUNCH[:4], "--no-checks", "--grace=1", "-np", "1", "--", "sh", "-c", script]
-    done = subprocess.run(command, cwd=tmp_path, env=clean_environment(), capture_output=True, text=True, timeout=60)
+    done = here(*weak, *LAUNCH[:4], "--no-checks", "--grace=1", "-np", "1", "--", "sh", "-c", script, cwd=tmp_path)
     left = psutil.Process(int((tmp_path / "pid").read_text()))
     try:
         assert left.uids().real == 65534, "the test itself: it must have become another user's"
@@ -170,19 +156,13 @@ def test_agent_and_guard_killed_together_leave_nothing(tmp_path, limit):
 
 @pytest.mark.parametrize("command", ["doctor", "verify"])
 def test_an_empty_list_of_hosts_is_refused(command, limit):
-    done = subprocess.run(
-        [sys.executable, "-m", "hvdtrain", command, "-H", ""],
-        env=clean_environment(), capture_output=True, text=True, timeout=TIMEOUT_S,
-    )  # fmt: skip
+    done = here(sys.executable, "-m", "hvdtrain", command, "-H", "")
     assert done.returncode == 2 and "-H names at least one host" in done.stderr, done.stderr
     limit("C4", '-H "$HOSTS" where HOSTS is not set (launch, doctor, verify)', refused=done.stderr)
 
 
 def test_a_silence_shorter_than_the_signs_of_life_is_refused(limit):
-    done = subprocess.run(
-        [*LAUNCH[:-1], "--lost-after", "0.5", "--", "true"],
-        env=clean_environment(), capture_output=True, text=True, timeout=TIMEOUT_S,
-    )  # fmt: skip
+    done = here(*LAUNCH[:-1], "--lost-after", "0.5", "--", "true")
     assert done.returncode == 2 and "at least 1.5" in done.stderr, done.stderr
     limit("C13d", "--lost-after 0.5", refused=done.stderr.splitlines()[-1])
 

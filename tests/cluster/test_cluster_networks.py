@@ -192,10 +192,7 @@ def test_keys_that_ssh_was_told_not_to_check_are_checked(hosts: Cluster, tmp_pat
 
 @pytest.mark.parametrize(
     ("before", "shell", "said"),
-    [
-        ("", "/usr/sbin/nologin", "run no commands"),
-        ('command="date" ', "/bin/bash", "did not run the command"),
-    ],
+    [("", "/usr/sbin/nologin", "run no commands"), ('command="date" ', "/bin/bash", "did not run the command")],
 )
 def test_what_a_restricted_log_in_says_is_told(hosts: Cluster, tmp_path: Path, before, shell, said, limit) -> None:
     with (

@@ -72,17 +72,8 @@ def _line(fault: Fault, row: Row) -> str:
     what = fault.what + (f", `{' '.join(fault.flags)}`" if fault.flags else "")
     happens = "goes on" if fault.goes_on else "ends; resumed"
     said = f"`{row.said}`" if row.said else ""
-    cells = (
-        what,
-        happens,
-        f"{row.seconds:.1f}",
-        f"{fault.within_s:g}",
-        code,
-        len(row.left),
-        row.lost,
-        row.blamed,
-        said,
-    )
+    seconds = f"{row.seconds:.1f}", f"{fault.within_s:g}"
+    cells = (what, happens, *seconds, code, len(row.left), row.lost, row.blamed, said)
     return "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
 
 

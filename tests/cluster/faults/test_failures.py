@@ -15,8 +15,7 @@ from failure_run import problems, run
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "fault",
-    [pytest.param(its, id=its.name, marks=[] if its.quick else [pytest.mark.thorough]) for its in FAULTS],
+    "fault", [pytest.param(its, id=its.name, marks=[] if its.quick else [pytest.mark.thorough]) for its in FAULTS]
 )
 def test_fault(fault: Fault, tmp_path: Path) -> None:
     with cluster(len(fault.hosts.split(","))) as hosts:
