@@ -39,15 +39,11 @@ def test_none_are_made_unless_they_are_asked_for():
 def test_the_same_crash_twice_at_the_same_update_is_the_end():
     restarts = Restarts(5)
     assert restarts.after(RAISED, 121)[0] == 0.0
-    assert restarts.after(RAISED, 121) == (
-        None,
-        "crashed twice at update 120 with OSError: no disk: not started again",
-    )
+    assert restarts.after(RAISED, 121) == (None, "crashed twice at update 120 with OSError: no disk: not started again")
 
 
 @pytest.mark.parametrize(
-    "other",
-    [{"update": 119}, {"code": 3}, {"lines": (*BEGINS, "OSError: no network")}, {"lines": ()}, {"code": 137}],
+    "other", [{"update": 119}, {"code": 3}, {"lines": (*BEGINS, "OSError: no network")}, {"lines": ()}, {"code": 137}]
 )
 def test_another_crash_is_another_one(other):
     restarts = Restarts(5)
@@ -89,14 +85,6 @@ def test_a_long_last_line_is_shown_up_to_its_thousandth_character(tmp_path):
 
 
 def test_the_last_line_of_the_last_traceback():
-    chained = (
-        *TRACEBACK,
-        "",
-        "During handling ...",
-        "",
-        *BEGINS,
-        "RuntimeError: it",
-        "bye",
-    )
+    chained = (*TRACEBACK, "", "During handling ...", "", *BEGINS, "RuntimeError: it", "bye")
     assert dataclasses.replace(RAISED, lines=chained).raised == "RuntimeError: it"
     assert dataclasses.replace(RAISED, lines=BEGINS).raised is None

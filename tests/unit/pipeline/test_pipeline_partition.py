@@ -13,14 +13,7 @@ from hypothesis import strategies as st
 from test_pipeline_plan import modes, real_peaks
 
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.pipeline.plan.costs import (
-    Curve,
-    Device,
-    Link,
-    SegmentCost,
-    device_peak_bytes,
-    stage_costs,
-)
+from hvdtrain.pipeline.plan.costs import Curve, Device, Link, SegmentCost, device_peak_bytes, stage_costs
 from hvdtrain.pipeline.plan.partition import Partition, partition
 from hvdtrain.pipeline.plan.schedule import actions, micro_batch_sizes, recomputed
 

@@ -10,15 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.pipeline.plan.costs import (
-    Curve,
-    Device,
-    Link,
-    Pool,
-    SegmentCost,
-    device_peak_bytes,
-    stage_costs,
-)
+from hvdtrain.pipeline.plan.costs import Curve, Device, Link, Pool, SegmentCost, device_peak_bytes, stage_costs
 from hvdtrain.pipeline.plan.schedule import (
     REMATS,
     Action,

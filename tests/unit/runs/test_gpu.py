@@ -116,8 +116,7 @@ def test_an_epoch_shorter_than_the_interval_has_a_sample(host: Host) -> None:
 
 
 @pytest.mark.parametrize(
-    "broken",
-    ["nvmlInit", "nvmlDeviceGetHandleByPciBusId", "nvmlDeviceGetUtilizationRates", "nvmlDeviceGetMemoryInfo"],
+    "broken", ["nvmlInit", "nvmlDeviceGetHandleByPciBusId", "nvmlDeviceGetUtilizationRates", "nvmlDeviceGetMemoryInfo"]
 )
 def test_what_nvml_refuses_is_said_once_and_ends_nothing(broken: str, host: Host) -> None:
     stand_in = host.put(BUSY, broken=broken)
