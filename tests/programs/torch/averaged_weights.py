@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 
 import torch
+from cases import gap, plainly, train, windows
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, update_bn
 
@@ -27,39 +28,35 @@ def made() -> tuple[nn.Module, torch.optim.SGD]:
     return model, torch.optim.SGD(model.parameters(), 0.05)
 
 
+def loss_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return (model(x) - y).square().mean()
+
+
 def one_process() -> AveragedModel:
     model, optimizer = made()
     averaged = AveragedModel(model)
     for _ in range(3):
-        for at in range(0, SAMPLES, UPDATE):
-            optimizer.zero_grad()
-            (model(X[at : at + UPDATE]) - Y[at : at + UPDATE]).square().mean().backward()
-            optimizer.step()
+        plainly(model, optimizer, windows(UPDATE, X, Y), loss_of)
         averaged.update_parameters(model)
-    update_bn([(X[at : at + UPDATE],) for at in range(0, SAMPLES, UPDATE)], averaged)
+    update_bn(windows(UPDATE, X), averaged)
     return averaged
 
 
 def main() -> None:
     with hvdtrain.init("torch", device="cpu") as world:
         plain, optimizer = made()
-        train = hvt.loader((X, Y), per_rank_batch=UPDATE // world.size, shuffle=False)
-        model, optimizer = hvt.prepare(plain, optimizer, train, sync_batchnorm=True)
+        data = hvt.loader((X, Y), per_rank_batch=UPDATE // world.size, shuffle=False)
+        model, optimizer = hvt.prepare(plain, optimizer, data, sync_batchnorm=True)
         averaged = AveragedModel(plain)
-        for _ in train.epochs(3):
-            for x, y in train:
-                optimizer.zero_grad()
-                optimizer.backward((model(x) - y).square().mean())
-                optimizer.step()
+        for _ in data.epochs(3):
+            train(model, optimizer, data, loss_of)
             averaged.update_parameters(plain)
         if int(sys.argv[1]):
-            hvt.update_bn(train, averaged)
+            hvt.update_bn(data, averaged)
         else:
             with torch.no_grad():
-                update_bn(train, averaged)
-        wanted = one_process().state_dict()
-        gap = max(float((averaged.state_dict()[name] - value).abs().max()) for name, value in wanted.items())
-        print(f"gap {max(world.gather(gap)):.1e}", flush=True)
+                update_bn(data, averaged)
+        print(f"gap {max(world.gather(gap(averaged, one_process()))):.1e}", flush=True)
 
 
 if __name__ == "__main__":

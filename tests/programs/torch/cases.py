@@ -116,9 +116,10 @@ def report(world: hvdtrain.World, found: Any, out: str | Path) -> None:
         Path(out).write_text(json.dumps(reports))
 
 
-def main(namespace: Mapping[str, Any]) -> None:
-    """usage: program.py [ENGINE]"""
+def main(namespace: Mapping[str, Any], engine: str = "") -> None:
+    """usage: program.py [ENGINE], unless the program names it."""
     torch.set_num_threads(1)
-    with hvdtrain.init("torch", engine=sys.argv[1] if len(sys.argv) > 1 else "auto", device="cpu", seed=5) as world:
+    engine = engine or (sys.argv[1] if len(sys.argv) > 1 else "auto")
+    with hvdtrain.init("torch", engine=engine, device="cpu", seed=5) as world:
         failed = run_cases(namespace, world)
     sys.exit(3 if failed else 0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import itertools
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 import safetensors.torch
 import torch
-from cases import refused, run_cases
+from cases import main, refused, train
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
 
@@ -35,12 +36,8 @@ class Tied(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.norm, self.middle, self.last = (
-            nn.Linear(6, 16),
-            nn.BatchNorm1d(16),
-            nn.Linear(16, 16),
-            nn.Linear(16, 3),
-        )
+        self.first, self.norm = nn.Linear(6, 16), nn.BatchNorm1d(16)
+        self.middle, self.last = nn.Linear(16, 16), nn.Linear(16, 3)
         self.other = self.middle
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -58,12 +55,8 @@ def job(model: nn.Module, seed: int = 1) -> tuple[Any, Any, Any]:
 
 
 def trained(model: nn.Module, optimizer: Any, data: Any, updates: int) -> list[torch.Tensor]:
-    batches = iter(data)
-    for _ in range(updates):
-        x, y = next(batches)
-        optimizer.zero_grad()
-        optimizer.backward(nn.functional.cross_entropy(model(x), y))
-        optimizer.step()
+    loss_of = lambda model, x, y: nn.functional.cross_entropy(model(x), y)  # noqa: E731
+    train(model, optimizer, itertools.islice(data, updates), loss_of)
     return [value.clone() for value in hvt.unwrap(model).state_dict().values()]
 
 
@@ -215,9 +208,7 @@ def case_parameters_without_a_name_are_refused_on_the_way_out(world: hvdtrain.Wo
 def case_weights_go_as_safetensors(world: hvdtrain.World) -> None:
     """Out: a file that anybody loads; in: that, or several files with parts."""
     model, optimizer, data = job(Tied())
-    checkpoints = hvdtrain.Checkpointer(FOLDER / "weights" / "checkpoints")
-    checkpoints.save(hvt.model_state(model, optimizer), progress=hvdtrain.Progress(step=4))
-    checkpoints.wait()
+    saved("weights", model, optimizer)
     out = FOLDER / "plain"
     exchange.export(FOLDER / "weights", out, "safetensors")
     bystander = Tied()
@@ -278,12 +269,9 @@ def from_a_plain_script(engine: str) -> None:
         torch_save_to_dcp(FOLDER / "out" / "checkpoint.pt", FOLDER / "out" / "dcp")
 
 
-def case_what_two_processes_of_ddp_saved(world: hvdtrain.World) -> None:
-    from_a_plain_script("ddp")
-
-
-def case_what_two_processes_of_fsdp_saved(world: hvdtrain.World) -> None:
-    from_a_plain_script("fsdp")
+def case_what_two_processes_of_ddp_and_of_fsdp_saved(world: hvdtrain.World) -> None:
+    for engine in ("ddp", "fsdp"):
+        from_a_plain_script(engine)
 
 
 def case_other_names_and_numbered_parameters(world: hvdtrain.World) -> None:
@@ -350,7 +338,4 @@ def case_what_is_there_stays(world: hvdtrain.World) -> None:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    with hvdtrain.init("torch", engine="solo", device="cpu", seed=5) as the_world:
-        failures = run_cases(globals().copy(), the_world)
-    sys.exit(3 if failures else 0)
+    main(globals().copy(), "solo")

@@ -16,7 +16,7 @@ from typing import Any
 
 import engine_promises
 import torch
-from cases import plainly, quietly, refused, run_cases, train, windows
+from cases import main, plainly, quietly, refused, train, windows
 from engine_promises import at_last, ce, parts_of, plain, points, same, sgd
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
@@ -473,14 +473,7 @@ def case_updates_without_a_loader(world: hvdtrain.World) -> None:
     same(model, whole)
 
 
-def main(engine: str) -> None:
-    torch.set_num_threads(1)
-    if engine != "deepspeed":
-        torch.set_default_dtype(torch.float64)
-    with hvdtrain.init("torch", engine=engine, device="cpu", seed=5) as world:
-        failed = run_cases({**vars(engine_promises), **globals()}, world)
-    sys.exit(3 if failed else 0)
-
-
 if __name__ == "__main__":
-    main(sys.argv[1])
+    if sys.argv[1] != "deepspeed":
+        torch.set_default_dtype(torch.float64)
+    main({**vars(engine_promises), **globals()})
