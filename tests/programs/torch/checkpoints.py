@@ -16,7 +16,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from cases import refused, run_cases
+from cases import main, refused
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -230,8 +230,5 @@ def case_what_cannot_be_saved_safely_is_refused(world: hvdtrain.World) -> None:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     torch.set_default_dtype(DTYPE)
-    with hvdtrain.init("torch", engine=ENGINE, device="cpu", seed=5) as the_world:
-        failures = run_cases(globals().copy(), the_world)
-    sys.exit(3 if failures else 0)
+    main(globals().copy(), ENGINE)

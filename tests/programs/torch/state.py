@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -19,7 +18,7 @@ from unittest import mock
 import numpy as np
 import torch
 from cases import gap as distance
-from cases import plainly, refused, run_cases, train, windows
+from cases import main, plainly, refused, train, windows
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 
@@ -607,8 +606,5 @@ def case_m_what_is_longer_than_a_message_arrives_whole(world: hvdtrain.World) ->
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
-    with hvdtrain.init("torch", engine=sys.argv[1], device="cpu", seed=5) as the_world:
-        failures = run_cases(globals().copy(), the_world)
-    sys.exit(3 if failures else 0)
+    main(globals().copy())
