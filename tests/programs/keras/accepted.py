@@ -80,8 +80,7 @@ def overflowing(**options: Any) -> str:
 
 
 cases(
-    inf_on_one_rank=overflowing,
-    inf_while_accumulating=lambda: overflowing(gradient_accumulation_steps=2, clipnorm=1.0),
+    inf_on_one_rank=overflowing, inf_while_accumulating=lambda: overflowing(gradient_accumulation_steps=2, clipnorm=1.0)
 )
 
 

@@ -77,6 +77,10 @@ def normalised() -> keras.Model:
     return keras.Sequential([L.Input((6, 6, 1)), L.Flatten(), dense(8), L.BatchNormalization(), dense(4)])
 
 
+def deferred() -> keras.Model:
+    return cnn(with_input=False)
+
+
 def multi() -> Any:
     return O.MultiOptimizer(O.OptimizerMap(O.SGD(0.05), {".*kernel": O.Adam(1e-2)}))
 
@@ -108,21 +112,12 @@ CASES: dict[str, dict[str, Any]] = {
     "tail_17": {"opt": lambda: O.SGD(0.1), "samples": 17, "metrics": True},
     "tail_50_accumulate": {"opt": lambda: O.SGD(0.1, gradient_accumulation_steps=2), "samples": 50},
     "tail_embedding": {"opt": lambda: O.Adam(1e-2), "model": text, "data": tokens, "samples": 33},
-    "deferred": {"opt": lambda: O.Adam(1e-2), "model": lambda: cnn(with_input=False)},
-    "deferred_tail": {
-        "opt": lambda: O.Adam(1e-2),
-        "model": lambda: cnn(with_input=False),
-        "samples": 17,
-        "metrics": True,
-    },
+    "deferred": {"opt": lambda: O.Adam(1e-2), "model": deferred},
+    "deferred_tail": {"opt": lambda: O.Adam(1e-2), "model": deferred, "samples": 17, "metrics": True},
     "subclassed": {"opt": lambda: O.Adam(1e-2), "model": Subclassed, "metrics": True},
     "own_step": {"opt": lambda: O.Adam(1e-2), "model": OwnStep},
     "run_eagerly": {"opt": lambda: O.Adam(1e-2), "compile": {"run_eagerly": True}, "samples": 40},
-    "deferred_eagerly": {
-        "opt": lambda: O.SGD(0.1),
-        "model": lambda: cnn(with_input=False),
-        "compile": {"run_eagerly": True},
-    },
+    "deferred_eagerly": {"opt": lambda: O.SGD(0.1), "model": deferred, "compile": {"run_eagerly": True}},
     "steps_per_execution": {
         "opt": lambda: O.Adam(1e-2),
         "compile": {"steps_per_execution": 3},
@@ -163,10 +158,7 @@ def build(case: dict[str, Any], world: Any, hvk: Any) -> tuple[keras.Model, Any]
         options.pop("jit_compile")
     options.setdefault("jit_compile", False)
     model.compile(
-        optimizer,
-        loss(),
-        metrics=["accuracy", Rmse(name="rmse")] if case.get("metrics") else None,
-        **options,
+        optimizer, loss(), metrics=["accuracy", Rmse(name="rmse")] if case.get("metrics") else None, **options
     )
     if not case.get("optimizer_first"):
         hvk.prepare(model, world=world, **prepare, **({"verify": False} if case.get("off") else {}))
@@ -194,16 +186,8 @@ def train(name: str, case: dict[str, Any], world: Any, hvk: Any) -> tuple[keras.
     if case.get("micro"):
         x, y = micro_batches(world, x.astype("float32"), y)
         callbacks = hvk.callbacks(model)
-        history = model.fit(
-            x,
-            y,
-            batch_size=GLOBAL_BATCH // int(os.environ["MICRO"]),
-            epochs=2,
-            shuffle=False,
-            verbose=0,
-            callbacks=callbacks,
-        )
-        return model, history.history
+        options = {"epochs": 2, "shuffle": False, "verbose": 0, "callbacks": callbacks}
+        return model, model.fit(x, y, batch_size=GLOBAL_BATCH // int(os.environ["MICRO"]), **options).history
     data = hvk.loader((x, y), GLOBAL_BATCH // world.size, world=world, seed=3)
     callbacks = hvk.callbacks(model)
     if case.get("off") and world.size > 1:

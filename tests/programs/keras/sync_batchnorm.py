@@ -11,8 +11,8 @@ from typing import Any
 
 import keras
 import numpy as np
-from common import BACKEND, L, dense, loss, weights_of
-from jobs import RANK, SIZE, O, case, hvk, run_cases, world
+from common import BACKEND, L, apart, dense, loss, weights_of
+from jobs import RANK, SIZE, O, case, cases, hvk, run_cases, world
 
 import hvdtrain
 from hvdtrain.keras.backends.chosen import BACKEND as TENSORS
@@ -36,10 +36,6 @@ def net(layers: Any, optimizer: Any = None, **compile: Any) -> keras.Model:
     model = keras.Sequential([L.Input((5,)), dense(4), *layers, dense(3)])
     model.compile(optimizer or O.SGD(0.3), loss(), jit_compile=False, **compile)
     return model
-
-
-def apart(a: Any, b: Any) -> float:
-    return max(float(np.abs(np.asarray(x) - np.asarray(y)).max()) for x, y in zip(a, b, strict=True))
 
 
 def fitted(model: keras.Model, x: Any, y: Any, **options: Any) -> Any:
