@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
-from harness import PROGRAMS, chosen_cases, run_ranks
+from harness import PROGRAMS
+from keras_cases import BACKENDS, Outcomes, passed, ran, refused
 from limits import Limit
 
 PROGRAM = PROGRAMS / "keras" / "fits.py"
@@ -45,10 +44,7 @@ ACCEPTED = {
     "draws_other_masks_on_each_rank": None,
     "halves_before_the_sum": None,
     "prepared_again_with_another_option": ("K8e", "a second prepare() with another option"),
-    "schedule_free": (
-        "K17b",
-        "ScheduleFreeAdamW (plain Keras on TensorFlow: right only if built before fit)",
-    ),
+    "schedule_free": ("K17b", "ScheduleFreeAdamW (plain Keras on TensorFlow: right only if built before fit)"),
     "proves_the_loss_quickly": None,
     "an_average_and_an_epoch_in_two_fits": ("K6b", "use_ema, an epoch that is stopped and resumed"),
     "a_restored_fit_is_one_training_for_callbacks": None,
@@ -93,20 +89,15 @@ MENDED = {
     "bar_of_rank_0": "one bar, rank 0's",
 }
 
-Outcomes = list[dict[str, str]]
 
-
-@pytest.fixture(scope="module", params=["tensorflow", pytest.param("torch", marks=pytest.mark.thorough)])
+@pytest.fixture(scope="module", params=BACKENDS)
 def backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest, backend: str, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    folder = tmp_path_factory.mktemp("fits")
-    chosen = chosen_cases(request)
-    ended = run_ranks([PROGRAM, folder, *chosen], 2, env={"KERAS_BACKEND": backend}, timeout_s=300).check()
-    found: Outcomes = [json.loads((folder / f"fits.rank{rank}.json").read_text()) for rank in (0, 1)]
+    ended, found = ran(PROGRAM, request, tmp_path_factory, backend)
     for rank, cases in enumerate(found):
         cases["bars"] = str(ended.ranks_output.get(rank, "").count("2/2"))
     return found
@@ -114,8 +105,7 @@ def outcomes(request: pytest.FixtureRequest, backend: str, tmp_path_factory: pyt
 
 @pytest.mark.parametrize("case", ACCEPTED)
 def test_fits_are_those_of_plain_keras(case: str, backend: str, outcomes: Outcomes, limit: Limit) -> None:
-    for rank, cases in enumerate(outcomes):
-        assert cases[case].startswith("passed"), f"rank {rank}: {cases[case]}"
+    passed(outcomes, case)
     row = ACCEPTED[case]
     if row is None:
         return
@@ -127,9 +117,7 @@ def test_fits_are_those_of_plain_keras(case: str, backend: str, outcomes: Outcom
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_would_be_wrong_is_refused_by_all(case: str, outcomes: Outcomes, limit: Limit) -> None:
-    for rank, cases in enumerate(outcomes):
-        for text in REFUSED[case]:
-            assert text in cases[case], f"rank {rank}: {cases[case]}"
+    refused(outcomes, case, *REFUSED[case])
     if case in ROWS:
         limit(*ROWS[case], refused=outcomes[0][case])
 

@@ -6,42 +6,23 @@ usage: horovods_edges.py FOLDER
 
 from __future__ import annotations
 
-import copy
 import json
 import os
-import pickle
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import horovod.tensorflow as hvd_tf
 import horovod.tensorflow.keras as hvd
+import horovods as both
 import keras
 import numpy as np
 import tensorflow as tf
+from horovods import L, O, apart, refused, tensor, variables
 
-O = keras.optimizers  # noqa: E741
-L = keras.layers
 RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(24, 2, 4)), RNG.normal(size=(24, 2, 1)) * 5  # each sample for two tasks
 WORDS = RNG.integers(0, 6, (3, 5))  # of each rank
-
-
-def variables(*values: Any) -> list[Any]:
-    return [keras.Variable(np.asarray(value, float), dtype="float64") for value in values]
-
-
-def apart(a: Any, b: Any) -> float:
-    return max(float(np.abs(np.asarray(x) - np.asarray(y)).max()) for x, y in zip(a, b, strict=True))
-
-
-def refused(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except (ValueError, TypeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "not refused"
 
 
 FIVE = [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0], RNG.normal(size=(6, 2))]
@@ -89,18 +70,6 @@ def none_on_some(traced: bool, by_tape: bool, sparse_as_dense: bool = False, **s
         call(step)  # a function is traced anew for another step, on all ranks
     assert np.array_equal(ours[3].numpy(), FIVE[3])
     return apart(ours, wanted)
-
-
-def omitted() -> float:
-    """Variables that a rank does not even name."""
-    first, second, third = variables([1.0], [1.0], [1.0])
-    optimizer = hvd.DistributedOptimizer(O.SGD(1.0))
-    optimizer.build([first, second, third])
-    mine = [first, second if hvd.rank() == 0 else third]
-    optimizer.apply([tf.constant([1.0 + hvd.rank()], tf.float64)] * 2, mine)
-    others = sum(range(2, hvd.size() + 1))
-    means = [(1 + others) / hvd.size(), 1 / hvd.size(), others / hvd.size()]
-    return apart([first, second, third], [[1 - mean] for mean in means])
 
 
 class Tasks(keras.Model):
@@ -151,71 +120,19 @@ def mine(data: np.ndarray) -> np.ndarray:
     return data[hvd.rank() :: hvd.size(), 0]
 
 
-def copies() -> dict[str, float]:
-    """A step, a copy, a step of the copy: as one process takes them."""
-
-    def configured(one: Any) -> Any:
-        other = model()
-        other.compile_from_config(one.get_compile_config())
-        return other
-
-    def deserialized(one: Any) -> Any:
-        other = model()
-        other.compile(keras.optimizers.deserialize(keras.optimizers.serialize(one.optimizer)), "mse")
-        return other
-
-    def by(copied: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        def made(one: Any) -> Any:
-            other = model()
-            other.compile(copied(one.optimizer), "mse")
-            return other
-
-        return made
-
-    ways = {
-        "deepcopy": copy.deepcopy, "pickle": lambda one: pickle.loads(pickle.dumps(one)),
-        "compile_from_config": configured, "deserialize": deserialized, "deepcopy, optimizer": by(copy.deepcopy),
-        "pickle, optimizer": by(lambda one: pickle.loads(pickle.dumps(one))),
-        "from_config": by(lambda one: type(one).from_config(one.get_config())),
-    }  # fmt: skip
-    found = {}
-    for name, way in ways.items():
-        ours, plain = model(), model()
-        ours.compile(hvd.DistributedOptimizer(O.SGD(0.05), op=hvd_tf.Sum), "mse", jit_compile=False)
-        plain.compile(O.SGD(0.05 * hvd.size()), "mse", jit_compile=False)
-        ours.train_on_batch(mine(X), mine(Y))
-        plain.train_on_batch(X[:, 0], Y[:, 0])
-        theirs = {"deserialize": configured, "from_config": configured}.get(name, way)
-        ours, plain = way(ours), theirs(plain)
-        ours.train_on_batch(mine(X), mine(Y))
-        plain.train_on_batch(X[:, 0], Y[:, 0])
-        found[name] = apart(ours.get_weights(), plain.get_weights())
-    return found
-
-
 def kept() -> dict[str, float]:
-    """What an optimizer knows beside its configuration: exclusions, state, a rate that is a function."""
+    """What an optimizer knows beside its configuration: exclusions as well."""
 
     def excluding() -> Any:
         optimizer = O.AdamW(0.1, weight_decay=0.5)
         optimizer.exclude_from_weight_decay(var_names=["bias"])
         return optimizer
 
-    one, gradient = tf.constant([1.0], tf.float64), tf.constant([hvd.rank() * 2.0 / (hvd.size() - 1)], tf.float64)
+    one, gradient = tensor(1.0), tensor(hvd.rank() * 2.0 / (hvd.size() - 1))
     ours, plain = (keras.Variable([10.0], name="bias", dtype="float64") for _ in range(2))
     hvd.DistributedOptimizer(excluding()).apply([gradient], [ours])
     excluding().apply([one], [plain])
-    found = {"excluded": apart([ours], [plain])}
-    (ours, plain), first, second = variables([0.0], [0.0]), O.SGD(0.1, momentum=0.9), O.SGD(0.1, momentum=0.9)
-    for _ in range(2):
-        first.apply([one], [ours])
-        second.apply([one], [plain])
-    hvd.DistributedOptimizer(first).apply([gradient], [ours])
-    second.apply([one], [plain])
-    found["built"] = apart([ours], [plain])
-    (ours,) = variables([0.0])
-    hvd.DistributedOptimizer(O.SGD(lambda: 0.5)).apply([gradient], [ours])
-    return found | {"a function for a rate": apart([ours], [[-0.5]])}
+    return both.kept() | {"excluded": apart([ours], [plain])}
 
 
 def passes(traced: bool) -> float:
@@ -266,15 +183,6 @@ def first_step() -> float:
     ours.fit(mine(X), mine(Y), batch_size=24, shuffle=False, verbose=0, callbacks=callbacks)
     plain.fit(X[:, 0], Y[:, 0], batch_size=24, shuffle=False, verbose=0)
     return apart(ours.get_weights(), plain.get_weights())
-
-
-def one_more() -> float:
-    """Rank 0 makes an optimizer more."""
-    if hvd.rank() == 0:
-        hvd.DistributedOptimizer(O.SGD(0.1))
-    (ours,), optimizer = variables([0.0]), hvd.DistributedOptimizer(O.SGD(1.0))
-    optimizer.apply([tf.constant([hvd.rank() + 1.0], tf.float64)], [ours])
-    return apart([ours], [[-(hvd.size() + 1) / 2]])
 
 
 def twice() -> float:
@@ -355,12 +263,13 @@ def main(folder: Path) -> None:
         "tape in a function": none_on_some(True, True), "as dense": none_on_some(True, False, sparse_as_dense=True),
         "tape, as dense": none_on_some(False, True, sparse_as_dense=True),
         "groups": none_on_some(True, False, groups=2), "tape, groups": none_on_some(True, True, groups=2),
-        "omitted": omitted(), "fit": one_task_each(), "in a set": in_a_set(),
+        "omitted": both.omitted(), "fit": one_task_each(), "in a set": in_a_set(),
     }  # fmt: skip
     clips = {f"{op}, {traced}": clipped(op, traced) for op in (hvd_tf.Sum, hvd_tf.Average) for traced in (True, False)}
     found = {
-        "None on some ranks": heads, "copies": copies(), "kept": kept(), "clipped": clips, "first step": first_step(),
-        "passes": {"eager": passes(False), "function": passes(True)}, "one more": one_more(),
+        "None on some ranks": heads, "copies": both.copies(), "kept": kept(), "clipped": clips,
+        "first step": first_step(),
+        "passes": {"eager": passes(False), "function": passes(True)}, "one more": both.one_more(),
         "in functions": {"twice": twice()}, "16 bits": in_16_bits(), "refused": refusals(),
     }  # fmt: skip
     hvd_tf.allreduce(tf.constant(0.0), name="all were told")  # who leaves ends the others' waiting
