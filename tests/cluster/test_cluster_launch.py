@@ -153,20 +153,6 @@ def test_threads_are_shared_unless_the_user_says_otherwise(tmp_path):
     assert f"[1] OMP_NUM_THREADS={share}" in with_default.stdout.splitlines(), with_default.stderr
 
 
-@pytest.mark.thorough
-def test_horovod_meets_at_the_rendezvous(tmp_path):
-    """The ranks' own Horovod, through our rendezvous; by default `hvdtrain verify`'s tests show it."""
-    program = tmp_path / "sum.py"
-    program.write_text(
-        "import horovod.torch as hvd, torch\nhvd.init()\n"
-        "total = hvd.allreduce(torch.ones(1) * hvd.rank(), op=hvd.Sum).item()\n"
-        "print(hvd.rank(), hvd.local_size(), total, flush=True)\n"
-    )
-    done = here(*LAUNCH, sys.executable, str(program), cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == ["[0] 0 2 1.0", "[1] 1 2 1.0"]
-
-
 # ---- output
 
 
