@@ -5,10 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import re
+import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +20,7 @@ import psutil
 import pytest
 from cluster_hosts import cluster
 from cluster_procfs import command_of
+from elastic_ledgers import trained_in
 from harness import PROGRAMS
 from test_cluster_ends import wait_for
 from test_cluster_launch import Ended, Launched, launched
@@ -53,6 +58,61 @@ def reader(started: Launched) -> Callable[[], str]:
 def attempt(folder: Path) -> dict[str, Any]:
     (only,) = json.loads((folder / "runs/launch-1/launch.json").read_text())["attempts"]
     return only
+
+
+@dataclass
+class Trained:
+    """What a training has left.
+
+    Attributes:
+        updates: of each update: epoch, and the samples of all that took part.
+        formations: the workers of each, after the first one.
+        times_s: of all updates.
+    """
+
+    folder: Path
+    ended: Ended
+    updates: dict[int, tuple[int, list[int]]]
+    formations: list[list[int]]
+    times_s: list[float]
+
+    @property
+    def sizes(self) -> list[int]:
+        return [len(workers) for workers in self.formations]
+
+    def recorded(self, kind: str, what: str) -> list[int]:
+        """That number of the run's events of a kind."""
+        record = self.folder / "run"
+        assert json.loads((record / "run.json").read_text())["status"] == "finished"
+        events = [json.loads(line) for line in (record / "events.jsonl").read_text().splitlines()]
+        return [its[what] for its in events if its["kind"] == kind]
+
+
+def read(folder: Path, ended: Ended) -> Trained:
+    assert ended.code == 0, ended.text
+    updates, times_s = trained_in(folder)
+    return Trained(folder, ended, updates, [its["workers"] for its in attempt(folder)["formations"]], times_s)
+
+
+def lose_at_random(
+    started: Launched, events: int, living: Callable[[list[float]], list[psutil.Process]]
+) -> tuple[Trained, int, float]:
+    """Kills any of the living at any time, as long as one is left, of whom there are four again each time; `living`
+    knows when others were killed. Returns what is left, how often ranks joined, and the median time to an update."""
+    draw, lost_s = random.Random(5), list[float]()
+    told = reader(started)  # or its pipe is full some day
+    while started.process.poll() is None and len(lost_s) < events:
+        told()
+        time.sleep(draw.choice([0.2, 0.5, 1.0, 3.0]))
+        if len(found := living(lost_s)) > 1:
+            lost_s.append(time.time())
+            draw.choice(found).kill()
+    done = read(started.folder, started.end(600))
+    waited_s = statistics.median(min(at for at in done.times_s if at > lost) - lost for lost in lost_s)
+    grown = sum(after > before for before, after in pairwise([4, *done.sizes]))
+    print(f"{len(lost_s)} losses, {grown} times ranks joined, to the next update {waited_s:.2f} s")
+    assert grown and len(lost_s) + grown >= events
+    return done, len(lost_s), waited_s
 
 
 def seconds_without(text: str, formation: int) -> float:

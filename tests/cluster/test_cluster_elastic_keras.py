@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import json
-import random
-import statistics
-import time
 from collections import Counter
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
-from elastic_ledgers import trained_in
 from harness import PROGRAMS
-from test_cluster_elastic import attempt, reader
-from test_cluster_launch import Ended, launched
+from test_cluster_elastic import Trained, attempt, lose_at_random, read
+from test_cluster_launch import launched
 
 PROGRAM = PROGRAMS / "keras/elastic.py"
 # as the program has them, which imports Keras
@@ -31,27 +27,6 @@ GOES_ON_WITHIN_S = 5.0
 ENV = {"OMP_NUM_THREADS": "1"}
 
 
-@dataclass
-class Trained:
-    """What a job has left.
-
-    Attributes:
-        updates: of each update: epoch, and the samples of all that took part.
-        weights: at the end.
-        left: counts, and the metrics of validation.
-        sizes: of the formations after the first one.
-        times_s: of all updates.
-    """
-
-    folder: Path
-    ended: Ended
-    updates: dict[int, tuple[int, list[int]]]
-    weights: list[np.ndarray]
-    left: dict
-    sizes: list[int]
-    times_s: list[float]
-
-
 def train(
     folder: Path, *todo: str, np: int = 3, epochs: int = 3, rate: float = 30, flags: tuple[str, ...] = ("--min-np=1",),
     backend: str = "tensorflow",
@@ -61,17 +36,6 @@ def train(
     with launched(folder, *flags, *arguments, np=np, program=PROGRAM, env=env) as started:
         ended = started.end(240)
     return read(folder, ended)
-
-
-def read(folder: Path, ended: Ended) -> Trained:
-    assert ended.code == 0, ended.text
-    updates, times_s = trained_in(folder)
-    with np.load(folder / "final.npz") as file:
-        weights = [file[name] for name in file.files]
-    formations = [its["workers"] for its in attempt(folder)["formations"]]
-    assert all(set(one) != set(next_one) for one, next_one in pairwise(formations)), "as at the program's end"
-    sizes = [len(workers) for workers in formations]
-    return Trained(folder, ended, updates, weights, json.loads((folder / "final.json").read_text()), sizes, times_s)
 
 
 class Plain:
@@ -134,9 +98,10 @@ def check(done: Trained, *, epochs: int = 3, batch: int, backend: str = "tensorf
         for numbers in updates:
             plain.update(numbers, BASE * DECAY**epoch)
         validated.append(plain.metrics())
-    gap = max(np.abs(found - right).max() for found, right in zip(done.weights, plain.weights, strict=True))
+    with np.load(done.folder / "final.npz") as file:
+        gap = max(np.abs(file[name] - right).max() for name, right in zip(file.files, plain.weights, strict=True))
     assert gap < exact, f"{gap:.2e}\n{done.ended.text}"
-    left = done.left
+    left = json.loads((done.folder / "final.json").read_text())
     assert np.allclose(left["validated"], [loss for loss, _ in validated], rtol=10 * exact), (left, validated)
     assert np.allclose(left["accuracy"], [right for _, right in validated]), (left, validated)
     assert np.isclose(left["loss"], validated[-1][0], rtol=10 * exact) and left["epochs"] == list(range(epochs))
@@ -145,10 +110,9 @@ def check(done: Trained, *, epochs: int = 3, batch: int, backend: str = "tensorf
     for loss, _ in validated:
         best, waited = (loss, 0) if loss + MIN_DELTA < best else (best, waited + 1)
     assert left["waited"] == waited
-    record = done.folder / "run"
-    assert json.loads((record / "run.json").read_text())["status"] == "finished"
-    events = [json.loads(line) for line in (record / "events.jsonl").read_text().splitlines()]
-    assert [its["epoch"] for its in events if its["kind"] == "epoch"][-1] == epochs - 1
+    assert done.recorded("epoch", "epoch")[-1] == epochs - 1
+    formations = [set(workers) for workers in done.formations]
+    assert all(one != next_one for one, next_one in pairwise(formations)), "as at the program's end"
 
 
 @pytest.mark.parametrize("backend", ["tensorflow", pytest.param("torch", marks=pytest.mark.thorough)])
@@ -175,30 +139,18 @@ def _applied_s(ledger: Path) -> float:
 @pytest.mark.thorough
 def test_ten_random_losses_and_joins(tmp_path):
     """Any rank that has joined is killed at any time, as long as one is left; four ranks are filled up each time."""
-    draw, epochs, events = random.Random(5), 60, 10
-    lost_s: list[float] = []
-    arguments = [str(tmp_path), str(epochs), "20"]
-    flags = ("--min-np=1", "--max-np=4")
-    with launched(
-        tmp_path, *flags, *arguments, np=4, program=PROGRAM, env=ENV | {"KERAS_BACKEND": "tensorflow"}
-    ) as started:
-        told = reader(started)  # or its pipe is full some day
-        while started.process.poll() is None and len(lost_s) < events:
-            told()
-            time.sleep(draw.choice([0.2, 0.5, 1.0, 3.0]))
+    arguments, env = ["--min-np=1", "--max-np=4", str(tmp_path), "60", "20"], ENV | {"KERAS_BACKEND": "tensorflow"}
+    with launched(tmp_path, *arguments, np=4, program=PROGRAM, env=env) as started:
+
+        def living(lost_s: list[float]) -> list[psutil.Process]:
             applied = {file.suffix[1:]: _applied_s(file) for file in tmp_path.glob("ledger.*")}
-            living = [its for its in started.belonging(str(PROGRAM)) if applied.get(str(its.pid))]
+            found = [its for its in started.belonging(str(PROGRAM)) if applied.get(str(its.pid))]
             # a host with three losses and no update between is given up
-            if len(living) > 1 and max(applied.values()) > min([0.0, *lost_s][-2:]):
-                lost_s.append(time.time())
-                draw.choice(living).kill()
-        ended = started.end(600)
-    done = read(tmp_path, ended)
-    check(done, epochs=epochs, batch=16)
-    waited = [min(at for at in done.times_s if at > lost) - lost for lost in lost_s]
-    grown = sum(after > before for before, after in pairwise([4, *done.sizes]))
-    print(f"{len(lost_s)} losses, {grown} times ranks joined, to the next update {statistics.median(waited):.2f} s")
-    assert len(lost_s) == events and grown and statistics.median(waited) < GOES_ON_WITHIN_S
+            return found if found and max(applied.values()) > min([0.0, *lost_s][-2:]) else []
+
+        done, lost, waited_s = lose_at_random(started, 10, living)
+    check(done, epochs=60, batch=16)
+    assert lost == 10 and waited_s < GOES_ON_WITHIN_S
 
 
 @pytest.mark.thorough

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import random
-import statistics
-import time
 from collections import Counter
-from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 
+import psutil
 import pytest
 import torch
 import torch._dynamo  # which an optimizer loads: it sets a variable of the environment
-from elastic_ledgers import noted_in, trained_in
+from elastic_ledgers import noted_in
 from harness import PROGRAMS
-from test_cluster_elastic import GOES_ON_WITHIN_S, attempt, reader, wait_for
-from test_cluster_launch import Ended, launched
+from test_cluster_elastic import GOES_ON_WITHIN_S, Trained, attempt, lose_at_random, read, reader, wait_for
+from test_cluster_launch import launched
 
 PROGRAM = PROGRAMS / "torch/elastic.py"
 
@@ -38,25 +34,6 @@ EXACT = 1e-10
 SPOTS = ("batch", "backward", "in", "step", "after", "evaluate", "gather", "save", "head")
 
 
-@dataclass
-class Trained:
-    """What a job has left.
-
-    Attributes:
-        updates: of each update: epoch, and the samples of all that took part.
-        final: weights, their average, and counts.
-        sizes: of the formations after the first one.
-        times_s: of all updates.
-    """
-
-    folder: Path
-    ended: Ended
-    updates: dict[int, tuple[int, list[int]]]
-    final: dict
-    sizes: list[int]
-    times_s: list[float]
-
-
 def train(
     folder: Path, *todo: str, np: int = 3, data: str = "arrays", accumulate: int = 1, epochs: int = 3, rate: float = 30,
     flags: tuple[str, ...] = ("--min-np=1",),
@@ -65,14 +42,6 @@ def train(
     with launched(folder, *flags, *arguments, np=np, program=PROGRAM, env={"OMP_NUM_THREADS": "1"}) as started:
         ended = started.end(240)
     return read(folder, ended)
-
-
-def read(folder: Path, ended: Ended) -> Trained:
-    assert ended.code == 0, ended.text
-    updates, times_s = trained_in(folder)
-    final = torch.load(folder / "final.pt", weights_only=True)
-    sizes = [len(its["workers"]) for its in attempt(folder)["formations"]]
-    return Trained(folder, ended, updates, final, sizes, times_s)
 
 
 def check(done: Trained, *, epochs: int = 3, batch: int, accumulate: int = 1, second: bool = True) -> None:
@@ -96,15 +65,12 @@ def check(done: Trained, *, epochs: int = 3, batch: int, accumulate: int = 1, se
         optimizer.step()
         scheduler.step()
         average.update(model)
+    final = torch.load(done.folder / "final.pt", weights_only=True)
     for kind, expected in (("weights", model.state_dict()), ("average", average.values)):
-        found = done.final[kind]
+        found = final[kind]
         gap = max((found[name] - expected[name]).abs().max().item() for name in expected)
         assert gap < EXACT, f"{kind}: {gap:.2e}\n{done.ended.text}"
-    record = done.folder / "run"
-    assert json.loads((record / "run.json").read_text())["status"] == "finished"
-    events = [json.loads(line) for line in (record / "events.jsonl").read_text().splitlines()]
-    assert [its["step"] for its in events if its["kind"] == "step"][-1] == len(done.updates)
-    assert done.final["updates"] == len(done.updates)
+    assert done.recorded("step", "step")[-1] == final["updates"] == len(done.updates)
 
 
 def test_the_training_goes_on_as_if_nobody_had_been_lost(tmp_path):
@@ -127,27 +93,16 @@ def test_a_worker_that_was_lost_leaves_no_page(tmp_path):
 @pytest.mark.thorough
 def test_fifty_random_losses_and_joins(tmp_path):
     """Any rank that has joined is killed at any time, as long as one is left; four ranks are filled up each time."""
-    draw, epochs, events = random.Random(5), 200, 50
-    lost_s: list[float] = []
-    arguments = [str(tmp_path), "arrays", "1", str(epochs), "40"]
-    flags = ("--min-np=1", "--max-np=4")
-    with launched(tmp_path, *flags, *arguments, np=4, program=PROGRAM, env={"OMP_NUM_THREADS": "1"}) as started:
-        told = reader(started)  # or its pipe is full some day
-        while started.process.poll() is None and len(lost_s) < events:
-            told()
-            time.sleep(draw.choice([0.2, 0.5, 1.0, 3.0]))
+    arguments = ["--min-np=1", "--max-np=4", str(tmp_path), "arrays", "1", "200", "40"]
+    with launched(tmp_path, *arguments, np=4, program=PROGRAM, env={"OMP_NUM_THREADS": "1"}) as started:
+
+        def living(lost_s: list[float]) -> list[psutil.Process]:
             joined = {file.suffix[1:] for file in tmp_path.glob("ledger.*") if file.stat().st_size}
-            living = [its for its in started.belonging(str(PROGRAM)) if str(its.pid) in joined]
-            if len(living) > 1:
-                lost_s.append(time.time())
-                draw.choice(living).kill()
-        ended = started.end(600)
-    done = read(tmp_path, ended)
-    check(done, epochs=epochs, batch=16, second=False)
-    waited = [min(at for at in done.times_s if at > lost) - lost for lost in lost_s]
-    grown = sum(after > before for before, after in pairwise([4, *done.sizes]))
-    print(f"{len(lost_s)} losses, {grown} times ranks joined, to the next update {statistics.median(waited):.2f} s")
-    assert len(lost_s) + grown >= events and statistics.median(waited) < GOES_ON_WITHIN_S
+            return [its for its in started.belonging(str(PROGRAM)) if str(its.pid) in joined]
+
+        done, _, waited_s = lose_at_random(started, 50, living)
+    check(done, epochs=200, batch=16, second=False)
+    assert waited_s < GOES_ON_WITHIN_S
 
 
 @pytest.mark.thorough
