@@ -12,7 +12,7 @@ from typing import Any
 import keras
 import numpy as np
 from common import BACKEND, L, apart, dense, loss, weights_of
-from jobs import RANK, SIZE, O, case, cases, hvk, run_cases, world
+from jobs import RANK, SIZE, O, case, hvk, run_cases, world
 
 import hvdtrain
 from hvdtrain.keras.backends.chosen import BACKEND as TENSORS
