@@ -71,7 +71,7 @@ REFUSED = {
     "moved": ("stays on its devices", "before hvdtrain.pipeline.split"),
     "part": ("complete before it is split", "head = Linear"),
     "micro_batches": ("whole number >= 1", "micro_batches=0"),
-    "schedule": ("one of 'gpipe', '1f1b', 'zb-h1', 'interleaved'", "'fifo'"),
+    "schedule": ("one of gpipe, 1f1b, zb-h1, interleaved", "'fifo'"),
 }
 
 

@@ -390,6 +390,6 @@ def check_setting(name: str, value: Any) -> None:
     """Raises `ConfigError` for a value that the schedule, remat or another setting of a pipeline cannot have."""
     words = {"schedule": plan.SCHEDULES, "remat": plan.REMATS, "batch_norm": ("batch", "micro")}.get(name)
     if words is not None and value not in words:
-        raise ConfigError(f"{name} is one of {', '.join(map(repr, words))}", f"{name}={value!r}")
+        raise ConfigError(f"{name} is one of {', '.join(words)}", f"{name}={value!r}")
     if name == "micro_batches" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
         raise ConfigError("micro_batches is a whole number >= 1", f"micro_batches={value!r}")
