@@ -75,7 +75,8 @@ class SoloEngine:
     devices: tuple[int, ...] = ()
 
     def broadcast_bytes(self, data: bytes | None, root: int) -> bytes:
-        assert data is not None  # of the root
+        if data is None:
+            raise ValueError("the root of a broadcast must give the data")
         return data
 
     def allgather_bytes(self, data: bytes) -> list[bytes]:

@@ -1,4 +1,4 @@
-"""Losses of the global batch: 33 in which samples meet, on ranks and over batches, have the weights of one process."""
+"""Losses of the global batch: 49 in which samples meet, on ranks and over batches, have the weights of one process."""
 
 from __future__ import annotations
 

@@ -35,7 +35,6 @@ PROTOCOLS = {
     "Files": "users have lists of files of their own",
     "Follower": "loaders follow the session of what trains",
     "Notes": "the process that writes checkpoints reports to what a Checkpointer records",
-    "Pipe": "a Pipeline is made with what proves it",
     "Staged": "a Pipeline, which stands beside the PyTorch adapter, follows it",
     "Store": "PyTorch's stores follow it as well",
     "Training": "checkpoints end what trains",

@@ -269,6 +269,122 @@ def class_weights(model: Any, out: Out, y: Out) -> Tensor:
     return F.cross_entropy(out["logits"], kind, torch.tensor([1.0, 5.0, 0.5]), label_smoothing=0.1)
 
 
+@loss
+def siglip(model: Any, out: Out, y: Out) -> Tensor:
+    logits = model.scale.exp() * unit(out["a"]) @ unit(out["b"]).T
+    return -F.logsigmoid(logits * (2 * torch.eye(len(logits)) - 1)).sum() / len(logits)
+
+
+@loss
+def nt_xent(model: Any, out: Out, y: Out) -> Tensor:
+    both = unit(torch.cat([out["a"], out["b"]]))
+    n = len(out["a"])
+    logits = (both @ both.T / 0.5).masked_fill(torch.eye(2 * n, dtype=torch.bool), -torch.inf)
+    return F.cross_entropy(logits, torch.cat([torch.arange(n) + n, torch.arange(n)]))
+
+
+@loss
+def vicreg(model: Any, out: Out, y: Out) -> Tensor:
+    total = F.mse_loss(out["a"], out["b"])
+    for view in (out["a"], out["b"]):
+        total = total + F.relu(1 - (view.var(0) + 1e-4).sqrt()).mean() + (torch.cov(view.T)[others(4)] ** 2).mean()
+    return total
+
+
+@loss
+def independence(model: Any, out: Out, y: Out) -> Tensor:
+    n = len(out["a"])
+    centre = torch.eye(n) - torch.full((n, n), 1 / n)
+    k, m = out["a"] @ out["a"].T, out["b"] @ out["b"].T
+    return (centre @ k @ centre @ m).diagonal().sum() / (n - 1) ** 2
+
+
+@loss
+def all_triplets(model: Any, out: Out, y: Out) -> Tensor:
+    apart = torch.cdist(out["a"], out["a"] + 1e-3)
+    same = y["kind"][:, None] == y["kind"]
+    margin = F.relu(apart[:, :, None] - apart[:, None, :] + 0.3) * (same[:, :, None] & ~same[:, None, :])
+    return margin.sum() / (margin > 0).sum().clamp(min=1)
+
+
+@loss
+def lifted_structure(model: Any, out: Out, y: Out) -> Tensor:
+    apart = torch.cdist(out["a"], out["a"] + 1e-3)
+    same = (y["kind"][:, None] == y["kind"]) & others(len(apart))
+    away = torch.logsumexp((1 - apart).masked_fill(y["kind"][:, None] == y["kind"], -1e3), 1)
+    return (F.relu(apart + away[:, None]) * same).sum() / same.sum().clamp(min=1)
+
+
+@loss
+def circle(model: Any, out: Out, y: Out) -> Tensor:
+    s, same = unit(out["a"]) @ unit(out["a"]).T, y["kind"][:, None] == y["kind"]
+    near = torch.logsumexp(-F.relu(1.2 - s.detach()) * (s - 0.8) * 4 + torch.log((same & others(len(s))) + 1e-9), 1)
+    away = torch.logsumexp(F.relu(s.detach() + 0.2) * (s - 0.2) * 4 + torch.log(~same + 1e-9), 1)
+    return F.softplus(near + away).mean()
+
+
+@loss
+def fisher(model: Any, out: Out, y: Out) -> Tensor:
+    own = F.one_hot(y["kind"], KINDS).double()
+    centres = own.T @ out["a"] / own.sum(0).clamp(min=1)[:, None]
+    return ((out["a"] - centres[y["kind"]]) ** 2).mean() / (centres.var(0).sum() + 0.1)
+
+
+@loss
+def smooth_ndcg(model: Any, out: Out, y: Out) -> Tensor:
+    gain = torch.exp2(y["real"].clamp(min=0))
+    place = 0.5 + torch.sigmoid((out["number"] - out["number"][:, None]) / 0.3).sum(1)
+    best = torch.sort(gain, descending=True).values / torch.log2(torch.arange(len(gain)) + 2.0)
+    return 1 - (gain / torch.log2(place + 1)).sum() / best.sum()
+
+
+@loss
+def trimmed_mean(model: Any, out: Out, y: Out) -> Tensor:
+    each = torch.sort((out["number"] - y["real"]) ** 2).values
+    return each[len(each) // 10 : len(each) - len(each) // 10].mean()
+
+
+@loss
+def tversky(model: Any, out: Out, y: Out) -> Tensor:
+    p, m = torch.sigmoid(out["marks"]), y["mask"]
+    met = (p * m).sum()
+    return 1 - met / (met + 0.3 * (p * (1 - m)).sum() + 0.7 * ((1 - p) * m).sum() + 1e-6)
+
+
+@loss
+def focal_over_positives(model: Any, out: Out, y: Out) -> Tensor:
+    bce = F.binary_cross_entropy_with_logits(out["marks"], y["mask"], reduction="none")
+    p = torch.sigmoid(out["marks"])
+    return (((p - y["mask"]) ** 2) * bce).sum() / y["mask"].sum().clamp(min=1)
+
+
+@loss
+def fcos(model: Any, out: Out, y: Out) -> Tensor:
+    positives = y["mask"].sum().clamp(min=1)
+    centred = y["mask"] * y["real"].abs()[:, None]
+    boxes = ((out["b"] - 1) ** 2 * centred).sum() / centred.sum().clamp(min=1e-6)
+    return F.binary_cross_entropy_with_logits(out["marks"], y["mask"], reduction="sum") / positives + boxes
+
+
+@loss
+def concordance(model: Any, out: Out, y: Out) -> Tensor:
+    p, t = out["number"], y["real"]
+    both = ((p - p.mean()) * (t - t.mean())).mean()
+    return 1 - 2 * both / (p.var() + t.var() + (p.mean() - t.mean()) ** 2)
+
+
+@loss
+def batch_variance(model: Any, out: Out, y: Out) -> Tensor:
+    away = out["number"] - y["real"]
+    return torch.log(away.var() + 0.1) + (away**2).mean() / (away.var() + 0.1)
+
+
+@loss
+def mutual_information(model: Any, out: Out, y: Out) -> Tensor:
+    p = out["logits"].softmax(1)
+    return (p.mean(0) * torch.log(p.mean(0))).sum() - (p * torch.log(p)).sum(1).mean()
+
+
 LOSSES |= {
     "info_nce": lambda model, o, y: F.cross_entropy(unit(o["a"]) @ unit(o["b"]).T / 0.2, torch.arange(len(o["a"]))),
     "list_wise": lambda model, o, y: -(F.softmax(y["real"], 0) * F.log_softmax(o["number"], 0)).sum(),
