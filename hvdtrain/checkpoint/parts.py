@@ -141,10 +141,10 @@ def _progress_of(state: Mapping[str, Part]) -> Progress:
 
 
 class Training(Protocol):
-    """What trains on a loader's batches: do all ranks know of a preemption (`told`), and what saves it?"""
+    """What trains on a loader's batches: do all ranks know of a preemption (`preempted`), and what saves it?"""
 
     @property
-    def told(self) -> bool: ...
+    def preempted(self) -> bool: ...
     @property
     def saver(self) -> Saver | None: ...
 
@@ -156,10 +156,10 @@ def remember(checkpointer: Checkpoints, state: Mapping[str, Part], *, saved: boo
         part.saved_by(saver)
 
 
-def end_if_told(trainings: Iterable[Training], world: World) -> None:
+def end_if_preempted(trainings: Iterable[Training], world: World) -> None:
     """Saves, and raises Preempted on every rank, if all ranks know of a preemption; collective then."""
     found = list(trainings)
-    if any(training.told for training in found):
+    if any(training.preempted for training in found):
         savers = {id(its.saver): its.saver for its in found if its.saver is not None}
         done = [saver.save() for saver in sorted(savers.values(), key=lambda saver: saver.order)]
         end(world, done, "checkpoints.on_preemption(state) of a Checkpointer, or a save() or restore() before")
@@ -169,8 +169,8 @@ def end(world: World, done: Iterable[str], remedy: str) -> NoReturn:
     """Reports what was saved (or how to save), and raises Preempted on every rank; collective."""
     world.barrier()
     if world.is_main:
-        said = "; ".join(dict.fromkeys(done)) or f"nothing was saved, which takes {remedy}"
-        print(f"hvdtrain: preempted: {said}; exit code {PREEMPTED_CODE}", flush=True)
+        saved = "; ".join(dict.fromkeys(done)) or f"nothing was saved, which takes {remedy}"
+        print(f"hvdtrain: preempted: {saved}; exit code {PREEMPTED_CODE}", flush=True)
     raise Preempted
 
 

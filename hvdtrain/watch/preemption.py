@@ -52,10 +52,10 @@ def wanted(environ: Mapping[str, str]) -> bool:
 
 
 class Notice:
-    """Notes whether this rank was preempted (`told`)."""
+    """Notes whether this rank was preempted (`preempted`)."""
 
     def __init__(self, rank: int, tracker: Tracker, environ: Mapping[str, str]) -> None:
-        self.told = False
+        self.preempted = False
         self._rank, self._tracker, self._ending = rank, tracker, environ.get(variables.ENDING)
         self._told_s = self._term_s = float("inf")
 
@@ -71,8 +71,8 @@ class Notice:
             if _agent_says(self._ending) == ENDS or _dismissed() or now_s - self._term_s > _TWICE_S:
                 return True
             self._term_s = min(self._term_s, now_s)
-        if not self.told:
-            self.told, self._told_s = True, now_s
+        if not self.preempted:
+            self.preempted, self._told_s = True, now_s
             if (line := elastic.line()) is not None:
                 line.say(do="told", signal=number)
             print(
@@ -87,7 +87,7 @@ class Notice:
         """Whether this rank waits for others that do not seem to come, or has left them for good."""
         limit_s = max(_BLOCKED_S, 2 * self._tracker.longest_s)
         waits = now_s - self._told_s >= limit_s and self._tracker.stuck(limit_s) is not None
-        return waits or (self.told and _dismissed())
+        return waits or (self.preempted and _dismissed())
 
 
 def _agent_says(file: str | None) -> bytes:
@@ -117,7 +117,7 @@ class _Watch:
 
     def _run(self) -> None:
         while True:
-            found = select.select([self._reader], [], [], _TICK_S if self.notice.told else None)[0]
+            found = select.select([self._reader], [], [], _TICK_S if self.notice.preempted else None)[0]
             numbers = os.read(self._reader, 64) if found else b""
             if found and not numbers:
                 return
@@ -184,9 +184,9 @@ def _end() -> None:
 _watch: _Watch | None = None
 
 
-def told() -> bool:
+def is_preempted() -> bool:
     """Whether this rank was preempted."""
-    return _watch is not None and _watch.notice.told
+    return _watch is not None and _watch.notice.preempted
 
 
 def watch(rank: int, tracker: Tracker, environ: Mapping[str, str]) -> None:

@@ -103,6 +103,7 @@ def lose_at_random(
     told = reader(started)  # or its pipe is full some day
     while started.process.poll() is None and len(lost_s) < events:
         told()
+        # waits for nothing: the instants of the losses are what is tried
         time.sleep(draw.choice([0.2, 0.5, 1.0, 3.0]))
         if len(found := living(lost_s)) > 1:
             lost_s.append(time.time())

@@ -473,10 +473,26 @@ def test_a_buffer_that_is_assigned_is_refused() -> None:
     assert float(part.largest) == 0
 
 
-def test_samples_that_meet_in_training_alone_are_refused() -> None:
+class Initialises(nn.Module):
+    """Scales by what its first batch had."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.scale is None:
+            self.scale = 1 / x.detach().std(0)
+        return x * self.scale
+
+
+@pytest.mark.parametrize(
+    ("part", "where"), [(Centres, "in training mode"), (Initialises, "")], ids=["in_training_alone", "in_first_samples"]
+)
+def test_samples_that_meet_in_a_part_are_refused(part: type[nn.Module], where: str) -> None:
     x, _ = inputs()
-    model = nn.Sequential(nn.Linear(4, 4, dtype=DOUBLE), Centres(), nn.Linear(4, 3, dtype=DOUBLE))
-    with pytest.raises(ConfigError, match="than from the whole in training mode"):
+    model = nn.Sequential(nn.Linear(4, 4, dtype=DOUBLE), part(), nn.Linear(4, 3, dtype=DOUBLE))
+    with pytest.raises(ConfigError, match=f"than from the whole {where}".strip()):
         split(model, x)
 
 
@@ -702,26 +718,6 @@ def test_what_python_decides_by_a_tensors_numbers_is_refused(does: Callable[[Any
     x, _ = inputs()
     with pytest.raises(ConfigError, match=reason):
         split(Depends(does), x)
-
-
-class Initialises(nn.Module):
-    """Scales by what its first batch had."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale: Tensor | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.scale is None:
-            self.scale = 1 / x.detach().std(0)
-        return x * self.scale
-
-
-def test_what_the_first_samples_set_is_refused() -> None:
-    x, _ = inputs()
-    model = nn.Sequential(nn.Linear(4, 4, dtype=DOUBLE), Initialises(), nn.Linear(4, 3, dtype=DOUBLE))
-    with pytest.raises(ConfigError, match="than from the whole"):
-        split(model, x)
 
 
 class Forces(nn.Module):

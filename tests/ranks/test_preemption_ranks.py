@@ -154,7 +154,7 @@ with hvdtrain.init("torch"):
         time.sleep(30)
         os._exit(0)
     os.kill(child, signal.SIGTERM)
-    print("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), "told", preemption.told())
+    print("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), "told", preemption.is_preempted())
 """
 
 

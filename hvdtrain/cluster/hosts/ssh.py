@@ -106,7 +106,7 @@ def is_this_machine(name: str) -> bool:
 
 
 def are_this_machine(names: Sequence[str]) -> dict[str, Future[bool]]:
-    """Returns of each name what `is_this_machine` said, or raised: all at once, as a name server may be slow."""
+    """Returns of each name what `is_this_machine` output, or raised: all at once, as a name server may be slow."""
     with ThreadPoolExecutor(min(len(names), _LOOK_UPS)) as pool:
         return {name: pool.submit(is_this_machine, name) for name in names}
 
@@ -114,7 +114,7 @@ def are_this_machine(names: Sequence[str]) -> dict[str, Future[bool]]:
 def explain(
     host: str,
     returncode: int | None,
-    said: str,
+    output: str,
     ssh: Ssh | None = None,
     *,
     python: str = "",
@@ -128,21 +128,21 @@ def explain(
     Args:
         host: that was called.
         returncode: of the command; None: it was ended because it took too long.
-        said: all output that came instead of an answer, standard error first.
+        output: all output that came instead of an answer, standard error first.
         ssh: how it was called, for the commands in the fix.
         python: the interpreter that was to run there.
         answered: the command there had begun, and so the shell's start-up files had ended.
     """
-    logged_in, said = "Authenticated to " in said, _NOTICE.sub("", said)
+    logged_in, output = "Authenticated to " in output, _NOTICE.sub("", output)
     port = f" -p {ssh.port}" if ssh is not None and ssh.port is not None else ""
     name = host.rpartition("@")[2]
     known = f"[{name}]:{ssh.port}" if port and ssh is not None else name
     for kind, pattern, what, fix in _SSH_PROBLEMS if returncode in (255, None) else _problems_there(returncode, python):
-        if found := re.search(pattern, said, re.MULTILINE):
-            line = next(line for line in said[found.start() :].splitlines() if line).strip()
+        if found := re.search(pattern, output, re.MULTILINE):
+            line = next(line for line in output[found.start() :].splitlines() if line).strip()
             words = {"host": host, "name": name, "port": port, "known": known, "line": line, **found.groupdict()}
             return SshProblem(kind, what.format_map(words), fix.format_map(words))
-    last = _last_line(said) or "no output"
+    last = _last_line(output) or "no output"
     if returncode is None and logged_in and not answered:
         what = f"{host} accepted the log-in, but its shell did not start the command: {last}"
         return SshProblem("start_up_files", what, _START_UP_FILES.format(port=port, host=host))
@@ -180,15 +180,15 @@ def without_key(denied: SshProblem, host: str, ssh: Ssh) -> SshProblem:
 
 def _unusable(file: str) -> tuple[str, str] | None:
     """Returns why ssh cannot use a private key without a question, and what helps; None if it can."""
-    said = _output(["ssh-keygen", "-y", "-P", "", "-f", file])
-    if "Load key" not in said:
+    output = _output(["ssh-keygen", "-y", "-P", "", "-f", file])
+    if "Load key" not in output:
         return None
-    why, fix = next((why, fix) for pattern, why, fix in _UNUSABLE if pattern in said)
+    why, fix = next((why, fix) for pattern, why, fix in _UNUSABLE if pattern in output)
     if fix == _ADD:  # perhaps it was
         with contextlib.suppress(OSError, IndexError), open(f"{file}.pub", encoding="utf-8") as public:
             if public.read().split()[1] in _output(["ssh-add", "-L"]):
                 return None
-    return why.format(line=_last_line(said)), fix
+    return why.format(line=_last_line(output)), fix
 
 
 def _output(command: Sequence[str]) -> str:

@@ -52,7 +52,7 @@ def _counting(model: keras.Model, inner: Callable[[Any], Any]) -> Callable[[Any]
             return _step_of_all(model, session, inner, data)
         session.prepared.clock.enter("train_step")
         logs = inner(data)
-        session.place.preempted = preemption.told()
+        session.place.preempted = preemption.is_preempted()
         return logs
 
     return train_function
@@ -60,7 +60,7 @@ def _counting(model: keras.Model, inner: Callable[[Any], Any]) -> Callable[[Any]
 
 def _step_of_all(model: keras.Model, session: KerasSession, inner: Callable[[Any], Any], data: Any) -> Any:
     place, proofs, world = session.place, session.proofs, session.prepared.world
-    if preemption.told():
+    if preemption.is_preempted():
         session.notes.preempted.assign(1.0)
     is_first = "step" not in proofs.compared
     tries = _tries(model, session, is_first)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hvdtrain.checkpoint.parts import Training, end_if_told
+from hvdtrain.checkpoint.parts import Training, end_if_preempted
 from hvdtrain.comm import elastic
 from hvdtrain.core.errors import ConfigError, RanksLost
 from hvdtrain.core.sharding import ORDER_RULE, Dealt, Plan, Step
@@ -278,7 +278,7 @@ class Loader(Dealt):
                 its.begin_epoch()
                 if self.position[0] >= total:
                     return
-            end_if_told(self.followers, self.world)
+            end_if_preempted(self.followers, self.world)
             self._restored = False
             epoch, moves = self.position[0], self._moves
             yield epoch
@@ -477,7 +477,7 @@ class Epoch:
             self._tell(None, None)
             raise StopIteration
         if loader.pads():  # what is saved, or dealt anew, begins with this batch
-            end_if_told(loader.followers, loader.world)
+            end_if_preempted(loader.followers, loader.world)
             if _change_if_asked(loader.followers):
                 item = loader.made_next()
                 assert item is not None  # there was one

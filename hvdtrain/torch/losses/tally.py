@@ -43,7 +43,7 @@ class Tally:
     problems: Number = 0.0  # losses that no weight makes right
     rates: Number = 0.0  # the learning rates that the update begins with, as one number: that of all ranks
     whole: Number = 0.0  # of losses of the whole batch, which every rank computes alike, as one number
-    told: float = 0.0  # 1 where this rank was preempted
+    preempted: float = 0.0  # 1 where this rank was preempted
     leaves: float = 0.0  # 1 where this rank knows that the ranks are about to change
     text: Callable[[], str] = lambda: "nothing was differentiated"  # what the loss divides by, called when needed
     _of_batch: list[Number] = field(default_factory=list)  # what the losses of the batch at hand divide by
@@ -96,7 +96,7 @@ class Tally:
         """Returns float64 [SIZE], to be summed over ranks."""
         given = float(bool(self.given))
         rates = (self.rates, self.rates**2, self.whole, self.whole**2)
-        weighed, words = (self.loss, self.weight, self.divisors, self.squares), (self.leaves, self.told)
+        weighed, words = (self.loss, self.weight, self.divisors, self.squares), (self.leaves, self.preempted)
         parts = (*weighed, given, self.problems, *rates, *words)
         if not any(isinstance(part, Tensor) for part in parts):
             return torch.tensor(parts, dtype=torch.float64, device=device)

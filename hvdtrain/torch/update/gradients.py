@@ -21,7 +21,7 @@ from hvdtrain.core.errors import ConfigError
 from hvdtrain.torch.losses.loss_graph import nodes_of
 from hvdtrain.torch.losses.tally import Number, Tally, double
 from hvdtrain.torch.update.batches import Batch
-from hvdtrain.watch.preemption import told
+from hvdtrain.watch.preemption import is_preempted
 
 # idle: backward() is next. more: another backward() for the same batch was announced. partial: a micro-batch is done
 # that is not the last of its update. ready: p.grad is the gradient of the global batch, and step() is next.
@@ -130,7 +130,7 @@ class Gradients:
         self.tally.rates = 0.0
         for index, group in enumerate(self._optimizer.param_groups):
             self.tally.rates = self.tally.rates + double(group["lr"]) * math.sqrt(index + 1)
-        self.tally.told = float(told())
+        self.tally.preempted = float(is_preempted())
         its = elastic.active()
         self.tally.leaves = float(its is not None and its.wants_to_leave)
         return self.tally.tensor(self._device)

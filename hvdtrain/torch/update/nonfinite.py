@@ -57,7 +57,7 @@ class Losses:
         self.at_once = not self._on_gpu or os.environ.get(variables.CHECK_EVERY_STEP, "") not in ("", "0")
         self._under_way: deque[PendingLosses] = deque()
         self.last: float | None = None  # of the newest update whose loss has been read
-        self.told = self.leaves = False  # of one that has: a rank was preempted; the ranks are about to change
+        self.preempted = self.leaves = False  # of one that has: a rank was preempted; the ranks are about to change
 
     def add(self, new: PendingLosses) -> None:
         """Notes the losses of an update and reads those that are due; the same call on every rank. Raises
@@ -82,8 +82,8 @@ class Losses:
                 reading.arrived.synchronize()
             if float(reading.wrong):
                 raise reading.explain()
-            leaves, told = reading.words.tolist()
-            self.told, self.leaves = self.told or bool(told), self.leaves or bool(leaves)
+            leaves, preempted = reading.words.tolist()
+            self.preempted, self.leaves = self.preempted or bool(preempted), self.leaves or bool(leaves)
             every, mine = float(reading.every), float(reading.mine)
             if not math.isfinite(every):
                 self._skipped += 1

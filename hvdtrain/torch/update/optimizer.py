@@ -293,7 +293,7 @@ class Optimizer(BatchPasses, torch.optim.Optimizer):
         A loop over a `Loader` need not look: it saves and ends by itself, where the loader is asked for the next batch.
         Any other one saves, and raises `hvdtrain.Preempted`.
         """
-        return self.session.told
+        return self.session.preempted
 
     def record(self) -> dict[str, Any]:
         """What `RunLog.step` takes, for the batch just done.

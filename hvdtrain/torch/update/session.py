@@ -92,9 +92,9 @@ class Session:
         return engine_of(self.world)
 
     @property
-    def told(self) -> bool:
+    def preempted(self) -> bool:
         """All ranks know that one was preempted."""
-        return self.losses.told
+        return self.losses.preempted
 
     @property
     def leaves(self) -> bool:

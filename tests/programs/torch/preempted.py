@@ -48,9 +48,9 @@ def told(now: str, count: int) -> None:
     else:
         os.kill(os.getpid(), signal.SIGUSR1 if world.rank else signal.SIGTERM)
     deadline = time.monotonic() + 30
-    while not preemption.told() and time.monotonic() < deadline:
+    while not preemption.is_preempted() and time.monotonic() < deadline:
         time.sleep(0.001)
-    assert preemption.told()
+    assert preemption.is_preempted()
 
 
 class Counter:
@@ -68,7 +68,7 @@ class Counter:
 
 with hvdtrain.init("torch", engine=os.environ.get("ENGINE", "auto"), seed=3) as world:
     if who == "alone":
-        Losses.told = property(lambda self: preemption.told(), lambda self, value: None)  # type: ignore
+        Losses.preempted = property(lambda self: preemption.is_preempted(), lambda self, value: None)  # type: ignore
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.3), torch.nn.Linear(8, 1))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     x = torch.randn(48, 4, generator=torch.Generator().manual_seed(0))

@@ -19,7 +19,7 @@ from hvdtrain.core import variables
 from hvdtrain.core.errors import PREEMPTED_CODE, ConfigError, Preempted
 from hvdtrain.watch import preemption
 from hvdtrain.watch.meeting import Tracker
-from hvdtrain.watch.preemption import ASKS, ENDS, Notice, told, wanted
+from hvdtrain.watch.preemption import ASKS, ENDS, Notice, is_preempted, wanted
 
 TERM, USR1 = signal.SIGTERM, signal.SIGUSR1
 
@@ -41,7 +41,7 @@ def notice(environ: Mapping[str, str] | None = None, tracker: Tracker | None = N
 @pytest.mark.parametrize("number", [TERM, USR1])
 def test_the_first_signal_is_noted_and_said_once(number: int, capsys: pytest.CaptureFixture[str]) -> None:
     its = notice()
-    assert not its.note(number, 5.0) and its.told
+    assert not its.note(number, 5.0) and its.preempted
     assert not its.note(USR1, 6.0) and not its.note(signal.SIGINT, 6.0)
     said = capsys.readouterr().err
     assert said.count("rank 1 got") == 1 and signal.Signals(number).name in said and f"code {PREEMPTED_CODE}" in said
@@ -60,7 +60,7 @@ def test_a_launcher_that_ends_the_job_is_believed(says: bytes | None, ends: bool
     if says is not None:
         file.write_bytes(says)
     its = notice({variables.ENDING: str(file)})
-    assert its.note(TERM, 5.0) is ends and its.told is not ends
+    assert its.note(TERM, 5.0) is ends and its.preempted is not ends
 
 
 def test_a_rank_that_has_no_place_any_more_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,18 +143,18 @@ def test_another_value_is_refused() -> None:
 
 def test_signals_are_noted_until_they_are_released(capfd: pytest.CaptureFixture[str]) -> None:
     preemption.watch(3, Tracker(), {})
-    assert not told()
+    assert not is_preempted()
     os.kill(os.getpid(), USR1)
     wait_until_told()
     preemption.release()
-    assert not told() and [signal.getsignal(number) for number in (TERM, USR1)] == [signal.SIG_DFL] * 2
+    assert not is_preempted() and [signal.getsignal(number) for number in (TERM, USR1)] == [signal.SIG_DFL] * 2
     assert signal.set_wakeup_fd(-1) == -1 and "hvdtrain preemption" not in [t.name for t in threading.enumerate()]
     assert "rank 3 got SIGUSR1" in capfd.readouterr().err
 
 
 def wait_until_told() -> None:
     deadline = time.monotonic() + 20
-    while not told():
+    while not is_preempted():
         assert time.monotonic() < deadline
 
 

@@ -112,6 +112,6 @@ def test_a_script_of_this_folder_runs_in_the_copy(tmp_path: Path, monkeypatch: p
 def test_torchruns_report_does_not_hide_a_ranks_error(tmp_path: Path) -> None:
     api = "torch/distributed/elastic/multiprocessing/api.py"
     said = (
-        f"[rank0]: ValueError: {tmp_path}/work/x\nE1129 04:37 1 /lib/{api}:1002] failed (exitcode: 1) local_rank: 0\n"
+        f"[rank0]: ValueError: {tmp_path}/copy/x\nE1129 04:37 1 /lib/{api}:1002] failed (exitcode: 1) local_rank: 0\n"
     )
-    assert prove._last(said + "root cause\n" * 40, tmp_path / "work") == f"[rank0]: ValueError: {Path.cwd()}/x"
+    assert prove._last(said + "root cause\n" * 40, tmp_path / "copy") == f"[rank0]: ValueError: {Path.cwd()}/x"

@@ -9,7 +9,7 @@ import pytest
 from blob import Blob
 
 from hvdtrain import Checkpointer, Preempted, Progress
-from hvdtrain.checkpoint.parts import Part, Saver, end_if_told
+from hvdtrain.checkpoint.parts import Part, Saver, end_if_preempted
 from hvdtrain.world.world import World
 
 
@@ -29,7 +29,7 @@ class Trained(Blob):
 
 @dataclass
 class Training:
-    told: bool
+    preempted: bool
     saver: Saver | None
 
 
@@ -41,7 +41,7 @@ def part() -> Trained:
 def ends(part: Trained, capsys: pytest.CaptureFixture[str]) -> str:
     """It ends; returns what was said."""
     with pytest.raises(Preempted):
-        end_if_told([Training(False, None), Training(True, part.saver)], World.solo())
+        end_if_preempted([Training(False, None), Training(True, part.saver)], World.solo())
     return capsys.readouterr().out
 
 
@@ -50,7 +50,7 @@ def steps(folder: Path) -> list[int]:
 
 
 def test_nobody_is_told(part: Trained) -> None:
-    end_if_told([Training(False, part.saver)], World.solo())
+    end_if_preempted([Training(False, part.saver)], World.solo())
 
 
 def test_it_saves_as_the_last_time(part: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
