@@ -48,7 +48,7 @@ def acted(rank: int, size: int, seed: int = 0) -> World:
 class Training:
     """Stands for a prepared model."""
 
-    told, saver = False, None
+    preempted, saver = False, None
 
     accumulate = 1
 
