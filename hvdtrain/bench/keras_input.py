@@ -146,9 +146,8 @@ def _queues(train: Any, args: argparse.Namespace, batch: int, rates: Mapping[str
 
 
 def _dataset(train: Any, args: argparse.Namespace, batch: int, workers: int, processes: bool, queue: int) -> Data:
-    from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
-
     from hvdtrain.bench.keras_files import JpegBatches
+    from hvdtrain.private.keras import PyDatasetAdapter
 
     settings = {"workers": workers, "use_multiprocessing": processes, "max_queue_size": queue}
     # the adapter that `fit` would make, at hand so that its workers can be ended

@@ -148,9 +148,11 @@ def ranks_of(optimizer: Any, size: int) -> list[int]:
 
 def _digest(batch: Any) -> str:
     """Of a batch's tensors and arrays; "" where there are none."""
-    from torch.utils._pytree import tree_leaves
+    from hvdtrain.private.torch import pytree
 
-    arrays = [leaf for leaf in tree_leaves(batch) if hasattr(leaf, "dtype") and hasattr(leaf, "ndim") and leaf.ndim]
+    arrays = [
+        leaf for leaf in pytree.tree_leaves(batch) if hasattr(leaf, "dtype") and hasattr(leaf, "ndim") and leaf.ndim
+    ]
     return str(same_data.of_arrays(arrays).card) if arrays else ""
 
 

@@ -16,8 +16,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any
 
 import keras
-from keras.src.optimizers.base_optimizer import BaseOptimizer
-from keras.src.trainers.compile_utils import CompileLoss, CompileMetrics
 
 from hvdtrain.core.errors import ConfigError, ReplicaError
 from hvdtrain.keras.backends.chosen import BACKEND
@@ -38,6 +36,7 @@ from hvdtrain.keras.backends.session import (
     while_set,
 )
 from hvdtrain.keras.state import metric_states, reduce, replicas, rng, start, steps, sync_batchnorm, units
+from hvdtrain.private.keras import BaseOptimizer, CompileLoss, CompileMetrics
 
 
 # -------------------------------------------------------------------- the optimizer

@@ -15,9 +15,6 @@ from typing import Any
 import h5py
 import keras
 import numpy as np
-from keras.src.optimizers.base_optimizer import BaseOptimizer
-from keras.src.saving import saving_lib
-from keras.src.saving.saving_lib import H5IOStore
 
 from hvdtrain.checkpoint.parts import ExtraPart, Part, Progress
 from hvdtrain.checkpoint.staging import StateFile
@@ -33,6 +30,7 @@ from hvdtrain.keras.backends.session import (
     session_of,
 )
 from hvdtrain.keras.state import moving_average, replicas, rng
+from hvdtrain.private.keras import BaseOptimizer, H5IOStore, saving_lib
 from hvdtrain.world.world import World
 
 

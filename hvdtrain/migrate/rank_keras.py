@@ -13,14 +13,12 @@ import horovod.tensorflow as hvd
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src.backend.common import global_state
-from keras.src.callbacks.callback_list import CallbackList
-from keras.src.utils.rng_utils import GLOBAL_RANDOM_SEED
 from tensorflow.python.eager import context
 
 from hvdtrain.core.generators import Generators, TensorFlowSeeds
 from hvdtrain.guard.hooks import wrap
 from hvdtrain.migrate.rank import Enough, seed
+from hvdtrain.private.keras import GLOBAL_RANDOM_SEED, CallbackList, global_state
 
 _SEEDS = ("global_seed_generator", GLOBAL_RANDOM_SEED)
 

@@ -10,13 +10,14 @@ import numpy as np
 import torch
 
 from hvdtrain.core.generators import Generators
+from hvdtrain.private.torch import gpu_index
 
 HOST = Generators([torch.default_generator])  # those of no GPU
 
 
 def of_devices(*devices: torch.device) -> Generators:
     """Returns the host's generators, and those of the GPUs among these devices."""
-    gpus = sorted({torch.cuda._utils._get_device_index(d, optional=True) for d in devices if d.type == "cuda"})
+    gpus = sorted({gpu_index(d, optional=True) for d in devices if d.type == "cuda"})
     if gpus:
         torch.cuda.init()
     return Generators([torch.default_generator, *(torch.cuda.default_generators[gpu] for gpu in gpus)])

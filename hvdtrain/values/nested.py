@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
+
+from hvdtrain.private.torch import pytree
 
 
 def moves_itself(values: Any) -> bool:

@@ -105,34 +105,12 @@ def apply(
     stays whole; and the settings, which a plan may change. Raises `ConfigError` on every rank."""
     if args.pipeline is None and not args.plan:
         return None, plan
-    import torch
-
     from hvdtrain.pipeline import split
-    from hvdtrain.pipeline.tuning import planner
 
     devices = stages_of(args, world)
     example = pictures(plan.per_rank_batch, image_size)
     if args.plan:
-        chosen: ParallelPlan = world.on_main(
-            planner.choose,
-            network,
-            example,
-            torch.nn.CrossEntropyLoss(label_smoothing=args.label_smoothing),
-            devices=devices,
-            batch=plan.per_rank_batch,
-            optimizer_copies=2.0 if plan.optimizer == "adamw" else 1.0,  # two moments, or the momentum
-        )
-        if world.is_main:
-            print(f"plan: {chosen}", flush=True)
-        plan = plan.in_parts(chosen.accumulate)
-        if chosen.stages == 1:
-            left = len(set(devices)) - 1
-            if world.is_main and left:
-                print(f"whole on one device: {left} of this rank's are left idle; start a rank for each", flush=True)
-            return None, plan
-        return split(
-            network, example[: plan.per_rank_batch], devices[: chosen.stages], **_cut(chosen.sizes, chosen)
-        ), plan
+        return _apply_plan(args, plan, network, example, devices, world)
     made: list[Pipeline] = []
 
     def measured() -> dict[str, Any]:
@@ -151,6 +129,36 @@ def apply(
 
     cut = world.on_main(measured)
     return made[0] if made else split(network, example, devices, **cut), plan
+
+
+def _apply_plan(
+    args: argparse.Namespace, plan: Settings, network: torch.nn.Module, example: torch.Tensor, devices: list[str],
+    world: World,
+) -> tuple[Pipeline | None, Settings]:  # fmt: skip
+    """Cuts the model as rank 0 plans; collective."""
+    import torch
+
+    from hvdtrain.pipeline import split
+    from hvdtrain.pipeline.tuning import planner
+
+    chosen: ParallelPlan = world.on_main(
+        planner.choose,
+        network,
+        example,
+        torch.nn.CrossEntropyLoss(label_smoothing=args.label_smoothing),
+        devices=devices,
+        batch=plan.per_rank_batch,
+        optimizer_copies=2.0 if plan.optimizer == "adamw" else 1.0,  # two moments, or the momentum
+    )
+    if world.is_main:
+        print(f"plan: {chosen}", flush=True)
+    plan = plan.in_parts(chosen.accumulate)
+    if chosen.stages == 1:
+        left = len(set(devices)) - 1
+        if world.is_main and left:
+            print(f"whole on one device: {left} of this rank's are left idle; start a rank for each", flush=True)
+        return None, plan
+    return split(network, example[: plan.per_rank_batch], devices[: chosen.stages], **_cut(chosen.sizes, chosen)), plan
 
 
 def _cut(sizes: Sequence[int], like: ParallelPlan | Pipeline) -> dict[str, Any]:

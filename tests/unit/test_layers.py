@@ -21,7 +21,7 @@ from harness import REPOSITORY
 
 PACKAGE = "hvdtrain"
 FLOORS = (
-    {"core"},
+    {"core", "private"},
     {"comm"},
     {"watch"},
     {"world"},
@@ -45,6 +45,7 @@ OWN_FRAMEWORKS = {
     "keras": {"keras", "tensorflow", "torch", "horovod"},
     "pipeline": {"torch"},
     "values": {"torch"},
+    "private": {"torch", "keras"},
     "guard": {"torch"},
 }  # fmt: skip
 # what the lowest floors may use besides the standard library, but only inside functions

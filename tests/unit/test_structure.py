@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import re
 import sys
 from pathlib import Path
 
@@ -59,6 +60,54 @@ def test_negative_twin_of_names(tmp_path: Path) -> None:
     assert structure.lonely_protocols(found) == []
     found["b"].write_text("class Bread:\n    def __init__(self):\n        self.cut = 1")
     assert structure.lonely_protocols(found) == ["Whole: Bread"]
+
+
+# not of PyTorch or Keras: of Python, numpy, Horovod, TensorFlow, DeepSpeed, torchmetrics, and marks of the guard's own
+OTHERS = {
+    "_allreduce_grads", "_async", "_async_", "_broadcast_model", "_codecs", "_constant_", "_current_frames", "_exit",
+    "_getframe", "_global", "_grad_acc_hooks", "_guard", "_guard_line", "_guard_loader", "_guard_pass",
+    "_guard_trained", "_hp_optimizer_states_linked", "_hvdtrain", "_local", "_operator", "_optimizer_step_", "_part_",
+    "_process_set", "_pydevd_bundle", "_reconstruct", "_reductions", "_rng", "_saved_", "_to_sync", "_update_count",
+    "_utils", "_worker_handler",
+}  # fmt: skip
+
+
+def named_in(tree: ast.AST) -> tuple[set[str], set[str]]:
+    """Returns the names with an underscore that code defines, and those that it reads of something, or spells."""
+    own: set[str] = set()
+    read: set[str] = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.arg(arg=name):
+                own.add(name)
+            case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(ast.Name("self" | "cls"), name, ast.Store()):
+                own.add(name)
+            case ast.alias():
+                own.add(node.asname or node.name)
+            case ast.Attribute(attr=name) | ast.Constant(value=str(name)):
+                read.update(re.findall(r"^_[a-z]\w*[a-z_]$", name) if not name.endswith("__") else ())
+    return own, read
+
+
+def test_what_frameworks_do_not_document_is_named_in_one_file_each() -> None:
+    trees = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in FOUND.items()}
+    files = [trees.pop(f"hvdtrain.private.{framework}") for framework in ("keras", "torch")]
+    listed = {
+        name
+        for tree in files
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "ATTRIBUTES"
+        for names in ast.literal_eval(node.value).values()
+        for name in names.split()
+    }
+    found = [named_in(tree) for tree in trees.values()]
+    own, read = (set().union(*sets) for sets in zip(*found, strict=True))
+    assert read - own - OTHERS == listed - own, "ATTRIBUTES of hvdtrain/private/keras.py and torch.py"
+    assert listed <= read | own
+    imported = (
+        r"^\s*(?:import|from) (?:keras\.src|torch(?:\.\w+)*\._)|^\s*from torch[\w.]* import .*\b_[a-z]|= torch\._C"
+    )
+    assert not [name for name in trees if re.search(imported, FOUND[name].read_text(encoding="utf-8"), re.MULTILINE)]
 
 
 def spelled_variables(found: dict[str, Path]) -> list[str]:

@@ -72,17 +72,7 @@ def run(
     """
     _need_cloudpickle()
     _refuse_within_a_job()
-    _refuse(
-        {
-            f"function={function!r}: what every rank calls": callable(function),
-            f"np={np!r}: a whole number, at least 1": np is None or (type(np) is int and np > 0),
-            f"args={args!r}: a list or tuple": isinstance(args, (list, tuple)),
-            f'hosts={hosts!r}: "host1:4,host2:4"': hosts is None or isinstance(hosts, str),
-            f"output={output!r}: one of {', '.join(get_args(Output))}": output in get_args(Output),
-            f"env={env!r}: strings": all(isinstance(text, str) for pair in (env or {}).items() for text in pair),
-            f"timeouts={timeouts!r}: an hvdtrain.Timeouts": isinstance(timeouts, (Timeouts, type(None))),
-        }
-    )
+    _check(function, args, np, hosts, env, output, timeouts)
     job_hosts = asked_for(hosts, Path(hostfile) if hostfile is not None else None, os.environ)
     if job_hosts is None and np is None:
         raise ConfigError("hvdtrain.run needs the number of ranks", "neither np nor hosts", "hvdtrain.run(train, np=2)")
@@ -112,16 +102,24 @@ def run(
     outcome = launcher.run(job, on_line=take)
     if outcome.interrupted is not None:
         _interrupt(outcome.interrupted)
-    if outcome.failed is not None:
-        failed = outcome.failed
+    if (failed := outcome.failed) is not None:
         lines = answers.get(failed.rank, []) if failed.rank is not None else []
         cause, why_none = _loaded(lines, classes) if lines[-1:] == [RAISED] else (None, "")
         raise _failure(failed, lines, why_none) from cause
     return [_returned(rank, answers.pop(rank), classes) for rank in range(job.np)]
 
 
-def _refuse(holds: Mapping[str, bool]) -> None:
-    """Raises `ConfigError` with what does not hold."""
+def _check(function: Any, args: Any, np: Any, hosts: Any, env: Any, output: Any, timeouts: Any) -> None:
+    """Raises `ConfigError` with the arguments that `run` does not take."""
+    holds = {
+        f"function={function!r}: what every rank calls": callable(function),
+        f"np={np!r}: a whole number, at least 1": np is None or (type(np) is int and np > 0),
+        f"args={args!r}: a list or tuple": isinstance(args, (list, tuple)),
+        f'hosts={hosts!r}: "host1:4,host2:4"': hosts is None or isinstance(hosts, str),
+        f"output={output!r}: one of {', '.join(get_args(Output))}": output in get_args(Output),
+        f"env={env!r}: strings": all(isinstance(text, str) for pair in (env or {}).items() for text in pair),
+        f"timeouts={timeouts!r}: an hvdtrain.Timeouts": isinstance(timeouts, (Timeouts, type(None))),
+    }
     wrong = [what for what, is_so in holds.items() if not is_so]
     if wrong:
         raise ConfigError("hvdtrain.run was called with what it does not take", "\n".join(wrong))

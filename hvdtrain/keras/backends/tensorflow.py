@@ -15,10 +15,10 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src.backend.tensorflow.trainer import TFEpochIterator
 
 from hvdtrain.comm.engines import losses_in
 from hvdtrain.keras.backends.session import KEY, LiveBatch, first_made, map_leaves
+from hvdtrain.private.keras import BackendEpochIterator
 from hvdtrain.world import same_data
 from hvdtrain.world.same_data import PRIME
 
@@ -35,7 +35,7 @@ class TensorFlowBackend:
     """Tensor and collective operations for `KERAS_BACKEND=tensorflow`."""
 
     name = "tensorflow"
-    epoch_iterator = TFEpochIterator  # of Keras' `fit`
+    epoch_iterator = BackendEpochIterator  # of Keras' `fit`
 
     def __init__(self) -> None:
         self._host_operations: dict[str, Any] = {}
@@ -471,7 +471,7 @@ class TensorFlowNotes:
             if isinstance(iterator._distributed_dataset, tf.data.Dataset):
                 iterator._distributed_dataset = _timed(iterator._distributed_dataset, self.waited)
 
-        with first_made(TFEpochIterator, made):
+        with first_made(BackendEpochIterator, made):
             yield
 
 

@@ -13,10 +13,10 @@ from typing import Any
 import keras
 import numpy as np
 import torch
-from keras.src.backend.torch.trainer import TorchEpochIterator
 
 from hvdtrain.comm.engines import losses_in
 from hvdtrain.keras.backends.session import LiveBatch, map_leaves
+from hvdtrain.private.keras import BackendEpochIterator
 from hvdtrain.world.same_data import PRIME
 
 REDUCIBLE = frozenset({torch.float16, torch.float32, torch.float64})
@@ -27,7 +27,7 @@ class TorchBackend:
     """Tensor and collective operations for `KERAS_BACKEND=torch`; what they do: see `TensorFlowBackend`."""
 
     name = "torch"
-    epoch_iterator = TorchEpochIterator  # of Keras' `fit`
+    epoch_iterator = BackendEpochIterator  # of Keras' `fit`
 
     @property
     def hvd(self) -> Any:

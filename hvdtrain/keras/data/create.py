@@ -6,13 +6,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import keras
-from keras.src.trainers.data_adapters import is_tf_dataset, is_torch_dataloader
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.sharding import Plan
 from hvdtrain.keras.data.loader import KerasLoader
 from hvdtrain.keras.data.sources import Arrays, BatchSource, DatasetBatches, Items, batch_of, rows_of, stacked
 from hvdtrain.keras.data.streams import Walk, WalkedLoader
+from hvdtrain.private.keras import is_tf_dataset, is_torch_dataloader
 from hvdtrain.world import same_data
 from hvdtrain.world.records import check_heads, stream_of
 from hvdtrain.world.streams import StreamPlan

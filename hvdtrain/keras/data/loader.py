@@ -12,14 +12,13 @@ from weakref import WeakSet
 
 import keras
 import numpy as np
-from keras.src.trainers.data_adapters import data_adapter_utils
-from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 
 from hvdtrain.comm import elastic
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.sharding import Dealt, Plan, Step
 from hvdtrain.keras.backends.session import NO_SAMPLE, map_leaves
 from hvdtrain.keras.data.sources import Batch, BatchSource, rows_of
+from hvdtrain.private.keras import DataAdapter, data_adapter_utils
 from hvdtrain.world.world import World
 
 known: WeakSet[KerasLoader] = WeakSet()

@@ -9,12 +9,12 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
-from keras.src.trainers.epoch_iterator import EpochIterator
 
 from hvdtrain.core.generators import OwnRandom, of_imported
 from hvdtrain.keras.backends.session import replaced
 from hvdtrain.keras.data.loader import KerasLoader
 from hvdtrain.keras.data.sources import Batch, BatchSource
+from hvdtrain.private.keras import EpochIterator
 from hvdtrain.world.records import STREAM, CountedRecords, StreamHead, check_ends, head
 from hvdtrain.world.streams import StreamPlan, StreamStep, epoch_seed, walk
 from hvdtrain.world.world import World

@@ -18,13 +18,12 @@ from typing import Any
 
 import keras
 import numpy as np
-from keras.src.backend.common import global_state
-from keras.src.random.seed_generator import global_seed_generator
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.generators import Generators, OwnRandom, State
 from hvdtrain.keras.backends.chosen import BACKEND
 from hvdtrain.keras.backends.session import KEY, KerasSession, TrainingPlace
+from hvdtrain.private.keras import global_seed_generator, global_state
 from hvdtrain.world.world import World
 
 _HOST = Generators()  # Python's and numpy's; the backend keeps its own

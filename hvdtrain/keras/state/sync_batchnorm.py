@@ -13,13 +13,13 @@ from typing import Any
 
 import keras
 from keras import ops
-from keras.src.backend.common.stateless_scope import in_stateless_scope
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.keras.backends.chosen import BACKEND
 from hvdtrain.keras.backends.session import KerasSession
 from hvdtrain.keras.state.replicas import torch_modules, untrained
 from hvdtrain.keras.state.units import refuse_where_ranks_part
+from hvdtrain.private.keras import in_stateless_scope
 
 _HOOK = "_moments"
 _PLAIN = keras.layers.BatchNormalization

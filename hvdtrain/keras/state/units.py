@@ -24,12 +24,11 @@ from typing import Any
 
 import keras
 from keras import ops
-from keras.src.losses import loss as keras_loss
-from keras.src.trainers.compile_utils import CompileLoss
 
 from hvdtrain.core.errors import ConfigError, ReplicaError
 from hvdtrain.keras.backends.chosen import BACKEND
 from hvdtrain.keras.backends.session import KEY, KerasSession, LiveBatch, hook, replaced
+from hvdtrain.private.keras import CompileLoss, get_keras_mask, keras_loss, set_keras_mask
 
 MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 
@@ -227,13 +226,13 @@ def whole(*values: Any) -> Any:
     leaves = [(at, leaf) for at, leaf in enumerate(keras.tree.flatten(found)) if leaf is not None]
     number = BACKEND.number_of_call(live)
     tensors = [keras.ops.convert_to_tensor(leaf) for _, leaf in leaves]
-    masks = [keras.src.backend.get_keras_mask(leaf) for _, leaf in leaves]
+    masks = [get_keras_mask(leaf) for _, leaf in leaves]
     masked = [at for at, mask in enumerate(masks) if mask is not None]
     sent = [*tensors, *(masks[at] for at in masked)]
     name = f"{prepared.name}.whole.{number}"
     joined = BACKEND.gather_rows(sent, live.samples, live.total(), prepared.world.rank, name)
     for at, mask in zip(masked, joined[len(tensors) :], strict=True):
-        keras.src.backend.set_keras_mask(joined[at], mask)
+        set_keras_mask(joined[at], mask)
     live.own.update({id(of_all): (own, of_all) for own, of_all in zip(tensors, joined, strict=False)})
     every = iter(joined)
     return keras.tree.map_structure(lambda leaf: None if leaf is None else next(every), found)

@@ -10,13 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hvdtrain.core.decomposition import Kind, LossGradients, bound, compared, judge
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.pipeline.trace.restore import preserved_state
 from hvdtrain.pipeline.values.microbatch import Weight, is_differentiable, pieces_of, shares
+from hvdtrain.private.torch import TorchDispatchMode, pytree
 from hvdtrain.values.nested import map_tensors, tensors_of
 
 _TF32 = 2e-2  # what GPUs round products of float32 to, unless they are told not to

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase as _NORM
-from torch.utils import _pytree as pytree
 
 from hvdtrain.core.errors import ConfigError, is_out_of_memory
 from hvdtrain.pipeline.plan.schedule import micro_batch_sizes
@@ -31,6 +30,7 @@ from hvdtrain.pipeline.run.comparison import Comparison, agrees, inner_loss, tol
 from hvdtrain.pipeline.run.worker import StageError
 from hvdtrain.pipeline.trace.restore import all_training, preserved_state
 from hvdtrain.pipeline.values.microbatch import Weight, is_differentiable, pieces_of, samples_of
+from hvdtrain.private.torch import pytree
 from hvdtrain.values.coupled import refuse_coupled_layers
 from hvdtrain.values.generators import differ, of_devices
 from hvdtrain.values.nested import map_tensors, tensors_of

@@ -13,13 +13,13 @@ from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
 from hvdtrain.pipeline.trace.code import forgotten
 from hvdtrain.pipeline.trace.restore import all_training, device_of, preserved_state, to_device
 from hvdtrain.pipeline.trace.shadow import executed
 from hvdtrain.pipeline.trace.tracer import Program, message_of
 from hvdtrain.pipeline.values.microbatch import SIMPLE
+from hvdtrain.private.torch import pytree
 from hvdtrain.values.generators import of_devices
 from hvdtrain.values.nested import tensors_of
 

@@ -17,9 +17,9 @@ from unittest import mock
 import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from hvdtrain.pipeline.trace.shadow import length, number
+from hvdtrain.private.torch import pytree
 
 _IN_PLACE = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift", "matmul")
 
@@ -105,6 +105,7 @@ for _name in _IN_PLACE:
 
 
 # make a tensor without being given one
+_Maker = Callable[[Any, Any], Any]  # of what stands in for a function
 _MAKERS = (
     "arange", "empty", "eye", "full", "linspace", "logspace", "normal", "ones", "rand", "randint", "randn", "randperm",
     "tensor", "tril_indices", "triu_indices", "zeros",
@@ -173,78 +174,97 @@ def users_line() -> str:
 def patched(tracer: Any) -> Iterator[None]:
     """Records what fx would not: functions that make tensors, and a user's `autograd.Function` as one operation
     (followed inside, its own backward would be lost); and looks at modules' attributes, in `tracer.read`."""
-    apply = inspect.getattr_static(torch.autograd.Function, "apply")  # from PyTorch 2.14 on a method of C's
+    makers: list[tuple[Any, str, _Maker]] = [
+        *((torch, name, _asking) for name in _SETTINGS),
+        (torch.autograd.graph.saved_tensors_hooks, "__enter__", _hooking),
+        (builtins, "len", _counting),
+        (builtins, "isinstance", _judging),
+        (nn.Module, "__getattribute__", _noting),
+        (torch.autograd.Function, "apply", _applying),
+        *((torch, name, _recording) for name in _MAKERS),  # with stand-ins for sizes no call comes to the mode below
+    ]
+    with ExitStack() as patches:
+        for owner, name, make in makers:
+            # not getattr, which binds `apply`: from PyTorch 2.14 on a method of C's
+            new = make(tracer, inspect.getattr_static(owner, name))
+            patches.enter_context(mock.patch.object(owner, name, new))
+        patches.enter_context(_RealTensors(tracer))
+        yield
 
-    def apply_or_record(cls: Any, *args: Any, **kwargs: Any) -> Any:
+
+# ---- what stands in while a model is traced: each is given the tracer and the original
+
+
+def _applying(tracer: Any, original: Any) -> Any:
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if any(isinstance(leaf, fx.Proxy) for leaf in pytree.tree_leaves((args, kwargs))):
             return tracer.create_proxy("call_function", cls.apply, args, kwargs, name=cls.__name__.lower())
-        return apply.__get__(None, cls)(*args, **kwargs)
+        return original.__get__(None, cls)(*args, **kwargs)
 
-    def recorder(function: Any) -> Any:
-        def record(*args: Any, **kwargs: Any) -> Any:
-            if not tracer.records:
-                return function(*args, **kwargs)
-            return tracer.create_proxy("call_function", function, args, kwargs)
+    return classmethod(apply)
 
-        return record
 
-    count = builtins.len
+def _recording(tracer: Any, original: Any) -> Any:
+    def record(*args: Any, **kwargs: Any) -> Any:
+        if not tracer.records:
+            return original(*args, **kwargs)
+        return tracer.create_proxy("call_function", original, args, kwargs)
 
+    return record
+
+
+def _counting(tracer: Any, original: Any) -> Any:
     def counted(value: Any) -> Any:
         """How many samples there are is asked in each pass: `x.view(len(x), -1)`."""
         if not isinstance(value, fx.Proxy) or not tracer.records:
-            return count(value)
+            return original(value)
         known = tracer.asked(value, length)
-        return tracer.create_proxy("call_function", count, (value,), {}) if known is None else known
+        return tracer.create_proxy("call_function", original, (value,), {}) if known is None else known
 
-    kind_of = builtins.isinstance
+    return counted
 
+
+def _judging(tracer: Any, original: Any) -> Any:
     def is_a(value: Any, kinds: Any) -> bool:
         """A user's `isinstance(x, Tensor)` is answered for what a stand-in stands for."""
         if type(value) is not Proxy or not tracer.records or not _asks():
-            return kind_of(value, kinds)
-        return kind_of(value, kinds) or tracer.is_a(value, kinds)
+            return original(value, kinds)
+        return original(value, kinds) or tracer.is_a(value, kinds)
 
-    found = nn.Module.__getattribute__
+    return is_a
 
+
+def _noting(tracer: Any, original: Any) -> Any:
     def noted(module: nn.Module, name: str) -> Any:
         if tracer.records and not name.startswith("__"):
             tracer.read.add((module, name))  # one that is not there as well
         elif tracer.records and name == "__dict__" and _asks():  # any attribute may be read from it
-            tracer.read.update((module, held) for held in found(module, name))
-        return found(module, name)
+            tracer.read.update((module, held) for held in original(module, name))
+        return original(module, name)
 
-    enter = torch.autograd.graph.saved_tensors_hooks.__enter__
+    return noted
 
+
+def _hooking(tracer: Any, original: Any) -> Any:
     def hooked(hooks: Any) -> Any:
         """Non-reentrant checkpointing and `save_on_cpu` of every release of PyTorch: a stand-in keeps nothing."""
         if not tracer.records:
-            return enter(hooks)
+            return original(hooks)
         raise ValueError(
             "torch.utils.checkpoint(use_reentrant=False), or save_on_cpu; remat='all' of split() does as much"
         )
 
-    def asker(function: Any) -> Any:
-        """A setting that a submodule asks for is its own to ask in each pass: it is called as a whole."""
+    return hooked
 
-        def ask(*args: Any) -> Any:
-            if not tracer.records or not _asks():
-                return function(*args)
-            if tracer.calls[-1].path:
-                raise ValueError(f"asks for a setting: {function.__name__}")
-            return tracer.create_proxy("call_function", function, args, {})  # a setting that each pass asks for
 
-        return ask
+def _asking(tracer: Any, original: Any) -> Any:
+    """A setting that a submodule asks for is its own to ask in each pass: it is called as a whole."""
 
-    with ExitStack() as patches:
-        for name in _SETTINGS:
-            patches.enter_context(mock.patch.object(torch, name, asker(getattr(torch, name))))
-        patches.enter_context(mock.patch.object(torch.autograd.graph.saved_tensors_hooks, "__enter__", hooked))
-        patches.enter_context(mock.patch.object(builtins, "len", counted))
-        patches.enter_context(mock.patch.object(builtins, "isinstance", is_a))
-        patches.enter_context(mock.patch.object(nn.Module, "__getattribute__", noted))
-        patches.enter_context(mock.patch.object(torch.autograd.Function, "apply", classmethod(apply_or_record)))
-        for name in _MAKERS:  # with stand-ins for sizes a call does not get as far as the mode below
-            patches.enter_context(mock.patch.object(torch, name, recorder(getattr(torch, name))))
-        patches.enter_context(_RealTensors(tracer))
-        yield
+    def ask(*args: Any) -> Any:
+        if not tracer.records or not _asks():
+            return original(*args)
+        if tracer.calls[-1].path:
+            raise ValueError(f"asks for a setting: {original.__name__}")
+        return tracer.create_proxy("call_function", original, args, {})  # a setting that each pass asks for
+
+    return ask

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.pipeline.trace.recording import users_line
@@ -33,6 +32,7 @@ from hvdtrain.pipeline.trace.restore import (
 )
 from hvdtrain.pipeline.trace.tracer import Program, is_torchs, message_of
 from hvdtrain.pipeline.values.microbatch import SIMPLE
+from hvdtrain.private.torch import pytree
 from hvdtrain.values.nested import map_tensors, tensors_of
 
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
 from hvdtrain.pipeline.trace.restore import FEW, attributes_of, device_of, resized, restored, to_device
 from hvdtrain.pipeline.values.microbatch import samples_of
+from hvdtrain.private.torch import DisableTorchFunction, pytree
 from hvdtrain.values.generators import HOST
 
 UNKNOWN: Any = object()
@@ -84,7 +84,7 @@ class Shadow:
             return UNKNOWN
         name = str(node.target if isinstance(node.target, str) else getattr(node.target, "__name__", ""))
         try:
-            with torch._C.DisableTorchFunction():
+            with DisableTorchFunction():
                 value = executed(node, run, named)
         except Exception:  # the pass itself will say what is wrong
             return UNKNOWN

@@ -25,8 +25,6 @@ from typing import Any, TypeVar
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, fx, nn
-from torch.nn import functional as F
-from torch.nn.modules import transformer
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.pipeline.trace import recording
@@ -35,6 +33,7 @@ from hvdtrain.pipeline.trace.recording import Proxy
 from hvdtrain.pipeline.trace.restore import all_training, attributes_of, device_of, preserved_state, redrawn, restored
 from hvdtrain.pipeline.trace.shadow import Shadow, same, truth
 from hvdtrain.pipeline.values.microbatch import FixedArguments, is_named, known_to_pytree
+from hvdtrain.private.torch import canonical_mask, detect_is_causal_mask, sequence_length
 from hvdtrain.values.generators import HOST
 
 # what depends on no stand-in is computed once, when the model is traced
@@ -392,8 +391,8 @@ def _is_open_encoder(module: nn.Module, args: Sequence[Any], kwargs: dict[str, A
 
 def _encoder_mask(src: Tensor, mask: Any, is_causal: bool | None, batch_first: bool) -> tuple[Any, bool]:
     """What `nn.TransformerEncoder.forward` makes of its mask, by the library's own functions."""
-    mask = F._canonical_mask(mask, "mask", None, "", src.dtype, check_other=False)
-    return mask, transformer._detect_is_causal_mask(mask, is_causal, transformer._get_seq_len(src, batch_first))
+    mask = canonical_mask(mask, "mask", None, "", src.dtype, check_other=False)
+    return mask, detect_is_causal_mask(mask, is_causal, sequence_length(src, batch_first))
 
 
 def _autocast_state() -> tuple[Any, ...]:

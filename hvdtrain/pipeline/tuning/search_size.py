@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from hvdtrain.core.errors import ConfigError, is_out_of_memory
 from hvdtrain.pipeline.plan.schedule import Schedule, micro_batch_sizes, usual_counts
 from hvdtrain.pipeline.tuning.plots import SplitCurve
-from hvdtrain.pipeline.tuning.search import Search, climb, race_in_turns
+from hvdtrain.pipeline.tuning.search import PairOutcome, Search, climb, race_in_turns
 from hvdtrain.record.stats import Interval
 
 if TYPE_CHECKING:
@@ -183,32 +183,42 @@ def tune(
         one = search.compared(best, REFERENCE, ROUNDS, left_s) if runs.one is not None else None
         schedule = _schedule(runs, best, schedules, confidence) if schedules else pipe.schedule
     pipe.micro_batches, pipe.schedule = best, schedule
+    tuning = _found(
+        runs, best, predicted, one, settled=settled, confidence=confidence,
+        spent_s=time.perf_counter() - started, schedule=schedule if schedules else "",
+    )  # fmt: skip
+    if require and tuning.one_is_faster:
+        rule = "a model is split where that is faster, or where it does not fit on one device"
+        raise SplitDoesNotPay(rule, tuning.verdict, "train the unsplit model on one device")
+    return tuning
+
+
+def _found(
+    runs: _Runs, best: int, predicted: Mapping[int, float], one: PairOutcome | None, *, settled: bool,
+    confidence: float, spent_s: float, schedule: str,
+) -> Tuning:  # fmt: skip
     seconds = {count: [its for its in runs.seconds[count] if its < math.inf] for count in runs.seconds}
     trials = {
-        count: Trial(count, split_size(batch, count), tuple(its), statistics.median(its), predicted[count])
+        count: Trial(count, split_size(runs.batch, count), tuple(its), statistics.median(its), predicted[count])
         for count, its in sorted(seconds.items())
         if its and count != REFERENCE
     }
     ratio = one.ratio if one else None
-    tuning = Tuning(
-        batch=batch,
+    return Tuning(
+        batch=runs.batch,
         trials=tuple(trials.values()),
         best=trials[best],
         prediction=predicted,
         unsplit_s=tuple(seconds.get(REFERENCE, ())) if ratio else (),
-        unsplit_on=str(runs.one or ", ".join(dict.fromkeys(map(str, pipe.devices)))),
+        unsplit_on=str(runs.one or ", ".join(dict.fromkeys(map(str, runs.pipe.devices)))),
         ratio=ratio and Interval(1 / ratio.value, 1 / ratio.high, 1 / ratio.low),
         one_device=one.outcome if one else "",
         settled=settled and (one is None or one.outcome in ("faster", "slower")),
         failed={count: str(error) for count, error in runs.errors.items() if count != REFERENCE},
         confidence=confidence,
-        spent_s=time.perf_counter() - started,
-        schedule=schedule if schedules else "",
+        spent_s=spent_s,
+        schedule=schedule,
     )
-    if require and tuning.one_is_faster:
-        rule = "a model is split where that is faster, or where it does not fit on one device"
-        raise SplitDoesNotPay(rule, tuning.verdict, "train the unsplit model on one device")
-    return tuning
 
 
 def counted(micro_batches: int) -> str:

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.sharding import weight_number
+from hvdtrain.private.torch import pytree
 from hvdtrain.values.nested import map_tensors, tensors_of
 
 # leaves of nested values besides tensors

@@ -12,11 +12,15 @@ from contextlib import ExitStack, contextmanager
 from queue import SimpleQueue
 
 import torch
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from hvdtrain.core.errors import ConfigError
+from hvdtrain.private.torch import (
+    DeviceContext,
+    dispatch_modes,
+    function_modes,
+    profiler_enabled,
+    top_saved_tensors_hooks,
+)
 
 
 class Context:
@@ -33,17 +37,17 @@ class Context:
             if torch.is_autocast_enabled(kind)
         ]
         self._threads = threads
-        modes = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()] if threads else []
+        modes = [*function_modes(), *dispatch_modes()] if threads else []
         self._devices = [mode.device for mode in modes if isinstance(mode, DeviceContext)]
         self._variables = contextvars.copy_context()
-        self._saving = torch._C._autograd._top_saved_tensors_default_hooks(True) if threads else None
+        self._saving = top_saved_tensors_hooks(True) if threads else None
         if others := ", ".join(type(mode).__name__ for mode in modes if not isinstance(mode, DeviceContext)):
             raise ConfigError(
                 "the stages of a pipeline work in threads of their own, which this mode does not reach",
                 f"a call inside of {others}",
                 "leave the mode out; or look at the unsplit model, or at a pipeline of one device, with it",
             )
-        if threads and torch.autograd._profiler_enabled():
+        if threads and profiler_enabled():
             warnings.warn(
                 "torch.profiler sees only the thread that started it, not the stages of a pipeline, unless it was given"
                 " experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True)",

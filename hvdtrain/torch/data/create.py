@@ -19,7 +19,7 @@ from hvdtrain.torch.data.streams import Get, Streamed, StreamLoader, drawn_by_ep
 from hvdtrain.torch.data.workers import Workers
 from hvdtrain.torch.engines.engine import device_of
 from hvdtrain.world import same_data
-from hvdtrain.world.records import BATCH_SAMPLER, SAMPLER, STREAM, check_heads, stream_of
+from hvdtrain.world.records import BATCH_SAMPLER, SAMPLER, STREAM, StreamHead, StreamWords, check_heads, stream_of
 from hvdtrain.world.resources import usable_cores, workers_for
 from hvdtrain.world.streams import StreamPlan
 from hvdtrain.world.world import World, given_or_current
@@ -167,16 +167,13 @@ def loader(
     batch = per_rank_batch if per_rank_batch is not None else -(-whole_batches // world.size)
     order = batch_sampler if sampler is None else sampler
     kind = STREAM if order is None else BATCH_SAMPLER if sampler is None else SAMPLER
+    augment = augment or augment_of(data)
     if by_index or order is not None:
         source = source_of(data, device, processes, collate, auto=workers == "auto")
         plan = Plan(source.samples, world.size, batch, seed=seed, shuffle=shuffle, tail=tail)
-        world.agree("data (samples, batch, seed, order, tail)", (*vars(plan).values(), whole_batches))
-        if plan.samples == 0:
-            raise ConfigError("training needs samples", "the data set has none", "give data", shared=True)
-        if world.size > 1:
-            same_data.check(world, source.digest())
+        _compare(world, source, plan, whole_batches)
         if order is None:
-            return Loader(source, plan, world, augment=augment or augment_of(data))
+            return Loader(source, plan, world, augment=augment)
         _refuse_sampler(order)
         begin = drawn_by_epoch(order, stream_of(order, kind), seed)
         get = source if isinstance(source, Memory) else Get(source.dataset, None)
@@ -188,12 +185,25 @@ def loader(
     )
     walked = Streamed(begin, get, processes, collate, kind)
     world.agree("data (batch, seed, tail)", (batch, seed, tail, whole_batches, kind.name))
+    return StreamLoader(walked, stream, world, augment=augment, begins=_begin(world, walked, kind, seed))
+
+
+def _begin(world: World, walked: Streamed, kind: StreamWords, seed: int) -> StreamHead:
     begins = walked.head(seed)
     if world.size > 1:
         check_heads(world, begins)
     if begins.records == 0:
         raise ConfigError("training needs samples", f"{kind.name} has no {kind.one}", "give data", shared=True)
-    return StreamLoader(walked, stream, world, augment=augment or augment_of(data), begins=begins)
+    return begins
+
+
+def _compare(world: World, source: Any, plan: Plan, whole_batches: int) -> None:
+    """Raises `ReplicaError` where ranks have other data, `ConfigError` where there is none; collective."""
+    world.agree("data (samples, batch, seed, order, tail)", (*vars(plan).values(), whole_batches))
+    if plan.samples == 0:
+        raise ConfigError("training needs samples", "the data set has none", "give data", shared=True)
+    if world.size > 1:
+        same_data.check(world, source.digest())
 
 
 def _whole_batches(per_rank_batch: int | None, sampler: Any, batch_sampler: Any, world: World) -> int:

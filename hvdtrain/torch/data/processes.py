@@ -17,12 +17,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader, get_worker_info
-from torch.utils.data._utils import worker as torch_worker
 
 from hvdtrain.core.errors import ConfigError, HvdtrainError
 from hvdtrain.core.version import add_note
+from hvdtrain.private.torch import ExceptionWrapper, data_worker
 from hvdtrain.world.records import STREAM
 
 
@@ -110,21 +109,7 @@ def answers(reader: Any, processes: Processes, questions: Sequence[Any] | None =
         reader.turn = (worker_context() or torch.multiprocessing).Lock()
     received, mine = 0, os.getpid()
     with _explained(reader, processes, received):
-        found = iter(
-            DataLoader(
-                reader,
-                batch_size=None,  # the reader makes whole batches
-                sampler=questions,
-                collate_fn=_as_it_is,
-                num_workers=count,
-                multiprocessing_context=worker_context() if count else None,
-                worker_init_fn=partial(_start, processes.init),
-                pin_memory=processes.pin_memory,
-                prefetch_factor=processes.prefetch if count else None,
-                timeout=processes.timeout_s,
-                generator=torch.Generator(),  # else each pass draws from the stream that dropout uses
-            )
-        )
+        found = iter(_data_loader(reader, processes, questions))
     try:
         while True:
             with _explained(reader, processes, received):
@@ -146,6 +131,23 @@ def answers(reader: Any, processes: Processes, questions: Sequence[Any] | None =
             found._shutdown = True  # type: ignore[attr-defined]
         elif hasattr(found, "_shutdown_workers"):
             found._shutdown_workers()  # what it does itself when it is collected, but at a known time
+
+
+def _data_loader(reader: Any, processes: Processes, questions: Sequence[Any] | None) -> DataLoader[Any]:
+    count = processes.count
+    return DataLoader(
+        reader,
+        batch_size=None,  # the reader makes whole batches
+        sampler=questions,
+        collate_fn=_as_it_is,
+        num_workers=count,
+        multiprocessing_context=worker_context() if count else None,
+        worker_init_fn=partial(_start, processes.init),
+        pin_memory=processes.pin_memory,
+        prefetch_factor=processes.prefetch if count else None,
+        timeout=processes.timeout_s,
+        generator=torch.Generator(),  # else each pass draws from the stream that dropout uses
+    )
 
 
 @contextmanager
@@ -203,7 +205,7 @@ def located(where: str, make: Callable[..., Any], *given: Any) -> Any:
 PATIENCE_S = (2.0, 4.0, 8.0, 16.0)
 
 
-class _Watchdog(torch_worker.ManagerWatchdog):
+class _Watchdog(data_worker.ManagerWatchdog):
     """A watchdog of a worker's real parent: PyTorch's takes for it whatever process is the parent when it begins,
     and of one that was killed just before, a worker would wait forever."""
 
@@ -222,7 +224,7 @@ class Process(multiprocessing.context.ForkProcess):
     def run(self) -> None:
         self._answers.send_bytes(b"")
         self._answers.close()
-        vars(torch_worker)["ManagerWatchdog"] = _Watchdog  # in this process only
+        vars(data_worker)["ManagerWatchdog"] = _Watchdog  # in this process only
         super().run()
 
     @staticmethod

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset
-from torch.utils.data._utils import worker as torch_worker
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.generators import OwnRandom
 from hvdtrain.core.sharding import Step
+from hvdtrain.private.torch import data_worker
 from hvdtrain.torch.data.loader import Loader
 from hvdtrain.torch.data.memory import Memory
 from hvdtrain.torch.data.processes import Processes, ProcessReader
@@ -62,11 +62,11 @@ class Get:
 @contextmanager
 def _no_worker() -> Iterator[None]:
     """Hides from streams that they are read by several workers, among which many share themselves out."""
-    info, torch_worker._worker_info = torch_worker._worker_info, None
+    info, data_worker._worker_info = data_worker._worker_info, None
     try:
         yield
     finally:
-        torch_worker._worker_info = info
+        data_worker._worker_info = info
 
 
 class _Walker(ProcessReader, IterableDataset[Any]):

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.launchers import Detected
+from hvdtrain.private.torch import execution_engine
 from hvdtrain.torch.engines.base import HALVES, Pass, Transport, step_of
 from hvdtrain.torch.engines.group import GroupEngine, join, rank_losses
 from hvdtrain.torch.engines.reducer import Reducer, Wait
@@ -167,7 +168,7 @@ def _when_the_graph_is_done(grad: Tensor) -> None:
     """Lets the clock see where waiting begins: inside `backward`, when all gradients are computed. Called as the
     pass begins, so ahead of DDP in the queue of what is called at its end."""
     begin: Any = partial(CLOCK.enter, "communication")
-    torch.autograd.Variable._execution_engine.queue_callback(begin)
+    execution_engine.queue_callback(begin)
 
 
 class _LossCarrier(nn.Module):

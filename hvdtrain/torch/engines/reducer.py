@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hvdtrain.core.errors import ConfigError
+from hvdtrain.private.torch import storage_use_count
 from hvdtrain.torch.engines.base import HALVES, Pass, Staged
 from hvdtrain.torch.engines.shell import trainable, trains_others
 
@@ -330,7 +331,7 @@ def _is_its_own(gradient: Tensor, parameter: nn.Parameter, layout: Layout) -> bo
         and all(its == wanted for size, its, wanted in lies if size > 1)
         and memory.resizable()  # numpy's, for one, is not
         and references <= _OWN_REFERENCES
-        and torch._C._storage_Use_Count(memory._cdata) <= _OWN_USES
+        and storage_use_count(memory._cdata) <= _OWN_USES
     )
 
 

@@ -17,13 +17,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _get_current_dispatch_mode_stack,
-)
-from torch.utils._pytree import tree_flatten, tree_map
 
 from hvdtrain.core.decomposition import bound
+from hvdtrain.private.torch import TorchDispatchMode, current_autograd_node, dispatch_modes, pytree
 from hvdtrain.torch.losses.loss_graph import nodes_of
 
 _LONGEST = 5000  # operations
@@ -54,7 +50,7 @@ class _Operation:
 
     @property
     def given(self) -> list[Any]:
-        return tree_flatten((self.args, self.kwargs))[0]
+        return pytree.tree_flatten((self.args, self.kwargs))[0]
 
 
 class Recording:
@@ -136,7 +132,7 @@ class _Mode(TorchDispatchMode):
         if not self._entered or self._recordings:
             return
         # not in the stack: a mode of the program's that was entered before has left in our place, and is there for us
-        if (stack := _get_current_dispatch_mode_stack()) and (stack[-1] is self or self not in stack):
+        if (stack := dispatch_modes()) and (stack[-1] is self or self not in stack):
             self._entered = False
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
@@ -164,8 +160,8 @@ class _Mode(TorchDispatchMode):
         if all(recording.is_full for recording in self._recordings):
             return result
         changed = _changed(func, args, kwargs) if func._schema.is_mutable else []
-        results = tree_flatten(result)[0]
-        differentiates = torch._C._current_autograd_node() is not None
+        results = pytree.tree_flatten(result)[0]
+        differentiates = current_autograd_node() is not None
         operation = _Operation(func, args, kwargs, results, changed, drawn, torch.is_grad_enabled(), differentiates)
         for recording in self._recordings:
             recording.add(operation)
@@ -174,7 +170,7 @@ class _Mode(TorchDispatchMode):
 
 def _drawn(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _State:
     """Returns the generator that an operation draws from, and its state."""
-    given = tree_flatten((args, dict(kwargs)))[0]
+    given = pytree.tree_flatten((args, dict(kwargs)))[0]
     generator = next((one for one in given if isinstance(one, torch.Generator)), None)
     if generator is None:
         device = kwargs.get("device") or next((one.device for one in given if isinstance(one, Tensor)), "cpu")
@@ -224,7 +220,7 @@ def _changed(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> lis
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:
-    return (value for value in tree_flatten(values)[0] if isinstance(value, Tensor))
+    return (value for value in pytree.tree_flatten(values)[0] if isinstance(value, Tensor))
 
 
 def _place(tensor: Tensor) -> int:
@@ -327,10 +323,10 @@ class Replay:
             return numbers.get(value, value) if isinstance(value, float) else value
 
         for operation in self._operations:
-            args, kwargs = tree_map(given, (operation.args, operation.kwargs))
+            args, kwargs = pytree.tree_map(given, (operation.args, operation.kwargs))
             grad = torch.set_grad_enabled(operation.with_gradient or self._compiled)
             with grad, _as_then(operation.drawn):
-                results = tree_flatten(operation.function(*args, **kwargs))[0]
+                results = pytree.tree_flatten(operation.function(*args, **kwargs))[0]
             if operation.function is _READS:
                 numbers[operation.results[0]] = float(results[0])
                 continue

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from hvdtrain.comm import elastic
 from hvdtrain.core.errors import ConfigError
+from hvdtrain.private.torch import multiply_each_
 from hvdtrain.torch.losses.loss_graph import nodes_of
 from hvdtrain.torch.losses.tally import Number, Tally, double
 from hvdtrain.torch.update.batches import Batch
@@ -267,7 +268,7 @@ def scale(gradients: Sequence[Tensor], factor: Tensor) -> None:
     """Multiplies in place, whichever devices the gradients are on."""
     for device in dict.fromkeys(gradient.device for gradient in gradients):
         own = [gradient for gradient in gradients if gradient.device == device]
-        torch._foreach_mul_(own, factor.to(device))
+        multiply_each_(own, factor.to(device))
 
 
 @contextmanager
