@@ -119,7 +119,10 @@ class HostCollectives:
     def broadcast_bytes(self, data: bytes | None, root: int) -> bytes:
         import numpy as np
 
-        content = data if self.rank == root and data is not None else b""
+        mine = self.rank == root
+        if mine and data is None:
+            raise ValueError("the root of a broadcast must give the data")
+        content = data if mine and data is not None else b""
         length = int(self.host_broadcast(np.array([len(content)], np.int64), root)[0])
         buffer = np.frombuffer(bytearray(content or bytes(length)), np.uint8)
         starts = range(0, length, CHUNK_BYTES)

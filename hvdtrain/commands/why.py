@@ -65,10 +65,9 @@ def why(where: Path) -> str:
     others = () if run is not None else (path for path in where.glob("*.json") if path.name != RECORD)
     found = sorted([*where.glob(f"{FOLDER}/*.json"), *others], key=_age)
     attempts = (run or {}).get("attempts") or [{}]
-    started = datetime.datetime.fromisoformat(attempts[-1].get("started") or "1970-01-01T00:00:00+00:00").timestamp()
     pages = [page for path in sorted(where.glob(f"{FOLDER}/*.ring")) if (page := read_ring(path)) is not None]
     words = [page for page in pages if "error" in page]
-    if found and _age(found[-1]) >= started:
+    if found and _age(found[-1]) >= _seconds(attempts[-1].get("started")):
         before = [page for page in words if not page["aftermath"] and page["failed"] < _age(found[-1])]
         return "\n".join([*([errors_in_words(before)] if before else []), _hang(found[-1])])
     silent = [page for page in pages if "error" not in page]
@@ -114,6 +113,10 @@ def _preempted(folder: Path) -> str:
 
 def _age(path: Path) -> float:
     return path.stat().st_mtime
+
+
+def _seconds(moment: str | None) -> float:
+    return datetime.datetime.fromisoformat(moment).timestamp() if moment else 0.0
 
 
 def _hang(path: Path) -> str:

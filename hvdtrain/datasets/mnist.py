@@ -104,11 +104,11 @@ def read(path: Path) -> dict[str, np.ndarray]:
     import numpy as np
 
     file = path / NAME if path.is_dir() else path
-    if not file.is_file():
-        received = contents(path) if path.is_dir() else f"{path}: no such file or folder"
-        rule = f"--data must name a {NAME}, or a folder with one, on every node"
-        raise ConfigError(rule, received, "correct the path, or train on --data digits, which are built in")
     try:
+        if not file.is_file():
+            received = contents(path) if path.is_dir() else f"{path}: no such file or folder"
+            rule = f"--data must name a {NAME}, or a folder with one, on every node"
+            raise ConfigError(rule, received, "correct the path, or train on --data digits, which are built in")
         start = start_of(file)
         if start[:2] != b"PK":
             raise ValueError(f"starts with {start!r}, not as a zip archive does")
@@ -119,7 +119,8 @@ def read(path: Path) -> dict[str, np.ndarray]:
                 raise not_usable(f"an MNIST .npz must hold the arrays {', '.join(ARRAYS)}", received)
             arrays = {name: stored[name] for name in ARRAYS}
     except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error, NotImplementedError) as error:
-        received = f"{file} ({file.stat().st_size} bytes): {error}"
+        size = "" if isinstance(error, OSError) else f" ({file.stat().st_size} bytes)"
+        received = f"{file}{size}: {error}"
         raise not_usable("a .npz file must be a whole zip archive of numpy arrays", received) from error
     _check(arrays, file)
     return arrays

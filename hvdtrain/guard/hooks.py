@@ -13,15 +13,23 @@ from typing import Any
 Hook = Callable[[ModuleType], None]
 
 
-def _hook_after(loader: Any, hook: Hook) -> None:
-    """Has a module's own loader call the hook after it has run the module, once."""
+class _Loader(importlib.abc.Loader):
+    """A module's own loader, and then its hook, once."""
 
-    def exec_module(module: ModuleType) -> None:
-        del loader.exec_module
-        loader.exec_module(module)
-        hook(module)
+    def __init__(self, loader: Any, hooks: dict[str, Hook]) -> None:
+        self._loader, self._hooks = loader, hooks
 
-    loader.exec_module = exec_module
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        # as if it had never been here, for whoever looks for data beside the module
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        module.__loader__ = self._loader
+        self._loader.exec_module(module)
+        if hook := self._hooks.pop(module.__name__, None):
+            hook(module)
 
 
 class _Finder(importlib.abc.MetaPathFinder):
@@ -31,18 +39,20 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        hook = self._hooks.pop(fullname, None)  # what is asked below for the same name is no longer ours
+        hook = self._hooks.pop(fullname, None)  # what finders ask below for the same name is not ours
         if hook is None:
             return None
-        for finder in sys.meta_path:
-            find = getattr(finder, "find_spec", None)
-            spec = find(fullname, path, target) if find is not None and finder is not self else None
-            if spec is not None:
-                if spec.loader is not None:
-                    _hook_after(spec.loader, hook)
-                return spec
-        self._hooks[fullname] = hook
-        return None
+        try:
+            for finder in sys.meta_path:
+                find = getattr(finder, "find_spec", None)
+                spec = find(fullname, path, target) if find is not None and finder is not self else None
+                if spec is not None:
+                    if spec.loader is not None:
+                        spec.loader = _Loader(spec.loader, self._hooks)
+                    return spec
+            return None
+        finally:
+            self._hooks[fullname] = hook  # who only looks for a module does not import it
 
 
 def install(hooks: Mapping[str, Hook]) -> None:

@@ -149,7 +149,8 @@ def _checked(
     several = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
     for each in several:
         check_plain(each)
-    if world.size * options.accumulate > 1:
+    parts = world.size * options.accumulate * getattr(engine_of(world), "pieces", 1)
+    if parts > 1 or elastic.active() is not None:
         refuse_coupled_layers(unwrap(model))
     staged = staged_or_none(model)
     if staged is not None:

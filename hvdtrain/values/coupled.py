@@ -13,7 +13,9 @@ def refuse_coupled_layers(model: nn.Module) -> None:
     In a part of a batch a row has another count, so the parts' gradients do not add up to the batch's.
     """
     for name, module in model.named_modules():
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.scale_grad_by_freq:
+        if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or not module.weight.requires_grad:
+            continue
+        if module.scale_grad_by_freq:
             raise ConfigError(
                 "scale_grad_by_freq=True needs the whole batch in one pass: it counts the rows of that batch",
                 f"{type(module).__name__} {name or 'as the model'}, with the batch in parts (ranks, accumulation or"

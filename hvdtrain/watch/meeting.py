@@ -286,7 +286,7 @@ class Tracker:
 
     # -- what is said about it -------------------------------------------------------------------------------------
     def stuck(self, after_s: float) -> State | None:
-        """Returns where this rank has waited for `after_s` or longer and all others are not known to be; else None."""
+        """Returns where this rank has waited for `after_s` or longer, unless all ranks are known to be there."""
         update, meeting = self._update, self._meeting
         if meeting is not None and meeting.agreed:
             return None

@@ -204,7 +204,8 @@ def _let_it_change(world: World, its: Elastic, framework: str) -> None:
 
 
 def _leave_at_exit(world: World, pid: int) -> None:
-    """Waits for the other ranks at the end of a program that has not left its world and has not failed."""
+    """Waits for the other ranks at the end of a program that has not left its world and has not failed: else the engine
+    would go down under ranks that still talk."""
     if current() is not world or os.getpid() != pid:
         return
     failure = ended_by()

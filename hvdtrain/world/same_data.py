@@ -168,7 +168,7 @@ def _parts(data: Any, name: str, within: tuple[int, ...]) -> Iterator[tuple[str,
         yield name, repr(data).encode()
     elif hasattr(data, "dtype") and hasattr(data, "shape"):
         if getattr(data.dtype, "hasobject", False):
-            inner = ((f"[{index}]", item) for index, item in enumerate(on_host(data).reshape(-1).tolist()))
+            inner = ((f"[{index}]", item) for index, item in enumerate(_on_host(data).reshape(-1).tolist()))
         else:
             yield name, _bytes(data, _ENDS) + _bytes(getattr(data, "mask", None), _ENDS)
     elif isinstance(data, (set, frozenset)):
@@ -268,7 +268,7 @@ def _bytes(value: Any, limit: int = 1 << 62) -> bytes:
 
     if value is None or isinstance(value, (str, bytes, int, float, bool)):
         return repr(value).encode()
-    array = on_host(value)
+    array = _on_host(value)
     if array.dtype.hasobject:
         return b"|".join(seen for _, seen in glance(array.tolist()))
     flat = array.reshape(-1)
@@ -276,27 +276,51 @@ def _bytes(value: Any, limit: int = 1 << 62) -> bytes:
     return f"{array.dtype}{array.shape}".encode() + np.ascontiguousarray(flat[::step]).tobytes()
 
 
-def on_host(value: Any) -> np.ndarray:
-    """Returns a tensor of any framework, an array or a number as a numpy array."""
+def as_array(value: Any) -> np.ndarray:
+    """Returns a tensor of any framework, an array or a number as numpy's; TypeError for a type that it lacks."""
     import numpy as np
 
-    if hasattr(value, "detach"):  # a torch tensor
-        value = value.detach().cpu()
+    return np.asarray(value.detach().cpu() if hasattr(value, "detach") else value)
+
+
+def _on_host(value: Any) -> np.ndarray:
+    """Returns `as_array`, or the text of what is no array: enough for a digest."""
+    import numpy as np
+
     try:
-        return np.asarray(value)
+        return as_array(value)
     except (TypeError, ValueError):
         return np.asarray(repr(value))
 
 
 def _row_hashes(arrays: Sequence[Any]) -> list[int]:
     """Returns the smallest hashes of whole samples, sorted: equal for the same samples in whatever order."""
+    import numpy as np
+
     length = min((len(array) for array in arrays if array is not None), default=0)
     hashes: list[int] = []
     for start in range(0, length, _PIECE):
-        rows = zip(*(on_host(array[start : start + _PIECE]) for array in arrays if array is not None), strict=False)
-        of_piece = {_number(b"|".join(_bytes(value, _ROW_BYTES) for value in row)) for row in rows}
-        hashes = sorted(of_piece.union(hashes))[:_SKETCH]
+        total: Any = np.uint64(0)
+        for array in arrays:
+            if array is not None:
+                total = (total ^ _mixed(_on_host(array[start : start + _PIECE]))) * np.uint64(0x9E3779B97F4A7C15)
+                total ^= total >> np.uint64(29)
+        hashes = sorted({*np.unique(total)[:_SKETCH].tolist(), *hashes})[:_SKETCH]
     return hashes
+
+
+def _mixed(rows: np.ndarray) -> np.ndarray:
+    """Returns a number for each row (uint64), made of up to 64 of its elements; a loop of Python's takes 50 times as
+    long."""
+    import numpy as np
+
+    rows = rows.reshape(len(rows), -1)
+    if rows.shape[1] > 64:
+        rows = rows[:, np.linspace(0, rows.shape[1] - 1, 64).astype(np.int64)]
+    rows = rows.astype("U64") if rows.dtype.hasobject else rows
+    octets = np.ascontiguousarray(rows).view(np.uint8).reshape(len(rows), -1)
+    factors = np.random.Philox(key=7).random_raw(octets.shape[1]) | np.uint64(1)
+    return (octets.astype(np.uint64) + np.uint64(1)) @ factors
 
 
 def _number(content: bytes) -> int:

@@ -189,6 +189,8 @@ def test_refusals() -> None:
         "sync over pieces": ["dataparallel with 2 devices", "leave sync_batchnorm out"],
         "compiled pieces": ["under dataparallel a model is not compiled"],
         "compiled by prepare": ["under dataparallel a model is not compiled"],
+        "counts rows": ["scale_grad_by_freq=True needs the whole batch in one pass"],
+        "counts frozen rows": ["nothing"],
         "float64": ["DeepSpeed reduces gradients of float32", "weight is float64"],
         "no deepspeed": ["LauncherError", "No module named 'deepspeed'", "-m pip install", "deepspeed]"],
     }.items():

@@ -171,11 +171,6 @@ class LinkCost:
     latency_s: float
     s_per_byte: float
 
-    def seconds(self, way: str, ranks: int, size: float) -> float:
-        """Of a sum of `size` bytes over that many ranks."""
-        messages, volume = COUNTS[way]
-        return 0.0 if ranks == 1 else self.latency_s * messages(ranks) + self.s_per_byte * volume(ranks) * size
-
 
 def link_cost(way: str, seconds: Mapping[int, Mapping[int, float]]) -> LinkCost:
     """Returns the link that explains the measured seconds best, by least squares of relative errors.

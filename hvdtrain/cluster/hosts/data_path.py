@@ -31,7 +31,10 @@ class DataPath:
         self._socket: socket.socket | None = None
 
     def unreached_s(self, now_s: float) -> float:
-        """Returns for how long no connection could be made, since the first try; call it a few times a second."""
+        """Returns for how long no connection could be made, since the first try; call it a few times a second.
+
+        Time before the first try does not count: where the first host loses power, the others would seem cut off.
+        """
         if self._socket is not None:
             self._look(self._socket, now_s)
         if self._socket is None and now_s - self._began_s >= EVERY_S:

@@ -110,7 +110,7 @@ def on_some_hosts_only(own: Mapping[str, Mapping[str, str]], env: Mapping[str, s
 
 
 def defaults(cores: float, local_size: int) -> dict[str, str]:
-    """Returns what ranks get unless the user, or the host, sets it: as many threads as share the cores."""
+    """Returns what ranks get unless the user, or the host, sets it: cores // ranks threads each."""
     threads = str(max(1, int(cores) // local_size))
     return DEFAULTS | dict.fromkeys(("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"), threads)
 

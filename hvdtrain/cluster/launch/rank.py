@@ -149,7 +149,7 @@ class Rank:
             self._unsaid.flush()
 
     def signal(self, number: int) -> None:
-        """Sends a signal; one of `PASSED_ON` waits for a `deliver` when the rank handles it (it would end it)."""
+        """Sends a signal; one of `PASSED_ON`, which would end a rank without a handler, waits for one."""
         self._signals.append(number)
         self.deliver()
 

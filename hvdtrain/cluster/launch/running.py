@@ -46,7 +46,7 @@ class Outcome:
     failed: Failure | None = None  # None: every rank ended well, or the user ended the job
     interrupted: int | None = None  # the signal by which the user ended it
     preempted: bool = False
-    told: int | None = None  # a signal that the launcher passed on, and that ended ranks
+    told: int | None = None  # a signal passed on by the launcher: ranks were to end by it, or one has ended
     formations: list[dict[str, Any]] = field(default_factory=list)  # of an elastic job, beyond the first
     lost: list[dict[str, Any]] = field(default_factory=list)  # workers of an elastic job
     updates: int = 0  # counted through the whole run, as far as ranks reported them

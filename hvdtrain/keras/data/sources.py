@@ -143,7 +143,7 @@ def stacked(samples: Sequence[Any], class_weight: Mapping[int, float] | None) ->
     """Returns the batch of samples, each (x, y), (x, y, sample_weight), or x alone."""
     single = not isinstance(samples[0], (tuple, list))
     samples = [(sample,) if single else tuple(sample) for sample in samples]
-    whole = keras.tree.map_structure(lambda *leaves: np.stack([same_data.on_host(leaf) for leaf in leaves]), *samples)
+    whole = keras.tree.map_structure(lambda *leaves: np.stack([same_data.as_array(leaf) for leaf in leaves]), *samples)
     return batch_of(whole[0] if single else whole, class_weight)
 
 
@@ -182,7 +182,7 @@ def arrays(data: Any, name: str) -> Any:
             return keras.ops.convert_to_numpy(leaf)
         kinds = {(kind.__module__.split(".")[0], kind.__name__) for kind in type(leaf).__mro__}
         if kinds & _TENSORS and len(leaf.shape):
-            return same_data.on_host(leaf)
+            return same_data.as_array(leaf)
         raise ConfigError(
             f"{name} must be a numpy array or a tensor, or nested dicts, lists and tuples of them, first axis samples",
             f"{type(leaf).__module__}.{type(leaf).__qualname__}"

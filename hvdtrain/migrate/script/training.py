@@ -222,9 +222,10 @@ def more_passes(
     if not loops and not tests:
         return ", more=True" if later else ""
     bounds = _range(loops[0]) if len(loops) == 1 and not tests and not later else None
-    if bounds is not None:
-        return f", more={bounds}"
-    if not loops and len(tests) == 1 and not later and tests[0].orelse is None:
+    if bounds is not None and not names_in(bounds) & stored(loops[0].body):
+        return f", more={code(bounds)}"
+    one_test = not loops and len(tests) == 1 and not later and tests[0].orelse is None
+    if one_test and not names_in(tests[0].test) & _stored_between(source, call, tests[0]):
         return f", more={_negated(tests[0].test)}"
     plan.refuse(
         call,
@@ -234,7 +235,7 @@ def more_passes(
     return None
 
 
-def _range(loop: cst.CSTNode) -> str | None:
+def _range(loop: cst.CSTNode) -> cst.BaseExpression | None:
     """Returns the condition that another turn of `for i in range(...)` follows; None: not known."""
     if not isinstance(loop, cst.For) or not isinstance(loop.target, cst.Name) or loop.orelse is not None:
         return None
@@ -245,7 +246,33 @@ def _range(loop: cst.CSTNode) -> str | None:
         return None
     values = [code(arg.value).strip() for arg in over.args]
     step, end = values[2] if len(values) == 3 else 1, values[min(1, len(values) - 1)]
-    return f"{loop.target.value} + {step} < {end}"
+    return cst.parse_expression(f"{loop.target.value} + {step} < {end}")
+
+
+def names_in(node: cst.CSTNode) -> set[str]:
+    """Returns every identifier in a node."""
+    return {name.value for name in find(node, cst.Name)}
+
+
+def stored(node: cst.CSTNode) -> set[str]:
+    """Returns the names that a node assigns to."""
+    found: set[str] = set()
+    for one in walk(node):
+        targets: list[cst.CSTNode] = []
+        if isinstance(one, cst.Assign):
+            targets = [target.target for target in one.targets]
+        elif isinstance(one, (cst.AugAssign, cst.AnnAssign, cst.NamedExpr, cst.For)):
+            targets = [one.target]
+        found = found.union(*map(names_in, targets))
+    return found
+
+
+def _stored_between(source: Script, call: cst.Call, test: cst.If) -> set[str]:
+    """Returns the names that are assigned to after a pass and before the `if` that its step is under."""
+    start, top = source.statement(call), source.statement(test)
+    assert start is not None and top is not None
+    block = list(source.block(start))
+    return set().union(*map(stored, block[block.index(start) : block.index(top)] if top in block else []))
 
 
 def _negated(test: cst.BaseExpression) -> str:

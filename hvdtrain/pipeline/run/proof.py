@@ -101,7 +101,7 @@ class CutProof:
                 f" shape {shapes}{'' if isinstance(parts, list) else f'; {parts.received.splitlines()[0]}'}{counts}",
                 "an input that is as long as the batch by chance (a mask): split(..., chunk=[0, None]), 0 or None for\n"
                 "each argument; inputs [sequence, batch, ...]: a model that takes [batch, sequence, ...]; samples\n"
-                f"that look at each other: micro_batches=1{', and one rank' * self._pipe.batch_is_part}",
+                f"that look at each other: micro_batches=1{', accumulate=1 and one rank' * self._pipe.batch_is_part}",
             )
         return True
 
@@ -167,9 +167,9 @@ def _open_gates(pipe: Pipe) -> Iterator[None]:
     # `data`: a change for as long as this lasts is none for autograd
     tensors = [p.data for p in pipe.module.parameters() if p.is_floating_point()]
     closed = [(values, shut, values[shut]) for values in tensors if (shut := values.abs() < _SHUT).any()]
-    for values, shut, _ in closed:
-        values[shut] = _OPEN
     try:
+        for values, shut, _ in closed:
+            values[shut] = _OPEN
         yield
     finally:
         for values, shut, before in closed:

@@ -25,6 +25,7 @@ _OF_A_CLASS = (types.FunctionType, property, *_PLAIN, list, tuple, set, frozense
 _TORCHS = frozenset((*dir(nn.Module), *vars(nn.Module()))) - {"forward"}
 _ABSENT, _PART, _OTHER = object(), object(), object()
 _DEPTH = 2  # objects within one another that are compared
+_LEVELS = 200  # of anything within one another that are compared
 _MOST = 10_000  # values of one attribute; the others by identity
 
 
@@ -121,13 +122,13 @@ class _Picture:
 
     __hash__ = None  # type: ignore[assignment]  # what is equal now may change
 
-    def _of(self, value: Any, depth: int) -> Any:
+    def _of(self, value: Any, depth: int, level: int = 0) -> Any:
         if isinstance(value, _PLAIN):
             return (value,)
         if id(value) in self._kept:
             return "again", self._kept[id(value)][0]
         self._kept[id(value)] = len(self._kept), value
-        if isinstance(value, _OBJECTS) or self._room <= 0:
+        if isinstance(value, _OBJECTS) or self._room <= 0 or level > _LEVELS:
             return id(value)
         if isinstance(value, (set, frozenset)):
             return {item if isinstance(item, _PLAIN) else id(item) for item in value}
@@ -149,7 +150,7 @@ class _Picture:
             if not parts:
                 return id(value)
         self._room -= len(parts)
-        return type(value), tuple(self._of(part, depth) for part in parts)
+        return type(value), tuple(self._of(part, depth, level + 1) for part in parts)
 
 
 def _is_a_librarys(kind: Any) -> bool:

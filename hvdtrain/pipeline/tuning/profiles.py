@@ -33,13 +33,21 @@ TRANSFERS_BYTES = (2**14, 2**24)
 
 @dataclass(frozen=True)
 class Profile:
-    """Measured costs of a model."""
+    """Measured costs of a model.
 
-    costs: tuple[SegmentCost, ...]  # of each segment, on the first device
-    devices: tuple[Device, ...] = ()  # each with its speed against the first, its memory, and what it shares
-    links: tuple[Link, ...] = ()  # from each device to the next one
-    pools: Mapping[str, Pool] = field(default_factory=dict)  # how devices that share cores slow each other down
-    samples: tuple[int, ...] = ()  # micro-batch sizes that were measured
+    Attributes:
+        costs: of each segment, on the first device.
+        devices: each with its speed against the first, its memory, and what it shares.
+        links: from each device to the next one.
+        pools: how devices that share cores slow each other down.
+        samples: micro-batch sizes that were measured.
+    """
+
+    costs: tuple[SegmentCost, ...]
+    devices: tuple[Device, ...] = ()
+    links: tuple[Link, ...] = ()
+    pools: Mapping[str, Pool] = field(default_factory=dict)
+    samples: tuple[int, ...] = ()
 
     def save(self, path: str | Path) -> None:
         """Writes it as JSON."""

@@ -34,13 +34,21 @@ class SplitDoesNotPay(ConfigError):
 
 @dataclass(frozen=True)
 class Trial:
-    """One micro-batch count that was tried."""
+    """One micro-batch count that was tried.
 
-    micro_batches: int  # how many
-    split_size: int  # samples of the largest
-    seconds: tuple[float, ...]  # of its steps
-    median: float  # of these
-    predicted_s: float  # what had been predicted
+    Attributes:
+        micro_batches: how many.
+        split_size: samples of the largest.
+        seconds: of its steps.
+        median: of these.
+        predicted_s: what had been predicted.
+    """
+
+    micro_batches: int
+    split_size: int
+    seconds: tuple[float, ...]
+    median: float
+    predicted_s: float
 
     def __str__(self) -> str:
         what = f"split size {self.split_size} ({counted(self.micro_batches)})"
@@ -50,21 +58,38 @@ class Trial:
 
 @dataclass(frozen=True)
 class Tuning:
-    """What `tune` found."""
+    """What `tune` found.
 
-    batch: int  # samples of a step
-    trials: tuple[Trial, ...]  # what was tried, by micro-batch count
-    best: Trial  # the one to take
-    prediction: Mapping[int, float]  # seconds of a step by micro-batch count, as predicted before the trials
-    unsplit_s: tuple[float, ...]  # steps of the unsplit model on one device; empty: it does not fit
-    unsplit_on: str  # that device
-    ratio: Interval | None  # the best one's time over that of one device, paired; None: it does not fit
-    one_device: str  # "faster" or "slower" than the best one, if that is shown
-    settled: bool  # no other is faster by more than 3 %, and one device is slower or faster: the rounds showed both
-    failed: Mapping[int, str]  # what could not be run, with the reason
-    confidence: float  # of every interval
-    spent_s: float  # how long the tuning took
-    schedule: str = ""  # the one to take; "" if only one was asked for
+    Attributes:
+        batch: samples of a step.
+        trials: what was tried, by micro-batch count.
+        best: the one to take.
+        prediction: seconds of a step by micro-batch count, as predicted before the trials.
+        unsplit_s: steps of the unsplit model on one device; empty: it does not fit.
+        unsplit_on: that device.
+        ratio: the best one's time over that of one device, paired; None: it does not fit.
+        one_device: "faster" or "slower" than the best one, if that is shown.
+        settled: whether the rounds sufficed to tell that no other is faster by more than 3 %, and that one device is
+            slower or faster.
+        failed: what could not be run, with the reason.
+        confidence: of every interval.
+        spent_s: how long the tuning took.
+        schedule: the one to take; "" if only one was asked for.
+    """
+
+    batch: int
+    trials: tuple[Trial, ...]
+    best: Trial
+    prediction: Mapping[int, float]
+    unsplit_s: tuple[float, ...]
+    unsplit_on: str
+    ratio: Interval | None
+    one_device: str
+    settled: bool
+    failed: Mapping[int, str]
+    confidence: float
+    spent_s: float
+    schedule: str = ""
 
     @property
     def single_s(self) -> float | None:

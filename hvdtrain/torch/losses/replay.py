@@ -340,6 +340,7 @@ class Replay:
 
 
 # with a number in place of a tensor, which has no edge
+# of a tensor and a number, which has no edge
 _WITH_NUMBERS = {f"{name}Backward0" for name in ("Mul", "Add", "Sub", "Div", "Pow")} | {"MulBackward1", "RsubBackward1"}
 
 

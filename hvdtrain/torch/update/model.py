@@ -197,8 +197,10 @@ def _delegate(name: str) -> Callable[..., Any]:
 
 def _refuse(name: str) -> Callable[..., Any]:
     def method(self: Model, *args: Any, **kwargs: Any) -> NoReturn:
-        raise _complete(f"{name}({args[0]!r}, ...)" if args else f"model.{name}()")
+        given = args[0] if args else kwargs.get("name")
+        raise _complete(f"model.{name}()" if given is None else f"{name}({given!r}, ...)")
 
+    method.__name__ = name
     method.__doc__ = "As for any change of the model: before `prepare`."
     return method
 

@@ -175,16 +175,18 @@ class BatchPasses:
             gradients.put_aside("partial")
             session.batches.done()
             return None
-        mean, entered = self._loss_of_all(self._micro_batches, loss)
+        micro_batches, self._micro_batches = self._micro_batches, []
+        mean, entered = self._loss_of_all(micro_batches, loss)
         gradients.tally.count_whole(mean)
         gradients.add_loss(mean, amount, coefficient)
         sums = gradients.sums()
-        self._passes_again(mean, entered, amount, coefficient, sums)
+        self._passes_again(micro_batches, mean, entered, amount, coefficient, sums)
         self._conclude(batch, mean, sums)
         return mean.detach()
 
     def _passes_again(
         self,
+        micro_batches: list[_MicroBatch],
         mean: Tensor,
         entered: tuple[list[Tensor], list[Tensor]],
         amount: Number,
@@ -193,7 +195,6 @@ class BatchPasses:
     ) -> None:
         """Runs each batch of the update again, as it was then, and backward from the gradients of its outputs."""
         session = self.session
-        micro_batches, self._micro_batches = self._micro_batches, []
         CLOCK.enter("backward")
         after, buffers = random_streams(session.world.devices), buffers_of(session.module.modules())
         try:
@@ -261,7 +262,10 @@ class BatchPasses:
 
         def passes() -> None:
             if not one.batch.padding:
-                run_step(self.session, one.arguments, None, loss, coefficient, None, None, whole=True)
+                with self._refused_on_all_ranks():
+                    run_step(self.session, one.arguments, None, loss, coefficient, None, None, whole=True)
+            if sums is not None:
+                sums.copy_(self.session.gradients.sums())
 
         with (
             explained("passes of the pipeline", self.session.sizes, SMALLER_STAGES),
@@ -269,6 +273,18 @@ class BatchPasses:
             self._others_wait(sums is not None),
         ):
             self.session.engine_model.run(passes, Pass(reduce=sums is not None, extras=sums))
+
+    @contextmanager
+    def _refused_on_all_ranks(self) -> Iterator[None]:
+        """Sends what the stages refuse, by this rank's own samples, with the sums that the other ranks wait for."""
+        try:
+            yield
+        except ConfigError as error:
+            if self.session.world.size == 1:
+                raise
+            tally = self.session.gradients.tally
+            self.session.proof.found(f"{error.rule}: {error.received}; {error.remedy}", tally)
+            tally.text = str  # nothing more to say
 
     def _same_draws(self) -> AbstractContextManager[None]:
         """While it lasts, all ranks draw the same random numbers, which are those of the update."""
@@ -302,14 +318,8 @@ class BatchPasses:
         def passes() -> None:
             nonlocal mean
             if not batch.padding:  # else nothing counts, and no other rank waits within the passes
-                try:
+                with self._refused_on_all_ranks():
                     mean = run_step(session, arguments, y, loss, coefficient, weight, outputs)
-                except ConfigError as error:  # seen in this rank's own samples: the others are in the reduction
-                    if session.world.size == 1:
-                        raise
-                    session.proof.found(f"{error.rule}: {error.received}; {error.remedy}", gradients.tally)
-                    gradients.tally.text = str  # nothing more to say
-                else:
                     gradients.add_loss(mean, amount, coefficient)
             if sums is not None:
                 sums.copy_(gradients.sums())

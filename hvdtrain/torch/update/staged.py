@@ -162,9 +162,8 @@ def run_step(
     staged = session.staged
     if session.options.channels_last:
         arguments = Arguments(*map_tensors(channels_last, tuple(arguments)))
-    staged.batch_is_part = session.world.size * session.options.accumulate > 1
     factor = session.precision.factor(coefficient, torch.device(staged.devices[-1]))
-    with pieces_for(session, arguments), session.precision.autocast():
+    with _as_part(session, staged), pieces_for(session, arguments), session.precision.autocast():
         computed = loss if whole else whole_loss(session, loss, weight)
         keep = outputs is not None
         found = staged.step(
@@ -175,6 +174,16 @@ def run_step(
             found, out = found
             outputs.append(out)
         return found.to(session.engine.device)
+
+
+@contextmanager
+def _as_part(session: Session, staged: Staged) -> Iterator[None]:
+    """While it lasts, the pipeline knows whether its batch is one of several of an update."""
+    staged.batch_is_part = session.world.size * session.options.accumulate > 1
+    try:
+        yield
+    finally:
+        staged.batch_is_part = False
 
 
 def in_one_call(received: str, remedy: str) -> ConfigError:

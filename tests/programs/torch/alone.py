@@ -187,7 +187,7 @@ def case_the_model_looks_like_the_users(world: hvdtrain.World) -> None:
         lambda: model.__setitem__(0, nn.Linear(2, 2)),
         lambda: model.__delitem__(0),
         lambda: model.compile(backend="eager"),
-        lambda: model.register_buffer("more", torch.zeros(1)),
+        lambda: model.register_buffer(name="more", tensor=torch.zeros(1)),
         lambda: model.add_module("more", nn.Linear(2, 2)),
     ]
     for change in changes:

@@ -64,11 +64,10 @@ def bind_says(engine: Any, module: nn.Module) -> str:
     return "nothing"
 
 
-def prepare_says() -> str:
-    module = nn.Linear(2, 2)
+def prepare_says(module: nn.Module, **options: Any) -> str:
     with hvdtrain.init("torch", engine="dataparallel"):
         try:
-            hvt.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1), compile=True)
+            hvt.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1), **options)
         except hvdtrain.ConfigError as error:
             return str(error)
     return "nothing"
@@ -89,7 +88,10 @@ def main() -> None:
     except hvdtrain.ConfigError as error:
         found["sync over pieces"] = str(error)
     found["compiled pieces"] = bind_says(pieces, nn.Sequential(torch.compile(nn.Linear(2, 2))))
-    found["compiled by prepare"] = prepare_says()
+    found["compiled by prepare"] = prepare_says(nn.Linear(2, 2), compile=True)
+    found["counts rows"] = prepare_says(nn.Embedding(3, 2, scale_grad_by_freq=True))
+    frozen = nn.Embedding(3, 2, scale_grad_by_freq=True).requires_grad_(False)
+    found["counts frozen rows"] = prepare_says(nn.Sequential(frozen, nn.Linear(2, 2)))
     with hvdtrain.init("torch", engine="deepspeed") as world:  # one process: no launcher is needed
         found["float64"] = bind_says(world.comm, nn.Linear(2, 2).double())
     for name in [name for name in sys.modules if name.split(".")[0] == "deepspeed"]:

@@ -456,11 +456,27 @@ def case_samples_that_meet_in_the_model_are_refused_without_micro_batches(world:
     model = nn.Sequential(*plain(), Centres())
     _, optimizer = quietly(pipe := cut(model, 1), sgd(pipe), data)
     x, y = next(iter(data))
-    if world.size == 1:  # the whole batch is there
-        optimizer.forward_backward(x, y, cross_entropy)
+    if world.size > 1:
+        with refused("an output belongs to one sample", "micro_batches=1, accumulate=1 and one rank", kind=ConfigError):
+            optimizer.forward_backward(x, y, cross_entropy)
+        optimizer.close()
+        pipe.step(x, y, cross_entropy)  # of its own, on the whole batch that it is given
         return
-    with refused("an output belongs to one sample", "micro_batches=1, and one rank", kind=ConfigError):
-        optimizer.forward_backward(x, y, cross_entropy)
+    optimizer.forward_backward(x, y, cross_entropy)  # the whole batch is there
+
+
+def case_what_one_ranks_stages_refuse_is_refused_on_all(world: hvdtrain.World) -> None:
+    if world.size == 1:
+        return  # raised as it is
+    data = loader_of(world)
+    _, optimizer = quietly(pipe := cut(plain(), 2), sgd(pipe), data)
+    x, y = next(iter(data))
+    refuses = ConfigError("stages take such samples", "others", "leave them out") if world.rank else None
+    with (
+        mock.patch("hvdtrain.torch.update.passes.run_step", side_effect=refuses),
+        refused("rank 1: stages take such samples", kind=ConfigError),
+    ):
+        optimizer.forward_backward(x, y, cross_entropy, whole=True)
 
 
 def case_ranks_that_cut_in_different_places_are_told(world: hvdtrain.World) -> None:

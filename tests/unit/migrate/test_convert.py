@@ -218,6 +218,8 @@ def test_passes_of_an_update(loop: str, wanted: str) -> None:
     "loop",
     [
         "for part in parts:\n    f(part).backward()\noptimizer.step()\n",
+        "for i in range(4):\n    f(i).backward()\n    i += 1\noptimizer.step()\n",
+        "for x in d:\n    f(x).backward()\n    n += 1\n    if n % 2 == 0:\n        optimizer.step()\n",
         "for i in range(4):\n    if i == 2:\n        break\n    f(i).backward()\noptimizer.step()\n",
     ],
 )
