@@ -183,7 +183,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = parser().parse_args(argv)
         if detected.launcher != "none":
             raise ConfigError(
-                "what is measured here runs in one process, over its own devices",
+                "pipeline_resnet must run in one process, over the devices of that process",
                 f"started by {detected.launcher}",
                 "start it without a launcher; several ranks train with hvdtrain.torch_resnet --pipeline",
                 shared=True,

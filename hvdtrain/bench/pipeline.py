@@ -62,8 +62,8 @@ def run(args: argparse.Namespace) -> int:
     used = cores[: args.stages]
     if not args.ours and not 2 <= args.stages == len(used):
         received = f"{len(cores)} core(s) for {args.stages} stage(s)"
-        remedy = f"--stages {len(cores)}, or --ours to leave out all but the pipeline"
-        raise ConfigError("each of several stages has a core of its own, as the others' have", received, remedy)
+        remedy = f"--stages {len(cores)}, or --ours to measure only hvdtrain's pipeline"
+        raise ConfigError("without --ours, --stages must be at least 2 and each stage needs a core", received, remedy)
     result = begin("pipeline", args, "this benchmark is one process")
     result["machine"]["versions"] |= stats.versions("torchgpipe")
     share_cores(detect(os.environ))  # before PyTorch is imported
@@ -106,7 +106,7 @@ def measure(args: argparse.Namespace, result: dict[str, Any], cores: Sequence[in
 
     measured = job.interleaved(variants, "pipeline", before=predict_all)
     for name, reason in measured["failed"].items():
-        raise HvdtrainError(f"every variant has to run: {name}", reason)
+        raise HvdtrainError(f"the variant {name} did not run", reason)
     result["seconds"] = measured["seconds"]
 
 

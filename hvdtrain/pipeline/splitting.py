@@ -82,13 +82,13 @@ def split(
     for name, value in (("schedule", schedule), ("remat", remat), ("batch_norm", batch_norm)):
         check_setting(name, value)
     if isinstance(balance, str) and balance not in get_args(Balance):
-        raise ConfigError(f"balance is one of {', '.join(get_args(Balance))}, or a list", repr(balance))
+        raise ConfigError(f"balance= must be one of {', '.join(get_args(Balance))}, or a list", repr(balance))
     names = tuple(kwargs or ())
     example = marked(flat(example, kwargs, names), chunk, names)
     batch = samples_of(example)
     if micro_batches != "auto":
         if isinstance(micro_batches, bool) or not isinstance(micro_batches, int):
-            raise ConfigError("micro_batches is a number or 'auto'", repr(micro_batches))
+            raise ConfigError("micro_batches= must be a whole number or 'auto'", repr(micro_batches))
         plan.micro_batch_sizes(batch, micro_batches)
     if any(place.type == "cpu" for place in places):
         keep_freed_memory()  # before there are threads
@@ -178,7 +178,7 @@ def _check_sizes(parts: Sequence[Segment], stages: int, balance: Balance | Seque
     sizes = list(balance)
     if len(sizes) != stages or sum(sizes) != len(parts) or not all(isinstance(n, int) and n > 0 for n in sizes):
         raise ConfigError(
-            "balance=[...] says how many segments each stage gets, at least one, all of them",
+            "balance=[...] must give each stage at least one segment, and use all segments",
             f"{sizes} for {stages} stage(s) and {len(parts)} segments:\n{_numbered(parts)}",
             f"{stages} number(s) that sum to {len(parts)}",
         )

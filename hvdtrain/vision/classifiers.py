@@ -33,7 +33,7 @@ def check_name(name: str) -> None:
         return
     close = difflib.get_close_matches(name.lower(), known, n=4, cutoff=0.5)
     meant = f"did you mean {', '.join(close)}?" if close else f"there are {', '.join(known)}"
-    rule = f"--model is one of the {len(known)} classification models of torchvision {torchvision.__version__}"
+    rule = f"--model must be one of the {len(known)} classification models of torchvision {torchvision.__version__}"
     raise ConfigError(rule, repr(name), meant, shared=True)
 
 

@@ -99,7 +99,7 @@ def check(source: str) -> None:
     if source == "auto" or source in NAMES or Path(os.path.expanduser(source)).exists():
         return
     raise ConfigError(
-        f"data is one of auto, {', '.join(NAMES)}, or a folder or file that exists on every node",
+        f"--data must be auto, {', '.join(NAMES)}, or a folder or file that exists on every node",
         f"{source}: no such file or folder",
         "correct --data, or train on --data digits, which are built in",
     )

@@ -39,19 +39,19 @@ def check_flags(args: argparse.Namespace) -> None:
         args.plan is not None
     )
     if given and args.plan:
-        refuse("a plan chooses micro-batches, schedule and recomputation itself", cut + given, "leave these out")
+        refuse("--plan cannot be combined with flags that it chooses", cut + given, f"remove {' '.join(given)}")
     if given and not cut:
-        refuse("these flags belong to a model that is cut into stages", given, "add --pipeline N, with N stages")
+        refuse("these flags need --pipeline", given, "add --pipeline N, with N stages")
     if args.pipeline is not None:
         parse_devices(args.pipeline)
     changed = [
         flag for flag, value in (("--compile", args.compile), ("--sync-batchnorm", args.sync_batchnorm)) if value
     ]
     if cut and changed:
-        refuse("stages run the operations that were traced, each at another micro-batch", cut + changed, "choose one")
+        refuse("a pipeline cannot be combined with --compile or --sync-batchnorm", cut + changed, "choose one")
     if cut and args.engine not in ("auto", "solo", "horovod"):
         remedy = "--engine horovod, started with horovodrun, mpirun or srun"
-        refuse("a pipeline runs alone, or on the ranks of Horovod", [*cut, f"--engine {args.engine}"], remedy)
+        refuse("a pipeline needs --engine horovod or solo", [*cut, f"--engine {args.engine}"], remedy)
 
 
 def parse_devices(text: str) -> list[str] | int:
@@ -61,7 +61,7 @@ def parse_devices(text: str) -> list[str] | int:
     devices = [part.strip() for part in text.split(",")]
     if all(part in ("cpu", "cuda") or (part.startswith("cuda:") and part[5:].isdigit()) for part in devices):
         return devices
-    rule = "--pipeline takes a number of stages, or their devices"
+    rule = "--pipeline must be a number of stages, or their devices"
     raise ConfigError(rule, repr(text), "--pipeline 2, --pipeline cpu,cpu or --pipeline cuda:0,cuda:1", shared=True)
 
 

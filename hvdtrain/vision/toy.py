@@ -67,7 +67,7 @@ def compare(devices: Sequence[str]) -> str:
         ConfigError: not two devices.
     """
     if len(devices) != 2:
-        raise ConfigError("the toy has two layers, each on a device", ",".join(devices), "--devices cpu,cpu")
+        raise ConfigError("the toy has two layers and needs two devices", ",".join(devices), "--devices cpu,cpu")
     model = TwoDevices(*devices).double()
     torch.manual_seed(0)
     whole = nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.ReLU(), nn.Linear(FEATURES, OUTPUTS)).double()

@@ -55,12 +55,12 @@ def test_keyword_arguments_and_what_of_them_is_cut(found: Found) -> None:
     for name, part in (("later", "1 (mask)"), ("called", "1 (mask)"), ("within", "2 (extra)['mask']")):
         assert f"argument {part}: None instead of a value" in received[f"none_{name}"], received
     for name, part in (("bad_chunk", "masc"), ("bad_part", "tables"), ("bad_dimension", "'mask': 1")):
-        assert received[name].startswith("chunk=[...] says") and part in received[name]
+        assert received[name].startswith("chunk=[...] must hold 0") and part in received[name]
 
 
 def test_a_loss_that_sees_the_whole_batch(found: Found, limit: Limit) -> None:
     received = found["whole_losses"]
-    assert "whole=True" in received["parts"] and "whole=True with a weight" in received["weight"]
+    assert "whole=True" in received["parts"] and "weight= cannot be combined with whole=True" in received["weight"]
     limit("P9g", "a contrastive loss: `step(..., whole=True)`", exact=received["whole"])
 
 

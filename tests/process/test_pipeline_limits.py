@@ -40,7 +40,7 @@ def test_repeated_passes_draw_the_same(found: Found, limit: Limit) -> None:
     limit("P1d", "remat, a layer that uses Python's `random`", exact=received["python"])
     limit("P1e", "remat, the model in eval with its dropouts in train", exact=received["eval"])
     assert found["repeats"]["same"]
-    said = refusal(found["repeats"]["told"], "nobody else draws")
+    said = refusal(found["repeats"]["told"], "other code must not draw")
     assert len(found["repeats"]["warned"]) == 1
     limit("P1f", "another thread draws during a step with remat (a warning without remat)", refused=said)
 
@@ -60,12 +60,12 @@ def test_what_a_trace_fixes(found: Found, limit: Limit) -> None:
     refusal(received["class_value"], "1.power is 2.0")
     for harmless in ("unread", "leaf_hook"):
         assert received[harmless].startswith("nothing raised")
-    refusal(received["hook_in_call"], "1 got a hook")
+    refusal(received["hook_in_call"], "1 has a new hook")
     error, called = received["small"]
     assert error <= TOLERANCE and called
     limit("P2g", "another `tau`, and a hook, after the split of a part with one layer", exact=error)
     refusal(received["probability"], "drop.p is 0.5")
-    refusal(received["appeared"], "gain was not there")
+    refusal(received["appeared"], "gain did not exist")
     refusal(received["mode"], "drop.training is False")
     assert received["both_modes"].startswith("nothing raised")
     assert (
@@ -183,7 +183,7 @@ def test_models_of_other_libraries(found: Found, limit: Limit) -> None:
     limit("P9a", "a part that returns a ModelOutput (dict subclass)", exact=received["inside"])
     limit("P9b", "a model that returns a ModelOutput", exact=received["returned"])
     limit("P9d", "LazyBatchNorm", refused=refusal(received["lazy"], "model(x)"))
-    assert received["by_hand"].startswith("the parts of a model in a row")
+    assert received["by_hand"].startswith("the parts in modules=[...], called in order,")
 
 
 def test_memory(found: Found, limit: Limit) -> None:

@@ -71,7 +71,7 @@ def test_models_of_examples_equal_the_unsplit_ones() -> None:
     result = run_ranks([PROGRAM.with_name("examples.py")], 1, timeout_s=300).check()
     lines = [json.loads(line) for line in result.out.splitlines() if line.startswith("{")]
     (by_numbers,) = [line.pop("by numbers") for line in lines if "by numbers" in line]
-    assert "may not depend on the data" in by_numbers and "into a submodule" in by_numbers
+    assert "must not depend on the data" in by_numbers and "into a submodule" in by_numbers
     lines = [line for line in lines if line]
     assert len(lines) == 12
     for line in lines:

@@ -101,7 +101,7 @@ def test_the_toy_by_hand_and_by_split_is_plain_pytorch() -> None:
     for (_, by_hand, by_split), loss in zip(rows, plain, strict=True):
         assert abs(float(by_hand) - float(loss)) < 1e-10 and abs(float(by_split) - float(loss)) < 1e-10
     refused = run_ranks([*flags[:-1], "cpu"], 1, launcher="none", timeout_s=60)
-    assert refused.returncode == 2 and "two layers, each on a device" in refused.err
+    assert refused.returncode == 2 and "two layers and needs two devices" in refused.err
 
 
 def test_sizes_make_counts() -> None:

@@ -62,14 +62,14 @@ def test_interrupted(found: dict[str, Any], stages: int) -> None:
 
 REFUSED = {
     "empty": ("every micro-batch needs a sample", "batch of 0 in 1"),
-    "targets": ("targets have one entry for each sample", "(5, 4) for a batch of 12"),
-    "loss": ("returns one number", "shape (3, 4)"),
-    "detached": ("can be differentiated", "requires_grad=False"),
-    "no_tensor": ("a batch holds a tensor", "str"),
+    "targets": ("targets must have one entry for each sample", "(5, 4) for a batch of 12"),
+    "loss": ("must return one differentiable number", "shape (3, 4)"),
+    "detached": ("one differentiable number", "requires_grad=False"),
+    "no_tensor": ("a batch needs a tensor", "str"),
     "forward": ("trained by step()", "pipe.step(x, y, loss_fn)"),
-    "no_grad": ("a step differentiates", "pipe(x)"),
-    "moved": ("stays on its devices", "before hvdtrain.pipeline.split"),
-    "part": ("complete before it is split", "head = Linear"),
+    "no_grad": ("step() needs gradients", "pipe(x)"),
+    "moved": ("cannot change its devices", "before hvdtrain.pipeline.split"),
+    "part": ("cannot be added after split()", "head = Linear"),
     "micro_batches": ("whole number >= 1", "micro_batches=0"),
     "schedule": ("one of gpipe, 1f1b, zb-h1, interleaved", "'fifo'"),
 }
@@ -132,4 +132,4 @@ def test_looks_like_the_unsplit_model(found: dict[str, Any]) -> None:
 
 
 def test_one_batch_at_a_time(found: dict[str, Any]) -> None:
-    assert "one batch at a time" in found["second_caller"]["said"]
+    assert "cannot work on two batches at once" in found["second_caller"]["said"]

@@ -122,7 +122,7 @@ def options() -> Lines:
 
 REFUSALS = {
     "more stages than segments": ("5 stages for 4 segment(s)", "at most 4 device(s)"),
-    "no such GPU": ("cuda:3", "there is", "cpu"),
+    "no such GPU": ("cuda:3", "this machine has", "cpu"),
     "no such device": ("'tpu:0'",),
     "a word that is no device": ("'gpu one'", "cpu,cpu"),
     "no devices": ("[]", "cuda:0,cuda:1"),
@@ -141,11 +141,11 @@ REFUSALS = {
     "another result each time": ("its forward changes 'times' of its own",),
     "an example that the model does not take": ("6x3 and 8x8", "an example like"),
     "a hook on the model": ("Sequential has forward or backward hooks", "on a submodule"),
-    "a model in DataParallel": ("DataParallel", "split what is inside"),
-    "a compiled model": ("OptimizedModule", "split what is inside"),
+    "a model in DataParallel": ("DataParallel", "split the model inside"),
+    "a compiled model": ("OptimizedModule", "split the model inside"),
     "no tensor in the example": ("NoneType, int",),
     "parts that are not the model's": ("part 0 has parameters of its own",),
-    "parts that are not there": ("9", "it has 0, 1, 2, 3"),
+    "parts that are not there": ("9", "the model has 0, 1, 2, 3"),
     "parts in another order": ("other results", "in the order"),
     "parts left out": ("other results", "all parts"),
     "batch norm in two stages by hand": ("stages 1 and 2 share one", "another balance"),
@@ -196,7 +196,7 @@ def test_a_model_on_the_meta_device_that_gets_no_values(options: Lines) -> None:
     assert "in place" in found["replaced"] and found["broken"].startswith("broken")
     assert "x.sum() > 0" in found["traced"]
     assert all(found[f"{name} is back"] for name in ("empty", "broken", "traced"))
-    assert "this one has its parameters in memory" in found["in memory"]
+    assert "the model has its parameters in memory" in found["in memory"]
 
 
 def test_balance_by_time_by_memory_and_by_hand(options: Lines) -> None:

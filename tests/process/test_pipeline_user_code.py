@@ -403,7 +403,7 @@ def test_a_graph_that_is_kept_outside_of_the_model_is_refused(itself: bool) -> N
     x, _ = inputs()
     with pytest.raises(ConfigError) as refused:
         split(Net(is_differentiated, itself=itself), x)
-    assert "must go through a model's outputs" in str(refused.value) or itself
+    assert "must leave the model through its outputs" in str(refused.value) or itself
     assert type(OUTSIDE.last) in (Tensor, type(None))
 
 
@@ -438,7 +438,7 @@ def test_a_scripted_or_compiled_part_is_called_as_it_is(how: str, limit: Limit) 
     pipe.step(x, y, F.cross_entropy)
     assert all(torch.allclose(gradient(p), g, atol=1e-12) for p, g in zip(model.parameters(), wanted, strict=True))
     pipe.close()
-    with pytest.raises(ConfigError, match="a plain model is split") as refused:
+    with pytest.raises(ConfigError, match="a wrapped or compiled model cannot be split") as refused:
         split(part, x)
     if how == "scripted":
         limit("P19a", "a part compiled by torch.jit.script", mended="it is called as it is")
@@ -492,7 +492,7 @@ class Initialises(nn.Module):
 def test_samples_that_meet_in_a_part_are_refused(part: type[nn.Module], where: str) -> None:
     x, _ = inputs()
     model = nn.Sequential(nn.Linear(4, 4, dtype=DOUBLE), part(), nn.Linear(4, 3, dtype=DOUBLE))
-    with pytest.raises(ConfigError, match=f"than from the whole {where}".strip()):
+    with pytest.raises(ConfigError, match=f"than the whole batch {where}".strip()):
         split(model, x)
 
 
@@ -512,7 +512,7 @@ class Gated(nn.Module):
 def test_samples_that_meet_behind_a_closed_gate_are_refused() -> None:
     x, _ = inputs()
     model = Gated()
-    with pytest.raises(ConfigError, match="than from the whole"):
+    with pytest.raises(ConfigError, match="than the whole batch"):
         split(model, x)
     assert float(model.gate.detach()) == 0
 
@@ -539,7 +539,7 @@ def test_samples_that_meet_later_are_refused_at_one_of_the_next_steps() -> None:
     for again in range(2):  # the third step, and the fourth as the third has not passed
         if again == 0:
             pipe.step(x, y, F.cross_entropy)
-        with pytest.raises(ConfigError, match="than from the whole"):
+        with pytest.raises(ConfigError, match="than the whole batch"):
             pipe.step(x, y, F.cross_entropy)
     pipe.close()
 

@@ -28,7 +28,7 @@ class Curve:
     def __post_init__(self) -> None:
         points = tuple(sorted((float(samples), float(value)) for samples, value in self.points))
         if not points or points[0][0] < 0 or len({samples for samples, _ in points}) < len(points):
-            raise ConfigError("a curve has points, at different numbers of samples, none below 0", repr(self.points))
+            raise ConfigError("a curve needs points at different numbers of samples, none below 0", repr(self.points))
         object.__setattr__(self, "points", points)
 
     @classmethod
@@ -198,7 +198,7 @@ def stage_costs(costs: Sequence[SegmentCost], sizes: Sequence[int], devices: Seq
     """Returns the stages that contiguous groups of so many segments make; raises `ConfigError` for what is no cut."""
     if len(sizes) != len(devices) or sum(sizes) != len(costs) or min(sizes, default=0) < 1:
         raise ConfigError(
-            "a cut gives every device at least one segment, and every segment a device",
+            "a cut must give every device at least one segment, and every segment a device",
             f"{list(sizes)} of {len(costs)} segments on {len(devices)} device(s)",
             f"{len(devices)} whole numbers, at least 1, that sum to {len(costs)}",
         )

@@ -74,7 +74,7 @@ def partition(
         stage_costs(costs, balance, devices)  # refuses what is no cut
         return chain.partition_of(balance)
     if balance not in ("time", "memory"):
-        raise ConfigError('balance is "time", "memory" or the number of segments of each stage', repr(balance))
+        raise ConfigError('balance= must be "time", "memory" or the number of segments of each stage', repr(balance))
     first, second = (chain.seconds, chain.bytes) if balance == "time" else (chain.bytes, chain.seconds)
     least, _ = _best(chain, first)
     if not math.isfinite(least):

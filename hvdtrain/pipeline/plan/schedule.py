@@ -32,7 +32,7 @@ class Action:
 def micro_batch_sizes(batch: int, micro_batches: int) -> tuple[int, ...]:
     """Returns samples of each micro-batch (as `torch.tensor_split`); raises `ConfigError` for too few samples."""
     if micro_batches < 1:
-        raise ConfigError("a batch is cut into at least 1 micro-batch", f"micro_batches={micro_batches}")
+        raise ConfigError("a batch must be cut into at least 1 micro-batch", f"micro_batches={micro_batches}")
     if batch < micro_batches:
         raise ConfigError(
             "every micro-batch needs a sample",
@@ -73,11 +73,11 @@ def actions(schedule: Schedule, device: int, devices: int, micro_batches: int, c
         ConfigError: no such schedule, or one that has one stage a device.
     """
     if schedule not in SCHEDULES:
-        raise ConfigError(f"the schedule is one of {', '.join(SCHEDULES)}", repr(schedule))
+        raise ConfigError(f"schedule= must be one of {', '.join(SCHEDULES)}", repr(schedule))
     m = micro_batches
     if chunks > 1 and schedule in ("1f1b", "zb-h1"):
         raise ConfigError(
-            f"{schedule} has one stage on each device", f"{chunks} stages a device", 'schedule="interleaved" or "gpipe"'
+            f"{schedule} needs one stage per device", f"{chunks} stages a device", 'schedule="interleaved" or "gpipe"'
         )
     if schedule == "gpipe":
         ahead = [Action("forward", i, chunk) for chunk in range(chunks) for i in range(m)]
@@ -129,7 +129,7 @@ def recomputed(remat: Remat, order: Sequence[Action]) -> frozenset[int]:
     "except_last" skips those whose backward follows directly on their forward: nothing would be gained.
     """
     if remat not in REMATS:
-        raise ConfigError(f"remat is one of {', '.join(REMATS)}", repr(remat))
+        raise ConfigError(f"remat= must be one of {', '.join(REMATS)}", repr(remat))
     if remat == "never":
         return frozenset()
     everyone = {action.micro for action in order}

@@ -113,7 +113,7 @@ def links_between(links: Link | Sequence[Link], devices: int, chunks: int = 1) -
     if isinstance(links, Link):
         links = (links,) * (devices - 1)
     if len(links) != devices - 1:
-        raise ConfigError("each two neighbouring stages have a link", f"{len(links)} link(s), {devices} stages")
+        raise ConfigError("every two neighbouring stages need a link", f"{len(links)} link(s), {devices} stages")
     back = Link(
         max((one.latency_s for one in links), default=0.0), min((one.bytes_per_s for one in links), default=math.inf)
     )

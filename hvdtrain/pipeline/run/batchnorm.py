@@ -132,9 +132,9 @@ class _PowerIteration(Layer):
         self._calls += self._micro == 0 and not self._again
         if self._calls > 1:
             raise ConfigError(
-                "a layer with spectral norm is called once in a pass, or once in a batch there is more than one norm",
-                f"{type(layer).__name__} is called again",
-                'micro_batches=1; or batch_norm="micro" of split(): each micro-batch makes a step of the iteration',
+                "a layer with spectral norm cannot be called twice in a pass with several micro-batches",
+                f"{type(layer).__name__} is called twice",
+                'micro_batches=1; or split(..., batch_norm="micro"): each micro-batch makes a power iteration',
             )
 
     def close(self) -> None:
@@ -174,17 +174,17 @@ class Moving:
         counts = [name for name, owner in self._counts if owner.training]
         if counts and remat != "never":
             raise ConfigError(
-                "a pass that is repeated changes nothing but buffers a second time",
+                "a forward pass that remat repeats must not change attributes other than buffers",
                 f"{_first(counts)} under remat={remat!r}: attributes that each pass changes",
                 'remat="never"; or keep them in buffers',
             )
         moving = counts + [name for name, owner in self._buffers if owner.training]
         if moving and micro_batches > 1:
             raise ConfigError(
-                "what each forward pass changes moves once a batch: for batch-norm, instance norm and spectral norm"
-                " that is seen to",
-                f"{_first(moving)} in {micro_batches} micro-batches",
-                'micro_batches=1; or batch_norm="micro" of split(): all such values move once a micro-batch',
+                "values that each forward pass changes cannot be updated once per batch with micro-batches",
+                f"{_first(moving)} in {micro_batches} micro-batches;\n"
+                "only batch norm, instance norm and spectral norm are handled",
+                'micro_batches=1; or split(..., batch_norm="micro"): all such values change once per micro-batch',
             )
 
 

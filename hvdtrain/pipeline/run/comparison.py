@@ -159,9 +159,9 @@ class Comparison:
     def _judge(self, total: float, values: Sequence[float], whole: list[Tensor], parts: list[list[Tensor]]) -> None:
         if self._weight is None and any(tensor.dim() == 0 and bool(tensor) for tensor in whole):
             raise ConfigError(
-                "a micro-batch counts by what its mean loss divides by",
-                "the loss is made of one number that the model returns: what that divides by cannot be seen",
-                "step(..., weight=lambda y: (y != -100).sum()) for labels that are left out, (y[:, 1:] != -100).sum()\n"
+                "weight= must equal the denominator of the mean loss (default: the number of samples)",
+                "the loss is made of one number that the model returns: its denominator is unknown",
+                "step(..., weight=lambda y: (y != -100).sum()) for ignored labels, (y[:, 1:] != -100).sum()\n"
                 "where the model shifts them (causal language models), weight=len for a mean over samples; or outputs\n"
                 "with an entry for each sample",
             )
@@ -202,21 +202,21 @@ class Comparison:
     def _refuse(self, kind: Kind, ours: Sequence[float], found: Sequence[float]) -> None:
         if kind == "samples meet":
             raise ConfigError(
-                "the loss of a batch is the weighted mean of the losses of its micro-batches",
+                "the loss of a batch must be the weighted mean of the losses of its micro-batches",
                 "a loss whose gradient for one sample depends on the other samples of the batch",
                 "step(..., whole=True), which calls it once; micro_batches=1; or a mean over samples, tokens or pixels",
             )
         if kind == "is a sum":
             raise ConfigError(
-                "the loss of a batch is the weighted mean of the losses of its micro-batches",
-                "a sum over samples: the batch's loss is that of its micro-batches added up",
-                'reduction="mean"; or divide by the samples given: lambda out, y: loss(out, y) / len(y)',
+                "the loss of a batch must be the weighted mean of the losses of its micro-batches",
+                "a sum over samples: the batch's loss is the sum of the losses of its micro-batches",
+                'reduction="mean"; or divide by the number of samples: lambda out, y: loss(out, y) / len(y)',
             )
         names = [text for text, weights in _candidates(self._loss, self._pieces) if _alike(weights, found)]
         raise ConfigError(
-            "the weight of a micro-batch is what its mean loss divides by",
-            f"single samples have the shares {_formatted(found)} of this loss, counted would be {_formatted(ours)}",
-            f"step(x, y, loss, weight={names[0]}), or what else fits these samples and is what the loss divides by"
+            "weight= must equal the denominator of the mean loss (default: the number of samples)",
+            f"this loss gives single samples the shares {_formatted(found)}; weight= gives {_formatted(ours)}",
+            f"step(x, y, loss, weight={names[0]}), or another function that equals the loss's denominator"
             if names
             else "weight=: a function of the targets that counts what the mean is over (tokens, pixels, valid labels,\n"
             "class weights)",

@@ -50,7 +50,7 @@ class Head:
             if isinstance(loss, Tensor) and loss.numel() == 1:
                 received += ", requires_grad=False"
             raise ConfigError(
-                "loss(output, target) returns one number that can be differentiated: the mean over its samples",
+                "loss(output, target) must return one differentiable number: the mean over its samples",
                 received,
                 "for example torch.nn.CrossEntropyLoss()",
             )

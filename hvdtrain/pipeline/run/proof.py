@@ -96,12 +96,12 @@ class CutProof:
             counts = "".join(f"; each pass changes {name}" for name, _ in self._pipe.counts)
             shapes = ", ".join(str(tuple(t.shape)) for t in tensors_of(arguments) if t.dim() and len(t) == batch)
             raise ConfigError(
-                "inputs of a batch are cut along dimension 0, and an output belongs to one sample",
-                f"other outputs from two halves of a batch of {batch} than from the whole{where}; cut were inputs of"
-                f" shape {shapes}{'' if isinstance(parts, list) else f'; {parts.received.splitlines()[0]}'}{counts}",
+                "dimension 0 of inputs must be the samples, and outputs must not depend on other samples",
+                f"two halves of a batch of {batch} give other outputs than the whole batch{where};\ncut inputs: shape"
+                f" {shapes}{'' if isinstance(parts, list) else f'; {parts.received.splitlines()[0]}'}{counts}",
                 "an input that is as long as the batch by chance (a mask): split(..., chunk=[0, None]), 0 or None for\n"
                 "each argument; inputs [sequence, batch, ...]: a model that takes [batch, sequence, ...]; samples\n"
-                f"that look at each other: micro_batches=1{', accumulate=1 and one rank' * self._pipe.batch_is_part}",
+                f"that depend on each other: micro_batches=1{', accumulate=1 and one rank' * self._pipe.batch_is_part}",
             )
         return True
 

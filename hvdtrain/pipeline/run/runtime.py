@@ -156,7 +156,7 @@ class Pipeline(nn.Module):
             StageError: a stage failed. The gradients are those from before this step.
         """
         if not torch.is_grad_enabled():
-            raise ConfigError("a step differentiates", "step() under torch.no_grad()", "call the pipeline: pipe(x)")
+            raise ConfigError("step() needs gradients", "step() under torch.no_grad()", "call the pipeline: pipe(x)")
         arguments = self._arguments(x, kwargs)
         batch = samples_of(arguments)
         sizes = plan.micro_batch_sizes(batch, max(1, min(self.micro_batches, batch)))
@@ -197,7 +197,7 @@ class Pipeline(nn.Module):
             targets = pieces_of(y, sizes, every="targets")
             return Head(loss, targets, shares(weight, targets, sizes), factor, loss_key(loss), outputs=kept)
         if weight is not None:
-            raise ConfigError("a loss that sees the whole batch divides by what it likes", "whole=True with a weight")
+            raise ConfigError("weight= cannot be combined with whole=True", "a weight for a loss of the whole batch")
         return Head(loss, [y], [1.0], factor, loss_key(loss), outputs=kept, sizes=sizes)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -213,7 +213,7 @@ class Pipeline(nn.Module):
         """
         if torch.is_grad_enabled() and self.module.training:
             raise ConfigError(
-                "a pipeline is trained by step(), which runs forward and backward passes side by side",
+                "a pipeline must be trained by step(), which runs forward and backward passes in parallel",
                 "the pipeline was called in training mode, with gradients",
                 "loss = pipe.step(x, y, loss_fn); to look at outputs: with torch.no_grad(), or pipe.eval()",
             )
@@ -281,7 +281,7 @@ class Pipeline(nn.Module):
     @contextmanager
     def _alone(self, *, training: bool = False) -> Iterator[None]:
         if not self._busy.acquire(blocking=False):
-            raise ConfigError("a pipeline works on one batch at a time", "a call from a second thread")
+            raise ConfigError("a pipeline cannot work on two batches at once", "a call from a second thread")
         try:
             self._fixed.check(training=training)
             yield
@@ -345,7 +345,7 @@ class Pipeline(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ConfigError(
-            "a pipeline is not pickled: it works on the devices, and with the objects, of the model it was made of",
+            "a pipeline cannot be pickled: it needs the devices and objects of the model that was split",
             "copy.copy, pickle or torch.save of a pipeline",
             "save pipe.state_dict(), or pipe.module; copy.deepcopy(pipe) is a copy of the unsplit model",
         )
@@ -356,7 +356,7 @@ class Pipeline(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Pipeline:
         raise ConfigError(
-            "a split model stays on its devices, in its types",
+            "a split model cannot change its devices or data types",
             "to(), cuda(), half() or the like on a pipeline",
             "change the model before hvdtrain.pipeline.split(model, ...)",
         )
@@ -373,7 +373,7 @@ class Pipeline(nn.Module):
         check_setting(name, value)
         if isinstance(value, (nn.Module, nn.Parameter)):
             raise ConfigError(
-                "a model is complete before it is split: no stage would use a new part",
+                "a part cannot be added after split(): no stage would use it",
                 f"{name} = {type(value).__name__}(...) on a pipeline",
                 "add it to the model, and split again",
             )
@@ -390,6 +390,6 @@ def check_setting(name: str, value: Any) -> None:
     """Raises `ConfigError` for a value that the schedule, remat or another setting of a pipeline cannot have."""
     words = {"schedule": plan.SCHEDULES, "remat": plan.REMATS, "batch_norm": ("batch", "micro")}.get(name)
     if words is not None and value not in words:
-        raise ConfigError(f"{name} is one of {', '.join(words)}", f"{name}={value!r}")
+        raise ConfigError(f"{name}= must be one of {', '.join(words)}", f"{name}={value!r}")
     if name == "micro_batches" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise ConfigError("micro_batches is a whole number >= 1", f"micro_batches={value!r}")
+        raise ConfigError("micro_batches= must be a whole number >= 1", f"micro_batches={value!r}")

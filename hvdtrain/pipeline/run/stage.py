@@ -86,7 +86,7 @@ class _Owners:
                 owner = self.stage.setdefault(id(tensor), index)
                 if owner != index and id(tensor) in chain.facts.changed:
                     raise ConfigError(
-                        "a module whose buffers change in training is used by one stage only",
+                        "a module whose buffers change in training cannot be used by two stages",
                         f"stages {owner + 1} and {index + 1} share one (used in segments up to {end - 1})",
                         "another balance=[...], which does not cut between its uses",
                     )
@@ -171,7 +171,7 @@ class _Objects:
         for owner, proxy in self.proxies:
             if owner._backward_hooks:
                 raise ConfigError(
-                    "a parameter that several stages use gets its gradient in parts, of which a hook would see one",
+                    "a parameter of several stages cannot have a hook, which would see only part of its gradient",
                     f"a tensor hook on a parameter of shape {tuple(owner.shape)}",
                     "change p.grad after the step; or a balance=[...] that leaves its uses in one stage",
                 )

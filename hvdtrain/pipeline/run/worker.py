@@ -107,7 +107,7 @@ class StageCall:
             self.places.run(at, [partial(self._work, worker) for worker in workers], self.stop)
         except RuntimeError as error:
             raise StageError(
-                "each stage of a pipeline works in a thread of its own",
+                "each stage of a pipeline needs a thread of its own",
                 str(error),
                 "fewer threads or processes of this user: ulimit -u, the container's pids limit",
             ) from error
@@ -162,7 +162,7 @@ class StageCall:
             f"{type(error).__name__}: {text[:600]}\nin {place.name}, {place.filename}:{place.lineno}",
             'more micro-batches, remat="all", balance="memory" or more devices need less memory'
             if is_out_of_memory(error)
-            else "mend the model there, or the batch; this step's gradients are dropped, those of earlier steps kept",
+            else "correct the model there, or the batch; this step's gradients are dropped, earlier ones are kept",
         ) from error
 
 

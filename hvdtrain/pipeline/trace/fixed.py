@@ -63,11 +63,11 @@ class FrozenModelCheck:
         for path, now, was in self._parts:
             if len(now) != len(was) or any(now.get(name) is not part for name, part in was.items()):
                 name = next(name for name in {**was, **now} if now.get(name) is not was.get(name))
-                _refuse(_joined(path, name), "was replaced, added or taken away", "load_state_dict(..., assign=False)")
+                _refuse(_joined(path, name), "was replaced, added or removed", "load_state_dict(..., assign=False)")
         refuse_everywhere()
         for path, hooks in self._hooks:
             if any(training or not is_ours(hook) for held in hooks for hook in held.values()):
-                _refuse(path or "the model itself", "got a hook, which would not be called", "hooks on its parts")
+                _refuse(path or "the model itself", "has a new hook, which would not be called", "hooks on its parts")
         for path, module in self._modes:
             if module.training is not self._model.training:
                 modes = f"is {module.training}, and the model's own {self._model.training}"
@@ -75,11 +75,11 @@ class FrozenModelCheck:
         for path, module, name, was, picture in self._values:
             now = _held(module, name)
             if was is _ABSENT and now is not was:
-                _refuse(path, "was not there then", "have it there from the start, None or a buffer")
+                _refuse(path, "did not exist at split()", "set it before split(): None or a buffer")
             if type(now) is not type(was) or (now is not was if picture is None else _Picture(now) != picture):
-                text = "not its own any more" if now is _ABSENT else " ".join(repr(now).split())
+                text = "deleted" if now is _ABSENT else " ".join(repr(now).split())
                 text = text if len(text) < 80 else f"{text[:77]}..."
-                _refuse(path, f"is {text}; the trace has what it was then", "a buffer")
+                _refuse(path, f"is {text}; the trace has its value at split()", "a buffer")
 
 
 def _held(module: nn.Module, name: str) -> Any:
@@ -99,7 +99,7 @@ def _joined(path: str, name: str) -> str:
 
 def _refuse(what: str, how: str, instead: str) -> NoReturn:
     raise ConfigError(
-        "what a model's forward reads is fixed when it is split",
+        "what a model's forward reads cannot change after split()",
         f"{what} {how}",
         f"hvdtrain.pipeline.split(...) again after the change; or {instead}",
     )

@@ -60,7 +60,7 @@ class Unmade:
             torch.utils.swap_tensors(tensor, other)
         except RuntimeError as error:
             raise ConfigError(
-                "a model on the meta device is split before anything else refers to its tensors' inside",
+                "a model on the meta device must be split before anything else refers to its tensors",
                 str(error).splitlines()[0],
                 "split it before a forward pass, and before weak references to its parameters",
             ) from error
@@ -99,7 +99,7 @@ class Unmade:
         if not self._pairs:
             if initialise is not None:
                 raise ConfigError(
-                    "initialise= fills a model on the meta device", "this one has its parameters in memory"
+                    "initialise= needs a model on the meta device", "the model has its parameters in memory"
                 )
             return
         for tensor, meta in self._pairs:
@@ -115,7 +115,7 @@ class Unmade:
         there = {id(tensor) for module in self._model.modules() for _, tensor in _own(module)}
         if not before.keys() <= there:
             raise ConfigError(
-                "initialise= fills tensors in place", "it has put others into their places", "module.weight.copy_(...)"
+                "initialise= must fill tensors in place", "tensors were replaced by others", "module.weight.copy_(...)"
             )
         empty = [
             f"{path}.{name}".lstrip(".")
@@ -125,7 +125,7 @@ class Unmade:
         ]
         if empty:
             raise ConfigError(
-                "a model on the meta device gets values for all its parameters and buffers",
+                "a model on the meta device needs values for all parameters and buffers",
                 f"{', '.join(empty[:8])}{f' and {len(empty) - 8} more' if len(empty) > 8 else ''}: without a value",
                 "initialise=function(module) that fills those of a module in place, by default reset_parameters();"
                 " a state dict is loaded afterwards, with model.load_state_dict",

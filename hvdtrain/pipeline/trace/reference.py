@@ -108,10 +108,10 @@ def _look(program: Program, training: bool, reference: Reference) -> None:
     ]
     if strange:
         raise ConfigError(
-            "a model that is split returns tensors, numbers and None, in tuples, lists and dicts",
+            "a split model must return tensors, numbers and None, in tuples, lists and dicts",
             f"a {type(strange[0]).__name__} among its outputs",
-            "leave it out of them; of transformers' caches: use_cache=False in kwargs=, or in the config that the\n"
-            "model is built with",
+            "remove it from the outputs; for transformers' caches: use_cache=False in kwargs=, or in the\n"
+            "config that the model is built with",
         )
     if training:
         reference.counts = _counting(model, changed, call)
@@ -135,7 +135,7 @@ def _refuse_graphs(model: nn.Module, changed: Sequence[tuple[nn.Module, str, Any
             continue
         if any(isinstance(leaf, Tensor) and leaf.grad_fn is not None for leaf in pytree.tree_leaves(value)):
             raise ConfigError(
-                "what is differentiated goes through a model's outputs, not over attributes of its modules",
+                "a forward pass cannot keep a tensor with a graph in an attribute of a module",
                 f"forward leaves a tensor with a graph in {f'{paths[module]}.{name}'.lstrip('.')}: the loss would read"
                 " that of another micro-batch",
                 f"return it with the outputs; or, only to look at it, keep {name}.detach()",
@@ -160,9 +160,9 @@ class _Graphs(torch.autograd.graph.saved_tensors_hooks):
         lines = [line for saved, line in self._saved if saved() is not None]
         if lines:
             raise ConfigError(
-                "what is differentiated must go through a model's outputs: a loss that finds it elsewhere would read"
-                " that of another micro-batch",
-                f"an object outside of the model keeps a tensor with its graph, computed at {lines[-1]}",
+                "a tensor with a graph must leave the model through its outputs",
+                f"an object outside of the model keeps a tensor with its graph, computed at {lines[-1]};\n"
+                "a loss that uses that tensor would read the one of another micro-batch",
                 "return it with the outputs; or, only to look at it, keep it detached: tensor.detach()",
             )
 

@@ -183,7 +183,7 @@ def from_modules(
     for index, given in enumerate(modules):
         part = _part(given, model)
         if any(id(p) not in own for p in part.parameters()):
-            raise ConfigError("modules=[...] are parts of the model", f"part {index} has parameters of its own")
+            raise ConfigError("modules=[...] must be parts of the model", f"part {index} has parameters of its own")
         target = f"_part_{index}"
         program.attributes[target] = part
         positional, keywords = parted(values, names if index == 0 else ())
@@ -203,13 +203,13 @@ def _refuse_unmade(model: nn.Module) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
             raise ConfigError(
-                "a model has its parameters before it is split",
+                "a model must have its parameters before it is split",
                 f"{name} is made in the first forward pass (a lazy layer)",
                 "call the model once with a batch: model(x)",
             )
         if tensor.is_meta:
             raise ConfigError(
-                "a model has its parameters in memory before it is split",
+                "a model must have its parameters in memory before it is split",
                 f"{name} is on the meta device",
                 "hvdtrain.pipeline.split gives it memory; else model.to_empty(device='cpu'), then load or initialise",
             )
@@ -222,7 +222,7 @@ def _part(given: nn.Module | str, model: nn.Module) -> nn.Module:
         return model.get_submodule(given)
     except AttributeError as error:
         names = ", ".join(name for name, _ in model.named_children())
-        raise ConfigError("modules=[...] names submodules of the model", given, f"it has {names}") from error
+        raise ConfigError("modules=[...] must name submodules of the model", given, f"the model has {names}") from error
 
 
 def _checked(program: Program, reference: Reference, *, everywhere: bool = False) -> list[Segment]:
@@ -233,15 +233,15 @@ def _checked(program: Program, reference: Reference, *, everywhere: bool = False
         crossing = [node for value in cut.values for node in value.values() if node is not None]
         if not facts.may_cross.issuperset(crossing):
             raise ConfigError(
-                "parts given by hand return tensors, numbers and None, in tuples, lists and dicts",
+                "parts in modules=[...] must return tensors, numbers and None, in tuples, lists and dicts",
                 f"part {index} returns something else, which would carry its graph into another stage",
                 "parts that return their tensors: for example a module whose forward ends with .last_hidden_state",
             )
     _check(chain, reference)
     if own := [name for owner, name in facts.counts if owner is program.model]:  # else the trace has refused it
         raise ConfigError(
-            "parts given by hand are called without the forward of the model around them",
-            f"which changes {', '.join(own)} of its own in each pass",
+            "with modules=[...] the model's own forward is not called, so it must not change attributes",
+            f"it changes {', '.join(own)} in each pass",
             "count outside of the model, or in one of its parts",
         )
     return [Segment(chain, index) for index in range(len(chain.cuts) - 1)]
@@ -249,7 +249,7 @@ def _checked(program: Program, reference: Reference, *, everywhere: bool = False
 
 def _not_the_same(error: Different) -> ConfigError:
     return ConfigError(
-        "the parts of a model in a row compute what the model computes",
+        "the parts in modules=[...], called in order, must compute what the model computes",
         str(error),
         "list all parts, in the order in which the model calls them: modules=[...]",
     )

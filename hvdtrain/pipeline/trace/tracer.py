@@ -150,15 +150,15 @@ def refuse_around(model: nn.Module) -> None:
     refuse_everywhere()
     if any(getattr(model, name) for name in HOOKS):
         raise ConfigError(
-            "a pipeline runs the parts of a model, so hooks of the model itself would not be called",
+            "a pipeline cannot call hooks of the model itself: it runs the parts of the model",
             f"{type(model).__name__} has forward or backward hooks",
             "remove them, put them on a submodule, or register them on the pipeline that split() returns",
         )
     if isinstance(model, _WRAPPERS) or type(model).__module__.startswith("torch._dynamo"):
         raise ConfigError(
-            "a plain model is split",
+            "a wrapped or compiled model cannot be split",
             type(model).__name__,
-            "split what is inside; each rank drives a pipeline of its own with hvdtrain.torch.prepare(pipe, ...)",
+            "split the model inside; each rank then has its own pipeline: hvdtrain.torch.prepare(pipe, ...)",
         )
 
 
@@ -184,7 +184,7 @@ def make_leaf(leaves: dict[str, str], path: str, reason: str, model: nn.Module, 
         where = f"\n{line}" if line else ""
         name = f"{type(model).__name__}.forward" if path == "" else f"{path} of {type(model).__name__}"
         raise ConfigError(
-            "a model that is cut by itself has to be traceable: its own forward may not depend on the data",
+            "split() cannot trace this model: its own forward must not depend on the data",
             f"{name}: {reason}{where}",
             "give its parts in order: split(..., modules=[...]) (modules or names, each called with what the one\n"
             "before returns); or move what cannot be traced into a submodule. Models that return objects of their\n"

@@ -134,13 +134,13 @@ def described(text: str, *, reserve_bytes: float = 0.0) -> tuple[Device, ...] | 
         match = re.fullmatch(r"(?:(\d+)x)?(\d+(?:\.\d+)?)(GiB|GB|MiB|MB)(?:@(\d+(?:\.\d+)?))?", part, re.IGNORECASE)
         if match is None:
             raise ConfigError(
-                "devices are a number and their memory, or names", repr(text), "4x24GiB, 2x24GiB,2x80GiB@2.5 or cpu,cpu"
+                "devices need a number and memory, or names", repr(text), "4x24GiB, 2x24GiB,2x80GiB@2.5 or cpu,cpu"
             )
         count, amount, unit, speed = match.groups()
         size = float(amount) * {"gib": 2**30, "gb": 1e9, "mib": 2**20, "mb": 1e6}[unit.lower()] - reserve_bytes
         if size <= 0 or count == "0" or (speed is not None and not float(speed)):
             received = f"{part}, of which {reserve_bytes / 2**30:g} GiB are not for training"
-            raise ConfigError("a device has memory, and speed", received)
+            raise ConfigError("a device needs memory and a speed above 0", received)
         if len(devices) + int(count or 1) > MOST_DEVICES:
             raise ConfigError(
                 f"a node must have at most {MOST_DEVICES} devices", repr(text), "--nodes N: of such devices"

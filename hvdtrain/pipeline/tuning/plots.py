@@ -181,7 +181,7 @@ def plot(what: Bars | SplitCurve | Timeline | Drawable, path: str | Path) -> Pat
         from matplotlib.figure import Figure  # without pyplot: no window, no state of the whole process
     except ImportError as error:
         remedy = install_command("plot")
-        raise ConfigError("pictures are drawn by matplotlib", f"it cannot be imported: {error}", remedy) from error
+        raise ConfigError("pictures need matplotlib", f"matplotlib: {error}", remedy) from error
     figure = Figure(figsize=picture.inches, layout="constrained")
     axes = figure.add_subplot()
     picture.draw(axes)

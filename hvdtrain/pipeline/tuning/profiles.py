@@ -66,7 +66,7 @@ class Profile:
                 samples=tuple(data["samples"]),
             )
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError("a profile is a file that Profile.save wrote", f"{path}: {error}") from error
+            raise ConfigError("a profile must be a file that Profile.save wrote", f"{path}: {error}") from error
 
 
 def _cost(entry: Mapping[str, Any]) -> SegmentCost:

@@ -194,7 +194,7 @@ def tune(
     batch = samples_of(flat(x, kwargs, pipe.names))
     counts = _counts(candidates, batch)
     if not 0 < confidence < 1:
-        raise ConfigError("a confidence lies between 0 and 1", f"confidence={confidence}", "confidence=0.95")
+        raise ConfigError("confidence= must lie between 0 and 1", f"confidence={confidence}", "confidence=0.95")
     with preserved(pipe):
         prediction = predict(pipe, x, y, loss, kwargs)
         predicted = {count: prediction(micro_batch_sizes(batch, count)) for count in counts}
@@ -213,7 +213,7 @@ def tune(
         spent_s=time.perf_counter() - started, schedule=schedule if schedules else "",
     )  # fmt: skip
     if require and tuning.one_is_faster:
-        rule = "a model is split where that is faster, or where it does not fit on one device"
+        rule = "with require=True the pipeline must be faster than one device"
         raise SplitDoesNotPay(rule, tuning.verdict, "train the unsplit model on one device")
     return tuning
 
@@ -267,7 +267,7 @@ def _counts(candidates: Sequence[int] | None, batch: int) -> list[int]:
     wrong = [count for count in candidates if isinstance(count, bool) or not 1 <= count <= batch]
     if wrong or not candidates:
         received = f"{', '.join(map(str, wrong)) or 'none'} for a batch of {batch}"
-        rule = "candidates are numbers of micro-batches, from 1 to the samples of a batch"
+        rule = "candidates= must be numbers of micro-batches, from 1 to the samples of a batch"
         raise ConfigError(rule, received, f"between 1 and {batch}")
     return sorted(set(candidates))
 

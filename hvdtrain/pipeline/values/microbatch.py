@@ -37,8 +37,8 @@ def flat(x: Any, kwargs: Mapping[str, Any] | None, names: Sequence[str]) -> tupl
     given = kwargs or {}
     if set(given) != set(names):
         raise ConfigError(
-            "a pipeline takes the keyword arguments that it was split with",
-            f"{', '.join(given) or 'none'}; with {', '.join(names) or 'none'}",
+            "keyword arguments of a pipeline must be those that it was split with",
+            f"{', '.join(given) or 'none'}; split with {', '.join(names) or 'none'}",
             "kwargs={...} of step(), or pipe(..., name=value), as in split(model, example, devices, kwargs={...})",
         )
     return (*(x if type(x) is tuple else (x,)), *(given[name] for name in names))
@@ -58,10 +58,10 @@ def marked(arguments: tuple[Any, ...], chunk: Chunk, names: Sequence[str] = ()) 
         return tuple(_marked(value, one) for value, one in zip(arguments, ones, strict=True))
     except (ValueError, KeyError, TypeError):
         raise ConfigError(
-            "chunk=[...] says for each argument 0 (its tensors have samples along dimension 0) or None (it has none);"
-            " {name: ...} of some; of a nested argument [...] or {...} of its parts",
+            "chunk=[...] must hold 0 (samples along dimension 0) or None (no samples) for each argument",
             f"chunk={dict(chunk) if isinstance(chunk, Mapping) else list(chunk)} for {len(arguments)} argument(s):"
             f" {', '.join(keys)}",
+            "chunk={name: ...} for some arguments; [...] or {...} for the parts of a nested argument;\n"
             "a model that takes [sequence, batch, ...]: split one that takes [batch, sequence, ...] and transposes",
         ) from None
 
@@ -117,7 +117,7 @@ def samples_of(arguments: tuple[Any, ...]) -> int:
         if tensor.dim():
             return len(tensor)
     received = ", ".join(type(value).__name__ for value in arguments) or "nothing"
-    raise ConfigError("a batch holds a tensor whose dimension 0 counts the samples", received)
+    raise ConfigError("a batch needs a tensor whose dimension 0 counts the samples", received)
 
 
 def pieces_of(values: Any, sizes: Sequence[int], *, every: str | None = None) -> list[Any]:
@@ -136,14 +136,13 @@ def pieces_of(values: Any, sizes: Sequence[int], *, every: str | None = None) ->
             leaf = leaf.value
         elif not isinstance(leaf, (Tensor, *SIMPLE)) or (every is not None and isinstance(leaf, str)):
             raise ConfigError(
-                f"{every or 'inputs'} are tensors and numbers, in tuples, lists and dicts: else nobody knows how to"
-                " cut them into micro-batches",
-                f"a {type(leaf).__name__}",
+                f"{every or 'inputs'} must be tensors and numbers, in tuples, lists and dicts",
+                f"a {type(leaf).__name__}, which cannot be cut into micro-batches",
                 "dict(batch), or a tuple of its tensors; inputs without samples: split(..., chunk=[0, None])",
             )
         if every is not None and isinstance(leaf, Tensor) and leaf.dim():
             raise ConfigError(
-                f"{every} have one entry for each sample", f"shape {tuple(leaf.shape)} for a batch of {batch}"
+                f"{every} must have one entry for each sample", f"shape {tuple(leaf.shape)} for a batch of {batch}"
             )
         pieces.append([leaf] * len(sizes))
     return [pytree.tree_unflatten(list(group), spec) for group in zip(*pieces, strict=True)]
@@ -152,7 +151,7 @@ def pieces_of(values: Any, sizes: Sequence[int], *, every: str | None = None) ->
 def not_joined(received: str, sizes: Sequence[int]) -> ConfigError:
     """Returns the error for outputs of micro-batches that cannot be joined; see `nested.join`."""
     return ConfigError(
-        "outputs of a pipeline are tensors with one entry for each sample, in tuples, lists and dicts",
+        "outputs of a pipeline must be tensors with one entry for each sample, in tuples, lists and dicts",
         f"{received}, for {list(sizes)} samples",
         "micro_batches=1, or a model that returns values by sample; of an object its tensors: .logits",
     )

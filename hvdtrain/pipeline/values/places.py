@@ -31,7 +31,7 @@ def parse_devices(devices: str | Sequence[str | torch.device]) -> list[torch.dev
     """Returns ["cuda:0", "cuda:1"] or "cuda:0,cuda:1" as devices; raises `ConfigError` if one does not exist."""
     words = [word.strip() for word in devices.split(",")] if isinstance(devices, str) else list(devices)
     if not words or "" in words:
-        raise ConfigError("a pipeline has a device for each stage", repr(devices), 'for example "cuda:0,cuda:1"')
+        raise ConfigError("a pipeline needs a device for each stage", repr(devices), 'for example "cuda:0,cuda:1"')
     return [_device(word) for word in words]
 
 
@@ -39,20 +39,20 @@ def _device(word: str | torch.device) -> torch.device:
     try:
         device = torch.device(word)
     except (RuntimeError, TypeError) as error:
-        raise ConfigError("a device is named like cpu or cuda:0", repr(word), 'for example "cpu,cpu"') from error
+        raise ConfigError("a device must be named like cpu or cuda:0", repr(word), 'for example "cpu,cpu"') from error
     gpus = torch.cuda.device_count()
     if device.type == "cuda":
         index = device.index if device.index is not None else torch.cuda.current_device() if gpus else 0
         if index >= gpus:
             there = ", ".join([*(f"cuda:{i} ({torch.cuda.get_device_name(i)})" for i in range(gpus)), "cpu"])
             raise ConfigError(
-                "a device of a pipeline exists",
-                f"{word}; there is {there}",
-                "name one that is there (CUDA_VISIBLE_DEVICES may hide some)",
+                "a device of the pipeline does not exist",
+                f"{word}; this machine has {there}",
+                "name a device of this machine (CUDA_VISIBLE_DEVICES may hide some)",
             )
         return torch.device("cuda", index)
     if device.type != "cpu":
-        raise ConfigError("a pipeline runs on cpu and cuda devices", str(word))
+        raise ConfigError("devices of a pipeline must be cpu or cuda", str(word))
     return torch.device("cpu")
 
 

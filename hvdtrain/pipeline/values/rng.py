@@ -155,11 +155,11 @@ class Draws:
         parts = 3 if elsewhere else 1
         if not differ(self._before[:parts], self._generators.everything()[:parts]):
             return
-        rule = "while a pipeline works, nobody else draws from the global generators"
+        rule = "while a pipeline works, other code must not draw from the global generators"
         received = "numbers were drawn by another thread, or by a layer that drew none in its first pass"
         remedy = "a torch.Generator or random.Random of its own for the other thread; split again after a layer changed"
         if repeats:
-            raise ConfigError(rule, f"{received}; with remat a pass may have been repeated with others", remedy)
+            raise ConfigError(rule, f"{received}; with remat, a pass may have been repeated with other numbers", remedy)
         warnings.warn(f"{rule}: {received}, so that a seed does not repeat this step. Fix: {remedy}", stacklevel=5)
 
     def close(self) -> None:

@@ -413,7 +413,7 @@ def case_refusals(world: hvdtrain.World) -> None:
         optimizer.backward(torch.zeros((), requires_grad=True))
     with refused("optimizer.forward_backward(x, y, loss_fn)", kind=ConfigError):
         prepared(x)
-    with refused("one number"):
+    with refused("one differentiable number"):
         optimizer.forward_backward(x, y, lambda outputs, targets: outputs)
     if world.size > 1:
         with refused("optimizer.forward_backward(x, y, loss_fn)"):
@@ -427,7 +427,7 @@ def case_what_one_ranks_labels_show_is_refused_on_all(world: hvdtrain.World) -> 
     if world.rank == world.size - 1:
         y = torch.where(torch.arange(len(y)) < 1, -100, y)
     named = f"rank {world.size - 1}: " if world.size > 1 else ""
-    with refused(f"{named}the weight of a micro-batch", "(y != -100).sum()", kind=ConfigError):
+    with refused(f"{named}weight= must equal the denominator", "(y != -100).sum()", kind=ConfigError):
         optimizer.forward_backward(x, y, cross_entropy)
 
 
@@ -457,7 +457,7 @@ def case_samples_that_meet_in_the_model_are_refused_without_micro_batches(world:
     _, optimizer = quietly(pipe := cut(model, 1), sgd(pipe), data)
     x, y = next(iter(data))
     if world.size > 1:
-        with refused("an output belongs to one sample", "micro_batches=1, accumulate=1 and one rank", kind=ConfigError):
+        with refused("not depend on other samples", "micro_batches=1, accumulate=1 and one rank", kind=ConfigError):
             optimizer.forward_backward(x, y, cross_entropy)
         optimizer.close()
         pipe.step(x, y, cross_entropy)  # of its own, on the whole batch that it is given
@@ -497,7 +497,7 @@ def case_zz_a_gate_that_is_always_open_is_noticed(world: hvdtrain.World) -> None
     half done."""
     if world.size == 1:
         return
-    with refused("a parameter has one gradient in a backward pass"):
+    with refused("a parameter cannot get two gradients in one backward pass"):
         sends_and_gradients(world, lambda group: True)
 
 

@@ -48,7 +48,7 @@ def test_variants_are_compared() -> None:
 
 def test_more_stages_than_cores() -> None:
     for stages in (1, len(os.sched_getaffinity(0)) + 1):
-        with pytest.raises(ConfigError, match=r"a core of its own(.|\n)*--ours"):
+        with pytest.raises(ConfigError, match=r"each stage needs a core(.|\n)*--ours"):
             pipeline.run(arguments("--stages", str(stages)))
 
 

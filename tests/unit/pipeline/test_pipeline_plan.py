@@ -74,7 +74,7 @@ def test_micro_batch_sizes(batch, micro_batches):
         (lambda: actions("1F1B", 0, 2, 4), "'1F1B'"),  # type: ignore[arg-type]  # as a user writes it
         (lambda: recomputed("some", ()), "never, all, except_last"),  # type: ignore[arg-type]  # as a user writes it
         (lambda: micro_batch_sizes(4, 0), "at least 1 micro-batch"),
-        (lambda: Curve(()), "a curve has points"),
+        (lambda: Curve(()), "a curve needs points"),
         (lambda: Curve(((2, 1.0), (2, 3.0))), "different numbers of samples"),
     ],
 )

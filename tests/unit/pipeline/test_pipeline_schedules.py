@@ -158,7 +158,7 @@ def test_transfers_go_round() -> None:
     assert found.step_s == 8 + 6
     alone = simulate([stage(1, 1, 2)] * 3, sizes=[1], schedule="interleaved", chunks=3)
     assert alone.step_s == 6
-    with pytest.raises(ConfigError, match="each two neighbouring stages have a link"):
+    with pytest.raises(ConfigError, match="every two neighbouring stages need a link"):
         simulate([stage(1, 1)] * 4, sizes=[1], schedule="interleaved", chunks=2, links=[Link()] * 3)
 
 
@@ -176,6 +176,6 @@ def test_a_cut_for_rounds() -> None:
 
 def test_refusals() -> None:
     for one in ("1f1b", "zb-h1"):
-        with pytest.raises(ConfigError, match="one stage on each device"):
+        with pytest.raises(ConfigError, match="one stage per device"):
             actions(one, 0, 2, 4, 2)
     assert set(schedules.SCHEDULES) == set(get_args(Schedule))

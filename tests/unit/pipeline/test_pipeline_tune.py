@@ -174,7 +174,7 @@ def test_default_candidates(batch: int) -> None:
 
 @pytest.mark.parametrize("candidates", [[], [0], [33], [4, -1], [True]])
 def test_impossible_candidates(candidates: list[int]) -> None:
-    with pytest.raises(ConfigError, match="candidates are numbers of micro-batches"):
+    with pytest.raises(ConfigError, match="candidates= must be numbers of micro-batches"):
         search_size._counts(candidates, 32)
 
 
@@ -196,7 +196,7 @@ def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     import sys
 
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ConfigError, match="drawn by matplotlib") as caught:
+    with pytest.raises(ConfigError, match="pictures need matplotlib") as caught:
         plots.plot(plots.Bars("t", {"one": [1.0]}), tmp_path / "x.png")
     assert "pip install" in caught.value.remedy and "plot" in caught.value.remedy
 
