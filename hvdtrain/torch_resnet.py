@@ -313,8 +313,8 @@ def check_flags(args: argparse.Namespace) -> None:
     """Refuses flags that contradict each other."""
     if args.resume and args.weights is not None:
         received = f"--resume --weights {args.weights}"
-        rule = "a run goes on with its own weights, or starts from those of --weights"
-        raise ConfigError(rule, received, "leave one of them out", shared=True)
+        rule = "--resume and --weights cannot be combined: a resumed run has its own weights"
+        raise ConfigError(rule, received, "remove one of them", shared=True)
     pipelines.check_flags(args)
 
 
@@ -326,7 +326,7 @@ def check_early(args: argparse.Namespace, detected: Detected) -> None:
         folder.check_run_dir(args.run_dir, resume=args.resume)
     if detected.rank == 0 and args.weights is not None and not args.weights.is_dir():
         received = f"{args.weights}: no such folder"
-        raise ConfigError("--weights is a checkpoint's folder", received, "name one: RUN/checkpoints/epoch-...")
+        raise ConfigError("--weights must be a checkpoint's folder", received, "name one: RUN/checkpoints/epoch-...")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     """Runs both parts; returns 0."""
     cores = sorted(os.sched_getaffinity(0))
     if args.cores is not None and args.cores > len(cores):
-        raise ConfigError(f"--cores is at most {len(cores)} here", f"--cores {args.cores}")
+        raise ConfigError(f"--cores must be at most {len(cores)} on this machine", f"--cores {args.cores}")
     os.sched_setaffinity(0, cores[: args.cores])
     try:
         result = begin("input", args, "this benchmark is one process") | {"framework": args.framework}

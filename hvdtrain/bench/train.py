@@ -160,10 +160,10 @@ def run(args: argparse.Namespace) -> int:
     if args.tune:
         return tune.run(args)
     if args.argv:
-        raise ConfigError("a command is what --tune tunes", " ".join(args.argv), "hvdtrain bench train --tune -- ...")
+        raise ConfigError("a command after -- needs --tune", " ".join(args.argv), "hvdtrain bench train --tune -- ...")
     if args.all and (args.ranks < 2 or len(args.models) > 1):
         received = f"--ranks {args.ranks} --models {' '.join(args.models)}"
-        rule = "--all compares ways to train one model on several ranks"
+        rule = "--all needs at least 2 ranks and exactly one model"
         raise ConfigError(rule, received, "--ranks 2 --models NAME")
     result = begin("train", args, "a benchmark starts its own ranks")
     result["models"] = {model: measure(args, model) for model in args.models}

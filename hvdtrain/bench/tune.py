@@ -149,7 +149,7 @@ class Races:
         try:
             seconds = self._running[self._start(start)][1]
         except HvdtrainError as error:
-            rule = "what is tuned trains through hvdtrain's prepare(), for 8 updates at least"
+            rule = "the tuned command must train through hvdtrain's prepare(), for at least 8 updates"
             raise ConfigError(rule, error.received, "README.md shows how; a larger --budget waits longer") from error
         self._first, self.what, self._moved = start, self._answer["what"], self._answer["moved"]
         turns.progress(f"untuned: {seconds * 1e3:.1f} ms an update, {self.what}")
@@ -274,7 +274,7 @@ def _listed(variables: Settings) -> str:
 def _command(args: argparse.Namespace) -> list[str]:
     argv = args.argv[1:] if args.argv[:1] == ["--"] else args.argv
     if args.ranks < 2:
-        raise ConfigError("what is tuned is what ranks do together", f"-np {args.ranks}", "-np 2")
+        raise ConfigError("--tune needs at least 2 ranks", f"-np {args.ranks}", "-np 2")
     if argv:
         return list(argv)
     flags = ["--per-rank-batch", str(args.per_rank_batch), "--epochs", "1000", "--device", args.device]

@@ -369,7 +369,7 @@ def restarts(environ: Environ) -> int:
         return 0
     if not (environ[name].isascii() and environ[name].isdigit()):
         raise LauncherError(
-            f"{name} tells how often a job was started again: a whole number", repr(environ[name]), f"unset {name}"
+            f"{name} must be a whole number: how often the job was restarted", repr(environ[name]), f"unset {name}"
         )
     return int(environ[name])
 

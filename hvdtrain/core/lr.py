@@ -53,7 +53,7 @@ class LR:
         scales = self.scale in ("linear", "sqrt", "none")
         self._check(scales, 'scale must be "linear", "sqrt" or "none"', "scale")
         self._check(_whole(self.warmup_samples, 0), "warmup_samples must be samples >= 0", "warmup_samples")
-        rule = 'warm-up goes from base to the scaled peak: with scale="none" there is nothing to warm up to'
+        rule = 'warm-up needs scale="linear" or "sqrt": with "none" the peak is the base rate'
         self._check(not (self.warmup_samples and self.scale == "none"), rule, "warmup_samples", "scale")
         scheduled = self.schedule in ("constant", "step", "cosine")
         self._check(scheduled, 'schedule must be "constant", "step" or "cosine"', "schedule")
@@ -64,12 +64,12 @@ class LR:
             self._check(ordered and later, rule, "milestones", "warmup_samples")
             self._check(_positive(self.gamma), "gamma must be finite and > 0", "gamma")
         else:
-            self._check(not self.milestones, 'milestones belong to schedule="step"', "schedule")
+            self._check(not self.milestones, 'milestones need schedule="step"', "schedule")
         if self.schedule == "cosine":
             end = self.total_samples
             far = end is not None and _whole(end, 1) and end > self.warmup_samples
             self._check(far, "a cosine needs total_samples > warmup_samples", "total_samples", "warmup_samples")
-            self._check(0 <= self.final <= 1, "final is a fraction of the peak, 0..1", "final")
+            self._check(0 <= self.final <= 1, "final must be a fraction of the peak, 0 to 1", "final")
 
     def _check(self, ok: bool, rule: str, *names: str) -> None:
         _check(ok, rule, **{name: getattr(self, name) for name in names})
@@ -109,7 +109,7 @@ class LR:
             return
         if math.isclose(current, peak, rel_tol=_SAME_RATE):
             raise ConfigError(
-                "the learning rate would be scaled twice: LR scales it, the optimizer takes the base",
+                "the learning rate must not be scaled twice: the optimizer needs the base rate, LR scales it",
                 f"optimizer {current:g} = base {self.base:g} x {self.factor(global_batch):g}"
                 f" (global batch {global_batch}, reference {self.reference_batch})",
                 f"make the optimizer with {self.base:g}, or give LR(base={current:g}, reference_batch={global_batch})",

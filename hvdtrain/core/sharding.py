@@ -326,12 +326,12 @@ def check_evaluation(data: Any, per_rank_batch: int | None) -> None:
             raise ConfigError("evaluation needs a batch size", "per_rank_batch was not given", "per_rank_batch=64")
     elif per_rank_batch not in (None, data.per_rank_batch):
         raise ConfigError(
-            "the batch is said once: by the loader, or as per_rank_batch=",
+            "the batch size must be set once: by the loader or by per_rank_batch=",
             f"a loader of {data.per_rank_batch} samples a rank, per_rank_batch={per_rank_batch}",
-            "leave per_rank_batch= out",
+            "remove per_rank_batch=",
         )
     elif data.plan.tail != "weighted":
-        raise ConfigError('evaluation counts every sample: tail="weighted"', f"tail={data.plan.tail!r}")
+        raise ConfigError('evaluation needs tail="weighted", which counts every sample', f"tail={data.plan.tail!r}")
 
 
 def tail_pieces(samples: int, full: int, pieces: int) -> int:
@@ -361,4 +361,4 @@ def weight_number(weight: Any, example: str) -> float:
     if math.isfinite(number) and number >= 0:
         return number
     received = repr(weight) if single or shape is None else f"shape {tuple(shape)}"
-    raise ConfigError("a weight is a number >= 0: what the mean loss divides by", received, example)
+    raise ConfigError("a weight must be a number >= 0: the denominator of the mean loss", received, example)

@@ -21,7 +21,7 @@ def tasks_per_node(text: str) -> list[int]:
     for piece in text.split(","):
         match = re.fullmatch(r"\s*(\d+)(?:\(x(\d+)\))?\s*", piece)
         if match is None:
-            raise LauncherError('Slurm writes tasks per node as "2(x3),1"', repr(text))
+            raise LauncherError('SLURM_TASKS_PER_NODE must be written as "2(x3),1"', repr(text))
         _refuse_more(len(counts) + int(match[2] or 1), "SLURM_TASKS_PER_NODE", text)
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
@@ -31,7 +31,7 @@ def expand(nodes: str) -> list[str]:
     """Returns all names of a Slurm node list, in order: "gpu[03-04,07],login" gives gpu03, gpu04, gpu07, login;
     pure. Raises `LauncherError` for any other form."""
     if not re.fullmatch(rf"{_NODE}(?:,{_NODE})*", nodes):
-        raise LauncherError('Slurm writes nodes as "gpu[03-04,07],login"', repr(nodes))
+        raise LauncherError('SLURM_JOB_NODELIST must be written as "gpu[03-04,07],login"', repr(nodes))
     names: list[str] = []
     for pattern in re.findall(_NODE, nodes):
         parts = [_range(part) if part.startswith("[") else [part] for part in re.findall(r"\[[^]]*\]|[^[]+", pattern)]

@@ -61,7 +61,7 @@ def download(url: str, target: Path, sha256: str, *, size_limit_bytes: int, reme
             output.flush()
             os.fsync(output.fileno())
         if found != sha256:
-            raise ConfigError(f"{url} has SHA-256 {sha256}", f"SHA-256 {found}", remedy)
+            raise ConfigError(f"{url} does not have the expected SHA-256", f"{found}\nexpected: {sha256}", remedy)
         partial.chmod(0o644)  # mkstemp makes files private; a cache is shared
         partial.replace(target)
     except (OSError, HTTPException, ValueError) as error:  # URLError and time-outs are OSErrors

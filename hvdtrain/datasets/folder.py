@@ -87,7 +87,7 @@ def load_folder(path: str | os.PathLike[str], *, world: World | None = None) -> 
     unknown = sorted(set(names[val_name]) - set(classes))
     if unknown:
         raise ConfigError(
-            "classes for validation are classes for training",
+            "classes for validation must also be classes for training",
             f"only in {top / val_name}: {_some(unknown)}",
             "correct the names of the class folders",
             shared=True,
@@ -99,7 +99,7 @@ def _parts(top: Path) -> dict[str, list[str]]:
     """The classes in each part of the data: {"train": [...], "val": [...]}, or {"": [...]} of the folder itself."""
     if not top.is_dir():
         received = f"{top}: " + ("a file" if top.exists() else "no such folder")
-        raise ConfigError("image data is a folder that exists on every node", received, "correct the path")
+        raise ConfigError("image data must be a folder that exists on every node", received, "correct the path")
     try:
         found = {name: _class_names(top / name) for name in (TRAIN_NAME, *VAL_NAMES) if (top / name).is_dir()}
         found = found or {"": _class_names(top)}
@@ -110,7 +110,7 @@ def _parts(top: Path) -> dict[str, list[str]]:
             raise _no_classes(top)
     except OSError as error:
         received = f"{type(error).__name__}: {error}"
-        raise ConfigError(f"{top} can be listed", received, "check its permissions") from error
+        raise ConfigError(f"{top} cannot be listed", received, "check its permissions") from error
     return found
 
 
@@ -122,9 +122,9 @@ def _class_names(folder: Path) -> list[str]:
 def _no_classes(folder: Path) -> ConfigError:
     names = sorted(entry.name for entry in folder.iterdir())
     return ConfigError(
-        "a data folder holds one folder a class with its images (train/cat/1.jpg, train/dog/2.jpg, ... and val/...)",
+        "a data folder must hold one folder of images for each class",
         f"{folder} holds {_some(names)}",
-        "name the folder above train and val; move loose images into folders named after their classes",
+        "name the folder above train and val; move images into class folders: train/cat/1.jpg, val/dog/2.jpg",
     )
 
 
@@ -142,7 +142,7 @@ def scan(folder: Path, classes: list[str], *, present: list[str] | None = None) 
     empty = [str(folder / one) for one, count in wanted if not count and one in (present or classes)]
     if empty:
         received = f"none ({', '.join(SUFFIXES)}) in {_some(empty)}"
-        raise ConfigError("every class has images", received, "remove empty class folders, or put images in")
+        raise ConfigError("every class must have images", received, "remove empty class folders, or add images")
     names = list(itertools.chain.from_iterable(below))
     lengths = np.array([0, *(len(name) + 1 for name in names)], np.int64)
     labels = np.repeat(np.arange(len(classes), dtype=np.int64), counts)

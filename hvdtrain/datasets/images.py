@@ -59,7 +59,7 @@ def as_rgb(images: Images, size: int = 32) -> Images:
     border = size - images.x_train.shape[-1]
     if images.x_train.ndim != 3 or border < 0:
         received = f"{images.name}: {list(images.x_train.shape)}, size={size}"
-        raise ConfigError("grey pictures [N, S, S] with S <= size become [N, 3, size, size]", received)
+        raise ConfigError("grey pictures must be [N, S, S] with S <= size to become [N, 3, size, size]", received)
 
     def change(pictures: np.ndarray) -> np.ndarray:
         before = border // 2
@@ -85,7 +85,7 @@ def synthetic(samples: int = 1280, *, classes: int = 1000, size: int = 224, seed
 
     if samples < 2 or classes < 1 or size < 1:
         received = f"samples={samples}, classes={classes}, size={size}"
-        raise ConfigError("synthetic data has samples >= 2, classes >= 1 and size >= 1", received)
+        raise ConfigError("synthetic data needs samples >= 2, classes >= 1 and size >= 1", received)
     pixels = samples * 3 * size * size
     words = np.random.Philox(key=np.array([seed, 0], np.uint64)).random_raw(-(-pixels // 8))
     noise = words.view(np.uint8)[:pixels].reshape(samples, 3, size, size)

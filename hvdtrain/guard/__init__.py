@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     from hvdtrain.guard import script
 
     if args.every < 1:
-        raise ConfigError("--every is a number of updates, 1 or more", str(args.every))
+        raise ConfigError("--every must be a whole number of updates, 1 or more", str(args.every))
     return script.run(args.script, args.argv, args.module, warn=args.warn, report=args.report, every=args.every)
 
 

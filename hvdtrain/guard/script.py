@@ -50,7 +50,7 @@ def source_of(what: str, module: bool) -> Path:
     if found is not None and found.submodule_search_locations is not None:
         found = PathFinder.find_spec("__main__", places)
     if found is None or found.origin is None:
-        raise ConfigError("-m takes the name of a module that Python finds", what, "-m package.train, from its folder")
+        raise ConfigError("-m needs the name of a module on Python's path", what, "-m package.train, from its folder")
     return Path(found.origin)
 
 

@@ -149,7 +149,7 @@ def unpack(archive: Path, target: Path) -> Path:
     top = target / f"horovod-{HOROVOD_VERSION}"
     if not (top / "setup.py").is_file():
         found = ", ".join(sorted(path.name for path in target.iterdir())) or "nothing"
-        rule = f"the recipe patches horovod {HOROVOD_VERSION} and no other version"
+        rule = f"the source must be horovod {HOROVOD_VERSION}: the recipe patches no other version"
         raise HvdtrainError(rule, f"{archive} contains {found}", f"pass horovod-{HOROVOD_VERSION}.tar.gz")
     return top
 

@@ -79,7 +79,7 @@ def _home_from_wheels(version: str, cache: Path, run: Commands) -> Path:
     nvcc finds its parts relative to its own real path, so it must not be a link into several site-packages.
     """
     if version not in CUDA_WHEELS:
-        rule = f"PyPI's wheels give a usable CUDA compiler for CUDA {', '.join(CUDA_WHEELS)} only"
+        rule = f"PyPI does not have a usable CUDA compiler except for CUDA {', '.join(CUDA_WHEELS)}"
         received = f"PyTorch was built with CUDA {version}, and no complete toolkit of that version was found"
         remedy = f"install the CUDA {version} toolkit and pass --cuda DIR, or build with --gpu none"
         raise HvdtrainError(rule, received, remedy)

@@ -74,7 +74,7 @@ def make(wheel: Path, environment: Environment, folder: Path, run: Commands) -> 
     """Makes a ready wheel of a proven one, proves that too, and lists it in `folder`; returns its path there."""
     missing = [tool for tool in ("auditwheel", "patchelf") if not _has(tool)]
     if missing:
-        rule = "auditwheel and patchelf make wheels that run on other machines"
+        rule = "a wheel that runs on other machines needs auditwheel and patchelf"
         raise HvdtrainError(rule, f"not installed here: {', '.join(missing)}", install_command("dist"))
     version = version_for(environment.torch, environment.cuda, environment.tensorflow, environment.mpi)
     with tempfile.TemporaryDirectory(prefix="hvdtrain-dist-") as scratch:
@@ -87,7 +87,7 @@ def make(wheel: Path, environment: Environment, folder: Path, run: Commands) -> 
         with zipfile.ZipFile(ready) as packed:
             copied = [name for name in packed.namelist() if ".libs/" in name]
         if copied:
-            rule = "a ready wheel brings no libraries of this machine"
+            rule = "a ready wheel must not contain libraries of this machine"
             remedy = "build without what needs them, or name them in SHARED of hvdtrain/horovod_build/dist.py"
             raise HvdtrainError(rule, f"auditwheel copied {', '.join(copied)}", remedy)
         prove(ready, environment.frameworks(), run, mpi=environment.mpi, nccl=environment.gpu == "nccl")
@@ -153,10 +153,10 @@ def write_index(folder: Path) -> None:
         try:
             found[wheel] = metadata_of(wheel)
         except (zipfile.BadZipFile, ValueError) as error:
-            rule = "an index lists whole wheels: nothing was written"
+            rule = "an index needs whole wheels: nothing was written"
             raise HvdtrainError(rule, f"{wheel} is damaged: {error}", "copy it again, or remove it") from error
     if not found:
-        rule = f"an index lists the wheels of {NAME} in a folder"
+        rule = f"an index needs wheels of {NAME}"
         raise HvdtrainError(rule, f"none in {folder}", f"hvdtrain build-horovod --dist {folder}")
     links = []
     for wheel, metadata in found.items():

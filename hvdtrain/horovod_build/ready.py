@@ -32,7 +32,7 @@ def install(location: str, say: Say) -> str:
     problems: list[str] = []
     torch, tensorflow = torch_here(problems), distribution_version("tensorflow", "tensorflow-cpu")
     if problems or not (torch or tensorflow):
-        rule = "a ready wheel of Horovod is for frameworks that are installed"
+        rule = "a ready wheel of Horovod needs an installed PyTorch or TensorFlow"
         received = "; ".join(problems) or "neither torch nor tensorflow is installed here"
         raise HvdtrainError(rule, received, "pip install 'hvdtrain[torch,keras]'")
     _check_place(location)
@@ -75,7 +75,7 @@ def _check_place(location: str) -> None:
         received = f"{location!r}, which is no folder" if location else "nothing"
         raise HvdtrainError("--ready needs a folder of wheels, or the address of a page that lists them", received)
     if importlib.util.find_spec("pip") is None:
-        rule = "a ready wheel is installed by pip"
+        rule = "a ready wheel needs pip"
         raise HvdtrainError(rule, f"none in {sys.executable}", "python -m ensurepip")
     other = PathFinder.find_spec("horovod", os.environ.get("PYTHONPATH", "").split(os.pathsep))
     if other is not None:

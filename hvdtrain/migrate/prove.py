@@ -207,9 +207,9 @@ def _start(command: Sequence[str], folder: Path, updates: int, timeout_s: float)
         said = _end(process)
         if not isinstance(error, subprocess.TimeoutExpired):
             raise
-        raise _FailedError(f"made no {updates} updates in {timeout_s:g} s", _last(said, work)) from error
+        raise _FailedError(f"did not make {updates} updates in {timeout_s:g} s", _last(said, work)) from error
     if process.returncode:
-        raise _FailedError(f"failed, with exit code {process.returncode}", _last(said, work))
+        raise _FailedError(f"failed with exit code {process.returncode}", _last(said, work))
 
 
 def _end(process: subprocess.Popen[str]) -> str:

@@ -33,7 +33,7 @@ REFUSED = {
     "rate_without_batch": ("ConfigError", "per_rank_batch"),
     "callbacks_made_after_fit_is_looked_up": ("ConfigError", "of a model that was not prepared before",
         "callbacks=ours"),
-    "batch_said_twice": ("ConfigError", "the batch is said once", "per_rank_batch=8", "leave per_rank_batch= out"),
+    "batch_said_twice": ("ConfigError", "batch size must be set once", "per_rank_batch=8", "remove per_rank_batch="),
     "prepared_with_arrays": ("ConfigError", "one of hvdtrain.keras.loader", "a tuple"),
     "data_in_a_list": ("ConfigError", "a list of 2", "(x, y) instead of [x, y]"),
     "not_compiled": ("ConfigError", "compile"),

@@ -147,7 +147,7 @@ def test_it_ends_in_time(tmp_path: Path) -> None:
         "time.sleep(600)\n"
     )
     late = rehearse(tmp_path, "-np", 2, "--limit", 15, program)
-    assert late.returncode == REFUSED and "each rank does an update within 15 s" in late.err, late.text
+    assert late.returncode == REFUSED and "each rank must make an update within 15 s" in late.err, late.text
     (tmp_path / "rehearsal").rename(tmp_path / "late")
     stuck = rehearse(tmp_path, "-np", 2, "--updates", 0, "--limit", 28, PARTED, "all_loop")
     assert stuck.returncode == REFUSED and re.search(r"no update for \d+ s after 4", stuck.err), stuck.text
@@ -156,7 +156,7 @@ def test_it_ends_in_time(tmp_path: Path) -> None:
     assert raised.returncode == 1 and "rank 1 failed first, after 0 update(s): exit code 1" in raised.err, raised.text
     assert "| OSError: no disk" in raised.err
     again = rehearse(tmp_path, "-np", 2, program)
-    assert again.returncode == REFUSED and "a rehearsal's folder is new, or empty" in again.err
+    assert again.returncode == REFUSED and "--log-dir must be new or empty" in again.err
     (tmp_path / "rehearsal").rename(tmp_path / "raised")
     few = rehearse(tmp_path, "-np", 2, "--updates", 2, TRAINS, tmp_path / "own", 500)
     assert few.returncode == 0 and re.search(r"for \d+ update\(s\), and nothing was found", few.err), few.text
@@ -177,7 +177,7 @@ def test_what_cannot_be_rehearsed_is_refused_at_once(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("import torch\nfor:\n")
     for words, said in (
         ([tmp_path / "none.py"], "the script must be a file"),
-        (["-m", "hvdtrain.no_such_program"], "-m takes the name of a module"),
+        (["-m", "hvdtrain.no_such_program"], "-m needs the name of a module"),
         ([tmp_path / "broken.py"], "broken.py, line 2"),
     ):
         done = rehearse(tmp_path, "-np", 2, *words)

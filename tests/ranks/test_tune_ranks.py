@@ -72,5 +72,5 @@ def test_what_does_not_train_through_prepare_is_refused(tmp_path: Path) -> None:
         "0",
     ]
     done = run_ranks(words, 1, launcher="none")
-    assert done.returncode == 2 and "trains through hvdtrain's prepare()" in done.err, done.text
+    assert done.returncode == 2 and "must train through hvdtrain's prepare()" in done.err, done.text
     assert "it ended with 0" in done.err and not (tmp_path / "tuned.json").exists()

@@ -248,7 +248,7 @@ def launched(ranks: int, launcher: str) -> list[str]:
     if found is None:
         remedies = {"horovodrun": build_horovod_command(), "torchrun": install_command("torch")}
         remedy = f"{remedies.get(launcher, 'install Open MPI')}, or --ranks 1"
-        raise LauncherError(f"{ranks} ranks are started by {launcher}", "not found on PATH", remedy)
+        raise LauncherError(f"{ranks} ranks cannot start without {launcher}", "not found on PATH", remedy)
     return [found, *{
         "horovodrun": ["--gloo", "-np", str(ranks), "-H", f"localhost:{ranks}"],
         "mpirun": ["-np", str(ranks), "--oversubscribe", "--bind-to", "none"],

@@ -156,7 +156,7 @@ def test_ways_that_are_left_out_are_named(capsys: pytest.CaptureFixture[str]) ->
 
 @pytest.mark.parametrize("flags", [("--ranks=1",), ("--models", "resnet18", "resnet50")])
 def test_one_model_on_several_ranks(flags: tuple[str, ...], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--all compares ways to train one model on several ranks"):
+    with pytest.raises(ConfigError, match="--all needs at least 2 ranks and exactly one model"):
         train.run(arguments("--all", *flags, "--out", str(tmp_path / "x.json")))
 
 

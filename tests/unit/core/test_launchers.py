@@ -197,12 +197,12 @@ class TestSlurm:
 
     @pytest.mark.parametrize("nodes", ["", "[", "host[", "host[a]", "host 1", "host[1-2", ",", "a;b", "a[1-]", "$(a)"])
     def test_not_a_node_list(self, nodes: str) -> None:
-        with pytest.raises(LauncherError, match="Slurm writes nodes"):
+        with pytest.raises(LauncherError, match="SLURM_JOB_NODELIST must be written"):
             expand(nodes)
 
     @pytest.mark.parametrize("text", ["", "2(x", "x3", "2(x3)1", "2;3"])
     def test_not_slurms_form(self, text: str) -> None:
-        with pytest.raises(LauncherError, match="Slurm writes"):
+        with pytest.raises(LauncherError, match="SLURM_TASKS_PER_NODE must be written"):
             tasks_per_node(text)
 
 

@@ -64,11 +64,11 @@ def test_links_are_followed_and_circles_end(tmp_path: Path) -> None:
         ((), "holds nothing"),
         (("1.jpg", "2.jpg"), "holds 1.jpg, 2.jpg"),
         (("train/1.jpg",), "holds 1.jpg"),
-        (("val/a/1.jpg",), "one folder a class"),
-        (("train/a/1.jpg", "train/b/1.txt"), "every class has images"),
+        (("val/a/1.jpg",), "one folder of images for each class"),
+        (("train/a/1.jpg", "train/b/1.txt"), "every class must have images"),
         (("train/a/1.jpg", "val/b/1.jpg"), "only in .*: b"),
-        (("train/a/1.jpg", "val/1.jpg"), "one folder a class"),
-        (("train/a/1.jpg", "train/b/1.jpg", "val/a/notes.txt"), "every class has images"),
+        (("train/a/1.jpg", "val/1.jpg"), "one folder of images for each class"),
+        (("train/a/1.jpg", "train/b/1.jpg", "val/a/notes.txt"), "every class must have images"),
     ],
 )
 def test_refused(tmp_path: Path, files: tuple[str, ...], message: str) -> None:
@@ -115,7 +115,7 @@ def test_one_ranks_missing_folder_reaches_all(tmp_path: Path) -> None:
     results = group.run(lambda world: load_folder(tmp_path / f"{world.rank}", world=world))
     assert all(isinstance(error, ConfigError) and "on rank 1 of 2" in error.received for error in results)
     results = group.run(lambda world: load_folder(tmp_path / "empty", world=world))
-    assert all(isinstance(error, HvdtrainError) and "every class has images" in str(error) for error in results)
+    assert all(isinstance(error, HvdtrainError) and "every class must have images" in str(error) for error in results)
 
 
 def test_digits_in_colour() -> None:

@@ -263,7 +263,7 @@ def test_other_archives_are_refused(tmp_path):
     other = tmp_path / "other.tar.gz"
     with tarfile.open(other, "w:gz") as tar:
         tar.add(__file__, "horovod-0.27.0/setup.py")
-    with pytest.raises(HvdtrainError, match=r"0\.28\.1 and no other(.|\n)*horovod-0\.27\.0"):
+    with pytest.raises(HvdtrainError, match=r"0\.28\.1: the recipe patches no other version(.|\n)*horovod-0\.27\.0"):
         build.unpack(other, tmp_path / "b")
 
 

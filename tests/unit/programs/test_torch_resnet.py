@@ -46,9 +46,9 @@ def test_flags_that_contradict_each_other() -> None:
     ("flags", "told"),
     [
         ("--micro-batches 4 --remat all", "add --pipeline N"),
-        ("--plan auto --remat all", "a plan chooses"),
+        ("--plan auto --remat all", "--plan cannot be combined with"),
         ("--pipeline 2 --compile", "--pipeline 2 --compile"),
-        ("--pipeline 2 --sync-batchnorm", "each at another micro-batch"),
+        ("--pipeline 2 --sync-batchnorm", "cannot be combined with --compile or --sync-batchnorm"),
         ("--plan auto --engine ddp", "--engine horovod"),
         ("--pipeline gpu", "cuda:0,cuda:1"),
         ("--pipeline 0", "a number of stages"),
