@@ -195,7 +195,7 @@ class Checkpointer:
     def _prepare(self, state: Mapping[str, Part]) -> Writer | None:
         for name in state:
             if not name or name == MANIFEST or Path(name).name != name or name.startswith("."):
-                raise ConfigError("a checkpoint's parts are plain file names", repr(name))
+                raise ConfigError("names of a checkpoint's parts must be plain file names", repr(name))
         if not state:
             raise ConfigError("a checkpoint needs at least one part")
         self._take()
@@ -373,14 +373,14 @@ class Checkpointer:
             return info.path.name, manifest
         if which == "best" and not unusable:
             raise CheckpointError(
-                f"the best checkpoint is the one with the best {self.folder.best_metric}",
-                f"none of {len(known)} in {self.directory} has it as a finite number",
+                f'which="best" needs a checkpoint with a finite {self.folder.best_metric}',
+                f"none of {len(known)} checkpoint(s) in {self.directory} has a finite {self.folder.best_metric}",
                 'restore which="latest", or give save() that metric',
             )
         raise CheckpointError(
-            "no checkpoint is whole",
+            "restore() needs a checkpoint that is complete and readable",
             "\n".join(f"{path}: {info.problem}" for path, info in unusable.items()),
-            "give another checkpoint or directory; to start anew, move this one away",
+            "give another checkpoint or directory; to train from the beginning, move this directory away",
         )
 
     def _load(self, state: Mapping[str, Part], folder: Path, failure: Exception | None) -> None:

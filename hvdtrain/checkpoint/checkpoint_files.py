@@ -71,7 +71,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise CheckpointError("a manifest must match its digest", f"{path / MANIFEST} is damaged")
     if body["format"] != LAYOUT:
         raise ConfigError(
-            f"this hvdtrain reads checkpoints of format {LAYOUT}",
+            f"a checkpoint of this hvdtrain must have format {LAYOUT}",
             f"format {body['format']}",
             "install a newer hvdtrain",
         )

@@ -339,7 +339,7 @@ def read_info(path: Path) -> Info:
         for name, sealed in manifest["files"].items():
             found = (path / name).stat().st_size
             if found != sealed["bytes"]:
-                raise CheckpointError("a file has its size", f"{name} has {found} bytes instead of {sealed['bytes']}")
+                raise CheckpointError("file sizes must match", f"{name} has {found} bytes instead of {sealed['bytes']}")
             (path / name).open("rb").close()  # what cannot be read is not good, and not damaged either
     except (OSError, HvdtrainError) as error:
         return unusable_info(info, error)

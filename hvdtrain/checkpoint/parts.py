@@ -186,7 +186,7 @@ class ExtraPart(Part):
     def __init__(self, extra: MutableMapping[str, Any]) -> None:
         if not isinstance(extra, MutableMapping) or not all(isinstance(name, str) for name in extra):
             raise ConfigError(
-                "extra= is a dict of names and what a checkpoint holds under them",
+                "extra= must be a dict from names to the objects that a checkpoint stores",
                 f"{type(extra).__name__}: {extra!r:.100}",
                 'extra={"ema": ema, "scheduler": scheduler}',
             )

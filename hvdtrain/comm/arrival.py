@@ -50,7 +50,7 @@ def seconds_of(environ: Mapping[str, str], variable: str, default: float, *, nev
     except ValueError:
         seconds = -1.0
     if not 0 <= seconds < float("inf") or (seconds == 0 and not never):
-        raise ConfigError(f"{variable} is a number of seconds{', 0 for never' * never}", repr(text))
+        raise ConfigError(f"{variable} must be a number of seconds{', 0 for never' * never}", repr(text))
     return seconds
 
 

@@ -139,9 +139,9 @@ class Elastic:
         asked, result = self._replayed.pop(0) if self._replayed else ("nothing more", None)
         if asked != name:
             raise ReplicaError(
-                "a new rank comes by the same collective operations as the others did, before its loop begins",
-                f"{name}, where rank 0 had {asked}",
-                "what is collective must not depend on time, on files that change, or on the rank",
+                "a new rank must make the same collective calls as the other ranks before its loop begins",
+                f"{name}, where rank 0 called {asked}",
+                "collective calls must not depend on time, on files that change, or on the rank",
             )
         return result
 
@@ -183,9 +183,9 @@ class Elastic:
         self._recording = None
         if self._replayed:
             raise ReplicaError(
-                "a new rank comes by the same collective operations as the others did at the head of the epoch",
-                f"{self._replayed[0][0]} of the others was not called",
-                "what is collective must not depend on time, on files that change, or on the rank",
+                "a new rank must make the same collective calls as the other ranks at the start of the epoch",
+                f"{self._replayed[0][0]}, which the other ranks called, was not called",
+                "collective calls must not depend on time, on files that change, or on the rank",
             )
 
     def regroup(self, lost: RanksLost | None, *, operation: bool = False, joinable: bool = True) -> Any:
@@ -196,7 +196,7 @@ class Elastic:
         member = self.member
         if member is None:
             raise ConfigError(
-                "an elastic job trains what prepare was given, over a loader's epochs",
+                "an elastic job needs prepare() and a loop over the epochs of its loader",
                 "a loop over epochs without a prepared model",
                 "hvt.prepare(model, optimizer, train), then for epoch in train.epochs(...); or"
                 " hvdtrain.keras.prepare(model, data), then model.fit(data, ...)",
@@ -215,7 +215,7 @@ class Elastic:
         form = self.line.next_form()
         if form is None:
             raise HvdtrainError(
-                "an elastic job has a launcher", "its agent is gone", "read what hvdtrain launch has said"
+                "an elastic job needs its launcher", "the agent is gone", "read what hvdtrain launch has printed"
             )
         self.line.formation = int(form["formation"])
         self.join(form)
@@ -268,9 +268,9 @@ def begin(environ: MutableMapping[str, str]) -> Elastic | None:
         return None
     if _line is None:
         raise ConfigError(
-            "a rank of an elastic job has a line to its launcher",
-            f"{variables.ELASTIC}={kind}, and no such line",
-            "start the program itself, or through what keeps open descriptors (bash does, sudo does not)",
+            "a rank of an elastic job needs a connection to its launcher",
+            f"{variables.ELASTIC}={kind}, and no such connection",
+            "start the program directly, or by a command that keeps open descriptors (bash does, sudo does not)",
         )
     answers: Answers = []
     if kind == NEW:

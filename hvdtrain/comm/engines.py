@@ -183,10 +183,10 @@ class HorovodCollectives(HostCollectives):
         mpi = sys.modules.get("mpi4py.MPI")  # which outlives Horovod where the program itself has started it
         if by_mpi and cls._mpi_left and (mpi is None or mpi.Is_finalized()):
             raise LauncherError(
-                "MPI starts once in a process, and Horovod has ended it with the first world",
+                "MPI cannot start twice in a process: Horovod has ended it with the first world",
                 "hvdtrain.init after the world was left",
-                "leave the world once, at the end; or let the program hold MPI: import mpi4py.MPI before the first"
-                " hvdtrain.init; horovodrun --gloo can begin again",
+                "leave the world once, at the end; or import mpi4py.MPI before the first hvdtrain.init,\n"
+                "which keeps MPI running; or use horovodrun --gloo, which can start again",
             )
         if detected.size > 1 and not (hvd.mpi_built() if by_mpi else hvd.gloo_built()):
             needed = "MPI" if by_mpi else "Gloo"
@@ -233,7 +233,7 @@ class HorovodCollectives(HostCollectives):
         try:
             self._start(self.hvd.init)
         except Exception as error:  # of Horovod's, in several forms
-            raise RanksLost("all ranks of a formation start Horovod", f"{type(error).__name__}: {error}") from error
+            raise RanksLost("ranks of a formation must start Horovod", f"{type(error).__name__}: {error}") from error
 
     def record_timeline(self, path: Path | None) -> None:
         """Has Horovod record its operations from now on, on rank 0; None: no more. (Its `docs/timeline.rst`.)"""
@@ -305,13 +305,13 @@ def choose_engine(engine: str, detected: Detected, framework: str) -> str:
         engine = able[0] if able else mine[0]
     if engine not in mine:
         raise ConfigError(
-            f"the engines for {framework} are {', '.join(sorted(mine))}", f"engine={engine!r}", 'leave engine="auto"'
+            f"engine= for {framework} must be {' or '.join(sorted(mine))}", f"engine={engine!r}", 'leave engine="auto"'
         )
     kind = ENGINES[engine]
     if detected.size == 1 or detected.launcher in kind.launchers:
         return engine
     if not kind.launchers:
-        rule, received = f"engine {engine!r} is for one process", f"{detected.launcher} started {detected.size} ranks"
+        rule, received = f"engine {engine!r} needs one process", f"{detected.launcher} started {detected.size} ranks"
     else:
         rule = f"{engine}'s ranks cannot be started by {detected.launcher}"
         received = f"{detected.launcher} gave rank {detected.rank} of {detected.size}"
@@ -338,7 +338,7 @@ def mpi_communicator(rank: int, size: int, launcher: str, engine: str) -> Any:
             "World.mpi needs mpi4py, and an MPI", f"{type(error).__name__}: {error}", install_command("mpi")
         ) from error
     if MPI.Is_finalized():
-        raise ConfigError("MPI ends with the world", "the world was left", "use World.mpi inside `with hvdtrain.init`")
+        raise ConfigError("World.mpi needs a world", "the world was left", "use World.mpi inside `with hvdtrain.init`")
     comm = MPI.COMM_WORLD
     if (comm.size, comm.rank) != (size, rank):
         raise LauncherError(

@@ -177,7 +177,7 @@ def job_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Job:
     """Returns the job that the flags, and the Slurm job around, ask for; raises ConfigError for what they lack."""
     argv = args.argv[1:] if args.argv[:1] == ["--"] else args.argv
     if not argv:
-        raise ConfigError("hvdtrain launch runs a command", "none", "hvdtrain launch -np 4 -- python train.py")
+        raise ConfigError("hvdtrain launch needs a command", "none", "hvdtrain launch -np 4 -- python train.py")
     ours = {variables.JOB: launchers.job_of(environ) or uuid.uuid4().hex[:12]}
     if args.hang_timeout is not None:
         ours[variables.HANG_S] = f"{args.hang_timeout:g}"

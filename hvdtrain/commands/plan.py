@@ -194,7 +194,7 @@ def _check_profile(path: Path, wanted: Mapping[str, Any]) -> None:
     of = json.loads(path.read_text(encoding="utf-8")).get("of", {})
     wrong = [f"{name} {of.get(name, 'unknown')}, not {its}" for name, its in wanted.items() if of.get(name) != its]
     if wrong:
-        raise ConfigError("--profile holds the costs of what is planned", f"{path}: {'; '.join(wrong)}", "name another")
+        raise ConfigError("--profile must be of the planned job", f"{path}: {'; '.join(wrong)}", "name another profile")
 
 
 def _report(args: argparse.Namespace, inputs: PlanInputs, found: Sequence[ParallelPlan]) -> str:

@@ -84,7 +84,7 @@ def _rehearse(args: argparse.Namespace) -> int:
         with tokenize.open(path) as file:  # by its byte-order mark and encoding line
             source = file.read()
     except (SyntaxError, UnicodeDecodeError) as error:
-        raise ConfigError("a script is Python that can be read", f"{path}: {error}") from None
+        raise ConfigError("a script must be readable Python", f"{path}: {error}") from None
     watched = "hvdtrain" not in source
     cores = len(os.sched_getaffinity(0))
     folder = _folder(args.log_dir)
@@ -94,7 +94,7 @@ def _rehearse(args: argparse.Namespace) -> int:
         names = imported_by(source, os.environ.get("KERAS_BACKEND") or "tensorflow")
     except SyntaxError as error:
         raise ConfigError(
-            "a script is Python that can be compiled", f"{path}, line {error.lineno}: {error.msg}"
+            "a script must be Python that compiles", f"{path}, line {error.lineno}: {error.msg}"
         ) from None
     # guard's hooks are for what is imported after them
     import_shared([name for name in names if not watched or not name.startswith("horovod")])
@@ -125,7 +125,7 @@ def _folder(wanted: Path | None) -> Path:
             return next_folder(Path("runs"), "rehearsal").absolute()
         wanted.mkdir(parents=True, exist_ok=True)
         if any(wanted.iterdir()):
-            raise ConfigError("a rehearsal's folder is new, or empty", str(wanted), "name another: --log-dir DIR")
+            raise ConfigError("--log-dir must be new or empty", str(wanted), "name another folder: --log-dir DIR")
     except OSError as error:
         received = f"{error.filename}: {error.strerror}"
         raise ConfigError("a rehearsal needs a folder to write to", received, "name one: --log-dir DIR") from error
@@ -205,17 +205,17 @@ def _late(ranks: Ranks, limit_s: float, done: list[int], still_s: float) -> int:
     """The time is over."""
     slow = done.index(min(done))
     if min(done) > 0 and still_s > STUCK_S:
-        received = f"rank {slow}: no update for {still_s:.0f} s after {done[slow]}; it may be slow, or hang"
-        remedy = f"a larger --limit, which tells: a hang is named; what it has written: {ranks.log(slow)}"
-        raise LauncherError(f"ranks get along until {limit_s:g} s are over", received, remedy)
+        received = f"rank {slow}: no update for {still_s:.0f} s after {done[slow]} update(s): slow, or hung"
+        remedy = f"a larger --limit: the rehearsal reports a rank that hangs\nlog of the rank: {ranks.log(slow)}"
+        raise LauncherError(f"all ranks must make updates until {limit_s:g} s are over", received, remedy)
     if min(done) > 0:
         say(f"{limit_s:g} s are over after {min(done)} update(s): nothing was found so far (--limit, --updates)")
         return 0
     raise LauncherError(
-        f"each rank does an update within {limit_s:g} s",
-        f"rank {slow}: none yet; its last words: {' | '.join(ranks.last_lines(slow)[-3:]) or 'none'}",
-        "a larger --limit, a smaller model or batch, or fewer ranks: all of them share this machine's cores.\n"
-        f"Whether a rank waits for something: {ranks.log(slow)}",
+        f"each rank must make an update within {limit_s:g} s",
+        f"rank {slow}: none yet; last lines of its log: {' | '.join(ranks.last_lines(slow)[-3:]) or 'none'}",
+        "a larger --limit, a smaller model or batch, or fewer ranks: all ranks share this machine's cores\n"
+        f"see whether the rank waits for something: {ranks.log(slow)}",
     )
 
 

@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     folders = report_data.find_runs(args.runs)
     if args.trace:
         if args.out is not None:
-            raise ConfigError("a trace is RUN/trace.json", f"--out {args.out}", "leave --out out: it is for the page")
+            raise ConfigError("--out cannot be given with --trace", f"--out {args.out}", "omit --out (RUN/trace.json)")
         for folder in folders:
             _write(folder / "trace.json", json.dumps(report_trace.trace(folder)))
         return 0

@@ -59,7 +59,7 @@ def find_runs(given: Sequence[Path]) -> list[Path]:
     for path in given:
         folders = [path] if read_run(path) is not None else list(_readable(path))
         if not folders:
-            raise ConfigError("hvdtrain report reads directories of runs", f"no run.json in {path}, nor one below")
+            raise ConfigError("hvdtrain report needs directories of runs", f"no run.json in {path} or below it")
         found += folders
     return list(dict.fromkeys(found))
 

@@ -120,7 +120,7 @@ def as_json(step: StepCost) -> dict[str, float]:
 def _training(args: argparse.Namespace, sources: dict[str, list[str]]) -> MeasuredStep:
     if (args.run_dir is None) == (args.step is None):
         remedy = "hvdtrain scale RUN, or --step 0.31 --gradients 170MB"
-        raise ConfigError("a step is a run's, or given", "both" if args.run_dir else "neither", remedy)
+        raise ConfigError("hvdtrain scale needs either RUN or --step", "both" if args.run_dir else "neither", remedy)
     kind = "given" if args.gradients else "measured"
     if args.run_dir is None:
         compute_s, share = [args.step], BACKWARD
@@ -132,7 +132,7 @@ def _training(args: argparse.Namespace, sources: dict[str, list[str]]) -> Measur
             args.gradients, args.model = logged.get("gradient_bytes"), logged.get("model")
     backward_s = args.backward or share * fmean(compute_s)
     if backward_s > fmean(compute_s):
-        raise ConfigError("the backward pass is a part of the step", f"{backward_s:g} of {fmean(compute_s):g} s")
+        raise ConfigError("the backward pass cannot exceed the step", f"{backward_s:g} of {fmean(compute_s):g} s")
     if args.backward:
         sources["given"].append(f"a backward pass of {args.backward:g} s")
     elif share == BACKWARD:
@@ -153,14 +153,14 @@ def of_run(path: Path, sources: dict[str, list[str]]) -> tuple[list[float], floa
     begun = max((at for at, its in enumerate(events) if its.get("kind") in ("start", "resume")), default=0)
     windows = [its for its in events[begun:] if its.get("kind") == "step" and its.get("steps")]
     if record is None or not windows:
-        raise ConfigError("hvdtrain scale reads a run's directory, with steps", f"{path}: none", "--step 0.31")
+        raise ConfigError("hvdtrain scale needs a run's directory, with steps", f"{path}: none", "--step 0.31")
     windows = [its for its in windows[1:] if not BETWEEN.keys() & its["seconds"].keys()] or windows
     totals = phases_per_rank(events) or [{}]
     ratios = [_computed(its) / _computed(totals[0]) for its in totals] if all(map(_computed, totals)) else [1.0]
     means_s = [_computed(its["seconds"]) / its["steps"] for its in windows for _ in range(its["steps"])]
     compute_s = [mean_s * ratio for mean_s in means_s for ratio in ratios]
     if not all(compute_s):
-        raise ConfigError("the log tells the seconds of each step", f"{path}: 0 s", "--step 0.31")
+        raise ConfigError("the log must have the seconds of each step", f"{path}: 0 s", "--step 0.31")
     spent = [its["seconds"] for its in windows]
     backward = sum(its.get("backward", 0.0) for its in spent) / sum(map(_computed, spent))
     size = record["world"]["size"]
@@ -182,12 +182,12 @@ def _buckets(args: argparse.Namespace, known: list[str], sources: dict[str, list
     if args.gradients:
         count = math.ceil(args.gradients / args.bucket)
         if count > MOST_BUCKETS:
-            raise ConfigError(f"gradients travel in {MOST_BUCKETS:,} buckets at most", f"{count:,}", "--bucket 25MiB")
+            raise ConfigError(f"gradients cannot have over {MOST_BUCKETS:,} buckets", f"{count:,}", "--bucket 25MiB")
         known.append(f"{args.gradients / 1e6:.1f} MB of gradients")
         sources["assumed"].append("they become ready evenly over the backward pass")
         return tuple(BucketTiming(args.gradients / count, (n + 1) / count) for n in range(count))
     if args.model is None:
-        raise ConfigError("gradients have a size", "no --gradients", "--gradients 97.5MB, or --model resnet50")
+        raise ConfigError("gradients must have a size", "no --gradients", "--gradients 97.5MB, or --model resnet50")
     startup.find_modules(dict.fromkeys(("torch", "torchvision"), install_command("torch")))
     from hvdtrain.vision.classifiers import buckets_of
 
@@ -227,7 +227,7 @@ def _measured_link(path: Path) -> dict[str, Link]:
         found = json.loads(path.read_text(encoding="utf-8"))
         cost = found["links"]["ring"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError("--comm names the JSON of hvdtrain bench comm, with a ring", f"{path}: {error!r}") from None
+        raise ConfigError("--comm must be JSON of hvdtrain bench comm, with a ring", f"{path}: {error!r}") from None
     link = Link(cost["latency_s"], 1 / cost["s_per_byte"] if cost["s_per_byte"] else math.inf)
     return {"inside a host": link}
 

@@ -157,7 +157,7 @@ def test_agent_and_guard_killed_together_leave_nothing(tmp_path, limit):
 @pytest.mark.parametrize("command", ["doctor", "verify"])
 def test_an_empty_list_of_hosts_is_refused(command, limit):
     done = here(sys.executable, "-m", "hvdtrain", command, "-H", "")
-    assert done.returncode == 2 and "-H names at least one host" in done.stderr, done.stderr
+    assert done.returncode == 2 and "-H must name at least one host" in done.stderr, done.stderr
     limit("C4", '-H "$HOSTS" where HOSTS is not set (launch, doctor, verify)', refused=done.stderr)
 
 

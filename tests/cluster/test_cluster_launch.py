@@ -466,7 +466,7 @@ def test_a_refused_job_leaves_no_folder(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["-np", "2"], "runs a command"),
+        (["-np", "2"], "needs a command"),
         (["-np", "3", "-H", "localhost:2", "--", "true"], "-np 3, 2 slot(s)"),
         (["-H", "a;reboot:2", "--", "true"], "'a;reboot'"),
         (["-H", "localhost:2", "--hostfile", "hosts", "--", "true"], "give one of them"),

@@ -169,7 +169,7 @@ def test_host_names_that_are_none_are_refused(name: str, hosts: Cluster, tmp_pat
         if "\n" in name and "--hostfile" in flags:
             continue  # there it ends a line
         done = hosts.run("host1", ["hvdtrain", "launch", *flags, "--", "true"], cwd=tmp_path)
-        assert done.returncode == 2 and "hosts are written as" in done.err and "fix: " in done.err, done.text
+        assert done.returncode == 2 and "hosts must be written as" in done.err and "fix: " in done.err, done.text
         assert [entry.name for entry in tmp_path.iterdir()] == ["hosts"]
 
 

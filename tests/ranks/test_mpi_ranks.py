@@ -45,7 +45,7 @@ def test_a_second_start_of_mpi_is_refused_unless_the_program_holds_it() -> None:
         "for _ in range(2):\n    with hvdtrain.init('torch', device='cpu') as world:\n        print('in', world.size)"
     )
     refused = run_ranks(["-c", f"import hvdtrain\n{again}"], 2, launcher="mpirun")
-    assert refused.returncode != 0 and "MPI starts once in a process" in refused.text, refused.text
+    assert refused.returncode != 0 and "MPI cannot start twice in a process" in refused.text, refused.text
     held = run_ranks(["-c", f"import mpi4py.MPI, hvdtrain\n{again}"], 2, launcher="mpirun").check()
     assert held.ranks_output == {0: "in 2\nin 2", 1: "in 2\nin 2"}
 

@@ -156,9 +156,9 @@ def _need_cloudpickle() -> None:
 def _refuse_within_a_job() -> None:
     here = launchers.detect(os.environ)
     if here.size > 1 or variables.RESULT_FD in os.environ:
-        rule = "hvdtrain.run starts the ranks itself"
+        rule = "hvdtrain.run cannot be called on a rank: it starts the ranks itself"
         received = f"this process is rank {here.rank} of {here.size}, started by {here.launcher}"
-        raise ConfigError(rule, received, "start the program once: python train.py; or call the function itself")
+        raise ConfigError(rule, received, "start the program once: python train.py; or call the function directly")
 
 
 def _places_of_modules() -> list[str]:

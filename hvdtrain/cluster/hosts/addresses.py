@@ -108,7 +108,7 @@ def _in_asked(hosts: Mapping[str, Interfaces], network: str) -> dict[str, Chosen
     try:
         asked = IPv4Network(network, strict=False)
     except ValueError as error:
-        raise ConfigError("--network is an IPv4 network or address", str(error), "--network 10.0.0.0/24") from None
+        raise ConfigError("--network must be an IPv4 network or address", str(error), "--network 10.0.0.0/24") from None
     everything = {
         name: {its.ip: (own, its) for own, list_ in all_.items() for its in list_} for name, all_ in hosts.items()
     }
@@ -136,7 +136,7 @@ def _loopback(its: Interfaces) -> Chosen:
         for address in addresses:
             if address.ip.is_loopback:
                 return _chosen(name, address)
-    raise ConfigError("a host has a loopback interface that is up", _listed({"it": its}), "ip link set lo up")
+    raise ConfigError("a host needs a loopback interface that is up", _listed({"host": its}), "ip link set lo up")
 
 
 def _usable(its: Interfaces) -> Iterator[tuple[IPv4Address, tuple[str, IPv4Interface]]]:

@@ -14,8 +14,8 @@ from hvdtrain.core.slurm import MOST_RANKS, job_hosts
 # Names reach `ssh` as an argument and files as a part of their names: nothing else than what host names are made of,
 # and no leading "-", which would make an option of them.
 _NAME = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9._-]*@)?[A-Za-z0-9_][A-Za-z0-9._-]*")
-_HOSTS = 'hosts are written as "host1:4,host2:4" (slots; 1 if left out), names of letters, digits, ".", "_" and "-"'
-_FIX = "-H host1:4,host2:4; several users: user@host1:4; addresses: 10.0.0.1:4"
+_HOSTS = 'hosts must be written as host1:4,host2:4, with names of letters, digits, ".", "_" and "-"'
+_FIX = "-H host1:4,host2:4 (host1 has 1 slot); with users: user@host1:4; addresses: 10.0.0.1:4"
 _SETTING = re.compile(r"\s+(slots|max[_-]slots)\s*=\s*(\S+)")  # as Open MPI has them
 
 
@@ -59,10 +59,10 @@ def asked_for(listed: str | None, hostfile: Path | None, environ: Mapping[str, s
     Raises ConfigError also for an empty list, which an unset variable makes and which must not mean "here".
     """
     if listed is not None and hostfile is not None:
-        raise ConfigError("hosts come from -H or from --hostfile", "both", "give one of them")
+        raise ConfigError("-H and --hostfile cannot be given together", "both", "give one of them")
     if listed is not None and not listed.strip():
-        rule, received = "-H names at least one host", f"{listed!r}: the variable it comes from may not be set"
-        raise ConfigError(rule, received, "-H host1:4,host2:4, or leave -H out for this machine alone")
+        rule, received = "-H must name at least one host", f"{listed!r}: the variable it comes from may not be set"
+        raise ConfigError(rule, received, "-H host1:4,host2:4, or no -H for this machine alone")
     if hostfile is not None:
         return read_hostfile(hostfile)
     given = listed or job_hosts(environ)
@@ -89,7 +89,7 @@ def read_hostfile(path: str | Path) -> list[Host]:
             raise ConfigError(error.rule, f"{path}, line {number}: {error.received}", error.remedy) from None
         slots[host.name] += host.slots
     if not slots:
-        raise ConfigError("a host file names at least one host", f"{path}: none", "a line each: host1 slots=4")
+        raise ConfigError("a host file must name at least one host", f"{path}: none", "a line each: host1 slots=4")
     return _distinct([Host(name, count) for name, count in slots.items()])
 
 
@@ -104,7 +104,7 @@ def assign(hosts: Sequence[Host], np: int) -> list[Slot]:
     if not 1 <= np <= slots:
         received = f"-np {np}, {slots} slot(s): {', '.join(map(str, hosts))}"
         raise ConfigError(
-            "a job has at least 1 rank and a slot for each", received, f"-np {max(slots, 1)}, or more slots"
+            "a job needs at least 1 rank and a slot for each", received, f"-np {max(slots, 1)}, or more slots"
         )
     local_sizes, left = [], np
     for host in hosts:
@@ -144,7 +144,7 @@ def _host(text: str, whole: str) -> Host:
     if not _NAME.fullmatch(name):
         raise ConfigError(_HOSTS, repr(name), _FIX)
     if not re.fullmatch(r"[0-9]{1,6}", slots) or int(slots) < 1:
-        raise ConfigError("a host has a whole number of slots, at least 1", f"{name}: {slots!r}", _FIX)
+        raise ConfigError("the slots of a host must be a whole number, at least 1", f"{name}: {slots!r}", _FIX)
     return Host(name, int(slots))
 
 
@@ -152,8 +152,8 @@ def _distinct(hosts: list[Host]) -> list[Host]:
     counts = collections.Counter(host.address for host in hosts)
     twice = [name for name, count in counts.items() if count > 1]
     if twice:
-        remedy = "name each once, with all its slots: " + ",".join(
+        remedy = "name each host once, with all its slots: " + ",".join(
             f"{name}:{sum(host.slots for host in hosts if host.address == name)}" for name in twice
         )
-        raise ConfigError("a host is named once", f"{', '.join(twice)} more than once", remedy)
+        raise ConfigError("a host cannot be named more than once", ", ".join(twice), remedy)
     return hosts

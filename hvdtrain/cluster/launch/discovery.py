@@ -27,7 +27,7 @@ def command_in(text: str) -> tuple[str, ...]:
     except ValueError as error:
         why = str(error)
     if not words:
-        raise ConfigError("--host-discovery is a command", f"{text!r}: {why}", '--host-discovery "sh hosts.sh"')
+        raise ConfigError("--host-discovery must be a command", f"{text!r}: {why}", '--host-discovery "sh hosts.sh"')
     return tuple(words)
 
 
@@ -78,7 +78,7 @@ def first(command: Sequence[str], slots: int, timeout_s: float) -> list[Host]:
 
 
 def _no_list(command: Sequence[str], what: str) -> ConfigError:
-    return ConfigError('--host-discovery prints hosts, as "host1:4", a line each', f"{shlex.join(command)}: {what}")
+    return ConfigError("--host-discovery must print hosts as host1:4, one a line", f"{shlex.join(command)}: {what}")
 
 
 class Discovery:

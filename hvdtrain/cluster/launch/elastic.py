@@ -133,7 +133,7 @@ class ElasticRunning(Running):
         host = connection.host
         try:
             if hello["version"] != __version__:
-                raise ConfigError("the same hvdtrain", f"hvdtrain {hello['version']} there, {__version__} here")
+                raise ConfigError("hvdtrain must be the same", f"hvdtrain {hello['version']} there, {__version__} here")
             self._plan = self._plan.with_host(host, hello)
         except ConfigError as error:
             self._agents.drop(connection)

@@ -73,9 +73,9 @@ def passed(environ: Mapping[str, str], asked: Sequence[str] = (), env_file: str 
     for where, text in [*lines, *(("-x", text) for text in asked)]:
         name, equals, value = text.partition("=")
         if not _VARIABLE.fullmatch(name):
-            raise ConfigError(f"{where} passes a variable: NAME or NAME=VALUE", repr(name), "-x NAME")
+            raise ConfigError(f"{where} needs a variable: NAME or NAME=VALUE", repr(name), "-x NAME")
         if not equals and name not in environ:
-            raise ConfigError(f"{where} NAME passes a variable that is set here", f"{name} is not", f"-x {name}=VALUE")
+            raise ConfigError(f"{where} NAME needs a variable that is set", f"{name} is not set", f"-x {name}=VALUE")
         found[name] = value if equals else environ[name]
     return found
 

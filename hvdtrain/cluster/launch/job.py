@@ -24,8 +24,8 @@ def working_directory() -> str:
     try:
         return os.getcwd()
     except FileNotFoundError:
-        rule = "ranks run in the working directory of the launcher"
-        raise ConfigError(rule, "it was removed", "cd to a directory that is there") from None
+        rule = "ranks need the working directory of the launcher"
+        raise ConfigError(rule, "the directory was removed", "cd to a directory that exists") from None
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,7 @@ def all_damaged(world: World, folder: Path) -> None:
         (path / "manifest.json").write_text("")
     world.barrier()
     error = refused(CheckpointError if world.is_main else MainRankError, restored, folder)
-    assert "no checkpoint is whole" in str(error)
+    assert "a checkpoint that is complete and readable" in str(error)
 
 
 def save_fails_on_rank_0(world: World, folder: Path) -> None:

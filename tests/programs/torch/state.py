@@ -250,7 +250,7 @@ def case_m_two_models_of_one_loader_go_on_after_the_last_batch_of_either(world: 
 def case_m_a_checkpoint_within_a_batch_is_refused_when_the_other_steps(world: hvdtrain.World) -> None:
     for turns in (["cg", "c!g"], ["cg", "c!c"], ["cg", "s!g"]):
         two = Two(world)
-        with folder(world) as checkpoints, refused("saved", "in the middle of a batch", "after the last step()"):
+        with folder(world) as checkpoints, refused("saved", "between two step() calls", "after the last step()"):
             two.run([*turns, "", "", "", ""], checkpoints, "cg")
         assert two.optimizers["c"].progress.step + two.optimizers["g"].progress.step == 3
     ends = []
@@ -263,7 +263,7 @@ def case_m_a_checkpoint_within_a_batch_is_refused_when_the_other_steps(world: hv
             ends.append(two)
         assert all(distance(ends[0].models[name], ends[1].models[name]) == 0 for name in "cg")
     for turns in (["cg!"], ["cg", "c!"], ["cg", "cg", "cg!"]):
-        with folder(world) as checkpoints, refused("gathers an update", "step() of all optimizers"):
+        with folder(world) as checkpoints, refused("have applied different batches", "step() of all optimizers"):
             Two(world, accumulate=2).run([*turns, "", "", "", "", ""], checkpoints, "cg")
 
 
@@ -390,7 +390,7 @@ def case_t15_own_objects_and_schedulers_go_on(world: hvdtrain.World) -> None:
             again.restore(checkpoints, extra={"other": 1})
         with refused("extra['history']", "shape (2,) in the checkpoint, (3,) here", kind=HvdtrainError):
             again.restore(checkpoints, extra={"history": torch.zeros(3)})
-        with refused("extra= is a dict", kind=ConfigError):
+        with refused("extra= must be a dict", kind=ConfigError):
             again.state(extra=[averages[0]])
 
 
@@ -486,7 +486,7 @@ def case_t13_a_loader_that_prepare_does_not_know_has_no_place(world: hvdtrain.Wo
     model = net()
     train = hvt.loader(data(), BATCH // world.size, world=world)
     prepared, optimizer = hvt.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), verify=False)
-    with refused("the loader that prepare() was given", "prepare() was given none", kind=ConfigError):
+    with refused("the loader that prepare() was given", "prepare() was given no loader", kind=ConfigError):
         hvt.model_state(prepared, optimizer, train)
     job = Job(world)
     with refused("another loader", kind=ConfigError):

@@ -89,8 +89,8 @@ def test_a_run_is_scaled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "neither" in refused(capsys, "scale")
     assert "both" in refused(capsys, *GIVEN, str(tmp_path))
-    assert "gradients have a size" in refused(capsys, "scale", "--step", "1")
-    assert "a part of the step" in refused(capsys, *GIVEN, "--backward", "0.4")
+    assert "gradients must have a size" in refused(capsys, "scale", "--step", "1")
+    assert "the backward pass cannot exceed the step" in refused(capsys, *GIVEN, "--backward", "0.4")
     assert "a run's directory" in refused(capsys, "scale", str(tmp_path))
     assert "did you mean resnet50" in refused(capsys, "scale", "--step", "1", "--model", "resnt50")
     (tmp_path / "comm.json").write_text('{"links": {}, "settings": {}}')

@@ -402,7 +402,7 @@ def test_hosts_are_those_given_or_of_the_slurm_job_or_this_machine(tmp_path):
     assert (job.hosts, job.np) == ([Host("gpu1", 2), Host("gpu2", 2)], 4)
     assert job.env["HVDTRAIN_JOB"].endswith("-7")
     for words in (["-H", ""], ["-H", " "]):  # "$HOSTS" that is not set, also inside of a Slurm job
-        with pytest.raises(ConfigError, match="names at least one host"):
+        with pytest.raises(ConfigError, match="must name at least one host"):
             job_from(*words, "--", "true", environ=slurm)
     assert job_from("-np", "3", "--", "true").hosts == [Host("localhost", 3)]
     assert job_from("-np", "2", "python", "-c", "--lr", "--", "x").argv == ["python", "-c", "--lr", "--", "x"]

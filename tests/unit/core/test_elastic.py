@@ -204,11 +204,11 @@ def test_whatever_breaks_all_that_are_left_do_every_update_and_operation_once(nu
 def test_a_new_rank_comes_by_what_was_there(monkeypatch):
     its = Elastic(Line(Launcher(1), 0), new=True, answers=[("World.gather", [1, 2]), ("evaluate", {"loss": 0.5})])  # type: ignore[arg-type]
     assert its.run("World.gather", list) == [1, 2]
-    with pytest.raises(ReplicaError, match="World.barrier, where rank 0 had evaluate"):
+    with pytest.raises(ReplicaError, match="World.barrier, where rank 0 called evaluate"):
         its.run("World.barrier", list)
     with pytest.raises(ReplicaError, match="nothing more"):
         its.run("World.barrier", list)
-    with pytest.raises(ConfigError, match="trains what prepare was given"):
+    with pytest.raises(ConfigError, match=r"needs prepare\(\) and a loop"):
         its.begin_epoch()
 
 

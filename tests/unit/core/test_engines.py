@@ -42,7 +42,7 @@ def test_one_process_is_solo(launcher: str) -> None:
 
 @pytest.mark.parametrize("engine", ["solo", "dataparallel"])
 def test_engines_of_one_process(engine: str) -> None:
-    with pytest.raises(LauncherError, match="for one process"):
+    with pytest.raises(LauncherError, match="needs one process"):
         choose_engine(engine, detect(HOROVODRUN), "torch")
 
 
@@ -54,7 +54,7 @@ def test_process_groups_run_under_every_launcher(environ: dict[str, str], engine
 
 @pytest.mark.parametrize(("engine", "framework"), [("ddp", "keras"), ("dataparallel", "keras"), ("nccl", "torch")])
 def test_engines_the_framework_does_not_have(engine: str, framework: str) -> None:
-    with pytest.raises(ConfigError, match=f"the engines for {framework} are .*horovod, solo"):
+    with pytest.raises(ConfigError, match=f"engine= for {framework} must be .*horovod or solo"):
         choose_engine(engine, detect({}), framework)
 
 

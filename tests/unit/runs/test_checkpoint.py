@@ -71,7 +71,7 @@ class TestSaveAndRestore:
         first = save(tmp_path, 1)
         save(tmp_path, 2)
         assert step_of(restored(tmp_path, which=first)) == 1
-        with pytest.raises(CheckpointError, match="no checkpoint is whole"):
+        with pytest.raises(CheckpointError, match="a checkpoint that is complete and readable"):
             restored(tmp_path, which=tmp_path / "elsewhere")
 
     def test_a_file_that_is_not_in_it(self, tmp_path: Path) -> None:
@@ -222,7 +222,7 @@ class TestRetention:
 
     def test_best_of_a_metric_nobody_saved(self, tmp_path: Path) -> None:
         save(tmp_path, 1, 0.5)
-        with pytest.raises(CheckpointError, match="best val_accuracy") as caught:
+        with pytest.raises(CheckpointError, match="a finite val_accuracy") as caught:
             restored(tmp_path, which="best", best="val_accuracy")
         assert "latest" in caught.value.remedy
 
@@ -373,10 +373,10 @@ class TestDamage:
     def test_all_damaged_is_an_error_not_a_new_start(self, tmp_path: Path) -> None:
         for step in (1, 2):
             (save(tmp_path, step) / "b.bin").write_bytes(b"")
-        with pytest.raises(CheckpointError, match="no checkpoint is whole") as caught:
+        with pytest.raises(CheckpointError, match="a checkpoint that is complete and readable") as caught:
             restored(tmp_path)
         assert "b.bin has 0 bytes instead of 100" in caught.value.received
-        with pytest.raises(CheckpointError, match="no checkpoint is whole"):
+        with pytest.raises(CheckpointError, match="a checkpoint that is complete and readable"):
             restored(tmp_path, which="best")
 
     def test_best_damaged_falls_back_to_the_next_best(self, tmp_path: Path) -> None:
