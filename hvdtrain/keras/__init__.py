@@ -151,13 +151,13 @@ def _check_options(model: Any, compression: str | None, watch_every: int, *, who
     is_optimizer = isinstance(model, keras.optimizers.Optimizer)
     if whole and (is_optimizer or elastic.active() is not None):
         raise ConfigError(
-            "whole=True is for a compiled model's compute_loss, with ranks that stay",
+            "whole=True needs a compiled model, in a job that is not elastic",
             "prepare(optimizer, whole=True)" if elastic.active() is None else "whole=True in an elastic job",
             "prepare the compiled model; or hvdtrain.keras.whole(y, y_pred) in a train_step",
         )
     if sync_batchnorm and is_optimizer:
         raise ConfigError(
-            "sync_batchnorm synchronises the layers of a model",
+            "sync_batchnorm=True needs a model, not an optimizer",
             "prepare(optimizer, sync_batchnorm=True)",
             "prepare the compiled model, or give its layers synchronized=True",
         )
@@ -245,7 +245,7 @@ def verify(model: keras.Model, *, world: World | None = None) -> Proof:
 
     found = session_of(model) or session_of(model.optimizer)
     if found is not None and world is not None and world.comm is not found.prepared.world.comm:
-        raise ConfigError("verify() proves the averaging over the model's own ranks", "another world")
+        raise ConfigError("verify() needs the world that the model was prepared with", "another world")
     session = found if found is not None else KerasSession(Prepared(given_or_current(world, "keras")))
     if session.prepared.alone:
         return Proof(1, len(model.trainable_variables))
@@ -268,19 +268,19 @@ def _batch_of(data: KerasLoader | None, lr: LR | None, per_rank_batch: int | Non
     """Returns the samples of a rank in a full step, which are said once."""
     if data is not None and not isinstance(data, KerasLoader):
         raise ConfigError(
-            "prepare takes the loader that counts samples over all ranks: one of hvdtrain.keras.loader",
+            "the data of prepare() must be a loader of hvdtrain.keras.loader",
             f"a {type(data).__name__}",
-            "data = hvdtrain.keras.loader((x, y), per_rank_batch); or leave data out, and give per_rank_batch=",
+            "data = hvdtrain.keras.loader((x, y), per_rank_batch); or give per_rank_batch= instead of data",
         )
     if data is not None and per_rank_batch is not None:
         raise ConfigError(
-            "the batch is said once: by the data that prepare is given, or as per_rank_batch=",
+            "the batch size must be set once: by data or by per_rank_batch=",
             f"data of {data.per_rank_batch} samples a rank, per_rank_batch={per_rank_batch}",
-            "leave per_rank_batch= out",
+            "remove per_rank_batch=",
         )
     if lr is not None and data is None and per_rank_batch is None:
         raise ConfigError(
-            "the learning rate depends on the global batch",
+            "lr= needs data or per_rank_batch=: it depends on the global batch",
             "lr= without a batch size",
             "prepare(model, data, lr=...), with data = hvdtrain.keras.loader(...); or prepare(..., per_rank_batch=)",
         )

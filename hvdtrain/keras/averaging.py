@@ -132,8 +132,8 @@ def _check_alone(optimizer: Any, variables: Sequence[Any], session: KerasSession
         with BACKEND.eager():
             if any(BACKEND.to_numpy(v).shape != tuple(v.shape) for v in variables):  # TensorFlow still makes them
                 raise ReplicaError(
-                    "a model is known to hvdtrain, or built, before its first step",
-                    f"optimizer {optimizer.name!r} was prepared without its model, whose variables are not there yet",
+                    "a model must be built, or known to hvdtrain, before its first step",
+                    f"optimizer {optimizer.name!r} was prepared without its model, whose variables do not exist yet",
                     "give fit() hvdtrain.keras.callbacks(model), or prepare the compiled model instead of the"
                     " optimizer",
                     shared=True,
@@ -152,12 +152,11 @@ def _refuse_branch(optimizer: Any, session: KerasSession) -> None:
     unseen = session.notes is None and keras.config.dtype_policy().name == "mixed_float16"
     if BACKEND.in_branch() or (unseen and not isinstance(optimizer, keras.optimizers.LossScaleOptimizer)):
         raise ReplicaError(
-            # one sentence with the remedy in it: Keras re-raises errors from inside a cond with their first
-            # part only
-            "the outermost optimizer must do the averaging: the ranks of a LossScaleOptimizer (which compile() puts"
-            " around yours under mixed_float16) may skip different steps; call hvdtrain.keras.prepare(model) after"
-            " compile(), or give fit() hvdtrain.keras.callbacks(model)",
-            f"gradients reached {type(optimizer).__name__} {optimizer.name!r} inside the wrapper",
+            # with the remedy in it: Keras re-raises errors from inside a cond with their first part only
+            "the outermost optimizer must average: call hvdtrain.keras.prepare(model) after compile()",
+            f"gradients reached {type(optimizer).__name__} {optimizer.name!r} inside the wrapper\n"
+            "(ranks of a LossScaleOptimizer, which compile() adds under mixed_float16, may skip different steps)",
+            "prepare the compiled model, or give fit() hvdtrain.keras.callbacks(model)",
         )
 
 
@@ -204,9 +203,9 @@ def _refuse_stateful(model: keras.Model) -> None:
     asking = [layer.name for layer in model._flatten_layers() if getattr(layer, "stateful", False)]
     if asking:
         raise ConfigError(
-            "a layer keeps no state of a batch's rows for the next batch: ranks have other rows",
+            "a layer cannot keep a state of a batch's rows: each rank has other rows",
             f"stateful=True: {', '.join(asking)}",
-            "leave stateful out, and cut sequences so that each begins anew (or give the state as an input)",
+            "remove stateful=, and cut sequences so that each needs no earlier state (or make the state an input)",
         )
 
 

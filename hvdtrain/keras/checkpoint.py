@@ -45,7 +45,7 @@ def check_saveable(model: keras.Model) -> None:
             return  # it may need what build() makes
         text = " ".join(str(error).split()) or type(error).__name__
         raise ConfigError(
-            "a model that is saved can say how it was made: Keras writes that into every model.keras",
+            "a model cannot be saved if Keras cannot serialize its class",
             f"{type(model).__name__} {model.name!r}: {text[:300]}",
             "give the class named there get_config(), with the arguments of its __init__ (and"
             " @keras.saving.register_keras_serializable()); see https://keras.io/guides/serialization_and_saving",
@@ -93,7 +93,7 @@ class KerasModelPart(Part):
         """Reads weights and optimizer state into the model; raises CheckpointError for those of another one."""
         if not is_built(self.model):
             raise CheckpointError(
-                "a model is built before a checkpoint is loaded into it",
+                "a model must be built before a checkpoint is loaded into it",
                 f"model {self.model.name!r} has no weights yet",
                 "give it a keras.Input, or call model.build(input_shape)",
             )
@@ -113,7 +113,7 @@ class KerasModelPart(Part):
             unbuilt = [optimizer.name for optimizer in optimizers_of(self.model) if not optimizer.built]
             if unbuilt:
                 raise CheckpointError(
-                    "an optimizer is built before a checkpoint is loaded into it",
+                    "an optimizer must be built before a checkpoint is loaded into it",
                     f"{', '.join(unbuilt)} has no slots yet: its first step makes them",
                     "call optimizer.build(the variables that it updates) before the restore",
                 ) from error
@@ -306,7 +306,7 @@ def _packed(value: Any, arrays: dict[str, np.ndarray], where: str) -> Any:
             arrays[f"array.{len(arrays)}"] = value
             return ["array", f"array.{len(arrays) - 1}"]
     raise ConfigError(
-        "a checkpoint holds numbers, text and arrays, so that loading it runs no code",
+        "a checkpoint must contain only numbers, text and arrays: loading must not run code",
         f"{where} is a {type(value).__name__}",
         "give such objects state_dict() and load_state_dict()",
     )
@@ -348,7 +348,7 @@ def model_state(model: keras.Model, *, extra: MutableMapping[str, Any] | None = 
     session: KerasSession | None = session_of(model)
     if session is None:
         raise ConfigError(
-            "a model is prepared before it is saved", f"model {model.name!r} is not", "hvdtrain.keras.prepare(model)"
+            "a model must be prepared before saving", f"model {model.name!r} is not", "hvdtrain.keras.prepare(model)"
         )
     parts: dict[str, Part] = {
         "model.keras": KerasModelPart(model, session),

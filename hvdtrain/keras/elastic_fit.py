@@ -34,7 +34,7 @@ _COUNTING = (
     keras.callbacks.ReduceLROnPlateau,
 )  # fmt: skip
 States = Mapping[tuple[str, int], Any]
-RULE = "an elastic job trains one Keras model, in one fit that can do a batch once more"
+RULE = "an elastic job must train one Keras model, in one fit() that can repeat a batch"
 
 
 def check_elastic(
@@ -67,8 +67,8 @@ def check_elastic(
     if wrong:
         raise ConfigError(
             RULE,
-            f"it needs {'; '.join(wrong)}",
-            "leave --min-np, --max-np and --host-discovery out: --max-restarts goes on from the last checkpoint",
+            f"this fit() needs {'; '.join(wrong)}",
+            "remove --min-np, --max-np and --host-discovery: --max-restarts resumes from the last checkpoint",
             shared=True,
         )
 

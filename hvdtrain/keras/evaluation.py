@@ -116,7 +116,7 @@ def _predicted(model: keras.Model, data: KerasLoader, world: World) -> tuple[Any
     short = [leaf.shape for leaf in leaves if leaf.ndim == 0 or len(leaf) < len(order)]
     if short:
         raise ConfigError(
-            "outputs have a row for each sample",
+            "outputs must have a row for each sample",
             f"shape {short[0]} for {len(order)} samples",
             "return per-sample outputs from the model, batch first",
         )
@@ -157,7 +157,7 @@ def _of_all(
     more = sorted(name for name in ("callbacks", "steps", "sample_weight", "y") if kwargs.get(name) is not None)
     if args or more:
         raise ConfigError(
-            f"model.{of_all.__name__}(loader) is of all ranks' samples, and takes nothing else",
+            f"model.{of_all.__name__}(loader) covers all ranks' samples and cannot take more arguments",
             ", ".join(more) or "more than the loader",
             f"hvdtrain.keras.{of_all.__name__}(model, loader)",
         )

@@ -95,8 +95,8 @@ class FitCall:
         """Sets an argument; raises ConfigError if the call has it by its position."""
         if name in self.unnamed:
             raise ConfigError(
-                "hvdtrain adds callbacks of its own to those of fit(), and reads a loader for validation by itself",
-                f"{name} by its position, in a fit{self._bound.signature} of {type(self.model).__name__}'s own",
+                "hvdtrain cannot change an argument of fit() that is given by position",
+                f"{name} by position, in a fit{self._bound.signature} of {type(self.model).__name__}'s own",
                 f"fit(..., {name}=...)",
                 shared=True,
             )
@@ -138,10 +138,10 @@ def _refuse_unread(given: dict[str, Any]) -> None:
         unread.append("sample_weight")
     if unread:
         raise ConfigError(
-            "fit() does not read these beside loader(...), which deals labels and weights, and knows an epoch's steps",
+            "fit(loader) cannot take these arguments: loader() has labels, weights and steps",
             f"fit({', '.join(f'{name}=' for name in unread)})",
-            "give them to hvdtrain.keras.loader((x, y, sample_weight), ..., class_weight=); leave steps_per_epoch= out"
-            " (of data without end an epoch is a part: loader(lambda: itertools.islice(batches(), steps * ranks)))",
+            "give them to hvdtrain.keras.loader((x, y, sample_weight), ..., class_weight=); remove steps_per_epoch=\n"
+            "(endless data: loader(lambda: itertools.islice(batches(), steps * ranks)) makes an epoch of a part)",
             shared=True,
         )
 
@@ -167,7 +167,7 @@ def _begin(call: FitCall) -> bool:
     restored = place.restored_random is not None
     if restored and first != progress.epoch:
         raise ConfigError(
-            "a restored run goes on with the epoch it stopped in",
+            "a restored run must resume in the epoch that it stopped in",
             f"progress is in epoch {progress.epoch}, fit(initial_epoch={first})",
             f"fit(..., initial_epoch=progress.epoch, epochs={progress.epoch + 1} or more); a new training that starts"
             ' from these weights restores them only: Checkpointer.restore({"model.keras": state["model.keras"]}), with'
@@ -177,7 +177,7 @@ def _begin(call: FitCall) -> bool:
     order = None if data is None else data.identity()
     if restored and progress.samples_in_epoch and None not in (order, place.order) and order != place.order:
         raise ConfigError(
-            "a run goes on within an epoch with the data and the order it began with",
+            "a run that resumes within an epoch needs the data and the order it began with",
             f"saved with {place.order}; now {order}",
             "give the same data, seed and shuffle (a PyDataset: the same batches, whatever the ranks), or start a new"
             " run directory",
@@ -267,7 +267,7 @@ def _check_rate(call: FitCall) -> None:
     others = [c for c in call.callbacks if isinstance(c, (_K.ReduceLROnPlateau, _K.LearningRateScheduler))]
     if rate is not None and others:
         raise ConfigError(
-            "the learning rate is set in one place: lr=, or a callback",
+            "the learning rate cannot be set elsewhere with lr=: a callback sets it",
             f"lr={rate.lr} and {type(others[0]).__name__}",
             f"leave {type(others[0]).__name__} out, or lr= (then scale the optimizer's rate yourself)",
             shared=True,
@@ -280,7 +280,7 @@ def _check_rate(call: FitCall) -> None:
         received = f"fit(batch_size={call.given.get('batch_size')}); Keras' default is 32"
     if rate is not None and received:
         raise ConfigError(
-            "the learning rate is computed from the batch that is fitted",
+            "lr= needs the batch size that fit() uses",
             f"prepare(per_rank_batch={prepared_batch}), {received}",
             "give fit() the data that prepare() was given: prepare(model, data, lr=...), fit(data, ...)",
             shared=True,
@@ -293,8 +293,8 @@ def _check_counts(call: FitCall) -> None:
     left_out = data.done(epoch) if data is not None else 0
     if call.has(fit_callbacks.Count) and left_out and (progress.epoch, progress.samples_in_epoch) != (epoch, left_out):
         raise ConfigError(
-            "a run that goes on within an epoch has counted the samples that its data leaves out",
-            f"{progress}, and data that leaves out {left_out} samples of epoch {epoch}",
+            "a run that resumes within an epoch must have counted the samples that its data skips",
+            f"{progress}, and data that skips {left_out} samples of epoch {epoch}",
             "restore the checkpoint after prepare(): Checkpointer.restore(hvdtrain.keras.model_state(model)) puts"
             " counts and data where it was taken",
             shared=True,

@@ -72,7 +72,7 @@ class StartOfFit(Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         if not self.session.fit.runs:  # Python looks up `model.fit` before it makes the arguments
             raise ConfigError(
-                "fit() is looked up when hvdtrain knows the model: it checks the data and the callbacks",
+                "callbacks(model) must be called before model.fit is looked up: it replaces fit()",
                 "model.fit(..., callbacks=hvdtrain.keras.callbacks(model)) of a model that was not prepared before",
                 "prepare the compiled model first; with a prepared optimizer make the callbacks first: ours ="
                 " hvdtrain.keras.callbacks(model), then model.fit(..., callbacks=ours)",
@@ -167,8 +167,8 @@ class EndOfEpoch(Callback):
             self.session.prepared.say(text, once="validation")
         if self.place.elastic is not None and not (same or self._dealt or self.world.size == 1):
             raise ConfigError(
-                "an elastic job validates on samples that it can deal anew, or that all ranks have",
-                "validation data of each rank's own",
+                "an elastic job needs validation data that hvdtrain deals, or that all ranks have",
+                "each rank has validation data of its own",
                 "validation_data=hvdtrain.keras.loader((x, y), per_rank_batch=...)",
                 shared=True,
             )
@@ -252,9 +252,9 @@ class Rate(Callback):
         found = rate_of(self.model.optimizer)
         if self._now is not None and not np.isclose(found, self._now, rtol=1e-5, atol=0):
             raise ConfigError(
-                "the learning rate is set in one place: lr=, or something else",
+                "the learning rate cannot be set elsewhere with lr=",
                 f"lr= had set {self._now:g}, epoch {epoch} begins with {found:g}",
-                "leave out what sets it (a callback?), or lr=",
+                "remove what sets the learning rate (a callback?), or remove lr=",
                 shared=True,
             )
 
@@ -286,14 +286,14 @@ def check_rate(optimizer: Any, lr: LR, global_batch: int) -> None:
     leaves = leaves_of(optimizer)
     if len(leaves) > 1:
         raise ConfigError(
-            "lr= sets one learning rate",
+            "lr= cannot set several learning rates",
             f"{type(optimizer).__name__} with {len(leaves)} optimizers, each with a rate of its own",
             "leave lr= out and give each a learning_rate (or schedule) for the global batch",
         )
     own = leaves[0]._learning_rate
     if not isinstance(own, keras.Variable):
         raise ConfigError(
-            "the learning rate is set in one place: lr=, or the optimizer's own schedule",
+            "the learning rate cannot be set elsewhere with lr=: the optimizer has a schedule",
             f"lr={lr} and {type(own).__name__} in {leaves[0].name!r}",
             f"make the optimizer with learning_rate={lr.base}, or leave lr= out",
         )
@@ -420,7 +420,7 @@ class Save(Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         if self.every_steps and self.data is None:
             raise ConfigError(
-                "a checkpoint within an epoch knows its place in the data from the plan that deals it",
+                "a checkpoint within an epoch needs data that hvdtrain deals",
                 f"save_every={self.every_steps}, data that hvdtrain does not deal",
                 "fit(hvdtrain.keras.loader(...)), or save after each epoch only",
             )

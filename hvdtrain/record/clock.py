@@ -42,7 +42,7 @@ class Clock:
     def enter(self, phase: str) -> str:
         """Ends the running phase and starts `phase`, one of `PHASES`; returns the one that ended."""
         if phase not in PHASES:
-            raise ConfigError(f"the phases are {', '.join(PHASES)}", repr(phase))
+            raise ConfigError(f"phase must be one of {', '.join(PHASES)}", repr(phase))
         before, self._phase = self._phase, phase
         self._change(before)
         if Clock.marks is not None and phase != before:
@@ -65,7 +65,7 @@ def traced_updates(environ: Mapping[str, str]) -> int:
     """Returns how many updates `HVDTRAIN_TRACE` asks to trace; raises ConfigError if it is no number."""
     text = environ.get(variables.TRACE) or "0"
     if not (text.isascii() and text.isdecimal()):
-        raise ConfigError(f"{variables.TRACE} is a number of updates", repr(text), f"{variables.TRACE}=200")
+        raise ConfigError(f"{variables.TRACE} must be a number of updates", repr(text), f"{variables.TRACE}=200")
     return int(text)
 
 

@@ -79,7 +79,7 @@ def choose_run(wanted: Path | None, stem: str, *, resume: bool, data_sha256: str
         ]
         if len(own) > 1 and job_of(os.environ):
             received = f"restart {restarts(os.environ)} of {job_of(os.environ)}, which made {', '.join(map(str, own))}"
-            raise ConfigError("a job that is started again goes on with its run", received, "name it: --run-dir DIR")
+            raise ConfigError("a restarted job must know which run to resume", received, "name it: --run-dir DIR")
         if own:
             wanted, resume = own[-1], True
     return choose_run_dir(wanted, stem, resume=resume, data_sha256=data_sha256), resume
@@ -101,12 +101,12 @@ def check_run_dir(run_dir: Path, *, resume: bool) -> None:
         if not os.access(run_dir, os.W_OK):
             raise PermissionError(errno.EACCES, f"not writable by user {os.getuid()}")
     except OSError as error:
-        rule, received = "a run directory is one that this user can write", f"{run_dir}: {error.strerror}"
+        rule, received = "a run directory must be one that this user can write", f"{run_dir}: {error.strerror}"
         raise ConfigError(rule, received, "name another: --run-dir DIR") from error
     status = (earlier or {}).get("status", "running")
     if status != "running" and not (resume or goes_on(run_dir)):  # one that says "running" may be alive: RunLog knows
         received = f"{run_dir} holds a run that is {status}"
-        raise ConfigError("a run directory holds one run", received, "name another: --run-dir DIR, or add --resume")
+        raise ConfigError("a run directory cannot hold two runs", received, "name another: --run-dir DIR, or --resume")
 
 
 def _check_resumable(run_dir: Path, data_sha256: str) -> None:
@@ -114,11 +114,11 @@ def _check_resumable(run_dir: Path, data_sha256: str) -> None:
         earlier = read_run(run_dir)
     except OSError as error:
         received = f"{run_dir}: {error.strerror}"
-        raise ConfigError("--resume reads a run's directory", received, "correct --run-dir") from error
+        raise ConfigError("--resume needs a readable run directory", received, "correct --run-dir") from error
     if earlier is None:
         remedy = "leave --resume out to start a run, or name its directory: --run-dir DIR"
-        raise ConfigError("--resume goes on with a run", f"no run in {run_dir}", remedy)
+        raise ConfigError("--resume needs a run to resume", f"no run in {run_dir}", remedy)
     config = earlier.get("config", {})
     if config.get("data_sha256") != data_sha256:
         received = f"{run_dir} was trained on other data: {config.get('data')}"
-        raise ConfigError("a run goes on with the data it was started with", received, "give the same --data")
+        raise ConfigError("a run must resume with the data it was started with", received, "give the same --data")

@@ -150,13 +150,13 @@ class RunLog:
         earlier = read_run(self.run_dir)
         if earlier is not None and not resume:
             raise ConfigError(
-                "a run directory holds one run",
+                "a run directory cannot hold two runs",
                 f"{self.run_dir} holds a run from {earlier.get('started')}, {log_files.fate(earlier)}",
                 "give another run directory, or resume this run (--resume)",
             )
         if earlier is None and (self.run_dir / "events.jsonl").exists():
             raise ConfigError(
-                "a run directory holds one run",
+                "a run directory cannot hold two runs",
                 f"{self.run_dir} holds the events of a run (events.jsonl), and no run.json",
                 "give another run directory, or move that one away as it is",
             )
@@ -286,7 +286,7 @@ class RunLog:
         """
         for name, value in metrics.items():
             if not _is_number(value):
-                raise ConfigError("a metric of an epoch is one number", f"{name}={value!r}", f"event(..., {name}=...)")
+                raise ConfigError("an epoch's metric must be a number", f"{name}={value!r}", f"event(..., {name}=...)")
         self._add_phases(phases or {})
         reading = self._gpus.take() if self._gpus is not None else {}
         marked = self._tracing.take() if self._tracing else []

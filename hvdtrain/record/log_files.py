@@ -271,7 +271,7 @@ def lock(folder: Path) -> TextIO:
         owner = _owner(file)
         file.close()
         raise ConfigError(
-            "a run directory belongs to one run at a time",
+            "a run directory cannot be used by two runs at once",
             f"{folder} is in use by {owner}",
             "give another run directory, or end that run first",
         ) from None

@@ -110,7 +110,7 @@ def hung(
     first = known[verdict.ranks[0]]
     at = reports[verdict.waiting[0]]["at"] if verdict.waiting else {}
     return ReplicaError(
-        f"no rank may let the others wait for long in a collective operation ({variables.HANG_S}={hang_s:g})",
+        f"ranks must not keep others waiting in a collective operation ({variables.HANG_S}={hang_s:g})",
         "\n".join(lines),
         _remedy(first, at, verdict.ranks[0] in silent),
         shared=True,
@@ -160,7 +160,7 @@ def _line_of(frame: Mapping[str, Any], *, within: bool = False) -> str:
 
 
 def _remedy(report: Report, at: Mapping[str, Any], silent: bool) -> str:
-    slow = f"if it only takes long there: world.on_main(...) for work of rank 0's, or {variables.HANG_S}=600 (0: never)"
+    slow = f"if the rank is only slow: world.on_main(...) for work of rank 0, or {variables.HANG_S}=600 (0: never)"
     if silent:
         cause = "a process that was stopped, a host that is gone, or native code that holds Python's lock"
         if str(report.get("state", "")).startswith("T"):
@@ -168,10 +168,10 @@ def _remedy(report: Report, at: Mapping[str, Any], silent: bool) -> str:
         return f"{cause};\n{slow}"
     if report.get("failed"):
         return "a thread keeps the failed process: threading.Thread(..., daemon=True), or end it in a finally clause"
-    found = "a loop without an end, a lock that nobody gives back, or data that does not come: look at that line"
+    found = "an endless loop, a lock that is never released, or data that does not arrive: look at that line"
     if at and at["kind"] not in ("update", END, "on_main"):
         found = f"call {at['kind']} on every rank, as what is collective; or {found}"
-    return f"{found};\nit cannot be told for certain from work that takes long: {slow}"
+    return f"{found};\na hang cannot be distinguished from slow work for certain;\n{slow}"
 
 
 def notes(verdict: Verdict, known: Mapping[int, Report], hang_s: float) -> str:

@@ -198,30 +198,30 @@ class Tracker:
         other = self._meeting
         if other is not None and other.thread != threading.get_ident() and self.on:
             raise ReplicaError(
-                "one thread at a time may be in a collective operation: the ranks' threads would pair by chance",
+                "two threads of a rank cannot be in collective operations at the same time",
                 f"{kind}{in_thread()}, {user_line()}\nwhile another thread is in {other.kind}, {other.line}",
-                "call what is collective in one thread only",
+                "make collective calls in one thread only",
             )
 
     def _refuse_elsewhere(self, kind: str) -> None:
         """Refuses what is collective where the other ranks are not: in a fork, after the end, in `on_main`."""
         if self.size > 1 and os.getpid() != self._pid:
             raise ConfigError(
-                "what is collective belongs to the process that joined the ranks, not to one that was forked from it",
+                "collective calls are not allowed in a process that was forked from a rank",
                 f"{kind}, {user_line()}, in process {os.getpid()}, forked from {self._pid}",
-                "call it in the program itself, and give its result to the workers (of a DataLoader, a Pool ...)",
+                "call it in the rank's process, and pass the result to the workers (of a DataLoader, a Pool ...)",
             )
         if self._left:
             raise ConfigError(
-                "what is collective must be done before the ranks part",
+                "collective calls are not allowed after the rank has left its world",
                 f"{kind}, {user_line()}, after this rank has left its world",
-                "call it inside of `with hvdtrain.init(...)`, before the program's end",
+                "call it inside of `with hvdtrain.init(...)`, before the program ends",
             )
         if self.on_main_now and self.on:
             raise ReplicaError(
-                "a function that rank 0 runs alone must not call a collective operation: the other ranks are not in it",
+                "a function of on_main() must not call a collective operation: only rank 0 runs it",
                 f"{kind}, {user_line()}\nin on_main({self.on_main_now})",
-                "call it on every rank, outside of on_main(); only what is done with its result is for rank 0",
+                "call it on every rank, outside of on_main(); use on_main() only for work with the result",
             )
 
     # -- training --------------------------------------------------------------------------------------------------

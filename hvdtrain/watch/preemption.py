@@ -44,7 +44,7 @@ def wanted(environ: Mapping[str, str]) -> bool:
     value = environ.get(variables.PREEMPTION, "") or "on"
     if value not in ("on", "off"):
         raise ConfigError(
-            f"{variables.PREEMPTION} is on or off",
+            f"{variables.PREEMPTION} must be on or off",
             repr(value),
             f"{variables.PREEMPTION}=off: signals end a rank at once",
         )

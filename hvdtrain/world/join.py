@@ -136,9 +136,9 @@ def _engine_of(framework: str, engine: str, detected: Detected, its: Elastic | N
     chosen = choose_engine(engine, detected, framework)
     if its is not None and chosen != "horovod":
         raise ConfigError(
-            "an elastic job trains on Horovod",
+            "an elastic job needs Horovod",
             f"{framework} on {chosen}",
-            "leave --min-np, --max-np and --host-discovery out: --max-restarts goes on from the last checkpoint",
+            "remove --min-np, --max-np and --host-discovery: --max-restarts resumes from the last checkpoint",
             shared=True,
         )
     return chosen

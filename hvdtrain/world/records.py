@@ -86,7 +86,7 @@ def stream_of(data: Any, kind: StreamWords = STREAM) -> Callable[[int], Iterator
     if callable(data) and not hasattr(data, "__next__"):
         return (lambda epoch: iter(data(epoch))) if _takes_epoch(data) else (lambda epoch: iter(data()))
     raise ConfigError(
-        f"{kind.name} can be read anew: in each epoch, and after a restart",
+        f"{kind.name} must be readable again: in each epoch, and after a restart",
         f"a {type(data).__name__}" + (", which can be read once" if hasattr(data, "__next__") else ""),
         kind.anew,
     )
@@ -197,8 +197,8 @@ def head(begin: Callable[[], Iterator[Any]], count: int = HEAD, kind: StreamWord
     telling = {name for name in names - unstable if len(first) < HEAD or len({r.get(name) for r in seen[0]}) > 1}
     if len(first) != len(second) or (unstable and not telling):
         raise ConfigError(
-            f"{kind.name} has the same {kind.many}, one after another, whenever it is read for the same epoch",
-            f"read twice, it began with other {kind.many}",
+            f"{kind.name} must give the same {kind.many} in the same order each time it is read for an epoch",
+            f"read twice, it began with different {kind.many}",
             kind.again,
         )
     digest = 0

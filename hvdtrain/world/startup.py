@@ -148,7 +148,7 @@ def keras_modules(backend: str, detected: Detected) -> dict[str, str]:
     """
     if backend not in ("tensorflow", "torch"):
         remedy = "--backend tensorflow|torch, or KERAS_BACKEND"
-        raise ConfigError("hvdtrain trains Keras on tensorflow or torch", backend, remedy, shared=True)
+        raise ConfigError("Keras needs the backend tensorflow or torch", backend, remedy, shared=True)
     install = install_command("keras", *(["torch"] if backend == "torch" else []), "build")
     needed = ["numpy", backend, "keras"]
     if detected.launcher != "none":

@@ -36,8 +36,8 @@ class StreamPlan(Plan):
         super().__post_init__()
         if self.whole_batches and self.tail == "drop":
             raise ConfigError(
-                "batch_sampler= says what batches there are",
-                'tail="drop" beside it',
+                "tail= cannot be given with batch_sampler=, which makes the batches",
+                'tail="drop"',
                 "leave the last batch out in the batch sampler (drop_last=True)",
             )
 
@@ -47,9 +47,9 @@ class StreamPlan(Plan):
 
     def total(self) -> NoReturn:
         raise ConfigError(
-            f"how many samples {self.kind.name} has is known at its end",
+            f"the number of samples of {self.kind.name} is not known before its end",
             "samples (or steps) of an epoch were asked for",
-            f"say the number: LR(total_samples=1_281_167 * epochs), or count the {self.kind.many} once",
+            f"give the number: LR(total_samples=1_281_167 * epochs), or count the {self.kind.many} once",
         )
 
     def steps(self, consumed: int = 0) -> NoReturn:
@@ -64,7 +64,7 @@ class StreamPlan(Plan):
     def place_after(self, epoch: int, consumed: int) -> tuple[int, int]:
         """Returns the place as it is: whether there are more records, the step that consumed them knows."""
         if consumed < 0:
-            raise ConfigError("samples done in an epoch are >= 0", f"consumed={consumed}")
+            raise ConfigError("samples done in an epoch must be >= 0", f"consumed={consumed}")
         return epoch, consumed
 
 
@@ -191,7 +191,7 @@ def _steps(records: CountedRecords, plan: StreamPlan, begin: int, rank: int) -> 
                 return
             count = len(batch)
             if count == 0:
-                raise ConfigError("a batch has samples", "batch_sampler= gave an empty one", "leave it out")
+                raise ConfigError("a batch must have samples", "batch_sampler= gave an empty batch", "skip it")
             mine = contiguous(count, rank, plan.size)
             own = list(batch)[mine]
         else:

@@ -313,9 +313,9 @@ def _pickled(obj: Any) -> bytes:
         return pickle.dumps(obj)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise ConfigError(
-            "what travels from rank to rank can be pickled",
+            "what is sent from rank to rank must be picklable",
             f"{type(obj).__name__}: {error}",
-            "classes and functions defined at the top of a module, not within a function; tensors, arrays and numbers",
+            "use classes and functions from the top level of a module; or send tensors, arrays and numbers",
         ) from error
 
 

@@ -22,7 +22,7 @@ from hvdtrain.core import variables
 from hvdtrain.core.errors import HUNG_CODE
 
 TORCH, KERAS = PROGRAMS / "torch" / "hang.py", PROGRAMS / "keras" / "hang.py"
-RULE = "no rank may let the others wait for long in a collective operation"
+RULE = "ranks must not keep others waiting in a collective operation"
 HANGING = ["endless_loop", "lock", "waits_for_a_thread", "data_worker", "sleeps", "skips_evaluate", "hook"]
 SILENT = ["slow_first_step", "long_checkpoint", "traced", "preprocesses", "computes_long"]
 LAUNCHERS = {"horovod": "horovodrun", "ddp": "torchrun"}

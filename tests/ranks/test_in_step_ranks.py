@@ -16,9 +16,9 @@ from hvdtrain.core import variables
 
 HERE = Path(__file__).parent
 TORCH, KERAS = PROGRAMS / "torch" / "out_of_step.py", PROGRAMS / "keras" / "out_of_step.py"
-ALONE = "a function that rank 0 runs alone must not call a collective operation"
-FORKED = "what is collective belongs to the process that joined the ranks"
-THREADS = "one thread at a time may be in a collective operation"
+ALONE = "a function of on_main() must not call a collective operation"
+FORKED = "collective calls are not allowed in a process that was forked"
+THREADS = "two threads of a rank cannot be in collective operations"
 
 
 # -- real ranks ----------------------------------------------------------------------------------------------------

@@ -53,21 +53,21 @@ ACCEPTED = {
     "bar_of_rank_0": ("K8f", "the progress bar of fit"),
 }
 REFUSED = {
-    "fit_with_y": ("ConfigError", "does not read", "fit(y=)", "loader((x, y"),
-    "fit_with_sample_weight": ("ConfigError", "does not read", "fit(sample_weight=)", "loader((x, y"),
-    "fit_with_class_weight": ("ConfigError", "does not read", "fit(class_weight=)", "loader((x, y"),
-    "fit_with_steps": ("ConfigError", "does not read", "fit(steps_per_epoch=)", "leave steps_per_epoch= out"),
-    "both_kinds_of_weights": ("ConfigError", "class_weight=", "sample weights beside it", "multiply"),
+    "fit_with_y": ("ConfigError", "cannot take these arguments", "fit(y=)", "loader((x, y"),
+    "fit_with_sample_weight": ("ConfigError", "cannot take these arguments", "fit(sample_weight=)", "loader((x, y"),
+    "fit_with_class_weight": ("ConfigError", "cannot take these arguments", "fit(class_weight=)", "loader((x, y"),
+    "fit_with_steps": ("ConfigError", "cannot take these arguments", "fit(steps_per_epoch=)", "remove steps_per_epoch"),
+    "both_kinds_of_weights": ("ConfigError", "class_weight=", "class_weight= and sample weights", "multiply"),
     "classes_in_text": ("ConfigError", "class_weight={'0': 2.0}", "int(label)"),
     "a_function_that_sums": ("ReplicaError", "its pieces", "rank 1: loss", "one value per sample", "verify=False"),
     "rate_by_the_logs_of_a_batch": ("ReplicaError", "equal at the end of an epoch", "logs of a batch"),
-    "stateful": ("ConfigError", "stateful=True: lstm", "leave stateful out"),
+    "stateful": ("ConfigError", "stateful=True: lstm", "remove stateful="),
     "another_loss": ("ReplicaError", "the same compile.loss", 'rank 0: "mse"', 'rank 1: "mae"'),
     "other_loss_weights": ("ReplicaError", "the same compile.loss_weights", "rank 1: [1.0, 2.0]"),
     "sparse_tensors": ("ConfigError", "sparse tensors", "tf.sparse.to_dense"),
     "single_samples": ("ConfigError", "must come in batches", "dataset.batch("),
     "repeated_without_end": ("ConfigError", "must end", "leave .repeat() out"),
-    "shuffled_by_tensorflow": ("ConfigError", "the tf.data set has the same batches", "lambda epoch: dataset.shuffle"),
+    "shuffled_by_tensorflow": ("ConfigError", "the tf.data set must give the same", "lambda epoch: dataset.shuffle"),
     "moved_by_hand": ("ReplicaError", "replicas must be equal after the first step", "kernel"),
 }
 ROWS = {

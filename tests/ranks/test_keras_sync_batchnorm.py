@@ -16,7 +16,7 @@ PASSED = [
     *(pytest.param(case, marks=pytest.mark.thorough) for case in THOROUGH),
 ]  # fmt: skip
 REFUSED = {
-    "statistics_of_its_own": ("ConfigError", "own is a Own", "leave synchronized=True"),
+    "statistics_of_its_own": ("ConfigError", "own is a Own", "remove synchronized=True"),
     "an_optimizer_alone": ("ConfigError", "prepare(optimizer, sync_batchnorm=True)", "prepare the compiled model"),
 }
 FOUR = pytest.param(("tensorflow", 4), marks=pytest.mark.thorough, id="tensorflow-4")

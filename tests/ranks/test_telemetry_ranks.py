@@ -29,7 +29,7 @@ class TestOneRunADirectory:
     def test_a_finished_run_is_not_overwritten(self, tmp_path: Path) -> None:
         with open_log(tmp_path) as log:
             log.result(accuracy=1.0)
-        with pytest.raises(ConfigError, match="holds one run") as caught:
+        with pytest.raises(ConfigError, match="cannot hold two runs") as caught:
             open_log(tmp_path)
         assert "finished" in caught.value.received and "--resume" in caught.value.remedy
         assert read_run(tmp_path)["result"] == {"accuracy": 1.0}  # type: ignore[index]
@@ -52,7 +52,7 @@ class TestOneRunADirectory:
 
     def test_in_use_names_the_owner(self, tmp_path: Path) -> None:
         (tmp_path / ".lock").write_text("pid 1 on a-host-with-a-very-long-name-that-was-here-before since 1999\n" * 3)
-        with open_log(tmp_path), pytest.raises(ConfigError, match="one run at a time") as caught:
+        with open_log(tmp_path), pytest.raises(ConfigError, match="two runs at once") as caught:
             open_log(tmp_path, resume=True)
         assert f"pid {os.getpid()} on " in caught.value.received and "since 20" in caught.value.received
         assert "1999" not in caught.value.received
@@ -74,7 +74,7 @@ sys.stdin.read()
         )  # fmt: skip
         with child:
             assert child.stdout is not None and child.stdout.readline() == b"ready\n"
-            with pytest.raises(ConfigError, match="one run at a time") as caught:
+            with pytest.raises(ConfigError, match="two runs at once") as caught:
                 open_log(tmp_path, resume=True)
             assert f"pid {child.pid}" in caught.value.received
             assert run_status(tmp_path) == "running"
@@ -270,7 +270,7 @@ class TestRanks:
         assert "epoch 1 done" not in done.ranks_output[1]
         for rank in range(2):
             assert "refused: the run directory must be a directory" in done.ranks_output[rank], done.text
-            assert "refused: a run directory belongs to one run at a time" in done.ranks_output[rank]
+            assert "refused: a run directory cannot be used by two runs at once" in done.ranks_output[rank]
         run = read_run(tmp_path / "run")
         assert run is not None and run["world"]["size"] == 2 and run["effective_batch"] == 64
         epoch = next(event for event in strict(tmp_path / "run" / "events.jsonl") if event["kind"] == "epoch")

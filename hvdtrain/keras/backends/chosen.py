@@ -25,7 +25,7 @@ def _refuse_unsupported(name: str) -> None:
     if name in ("tensorflow", "torch"):
         return
     raise ConfigError(
-        "hvdtrain.keras trains on the tensorflow and torch backends of Keras 3",
+        "hvdtrain.keras needs the tensorflow or torch backend of Keras 3",
         f"KERAS_BACKEND={name}" + ("" if os.environ.get("KERAS_BACKEND") else " (from keras.json)"),
         "set KERAS_BACKEND=tensorflow or KERAS_BACKEND=torch before Keras is imported"
         + ("; on JAX, Keras has its own keras.distribution.DataParallel" if name == "jax" else ""),

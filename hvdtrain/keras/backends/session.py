@@ -251,7 +251,7 @@ def require_keras(target: Any) -> None:
     kinds = [f"{kind.__module__}.{kind.__qualname__}" for kind in type(target).__mro__]
     old = any(kind.startswith(("tf_keras.", "tensorflow.python.keras.")) for kind in kinds)
     raise ConfigError(
-        "hvdtrain.keras trains models of Keras 3 (keras.Model) and their optimizers",
+        "hvdtrain.keras needs a model of Keras 3 (keras.Model) or its optimizer",
         kinds[0] + (" of Keras 2" if old else ""),
         "build it with `import keras` (tf.keras, without TF_USE_LEGACY_KERAS), not tf_keras"
         if old
@@ -263,7 +263,7 @@ def require_compiled(model: Any) -> None:
     """Raises `ConfigError` for a model without optimizer."""
     if getattr(model, "optimizer", None) is None:
         raise ConfigError(
-            "a model is prepared after compile()",
+            "a model must be compiled before it is prepared",
             f"{type(model).__name__} {getattr(model, 'name', '')!r} without an optimizer",
             "call model.compile(optimizer=..., loss=...) first, or prepare the optimizer itself",
         )
@@ -279,9 +279,9 @@ def missing_hook(model_name: str, optimizer: Any) -> ReplicaError:
     kind = type(optimizer)
     if is_stock(optimizer):
         return ReplicaError(
-            "gradients are averaged by hvdtrain, and not by Horovod's own Keras wrapper beside it (which does not do so"
-            " under Keras 3, unless its wheel is of hvdtrain's recipe)",
-            f"{kind.__name__} from horovod.DistributedOptimizer",
+            "an optimizer of Horovod's own Keras wrapper cannot be used: hvdtrain averages the gradients",
+            f"{kind.__name__} from horovod.DistributedOptimizer\n"
+            "(under Keras 3 it averages no gradients, unless hvdtrain's recipe built its wheel)",
             "give compile() the plain optimizer, then hvdtrain.keras.prepare(model)",
             shared=True,
         )

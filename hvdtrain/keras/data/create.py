@@ -58,7 +58,7 @@ def loader(
     seed = world.seed if seed is None else seed
     if per_rank_batch is None and not comes_in_batches(data):
         raise ConfigError(
-            "per_rank_batch is the samples that a rank takes in a step",
+            "loader() needs per_rank_batch=, the samples of a rank in a step",
             f"per_rank_batch was not given, and a {type(data).__name__} does not come in batches",
             "loader((x, y), per_rank_batch=32)",
         )
@@ -156,9 +156,9 @@ def _walking(
     rows = rows_of(walked.peeked[0])
     if in_batches and per_rank_batch not in (None, rows):
         raise ConfigError(
-            "data that comes in batches says how many samples these have",
+            "per_rank_batch= must be the batch size of data that comes in batches",
             f"batches of {rows}, per_rank_batch={per_rank_batch}",
-            "leave per_rank_batch= out, or make the data's batches so large",
+            "remove per_rank_batch=, or make the data's batches that large",
             shared=True,
         )
     batch = 1 if in_batches else per_rank_batch or 1

@@ -80,7 +80,7 @@ class KerasLoader(Dealt, keras.utils.PyDataset, DataAdapter):
         """
         if samples_in_epoch % self.unit:
             raise ConfigError(
-                "a run goes on between two batches of the data's own",
+                "a run cannot resume within a batch of the data",
                 f"{samples_in_epoch} samples done, batches of {self.unit}",
                 "give the data that the run began with",
             )

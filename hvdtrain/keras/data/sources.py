@@ -95,10 +95,10 @@ class DatasetBatches(BatchSource):
         count = dataset.num_batches
         if count is None:
             raise ConfigError(
-                "a PyDataset that is dealt by index says how many batches it has",
+                "a PyDataset must have a number of batches: its batches are dealt by index",
                 f"{type(dataset).__name__} without __len__ (or with num_batches=None)",
-                "give it a __len__; or hvdtrain.keras.loader(lambda: generator(), ...) of a function that begins to"
-                " yield its batches",
+                "define __len__; or give a function that returns a generator of its batches:\n"
+                "hvdtrain.keras.loader(lambda: generator(), ...)",
             )
         self.units = int(count)
         first = self.take(np.zeros(1, np.int64)) if self.units else (None, None, None)
@@ -152,7 +152,7 @@ def unpacked(data: Any) -> tuple[Any, Any, Any]:
     parts = data if isinstance(data, tuple) else (data,)
     if isinstance(data, list) or not 1 <= len(parts) <= 3:
         raise ConfigError(
-            "data comes as a tuple (x, y) or (x, y, sample_weight), or is x alone",
+            "data must be a tuple (x, y) or (x, y, sample_weight), or x alone",
             f"a {type(data).__name__} of {len(data)}",
             "(x, y) instead of [x, y]; several inputs or outputs of a model within it: ((x1, x2), y)",
         )
@@ -212,8 +212,8 @@ def weights_of(y: Any, sample_weight: Any, class_weight: Mapping[int, float] | N
     labels = None if keras.tree.is_nested(y) else np.asarray(y)
     if sample_weight is not None or labels is None:
         raise ConfigError(
-            "class_weight= weighs the samples of one output, by their class",
-            "sample weights beside it" if sample_weight is not None else "several outputs",
+            "class_weight= needs a single output, and no sample weights",
+            "class_weight= and sample weights" if sample_weight is not None else "several outputs",
             "multiply the class weights into the sample weights: loader((x, y, sample_weight), ...)",
         )
     if labels.ndim > 1:
@@ -221,7 +221,7 @@ def weights_of(y: Any, sample_weight: Any, class_weight: Mapping[int, float] | N
     keys = list(class_weight) if isinstance(class_weight, Mapping) else [None]
     if any(not isinstance(label, (int, float, np.number)) or label % 1 for label in keys):
         raise ConfigError(
-            "class_weight= is a dict from the number of a class, as y has it, to its weight",
+            "class_weight= must be a dict from the number of a class, as in y, to its weight",
             f"class_weight={class_weight!r}",
             "class_weight={0: 1.0, 1: 5.0}; of a list: dict(enumerate(...)); of text: {int(label): weight for ...}",
         )

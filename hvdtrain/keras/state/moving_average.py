@@ -73,7 +73,7 @@ def check(model: keras.Model) -> None:
     several = len(optimizers_of(model)) > 1
     if several and any(getattr(leaf, "use_ema", False) and not leaf.built for leaf in leaves_of(model.optimizer)):
         raise ConfigError(
-            "of several optimizers, one with use_ema knows its weights before fit, which ends with the averages",
+            "of several optimizers, one with use_ema must be built before fit(), which ends with the averages",
             f"{model.optimizer.name} (model.optimizer) is not built",
             "model.optimizer.build(the variables that it updates), before fit",
             shared=True,

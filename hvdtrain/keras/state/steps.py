@@ -83,7 +83,7 @@ def _step_of_all(model: keras.Model, session: KerasSession, inner: Callable[[Any
         _try_loss(model, session, is_first)
     if model.stop_training and not session.fit.stops_in_epoch:
         raise ReplicaError(
-            "all ranks stop at the same step",
+            "all ranks must stop at the same step",
             f"model.stop_training was set on rank {world.rank}, but not by a callback that fit() was given",
             "set it in a callback's hook, given to fit() on every rank",
         )

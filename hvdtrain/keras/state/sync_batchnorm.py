@@ -34,9 +34,9 @@ def synchronize(model: keras.Model, session: KerasSession) -> None:
     for path, module in torch_modules(model) if session.prepared.sync_batchnorm and not session.prepared.alone else ():
         if any(normalises(part) for part in module.modules()):
             raise ConfigError(
-                "synchronised batch normalisation knows keras.layers.BatchNormalization",
+                "synchronized batch normalization needs keras.layers.BatchNormalization",
                 f"{path} holds a PyTorch module with batch normalisation of its own",
-                "use that layer, or leave sync_batchnorm=True out",
+                "use that layer, or remove sync_batchnorm=True",
             )
     session.moments = [(layer, _hook_of(layer, session, index)) for index, layer in enumerate(_layers(model))]
     of_step(session)
@@ -56,9 +56,9 @@ def _hook_of(layer: Any, session: KerasSession, index: int) -> Any:
         return None
     if getattr(type(layer), _HOOK) is not getattr(_PLAIN, _HOOK):
         raise ConfigError(
-            "synchronised batch normalisation knows keras.layers.BatchNormalization",
+            "synchronized batch normalization needs keras.layers.BatchNormalization",
             f"{layer.name} is a {type(layer).__name__}, which computes its statistics itself",
-            "use that layer, or leave synchronized=True and sync_batchnorm=True out",
+            "use that layer, or remove synchronized=True and sync_batchnorm=True",
         )
     return functools.partial(_moments, layer, session, index)
 

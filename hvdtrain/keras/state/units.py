@@ -195,7 +195,7 @@ def of_step(session: KerasSession, *, trains: bool = True) -> Iterator[None]:
         _steps.pop()
     if session.prepared.whole and trains and session.live is not None and not session.live.joined:
         raise ConfigError(
-            "with whole=True the loss is that of compute_loss, which sees the global batch",
+            "with whole=True the loss must be computed from the global batch",
             "a train_step that called neither self.compute_loss(...) nor hvdtrain.keras.whole(...)",
             "loss = self.compute_loss(y=y, y_pred=y_pred); or y, y_pred = hvdtrain.keras.whole(y, y_pred)",
             shared=True,

@@ -77,14 +77,14 @@ def refused_where_ranks_change() -> None:
         model.fit(**({"x": x, "y": y} if data == "arrays" else {"x": data}), verbose=0, callbacks=callbacks)
 
     cases: dict[str, Callable[[], None]] = {
-        "it needs fit(hvdtrain.keras.loader(...)) of arrays": lambda: fit("arrays"),
+        "this fit() needs fit(hvdtrain.keras.loader(...)) of arrays": lambda: fit("arrays"),
         "or of a PyTorch Dataset with a length": lambda: fit(hvk.loader(lambda: iter([(x, y)]))),
-        "it needs callbacks=[*hvdtrain.keras.callbacks(model)": lambda: fit(ours=False),
-        "it needs no BackupAndRestore": lambda: fit(more=keras.callbacks.BackupAndRestore("nowhere")),
-        "it needs a model that is built": lambda: fit(built=False),
-        "it needs sync_batchnorm=False": lambda: fit(sync_batchnorm=True),
-        "it needs optimizers without gradient_accumulation_steps": lambda: fit(passes=2),
-        "it needs to begin with a whole epoch": lambda: fit(start=4),
+        "this fit() needs callbacks=[*hvdtrain.keras.callbacks(model)": lambda: fit(ours=False),
+        "this fit() needs no BackupAndRestore": lambda: fit(more=keras.callbacks.BackupAndRestore("nowhere")),
+        "this fit() needs a model that is built": lambda: fit(built=False),
+        "this fit() needs sync_batchnorm=False": lambda: fit(sync_batchnorm=True),
+        "this fit() needs optimizers without gradient_accumulation_steps": lambda: fit(passes=2),
+        "this fit() needs to begin with a whole epoch": lambda: fit(start=4),
     }
     its = elastic._active = Elastic(SimpleNamespace(), new=False, answers=[])
     try:
@@ -93,7 +93,7 @@ def refused_where_ranks_change() -> None:
             assert said in received, (said, received)
             assert "; " not in received, received  # that alone is missing
         its.member = SimpleNamespace()
-        assert refusal(fit) == "it needs one fit in the program, of one model"
+        assert refusal(fit) == "this fit() needs one fit in the program, of one model"
     finally:
         elastic._active = None
     print("what elastic jobs cannot do is refused")

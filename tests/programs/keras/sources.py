@@ -348,7 +348,7 @@ def refusals() -> str:
         def __getitem__(self, index: int) -> Any:
             return cut(range(9))[index % 2]
 
-    refused(lambda: hvk.loader(Endless()), "how many batches it has", "Endless")
+    refused(lambda: hvk.loader(Endless()), "must have a number of batches", "Endless")
     if SIZE > 1:
         refused(lambda: hvk.loader(lambda: iter(cut(range(RANK, 60, 2)))), "the same on every rank", "split_by_node")
         later = [*range(59), 59 - RANK]

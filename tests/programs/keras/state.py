@@ -175,7 +175,7 @@ def case_a_fit_of_the_models_own_knows_its_data_and_callbacks() -> None:
         ours = hvk.callbacks(model, checkpointer=hvdtrain.Checkpointer(path, best=None))
         model.fit(data, epochs=2, verbose=0, callbacks=[*ours, StopsAtStep2()])
         assert saved(path) == [(0, 2, 32)], saved(path)
-        with refused("callbacks of its own", "by its position", "callbacks=..."):
+        with refused("cannot change an argument", "by position", "callbacks=..."):
             model.fit(data, None, None, 1, 0, ours)
 
 
@@ -578,7 +578,7 @@ def case_an_optimizer_of_another_class_or_without_slots_is_not_loaded() -> None:
             checkpoints.restore(hvk.model_state(prepared(keras.optimizers.Lamb(), small())))
         again = prepared(keras.optimizers.Adam(), small())
         again.second = keras.optimizers.Adam()
-        with refused("an optimizer is built before", again.second.name):
+        with refused("an optimizer must be built before", again.second.name):
             checkpoints.restore(hvk.model_state(again))
         again.second.build(again.trainable_variables)
         checkpoints.restore(hvk.model_state(again))

@@ -276,13 +276,13 @@ def refused(world: World) -> Any:
         ("a batch twice", lambda: hvt.gather_in_order([*kept, *kept])),
         ("no batch on any rank", lambda: hvt.gather_in_order([])),
         ("n samples, or n parts of a value", lambda: hvt.gather_in_order(heads)),
-        ("keeps one of any shape", lambda: hvt.gather_in_order(ragged)),
+        ("in a list the values of samples can have different shapes", lambda: hvt.gather_in_order(ragged)),
     ]
     if world.size > 1:
         uneven = Rows("sum")  # of what is not equally long
         cases += [
             ("the same shape on every rank", lambda: hvt.evaluate(Tagger(), sentences(), uneven, **data)),
-            ("can be pickled", lambda: world.gather(lambda: None)),
+            ("must be picklable", lambda: world.gather(lambda: None)),
             ('dist_reduce_fx="mean"', lambda: hvt.evaluate(Tagger(), sentences(), Mean(), **data)),
             ("Counting.count (0) changed", lambda: hvt.evaluate(Tagger(), sentences(), Counting(), **data)),
         ]
@@ -341,7 +341,7 @@ def of_torchmetrics(world: World) -> Any:
         hvt.evaluate(model, (x, y), running, forward=numbers, per_rank_batch=3, workers=0)
         assert world.size == 1
     except HvdtrainError as error:
-        assert "how they come in batches" in str(error)
+        assert "must not depend on how samples are batched" in str(error)
     return True
 
 

@@ -280,7 +280,7 @@ def test_the_error_names_rank_line_and_who_waits() -> None:
         "ranks 0, 2 wait for it in update 4 of model 1: a.py:1: backward()",
         "for 31 s; all ranks' stacks: runs/1/hangs/x.json",
     ]
-    assert "cannot be told for certain" in error.remedy and variables.HANG_S in error.remedy
+    assert "cannot be distinguished from slow work" in error.remedy and variables.HANG_S in error.remedy
 
 
 def test_the_error_of_a_rank_that_was_stopped() -> None:

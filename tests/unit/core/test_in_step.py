@@ -25,7 +25,7 @@ from hvdtrain.core.launchers import Detected
 from hvdtrain.watch import watch
 from hvdtrain.watch.meeting import State, Tracker, deadlocked, out_of_step
 
-LEFT = "what is collective must be done before the ranks part"
+LEFT = "collective calls are not allowed after the rank has left its world"
 
 
 # -- pure ----------------------------------------------------------------------------------------------------------

@@ -106,10 +106,10 @@ def test_what_is_no_place_in_a_stream() -> None:
         steps_of(range(5), 1, 2, 0, begin=6)
     with pytest.raises(ConfigError, match="before the loop"):
         steps_of(range(9), 1, 1, 0)[0][0].update(3)
-    with pytest.raises(ConfigError, match="an empty one"):
+    with pytest.raises(ConfigError, match="an empty batch"):
         steps_of([[]], 1, 2, 0, whole_batches=3)
     for asked in (lambda plan: plan.steps(), lambda plan: plan.total(), lambda plan: plan.order(0)):
-        with pytest.raises(ConfigError, match="known at its end"):
+        with pytest.raises(ConfigError, match="not known before its end"):
             asked(StreamPlan(0, 1, 2, shuffle=False))
 
 
@@ -129,7 +129,7 @@ def test_what_is_read_anew() -> None:
     assert list(stream_of(lambda epoch=1: [epoch])(5)) == [5]
     assert list(stream_of(lambda path="a": [path])(5)) == ["a"]  # the idiom that binds a loop's variable
     for wrong in (iter([1]), (n for n in [1]), {1, 2}, "text", 5):
-        with pytest.raises(ConfigError, match="read anew"):
+        with pytest.raises(ConfigError, match="must be readable again"):
             stream_of(wrong)
 
 

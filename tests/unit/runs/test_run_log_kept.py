@@ -42,7 +42,7 @@ def test_a_program_that_changes_its_folder_goes_on_writing_in_the_same_one(
 def test_events_without_a_run_are_neither_added_to_nor_lost(resume: bool, tmp_path: Path) -> None:
     events = tmp_path / "events.jsonl"
     events.write_text('{"kind": "start"}\n')
-    with pytest.raises(ConfigError, match="holds one run") as caught:
+    with pytest.raises(ConfigError, match="cannot hold two runs") as caught:
         open_log(tmp_path, resume=resume)
     assert f"{tmp_path} holds the events of a run (events.jsonl), and no run.json" in caught.value.received
     assert events.read_text() == '{"kind": "start"}\n' and not (tmp_path / "run.json").exists()
@@ -112,7 +112,7 @@ def test_a_directory_that_a_child_of_an_ended_program_holds_says_so(
     wrote = f"pid {pid} on {host} {SINCE}"
     with open_log(tmp_path):
         (tmp_path / ".lock").write_text(wrote + "\n")  # as the program did that has started this one
-        with pytest.raises(ConfigError, match="one run at a time") as caught:
+        with pytest.raises(ConfigError, match="two runs at once") as caught:
             open_log(tmp_path, resume=True)
         owner = f"a process that was started by {wrote}, which has ended" if ended else wrote
         assert caught.value.received == f"{tmp_path} is in use by {owner}"

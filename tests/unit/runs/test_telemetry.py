@@ -213,7 +213,7 @@ def test_a_wrong_number_of_updates_to_trace_spoils_no_directory(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HVDTRAIN_TRACE", text)
-    with pytest.raises(ConfigError, match="HVDTRAIN_TRACE is a number of updates"):
+    with pytest.raises(ConfigError, match="HVDTRAIN_TRACE must be a number of updates"):
         open_log(tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
