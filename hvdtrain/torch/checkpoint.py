@@ -72,7 +72,7 @@ def model_state(
     """
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         raise ConfigError(
-            "a checkpoint of training holds the optimizer that prepare() returned",
+            "model_state() needs the optimizer that prepare() returned",
             f"a plain {type(optimizer).__name__}",
             "model, optimizer = prepare(model, optimizer, ...); model_state(model, optimizer)",
         )
@@ -88,8 +88,8 @@ def _loader_of(optimizer: Optimizer, data: Loader | None) -> Loader | None:
     own = optimizer.session.batches.data
     if data is not None and data is not own:
         raise ConfigError(
-            "a checkpoint knows the place in the data from the loader that prepare() was given",
-            "another loader" if own is not None else "prepare() was given none",
+            "data= must be the loader that prepare() was given",
+            "another loader" if own is not None else "prepare() was given no loader",
             "prepare(model, optimizer, train), then model_state(model, optimizer)",
         )
     return own
@@ -158,16 +158,16 @@ def once_each(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, st
     for name, tensor in state.items():
         if not isinstance(tensor, Tensor):
             raise ConfigError(
-                "a checkpoint of a model holds tensors",
+                "values of the model's state dict must be tensors",
                 f"{name} is a {type(tensor).__name__}",
-                "make it a buffer (register_buffer), or keep it out of the state dict",
+                "make it a buffer (register_buffer), or remove it from the state dict",
             )
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.dtype is torch.complex128:
             raise ConfigError(
-                "a checkpoint of a model is a safetensors file, which holds dense tensors, complex ones of 64 bits",
+                "a safetensors file cannot store sparse, quantized or complex128 tensors",
                 f"{name} is {tensor.layout}, {tensor.dtype}",
-                "register_buffer(..., persistent=False) and keep it with extra=; complex128 parameters as real ones and"
-                " torch.view_as_complex",
+                "register_buffer(..., persistent=False) and save it with extra=;\n"
+                "make complex128 parameters real, and use torch.view_as_complex",
             )
         form = (tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
         place = (tensor.device, tensor.data_ptr(), *form)
@@ -181,8 +181,8 @@ def _check_tied(name: str, other: str, stored: Mapping[str, Tensor]) -> None:
     if name in stored and other in stored and not torch.equal(stored[name], stored[other]):
         raise CheckpointError(
             "the checkpoint must be of this model",
-            f"{name} and {other} are one tensor in the model, and two that differ in the checkpoint",
-            "build the model as the run did that saved it (tied weights, or not)",
+            f"{name} and {other} are one tensor in the model, and two different tensors in the checkpoint",
+            "build the same model as the run that saved the checkpoint (tied weights, or not)",
         )
 
 
@@ -194,14 +194,14 @@ def _check_fits(own: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> None
             raise CheckpointError(
                 "the checkpoint must be of this model",
                 f"{name} has shape {saved} in the checkpoint, {here} in the model{classes}",
-                "build the model as the run did that saved it (same architecture, same number of classes)",
+                "build the same model as the run that saved the checkpoint (architecture, number of classes)",
             )
     missing, strange = sorted(own.keys() - stored.keys()), sorted(stored.keys() - own.keys())
     if missing or strange:
         raise CheckpointError(
             "the checkpoint must be of this model",
             f"the checkpoint lacks {_some(missing)}; the model lacks {_some(strange)}",
-            "build the model as the run did that saved it",
+            "build the same model as the run that saved the checkpoint",
         )
 
 
@@ -245,10 +245,10 @@ class TrainingPart(Part):
         CLOCK.enter("checkpoint")
         session = self.optimizer.session
         if session.gradients.state in ("ready", "more"):
-            received = "an update is complete and not applied"
+            received = "an update is complete but not applied"
             if session.gradients.state == "more":
                 received = "backward(..., more=True) announced another backward()"
-            raise ConfigError("a checkpoint is taken after step()", received, "step() first")
+            raise ConfigError("a checkpoint cannot be saved between backward() and step()", received, "step() first")
         session.batches.saved(session.gradients.batch if session.gradients.gathering else None)
         session.losses.settle()
         others = [] if self.data is None else self.data.others(self._extra.values())
@@ -357,7 +357,7 @@ def _check_optimizer(saved: Mapping[str, Any], own: list[Described], optimizer: 
     kind = kind_of(optimizer)
     if saved["optimizer_class"] != kind:
         raise CheckpointError(
-            "a run goes on with the optimizer it began with",
+            "the optimizer must be of the class that the checkpoint was saved with",
             f"{saved['optimizer_class']} in the checkpoint, {kind} here",
             "make the same optimizer, or start a new run from the checkpoint's model alone: model_state(model)",
         )
@@ -365,16 +365,16 @@ def _check_optimizer(saved: Mapping[str, Any], own: list[Described], optimizer: 
     here = [len(group["params"]) for group in optimizer.param_groups]
     if stored != here:
         raise CheckpointError(
-            "the optimizer must have the groups it was saved with",
+            "the optimizer must have the same groups as in the checkpoint",
             f"groups of {stored} parameters in the checkpoint, {here} here",
-            "build model and parameter groups as the run did that saved them",
+            "build the same model and parameter groups as the run that saved the checkpoint",
         )
     for (name, shape, _), (name_here, shape_here, _) in zip(saved.get("parameters", ()), own, strict=False):
         if list(shape) != shape_here or name and name_here and name != name_here:
             raise CheckpointError(
                 "the optimizer's state must fit the model",
                 f"{name} {tuple(shape)} in the checkpoint, where {name_here} {tuple(shape_here)} is here",
-                "build model and parameter groups as the run did that saved them, in the same order",
+                "build the same model and parameter groups as the run that saved the checkpoint, in the same order",
             )
 
 

@@ -67,7 +67,7 @@ def gather(tensor: Tensor, *, world: World | None = None) -> Tensor:
         ConfigError: a tensor of no dimension, or one that a gradient would have to go through.
     """
     if not tensor.dim():
-        raise ConfigError("tensors are joined along their first dimension", "one of no dimension", "tensor.reshape(1)")
+        raise ConfigError("tensors must have a dimension to join", "a tensor of no dimension", "tensor.reshape(1)")
     world = _entered("gather", tensor, world)
     return torch.cat(_of_all(tensor, world))
 
@@ -92,9 +92,9 @@ def _entered(what: str, tensor: Tensor, world: World | None) -> World:
     if tensor.requires_grad and torch.is_grad_enabled():
         raise ConfigError(
             f"hvt.{what} has no gradient: it is for metrics",
-            f"a tensor of shape {tuple(tensor.shape)} that needs one",
-            f"in a metric hvt.{what}(x.detach()); a loss is given to optimizer.backward as this rank's own: it is"
-            " averaged over ranks there",
+            f"a tensor of shape {tuple(tensor.shape)} that requires a gradient",
+            f"in a metric: hvt.{what}(x.detach())\n"
+            "for a loss: pass this rank's own to optimizer.backward(), which averages it over ranks",
         )
     return given_or_current(world, "torch")
 
@@ -146,15 +146,15 @@ def gather_in_order(batches: Iterable[tuple[Step | None, Any]], *, world: World 
         problem = "a list of n tensors, each [n, ...], in every batch of n samples: n samples, or n parts of a value"
     places = [place for place, _ in pieces]
     if not problem and len(set(places)) < len(places):
-        problem = "a batch twice: of two ranks, or of two loops over one epoch"
+        problem = "a batch twice: from two ranks, or from two loops over one epoch"
         if elastic.active() is not None:
-            problem += ", or one that has come again when ranks changed (those of ranks that are gone are lost, too)"
+            problem += ",\nor a batch was repeated when ranks changed (values of the lost ranks are missing, too)"
     if problem or not pieces:
         raise ConfigError(
-            "of each batch of a loop its step and values, one for each of its samples",
+            "gather_in_order() needs (step, values) of each batch once, with a value for each sample",
             problem or "no batch on any rank",
-            "kept.append((validation.step, values)), new in each loop; several values (a model's heads) in a tuple or"
-            " a dict; samples of one shape in a tensor: torch.stack(items)",
+            "kept.append((validation.step, values)), a new list in each loop;\nput several values (a model's heads)"
+            " into a tuple or a dict,\nand samples of one shape into a tensor: torch.stack(items)",
             shared=True,
         )
     return _joined([values for _, values in pieces])
@@ -213,9 +213,9 @@ def _joined(pieces: Sequence[Any]) -> Any:
              for piece, part in zip(pieces, parts, strict=True)}  # fmt: skip
     if len(forms) > 1:
         raise ConfigError(
-            "values have one form in every batch",
+            "values must have the same structure in every batch",
             " and ".join(list(forms)[:3]),
-            "the same parts in each, None in none or in all",
+            "return the same parts in each batch; a part can be None only in all of them",
             shared=True,
         )
     if first is None:
@@ -226,9 +226,9 @@ def _joined(pieces: Sequence[Any]) -> Any:
         if any(piece.shape[1:] != first.shape[1:] for piece in pieces):
             shapes = sorted({str(tuple(piece.shape[1:])) for piece in pieces})
             raise ConfigError(
-                "values of all samples have one shape",
+                "values must have the same shape for every sample",
                 f"{' and '.join(shapes[:3])} for a sample",
-                "list(tensor) keeps one of any shape for each sample",
+                "list(tensor): in a list the values of samples can have different shapes",
                 shared=True,
             )
         return torch.cat(list(pieces)) if isinstance(first, Tensor) else np.concatenate(pieces)

@@ -159,17 +159,17 @@ def predict(
     problem = next(filter(None, (its_problem for its_problem, _ in reports)), "")
     if problem:
         raise ConfigError(
-            "outputs have a row for each sample",
+            "outputs must have one row per sample",
             problem,
-            "return outputs [samples, ...] from the model; several of them (heads) in a tuple or a dict",
+            "return outputs [samples, ...] from the model; several outputs (heads) in a tuple or a dict",
             shared=True,
         )
     places = sorted((place for _, its_places in reports for place in its_places), key=lambda place: place[0])
     if unread or not places:
         raise ConfigError(
-            "prediction gives the outputs of all samples",
-            f"{len(unread)} cannot be read, the first: {unread[0][0]}" if unread else "there is no sample",
-            "leave them out of the data" if unread else "give data",
+            "predict() needs samples, and must be able to read all of them",
+            f"{len(unread)} cannot be read, the first: {unread[0][0]}" if unread else "no sample",
+            "remove them from the data" if unread else "give data",
             shared=True,
         )
     found = gather_in_order(kept, world=world)
@@ -227,10 +227,10 @@ def _forward(model: nn.Module, batch: Any) -> tuple[Any, Any]:
         return model(**batch), batch
     if not isinstance(batch, (tuple, list)) or len(batch) < 2:
         raise ConfigError(
-            "a batch for evaluation is (inputs ..., targets), or a dict of the model's arguments",
+            "a batch for evaluation must be (inputs ..., targets), or a dict of the model's arguments",
             f"a {type(batch).__name__}" + (f" of {len(batch)}" if hasattr(batch, "__len__") else ""),
-            "give arrays (x, y), a data set (or collate) that returns such tuples or dicts, or"
-            " forward=lambda model, batch: (outputs, targets)",
+            "give arrays (x, y), a data set (or collate) that returns such tuples or dicts,\n"
+            "or forward=lambda model, batch: (outputs, targets)",
         )
     return model(*batch[:-1]), batch[-1]
 
@@ -240,9 +240,9 @@ def _merged(results: list[dict[str, float]]) -> dict[str, float]:
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ConfigError(
-            "each metric has a name of its own",
+            "metrics must have different names",
             f"{', '.join(twice)} twice",
-            "name them: {name: metric} for objects, other keys in what functions return",
+            "{name: metric} names objects; functions must return other keys",
             shared=True,
         )
     return {name: value for its in results for name, value in its.items()}
@@ -269,8 +269,7 @@ def _kept(metrics: Any, device: torch.device) -> list[_Kept]:
     if callable(metrics) and not isinstance(metrics, type):
         return [_Means(metrics)]
     raise ConfigError(
-        "metrics are a function (outputs, targets), objects with update(), compute() and reset() (torchmetrics), or"
-        " hvt.corpus_metrics(function)",
+        "metrics must be a function, objects with update/compute/reset, or hvt.corpus_metrics(function)",
         f"the class {metrics.__name__}" if isinstance(metrics, type) else f"a {type(metrics).__name__}",
         'lambda outputs, targets: {"accuracy": outputs.argmax(1) == targets}',
     )
@@ -292,7 +291,7 @@ class _Means:
         values = self.function(outputs, targets)
         if not isinstance(values, Mapping):
             raise ConfigError(
-                "metrics return values by name, {name: one value a sample}",
+                "a metrics function must return a dict {name: one value per sample}",
                 f"a {type(values).__name__}",
                 'lambda outputs, targets: {"accuracy": outputs.argmax(1) == targets}',
             )
@@ -322,16 +321,16 @@ def _sum_and_weight(name: str, value: Any, samples: int) -> Tensor:
     if not isinstance(values, Tensor) or (not weighted and values.shape != (samples,)):
         received = tuple(values.shape) if isinstance(values, Tensor) else type(value).__name__
         raise ConfigError(
-            "a metric is a tensor with one value a sample, or a pair (values, weights)",
+            "a metric must be a tensor with one value per sample, or a pair (values, weights)",
             f"{name}: {received} for {samples} samples",
-            'without a mean: reduction="none", or (outputs.argmax(1) == targets); of tokens (losses, labels != -100)',
+            'no mean: reduction="none", or (outputs.argmax(1) == targets); for tokens (losses, labels != -100)',
         )
     values = values.detach().to(torch.float64)
     if not weighted:
         return torch.stack([values.sum(), values.new_tensor(samples)])
     if not isinstance(weights, Tensor) or weights.shape != values.shape:
         received = tuple(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
-        raise ConfigError("each value of a metric has a weight", f"{name}: {tuple(values.shape)} and {received}")
+        raise ConfigError("each value of a metric needs a weight", f"{name}: {tuple(values.shape)} and {received}")
     weights = weights.to(values)
     return torch.stack([torch.where(weights == 0, 0.0, values * weights).sum(), weights.sum()])
 
@@ -386,7 +385,7 @@ def classification(top: tuple[int, ...] = (1, 5), label_smoothing: float = 0.0) 
         label_smoothing: as of `torch.nn.functional.cross_entropy`.
     """
     if any(isinstance(k, bool) or not isinstance(k, int) or k < 1 for k in top):
-        raise ConfigError("top holds whole numbers >= 1", f"top={top!r}")
+        raise ConfigError("top must contain whole numbers >= 1", f"top={top!r}")
 
     def measure(outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
         _check_classes(outputs, targets)
@@ -411,17 +410,17 @@ def _check_classes(outputs: Any, targets: Any) -> None:
     whole = tensors and not (targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool)
     if not whole or outputs.shape[:1] != targets.shape or outputs.dim() != 2:
         raise ConfigError(
-            "classification() takes scores [n, classes] and targets [n], one class a sample",
+            "classification() needs scores [n, classes] and targets [n], one class per sample",
             ", ".join(received),
-            "targets.argmax(1) of probabilities, targets.squeeze(1) of [n, 1], targets.long() of other numbers; for"
-            " anything else metrics of your own",
+            "targets.argmax(1) of probabilities, targets.squeeze(1) of [n, 1], targets.long() of other numbers;\n"
+            "otherwise give your own metrics",
         )
     if targets.device.type != "cpu" or not len(targets):
         return
     least, most = int(targets.min()), int(targets.max())
     if least < 0 or most >= outputs.shape[1]:
         raise ConfigError(
-            "each target is a class that has a score",
+            "each target must be a class that has a score",
             f"targets from {least} to {most}, scores of {outputs.shape[1]} classes",
-            "leave samples that do not count (-100) out of the data; or give metrics of your own",
+            "remove samples that do not count (-100) from the data; or give your own metrics",
         )

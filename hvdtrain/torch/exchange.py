@@ -58,13 +58,13 @@ def export(run: Path, target: Path, to: str, *, which: str = "latest") -> Path:
     Raises `CheckpointError` if none is whole, or it is not one of PyTorch; `ConfigError` if the directory is not
     empty, or parameters of the optimizer have no name."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ConfigError("an export needs a directory of its own", f"{target} exists", "name a new one")
+        raise ConfigError("an export needs a directory of its own", f"{target} exists", "give a new directory")
     folder = run / "checkpoints" if (run / "checkpoints").is_dir() else run
     if (run / "manifest.json").exists():
         folder, which = run.parent, str(run)
     found = _File()
     if Checkpointer(folder, world=World.solo(), asynchronous=False).restore({MODEL: found}, which=which) is None:
-        raise CheckpointError("an export needs a checkpoint", f"none in {folder}", "name a run that has saved one")
+        raise CheckpointError("an export needs a checkpoint", f"none in {folder}", "give a run that has saved one")
     state = _state_of(found.path.parent) if to == "torch" else {}
     target.mkdir(parents=True, exist_ok=True)
     if to == "torch":

@@ -44,9 +44,9 @@ class States:
             raise no_samples()
         if world.size > 1 and any(type(part).__name__ == "Running" for part in _within(self.metric)):
             raise ConfigError(
-                "a metric of all samples does not depend on how they come in batches",
-                "the last batches alone (torchmetrics' Running), of which each rank has others",
-                "the metric itself, without Running",
+                "a metric must not depend on how samples are batched",
+                "torchmetrics' Running, which reads the last batches only: each rank has different ones",
+                "use the metric without Running",
                 shared=True,
             )
         if self.batches is not None:
@@ -77,9 +77,9 @@ class States:
         reports = world.gather((None if self.empty else own, changed))
         if any(its for _, its in reports):
             raise ConfigError(
-                "what a metric counts is a state: add_state(name, default, dist_reduce_fx) says how ranks join it",
-                f"{name}: {next(its for _, its in reports if its)[0]} changed while it was updated",
-                "add_state for it, too; or hvt.corpus_metrics(function), which is given all outputs and targets",
+                "a metric cannot count outside its states: hvdtrain cannot combine that over ranks",
+                f"{name}: {next(its for _, its in reports if its)[0]} changed in update()",
+                "add_state(...) for it; or hvt.corpus_metrics(function), which gets all outputs and targets",
                 shared=True,
             )
         known = [states for states, _ in reports if states is not None]
@@ -128,18 +128,18 @@ def _reduced(name: str, of_ranks: list[Tensor], reduction: Any) -> Tensor:
     first = of_ranks[0]
     if len({state.shape for state in of_ranks}) > 1:
         raise ConfigError(
-            "a metric's state that is a tensor has the same shape on every rank",
+            "a metric's tensor state must have the same shape on every rank",
             f"{name}: {' and '.join(str(tuple(state.shape)) for state in of_ranks)}",
-            'a list to which it appends; or dist_reduce_fx="cat"',
+            'use a list as state, and append to it; or dist_reduce_fx="cat"',
             shared=True,
         )
     if reduction.__name__ == "dim_zero_mean":
         if all(first.equal(other) for other in of_ranks):  # a constant, like a data range
             return first
         raise ConfigError(
-            "the states of a metric add up, whatever the ranks' samples",
-            f'{name} has one with dist_reduce_fx="mean": a mean over ranks',
-            "keep a sum and a count; or hvt.corpus_metrics(function), which is given all outputs and targets",
+            "a metric's state cannot be averaged over ranks: they have different samples",
+            f'{name} has a state with dist_reduce_fx="mean"',
+            "keep a sum and a count; or hvt.corpus_metrics(function), which gets all outputs and targets",
             shared=True,
         )
     joined: Tensor = reduction(torch.stack(of_ranks))

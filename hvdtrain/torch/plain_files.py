@@ -156,10 +156,10 @@ def _plain(value: Any, where: str) -> Any:
         if isinstance(value, scalar):  # an enumeration that is a number, say
             return scalar(value)
     raise ConfigError(
-        "a checkpoint holds numbers, text and tensors, so that loading it runs no code",
+        "a checkpoint must contain only numbers, text and tensors: loading must not run code",
         f"{where} is a {type(value).__name__}",
-        "keep such objects out of the optimizer's groups and state; give them state_dict() and load_state_dict() to"
-        " save them with extra=",
+        "remove such objects from the optimizer's groups and state;\n"
+        "to save them with extra= give them state_dict() and load_state_dict()",
     )
 
 

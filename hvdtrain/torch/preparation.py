@@ -174,15 +174,15 @@ def _check_options(options: Options, lr: LR | None, data: Loader | None) -> None
         raise ConfigError('compression must be None, "fp16" or "bf16"', f"compression={options.compression!r}")
     if data is not None and not hasattr(data, "followers"):
         raise ConfigError(
-            "prepare takes the loader that counts samples over all ranks: one of hvdtrain.torch.loader",
+            "prepare() needs a loader that hvdtrain.torch.loader() made",
             f"a {type(data).__name__}",
-            "train = hvdtrain.torch.loader(dataset, per_rank_batch); or leave data out, and give every rank as many"
-            " batches of as many samples",
+            "train = hvdtrain.torch.loader(dataset, per_rank_batch);\n"
+            "or omit the loader, and give every rank the same number of batches of the same size",
         )
     if lr is not None and data is None:
         raise ConfigError(
-            "the learning rate is a function of samples seen, which the loader counts",
-            "lr= without data",
+            "lr= needs a loader, which counts the samples that the learning rate depends on",
+            "lr= without a loader",
             "prepare(model, optimizer, train, lr=...), with train = hvdtrain.torch.loader(...)",
         )
 
@@ -192,12 +192,12 @@ def _check_zero(options: Options, world: World) -> None:
         raise ConfigError("zero must be 0, 1 or 2: the stage of DeepSpeed's ZeRO", f"zero={options.zero!r}")
     if options.zero and world.engine != "deepspeed":
         raise ConfigError(
-            "ZeRO is DeepSpeed's",
+            "zero= needs engine='deepspeed'",
             f"zero={options.zero} on the engine {world.engine!r}",
-            'hvdtrain.init("torch", engine="deepspeed"), or leave zero= out',
+            'hvdtrain.init("torch", engine="deepspeed"), or remove zero=',
         )
     if options.zero and options.channels_last:
-        raise ConfigError("ZeRO lays the weights out flat", "channels_last=True", "leave channels_last or zero out")
+        raise ConfigError("channels_last= is not supported with zero=", "channels_last=True", "remove one of them")
 
 
 def _place(

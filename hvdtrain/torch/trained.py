@@ -53,9 +53,9 @@ class ModuleState:
         if differs or self.modes.keys() != mine.modes.keys():
             name = differs[0] if differs else min(self.modes.keys() ^ mine.modes.keys())
             raise ReplicaError(
-                "a new rank builds the model that the others have by now",
-                f"{name}: {mine.shapes.get(name, 'absent')}, {self.shapes.get(name, 'absent')} on the others",
-                "build the model before the loop over epochs, all of it",
+                "a new rank must build the model that the other ranks have",
+                f"{name}: {mine.shapes.get(name, 'absent')}, {self.shapes.get(name, 'absent')} on the other ranks",
+                "build the whole model before the loop over epochs",
             )
 
     def load(self, module: nn.Module, *, new: bool) -> None:
@@ -79,7 +79,7 @@ class Trained(Member):
             raise ConfigError(
                 RULE,
                 "a second prepared model",
-                "leave --min-np, --max-np and --host-discovery out; or train it after the first one is dropped",
+                "remove --min-np, --max-np and --host-discovery; or delete the first model before the second",
                 shared=True,
             )
         self._optimizer: ref[Optimizer] = ref(optimizer)

@@ -94,7 +94,7 @@ def test_limits_of_the_state(state: Result, limit: Limit) -> None:
     limit("T12", "a learning rate from numpy makes every checkpoint unreadable", exact=float(errors["t12"]))
     limit(
         "T13a", "prepare() without data, then model_state(model, optimizer, train): restored at (0, 0)",
-        refused="a checkpoint knows the place in the data from the loader that prepare() was given",
+        refused="data= must be the loader that prepare() was given",
     )  # fmt: skip
     limit("T13b", "saved before the first update: the batch that is handed out is lost", mended="it comes again")
     limit(

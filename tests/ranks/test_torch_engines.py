@@ -186,12 +186,12 @@ def test_refusals() -> None:
         "absent": ["all 2 ranks must start within 1 s", "rank 1 did not come, says rank 0", "HVDTRAIN_START_TIMEOUT_S"],
         "no port": ["MASTER_PORT is missing"],
         "pieces": ["HVDTRAIN_CPU_DEVICES must be a whole number >= 1", "'two'"],
-        "sync over pieces": ["dataparallel with 2 devices", "leave sync_batchnorm out"],
-        "compiled pieces": ["under dataparallel a model is not compiled"],
-        "compiled by prepare": ["under dataparallel a model is not compiled"],
+        "sync over pieces": ["dataparallel with 2 devices", "remove sync_batchnorm"],
+        "compiled pieces": ["torch.compile is not supported with engine='dataparallel'"],
+        "compiled by prepare": ["torch.compile is not supported with engine='dataparallel'"],
         "counts rows": ["scale_grad_by_freq=True needs the whole batch in one pass"],
         "counts frozen rows": ["nothing"],
-        "float64": ["DeepSpeed reduces gradients of float32", "weight is float64"],
+        "float64": ["must be float32, bfloat16 or float16 with engine='deepspeed'", "weight is float64"],
         "no deepspeed": ["LauncherError", "No module named 'deepspeed'", "-m pip install", "deepspeed]"],
     }.items():
         for word in words:

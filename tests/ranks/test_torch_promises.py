@@ -79,5 +79,5 @@ def test_a_seed_that_init_replaces_is_reported(limit: Limit) -> None:
 def test_batch_norm_of_one_value_names_the_tail(limit: Limit) -> None:
     done = run_ranks([PROGRAMS / "torch" / "own_errors.py", "tail"], 1, timeout_s=60)
     assert done.returncode == 1 and 'tail="drop"' in done.err and "per_rank_batch 8" in done.err, done.text
-    said = done.err[done.err.index("batch normalisation in training needs") :]
+    said = done.err[done.err.index("batch norm in training needs") :]
     limit("T33d", "batch normalisation and a last batch of one sample", refused=said)

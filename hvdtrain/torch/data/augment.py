@@ -27,16 +27,16 @@ class Normalise:
 
     def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
         if len(mean) != len(std) or not all(value > 0 for value in std):
-            raise ConfigError("mean and std have one value a channel, std above 0", f"mean={mean}, std={std}")
+            raise ConfigError("mean and std must have one value per channel, std > 0", f"mean={mean}, std={std}")
         self.mean, self.std = tuple(mean), tuple(std)
         self._kept: dict[tuple[torch.device, float], tuple[Tensor, Tensor]] = {}
 
     def __call__(self, batch: Tensor, uniforms: Tensor) -> Tensor:
         if batch.ndim != 4 or batch.shape[1] != len(self.mean):
             raise ConfigError(
-                f"images are [n, {len(self.mean)}, height, width]",
+                f"images must have shape [n, {len(self.mean)}, height, width]",
                 f"shape {tuple(batch.shape)}",
-                "give one mean and std a channel; channels come first",
+                "give one mean and std per channel; put channels first",
             )
         whole = batch.dtype == torch.uint8
         factor, offset = self._constants(batch.device, 1 / 255 if whole else 1.0)

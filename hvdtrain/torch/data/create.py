@@ -43,12 +43,12 @@ def _dataset_of(data: Any) -> Any:
     received = remedy = ""
     if isinstance(data, Mapping) and 0 not in data:
         received = f"a {type(data).__name__} of {', '.join(map(str, list(data)[:5]))}"
-        remedy = "torch.utils.data.StackDataset(**data) of arrays has such dicts for batches; or a tuple of its parts"
+        remedy = "torch.utils.data.StackDataset(**data) of arrays makes such dicts of batches; or use a tuple of arrays"
     elif _is_stream(data) or isinstance(data, (DataLoader, type)) or not hasattr(data, "__getitem__"):
         received = f"the class {data.__name__}" if isinstance(data, type) else f"a {type(data).__name__}"
-        remedy = "give the Dataset itself, not its DataLoader; sampler= and batch_sampler= name samples of a Dataset"
+        remedy = "give the Dataset, not its DataLoader; sampler= and batch_sampler= need a Dataset"
     if received:
-        rule = "data is a tuple of arrays, or a data set that is read by index (len(data), data[i]), or a stream"
+        rule = "data must be a tuple of arrays, a data set that has len(data) and data[i], or a stream"
         raise ConfigError(rule, received, remedy)
     return data
 
@@ -69,9 +69,9 @@ def source_of(
 def _refuse_sampler(sampler: Any) -> None:
     if any(isinstance(part, DistributedSampler) for part in (sampler, getattr(sampler, "sampler", None))):
         raise ConfigError(
-            "sampler= is the order of all samples, the same on every rank: hvdtrain deals it",
-            "a DistributedSampler, which has a part of them",
-            "leave it out: loader(dataset, per_rank_batch) shuffles and deals",
+            "sampler= must be the order of all samples, the same on every rank",
+            "a DistributedSampler, which has only one rank's samples",
+            "remove it: loader(dataset, per_rank_batch) shuffles, and gives each rank its part",
         )
 
 
@@ -87,7 +87,7 @@ def _processes(
     init: Callable[[int], None] | None,
 ) -> Processes:
     if workers != "auto" and (isinstance(workers, bool) or not isinstance(workers, int) or workers < 0):
-        raise ConfigError('workers is "auto" or a whole number >= 0', f"workers={workers!r}")
+        raise ConfigError('workers must be "auto" or a whole number >= 0', f"workers={workers!r}")
     on_gpu = device.type == "cuda"
     if workers != "auto":
         return Processes(workers, on_gpu, prefetch, timeout_s, init)
@@ -157,8 +157,8 @@ def loader(
     by_index = not _is_stream(data)
     if decode is not None and (by_index or sampler is not None):
         raise ConfigError(
-            "decode= makes samples of a stream's records", f"a {type(data).__name__}, which is read by index",
-            "decode in its __getitem__",
+            "decode= needs a stream, and no sampler=", f"a {type(data).__name__}, which is read by index",
+            "decode in the data set's __getitem__",
         )  # fmt: skip
     processes = _processes(
         workers, world, device, by_index=by_index, decodes=decode is not None,
@@ -209,11 +209,11 @@ def _compare(world: World, source: Any, plan: Plan, whole_batches: int) -> None:
 def _whole_batches(per_rank_batch: int | None, sampler: Any, batch_sampler: Any, world: World) -> int:
     """Returns how many samples a batch of `batch_sampler` has as a rule; 0 without one."""
     if sampler is not None and batch_sampler is not None:
-        raise ConfigError("sampler= or batch_sampler=", "both", "the latter has the samples' order, too")
+        raise ConfigError("sampler= and batch_sampler= cannot be combined", "both", "give batch_sampler= alone")
     size = getattr(batch_sampler, "batch_size", None)
     if per_rank_batch is None and not (isinstance(size, int) and size > 0):
         raise ConfigError(
-            "per_rank_batch is the samples that a rank takes in a step",
+            "loader() needs per_rank_batch, the samples of one rank in one step",
             "per_rank_batch was not given" + (", nor a batch_sampler with batch_size" if batch_sampler else ""),
             "loader(dataset, per_rank_batch=32)",
         )

@@ -81,7 +81,7 @@ class ImageFiles(torch.utils.data.Dataset[Any]):
     ) -> None:
         resize = resize or size * 256 // 224
         if size < 1 or resize < size:
-            raise ConfigError("size >= 1, and the shorter side is not scaled below it", f"size={size}, resize={resize}")
+            raise ConfigError("size must be >= 1, resize (the shorter side) >= size", f"size={size}, resize={resize}")
         self.files = files
         self.strict = strict
         self.reduced = reduced

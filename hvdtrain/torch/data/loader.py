@@ -167,7 +167,7 @@ class Loader(Dealt):
             ConfigError: no such place in this data.
         """
         if epoch < 0:
-            raise ConfigError("an epoch is counted from 0", f"epoch={epoch}")
+            raise ConfigError("epoch must be >= 0", f"epoch={epoch}")
         place = self.plan.place_after(epoch, samples_in_epoch)
         self._stop()
         self._end_of_loop(*place)
@@ -244,7 +244,7 @@ class Loader(Dealt):
         if differ:
             saved = ", ".join(f"{name}={state.get(name, 'unknown')}" for name in differ)
             raise ConfigError(
-                "a run goes on with the data and the order it began with",
+                "data and sample order must be the same as when the run was saved",
                 f"saved with {saved}; now {', '.join(f'{name}={value}' for name, value in differ.items())}",
                 "give the same data, seed and shuffle, or start a new run directory",
             )
@@ -286,10 +286,10 @@ class Loader(Dealt):
                 self.go_on(epoch + 1, 0)
             elif self._moves == moves and self.followers and self.position[0] > epoch + 1:
                 raise ConfigError(
-                    "an epoch of loader.epochs() is one loop that trains",
+                    "an epoch of loader.epochs() cannot have more than one training loop",
                     f"{self.position[0] - epoch} loops over the loader in epoch {epoch}, each with optimizer.backward",
-                    "one loop each, and as many epochs more; for passes of another kind a loader of their own, or a"
-                    " loop of your own over range()",
+                    "run one training loop per epoch, and more epochs;\n"
+                    "for other passes use another loader, or your own loop over range()",
                 )
 
     def __len__(self) -> int:
@@ -321,15 +321,14 @@ class Loader(Dealt):
         """Raises `RanksLost` or `ConfigError` for a loop that the loader no longer serves."""
         if self._torn is not None and self._torn() is loop:
             raise RanksLost(
-                "a loop that does not train cannot go on when ranks have changed: nobody has the samples of those that"
-                " are gone",
-                f"such a loop, over {self.samples} samples",
-                "hvt.evaluate(model, data, metrics), which begins again by itself",
+                "a loop that does not train cannot continue after the ranks have changed",
+                f"a loop over {self.samples} samples: no rank has the results of the lost ranks",
+                "hvt.evaluate(model, data, metrics), which starts again when ranks change",
             )
         if self._loop is None or self._loop() is not loop:
             raise ConfigError(
-                "a loader serves one loop at a time",
-                f"a second loop was begun, or a checkpoint restored, while this one was in epoch {loop.epoch}",
+                "a loader cannot serve two loops at a time",
+                f"a second loop began, or a checkpoint was restored, while this loop was in epoch {loop.epoch}",
                 "make a second loader for a second loop; begin a new loop after a restore",
             )
 
@@ -420,7 +419,7 @@ class Loader(Dealt):
     def _augmented(self, batch: Any, step: Step, kept: list[int] | None) -> Any:
         if type(batch) not in (Tensor, tuple, list):
             raise ConfigError(
-                "augment changes the first part of a batch that is a tensor, tuple or list",
+                "augment= needs batches that are a tensor, a tuple or a list",
                 f"a {type(batch).__name__}",
                 "augment in the data set or the training loop, or give another collate",
             )
@@ -497,11 +496,11 @@ class Epoch:
         """Raises `ConfigError` if a batch that counts nothing did not go where that is known."""
         if self.padding is not None and self.padding is not self._loader.differentiated:
             raise ConfigError(
-                "the training loader's batches go to optimizer.backward, which knows that some count nothing",
-                f"rank {self._loader.world.rank} had no sample left in the last step of epoch {self.epoch}, got others"
-                " to keep step, and did not train on them: a loop that only reads would count them",
-                "train on each batch within the loop (for x, y in train: ..., not over list(train)); to read only, read"
-                " under torch.no_grad(), or from a loader of its own",
+                "every batch of the training loader must go to optimizer.backward()",
+                f"rank {self._loader.world.rank} had no samples left in the last step of epoch {self.epoch}:\n"
+                "it got a padding batch and did not train on it; a loop that only reads would count it",
+                "train on each batch within the loop (for x, y in train: ..., not over list(train));\n"
+                "to read only, read under torch.no_grad(), or from a separate loader",
             )
 
     def _refuse_twins(self) -> None:
@@ -520,11 +519,11 @@ class Epoch:
             self._others[id(other)] = (other._count, together)
             if together == TOGETHER:
                 raise ConfigError(
-                    "two loaders in one loop serve their samples in different orders",
-                    f"both have {mine.samples} samples and seed {mine.plan.seed}, and are in epoch {self.epoch}: each"
-                    " sample would meet itself",
-                    f"give one of them another seed: loader(..., seed={mine.plan.seed + 1}); for data that belongs"
-                    " together make one loader of both: loader((x, y, z), ...)",
+                    "two loaders in one loop must serve their samples in different orders",
+                    f"both have {mine.samples} samples and seed {mine.plan.seed}, and are in epoch {self.epoch}:\n"
+                    "each sample would be paired with itself",
+                    f"give one loader another seed: loader(..., seed={mine.plan.seed + 1});\nfor data that belongs"
+                    " together make one loader: loader((x, y, z), ...)",
                 )
 
 

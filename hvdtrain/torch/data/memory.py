@@ -93,7 +93,7 @@ def memory_of(data: Any, device: torch.device) -> Memory | None:
     parts = (data,) if single else data
     if isinstance(parts, list) and _looks_like_columns(parts):
         raise ConfigError(
-            "arrays of all samples come as a tuple",
+            "arrays of all samples must be in a tuple",
             "a list of arrays of one length: " + ", ".join(str(tuple(part.shape)) for part in parts),
             "(x, y) instead of [x, y]",
         )
@@ -101,14 +101,14 @@ def memory_of(data: Any, device: torch.device) -> Memory | None:
         return None
     if not parts or not all(isinstance(part, (np.ndarray, Tensor)) for part in parts):
         raise ConfigError(  # not taken for a data set of two samples
-            "a tuple of data is of numpy arrays or tensors",
+            "a tuple of data must contain numpy arrays or tensors",
             f"({', '.join(type(part).__name__ for part in parts)})",
             "convert each part: np.asarray(labels)",
         )
     shapes = [tuple(part.shape) for part in parts]
     if any(not shape for shape in shapes) or len({shape[0] for shape in shapes}) != 1:
         raise ConfigError(
-            "the arrays of a data set have one entry a sample, as many in each",
+            "arrays must have the same length: one entry per sample",
             "shapes " + ", ".join(map(str, shapes)),
             "give (x, y) with x.shape[0] == y.shape[0]",
         )
@@ -124,7 +124,7 @@ def _looks_like_columns(parts: list[Any]) -> bool:
 
 def _tensor(part: np.ndarray | Tensor) -> Tensor:
     if isinstance(part, np.ma.MaskedArray):
-        raise ConfigError("arrays have a value in each place", "a masked array", "x.filled(0.0), or whatever is right")
+        raise ConfigError("arrays must have a value at every position", "a masked array", "x.filled(0.0), or similar")
     if isinstance(part, np.ndarray):
         try:
             with warnings.catch_warnings():
@@ -132,7 +132,7 @@ def _tensor(part: np.ndarray | Tensor) -> Tensor:
                 warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
                 tensor = torch.from_numpy(np.ascontiguousarray(part))
         except (TypeError, ValueError) as error:  # a type, or a byte order
-            raise ConfigError("arrays hold numbers that PyTorch knows", str(error), "x.astype(np.float32)") from error
+            raise ConfigError("arrays must have a dtype of PyTorch", str(error), "x.astype(np.float32)") from error
     else:
         tensor = part.detach()
     labels = tensor.ndim == 1 and not tensor.is_floating_point() and tensor.dtype != torch.bool

@@ -38,13 +38,13 @@ class Processes:
     def __post_init__(self) -> None:
         if isinstance(self.prefetch, bool) or not isinstance(self.prefetch, int) or self.prefetch < 1:
             raise ConfigError(
-                "prefetch_factor is the number of batches that a worker makes ahead, 1 or more", f"{self.prefetch!r}"
+                "prefetch_factor must be >= 1, the number of batches that a worker reads ahead", f"{self.prefetch!r}"
             )
         if self.timeout_s < 0 or (self.timeout_s and not self.count):
             raise ConfigError(
-                "timeout_s is the time that a batch of a worker may take, in seconds",
+                "timeout_s must be a number of seconds >= 0, and needs worker processes",
                 f"timeout_s={self.timeout_s}, workers={self.count}",
-                "timeout_s=60 with workers=1 or more; 0 waits for ever",
+                "timeout_s=60 with workers=1 or more; 0 waits forever",
             )
 
 
@@ -119,9 +119,9 @@ def answers(reader: Any, processes: Processes, questions: Sequence[Any] | None =
                     return
             if isinstance(answer, _Unsent):
                 raise ConfigError(
-                    "a worker process sends what it makes to this one: pickle can take it",
-                    f"a batch, or a part of one, of which it says: {answer}",
-                    "leave functions, open files, locks and classes that a function made out of batches; or workers=0",
+                    "batches of worker processes must be picklable",
+                    f"pickle fails on a batch, or on a part of a batch: {answer}",
+                    "remove functions, open files, locks and local classes from batches; or workers=0",
                 )
             received += 1
             yield answer
@@ -163,20 +163,20 @@ def _explained(reader: Any, processes: Processes, received: int) -> Iterator[Non
             place = reader._places[worker]
             what = f"{reader.kind.one} {~place} of {reader.kind.name}"
             if place >= 0:
-                what = f"sample {place}" + ", or another of its batch (__getitems__)" * reader.in_one_call
+                what = f"sample {place}" + ", or another sample of the same batch (__getitems__)" * reader.in_one_call
             raise HvdtrainError(
-                "a worker makes a batch within timeout_s seconds",
-                f"worker {worker} was at {what} when {processes.timeout_s:g} s were over",
-                "look at what that one waits for (a file system, a download, a lock that was held at the fork); or give"
-                " it longer: loader(..., timeout_s=)",
+                "a worker did not return a batch within timeout_s",
+                f"worker {worker} was still at {what} after {processes.timeout_s:g} s",
+                "find what this read waits for (a file system, a download, a lock that was held at the fork);\nor wait"
+                " longer: loader(..., timeout_s=)",
             ) from error
         if not text.startswith("DataLoader worker (pid"):
             raise
         raise HvdtrainError(
-            "the loader's workers must live as long as the training",
+            "a worker process of the loader must not end before the training",
             text.strip().splitlines()[-1],
             "look for the out-of-memory killer in the kernel's log, and use fewer workers (workers=...);\n"
-            "in a container give /dev/shm more room (docker run --shm-size=8g, or --ipc=host)",
+            "in a container make /dev/shm larger (docker run --shm-size=8g, or --ipc=host)",
         ) from error
 
 
@@ -245,8 +245,8 @@ class Process(multiprocessing.context.ForkProcess):
             if answered:
                 return forked
         raise HvdtrainError(
-            "a forked worker process runs its first line at once",
-            f"{len(PATIENCE_S)} of them hung, for {' s, '.join(f'{patience:g}' for patience in PATIENCE_S)} s: "
+            "a forked worker process did not start",
+            f"{len(PATIENCE_S)} processes hung, for {' s, '.join(f'{patience:g}' for patience in PATIENCE_S)} s:\n"
             "each time another thread of this process held a lock",
             'call torch.multiprocessing.set_start_method("forkserver") first, or read without workers (workers=0)',
         )

@@ -190,7 +190,7 @@ class StreamLoader(Loader):
     def __len__(self) -> int:
         kind = self._begins.kind
         raise UnknownLength(
-            f"how many batches {kind.name} has is known at its end",
+            f"the number of batches of {kind.name} is not known before its end",
             "len(loader)",
             f"count the steps, or the {kind.many}",
         )

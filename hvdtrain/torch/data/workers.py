@@ -115,9 +115,9 @@ def _read_together(
         return None, None
     if isinstance(found, (list, tuple)) and len(found) != len(names):
         raise ConfigError(
-            "a data set's __getitems__ returns a sample for each index, or a batch that collate= takes",
-            f"{len(found)} for the {len(names)} of {_some(names)}",
-            "return as many as were asked for; or leave __getitems__ out",
+            "__getitems__ of a data set must return one sample per index, or a batch for collate=",
+            f"{len(found)} samples for {len(names)} indices: {_some(names)}",
+            "return as many samples as there are indices; or remove __getitems__",
         )
     return found, None
 
@@ -201,21 +201,21 @@ class Failures:
         if isinstance(fetched.batch, str) and fetched.batch == REFUSED:
             name, reason = fetched.bad[-1]
             raise ConfigError(
-                "every file can be read",
+                "every file must be readable with strict=True",
                 f"{name}: {reason}",
-                "replace or remove it; without strict=True it is left out, named and counted",
+                "replace or remove the file; without strict=True it is skipped, named and counted",
             )
         self._read_samples += step.dealt
         self._bad.update(fetched.bad)  # each file once: a later epoch meets it again
         read = min(self._read_samples, samples)
         if isinstance(fetched.batch, str) and fetched.batch == NOTHING:
-            raise ConfigError("a data set has samples that can be read", f"none of {samples} can")
+            raise ConfigError("a data set needs samples that can be read", f"none of {samples} can be read")
         if len(self._bad) > max(BAD_SAMPLES, BAD_PART * read):
             name, reason = list(self._bad.items())[-1]
             raise ConfigError(
-                f"no more than {BAD_PART:.0%} of the files may be unreadable",
+                f"more than {BAD_PART:.0%} of the files cannot be read",
                 f"{len(self._bad)} of {read} read so far; the last: {name}: {reason}",
-                "check that the file system is there and the files are images",
+                "check that the file system is mounted and the files are images",
             )
 
 
@@ -237,7 +237,7 @@ class ReadByProcesses:
 
     def _answers(self, reader: Any, questions: Sequence[Any] | None = None) -> Generator[Any, None, None]:
         if self._closed:
-            raise ConfigError("a loader that was closed serves no more batches", "close() was called")
+            raise ConfigError("a closed loader cannot serve batches", "close() was called")
         return answers(reader, self._processes, questions)
 
     def _one_answer(self, reader: Any) -> Any:

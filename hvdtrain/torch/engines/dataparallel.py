@@ -57,9 +57,9 @@ class DataParallelEngine(Solo):
     def bind(self, module: nn.Module, optimizer: torch.optim.Optimizer, settings: Transport) -> SoloModel:
         if _compiled(module):
             raise ConfigError(
-                "under dataparallel a model is not compiled",
-                "its copies would all run the code compiled for the first one",
-                'leave compile out, or use engine="ddp"',
+                "torch.compile is not supported with engine='dataparallel'",
+                "all copies of the model would run the code that was compiled for the first copy",
+                'remove torch.compile, or use engine="ddp"',
             )
         devices = [torch.device("cuda", index) for index in self.devices] or [self.device] * self.pieces
         return PiecesModel(module, optimizer, devices)
@@ -141,11 +141,10 @@ def piece_sizes(samples: int, pieces: int) -> list[int]:
 
 def _not_joined(received: str, sizes: Sequence[int]) -> ConfigError:
     return ConfigError(
-        "under dataparallel a model returns tensors with a row for each sample, in tuples, lists and dicts, and what is"
-        " the same for every piece",
-        f"{received}, of pieces of {list(sizes)} samples",
-        "of a loss inside the model return that of each sample (reduction='none') and take the mean outside; or use"
-        ' engine="ddp", which runs the model whole',
+        "a model's outputs must have one row per sample with engine='dataparallel'",
+        f"{received}, from pieces of {list(sizes)} samples",
+        "return tensors, tuples, lists or dicts; for a loss inside the model return one value per sample\n"
+        "(reduction='none') and take the mean outside; or use engine=\"ddp\", which does not cut batches",
     )
 
 

@@ -158,8 +158,8 @@ def _once(loss: Tensor, retain_graph: bool) -> None:
         if "mark a variable ready only once" not in str(error) and "marked as ready twice" not in str(error):
             raise
         raise ConfigError(
-            "a parameter has one gradient in a backward pass",
-            "a second one came for the same parameter, after the first was sent",
+            "a parameter cannot get two gradients in one backward pass",
+            "a second gradient for the same parameter, after the first was sent",
             "use torch.utils.checkpoint with use_reentrant=False",
         ) from error
 

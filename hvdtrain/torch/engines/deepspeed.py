@@ -192,10 +192,10 @@ class ZeroModel(DeepSpeedModel):
         unused = [self._names[id(p)] for p, uses in zip(parameters, used, strict=True) if not uses]
         if unused:
             raise ConfigError(
-                "with zero= every weight that is trained has a gradient in each update: ranks step flat parts",
-                f"no rank has one of {', '.join(unused[:3])}{' ...' if len(unused) > 3 else ''}",
-                "freeze what the loss does not use before prepare(), parameter.requires_grad_(False); or zero=0;"
-                " weights that replaced it (load_state_dict(assign=True)) were not prepared",
+                "every trainable parameter needs a gradient in each update with zero=",
+                f"no rank has a gradient of {', '.join(unused[:3])}{' ...' if len(unused) > 3 else ''}",
+                "freeze what the loss does not use before prepare(): parameter.requires_grad_(False); or zero=0;\n"
+                "parameters that were replaced after prepare() (load_state_dict(assign=True)) are not trained",
                 shared=True,
             )
 
@@ -237,10 +237,9 @@ class ZeroModel(DeepSpeedModel):
         if strange:
             names = ", ".join(self._names[id(parameter)] for parameter in strange[:3])
             raise ConfigError(
-                "with zero= every weight that is trained has its gradient when the optimizer steps"
-                + (", which with zero=2 nobody can replace" if self.parted else ""),
+                "p.grad cannot be removed" + (" or replaced with zero=2" if self.parted else " with zero=1"),
                 f"p.grad of {names} was set between backward() and step()",
-                "leave the loss's gradients, or change them in place (zero=1); to leave weights as they are: zero=0",
+                "keep the loss's gradients, or change them in place (zero=1); to skip weights in an update: zero=0",
             )
 
     def _gather(self, part: Tensor) -> Tensor:
@@ -265,7 +264,7 @@ class ZeroModel(DeepSpeedModel):
 def refuse_closure(closure: object) -> None:
     if closure is not None:
         raise ConfigError(
-            "DeepSpeed steps with the gradients that are there",
+            "step(closure) is not supported with engine='deepspeed'",
             "step(closure)",
             'optimizer.backward(loss) and step(), or engine="ddp" or "horovod"',
         )
@@ -285,11 +284,11 @@ def _check_types(module: nn.Module, zero: int) -> None:
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and parameter.dtype not in taken:
             raise ConfigError(
-                "with zero= the weights that are trained are float32"
+                "trainable parameters must be float32 with zero="
                 if zero
-                else "DeepSpeed reduces gradients of float32, bfloat16 and float16",
+                else "trainable parameters must be float32, bfloat16 or float16 with engine='deepspeed'",
                 f"parameter {name} is {str(parameter.dtype).removeprefix('torch.')}",
-                'keep them float32 and compute in halves: prepare(..., amp="bf16"); or use zero=0'
+                'keep them float32 and use mixed precision: prepare(..., amp="bf16"); or use zero=0'
                 if zero
                 else 'convert the model, or use engine="ddp" or "horovod"',
             )

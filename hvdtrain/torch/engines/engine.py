@@ -39,8 +39,8 @@ def engine_of(world: World) -> TorchEngine:
     if world.size == 1:
         return Solo(devices=tuple(world.devices))
     raise ConfigError(
-        "the PyTorch adapter needs the ranks of PyTorch",
-        f"a world on {comm.name!r} that carries no tensors",
+        "hvdtrain.torch needs ranks that can exchange tensors",
+        f"a world on {comm.name!r}, which cannot send tensors",
         'call hvdtrain.init("torch")',
     )
 

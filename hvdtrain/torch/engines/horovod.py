@@ -92,7 +92,7 @@ def _wanted_bytes() -> int:
     text = os.environ.get(variables.BUCKET_BYTES) or "0"
     if not text.isdecimal():
         raise ConfigError(
-            f"{variables.BUCKET_BYTES} is a whole number of bytes", repr(text), "5242880, or leave it out"
+            f"{variables.BUCKET_BYTES} must be a whole number of bytes", repr(text), "5242880, or unset it"
         )
     return int(text)
 
@@ -110,9 +110,7 @@ class HorovodModel(Reducer):
         self, engine: HorovodEngine, module: nn.Module, optimizer: torch.optim.Optimizer, settings: Transport
     ) -> None:
         if settings.compression == "bf16":
-            raise ConfigError(
-                "Horovod adds up float16, not bfloat16", 'compression="bf16"', 'compression="fp16", or none'
-            )
+            raise ConfigError("Horovod does not support bfloat16", 'compression="bf16"', 'compression="fp16", or None')
         super().__init__(
             module,
             engine.sum_async,

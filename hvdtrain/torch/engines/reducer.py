@@ -176,8 +176,8 @@ class Reducer:
                 _check_dense(parameter.grad)
                 if bucket.waits:
                     raise ConfigError(
-                        "a parameter has one gradient in a backward pass",
-                        f"a second one came for one of shape {tuple(parameter.shape)}, after the first was sent",
+                        "a parameter cannot get two gradients in one backward pass",
+                        f"a second gradient of a parameter, shape {tuple(parameter.shape)}, after the first was sent",
                         "use torch.utils.checkpoint with use_reentrant=False",
                     )
                 bucket.fill(index)

@@ -85,7 +85,7 @@ def check_equal(module: nn.Module, world: World, when: str) -> None:
         f"the replicas must be equal ({when})",
         f"{first} of rank(s) {', '.join(map(str, others))} differs from rank 0's"
         + (f"; {len(differing)} of {len(reports[0])} parameters differ" if len(differing) > 1 else ""),
-        "change parameters on every rank alike, only through optimizer.step(); load weights before prepare(), or with"
+        "change parameters on every rank alike, only through optimizer.step();\nload weights before prepare(), or with"
         " Checkpointer.restore",
         shared=True,
     )

@@ -44,18 +44,18 @@ def convert(model: nn.Module, engine: TorchEngine, *, every: bool = True) -> nn.
     pieces = getattr(engine, "pieces", 1)
     if pieces > 1 and (layers or every):
         raise ConfigError(
-            "sync_batchnorm synchronises ranks, not the devices of one process",
+            "sync_batchnorm= is not supported with several devices per rank",
             f"{engine.name} with {pieces} devices",
-            'use engine="ddp" or "horovod" with a rank per device, or leave sync_batchnorm out',
+            'use engine="ddp" or "horovod" with a rank per device, or remove sync_batchnorm',
         )
     for name, layer in layers:
         if engine.size > 1 or isinstance(layer, nn.SyncBatchNorm):
             kind = _KINDS.get(type(layer), type(layer))
             if not issubclass(kind, SyncBatchNorm):
                 raise ConfigError(
-                    "sync_batchnorm knows BatchNorm1d, BatchNorm2d and BatchNorm3d",
+                    "sync_batchnorm= needs layers of type BatchNorm1d, BatchNorm2d or BatchNorm3d",
                     f"{name or 'the model'} is {type(layer).__module__}.{type(layer).__qualname__}",
-                    "use those layers, or leave sync_batchnorm out",
+                    "use those layers, or remove sync_batchnorm",
                 )
             layer.__class__ = kind  # not a new layer: the optimizer, hooks and shared references know this one
             _engines[layer] = engine

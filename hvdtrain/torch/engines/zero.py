@@ -99,15 +99,15 @@ class Parts:
         """Raises `ConfigError` where weights were put elsewhere, or others are trained than at first."""
         if any(p.data_ptr() != place for p, place in self._places):
             raise ConfigError(
-                "with zero= the weights stay where they are: the parts of all ranks are cut from one tensor",
+                "parameters cannot be moved or replaced after prepare() with zero=",
                 "a parameter's data was replaced after prepare() (p.data = ..., model.to(...))",
                 "change weights in place (p.copy_(...), load_state_dict), or prepare() the model again",
             )
         now = [id(p) for group in _groups(self._user) for p in _trained(group)]
         if now != [id(p) for p, _ in self._places]:
             raise ConfigError(
-                "with zero= the weights that are trained are those that were when prepare() cut them into parts",
-                "layers were frozen or thawed since, or groups added",
+                "trainable parameters cannot change after prepare() with zero=",
+                "layers were frozen or unfrozen, or groups were added",
                 "prepare() the model again after such a change, or use zero=0",
             )
 
@@ -203,22 +203,22 @@ def _flat(tensor: Tensor | None) -> Tensor:
 def _check_alike(states: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> None:
     other = next((list(state) for state in states if list(state) != keys), None)
     if other is not None:
-        raise _several_states(f"some have {keys or 'none'}, others {other or 'none'}")
+        raise _several_states(f"some parameters have {keys or 'no state'}, others have {other or 'no state'}")
 
 
 def _common(key: str, values: Sequence[Any]) -> Any:
     first = values[0]
     if not all(torch.equal(v, first) if isinstance(first, Tensor) else v == first for v in values):
         shown = sorted({str(v.item() if isinstance(v, Tensor) else v) for v in values})[:3]
-        raise _several_states(f"{key} differs among them: {shown}")
+        raise _several_states(f"{key} differs between parameters: {shown}")
     return first.clone() if isinstance(first, Tensor) else first
 
 
 def _several_states(received: str) -> CheckpointError:
     return CheckpointError(
-        "with zero= all weights of a group have one state, cut into parts",
+        "all parameters of a group must have the same optimizer state with zero=",
         received,
-        "weights that began to train later, or were left out of updates, belong to a group of their own; or zero=0",
+        "put parameters that began to train later, or skipped updates, into a separate group; or zero=0",
     )
 
 
@@ -227,10 +227,10 @@ def _several_states(received: str) -> CheckpointError:
 
 def _refuse_state(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
     raise ConfigError(
-        "with zero= no rank has the whole state of the optimizer, and none is in the optimizer that was prepared",
+        "the plain optimizer cannot be used with zero=: its state is split over the ranks",
         "optimizer.state, or a step of the plain optimizer",
-        "state_dict() and load_state_dict() of the prepared optimizer, on every rank; its close() gives it back to the"
-        " plain one",
+        "use state_dict() and load_state_dict() of the prepared optimizer, on every rank;\n"
+        "close() of the prepared optimizer returns the state to the plain optimizer",
     )
 
 
@@ -247,9 +247,9 @@ def twin_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     `ConfigError` for one that is not known to update each element by itself."""
     if type(optimizer) not in _BY_ELEMENT:
         raise ConfigError(
-            "with zero= ranks have flat parts: each element must be updated from its own gradient and state alone",
-            f"{type(optimizer).__name__}, of which that is not known",
-            f"use zero=0 with it, or one of torch.optim's: {', '.join(kind.__name__ for kind in _BY_ELEMENT)}",
+            "the optimizer must update each element from its own gradient and state alone with zero=",
+            f"{type(optimizer).__name__}, which is not known to do so",
+            f"use zero=0, or an optimizer of torch.optim: {', '.join(kind.__name__ for kind in _BY_ELEMENT)}",
         )
     new: torch.optim.Optimizer = object.__new__(type(optimizer))
     left_out = {"state", "param_groups", "step", *_HOOKS}  # `step`: schedulers put theirs on the instance
@@ -313,8 +313,8 @@ class InOrder:
             return
         if id(parameter) in self._here:
             raise ConfigError(
-                "with zero=2 a gradient is sent as soon as it is there: it is complete when it comes",
-                "a parameter's gradient came twice in one backward pass (reentrant checkpointing)",
+                "a parameter cannot get two gradients in one backward pass with zero=2",
+                "two gradients for the same parameter (reentrant checkpointing)",
                 "checkpoint(..., use_reentrant=False), or zero=1",
             )
         self._here.add(id(parameter))

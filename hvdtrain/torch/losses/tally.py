@@ -139,32 +139,32 @@ def refusal(
     mixed = 0 < sums[4] < ranks
     if not mixed and _differ(sums[6], sums[7], ranks):
         return ReplicaError(
-            "all ranks train with the same learning rates",
+            "all ranks must train with the same learning rates",
             "\n".join(f"rank {rank}: {rate:g}" for rank, rate in enumerate(rates)),
-            "give a scheduler what is the same on every rank: the loss of hvdtrain.torch.evaluate(), or"
-            ' world.mean({"loss": loss}, weight=samples)["loss"]',
+            "give the scheduler a value that is the same on every rank: the loss of hvdtrain.torch.evaluate(),\n"
+            'or world.mean({"loss": loss}, weight=samples)["loss"]',
             shared=True,
         )
     pairs = enumerate(zip(problems, texts, strict=True))
     received = "\n".join(f"rank {rank}: {'; '.join(filter(None, pair))}" for rank, pair in pairs)
     if mixed:
-        rule, remedy = "all ranks weigh their loss alike", "give weight= on every rank"
+        rule, remedy = "weight= must be given on all ranks, or on none", "give weight= on every rank"
         received = f"weight= was given on {sums[4]:g} of {ranks} ranks"
     elif _differ(sums[8], sums[9], ranks):
-        rule = "a loss of the whole batch is the same on every rank"
+        rule = "a loss of the whole batch must be the same on every rank"
         received = "\n".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
         remedy = (
-            "give hvt.whole(...) everything that the loss reads: outputs, targets, masks, weights; a loss that draws"
-            " random numbers: optimizer.forward_backward(x, y, loss_fn, whole=True), which draws alike on all ranks"
+            "give hvt.whole(...) everything that the loss reads: outputs, targets, masks, weights;\n"
+            "for a loss that draws random numbers: optimizer.forward_backward(x, y, loss_fn, whole=True)"
         )
     elif any(problems):
-        rule = "the loss of a batch must be a mean, put together of its pieces' means by their weights"
+        rule = "the loss of a batch must be the weighted mean of the losses of its pieces"
         remedy = (
-            "divide a sum by what it adds up (loss / len(x), (each * w).sum() / w.sum(), or reduction='mean'); several"
-            f" means, each with its own divisor: {_SEVERAL}; any loss at all, of the"
-            " global batch: optimizer.forward_backward(x, y, loss_fn, whole=True), or of hvt.whole(model(x), y);"
-            " hvdtrain.torch.check(step, batch) shows what differs; prepare(..., verify=False) trains on each rank's"
-            " own comparisons"
+            "divide a sum by what it adds up (loss / len(x), (each * w).sum() / w.sum(), or reduction='mean');\n"
+            f"several means, each with its own divisor: {_SEVERAL};\n"
+            "any other loss, of the global batch: optimizer.forward_backward(x, y, loss_fn, whole=True), or of"
+            " hvt.whole(model(x), y);\nhvdtrain.torch.check(step, batch) shows what differs; prepare(..., verify=False)"
+            " trains on each rank's own comparisons"
         )
     else:
         rule = "weight= must equal the denominator of the mean loss (default: the number of samples)"

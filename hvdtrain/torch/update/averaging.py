@@ -45,13 +45,13 @@ def verify(model: nn.Module, optimizer: torch.optim.Optimizer, world: World | No
     prepared = isinstance(model, Model) and isinstance(optimizer, Optimizer)
     if not prepared or vars(model)["session"] is not vars(optimizer)["session"]:
         raise ConfigError(
-            "verify() proves a model and an optimizer that prepare() returned together",
+            "verify() needs a model and an optimizer that prepare() returned together",
             f"{type(model).__name__}, {type(optimizer).__name__}",
             "model, optimizer = hvdtrain.torch.prepare(model, optimizer, ...)",
         )
     session: Session = vars(model)["session"]
     if world is not None and world.comm is not session.world.comm:
-        raise ConfigError("verify() proves the averaging over the model's own ranks", "another world")
+        raise ConfigError("verify() must run on the ranks of the model", "another world")
     return prove(session)
 
 
@@ -126,10 +126,10 @@ def _hooked(session: Session) -> list[str]:
 def _not_averaged(off: list[float], own: list[float], tolerance: float, hooked: list[str]) -> ReplicaError:
     if hooked:
         return ReplicaError(
-            "hooks leave a parameter's gradient as it is: they see a rank's own, before the average",
+            "hooks cannot change a parameter's gradient: they run before gradients are averaged",
             f"a hook on {', '.join(dict.fromkeys(hooked))} changes it",
-            "change gradients between optimizer.backward(loss) and optimizer.step(), where p.grad is that of the global"
-            " batch: layer.weight.grad.mul_(mask)",
+            "change gradients between optimizer.backward(loss) and optimizer.step(),\nwhen p.grad is that of the"
+            " global batch: layer.weight.grad.mul_(mask)",
             shared=True,
         )
     local = all(gap <= tolerance for gap in own)

@@ -67,10 +67,10 @@ class Batches:
         calls, self._calls = self._calls, set()
         if calls == {False}:
             raise ConfigError(
-                "a batch counts by its own samples while it is the last that the loader handed out",
-                "the model was called on a batch from before the last one",
-                "train on each batch within the loader's own loop (for x, y in train: ..., not over list(train) or what"
-                " reads ahead: its workers do so already)",
+                "the model must be called on the loader's latest batch",
+                "the model was called on an earlier batch",
+                "train on each batch within the loader's own loop (for x, y in train: ...);\n"
+                "do not loop over list(train) or a prefetcher: the loader's workers already read ahead",
             )
         return True in calls
 
@@ -130,11 +130,9 @@ class Batches:
         place = 0 if step is None else step.number % self._accumulate
         if in_one_loop and last.number >= step.number - place:  # type: ignore[union-attr]
             raise ConfigError(
-                "a checkpoint of several models on one loader is taken where none gathers an update whose batches are"
-                " in the weights of another",
-                f"one gathers an update of {self._accumulate} batches, and is at batch {place + 1} of it; another has"
-                " stepped on these batches",
-                "save where the step() of all optimizers has applied an update of the same batch",
+                "a checkpoint cannot be saved while models on one loader have applied different batches",
+                f"one model is at batch {place + 1} of {self._accumulate} of an update; another has applied these",
+                "save after the step() of all optimizers has applied an update of the same batch",
             )
         self._saved = last
 
@@ -142,11 +140,10 @@ class Batches:
         """Raises `ConfigError` for an update of a batch that is done in a checkpoint of this model."""
         if batch.step is not None and batch.step is self._saved:
             raise ConfigError(
-                "a checkpoint goes on with the batch after the last one that is in the weights: it is saved when all"
-                " optimizers have taken their steps on a batch",
-                "it was saved in the middle of a batch: an optimizer had stepped on it, and this is another step() on"
-                " the same batch, which a restored run would leave out",
-                "save after the last step() of the batch; restore from no checkpoint that this loop has saved so far",
+                "a checkpoint cannot be saved between two step() calls on the same batch",
+                "a checkpoint was saved after a step() on this batch, and this is another step() on the batch:\n"
+                "a resumed run would skip it",
+                "save after the last step() on the batch; do not restore checkpoints that this loop has saved so far",
             )
 
 
@@ -154,8 +151,8 @@ def require_batch(batch: Batch | None) -> Batch:
     """Raises `ConfigError` when no batch was handed out yet."""
     if batch is None:
         raise ConfigError(
-            "backward() weighs the loss by the samples of the loader's batch",
-            "no batch has come from the loader that prepare() was given",
+            "backward() needs a batch of the loader, to weigh the loss by its samples",
+            "no batch was read from the loader that prepare() was given",
             "train on batches of that loader: for x, y in train: ...",
         )
     return batch

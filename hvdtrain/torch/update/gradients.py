@@ -28,8 +28,8 @@ from hvdtrain.watch.preemption import is_preempted
 # that is not the last of its update. ready: p.grad is the gradient of the global batch, and step() is next.
 State = Literal["idle", "more", "partial", "ready"]
 TWICE = (
-    "for other gradients of the same batch in place of these: optimizer.backward(loss, again=True); for several losses"
-    " of one batch: optimizer.backward(first, more=True), then optimizer.backward(last)"
+    "to replace the gradients of the same batch: optimizer.backward(loss, again=True);\n"
+    "for several losses of one batch: optimizer.backward(first, more=True), then optimizer.backward(last)"
 )
 _running: list[Gradients] = []  # whose backward pass is under way; hooks run in threads of autograd's
 
@@ -71,7 +71,7 @@ class Gradients:
         given = weight is not None
         if tally.given not in (None, given):
             raise ConfigError(
-                "all batches of an update are weighed alike",
+                "weight= must be given for all batches of an update, or for none",
                 "weight= was " + ("given now, and not before" if given else "given before, and not now"),
                 "give weight= in every backward() of the update, or in none",
             )
@@ -89,7 +89,7 @@ class Gradients:
             tally.problems = tally.problems + (torch.as_tensor(amount) != self._weight).double()  # nothing waits
         elif amount != self._weight:
             raise ConfigError(
-                "two losses of one batch, announced with more=True, are weighed alike: they are divided by one sum",
+                "all losses of one batch (more=True) must have the same weight=",
                 f"weight={self._weight:g}, then weight={amount:g}",
                 "divide both losses by the same count, and give it as weight= to both",
             )
@@ -113,8 +113,8 @@ class Gradients:
             self.tally = Tally()
         if any(not parameter.requires_grad for parameter, _ in self._aside):
             raise ConfigError(
-                "layers are frozen and thawed between two updates",
-                "one was frozen between the micro-batches of an update: what it has gathered could not be averaged",
+                "layers cannot be frozen in the middle of an update",
+                "a layer was frozen between micro-batches: its accumulated gradient would not be averaged",
                 "call requires_grad_(False) after the step() that applies an update",
             )
         for parameter, gradient in self._aside:
@@ -168,10 +168,10 @@ class Gradients:
             )
         if self.state == "ready":
             raise ConfigError(
-                "between backward() and step() a model's gradients are those of its update",
-                "the backward pass of another prepared model reached its parameters, and would add to them",
-                "call step() first; or detach what the other model is given: critic(fake.detach()); parts that one loss"
-                " trains (an encoder and a decoder) are prepared as one model, with one optimizer",
+                "another model's loss cannot change a model's gradients between backward() and step()",
+                "the backward pass of another prepared model reached this model's parameters",
+                "call step() first; or detach the input of the other model: critic(fake.detach());\n"
+                "prepare parts that one loss trains (an encoder and a decoder) as one model, with one optimizer",
             )
 
     def check_turn(self, batch: Batch) -> None:
@@ -179,22 +179,22 @@ class Gradients:
         if self.state == "ready":
             counted, same = batch.step is not None, batch is self.batch
             ways = [
-                "to gather the gradients of 4 batches: prepare(..., accumulate=4), with backward() and step() on each"
-                " batch and its mean loss, undivided"
+                "to accumulate the gradients of 4 batches: prepare(..., accumulate=4), with backward() and step()"
+                " on each batch and its mean loss, undivided"
             ] * (not same) + [TWICE] * (same or not counted)
             raise ConfigError(
-                "optimizer.step() comes after the backward() that completes an update",
+                "backward() cannot be called again before optimizer.step()",
                 "backward() was called again" + ", for the next batch" * (counted and not same),
-                "call optimizer.backward(loss), then optimizer.step(), or optimizer.skip() to leave the update out; "
-                + "; ".join(ways),
+                "call optimizer.backward(loss), then optimizer.step(), or optimizer.skip() to discard the update;\n"
+                + ";\n".join(ways),
             )
         if self.state != "more" and batch is self.batch:
             raise ConfigError(
-                "each batch of the loader is differentiated once",
-                "a second backward() for the same batch, the last that prepare()'s loader handed out",
-                "train on each batch within that loader's own loop (for x, y in train: ..., not over list(train), what"
-                " reads ahead, or another loader: one of both data sets, torch.utils.data.ConcatDataset); for several"
-                " updates of one batch: optimizer.backward(loss, again=True); for several"
+                "backward() cannot be called twice on the same batch",
+                "a second backward() on the same batch, the latest of the loader that prepare() was given",
+                "train on each batch within that loader's own loop: for x, y in train: ...\n"
+                "(not over list(train), a prefetcher, or another loader: torch.utils.data.ConcatDataset joins data);\n"
+                "for several updates of one batch: optimizer.backward(loss, again=True);\nfor several"
                 " losses: optimizer.backward(first, more=True), then optimizer.backward(last); or add them",
             )
 
@@ -203,9 +203,9 @@ class Gradients:
         `ConfigError` if an update is more than this batch, or is being gathered."""
         if self.state in ("more", "partial") or not batch.whole_update:
             raise ConfigError(
-                "a batch is differentiated again where it is a whole update",
-                "it is one of several micro-batches, or another backward() of it was announced with more=True",
-                "prepare(..., accumulate=1); for several losses of one pass: more=True before the last, and no again=",
+                "backward() cannot be repeated on a batch that is not a whole update",
+                "the batch is one of several micro-batches, or more=True announced another backward()",
+                "prepare(..., accumulate=1); for several losses of one pass: more=True before the last, no again=",
             )
         self.drop()
         self.batch = None
@@ -226,8 +226,8 @@ class Gradients:
         self.had_some = any(parameter.grad is not None for parameter in self._parameters)
         if batch.update_samples and self._samples_seen != batch.update_samples:
             raise ConfigError(
-                "every batch of an update needs its backward(): the samples are weighed together",
-                f"batches with {self._samples_seen} of {batch.update_samples} samples had one",
+                "every batch of an update needs a backward(): the samples are weighed together",
+                f"batches with {self._samples_seen} of {batch.update_samples} samples had a backward()",
                 "do not skip batches within an update of several micro-batches",
             )
 
@@ -245,16 +245,15 @@ class Gradients:
     def refuse_in_update(self) -> None:
         """Raises `ConfigError` unless the user stands between two updates."""
         if self.gathering:
-            raise ConfigError("this belongs between two updates", "an update is being gathered", "call it after step()")
+            raise ConfigError("this is not possible within an update", "an update has begun", "call it after step()")
 
     def refuse_zero_grad(self) -> None:
         """Raises `ConfigError` where zeroing would throw away an update."""
         if self.state == "ready":
             raise ConfigError(
-                "the gradients of an update are zeroed after it is applied",
-                "zero_grad() between backward() and step()",
-                "zero_grad() belongs before backward(), or after step(); optimizer.skip() leaves an update out; "
-                + TWICE,
+                "zero_grad() cannot be called between backward() and step()",
+                "zero_grad() before the update was applied",
+                "call zero_grad() before backward(), or after step(); optimizer.skip() discards an update;\n" + TWICE,
             )
 
 
@@ -308,7 +307,7 @@ def refuse_divided(loss: Tensor, accumulate: int) -> None:
     if not of.name().startswith("Mean") and getattr(of, "_saved_reduction", 0) != 1:
         return  # a sum, of samples or of several losses, may well be divided by their number
     raise ConfigError(
-        "with accumulate= each batch is given its mean loss: the update's mean is made of them",
+        "the loss must not be divided by accumulate=: hvdtrain averages the batches of an update",
         f"a loss that is divided by {accumulate}, with accumulate={accumulate}",
         "optimizer.backward(loss), undivided, and optimizer.step() on each batch",
         shared=True,
@@ -324,7 +323,7 @@ def check_loss(loss: Tensor, *, untracked: bool = False) -> None:
             else f"shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}"
         )
         raise ConfigError(
-            "backward() takes the loss: one number, the mean over this rank's batch",
+            "backward() needs a loss: one number with a gradient, the mean over this rank's batch",
             received,
             "optimizer.backward(loss_fn(model(x), y)), with reduction='mean', outside of torch.no_grad()",
         )

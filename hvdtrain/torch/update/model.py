@@ -83,8 +83,8 @@ class Model(nn.Module):
         """Raises `ConfigError` where mixed precision was asked for, and no forward pass went through this model."""
         if self.session.precision.amp is not None and not self.session.entered:
             raise ConfigError(
-                "mixed precision begins where the prepared model is called, or one of its methods",
-                "a backward pass without such a call: parts of the model were called by themselves",
+                "mixed precision needs a call of the prepared model, or of one of its methods",
+                "a backward pass without such a call: only parts of the model were called",
                 "put those calls into forward() or a method of the model: model.training_step(x, y)",
             )
         self.session.entered = False
@@ -146,7 +146,7 @@ class Model(nn.Module):
             after = fn(tensor.detach())
             if (after.device, after.dtype) != (tensor.device, tensor.dtype):
                 raise ConfigError(
-                    "a model is moved and cast before it is prepared",
+                    "a prepared model cannot be moved or cast",
                     f"{name} would go from {tensor.dtype} on {tensor.device} to {after.dtype} on {after.device}",
                     'choose with hvdtrain.init(..., device=) and prepare(..., amp="bf16")',
                 )
@@ -158,8 +158,8 @@ class Model(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ConfigError(
-            "a prepared model belongs to this process",
-            "it was to be pickled (torch.save(model), or sent to another process)",
+            "a prepared model cannot be pickled",
+            "torch.save(model), or the model was sent to another process",
             "save hvdtrain.torch.unwrap(model).state_dict(), or use hvdtrain.torch.model_state with a Checkpointer",
         )
 
@@ -177,9 +177,9 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
 
 def _complete(received: str) -> ConfigError:
     return ConfigError(
-        "a model is complete before it is prepared: ranks and engine do not know of what is changed later",
+        "the structure of a model cannot change after prepare()",
         f"{received} after prepare()",
-        "build the whole model (compile it, too), make its optimizer, then call prepare()",
+        "build (and compile) the whole model, make its optimizer, then call prepare()",
     )
 
 

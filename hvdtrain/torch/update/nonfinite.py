@@ -104,10 +104,10 @@ class Losses:
             where = layer or f"the layer is named when the run is repeated with {variables.CHECK_EVERY_STEP}=1"
             lines.append(f"rank {rank}: " + ("finite" if math.isfinite(loss) else f"{loss}; {where}"))
         return NonFiniteError(
-            f"the loss is {every} at step {reading.step} (epoch {reading.epoch}): training ends",
+            f"training cannot continue: the loss is {every} at step {reading.step} (epoch {reading.epoch})",
             "\n".join(lines),
-            "lower the learning rate or warm it up longer, clip gradients (clip=1.0), check the inputs and labels"
-            f' named above; with amp="fp16" try amp="bf16"; {GO_BACK}',
+            "lower the learning rate or warm it up longer, clip gradients (clip=1.0),\n"
+            f'check the inputs and labels named above;\nwith amp="fp16" try amp="bf16"; {GO_BACK}',
             shared=True,
         )
 
@@ -116,11 +116,11 @@ def gradient_error(bad: Sequence[str], norm: float, step: int) -> NonFiniteError
     """Returns the error for a gradient norm that is not finite, with the parameters whose gradients are bad; the
     same on every rank, since gradients are averaged."""
     return NonFiniteError(
-        f"the gradient norm is {norm} at step {step}: training ends",
+        f"training cannot continue: the gradient norm is {norm} at step {step}",
         f"the loss is finite; gradients that are not: {', '.join(bad[:3])}{' ...' if len(bad) > 3 else ''}"
         if bad
-        else "every gradient is finite, their norm overflows",
-        "lower the learning rate or warm it up longer; look for a square root, a logarithm or a division at 0 after"
+        else "every gradient is finite, but their norm overflows",
+        "lower the learning rate or warm it up longer;\nlook for a square root, a logarithm or a division at 0 after"
         f" the layer named; {GO_BACK}",
         shared=True,
     )

@@ -85,8 +85,8 @@ class Optimizer(BatchPasses, torch.optim.Optimizer):
             return None
         if state == "idle":
             raise ConfigError(
-                "gradients are clipped between backward() and step()",
-                "clip_grad_norm_() without backward() before",
+                "clip_grad_norm_() must be called between backward() and step()",
+                "clip_grad_norm_() without a backward() before it",
                 "optimizer.backward(loss); optimizer.clip_grad_norm_(1.0); optimizer.step()",
             )
         if state != "ready":
@@ -94,7 +94,7 @@ class Optimizer(BatchPasses, torch.optim.Optimizer):
         session = self.session
         if session.in_parts is not None:
             if not norm_type > 0:
-                raise ConfigError("with zero=2 norm_type is above 0", f"norm_type={norm_type}", "2.0, or float('inf')")
+                raise ConfigError("norm_type must be > 0 with zero=2", f"norm_type={norm_type}", "2.0, or float('inf')")
             with session.world.in_step("optimizer.clip_grad_norm_() with zero=2"):
                 norm = session.in_parts.clip_grad_norm_(max_norm, norm_type)
         else:
@@ -165,9 +165,9 @@ class Optimizer(BatchPasses, torch.optim.Optimizer):
         self._alike += len(set(map(tuple, session.world.gather(mine)))) == 1 and bool(mine)
         if self._alike == _LOOKED_AT:
             raise ConfigError(
-                "each rank trains on its own part of the data",
+                "each rank must train on its own part of the data",
                 f"the model was called on the same tensors on all {session.world.size} ranks, in each of the first"
-                f" {_LOOKED_AT} updates, and prepare() was given no loader",
+                f" {_LOOKED_AT} updates;\nprepare() was given no loader",
                 "train = hvdtrain.torch.loader(dataset, per_rank_batch), given to prepare() and read in the loop",
                 shared=True,
             )
@@ -180,8 +180,8 @@ class Optimizer(BatchPasses, torch.optim.Optimizer):
             closure()
         if session.gradients.state != "ready":
             raise ConfigError(
-                "a closure differentiates the batch at hand",
-                "it returned without optimizer.backward(loss)",
+                "a closure must call optimizer.backward(loss)",
+                "the closure returned without optimizer.backward(loss)",
                 "def closure(): loss = loss_fn(model(x), y); optimizer.backward(loss); return loss",
             )
         if session.options.clip is not None:
@@ -201,7 +201,7 @@ class Optimizer(BatchPasses, torch.optim.Optimizer):
             return
         if self.session.gradients.state != "ready":
             raise ConfigError(
-                "optimizer.skip() takes the place of step() after an update's last backward()",
+                "optimizer.skip() must be called in place of step(), after an update's last backward()",
                 "no update is complete",
                 "optimizer.backward(loss), then step() or skip()",
             )
@@ -231,13 +231,13 @@ class Optimizer(BatchPasses, torch.optim.Optimizer):
             wrong = [need for need, lacks in reasons.items() if lacks]
             if wrong or gradients.state in ("partial", "more"):
                 raise ConfigError(
-                    "a closure computes the loss and the gradients of a whole update, as often as the optimizer asks",
-                    "step(closure) within an update" if not wrong else "step(closure) where that cannot be",
-                    f"it needs {', '.join(wrong)}; or optimizer.backward(loss) and step()",
+                    "step(closure) must compute the loss and the gradients of a whole update",
+                    "step(closure) within an update" if not wrong else "step(closure) with other settings",
+                    f"step(closure) needs {', '.join(wrong) or 'a new update'}; or optimizer.backward(loss) and step()",
                 )
         elif gradients.state in ("idle", "more"):
             raise ConfigError(
-                "optimizer.step() follows optimizer.backward(loss)",
+                "optimizer.step() needs optimizer.backward(loss) before it",
                 ("the update was refused" if self.session.proof.refused else "no backward() since the last step()")
                 if gradients.state == "idle"
                 else "backward(..., more=True) announced another backward()",
@@ -245,9 +245,9 @@ class Optimizer(BatchPasses, torch.optim.Optimizer):
             )
         if gradients.state == "ready" and not self._stepper.has_gradients() and gradients.had_some:
             raise ConfigError(
-                "the gradients of an update are zeroed after it is applied",
-                "they are gone between backward() and step()",
-                "zero_grad() belongs before backward(), or after step()",
+                "gradients cannot be zeroed between backward() and step()",
+                "no parameter has a gradient at step()",
+                "call zero_grad() before backward(), or after step()",
             )
 
     def _advance(self) -> None:
@@ -369,7 +369,7 @@ class Optimizer(BatchPasses, torch.optim.Optimizer):
         session.gradients.refuse_in_update()
         if session.parted is not None:
             raise ConfigError(
-                "with zero= an optimizer has all its groups before it is prepared",
+                "parameter groups cannot be added after prepare() with zero=",
                 "add_param_group() after prepare()",
                 "optimizer.close(), add the group, and prepare() again",
             )
@@ -428,7 +428,7 @@ def _refuse_bare_step(of: ref[Session], optimizer: torch.optim.Optimizer, args: 
     session = of()
     if session is not None and session.world.size > 1 and not session.stepping:
         raise ConfigError(
-            "the prepared optimizer takes the steps: it knows when gradients are those of all ranks",
+            "step() must be called on the optimizer that prepare() returned",
             f"step() of the {type(optimizer).__name__} that was given to prepare()",
-            "model, optimizer = prepare(model, optimizer, ...), then optimizer.step() with the one returned",
+            "model, optimizer = prepare(model, optimizer, ...), then step() of the returned optimizer",
         )

@@ -231,7 +231,7 @@ class BatchPasses:
         entered = gradients_of(mean, session.module, session.world.size, retain_graph=False)
         if entered is None:
             raise ConfigError(
-                "a loss is computed of the outputs it is given", "a loss that no output has a part in",
+                "the loss must depend on the outputs", "a loss that does not depend on any output",
                 "loss_fn(outputs, targets), called by forward_backward(x, y, loss_fn, whole=True)",
             )  # fmt: skip
         return mean, entered
@@ -488,13 +488,13 @@ class BatchPasses:
         """Raises `ConfigError` for a loss of the whole batch that is weighed, or of a batch that is a part of one."""
         if weight is not None:
             raise ConfigError(
-                "a loss of the whole batch divides by what it likes, and has no weight=",
+                "weight= is not supported for a loss of the whole batch",
                 "backward(loss, weight=...) of a loss on what hvt.whole() returned",
                 "optimizer.backward(loss)",
             )
         if in_parts and not batch.whole_update:
             raise ConfigError(
-                "with accumulate= the whole batch is that of an update: the loss needs the outputs of all its batches",
+                "with accumulate= a loss of the whole batch needs the outputs of all batches of the update",
                 f"backward() of a loss on what hvt.whole() returned, with accumulate={self.session.accumulate}",
                 "optimizer.forward_backward(x, y, loss_fn, whole=True) on each batch",
             )
@@ -506,10 +506,10 @@ class BatchPasses:
         batch = require_batch(session.batches.now())
         if self._failed is not None:
             raise ConfigError(
-                "of several ranks, one alone cannot try a backward pass again: others may have a part of its gradients",
-                f"backward() after one that ended with {type(self._failed).__name__}: {str(self._failed)[:300]}",
-                "let the error end the job: it goes on from its last checkpoint, as you start it again;"
-                " out of memory: a smaller per_rank_batch from the start",
+                "a failed backward() cannot be retried: other ranks may have received a part of the gradients",
+                f"backward() after the one that failed with {type(self._failed).__name__}: {str(self._failed)[:300]}",
+                "let the error end the job, and start the job again: it resumes from its last checkpoint;\n"
+                "after out of memory use a smaller per_rank_batch from the start",
             ) from self._failed
         own = session.batches.check_calls()
         if again or (own and gradients.state == "idle" and batch is gradients.batch):

@@ -86,13 +86,13 @@ def check(step: Callable[[Any], Tensor], batch: Any, *, weight: Weight = None) -
     samples = batch_size(batch)
     if samples < 2:
         raise ConfigError(
-            "a check cuts the tensors of a batch in two",
+            "a check needs a batch of at least two samples in tensors",
             f"a batch of {samples} samples in tensors",
-            "give it a batch of two samples or more, as from the loader",
+            "pass a larger batch, such as one from the loader",
         )
     if weight is not None and not callable(weight):
         raise ConfigError(
-            "weight= of a check is a function of the batch: it is called for each piece",
+            "weight= of a check must be a function of the batch: it is called for each piece",
             repr(weight),
             "weight=lambda batch: (batch[1] != -100).sum()",
         )
@@ -167,9 +167,9 @@ class _Trial:
         if 0 in amounts and self.weight is not _FITTED and whole.loss.isfinite():
             start, stop = ends[amounts.index(0)]  # then the other piece is the whole, which says nothing
             raise ConfigError(
-                "a check compares two pieces of a batch that count",
+                "a check needs two pieces of a batch with weights above 0",
                 f"samples {start} to {stop - 1} of {self.samples} weigh 0, by {words}",
-                "give it another batch, or a larger one",
+                "pass another batch, or a larger batch",
             )
         if not sum(amounts):
             return Check(False, words, math.nan, math.nan, "", self.draws, tuple(notes))

@@ -29,20 +29,20 @@ _WRAPPERS = {
 def check_model(model: nn.Module) -> None:
     """Raises `ConfigError` for a model that is wrapped already, has no trainable parameter, or sparse gradients."""
     if not isinstance(model, nn.Module):
-        raise ConfigError("prepare() takes a torch.nn.Module", f"model is a {type(model).__name__}")
+        raise ConfigError("prepare() needs a torch.nn.Module", f"model is a {type(model).__name__}")
     parallel = type(model).__module__.startswith(("torch.nn.parallel", "torch.distributed"))
     # the class itself, not what it inherits from: a LightningModule is a model like any other
     wrapper = type(model).__name__ if parallel else _wrapper_of(type(model))
     if wrapper:
         raise ConfigError(
-            "prepare() takes the plain model: it ties it to the ranks itself",
+            "prepare() needs the plain model, without a wrapper",
             f"a model wrapped by {wrapper}",
-            "give it " + ("hvdtrain.torch.unwrap(model)" if wrapper == "hvdtrain" else "model.module"),
+            "give prepare() " + ("hvdtrain.torch.unwrap(model)" if wrapper == "hvdtrain" else "model.module"),
         )
     for name, parameter in model.named_parameters():
         if isinstance(parameter, UninitializedParameter):
             raise ConfigError(
-                "a model has its parameters before it is prepared",
+                "a model must have all its parameters before prepare()",
                 f"{name} has no shape yet (a lazy layer)",
                 "run one batch through the model first, with the same seed on every rank",
             )
@@ -58,14 +58,14 @@ def check_model(model: nn.Module) -> None:
 def check_plain(optimizer: Optimizer) -> None:
     """Raises `ConfigError` for what is no optimizer, or wrapped already."""
     if not isinstance(optimizer, Optimizer):
-        raise ConfigError("prepare() takes a torch.optim.Optimizer", f"optimizer is a {type(optimizer).__name__}")
+        raise ConfigError("prepare() needs a torch.optim.Optimizer", f"optimizer is a {type(optimizer).__name__}")
     wrapper = next(filter(None, map(_wrapper_of, type(optimizer).__mro__)), "")
     # Horovod makes a class of its own, named and placed like the user's, with these methods
     if wrapper or hasattr(optimizer, "skip_synchronize"):
         raise ConfigError(
-            "prepare() takes the plain optimizer: gradients would be averaged twice, or by somebody else",
+            "prepare() needs the plain optimizer, without a wrapper",
             f"an optimizer wrapped by {wrapper or _WRAPPERS['horovod.']}",
-            "optimizer.wrapped" if wrapper == "hvdtrain" else "make the torch.optim optimizer and prepare() that one",
+            "optimizer.wrapped" if wrapper == "hvdtrain" else "pass the torch.optim optimizer to prepare()",
         )
 
 
@@ -77,7 +77,7 @@ def check_held(model: nn.Module, held: Sequence[nn.Parameter]) -> None:
         raise ConfigError(
             "every parameter of the optimizer must be one of the model's",
             f"{len(strange)} of {len(held)} are not, the first of shape {strange[0]}",
-            "make the optimizer from this model's parameters(), after the model is complete; a loss with parameters is"
+            "make the optimizer from this model's parameters(), after the model is complete;\na loss with parameters is"
             " a part of the model: model.criterion = criterion, before prepare()",
         )
 
@@ -142,11 +142,11 @@ def _check_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     reached = [tuple(parameter.shape) for parameter in its if parameter in _reached]
     if reached:
         raise ConfigError(
-            "all parameters that a loss trains must be those of the prepared model: other gradients are not averaged",
-            f"{kind}.step() of an optimizer that is not prepared: the loss reaches {len(reached)} of its parameters, of"
-            f" shapes {', '.join(map(str, reached[:3]))}",
-            "make them a part of the model (an attribute of it, or one torch.nn.ModuleDict of both), with one optimizer"
-            ' whose groups have rates of their own: SGD([{"params": ..., "lr": ...}, ...]), and prepare these',
+            "all parameters that a loss trains must belong to the prepared model",
+            f"{kind}.step() of an optimizer without prepare():\nthe loss reaches {len(reached)} of its parameters,"
+            f" of shapes {', '.join(map(str, reached[:3]))}",
+            "make them a part of the model (an attribute, or one torch.nn.ModuleDict of both), with one optimizer\n"
+            'whose groups have separate rates: SGD([{"params": ..., "lr": ...}, ...]), and prepare() these',
             shared=True,
         )
     if its and kind not in _told and sessions[0].world.is_main:

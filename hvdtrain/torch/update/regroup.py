@@ -14,7 +14,7 @@ from hvdtrain.comm import elastic, turns
 from hvdtrain.core.errors import ConfigError, RanksLost
 from hvdtrain.torch.update.session import Session, UpdateSnapshot, extras_of
 
-RULE = "an elastic job trains one model and its optimizer, in a loop that can do a batch once more"
+RULE = "an elastic job must train one model with one optimizer, and be able to repeat a batch"
 
 
 def check_elastic(session: Session) -> None:
@@ -31,8 +31,8 @@ def check_elastic(session: Session) -> None:
     if wrong:
         raise ConfigError(
             RULE,
-            f"it needs {', '.join(wrong)}",
-            "leave --min-np, --max-np and --host-discovery out: --max-restarts goes on from the last checkpoint",
+            f"the job needs {', '.join(wrong)}",
+            "remove --min-np, --max-np and --host-discovery: --max-restarts resumes from the last checkpoint",
             shared=True,
         )
     session.before = UpdateSnapshot(session)
@@ -41,9 +41,7 @@ def check_elastic(session: Session) -> None:
 def check_once(session: Session) -> None:
     """Raises `ConfigError` for several updates of one batch, or a closure, where the job is elastic."""
     if session.before is not None:
-        raise ConfigError(
-            RULE, "a batch that is differentiated several times", "one backward() and step() a batch", shared=True
-        )
+        raise ConfigError(RULE, "several backward passes of one batch", "one backward() per batch", shared=True)
 
 
 def go_on_without(session: Session, lost: RanksLost, *, joinable: bool = True) -> None:
@@ -77,9 +75,9 @@ def updated(session: Session, updates: int) -> None:
         its.updated()
         if not extras_of(session) and any("initial_lr" in group for group in session.optimizer.param_groups):
             raise ConfigError(
-                "a batch may be done once more in an elastic job: a scheduler must then be put back",
+                "an elastic job must be able to restore the scheduler when it repeats a batch",
                 "a scheduler of torch.optim.lr_scheduler that no checkpointer knows",
-                "prepare(..., lr=hvdtrain.LR(...)); or checkpoints.on_preemption(hvt.model_state(model, optimizer,"
+                "prepare(..., lr=hvdtrain.LR(...));\nor checkpoints.on_preemption(hvt.model_state(model, optimizer,"
                 ' extra={"scheduler": scheduler})) before the loop',
                 shared=True,
             )

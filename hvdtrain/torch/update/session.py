@@ -219,9 +219,9 @@ class Rates:
         now = rates_of(self._optimizer)
         if self._last is not None and now[: len(self._last)] != self._last:
             raise ConfigError(
-                "the learning rate is set in one place: prepare(..., lr=...) does so before each update",
+                "the learning rate cannot be set elsewhere with lr=: prepare(..., lr=...) sets it",
                 f"it was set to {self._last}, and is now {now}",
-                "take the scheduler away, or leave lr= out and keep the scheduler",
+                "remove the scheduler, or remove lr= and keep the scheduler",
             )
         factor = self.lr.at(samples_seen, self.global_batch) / self.lr.base
         self._bases += now[len(self._bases) :]  # of groups that were added
@@ -241,9 +241,9 @@ class Rates:
         """Before it has done anything: some begin after many epochs."""
         if found:
             raise ConfigError(
-                "prepare(..., lr=...) sets the learning rate before each update",
+                "prepare(..., lr=...) cannot be combined with a scheduler: both set the learning rate",
                 "a scheduler of torch.optim.lr_scheduler was made for the same optimizer",
-                "take the scheduler away, or leave lr= out and keep the scheduler",
+                "remove the scheduler, or remove lr= and keep the scheduler",
             )
 
 
@@ -280,10 +280,10 @@ class UpdateSnapshot:
         self.losses.append(made_by)
         if self.expected and made_by not in self.expected:
             raise ReplicaError(
-                "a new rank trains as the others do, whatever they have done before",
-                f"a loss made by {made_by}, theirs by {', '.join(self.expected)}",
-                "what changes while a model trains must follow from the epoch, not from an epoch that has passed:"
-                " `loss = b if epoch >= 1 else a`, not `if epoch == 1: loss = b`",
+                "a new rank must train as the other ranks do",
+                f"a loss made by {made_by}; on the other ranks by {', '.join(self.expected)}",
+                "changes during training must depend on the epoch's number, not on an earlier epoch:\n"
+                "`loss = b if epoch >= 1 else a`, not `if epoch == 1: loss = b`",
             )
         self.expected = None
 

@@ -22,9 +22,9 @@ class Several(torch.optim.Optimizer):
         held = [p for member in self.members for group in member.param_groups for p in group["params"]]
         if len({id(parameter) for parameter in held}) < len(held):
             raise ConfigError(
-                "each parameter is in one optimizer",
+                "a parameter cannot be in two optimizers",
                 f"{len(held) - len({id(p) for p in held})} of {len(held)} are in two",
-                "give each optimizer parameters of its own: every update is stepped by all of them",
+                "give each optimizer its own parameters: all of them step in every update",
             )
 
     @property
@@ -77,9 +77,9 @@ class Several(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> NoReturn:
         raise ConfigError(
-            "a group is added to one of several optimizers",
+            "add_param_group() must be called on one of the optimizers",
             f"add_param_group() of {kind_of(self)}",
-            "call it on the optimizer that is to have the group, one of those given to prepare()",
+            "call it on the optimizer to which the group belongs, one of those given to prepare()",
         )
 
     def __repr__(self) -> str:

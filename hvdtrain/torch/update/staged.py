@@ -33,21 +33,21 @@ def check_staged(staged: Staged, options: Options, engine: TorchEngine) -> None:
     passes itself, options that change the model, or devices of other ranks."""
     if not engine.runs_stages:
         raise ConfigError(
-            "a pipeline is trained by engines that leave the passes to it: horovod, solo",
+            "a pipeline needs engine='horovod' or engine='solo'",
             f"engine={engine.name!r}",
             'hvdtrain.init("torch", engine="horovod"), started with horovodrun, mpirun or srun',
         )
     if options.compile:
         raise ConfigError(
-            "a pipeline is not compiled: its stages run the operations that were traced",
+            "torch.compile is not supported for a pipeline: its stages run traced operations",
             "compile=True",
-            "leave compile out, or train the model whole",
+            "remove compile, or train the model without a pipeline",
         )
     if options.sync_batchnorm or any(is_synchronized(layer) for layer in staged.module.modules()):
         raise ConfigError(
-            "batch norm in a pipeline does not wait for other ranks: each stage is at another micro-batch",
+            "sync_batchnorm is not supported in a pipeline: each stage is at another micro-batch",
             "sync_batchnorm=True" if options.sync_batchnorm else "layers that an earlier prepare() synchronised",
-            'leave sync_batchnorm out; batch_norm="batch" of split() keeps the statistics of a rank\'s whole batch',
+            'remove sync_batchnorm; batch_norm="batch" of split() keeps the statistics of a rank\'s whole batch',
         )
     _check_devices(staged, engine)
 
@@ -61,7 +61,7 @@ def _check_devices(staged: Staged, engine: TorchEngine) -> None:
     count = len(dict.fromkeys(map(str, staged.devices)))
     of_type = own[0].type == strange[0].type
     raise ConfigError(
-        "a rank's pipeline runs on the rank's own devices",
+        "a rank's pipeline must run on the rank's own devices",
         f"stages on {', '.join(map(str, staged.devices))}; rank {engine.rank} has {', '.join(map(str, own))}",
         f'hvdtrain.init("torch", gpus_per_rank={max(count, 2)}), and split over'
         ' [f"cuda:{index}" for index in world.devices]'
@@ -188,9 +188,7 @@ def _as_part(session: Session, staged: Staged) -> Iterator[None]:
 
 def in_one_call(received: str, remedy: str) -> ConfigError:
     """The error for a pipeline that is trained in any other way."""
-    return ConfigError(
-        "a pipeline computes its loss and gradients in one call, a micro-batch at a time", received, remedy
-    )
+    return ConfigError("a pipeline must compute loss and gradients in one call, per micro-batch", received, remedy)
 
 
 def channels_last(value: Any) -> Any:

@@ -28,7 +28,7 @@ def terms_of(given: Sequence[Any], weight: object, more: bool) -> list[MeanTerm]
     for `weight=` or `more=True` beside them."""
     if weight is not None or more:
         raise ConfigError(
-            "each mean of a list has its own divisor, and all are given at once",
+            "weight= and more= are not supported with a list: each mean has its own divisor",
             "weight=" if weight is not None else "more=True",
             "optimizer.backward([(mean, divisor), (mean, divisor)])",
         )
@@ -36,8 +36,8 @@ def terms_of(given: Sequence[Any], weight: object, more: bool) -> list[MeanTerm]
     for pair in given:
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
             raise ConfigError(
-                "a sum of means is a list of (mean, divisor)",
-                f"a {type(pair).__name__} in it",
+                "a list of means must contain pairs (mean, divisor)",
+                f"a {type(pair).__name__} in the list",
                 "optimizer.backward([(class_loss, len(y)), (box_loss, matched)])",
             )
         mean, divisor = pair
@@ -47,13 +47,13 @@ def terms_of(given: Sequence[Any], weight: object, more: bool) -> list[MeanTerm]
             raise ConfigError(
                 "a mean of a list must be this rank's own: the ranks' means are added up",
                 "a loss on what hvt.whole() returned, with a divisor",
-                "optimizer.backward(loss) for the loss of the whole batch; beside other means add up all of them, each"
-                " on what hvt.whole(...) gives",
+                "optimizer.backward(loss) for the loss of the whole batch;\nwith other means: add up all of them, each"
+                " computed from what hvt.whole(...) returns",
                 shared=True,
             )
         terms.append(MeanTerm(mean, number, divisor))
     if not terms:
-        raise ConfigError("backward() takes the loss", "an empty list", "optimizer.backward([(mean, divisor), ...])")
+        raise ConfigError("backward() needs a loss", "an empty list", "optimizer.backward([(mean, divisor), ...])")
     return terms
 
 
@@ -79,9 +79,9 @@ class Terms:
     def check(self, terms: Sequence[MeanTerm]) -> None:
         if len(self.counts) != len(terms):
             raise ConfigError(
-                "all batches of an update have the same means",
+                "all batches of an update must have the same means",
                 f"a list of {len(terms)} after one of {len(self.counts)}",
-                "give those that do not count with divisor 0",
+                "give means that do not count with divisor 0",
             )
 
     def sent(self) -> list[float]:

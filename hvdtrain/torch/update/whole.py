@@ -324,9 +324,9 @@ class _Joiner:
             lines = zip(self.pieces, numbers, strict=True)
             shown = "\n".join(f"rank {piece.rank}: {number.item():g}" for piece, number in lines)
             raise ConfigError(
-                "hvt.whole() joins what has a row for each sample; a single number is the same on every rank",
+                "a single number in hvt.whole() must be the same on every rank",
                 f"{nodes[0].path or 'a value'} is\n{shown}",
-                "give hvt.whole() what the number is made of, one row a sample, and compute it of all",
+                "give hvt.whole() the values of each sample, one row per sample; compute the number from its result",
                 shared=True,
             )
         if not any(node.tracked for node in nodes):
@@ -351,10 +351,9 @@ class _Joiner:
 
 def _refused(received: str) -> ConfigError:
     return ConfigError(
-        "hvt.whole() joins tensors [n, ...] whose other dimensions are those of all ranks, lists of one item a sample,"
-        " and what is nested of them",
+        "values in hvt.whole() must have a row or list item per sample, and the same form on all ranks",
         received,
-        "give it what the loss reads, padded to one shape; parts of a value in a tuple or a dict",
+        "give hvt.whole() what the loss reads, padded to one shape; parts of a value in a tuple or a dict",
         shared=True,
     )
 
@@ -444,9 +443,9 @@ def gradients_of(
     local = {own.output.grad_fn for tensor in joins for own in _owns[tensor]} - {None}
     if not local.isdisjoint(nodes_of(loss, ())):
         raise ConfigError(
-            "a loss of the whole batch is computed of what hvt.whole() returned, all of it",
-            "a sum of it and of a loss on this rank's own outputs",
-            "give hvt.whole(...) all outputs and targets that the loss reads, and compute both parts of what it gives",
+            "a loss of the whole batch must be computed only from what hvt.whole() returned",
+            "a sum of such a loss and of a loss on this rank's own outputs",
+            "give hvt.whole(...) all outputs and targets that the loss reads; compute both parts from its result",
             shared=True,
         )
     found = torch.autograd.grad(loss, [*joins, *direct], retain_graph=retain_graph, allow_unused=True)

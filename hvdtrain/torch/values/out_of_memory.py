@@ -23,17 +23,17 @@ def explained(where: str, sizes: Callable[[], str], remedy: str = _REMEDY) -> It
         if "more than 1 value per channel" not in str(error):
             raise
         raise ConfigError(
-            "batch normalisation in training needs two values a channel, on each rank and in each micro-batch",
+            "batch norm in training needs two values per channel, on each rank and in each micro-batch",
             f"{sizes()}\n{error}",
-            'loader(..., tail="drop") leaves out a short last batch; or prepare(..., sync_batchnorm=True), which'
-            " normalises over all ranks",
+            'loader(..., tail="drop") drops a short last batch;\n'
+            "or prepare(..., sync_batchnorm=True), which normalises over all ranks",
         ) from error
     except (RuntimeError, MemoryError) as error:
         if not _to_be_explained(error):
             raise
         text = f"{error.rule}: {error.received}" if isinstance(error, HvdtrainError) else str(error).strip()
         raise HvdtrainError(
-            f"out of memory in the {where}",
+            f"training cannot continue: out of memory in the {where}",
             f"{sizes()}\n{text.splitlines()[0][:300] if text else type(error).__name__}",
             remedy,
         ) from error
@@ -41,6 +41,6 @@ def explained(where: str, sizes: Callable[[], str], remedy: str = _REMEDY) -> It
 
 def _to_be_explained(error: BaseException) -> bool:
     if isinstance(error, HvdtrainError):  # a stage's, which names the stage; or what has been explained already
-        explained_already = error.rule.startswith("out of memory")
+        explained_already = "out of memory in the " in error.rule
         return not explained_already and error.__cause__ is not None and _to_be_explained(error.__cause__)
     return is_out_of_memory(error)

@@ -23,24 +23,24 @@ from hvdtrain.core.errors import ConfigError
 # -- the loop -----------------------------------------------------------------------------------------------------
 def case_steps_in_the_wrong_order_are_refused(world: hvdtrain.World) -> None:
     model, optimizer, train = prepared()
-    with refused("no batch has come from the loader", kind=ConfigError):
+    with refused("no batch was read from the loader", kind=ConfigError):
         optimizer.backward(model(data()[0]).sum())
     batches = iter(train)
     batch = next(batches)
-    with refused("without backward() before", kind=ConfigError):
+    with refused("without a backward() before it", kind=ConfigError):
         optimizer.clip_grad_norm_(1.0)
     with refused("no backward() since", kind=ConfigError):
         optimizer.step()
     optimizer.backward(loss_of(model, batch))
     for zero in (optimizer.zero_grad, model.zero_grad):
-        with refused("zero_grad() between backward() and step()", "again=True", "more=True", kind=ConfigError):
+        with refused("zero_grad() cannot be called between", "again=True", "more=True", kind=ConfigError):
             zero()
     with refused("backward() was called again", "again=True", "more=True", kind=ConfigError):
         optimizer.backward(loss_of(model, batch))
     optimizer.step()
     with refused("no backward() since", kind=ConfigError):
         optimizer.step()
-    with refused("a second backward() for the same batch", kind=ConfigError):
+    with refused("a second backward() on the same batch", kind=ConfigError):
         optimizer.backward(loss_of(model, (batch[0] * 1.0, batch[1])))
     batch = next(batches)
     with refused("write optimizer.backward(loss) instead", kind=ConfigError):
@@ -52,7 +52,7 @@ def case_steps_in_the_wrong_order_are_refused(world: hvdtrain.World) -> None:
         optimizer.step()
     optimizer.backward(loss_of(model, batch))
     hvt.unwrap(model).zero_grad()  # behind our back
-    with refused("gone between backward() and step()", kind=ConfigError):
+    with refused("cannot be zeroed between backward() and step()", kind=ConfigError):
         optimizer.step()
 
 
@@ -69,7 +69,7 @@ def case_loops_of_plain_pytorch_are_told_the_option(world: hvdtrain.World) -> No
 
 def case_a_list_of_the_loaders_batches_is_none_of_its_loops(world: hvdtrain.World) -> None:
     model, optimizer, train = prepared()
-    with refused("from before the last one", "not over list(train)", kind=ConfigError):
+    with refused("called on an earlier batch", "not loop over list(train)", kind=ConfigError):
         for batch in list(train):
             optimizer.backward(loss_of(model, batch))
             optimizer.step()
@@ -92,7 +92,7 @@ def case_what_reads_ahead_without_end_is_refused_on_its_first_batch(world: hvdtr
     for batch in batches:
         ahead.append(batch)
         done = optimizer.progress.step
-        with refused("called on a batch from before the last one", "what reads ahead", kind=ConfigError):
+        with refused("called on an earlier batch", "a prefetcher", kind=ConfigError):
             optimizer.backward(loss_of(model, ahead.pop(0)))
         assert optimizer.progress.step == done
         break
@@ -191,12 +191,12 @@ def case_the_model_looks_like_the_users(world: hvdtrain.World) -> None:
         lambda: model.add_module("more", nn.Linear(2, 2)),
     ]
     for change in changes:
-        with refused("a model is complete before it is prepared", kind=ConfigError):
+        with refused("cannot change after prepare()", kind=ConfigError):
             change()
     assert plain[0] in model and len(model) == len(plain) and [*reversed(model)] == [*reversed(plain)]
     other = copy.deepcopy(model)
     assert type(other) is nn.Sequential and hvt.fingerprint(other) == hvt.fingerprint(model)
-    with refused("belongs to this process", kind=ConfigError):
+    with refused("a prepared model cannot be pickled", kind=ConfigError):
         pickle.dumps(model)
     assert model.to("cpu") is model and model.float() is model
     with refused("0.weight would go from torch.float32", kind=ConfigError):
@@ -287,9 +287,9 @@ def case_models_that_cannot_be_trained_are_refused(world: hvdtrain.World) -> Non
     frozen = mlp().requires_grad_(False)
     with refused("something to train", kind=ConfigError):
         hvt.prepare(frozen, torch.optim.SGD(frozen.parameters(), lr=0.1))
-    with refused("takes a torch.nn.Module", kind=ConfigError):
+    with refused("prepare() needs a torch.nn.Module", kind=ConfigError):
         hvt.prepare(lambda x: x, sgd(model))
-    with refused("takes a torch.optim.Optimizer", kind=ConfigError):
+    with refused("prepare() needs a torch.optim.Optimizer", kind=ConfigError):
         hvt.prepare(model, model)
 
 
@@ -298,7 +298,7 @@ def case_wrong_options_are_refused(world: hvdtrain.World) -> None:
     for options, part in (
         ({"accumulate": 0}, "accumulate=0"), ({"clip": 0.0}, "clip=0.0"), ({"clip": float("nan")}, "clip=nan"),
         ({"amp": "half"}, "amp='half'"), ({"compression": "int8"}, "compression='int8'"),
-        ({"watch_every": -1}, "watch_every=-1"), ({"lr": hvdtrain.LR(0.1, 8)}, "without data"),
+        ({"watch_every": -1}, "watch_every=-1"), ({"lr": hvdtrain.LR(0.1, 8)}, "without a loader"),
     ):  # fmt: skip
         with refused(part, kind=ConfigError):
             hvt.prepare(model, sgd(model), **options)
@@ -318,7 +318,7 @@ def case_learning_rates_are_scaled_once_and_by_one_hand(world: hvdtrain.World) -
     assert abs(optimizer.lr - 0.4) < 1e-12
     optimizer.param_groups[0]["lr"] = 0.2
     optimizer.backward(loss_of(model, next(batches)))
-    with refused("set in one place", kind=ConfigError):
+    with refused("cannot be set elsewhere with lr=", kind=ConfigError):
         optimizer.step()
     optimizer.param_groups[0]["lr"] = 0.4
     torch.optim.lr_scheduler.StepLR(optimizer, step_size=1000)  # which would not touch the rate for a long time

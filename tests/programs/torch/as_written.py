@@ -439,7 +439,7 @@ def case_a_head_with_an_optimizer_of_its_own(world: hvdtrain.World) -> None:
     head = nn.Linear(KINDS, KINDS)
     model, optimizer, data = ready(world, Y, net())
     own = torch.optim.SGD(head.parameters(), lr=0.5)
-    with refused("must be those of the prepared model", "whose groups have rates", kind=ConfigError, row="T37a"):
+    with refused("must belong to the prepared model", "whose groups have separate rates", kind=ConfigError, row="T37a"):
         for x, y in data:
             optimizer.backward(CE(head(model(x)), y))
             optimizer.step()
@@ -481,7 +481,7 @@ def case_an_optimizer_that_the_loss_does_not_reach(world: hvdtrain.World) -> Non
 # -- the whole batch beside a part of it -----------------------------------------------------------------------------
 def case_a_loss_of_the_whole_and_of_a_part(world: hvdtrain.World) -> None:
     model, optimizer, data = ready(world, Y, net())
-    with refused("computed of what hvt.whole() returned", kind=ConfigError, row="T38a"):
+    with refused("computed only from what hvt.whole() returned", kind=ConfigError, row="T38a"):
         for x, y in data:
             out = model(x)
             every, labels = hvt.whole(out, y)

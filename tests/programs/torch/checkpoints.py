@@ -217,7 +217,7 @@ def case_what_cannot_be_saved_safely_is_refused(world: hvdtrain.World) -> None:
 
     job = Job(world, start=1)
     job.optimizer.param_groups[0]["note"] = Path("x")
-    with refused("training state['optimizer']['param_groups'][0]['note'] is a PosixPath", "runs no code"):
+    with refused("training state['optimizer']['param_groups'][0]['note'] is a PosixPath", "must not run code"):
         save(job)
     job = Job(world, start=1, accumulate=1)
     ids, x, y = next(iter(job.data))

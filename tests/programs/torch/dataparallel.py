@@ -166,7 +166,7 @@ def case_nested_inputs_and_outputs() -> None:
     kinds = [type(out["pair"]).__name__, type(out["od"]).__name__, out["flag"], out["list"][0]]
     assert kinds == ["Pair", "OrderedDict", True, None]
     assert torch.equal(out["pair"].left, x * 2) and out["pair"].right.tolist() == [1.0, 5.0, 9.0, 13.0, 17.0]
-    with refused("under dataparallel a model returns tensors", kind=hvdtrain.ConfigError):
+    with refused("outputs must have one row per sample with engine='dataparallel'", kind=hvdtrain.ConfigError):
         bound_of(Strange(), 2).call(x)
 
 

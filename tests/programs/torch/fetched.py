@@ -136,7 +136,7 @@ def case_errors_name_the_sample() -> None:
             return indices[1:]
 
     train = hvt.loader(Short(), 4, world=World.solo(), workers=0, shuffle=False)
-    refused(lambda: list(train), "__getitems__", "a sample for each index", "3 for the 4", kind=HvdtrainError)
+    refused(lambda: list(train), "__getitems__", "one sample per index", "3 samples for 4 indices", kind=HvdtrainError)
 
 
 def case_a_call_that_hangs_is_named_with_its_first_sample() -> None:
@@ -148,7 +148,7 @@ def case_a_call_that_hangs_is_named_with_its_first_sample() -> None:
 
     for order in ({}, {"sampler": list(range(SAMPLES))}):
         train = hvt.loader(Hanging(), 4, world=World.solo(), workers=1, shuffle=False, timeout_s=2, **order)
-        refused(lambda train=train: list(train), "was at sample 4, or another of its batch", kind=HvdtrainError)
+        refused(lambda train=train: list(train), "still at sample 4, or another sample", kind=HvdtrainError)
 
 
 def case_unreadable_samples_of_a_batch_are_left_out() -> None:

@@ -72,8 +72,8 @@ def case_normalise() -> None:
     assert torch.allclose(hvt.normalise(MEAN, STD)(floats, nothing), expected, atol=1e-5)
     assert torch.equal(floats, pictures / 255)  # not changed in place
     refused(lambda: hvt.normalise(MEAN, STD)(pictures[:, :1], nothing), "(40, 1, 12, 10)")
-    refused(lambda: hvt.normalise(MEAN, (0.2, 0.3, 0.0)), "std above 0")
-    refused(lambda: hvt.normalise(MEAN, (0.2, 0.3)), "one value a channel")
+    refused(lambda: hvt.normalise(MEAN, (0.2, 0.3, 0.0)), "std > 0")
+    refused(lambda: hvt.normalise(MEAN, (0.2, 0.3)), "one value per channel")
     refused(lambda: hvt.crop_flip(MEAN, STD, pad=-1), "pad=-1")
 
 
@@ -230,13 +230,13 @@ def case_evaluation_refuses() -> None:
     refused(lambda: run(metrics=lambda outputs, targets: {"loss": outputs.mean()}), "loss: () for 2 samples")
     refused(lambda: run(metrics=lambda outputs, targets: {"loss": 0.5}), "loss: float")
     for metrics in (lambda outputs, targets: None, lambda outputs, targets: outputs[:, 0]):
-        refused(lambda metrics=metrics: run(metrics=metrics), "values by name")
+        refused(lambda metrics=metrics: run(metrics=metrics), "must return a dict")
     scores = torch.rand(5, 3)
     for targets, said in (
         (torch.rand(5, 3), "targets (2, 3) torch.float32"),
         (torch.ones(5, 1, dtype=torch.int64), "targets.squeeze(1)"),
         (torch.tensor([0, -100, 1, 2, 0]), "targets from -100 to 0, scores of 3 classes"),
-        (torch.tensor([0, 3, 1, 2, 0]), "leave samples that do not count"),
+        (torch.tensor([0, 3, 1, 2, 0]), "remove samples that do not count"),
     ):
         shown = lambda t=targets: hvt.evaluate(  # noqa: E731
             nn.Identity(), (scores, t), hvt.classification(top=(1,)), per_rank_batch=2, world=world

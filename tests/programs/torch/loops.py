@@ -78,9 +78,9 @@ def case_two_optimizers_step_as_one_and_are_restored(world: hvdtrain.World) -> N
                         kept.save(hvt.model_state(model, optimizer, extra=rates), progress=optimizer.progress)
         same(model, whole)
         world.barrier()
-    with refused("takes the steps", kind=ConfigError) if world.size > 1 else nothing():
+    with refused("the optimizer that prepare() returned", kind=ConfigError) if world.size > 1 else nothing():
         ours[1].step()
-    with refused("each parameter is in one optimizer", kind=ConfigError):
+    with refused("a parameter cannot be in two optimizers", kind=ConfigError):
         prepared(world, model := plain(), [sgd(model), sgd(model)])
 
 
@@ -192,7 +192,7 @@ def case_several_updates_a_batch(world: hvdtrain.World) -> None:
     x, y = next(iter(train))
     optimizer.backward(ce(model, x, y))
     optimizer.step()
-    with refused("is a whole update", kind=ConfigError):
+    with refused("a batch that is not a whole update", kind=ConfigError):
         optimizer.backward(ce(model, x, y), again=True)
 
 
@@ -322,7 +322,7 @@ def case_an_overflow_of_the_forward_pass_skips(world: hvdtrain.World) -> None:
             assert (hvt.fingerprint(model) == before) == (number in (1, 3)), number
             assert optimizer.record()["loss"] is not None
     assert optimizer.skipped_steps == 2
-    with refused("training ends", kind=NonFiniteError):
+    with refused("training cannot continue", kind=NonFiniteError):
         for _ in train.epochs(10):
             for a, b in train:
                 optimizer.backward(ce(model, a * float("nan"), b))
@@ -454,7 +454,7 @@ def compiled_before(world: hvdtrain.World, build: Callable[[], nn.Module]) -> No
     names = list(model.state_dict())
     compiled = torch.compile(model, backend="eager")
     if world.engine == "dataparallel":
-        with refused("is not compiled", kind=ConfigError):
+        with refused("torch.compile is not supported", kind=ConfigError):
             prepared(world, compiled, sgd(compiled))
         return
     model, optimizer, data = prepared(world, compiled, sgd(compiled))

@@ -200,7 +200,7 @@ class Noisy(Dataset):
 
 def case_a_loader_that_goes_along_with_its_twin_is_refused(world: hvdtrain.World) -> None:
     first, second = (hvt.loader(data(24), 4) for _ in range(2))
-    with refused("each sample would meet itself", "seed=6", kind=ConfigError, row="T11a"):
+    with refused("each sample would be paired with itself", "seed=6", kind=ConfigError, row="T11a"):
         for _ in zip(first, second, strict=True):
             pass
 
@@ -461,7 +461,7 @@ def case_a_loop_that_trains_on_nothing_is_no_epoch(world: hvdtrain.World) -> Non
     for _ in whole.epochs(3):
         train_on(other, its_optimizer, whole, loss_of)
     assert numbers == [0, 1, 2] and train.position == (3, 0) and gap(model, other) == 0.0
-    with refused("an epoch of loader.epochs() is one loop that trains", "2 loops", kind=ConfigError):
+    with refused("an epoch of loader.epochs() cannot have more than one training loop", "2 loops", kind=ConfigError):
         for _ in train.epochs(5):
             for _ in range(2):
                 train_on(model, optimizer, train, loss_of)

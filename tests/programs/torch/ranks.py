@@ -193,7 +193,7 @@ def case_without_the_watch_nobody_notices(world: hvdtrain.World) -> None:
 
 def case_a_step_past_the_adapter_is_refused(world: hvdtrain.World) -> None:
     _, optimizer, _ = prepared()
-    with refused("the one returned", kind=ConfigError):
+    with refused("the optimizer that prepare() returned", kind=ConfigError):
         optimizer.wrapped.step()
 
 
@@ -251,7 +251,7 @@ def case_a_restored_learning_rate_is_no_other_hand(world: hvdtrain.World) -> Non
     optimizer.load_state_dict(saved)
     update(model, optimizer, next(batches))
     optimizer.wrapped.param_groups[0]["lr"] = 3.0
-    with refused("the learning rate is set in one place", kind=ConfigError):
+    with refused("the learning rate cannot be set elsewhere with lr=", kind=ConfigError):
         update(model, optimizer, next(batches))
 
 

@@ -268,7 +268,7 @@ def prediction(world: World) -> Any:
     )
     said(lambda: hvt.predict(Now(lambda x: x.mean()), x, per_rank_batch=4), ConfigError, "one number, for")
     part = Now(lambda x: (x, x if 0.0 in x else None))
-    said(lambda: hvt.predict(part, torch.arange(9.0), per_rank_batch=2), ConfigError, "one form in every batch")
+    said(lambda: hvt.predict(part, torch.arange(9.0), per_rank_batch=2), ConfigError, "same structure in every batch")
     return max(float(gap.abs().max()) for gap in worst)
 
 
@@ -286,18 +286,16 @@ def refusals(world: World) -> Any:
     said(lambda: hvt.loader(iter(range(9)), 2, workers=0), ConfigError, "which can be read once", "lambda epoch")
     said(lambda: hvt.loader(lambda: draws.permutation(500), 2), ConfigError, "read twice", "records(epoch)")
     said(lambda: hvt.loader(lambda: [], 2, workers=0), ConfigError, "no record")
-    said(
-        lambda: hvt.loader(rows, 2, sampler=[1, 2], workers=0), ConfigError, "sampler= and batch_sampler= name samples"
-    )
+    said(lambda: hvt.loader(rows, 2, sampler=[1, 2], workers=0), ConfigError, "and batch_sampler= need a Dataset")
     said(lambda: hvt.loader(Numbers, 2), ConfigError, "the class Numbers")
-    said(lambda: hvt.loader(Numbers(), 2, decode=abs), ConfigError, "decode in its __getitem__")
+    said(lambda: hvt.loader(Numbers(), 2, decode=abs), ConfigError, "decode in the data set's __getitem__")
     whole = DistributedSampler(Numbers(), 2, 0)
-    said(lambda: hvt.loader(Numbers(), 2, sampler=whole), ConfigError, "leave it out")
+    said(lambda: hvt.loader(Numbers(), 2, sampler=whole), ConfigError, "remove it")
     said(lambda: hvt.loader(Numbers(), 2, sampler=[0], batch_sampler=[[0]]), ConfigError, "both")
     said(lambda: hvt.loader(Numbers(), batch_sampler=[[0]]), ConfigError, "batch_size", "per_rank_batch=32")
     train = hvt.loader(rows, 4, workers=0)
     said(lambda: train.samples, ConfigError, "LR(total_samples=")
-    said(lambda: len(train), ConfigError, "known at its end")
+    said(lambda: len(train), ConfigError, "not known before its end")
     net = linear()
     seen = list(zip(range(1), train, strict=False))
     assert len(seen) == 1 and train.step is not None

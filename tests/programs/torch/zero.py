@@ -190,7 +190,7 @@ def case_ranks_that_use_other_layers(world: hvdtrain.World) -> None:
             plain.step()
         close(list(model.parameters()), list(alone.parameters()))
         with refused(
-            "every weight that is trained has a gradient", "no rank has one of c.weight, c.bias", kind=ConfigError
+            "every trainable parameter needs a gradient", "no rank has a gradient of c.weight, c.bias", kind=ConfigError
         ):
             optimizer.backward(wrapped(xs[0], "ab").square().mean())
 
@@ -209,7 +209,7 @@ def case_weights_changed_in_place_stay(world: hvdtrain.World) -> None:
         update(wrapped, optimizer, its)
         assert all(bool((p == 0.5).all()) for p in model.parameters())
         model[0].weight.data = model[0].weight.data.clone()
-        with refused("the weights stay where they are", kind=ConfigError):
+        with refused("parameters cannot be moved or replaced", kind=ConfigError):
             update(wrapped, optimizer, its)
 
 
@@ -268,12 +268,12 @@ def prepared_used_and_dropped(world: hvdtrain.World) -> tuple[nn.Module, torch.o
         lambda: plain.state.update({}),
     ]
     for attempt in tries:
-        with refused("no rank has the whole state", "close()", kind=ConfigError):
+        with refused("its state is split over the ranks", "close()", kind=ConfigError):
             attempt()
     saved = optimizer.state_dict()
     saved["state"][0]["step"] = saved["state"][0]["step"] + 3
     before, fingerprint = optimizer.state_dict(), hvt.fingerprint(model)
-    with refused("all weights of a group have one state", "step differs", kind=CheckpointError):
+    with refused("all parameters of a group must have the same optimizer state", "step differs", kind=CheckpointError):
         optimizer.load_state_dict(saved)
     same_state(optimizer.state_dict(), before)
     assert hvt.fingerprint(model) == fingerprint
@@ -288,7 +288,7 @@ def case_the_state_is_nowhere_else(world: hvdtrain.World) -> None:
     gc.collect()
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    with refused("no rank has the whole state", kind=ConfigError):
+    with refused("its state is split over the ranks", kind=ConfigError):
         plain.step()
 
 
@@ -301,7 +301,7 @@ def case_a_refused_preparation_changes_nothing(world: hvdtrain.World) -> None:
         plain.step()
         plain.zero_grad()
     before = copy.deepcopy(plain.state_dict())
-    with refused("all weights of a group have one state", kind=CheckpointError):
+    with refused("all parameters of a group must have the same optimizer state", kind=CheckpointError):
         hvt.prepare(model, plain, zero=1)
     same_state(plain.state_dict(), before)
 
@@ -409,7 +409,7 @@ def case_every_norm(world: hvdtrain.World) -> None:
             norms.append(optimizer.clip_grad_norm_(0.1, norm))
         torch.testing.assert_close(norms[0], norms[1])
     _, x, y = next(iter(loader))
-    with refused("norm_type is above 0", kind=ConfigError):  # torch's 0 counts parameters, which are cut here
+    with refused("norm_type must be > 0", kind=ConfigError):  # torch's 0 counts parameters, which are cut here
         optimizer.clip_grad_norm_(0.1, 0.0)
 
 
@@ -431,7 +431,7 @@ def case_what_flat_parts_cannot_do_is_refused(world: hvdtrain.World) -> None:
     ]
     for name, make in makes:
         model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
-        with refused("ranks have flat parts", name, "zero=0", kind=ConfigError):
+        with refused("must update each element from its own gradient", name, "zero=0", kind=ConfigError):
             hvt.prepare(model, make(model), zero=1)
     model = net().double()
     with refused("float32", "0.weight is float64", kind=ConfigError):
@@ -439,12 +439,12 @@ def case_what_flat_parts_cannot_do_is_refused(world: hvdtrain.World) -> None:
     model = net()
     with refused("zero must be 0, 1 or 2", kind=ConfigError):
         hvt.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), zero=3)  # type: ignore[arg-type]
-    with refused("ZeRO lays the weights out flat", kind=ConfigError):
+    with refused("channels_last= is not supported with zero=", kind=ConfigError):
         hvt.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), zero=1, channels_last=True)
     wrapped, optimizer, loader = prepared(world, model, OPTIMIZERS["adamw"], 1)
     _, x, y = next(iter(loader))
     model[0].weight.requires_grad_(False)
-    with refused("layers were frozen or thawed since", kind=ConfigError):
+    with refused("layers were frozen or unfrozen", kind=ConfigError):
         optimizer.backward(cross_entropy(wrapped(x), y))
 
 
