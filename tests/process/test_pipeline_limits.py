@@ -104,7 +104,7 @@ def test_what_is_cut(found: Found, limit: Limit) -> None:
     said = refusal(received["sequence"], "[batch, sequence, ...]")
     limit("P3c", "a sequence-first LSTM, as many steps as samples", refused=said)
     refusal(received["dimension"], "transposes")
-    refusal(received["centred"], "an output belongs to one sample")
+    refusal(received["centred"], "outputs must not depend on other samples")
     assert received["norm"].startswith("nothing raised"), "batch-norm is the known exception"
 
 

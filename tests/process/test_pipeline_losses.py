@@ -66,18 +66,18 @@ def test_a_mean_that_is_not_over_samples_is_refused_with_its_weight(found: dict[
 
 
 RARE = {
-    "pad": "step 1: the weight of",
-    "class": "step 1: the weight of",
-    "nan": "step 1: the weight of",
-    "mask": "step 1: the weight of",
-    "pad_later": "step 3: the weight of",
-    "class_later": "step 3: the weight of",
-    "weights_later": "step 3: the weight of",
-    "weights_turned_later": "step 3: the weight of",
-    "count_later": "step 3: the weight of",
+    "pad": "step 1: weight= must equal",
+    "class": "step 1: weight= must equal",
+    "nan": "step 1: weight= must equal",
+    "mask": "step 1: weight= must equal",
+    "pad_later": "step 3: weight= must equal",
+    "class_later": "step 3: weight= must equal",
+    "weights_later": "step 3: weight= must equal",
+    "weights_turned_later": "step 3: weight= must equal",
+    "count_later": "step 3: weight= must equal",
     "closure_later": "step 3: the loss of a batch",
     "setting_later": "step 3: the loss of a batch",
-    "class_weights_later": "step 3: the weight of",
+    "class_weights_later": "step 3: weight= must equal",
 }
 
 

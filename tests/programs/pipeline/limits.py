@@ -179,7 +179,7 @@ def repeats() -> dict[str, Any]:
         warnings.simplefilter("always")
         pipe.step(X, Y, MSE)
     handle.remove()
-    return {"same": same, "told": told, "warned": [str(one.message) for one in warned if "draws" in str(one.message)]}
+    return {"same": same, "told": told, "warned": [str(one.message) for one in warned if "draw" in str(one.message)]}
 
 
 # -- P2: what a trace fixes --------------------------------------------------------------------------------------------
