@@ -99,13 +99,13 @@ def hung(
     known = {**reports, **silent}
     lines = [line for rank in verdict.ranks[:4] for line in who_does_not_come(rank, known[rank])]
     if len(verdict.ranks) > 4:
-        lines.append(f"neither do {names_of(verdict.ranks[4:])}")
+        lines.append(f"nor have {names_of(verdict.ranks[4:])}")
     places: dict[str, list[int]] = {}
     for rank in verdict.waiting:
         places.setdefault(described(reports[rank]["at"]), []).append(rank)
     waited = max((reports[rank]["idle_s"] for rank in verdict.waiting), default=hang_s)
     for place, ranks in places.items():
-        lines.append(f"{names_of(ranks)} wait{'s' * (len(ranks) == 1)} for it {place}")
+        lines.append(f"{names_of(ranks)} wait{'s' * (len(ranks) == 1)} {place}")
     lines.append(f"for {waited:.0f} s; all ranks' stacks: {bundle}" if bundle else f"for {waited:.0f} s")
     first = known[verdict.ranks[0]]
     at = reports[verdict.waiting[0]]["at"] if verdict.waiting else {}
@@ -134,21 +134,21 @@ def who_does_not_come(rank: int, report: Report) -> list[str]:
         frames = report["stacks"][0]["frames"] if report.get("stacks") else []
         frames = ([frame for frame in frames if frame["user"]] or frames)[-_SHOWN_FRAMES:]
         where = _line_of(frames[-1]) if frames else "?"
-        words = {MOVING: "moving on", CIRCLES: "at work"}.get(report.get("movement", ""), "in")
-        head = f"{who} does not come, {words} {where}"
+        words = {MOVING: "running at", CIRCLES: "looping at"}.get(report.get("movement", ""), "at")
+        head = f"{who} has not reached the collective; it is {words} {where}"
         if report.get("failed"):
             head = (
                 f"{who} has failed ({report['failed']}, see its output) and its process does not end, {words} {where}"
             )
         return [f"{head} ({', '.join(done)})", *(f"  {_line_of(frame, within=True)}" for frame in frames[:-1])]
     state = report.get("state")
-    lines = [f"{who} does not come, and does not answer" + (f": process state {state}" if state else "")]
+    lines = [f"{who} has not reached the collective and does not answer" + f": process state {state}" * bool(state)]
     if report.get("gone"):
-        lines = [f"{who} does not come: its process is gone"]
+        lines = [f"{who} has not reached the collective: its process is gone"]
     if report.get("wchan"):
         lines[0] += f", in the kernel's {report['wchan']}"
     if done:
-        lines.append(f"  when it was last heard of: {', '.join(done)}, {report.get('in') or ''}".rstrip(", "))
+        lines.append(f"  last report: {', '.join(done)}, {report.get('in') or ''}".rstrip(", "))
     if report.get("line"):
         lines.append(f"  {report['line']}")
     return lines + [f"  {line}" for line in report.get("native", "").splitlines()[:_SHOWN_FRAMES]]
@@ -181,4 +181,4 @@ def notes(verdict: Verdict, known: Mapping[int, Report], hang_s: float) -> str:
         return f"hvdtrain: ranks wait for longer than {hang_s:g} s, and are left alone: {why}"
     where = "\n  ".join(who_does_not_come(rank, known[rank])[0] for rank in verdict.ranks)
     late = f"{names_of(verdict.waiting)} wait{'s' * (len(verdict.waiting) == 1)} for longer than {hang_s:g} s"
-    return f"hvdtrain: {late}; the job goes on, for what does not come moves:\n  {where}"
+    return f"hvdtrain: {late}; the job continues, because the late ranks still move:\n  {where}"

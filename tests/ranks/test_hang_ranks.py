@@ -44,8 +44,8 @@ def check_hung(done: Result, folder: Path, said: str = "# here") -> str:
     error = done.ranks_error[0]
     assert RULE in error, done.text
     line = next(line for line in error.splitlines() if "rank 1 (host " in line)
-    assert "does not come" in line and said in line, done.text
-    assert "rank 0 waits for it in " in error and "fix: " in error, done.text
+    assert "has not reached the collective" in line and said in line, done.text
+    assert "rank 0 waits in " in error and "fix: " in error, done.text
     parted = [float(file.read_text()) for file in folder.glob("parted.*")]
     lived = (folder / "0").stat().st_mtime - max(parted)
     assert lived <= NAMED_WITHIN_S, f"{lived:.1f} s"

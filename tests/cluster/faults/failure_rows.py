@@ -67,7 +67,7 @@ class Fault:
 RANK, HANG, STEP, HOST = "a rank fails", "a rank hangs", "ranks out of step", "hosts and their network"
 DISK, LAUNCHER, TOLD = "disks and clocks", "launcher and agents", "preempted"
 RESTART, ELASTIC, OTHERS = "started again (`--max-restarts`)", "elastic (`--min-np`)", "other launchers"
-HUNG = "  received: .*does not come"
+HUNG = "  received: .*has not reached the collective"
 THREE = "host1:1,host2:1,host3:1"
 NO_LINK = "host host3 .*host2 .* and host3 .* cannot reach each other"
 FAILED, LOST = "rank 1 on host2 failed first", "host host2 failed first"

@@ -275,9 +275,10 @@ def test_the_error_names_rank_line_and_who_waits() -> None:
     reports = {0: report(0, UPDATE), 1: report(1, phase="input"), 2: report(2, UPDATE)}
     error = hang.hung(hang.judge(reports, {}, 30.0), reports, {}, 30.0, "runs/1/hangs/x.json")
     assert error.received.splitlines() == [
-        "rank 1 (host node, process 101) does not come, in train.py:31: while True: (3 update(s) done, in phase input)",
+        "rank 1 (host node, process 101) has not reached the collective; it is at train.py:31: while True: (3 update(s)"
+        " done, in phase input)",
         "  train.py:60, in <module>: main()",
-        "ranks 0, 2 wait for it in update 4 of model 1: a.py:1: backward()",
+        "ranks 0, 2 wait in update 4 of model 1: a.py:1: backward()",
         "for 31 s; all ranks' stacks: runs/1/hangs/x.json",
     ]
     assert "cannot be distinguished from slow work" in error.remedy and variables.HANG_S in error.remedy
@@ -290,9 +291,9 @@ def test_the_error_of_a_rank_that_was_stopped() -> None:
     reports = {0: report(0, UPDATE)}
     error = hang.hung(hang.judge(reports, {1: known}, 30.0), reports, {1: known}, 30.0, "")
     assert error.received.splitlines()[:3] == [
-        "rank 1 (host node, process 7) does not come, and does not answer: process state T (stopped), in the kernel's"
-        " do_signal_stop",
-        "  when it was last heard of: 3 update(s) done, in phase input, in no collective operation",
+        "rank 1 (host node, process 7) has not reached the collective and does not answer: process state T (stopped)"
+        ", in the kernel's do_signal_stop",
+        "  last report: 3 update(s) done, in phase input, in no collective operation",
         "  poll (libc.so)",
     ]
     assert "kill -CONT 7" in error.remedy
@@ -444,8 +445,8 @@ def test_a_rank_that_hangs_ends_the_job(pair: Pair, tmp_path: Path) -> None:
     assert wait_here(pair, 30)
     assert pair.ended[0] == pair.ended[1]
     lines = pair.ended[0][1].splitlines()
-    assert "does not come, in test_hang.py" in lines[0] and "return pair.over.wait(seconds)" in lines[0]
-    assert any("rank 0 waits for it in update 2 of model 1: test_hang.py" in line for line in lines), lines
+    assert "the collective; it is at test_hang.py" in lines[0] and "return pair.over.wait(seconds)" in lines[0]
+    assert any("rank 0 waits in update 2 of model 1: test_hang.py" in line for line in lines), lines
     (file,) = (tmp_path / ring.FOLDER).glob("*.json")
     kept = json.loads(file.read_text())
     assert str(file) in pair.ended[0][1] and kept["received"] == pair.ended[0][1]
@@ -481,7 +482,7 @@ def test_one_that_moves_is_only_noted(pair: Pair, monkeypatch: pytest.MonkeyPatc
     pair.ranks[0].begin_update("of model 1")
     assert not wait_here(pair, 3.0) and not pair.ended
     said = capsys.readouterr().err
-    assert said.count("the job goes on, for what does not come moves") == 1, said
+    assert said.count("the job continues, because the late ranks still move") == 1, said
 
 
 def test_rank_1_says_so_where_rank_0_does_not_ask(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -494,7 +495,7 @@ def test_rank_1_says_so_where_rank_0_does_not_ask(monkeypatch: pytest.MonkeyPatc
         while not pair.ended and time.monotonic() < until:
             wait_here(pair, 0.05)
     pair.ranks[1].close()
-    assert list(pair.ended) == [1] and "rank 0 (host node, process 1) does not come" in pair.ended[1][1]
+    assert list(pair.ended) == [1] and "rank 0 (host node, process 1) has not reached the" in pair.ended[1][1]
 
 
 def test_one_in_a_debugger_is_only_noted(pair: Pair, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
