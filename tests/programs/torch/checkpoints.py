@@ -222,7 +222,7 @@ def case_what_cannot_be_saved_safely_is_refused(world: hvdtrain.World) -> None:
     job = Job(world, start=1, accumulate=1)
     ids, x, y = next(iter(job.data))
     job.optimizer.backward(cross_entropy(job.model(x), y))
-    with refused("complete and not applied", kind=ConfigError):
+    with refused("complete but not applied", kind=ConfigError):
         save(job)
     with refused("that prepare() returned", kind=ConfigError):
         hvt.model_state(job.model, job.optimizer.wrapped)

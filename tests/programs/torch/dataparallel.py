@@ -236,7 +236,7 @@ def case_of_a_loss_inside_the_model_only_that_of_each_sample_is_taken() -> None:
         if name.startswith("each sample's"):
             assert not isinstance(found, str) and found <= 1e-12, (name, found)
         else:
-            assert "a row for each sample" in str(found) and "reduction='none'" in found, (name, found)
+            assert "one row per sample" in str(found) and "reduction='none'" in found, (name, found)
 
 
 def case_pieces_are_even_and_never_empty() -> None:

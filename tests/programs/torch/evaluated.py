@@ -269,7 +269,7 @@ def refused(world: World) -> Any:
         ("the class F1", lambda: hvt.evaluate(Tagger(), sentences(), F1, **data)),
         ("a str", lambda: hvt.evaluate(Tagger(), sentences(), "accuracy", **data)),
         ("(values, weights)", lambda: hvt.evaluate(Tagger(), sentences(), lambda p, t: {"a": p}, **data)),
-        ("has a weight", lambda: hvt.evaluate(Tagger(), sentences(), lambda p, t: {"a": (p, p[:1])}, **data)),
+        ("needs a weight", lambda: hvt.evaluate(Tagger(), sentences(), lambda p, t: {"a": (p, p[:1])}, **data)),
         ("3 samples", lambda: hvt.gather_in_order([(step, ids[:1]) for step, ids in kept])),
         ("in place of a loader's step", lambda: hvt.gather_in_order([(None, ids) for _, ids in kept])),
         ("a str", lambda: hvt.gather_in_order([(step, (ids, "half")) for step, ids in kept])),
