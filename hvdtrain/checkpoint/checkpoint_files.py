@@ -104,7 +104,7 @@ def direction_of(metric: str) -> Literal["min", "max"]:
     if greater == less or _TURNED.match(name):
         raise ConfigError(
             "the best checkpoint needs to know which way its metric is better",
-            f"best={metric!r}, a name that does not say",
+            f"best={metric!r}, a name that does not show it",
             f'Checkpointer(..., best={metric!r}, mode="max") where more is better, else mode="min"',
         )
     return "max" if greater else "min"

@@ -213,7 +213,7 @@ class ExtraPart(Part):
             raise CheckpointError(
                 "a checkpoint must have everything that extra= names",
                 f"it lacks {', '.join(missing)}; it has {', '.join(sorted(saved)) or 'nothing'}",
-                "leave out what the run that saved it did not have",
+                "remove what the saved run did not have",
             )
         for name, value in list(self.extra.items()):
             try:

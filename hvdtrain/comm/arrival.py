@@ -102,9 +102,9 @@ def _watch_mpi(rank: int, size: int, seconds: float, started: threading.Event) -
         if waited >= seconds:
             error = LauncherError(
                 f"all {size} ranks must start within {seconds:.0f} s",
-                "MPI still waits for some, and does not say for which",
-                "read what the ranks that ended have said: one may have ended before hvdtrain.init, without an error;"
-                f" what takes longer before it: {variables.START_TIMEOUT_S}=3600",
+                "MPI still waits for some ranks, and does not report which",
+                "read the output of ranks that ended: one may have ended before hvdtrain.init, without an error;\n"
+                f"if ranks need longer before hvdtrain.init: {variables.START_TIMEOUT_S}=3600",
             )
             print(describe("hvdtrain", error, rank), file=sys.stderr, flush=True)
             os._exit(EXIT_CODE)

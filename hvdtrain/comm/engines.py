@@ -263,7 +263,7 @@ def losses_in(
         raise RanksLost(
             "every rank must take part until the end",
             f"{who} gave up: {str(error).strip().partition(chr(10))[0][:300]}",  # which may be empty
-            "read what the rank that ended first has said",
+            "read the output of the rank that ended first",
         ) from error
 
 

@@ -211,8 +211,8 @@ def _elastic(args: argparse.Namespace, environ: Mapping[str, str], job: Job) -> 
         job = dataclasses.replace(job, hosts=[dataclasses.replace(job.hosts[0], slots=max(args.max_np, job.np))])
     minimum, maximum = args.min_np or 1, args.max_np or max(job.np, sum(host.slots for host in job.hosts))
     if not minimum <= job.np <= maximum:
-        rule, received = "--min-np <= -np <= --max-np", f"{minimum}, {job.np}, {maximum}"
-        raise ConfigError(rule, received, "give -np between the two, or leave one out")
+        rule, received = "-np must be from --min-np to --max-np", f"{minimum}, {job.np}, {maximum}"
+        raise ConfigError(rule, received, "give -np between the two, or remove one of them")
     return dataclasses.replace(job, elastic=ElasticOptions(minimum, maximum, args.elastic_timeout, command))
 
 

@@ -242,7 +242,7 @@ def computable(args: argparse.Namespace) -> Iterator[None]:
         numbers = {name: value for name, value in vars(args).items() if type(value) in (int, float, list)}
         received = f"{error}, from {', '.join(f'{name} {value!r:.50}' for name, value in numbers.items())}"
         rule = "a prediction needs numbers that a step, a link and a device can have"
-        raise ConfigError(rule, received, "leave out the flag with the extreme one") from None
+        raise ConfigError(rule, received, "remove the flag with the extreme value") from None
 
 
 def save(args: argparse.Namespace, command: str, **found: Any) -> None:

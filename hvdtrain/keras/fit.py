@@ -169,9 +169,9 @@ def _begin(call: FitCall) -> bool:
         raise ConfigError(
             "a restored run must resume in the epoch that it stopped in",
             f"progress is in epoch {progress.epoch}, fit(initial_epoch={first})",
-            f"fit(..., initial_epoch=progress.epoch, epochs={progress.epoch + 1} or more); a new training that starts"
-            ' from these weights restores them only: Checkpointer.restore({"model.keras": state["model.keras"]}), with'
-            " state = hvdtrain.keras.model_state(model)",
+            f"fit(..., initial_epoch=progress.epoch, epochs={progress.epoch + 1} or more);\n"
+            'to start a new training from these weights, restore only them: Checkpointer.restore({"model.keras":'
+            ' state["model.keras"]}), with state = hvdtrain.keras.model_state(model)',
             shared=True,
         )
     order = None if data is None else data.identity()
@@ -269,7 +269,7 @@ def _check_rate(call: FitCall) -> None:
         raise ConfigError(
             "the learning rate cannot be set elsewhere with lr=: a callback sets it",
             f"lr={rate.lr} and {type(others[0]).__name__}",
-            f"leave {type(others[0]).__name__} out, or lr= (then scale the optimizer's rate yourself)",
+            f"remove {type(others[0]).__name__}, or lr= (then scale the optimizer's rate yourself)",
             shared=True,
         )
     data, prepared_batch = call.session.fit.data, call.session.prepared.per_rank_batch

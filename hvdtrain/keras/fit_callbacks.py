@@ -288,14 +288,14 @@ def check_rate(optimizer: Any, lr: LR, global_batch: int) -> None:
         raise ConfigError(
             "lr= cannot set several learning rates",
             f"{type(optimizer).__name__} with {len(leaves)} optimizers, each with a rate of its own",
-            "leave lr= out and give each a learning_rate (or schedule) for the global batch",
+            "remove lr= and give each a learning_rate (or schedule) for the global batch",
         )
     own = leaves[0]._learning_rate
     if not isinstance(own, keras.Variable):
         raise ConfigError(
             "the learning rate cannot be set elsewhere with lr=: the optimizer has a schedule",
             f"lr={lr} and {type(own).__name__} in {leaves[0].name!r}",
-            f"make the optimizer with learning_rate={lr.base}, or leave lr= out",
+            f"make the optimizer with learning_rate={lr.base}, or remove lr=",
         )
     lr.check_optimizer(rate_of(optimizer), global_batch)
 

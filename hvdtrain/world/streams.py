@@ -177,7 +177,7 @@ def _skip(records: CountedRecords, plan: StreamPlan, begin: int, digest: int | N
             rule,
             f"{kind.name} has other {kind.many} than the saved run had among the first {begin} samples of the epoch:"
             f" digest {digest:08x} when it was saved, {records.digest:08x} now",
-            f"give the same data (files that nobody changed, in the same order) and seed; {kind.again};\nor start a new"
+            f"give the same data (unchanged files, in the same order) and seed; {kind.again};\nor start a new"
             " run directory",
         )
 

@@ -66,7 +66,7 @@ REFUSED = {
     "other_loss_weights": ("ReplicaError", "the same compile.loss_weights", "rank 1: [1.0, 2.0]"),
     "sparse_tensors": ("ConfigError", "sparse tensors", "tf.sparse.to_dense"),
     "single_samples": ("ConfigError", "must come in batches", "dataset.batch("),
-    "repeated_without_end": ("ConfigError", "must end", "leave .repeat() out"),
+    "repeated_without_end": ("ConfigError", "must end", "remove .repeat()"),
     "shuffled_by_tensorflow": ("ConfigError", "the tf.data set must give the same", "lambda epoch: dataset.shuffle"),
     "moved_by_hand": ("ReplicaError", "replicas must be equal after the first step", "kernel"),
 }

@@ -136,7 +136,7 @@ def _check_tf_dataset(data: Any) -> None:
         raise ConfigError(
             "an epoch of a tf.data set must end",
             "a set that repeats itself without end",
-            "leave .repeat() out: each epoch reads the set from its beginning; or .take(batches)",
+            "remove .repeat(): each epoch reads the set from its beginning; or .take(batches)",
         )
 
 

@@ -143,8 +143,8 @@ def check_saved() -> None:
     drawn = BACKEND.hidden_random()
     if drawn:
         raise ConfigError(
-            "a run with checkpoints goes on exactly, so what its train step draws must be kept in them",
-            f"operations with a state of their own that nobody can read: {', '.join(drawn)}",
+            "checkpoints must contain the state of all random numbers that a train step draws",
+            f"operations with a state that cannot be read: {', '.join(drawn)}",
             "draw with keras.random.normal(shape) and the like instead of tf.random.normal(shape)",
             shared=True,
         )

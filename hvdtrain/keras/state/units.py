@@ -173,7 +173,7 @@ def _one_number(original: Callable[..., Any], self: CompileLoss, *args: Any, **k
         raise ConfigError(
             "the loss of a batch must be one number: its mean, or its sum",
             f"reduction=None in {', '.join(bare)}",
-            "leave reduction out (the default is the mean)",
+            "remove reduction= (the default is the mean)",
             shared=True,
         )
     return loss
