@@ -263,9 +263,7 @@ def prediction(world: World) -> Any:
     pairs = (x.numpy(), np.zeros(RECORDS))
     alone = hvt.predict(net, pairs, per_rank_batch=4, inputs=lambda batch: batch[0], on_main=True)
     assert (alone is None) == (not world.is_main)
-    said(
-        lambda: hvt.predict(nn.Flatten(0), x, per_rank_batch=4), ConfigError, "one row per sample", "[samples, ...]"
-    )
+    said(lambda: hvt.predict(nn.Flatten(0), x, per_rank_batch=4), ConfigError, "one row per sample", "[samples, ...]")
     said(lambda: hvt.predict(Now(lambda x: x.mean()), x, per_rank_batch=4), ConfigError, "one number, for")
     part = Now(lambda x: (x, x if 0.0 in x else None))
     said(lambda: hvt.predict(part, torch.arange(9.0), per_rank_batch=2), ConfigError, "same structure in every batch")
