@@ -137,6 +137,7 @@ def test_one_rank_becomes_three(tmp_path):
     assert done.sizes[-1] == 3
 
 
+@pytest.mark.thorough
 def test_a_slot_that_is_taken_away_is_soon_free(tmp_path):
     """A rank that leaves ends at once, and so does one that is still on its way: both would wait for an update."""
     hosts = tmp_path / "hosts"

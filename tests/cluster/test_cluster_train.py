@@ -101,7 +101,10 @@ def test_two_hosts_train(
     check_training(done, run_dir, ON_TWO_HOSTS, hosts)
 
 
-@pytest.mark.parametrize("launcher", ["horovodrun", "mpirun", "hvdtrain launch"])
+@pytest.mark.parametrize(
+    "launcher",
+    ["hvdtrain launch", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("horovodrun", "mpirun"))],
+)
 def test_torch_distributed_meets_where_rank_0_finds_a_free_port(launcher: str, hosts: Cluster, tmp_path: Path) -> None:
     """Twice in one process; the ports that job names and hvdtrain's launcher would make up are taken."""
     program = [str(PROGRAMS / "torch" / "beginning.py"), "taken", str(PROGRAMS / "torch" / "relay.py")]

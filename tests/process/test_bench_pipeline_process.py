@@ -32,6 +32,7 @@ def test_ours_alone_on_one_core(tmp_path: Path) -> None:
     assert "2 stage(s) on 1 core(s)" in done.out, done.text
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two stages have a core each")
 def test_a_tiny_bench(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ def told(tmp_path_factory) -> dict:
     return {"folder": folder} | {line["case"]: line for line in map(json.loads, done.out.splitlines())}
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_the_command_ranks(told):
     one = told["given"]

@@ -26,6 +26,7 @@ def test_a_job_that_fails_shows_its_end(monkeypatch: pytest.MonkeyPatch) -> None
     assert "ended with 2" in caught.value.received and "tensorflow or torch" in caught.value.received
 
 
+@pytest.mark.thorough
 def test_each_rank_trains_on_a_batch_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -61,6 +62,7 @@ def check_samples(part: dict[str, Any], labels: set[str]) -> None:
         assert 0 < ratio["low"] <= ratio["value"] <= ratio["high"]
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_tiny_bench(tmp_path: Path) -> None:
     """Of Keras, as the command line does it."""

@@ -81,6 +81,7 @@ def test_mutants_are_named(framework: str, tmp_path: Path) -> None:
         ), finding
 
 
+@pytest.mark.thorough
 def test_without_the_guard_they_run_to_their_end(tmp_path: Path) -> None:
     chosen = [mutant for mutant in QUIET if mutant["script"].startswith("torch")]
     runs = {mutant["name"]: f"{mutated(mutant, tmp_path)} {mutant.get('runs', [''])[-1]}" for mutant in chosen}

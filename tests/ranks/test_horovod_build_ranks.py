@@ -284,6 +284,7 @@ def test_what_is_built_in_is_known_without_importing_a_framework():
     assert (done.stdout.split(), done.stderr) == (["True", "True", "False"], ""), done
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("idle_ms", ["", "100"])
 def test_waiting_costs_nothing(tmp_path, idle_ms):
     """A rank that waits in synchronize() sleeps (patch torch-wait-sleeps), and ranks without a tensor ask each other

@@ -30,6 +30,7 @@ def judge(found: list[dict[str, Any]], lines: tuple[str, ...]) -> None:
             assert alike == (line != "torch_process_sets.py"), line
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("lines", [TORCH, KERAS], ids=["torch", "keras"])
 def test_two_ranks(lines: tuple[str, ...], tmp_path: Path) -> None:
     judge(run_in_turn(lines, tmp_path, launcher="horovodrun"), lines)

@@ -67,6 +67,7 @@ def test_the_best_models_checkpoint(found: list[dict[str, Any]]) -> None:
         assert of_the_best == 0 and of_the_last > 1e-3
 
 
+@pytest.mark.thorough
 def test_adasum_over_mpi(tmp_path: Path) -> None:
     program = [str(PROGRAMS / "keras" / "horovods_own.py"), str(tmp_path), "adasum"]
     run_ranks(program, 2, launcher="horovodrun --mpi", env={"KERAS_BACKEND": "tensorflow"}, timeout_s=400).check()

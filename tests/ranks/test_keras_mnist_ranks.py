@@ -123,6 +123,7 @@ def test_launch_forms(launcher: str, ranks: int, flags: tuple[str, ...], few_pic
     assert run["config"]["backend"] == ("torch" if "torch" in flags else "tensorflow")
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_resume_goes_on_bit_exactly(few_pictures: Path, tmp_path: Path) -> None:
     flags = ["--data", few_pictures, "--seed", "3", "--per-rank-batch", "32"]

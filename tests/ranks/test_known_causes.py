@@ -26,7 +26,7 @@ VERDICTS = {
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("framework", "backend"),
-    [("torch", ""), ("keras", "tensorflow"), pytest.param("keras", "torch", marks=pytest.mark.thorough)],
+    [("torch", ""), *(pytest.param("keras", name, marks=pytest.mark.thorough) for name in ("tensorflow", "torch"))],
 )
 def test_the_verdict_names_the_known_cause(framework: str, backend: str, tmp_path: Path) -> None:
     program: list[str | Path] = [PROGRAMS / "core" / "known_causes.py", framework, str(tmp_path)]

@@ -288,6 +288,7 @@ def test_in_float64_to_its_last_digits(tmp_path: Path) -> None:
     assert proof.tolerance < 1e-12
 
 
+@pytest.mark.thorough
 def test_a_part_of_a_model_that_is_called_is_not_proven() -> None:
     """DistributedDataParallel averages nothing then: no reader of the script's text finds all ways to it."""
     result = migrate("--to", "ddp", FOLDER / "torch_gan.py")
@@ -415,6 +416,7 @@ torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("target", ["hvdtrain", "ddp"])
 def test_what_rank_0_alone_resumes_is_proven(target: str, tmp_path: Path) -> None:
     """As many updates on all ranks: the step by which Horovod makes a state on the others is none."""

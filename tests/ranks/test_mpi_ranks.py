@@ -23,9 +23,9 @@ def test_ring_and_servers_sum_as_numpy_does_and_send_what_the_rule_says(ranks: i
     ("launcher", "mode"),
     [
         ("mpirun", "horovod-first"),
-        ("mpirun", "mpi-first"),
-        ("mpirun", "never-left"),
-        ("horovodrun --mpi", "horovod-first"),
+        pytest.param("mpirun", "mpi-first", marks=pytest.mark.thorough),
+        pytest.param("mpirun", "never-left", marks=pytest.mark.thorough),
+        pytest.param("horovodrun --mpi", "horovod-first", marks=pytest.mark.thorough),
     ],
 )
 def test_mpi_and_horovod_in_one_process_end_cleanly(launcher: str, mode: str) -> None:
@@ -81,6 +81,7 @@ print(f"{loss:.8f}")
 """
 
 
+@pytest.mark.thorough
 def test_shards_by_threads_processes_and_mpi_train_alike() -> None:
     wanted = run_ranks(["-c", REFERENCE], 1, launcher="none").check().out.strip()
     outputs = [

@@ -58,6 +58,7 @@ def test_all_ranks_save_after_the_same_update(
     assert trained(launched(tmp_path, TORCH, tmp_path / "run").check().out) == unbroken
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("launcher", "engine"),
     [("horovodrun", "horovod"), pytest.param("torchrun", "ddp", marks=pytest.mark.thorough)],

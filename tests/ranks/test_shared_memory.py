@@ -57,6 +57,7 @@ def test_who_is_lost_is_missed_and_nothing_is_left(times: int, hosts: str, how: 
     assert "in shared memory waits for a process that has ended" in done.err or "'shared memory'" in done.out, done.text
 
 
+@pytest.mark.thorough
 def test_a_rank_that_can_open_no_file_takes_nobody_for_dead() -> None:
     code = (
         "import os, resource, time, torch, horovod.torch as hvd\n"
@@ -74,6 +75,7 @@ def test_a_rank_that_can_open_no_file_takes_nobody_for_dead() -> None:
     assert "Too many open files" in run_ranks(["-c", code], 2, launcher="horovodrun", timeout_s=60).check().out
 
 
+@pytest.mark.thorough
 def test_the_timeline_shows_them(tmp_path: Path) -> None:
     code = "import torch, horovod.torch as hvd; hvd.init(); hvd.allreduce(torch.ones(9), name='nine'); hvd.shutdown()"
     for wanted in ("1", "0"):

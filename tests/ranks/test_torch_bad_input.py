@@ -54,7 +54,7 @@ def test_a_batch_that_leaves_one_picture_for_batch_norm(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "run.json").exists()
 
 
-@pytest.mark.parametrize("launcher", ["mpirun", "torchrun"])
+@pytest.mark.parametrize("launcher", ["mpirun", pytest.param("torchrun", marks=pytest.mark.thorough)])
 def test_folder_without_classes(launcher: str, tmp_path: Path) -> None:
     (tmp_path / "train").mkdir()
     (tmp_path / "val").mkdir()

@@ -51,6 +51,7 @@ def test_it_learns_the_digits_on_two_ranks(tmp_path: Path) -> None:
     assert said == result(tmp_path / "run")["verdict"] and not ended.ranks_output.get(1, "").strip()
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_cifars_files_under_ddp_with_resume(few_pictures: Path, tmp_path: Path) -> None:
     flags = ["--data", few_pictures, "--per-rank-batch", 8, "--engine", "ddp", "--amp", "bf16", "--epochs"]

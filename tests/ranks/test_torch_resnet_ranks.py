@@ -90,6 +90,7 @@ def check_run(result: Result, run_dir: Path, ranks: int) -> dict[str, Any]:
 # ---- real runs
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_two_ranks_reach_the_accuracy(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
@@ -164,6 +165,7 @@ def test_launch_forms(launcher: str, ranks: int, flags: tuple[str, ...], picture
     assert run["world"]["engine"] == engine
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_killed_run_goes_on_bit_exactly_from_the_middle_of_an_epoch(pictures: Path, tmp_path: Path) -> None:
     flags = ["--model", "resnet18", "--data", pictures, "--image-size", SIDE, "--per-rank-batch", 4, "--epochs", 2,

@@ -18,6 +18,7 @@ def tuned(out: Path, knobs: dict[str, list[str]], *flags: str, **env: str) -> tu
     return done, json.loads(out.read_text())
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_bad_setting_is_found_and_the_file_is_read(tmp_path: Path) -> None:
     """Each update waits for a cycle of 200 ms; what fails or trains otherwise is thrown out."""

@@ -52,7 +52,9 @@ def check_named(run: Path, launcher: str, in_step_s: str = "3") -> None:
     assert at.strip().startswith(f"at {run.stem}.py:") and at.endswith("# here"), why(run)
 
 
-@pytest.mark.parametrize("launcher", ["horovodrun", "mpirun", "torchrun"])
+@pytest.mark.parametrize(
+    "launcher", ["horovodrun", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("mpirun", "torchrun"))]
+)
 def test_an_error_of_rank_1_is_told_and_gone_when_the_run_has_ended_well(launcher: str, tmp_path: Path) -> None:
     check_named(tmp_path / "run", launcher)
     start("well", tmp_path / "run", "none", np=1).check()
