@@ -122,7 +122,7 @@ class Checkpointer:
         try:
             self._lock = _LOCKS[self._place] = self._lock or Lock(self._place)
         except CheckpointError:
-            if elastic.active() is None:  # else the lost rank 0 may still have it: taken at a later save
+            if not elastic.ranks().may_change:  # else the lost rank 0 may still have it: taken at a later save
                 raise
         except OSError as error:
             raise self.folder.not_written(error) from error

@@ -21,6 +21,7 @@ import os
 import pickle
 import sys
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar, cast
 
@@ -69,16 +70,73 @@ class Member(Protocol):
         that this rank was in."""
 
 
-class Elastic:
+class JobRanks:
+    """The ranks of a job that stay as they are; `Elastic`: those that may change.
+
+    Attributes:
+        formation: the number of the current one.
+        member: what trains; None before it is prepared.
+        joining: a new process that has not met the others yet.
+    """
+
+    may_change = False
+    formation = 0
+    member: Member | None = None
+    joining = False
+
+    @property
+    def inside(self) -> bool:
+        """Returns True if this rank is in an operation that is repeated as a whole."""
+        return False
+
+    @property
+    def wants_to_leave(self) -> bool:
+        """Returns True if the launcher has asked for another formation; sent with the next update."""
+        return False
+
+    def run(self, name: str, operation: Callable[[], T]) -> T:
+        """Returns what the operation gives on the ranks that are there in the end."""
+        return operation()
+
+    def without_repeating(self, operation: Callable[[], None]) -> None:
+        """Runs an operation that must not be repeated."""
+        operation()
+
+    def connecting(self, connections: Any) -> AbstractContextManager[None]:
+        """While it lasts, the engine connects to other ranks; `Elastic` can cut these connections later."""
+        return nullcontext()
+
+    def lose(self, ranks: Sequence[int], formation: int) -> bool:
+        """Asks the launcher to continue without ranks that hang; returns False if the job cannot."""
+        return False
+
+    def updated(self) -> None:
+        """Notes an update; the first one shows that the set-up is complete."""
+
+    def begin_epoch(self) -> None:
+        """Begins a loop over an epoch; a new process meets the others here."""
+
+    def in_epoch(self) -> None:
+        """Notes that there is a batch: what is collective at the head of the epoch has been done."""
+
+    def regroup(self, lost: RanksLost | None, *, operation: bool = False, joinable: bool = True) -> Any:
+        """Goes over to the next formation, after a loss, or because all ranks have agreed to leave, or this one is
+        new (None). Returns the result of the `operation` that failed, which is repeated and no update, if another
+        rank has it, else `_NOTHING`. `joinable`: a new rank, which begins with the next batch, comes by all that is
+        collective from here on. Raises the loss if ranks cannot change."""
+        raise lost or ConfigError("ranks must be those of an elastic job to change", "a job of fixed ranks")
+
+
+class Elastic(JobRanks):
     """What one process needs to stay in the job when its world changes.
 
     Attributes:
         join: enters a formation; the world is that of its ranks afterwards.
         leave: ends what is left of the engine; `cut`: not together with the others.
         gather, broadcast: of the formation that was joined: every rank's object, or that of one rank.
-        member: what trains; None before it is prepared.
-        joining: a new process that has not met the others yet.
     """
+
+    may_change = True
 
     join: Callable[[Form], None]
     leave: Callable[..., None]
@@ -87,8 +145,7 @@ class Elastic:
 
     def __init__(self, line: AgentLine, *, new: bool, answers: Answers) -> None:
         self.line, self.joining = line, new
-        line.formation = 0 if new else 1
-        self.member: Member | None = None
+        self.formation = line.formation = 0 if new else 1
         self._inside = False
         self._done = 0  # operations
         self._last: Any = None  # what the last one gave
@@ -100,7 +157,6 @@ class Elastic:
 
     # -- collective operations that are no updates ---------------------------------------------------------------
     def run(self, name: str, operation: Callable[[], T]) -> T:
-        """Returns what the operation gives on the ranks that are there in the end."""
         if self._replayed or self.joining:
             return cast(T, self._replay(name))
         while True:
@@ -123,7 +179,6 @@ class Elastic:
             return result
 
     def without_repeating(self, operation: Callable[[], None]) -> None:
-        """Runs an operation that must not be repeated."""
         before, self._inside = self._inside, True
         try:
             operation()
@@ -132,7 +187,6 @@ class Elastic:
 
     @property
     def inside(self) -> bool:
-        """Returns True if this rank is in an operation that is repeated as a whole."""
         return self._inside
 
     def _replay(self, name: str) -> Any:
@@ -148,15 +202,23 @@ class Elastic:
     # -- training ------------------------------------------------------------------------------------------------
     @property
     def wants_to_leave(self) -> bool:
-        """Returns True if the launcher has asked for another formation; sent with the next update."""
         return self.line.asked_to_leave >= self.line.formation > 0
 
     def updated(self) -> None:
-        """Notes an update; the first one shows that the set-up is complete."""
         if not self._reported:
             self._reported = True
             if os.environ["HOROVOD_RANK"] == "0":
                 self._send_answers(self._setup)
+
+    def connecting(self, connections: Any) -> AbstractContextManager[None]:
+        self.line.cut = connections.cut
+        noted: AbstractContextManager[None] = connections.noted()
+        return noted
+
+    def lose(self, ranks: Sequence[int], formation: int) -> bool:
+        if self.member is not None:
+            self.line.say(do="hung", formation=formation, ranks=list(ranks))
+        return self.member is not None
 
     def _send_answers(self, recorded: Answers) -> None:
         try:
@@ -172,14 +234,12 @@ class Elastic:
             self.line.say(do="answers", data=text, last=start + _PIECE_BYTES >= len(data))
 
     def begin_epoch(self) -> None:
-        """Begins a loop over an epoch; a new process meets the others here."""
         if self.joining:
             self.regroup(None)
         else:
             self._head = self._recording = []
 
     def in_epoch(self) -> None:
-        """Notes that there is a batch: what is collective at the head of the epoch has been done."""
         self._recording = None
         if self._replayed:
             raise ReplicaError(
@@ -189,10 +249,6 @@ class Elastic:
             )
 
     def regroup(self, lost: RanksLost | None, *, operation: bool = False, joinable: bool = True) -> Any:
-        """Goes over to the next formation, after a loss, or because all ranks have agreed to leave, or this one is
-        new (None). Returns the result of the `operation` that failed, which is repeated and no update, if another
-        rank has it, else `_NOTHING`. `joinable`: a new rank, which begins with the next batch, comes by all that is
-        collective from here on."""
         member = self.member
         if member is None:
             raise ConfigError(
@@ -217,7 +273,7 @@ class Elastic:
             raise HvdtrainError(
                 "an elastic job needs its launcher", "the agent is gone", "read what hvdtrain launch has printed"
             )
-        self.line.formation = int(form["formation"])
+        self.formation = self.line.formation = int(form["formation"])
         self.join(form)
 
     def _settle(self, member: Member, operation: bool) -> Any:
@@ -251,21 +307,21 @@ class Elastic:
         return last if operation and self._done < done else _NOTHING
 
 
-_active: Elastic | None = None
+_ranks = JobRanks()
 _line: AgentLine | None = None
 
 
-def begin(environ: MutableMapping[str, str]) -> Elastic | None:
-    """Returns what this process needs where the job is elastic; None where it is not. Once a process. A new process
+def begin(environ: MutableMapping[str, str]) -> JobRanks:
+    """Finds out whether the ranks of this job may change, and returns them. Once a process. A new process
     gets the place of the last rank of the first formation, until it joins: what it does before is what that rank has
     done. Raises `ConfigError` for variables of the launcher's without its line."""
-    global _active, _line
-    if _active is not None:
-        return _active
+    global _ranks, _line
+    if _ranks.may_change:
+        return _ranks
     _line = _line or line_of(environ)
     kind = environ.get(variables.ELASTIC, "")
     if not kind:
-        return None
+        return _ranks
     if _line is None:
         raise ConfigError(
             "a rank of an elastic job needs a connection to its launcher",
@@ -285,8 +341,8 @@ def begin(environ: MutableMapping[str, str]) -> Elastic | None:
         environ.update({f"HOROVOD_{name}": str(number) for name, number in numbers.items()})
         environ.update({"HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "HOROVOD_GLOO_RENDEZVOUS_PORT": "9"})
         environ.setdefault("HOROVOD_HOSTNAME", "127.0.0.1")
-    _active = Elastic(_line, new=kind == NEW, answers=answers)
-    return _active
+    _ranks = Elastic(_line, new=kind == NEW, answers=answers)
+    return _ranks
 
 
 def _slot(environ: Mapping[str, str]) -> tuple[int, int]:
@@ -297,18 +353,17 @@ def _slot(environ: Mapping[str, str]) -> tuple[int, int]:
 def place_on_host(local_rank: int, local_size: int) -> tuple[int, int]:
     """Returns what a process's GPU goes by, and of how many: a new one's slot, which no other on its host has, while
     local ranks are counted again in each formation."""
-    its = _active
-    return (local_rank, local_size) if its is None or not its.joining else _slot(os.environ)
+    return _slot(os.environ) if _ranks.joining else (local_rank, local_size)
 
 
-def active() -> Elastic | None:
-    """Returns what this process has where the job is elastic."""
-    return _active
+def ranks() -> JobRanks:
+    """Returns the ranks of this process's job."""
+    return _ranks
 
 
 def hint() -> str:
     """Returns what may be the cause where ranks do not do the same, and new ones have come."""
-    if _active is None or _active.line.formation < 2:
+    if _ranks.formation < 2:
         return ""
     return (
         "a rank that has joined began at the program's top: what the loop counts and keeps in variables must follow"
@@ -335,10 +390,9 @@ def repeated(function: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        its = _active
-        if its is None or its.inside:
+        if _ranks.inside:
             return function(*args, **kwargs)
-        return its.run(function.__qualname__, lambda: function(*args, **kwargs))
+        return _ranks.run(function.__qualname__, lambda: function(*args, **kwargs))
 
     return call
 

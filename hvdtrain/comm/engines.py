@@ -200,23 +200,18 @@ class HorovodCollectives(HostCollectives):
             by_mpi=by_mpi, rank=detected.rank, size=detected.size, local_rank=detected.local_rank,
             local_size=detected.local_size, node=detected.node, devices=devices, hvd=hvd,
         )  # fmt: skip
-        its = elastic.active()
-        if its is None or not its.joining:
+        if not elastic.ranks().joining:
             engine._start(lambda: start_horovod(hvd.init, detected, os.environ))
         return engine
 
     def _start(self, start: Callable[[], None]) -> None:
-        its, hvd = elastic.active(), self.hvd
+        hvd = self.hvd
         for variable, value in _QUIET.items():
             os.environ.setdefault(variable, value)
         if os.environ.get(variables.TRACE):
             os.environ.setdefault("HOROVOD_TIMELINE", "DYNAMIC")  # or it records nothing later
-        if its is None:
+        with elastic.ranks().connecting(self.connections):
             start()
-        else:
-            its.line.cut = self.connections.cut
-            with self.connections.noted():
-                start()
         self.rank, self.size, self.node = hvd.rank(), hvd.size(), hvd.cross_rank()
         self.local_rank, self.local_size = hvd.local_rank(), hvd.local_size()
         self._calls = itertools.count()

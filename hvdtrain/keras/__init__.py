@@ -149,10 +149,10 @@ def _check_options(model: Any, compression: str | None, watch_every: int, *, who
     if watch_every < 0:
         raise ConfigError("watch_every must be a number of steps, 0 for never", f"watch_every={watch_every}")
     is_optimizer = isinstance(model, keras.optimizers.Optimizer)
-    if whole and (is_optimizer or elastic.active() is not None):
+    if whole and (is_optimizer or elastic.ranks().may_change):
         raise ConfigError(
             "whole=True needs a compiled model, in a job that is not elastic",
-            "prepare(optimizer, whole=True)" if elastic.active() is None else "whole=True in an elastic job",
+            "prepare(optimizer, whole=True)" if is_optimizer else "whole=True in an elastic job",
             "prepare the compiled model; or hvdtrain.keras.whole(y, y_pred) in a train_step",
         )
     if sync_batchnorm and is_optimizer:
@@ -205,7 +205,7 @@ def callbacks(
     if not prepared.alone:
         found.append(fit_callbacks.EndOfEpoch(session))
     watches = prepared.watch_every > 0 and not prepared.alone
-    if watches or any(part is not None for part in (prepared.lr, run, checkpointer, elastic.active())):
+    if watches or elastic.ranks().may_change or any(part is not None for part in (prepared.lr, run, checkpointer)):
         found.append(count)
     if prepared.lr is not None:
         found.append(fit_callbacks.Rate(session, prepared.lr, model.optimizer))

@@ -17,7 +17,7 @@ import keras
 import numpy as np
 
 from hvdtrain.checkpoint.parts import Progress
-from hvdtrain.comm.elastic import Elastic, Member
+from hvdtrain.comm.elastic import JobRanks, Member
 from hvdtrain.core.errors import ConfigError, RanksLost
 from hvdtrain.keras.backends.chosen import BACKEND
 from hvdtrain.keras.backends.session import KerasSession, first_made, is_built, leaves_of, optimizers_of
@@ -38,7 +38,7 @@ RULE = "an elastic job must train one Keras model, in one fit() that can repeat 
 
 
 def check_elastic(
-    model: keras.Model, session: KerasSession, its: Elastic, callbacks: Sequence[Any], *, within: bool
+    model: keras.Model, session: KerasSession, its: JobRanks, callbacks: Sequence[Any], *, within: bool
 ) -> None:
     """Raises ConfigError for a `fit` (that begins `within` an epoch) which could not continue with other ranks."""
     data = session.fit.data
@@ -83,7 +83,7 @@ class ElasticFit(Member):
         skipped: steps of the epoch that were over before this rank came.
     """
 
-    def __init__(self, model: keras.Model, session: KerasSession, its: Elastic, callbacks: Sequence[Any]) -> None:
+    def __init__(self, model: keras.Model, session: KerasSession, its: JobRanks, callbacks: Sequence[Any]) -> None:
         self.model, self.session = model, session
         self._its, self.callbacks = its, callbacks
         self._data: KerasLoader = session.fit.data

@@ -48,7 +48,8 @@ def _fit(model: keras.Model, inner: Callable[..., Any], *args: Any, **kwargs: An
     if not (call.session.prepared.world.is_main or "verbose" in call.unnamed) and call.given.get("verbose") == "auto":
         call.give("verbose", 0)
     within = _begin(call)
-    if (its := elastic.active()) is not None:
+    its = elastic.ranks()
+    if its.may_change:
         check_elastic(model, call.session, its, call.callbacks, within=within)
     data = call.session.fit.data
     if call.given.get("validation_data") is data and isinstance(data, KerasLoader):  # each has a place of its own
@@ -376,9 +377,9 @@ def _timed(call: FitCall) -> Iterator[None]:
 
 
 @contextmanager
-def _elastic(call: FitCall, its: elastic.Elastic | None) -> Iterator[None]:
+def _elastic(call: FitCall, its: elastic.JobRanks) -> Iterator[None]:
     """Makes the `fit` of an elastic job the member that changes its ranks."""
-    if its is None:
+    if not its.may_change:
         yield
         return
     if not call.has(_K.History):

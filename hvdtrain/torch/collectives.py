@@ -147,7 +147,7 @@ def gather_in_order(batches: Iterable[tuple[Step | None, Any]], *, world: World 
     places = [place for place, _ in pieces]
     if not problem and len(set(places)) < len(places):
         problem = "a batch twice: from two ranks, or from two loops over one epoch"
-        if elastic.active() is not None:
+        if elastic.ranks().may_change:
             problem += ",\nor a batch was repeated when ranks changed (values of the lost ranks are missing, too)"
     if problem or not pieces:
         raise ConfigError(

@@ -122,8 +122,8 @@ def prepare(
         data.followers.add(session)
     wrapped_model, wrapped_optimizer = Model(session), Optimizer(session)
     prepared_optimizers[model] = ref(wrapped_optimizer)
-    its = elastic.active()
-    if its is not None:
+    its = elastic.ranks()
+    if its.may_change:
         its.member = Trained(wrapped_optimizer, its.member)
     if verify:
         proof = prove(session)
@@ -150,7 +150,7 @@ def _checked(
     for each in several:
         check_plain(each)
     parts = world.size * options.accumulate * getattr(engine_of(world), "pieces", 1)
-    if parts > 1 or elastic.active() is not None:
+    if parts > 1 or elastic.ranks().may_change:
         refuse_coupled_layers(unwrap(model))
     staged = staged_or_none(model)
     if staged is not None:

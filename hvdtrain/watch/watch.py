@@ -207,8 +207,7 @@ class Watch:
         self._noted: tuple[str, int] | None = None
         self._own = looks.Own(tracker, meeting)
         self._rounds = Rounds(self._own, tracker.size, who, self._end_hung)
-        its = elastic.active()
-        self._formation = its.line.formation if its is not None else 0
+        self._formation = elastic.ranks().formation
         run = self._speak if tracker.rank else self._compare
         self._thread = threading.Thread(target=run, name="hvdtrain in step", daemon=True)
         self._thread.start()
@@ -226,12 +225,10 @@ class Watch:
 
     def _end_hung(self, error: list[str], links: Sequence[RankLink], ranks: Sequence[int]) -> None:
         """Ends the job; an elastic one goes on without those that are hung."""
-        its = elastic.active()
-        if its is None or its.member is None:
-            self._end_all(error, links)
-        else:
+        if elastic.ranks().lose(ranks, self._formation):
             print(describe("hvdtrain", ReplicaError(*error), self._tracker.rank), file=sys.stderr, flush=True)
-            its.line.say(do="hung", formation=self._formation, ranks=list(ranks))
+        else:
+            self._end_all(error, links)
 
     def _end_all(self, error: list[str], links: Sequence[RankLink], code: int = HUNG_CODE) -> None:
         self._own.close()

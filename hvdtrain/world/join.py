@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from hvdtrain.comm import elastic
 from hvdtrain.comm.agent import Form
-from hvdtrain.comm.elastic import Elastic
+from hvdtrain.comm.elastic import Elastic, JobRanks
 from hvdtrain.comm.engines import Engine, HorovodCollectives, choose_engine
 from hvdtrain.core.errors import (
     PREEMPTED_CODE,
@@ -92,16 +92,15 @@ def init(
     _check_engine(detected, comm)
     if earlier is not None:
         earlier.tracker.close()
-    joining = its is not None and its.joining
-    node, tracker = (0, Tracker()) if joining else _meet(comm, framework, seed, detected)
+    node, tracker = (0, Tracker()) if its.joining else _meet(comm, framework, seed, detected)
     world = World.on(comm, detected, seed=seed, node=node, tracker=tracker)
     set_current(world)
     if replaced not in (None, seed) and earlier is None and world.is_main:
         _report_seed(framework, replaced)
-    if its is not None:
+    if isinstance(its, Elastic):
         _let_it_change(world, its, framework)
     preemption.watch(comm.rank, tracker, os.environ)
-    if comm.size > 1 or its is not None:
+    if comm.size > 1 or its.may_change:
         note_exits()
         _end_with_the_others(world)
     return world
@@ -116,10 +115,10 @@ def _check_arguments(device: object, gpus_per_rank: object, seed: object) -> Non
         raise ConfigError("seed must be a whole number, 0 <= seed < 2**32", f"seed={seed!r}")
 
 
-def _detected(its: Elastic | None) -> Detected:
+def _detected(its: JobRanks) -> Detected:
     """Returns what the environment tells of this rank; variables that rank 0 alone reads later are refused on all."""
     detected = detect(os.environ)
-    if its is not None and its.joining and detected.size == 1:
+    if its.joining and detected.size == 1:
         detected = replace(detected, rank=1)  # like the others it is not the one that does what is done once
     use_tuned(detected)
     for seconds in (after_s, hang_s):
@@ -130,11 +129,11 @@ def _detected(its: Elastic | None) -> Detected:
     return detected
 
 
-def _engine_of(framework: str, engine: str, detected: Detected, its: Elastic | None) -> str:
+def _engine_of(framework: str, engine: str, detected: Detected, its: JobRanks) -> str:
     if framework not in _ENGINES:
         raise ConfigError('framework must be "torch" or "keras"', f"framework={framework!r}")
     chosen = choose_engine(engine, detected, framework)
-    if its is not None and chosen != "horovod":
+    if its.may_change and chosen != "horovod":
         raise ConfigError(
             "an elastic job needs Horovod",
             f"{framework} on {chosen}",

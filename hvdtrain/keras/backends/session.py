@@ -56,7 +56,7 @@ class Prepared:
 
     @property
     def alone(self) -> bool:
-        return self.world.size == 1 and elastic.active() is None
+        return self.world.size == 1 and not elastic.ranks().may_change
 
     def say(self, text: str, *, once: str = "") -> None:
         """Prints a note, on rank 0; one that has a name (`once`) the first time only."""

@@ -94,7 +94,7 @@ class KerasLoader(Dealt, keras.utils.PyDataset, DataAdapter):
     def _marks(self, units: int) -> bool:
         """Returns True if a rank has no sample in some last step: Keras then expects weights in every batch."""
         plan = self.plan
-        if elastic.active() is not None:  # there may be any number of ranks some time
+        if elastic.ranks().may_change:  # there may be any number of ranks some time
             return True
         tails = [(plan.samples - done) % plan.global_batch for done in (0, units)]
         return plan.tail == "weighted" and any(0 < tail < plan.size for tail in tails)

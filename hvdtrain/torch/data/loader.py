@@ -272,12 +272,11 @@ class Loader(Dealt):
         Raises:
             ConfigError: two loops trained in one of them: what is an epoch, and where a restored run goes on, is open.
         """
-        its = elastic.active() if self.followers else None
-        while its is not None or self.position[0] < total:
-            if its is not None:
-                its.begin_epoch()
-                if self.position[0] >= total:
-                    return
+        its = elastic.ranks() if self.followers else elastic.JobRanks()
+        while True:
+            its.begin_epoch()
+            if self.position[0] >= total:
+                return
             end_if_preempted(self.followers, self.world)
             self._restored = False
             epoch, moves = self.position[0], self._moves
@@ -529,11 +528,8 @@ class Epoch:
 
 def _change_if_asked(followers: Iterable[Follower]) -> bool:
     """Takes in new ranks, or lets some go, where all ranks know that it is time to; collective then."""
-    its = elastic.active()
-    if its is None:
-        return False
-    its.in_epoch()
+    elastic.ranks().in_epoch()
     asked = any(follower.leaves for follower in followers)
     if asked:
-        its.regroup(None)
+        elastic.ranks().regroup(None)
     return asked

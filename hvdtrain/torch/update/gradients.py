@@ -132,8 +132,7 @@ class Gradients:
         for index, group in enumerate(self._optimizer.param_groups):
             self.tally.rates = self.tally.rates + double(group["lr"]) * math.sqrt(index + 1)
         self.tally.preempted = float(is_preempted())
-        its = elastic.active()
-        self.tally.leaves = float(its is not None and its.wants_to_leave)
+        self.tally.leaves = float(elastic.ranks().wants_to_leave)
         return self.tally.tensor(self._device)
 
     # -- backward passes that are not the optimizer's ---------------------------------------------------------

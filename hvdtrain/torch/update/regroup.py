@@ -20,7 +20,7 @@ RULE = "an elastic job must train one model with one optimizer, and be able to r
 def check_elastic(session: Session) -> None:
     """Prepares for ranks that change, where the job is elastic; raises `ConfigError` if the model could not continue
     with other ranks."""
-    if elastic.active() is None:
+    if not elastic.ranks().may_change:
         return
     reasons = {
         "prepare(model, optimizer, train), with a loader": session.batches.data is None,
@@ -47,20 +47,15 @@ def check_once(session: Session) -> None:
 def go_on_without(session: Session, lost: RanksLost, *, joinable: bool = True) -> None:
     """Continues with the remaining ranks; the update under way is complete, if one of them has it, or discarded.
     `joinable`: nothing collective comes before the next batch. Raises the loss where the job is not elastic."""
-    its = elastic.active()
-    if its is None or session.before is None:
+    if session.before is None:
         raise lost
-    its.regroup(lost, joinable=joinable)
+    elastic.ranks().regroup(lost, joinable=joinable)
 
 
 def compared(session: Session, compare: Callable[[], None]) -> None:
     """Compares the replicas, unless ranks are lost over it: then they are made equal."""
-    its = elastic.active()
-    if its is None:
-        compare()
-        return
     try:
-        its.without_repeating(compare)
+        elastic.ranks().without_repeating(compare)
     except RanksLost as lost:
         go_on_without(session, lost, joinable=False)
 
@@ -68,19 +63,18 @@ def compared(session: Session, compare: Callable[[], None]) -> None:
 def updated(session: Session, updates: int) -> None:
     """Notes that an update is in the weights; raises `ConfigError` for a scheduler that a discarded update would
     advance."""
-    its = elastic.active()
     elastic.note_progress(updates)
     turns.updated(f"torch {session.engine.device.type}", partial(_few, session.module))
-    if its is not None:
-        its.updated()
-        if not extras_of(session) and any("initial_lr" in group for group in session.optimizer.param_groups):
-            raise ConfigError(
-                "an elastic job must be able to restore the scheduler when it repeats a batch",
-                "a scheduler of torch.optim.lr_scheduler that no checkpointer knows",
-                "prepare(..., lr=hvdtrain.LR(...));\nor checkpoints.on_preemption(hvt.model_state(model, optimizer,"
-                ' extra={"scheduler": scheduler})) before the loop',
-                shared=True,
-            )
+    elastic.ranks().updated()
+    scheduled = any("initial_lr" in group for group in session.optimizer.param_groups)
+    if elastic.ranks().may_change and scheduled and not extras_of(session):
+        raise ConfigError(
+            "an elastic job must be able to restore the scheduler when it repeats a batch",
+            "a scheduler of torch.optim.lr_scheduler that no checkpointer knows",
+            "prepare(..., lr=hvdtrain.LR(...));\nor checkpoints.on_preemption(hvt.model_state(model, optimizer,"
+            ' extra={"scheduler": scheduler})) before the loop',
+            shared=True,
+        )
 
 
 def _few(module: torch.nn.Module) -> list[float]:

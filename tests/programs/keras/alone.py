@@ -86,7 +86,7 @@ def refused_where_ranks_change() -> None:
         "this fit() needs optimizers without gradient_accumulation_steps": lambda: fit(passes=2),
         "this fit() needs to begin with a whole epoch": lambda: fit(start=4),
     }
-    its = elastic._active = Elastic(SimpleNamespace(), new=False, answers=[])
+    its = elastic._ranks = Elastic(SimpleNamespace(), new=False, answers=[])
     try:
         for said, case in cases.items():
             received = refusal(case)
@@ -95,7 +95,7 @@ def refused_where_ranks_change() -> None:
         its.member = SimpleNamespace()
         assert refusal(fit) == "this fit() needs one fit in the program, of one model"
     finally:
-        elastic._active = None
+        elastic._ranks = elastic.JobRanks()
     print("what elastic jobs cannot do is refused")
 
 

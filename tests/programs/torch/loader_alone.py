@@ -48,7 +48,8 @@ def acted(rank: int, size: int, seed: int = 0) -> World:
 class Training:
     """Stands for a prepared model."""
 
-    preempted, saver = False, None
+    preempted = leaves = False
+    saver = None
 
     accumulate = 1
 

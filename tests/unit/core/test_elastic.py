@@ -236,8 +236,8 @@ def test_a_new_process_has_the_gpu_of_its_slot(monkeypatch, tmp_path, size, slot
     environ |= {"HVDTRAIN_ELASTIC_SIZE": str(size), "HVDTRAIN_ELASTIC_SLOT": slot}
     environ["HVDTRAIN_AGENT_FD"] = str(ours.detach())
     monkeypatch.setenv("HVDTRAIN_ELASTIC_SLOT", slot)
-    for name in ("_active", "_line"):
-        monkeypatch.setattr(elastic, name, None)
+    monkeypatch.setattr(elastic, "_ranks", elastic.JobRanks())
+    monkeypatch.setattr(elastic, "_line", None)
     with theirs:
         elastic.begin(environ)
         found = detect(environ)
