@@ -62,7 +62,8 @@ def run(args: argparse.Namespace) -> int:
     used = cores[: args.stages]
     if not args.ours and not 2 <= args.stages == len(used):
         received = f"{len(cores)} core(s) for {args.stages} stage(s)"
-        remedy = f"--stages {len(cores)}, or --ours to measure only hvdtrain's pipeline"
+        fewer = f"--stages {len(cores)}, or " * (len(cores) > 1)
+        remedy = f"{fewer}--ours to measure only hvdtrain's pipeline"
         raise ConfigError("without --ours, --stages must be at least 2 and each stage needs a core", received, remedy)
     result = begin("pipeline", args, "this benchmark is one process")
     result["machine"]["versions"] |= stats.versions("torchgpipe")

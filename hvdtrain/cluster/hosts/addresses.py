@@ -79,7 +79,7 @@ def choose(
         return _in_asked(hosts, network)
     usable = {name: dict(_usable(its)) for name, its in hosts.items()}
     if len(hosts) == 1 and not (more and all(usable.values())):
-        return {name: _loopback(its) for name, its in hosts.items()}
+        return {name: _loopback(name, its) for name, its in hosts.items()}
     known = {name: IPv4Address(address) for name, address in (reached or {}).items()}
     known = {name: address for name, address in known.items() if address in usable.get(name, {})}
     networks = [dict.fromkeys(its.network for _, its in all_.values()) for all_ in usable.values()]
@@ -131,12 +131,12 @@ def _chosen(interface: str, address: IPv4Interface) -> Chosen:
     return Chosen(interface, str(address.ip), str(address.network))
 
 
-def _loopback(its: Interfaces) -> Chosen:
-    for name, addresses in its.items():
+def _loopback(name: str, its: Interfaces) -> Chosen:
+    for interface, addresses in its.items():
         for address in addresses:
             if address.ip.is_loopback:
-                return _chosen(name, address)
-    raise ConfigError("a host needs a loopback interface that is up", _listed({"host": its}), "ip link set lo up")
+                return _chosen(interface, address)
+    raise ConfigError("a host needs a loopback interface that is up", _listed({name: its}), "ip link set lo up")
 
 
 def _usable(its: Interfaces) -> Iterator[tuple[IPv4Address, tuple[str, IPv4Interface]]]:
