@@ -42,8 +42,8 @@ WARMUP_EPOCHS = 1
 
 
 def network() -> Any:
-    """The example's network. It takes raw pictures (0..255), so that whoever loads it need not know how they
-    were scaled, and gives logits: with the softmax in the loss no probability is rounded to 0."""
+    """The example's network. It takes raw pictures (0..255), so that its users need not know how to scale them. It
+    returns logits: with the softmax in the loss no probability is rounded to 0."""
     from keras import Input, Sequential, layers
 
     return Sequential(
@@ -125,7 +125,7 @@ def train(args: argparse.Namespace, world: World) -> None:
 
 @dataclass(frozen=True)
 class MnistSettings:
-    """What follows from the flags, the data and the number of ranks; `str()` tells it."""
+    """The settings that follow from the flags, the data and the number of ranks; `str()` describes them."""
 
     epochs: int
     epochs_each: int
@@ -215,7 +215,7 @@ def check_early(args: argparse.Namespace, detected: Detected) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the program; returns its exit code (2: something was refused, told in one message)."""
+    """Runs the program; returns its exit code (2: something was refused; one message explains it)."""
 
     def work(detected: Detected) -> None:
         args = parser().parse_args(argv)

@@ -104,7 +104,7 @@ def devices_of(text: str) -> list[str]:
 
 
 def hardware(devices: Sequence[str]) -> list[str]:
-    """Returns lines about this machine and the stages' devices (`hvdtrain doctor` says more of GPUs)."""
+    """Returns lines about this machine and the stages' devices (`hvdtrain doctor` prints more about GPUs)."""
     import torch
 
     machine = stats.machine()
@@ -177,7 +177,7 @@ def balance(text: str) -> str | list[int]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the program; returns its exit code (2: something was refused, told in one message; 130: Ctrl-C)."""
+    """Runs the program; returns its exit code (2: something was refused, one message explains it; 130: Ctrl-C)."""
 
     def work(detected: Detected) -> None:
         args = parser().parse_args(argv)

@@ -74,7 +74,7 @@ def train(args: argparse.Namespace, world: World) -> None:
 
 @dataclass(frozen=True)
 class ResNetJob:
-    """What is trained, with what, on what."""
+    """A training's objects: the model, its data, and its checkpoints."""
 
     model: torch.nn.Module
     optimizer: Any
@@ -91,7 +91,7 @@ class ResNetJob:
         return hvt.model_state(self.model, self.optimizer, self.batches)
 
     def scores(self) -> dict[str, float]:
-        """Of the held-out pictures, each counted once: loss, top1 and, with more than 5 classes, top5."""
+        """Evaluates the held-out pictures, each counted once: loss, top1 and, with more than 5 classes, top5."""
         import hvdtrain.torch as hvt
 
         metrics = hvt.classification(top=(1, 5) if self.data.classes > 5 else (1,))
@@ -210,7 +210,7 @@ def conclude(
     run: hvdtrain.RunLog,
     world: World,
 ) -> None:
-    """Proves that the replicas are equal, and tells how it ended; collective."""
+    """Proves that the replicas are equal, and prints how the training ended; collective."""
     import torch
 
     import hvdtrain.torch as hvt
@@ -330,7 +330,7 @@ def check_early(args: argparse.Namespace, detected: Detected) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the program; returns its exit code (2: something was refused, told in one message)."""
+    """Runs the program; returns its exit code (2: something was refused; one message explains it)."""
 
     def work(detected: Detected) -> None:
         args = parser().parse_args(argv)

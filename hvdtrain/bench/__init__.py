@@ -19,7 +19,7 @@ BENCHES = {  # each is a module of this folder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """One subcommand a benchmark."""
+    """Adds one subcommand for each benchmark."""
     which = parser.add_subparsers(dest="bench", metavar="BENCH", required=True, parser_class=LateParser)
     for name, line in BENCHES.items():
         which.add_parser(name, help=line, fill=partial(_fill, name))

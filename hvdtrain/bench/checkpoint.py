@@ -1,7 +1,7 @@
-"""What a checkpoint costs training, in paired runs on this machine: how long training waits for one that is written
-before it goes on, and for one that another process writes; and how long updates take while that writes.
+"""Measures what a checkpoint costs training, in paired runs on this machine: how long training waits for a checkpoint
+that it writes itself, and for one that another process writes; and how long updates take while that process writes.
 
-Each in one process with one thread, so that a second core is free. Prints a table and writes a JSON file with every
+Each run is one process with one thread, so that a second core is free. Prints a table and writes a JSON file with every
 sample. Give the machine nothing else to do.
 """
 
@@ -119,7 +119,7 @@ def torch_training(layers: int) -> Training:
 
 
 def keras_training(layers: int) -> Training:
-    """The same with Keras."""
+    """Linear layers with momentum, in Keras."""
     import keras
     import numpy as np
 
@@ -135,14 +135,14 @@ def keras_training(layers: int) -> Training:
 
 
 def seconds(call: Callable[[], object]) -> float:
-    """Of one call."""
+    """Returns the seconds that one call takes."""
     begun = time.perf_counter()
     call()
     return time.perf_counter() - begun
 
 
 def image_bytes() -> int:
-    """What this process and the one that writes hold of checkpoints in memory."""
+    """Returns the bytes of checkpoints that this process and the one that writes hold in memory."""
     known = (f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd"))
     files = [path for path in known if os.path.islink(path) and os.readlink(path).startswith("/memfd:hvdtrain")]
     return sum(os.stat(path).st_blocks for path in files) * 512

@@ -189,7 +189,7 @@ def rates(title: str, images_per_s: Mapping[str, Sequence[float]], base: str) ->
 
 
 def memory_rates(args: argparse.Namespace, world: World, x: np.ndarray, y: np.ndarray) -> dict[str, list[float]]:
-    """Of ours, and of torchvision's per-image pipeline on the same pictures."""
+    """Returns the images a second of hvdtrain and of torchvision's per-image pipeline, on the same pictures."""
     import hvdtrain.torch as hvt
 
     augment = hvt.crop_flip(hvt.CIFAR10_MEAN, hvt.CIFAR10_STD)

@@ -28,7 +28,7 @@ class JpegBatches(keras.utils.PyDataset):
         return pictures, np.asarray(self.folder.labels)[numbers]
 
     def picture(self, path: str) -> np.ndarray:
-        """One file, as [size, size, 3] in 0..1."""
+        """Returns one file's picture as [size, size, 3] in 0..1, randomly cropped and mirrored."""
         from PIL import Image
 
         with Image.open(path) as image:

@@ -1,8 +1,8 @@
 """A split model on CPU stages of one core each, against the naive split and other pipelines, in rounds that take turns.
 
-Every variant trains the same model on the same batch, forward and backward, cut at the same place. Those that have no
-use for a core for each stage are also given all cores at once, as they would use them best. `--ours` leaves out all but
-the pipeline: what its simulator tells of any number of stages, and (`--against`) what other cuts take.
+Every variant trains the same model on the same batch, forward and backward, cut at the same place. A variant that
+cannot use a core for each stage also runs on all cores at once, as it would use them best. `--ours` measures only the
+pipeline, its simulator's predictions for any number of stages, and (`--against`) other cuts.
 
 Prints a table and writes a JSON file with every sample. Give the machine nothing else to do.
 """
@@ -120,7 +120,7 @@ def settings_of_ours(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
 
 
 def all_variants(args: argparse.Namespace, job: trials.SplitJob, cores: Sequence[int]) -> trials.Variants:
-    """What takes turns, by name."""
+    """Returns the variants that take turns, by name."""
     import hvdtrain.pipeline
     from hvdtrain.pipeline.tuning.unsplit import Unsplit
 
@@ -186,8 +186,8 @@ def gpipe(stages: Sequence[Any], count: int) -> Callable[[Any], Any]:
 
 
 def tutorial(stages: Sequence[Any], count: int, x: Any) -> Any:
-    """What PyTorch's model-parallel tutorial does: the second stage is asked for the last split before the first one
-    for the next; on devices that do not return before they are done, nothing overlaps."""
+    """Runs the pipeline of PyTorch's model-parallel tutorial: it calls the second stage on a split before the first on
+    the next one. If calls return only when the device is done, nothing overlaps."""
     import torch
 
     first, second = stages
@@ -231,7 +231,7 @@ def report(result: Mapping[str, Any]) -> str:
 
 
 def efficiency(result: Mapping[str, Any], name: str) -> float:
-    """How much of what the schedule's bubble leaves is reached."""
+    """Returns the speed-up over the naive split, as a share of the one that the schedule's bubble allows."""
     stages, count = result["settings"]["stages"], count_of(name)
     ratio = stats.ratio_of_medians(result["seconds"][NAIVE], result["seconds"][name]).value
     return ratio / stages / (count / (count + stages - 1))

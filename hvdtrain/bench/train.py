@@ -51,7 +51,7 @@ Groups = Sequence[Mapping[str, Sequence[float]]]  # samples of each way, by labe
 
 @dataclass(frozen=True)
 class Way:
-    """One way to train."""
+    """A way to train."""
 
     label: str  # in the table
     arm: str  # of the job
@@ -79,7 +79,7 @@ class Way:
         return f"{where}, {ALONE}" if self.processes == 1 else where
 
     def devices(self, ranks: int) -> int:
-        """How many batches a step trains."""
+        """Returns how many batches a step trains."""
         return ranks if self.processes != 1 or self.arm in MANY_DEVICES else 1
 
 
@@ -174,7 +174,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def measure(args: argparse.Namespace, model: str) -> dict[str, Any]:
-    """Every way, a group after the other; returns the part of the result that `report` reads."""
+    """Measures every way, one group after another; returns the part of the result that `report` reads."""
     ways = [way for way in (WAYS if args.all else STEPS) if _is_wanted(way, args) and _is_there(way, args, model)]
     if not ways:
         rule, received = "a benchmark needs a way to train the model here", f"{model} on {args.device}"
@@ -194,7 +194,7 @@ def measure(args: argparse.Namespace, model: str) -> dict[str, Any]:
 
 
 def _one_group(args: argparse.Namespace, model: str, group: Sequence[Way], name: str) -> dict[str, Any]:
-    """Its ways in turns, see `InterleavedJobs.rounds`. Its processes are gone when it returns."""
+    """Measures a group's ways in turns (`InterleavedJobs.rounds`). The processes have ended when it returns."""
     same = {key: getattr(args, key) for key in ("per_rank_batch", "steps", "pixels", "device", "launcher")}
     with InterleavedJobs(os.environ | ONE_THREAD) as jobs:
         for way in group:
@@ -249,9 +249,9 @@ def _is_there(way: Way, args: argparse.Namespace, model: str) -> bool:
 
 
 def ratios(way: Way, groups: Groups, ranks: int) -> dict[str, Any]:
-    """How a way compares, each a ratio of pairs of the same round of the same group: samples a second over those of
-    one process ("speedup"), and over those of processes that do not talk ("efficiency"; not of a single device); and
-    hvdtrain's step over this one ("ours")."""
+    """Returns ratios over pairs of the same round and group. "speedup": samples a second over those of one process.
+    "efficiency": over those of processes that do not communicate (not for a single device). "ours": hvdtrain's step
+    over this way's."""
     found = {"ours": _ratio(groups, way.ours, way.label)} if way.label != way.ours else {}
     if way.label != way.alone and way.devices(ranks) > 1:
         speedup = _ratio(groups, way.alone, way.label)

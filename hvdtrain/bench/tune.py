@@ -1,8 +1,8 @@
-"""`hvdtrain bench train --tune`: which settings make a training faster here; it never ends slower than it began.
+"""`hvdtrain bench train --tune`: finds settings that make a training faster here; it never ends slower than it began.
 
-One knob after the other is turned, a few values each. A candidate and the best settings so far are two jobs of the same
-program that take turns; the candidate is kept only if it is faster beyond noise. At the end the winner meets the
-settings that it all began with once more, in fresh turns: if it is not faster there, those stay.
+It tries a few values of one knob after another. A candidate and the best settings so far are two jobs of the same
+program that take turns; the search keeps the candidate only if it is faster beyond noise. At the end the winner runs
+against the first settings again, in fresh turns. If it is not faster there, the first settings stay.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Settings = dict[str, str]
 
 @dataclass(frozen=True)
 class Knob:
-    """What may be set."""
+    """A setting that may be changed."""
 
     name: str
     variables: Sequence[str]  # all of them take the same value
@@ -53,7 +53,7 @@ class Knob:
 
 @dataclass
 class Tuned:
-    """What the search found."""
+    """The result of the search."""
 
     settings: Settings  # to use
     ratio: stats.Interval | None  # their time over that of the start; None: they are the same
@@ -214,10 +214,10 @@ class Races:
         return self.jobs.end(name)
 
     def _check(self, settings: Settings) -> None:
-        """Whether the job started last trains as the start did, as far as its first updates tell.
+        """Compares the first updates of the job started last with those of the start.
 
         Raises:
-            Refused: it does not, though the start, started again, does.
+            Refused: they differ, although the start, started again, repeats its own.
         """
         off = distance(self._answer["moved"], self._moved)
         if off <= SAME or variables.COMPRESSION in settings or not self._repeats:
@@ -230,7 +230,7 @@ class Races:
 
 
 def distance(moved: Sequence[float], wanted: Sequence[float]) -> float:
-    """How far weights have moved elsewhere, over how far they should have moved; NaN counts as far; pure."""
+    """Returns how far weights moved from where they should be, over how far they should move; NaN: infinite; pure."""
     if len(moved) != len(wanted):
         return math.inf
     off, way = math.dist(moved, wanted), math.hypot(*wanted)
@@ -285,7 +285,7 @@ def _command(args: argparse.Namespace) -> list[str]:
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """What was tried, what is written, and how it is used."""
+    """Returns the table of trials, and what is written and how to use it."""
     rows: list[tuple[str, ...]] = [("knob", "best so far", "tried", "time of the one tried, 95 %", "")]
     for trial in result["trials"]:
         ratio = str(stats.Interval(**trial["ratio"])) if trial["ratio"] else ""

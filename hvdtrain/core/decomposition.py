@@ -33,8 +33,8 @@ def bound(compared: str, precisions: Iterable[str]) -> float:
 
 @dataclass(frozen=True)
 class LossGradients:
-    """What a batch, or a piece of it, gives. Gradients are arrays of any framework, by the names of what they are
-    taken by; where a piece has none of a name, it is 0."""
+    """The loss and gradients of a batch, or of a piece of it. Gradients are arrays of any framework, by the name of the
+    tensor that they belong to. A gradient that a piece lacks counts as 0."""
 
     loss: float  # its mean loss
     gradients: Mapping[Any, Any] = field(default_factory=dict)
@@ -42,7 +42,7 @@ class LossGradients:
 
 @dataclass(frozen=True)
 class Gaps:
-    """By how much a batch is not the sum of its pieces, weighed."""
+    """The differences between a batch and the weighted sum of its pieces."""
 
     loss: float  # the difference of the losses
     gradients: Mapping[Any, float]  # the largest difference of each gradient, by name

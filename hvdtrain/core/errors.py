@@ -132,7 +132,7 @@ def build_horovod_command() -> str:
 
 
 class ConfigError(HvdtrainError):
-    """What the user gave is wrong: a flag, the data, the run directory."""
+    """Wrong user input: a flag, the data, the run directory."""
 
 
 class ReplicaError(HvdtrainError):
@@ -198,8 +198,8 @@ _ending = threading.RLock()  # held by the thread that ends this process
 
 @contextlib.contextmanager
 def ending() -> Iterator[None]:
-    """While one thread is in here no other ends this process: that of a main thread, which wakes up with an error of
-    its own when the engine breaks, would hide what was found."""
+    """Keeps other threads from ending this process while one thread is inside. If the engine breaks, the main thread
+    wakes up with an error of its own, and its end would hide the real one."""
     with _ending:
         yield
 

@@ -48,7 +48,7 @@ class LateParser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        """As argparse's, which hides that standard output cannot be written."""
+        """Prints like argparse, but raises if standard output cannot be written, which argparse hides."""
         if file is sys.stdout:
             file.write(message)
         else:

@@ -12,8 +12,8 @@ State = tuple[list[Any], Any, Any]  # of the frameworks' generators, of Python's
 
 
 class Generators:
-    """What a program draws from: Python's and NumPy's generators, and those of frameworks, which have `get_state`,
-    `set_state` and `manual_seed` as PyTorch's."""
+    """The generators that a program draws from: Python's, NumPy's, and those of frameworks, which have `get_state`,
+    `set_state` and `manual_seed` like PyTorch's."""
 
     def __init__(self, of_frameworks: Sequence[Any] = ()) -> None:
         self._of_frameworks = of_frameworks
@@ -86,8 +86,8 @@ class OwnRandom:
 
 
 class TensorFlowSeeds:
-    """What TensorFlow seeds the operations with that are made, in `tensorflow.python.eager.context.context()`; there
-    is no generator before a seed is set."""
+    """TensorFlow's source of seeds for new operations, in `tensorflow.python.eager.context.context()`; it has no
+    generator before a seed is set."""
 
     def __init__(self, context: Any) -> None:
         self._context = context

@@ -23,8 +23,8 @@ _MASTER = ("MASTER_ADDR", "MASTER_PORT")
 
 @dataclass(frozen=True)
 class Detected:
-    """What the launcher says about this process: `node` is the index of its host (`UNKNOWN_NODE` under Open MPI, and
-    hydra on several hosts), `rendezvous` "host:port", or None where the launcher gives none."""
+    """A process's place in the job, from the launcher. `node`: index of its host (`UNKNOWN_NODE` under Open MPI, and
+    under hydra on several hosts). `rendezvous`: "host:port", or None if the launcher gives none."""
 
     launcher: str
     rank: int
@@ -63,7 +63,7 @@ _PREFIXES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class _Variables:
-    """What a launcher has set. Names are alternatives, most exact first; `hint` is the remedy where all are missing."""
+    """The variables of a launcher. Names are alternatives, most exact first; `hint`: the remedy if all are missing."""
 
     environ: Environ
     launcher: str
@@ -139,7 +139,7 @@ def _torchrun(environ: Environ) -> Detected:
 # -- mpirun: Open MPI, and MPICH / Intel MPI (hydra); the same inside a Kubernetes MPIJob --------------------
 def _in_mpijob(environ: Environ) -> bool:
     """Returns True if the MPI Operator made this pod. Ranks on worker pods come through ssh, which drops the pod's
-    variables: what mpirun forwards (OMPI_MCA_*) still tells, because the operator puts its host file under /etc/mpi."""
+    variables. mpirun's forwarded OMPI_MCA_* still show it: the operator puts its host file under /etc/mpi."""
     forwarded = ("OMPI_MCA_orte_default_hostfile", "OMPI_MCA_plm_rsh_agent")
     return (
         "K_MPI_JOB_ROLE" in environ
@@ -208,9 +208,9 @@ def _openpai(environ: Environ) -> Detected:
 
 # -- srun ----------------------------------------------------------------------------------------------------
 def _in_slurm_step(environ: Environ) -> bool:
-    """Whether `srun` started this process. `sbatch` and `salloc` set SLURM_PROCID=0 and SLURM_NTASKS for
-    their own shell as well, where one process must stay one process: only a numbered step is srun's. Steps numbered
-    from 0xfffffff0 up are Slurm's own (batch script, interactive shell)."""
+    """Returns True if `srun` started this process. `sbatch` and `salloc` also set SLURM_PROCID=0 and SLURM_NTASKS for
+    their own shell, where one process must stay one process: only a numbered step is srun's. Steps numbered from
+    0xfffffff0 up are Slurm's own (batch script, interactive shell)."""
     step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", ""))
     return step.isdigit() and int(step) < 0xFFFFFFF0
 
@@ -233,9 +233,9 @@ def _srun(environ: Environ) -> Detected:
 
 
 def _srun_rendezvous(its: _Variables) -> str | None:
-    """Returns where rank 0 listens: on the step's first node, as Slurm numbers tasks from there, on a port of the
-    step's own, unless the batch script exports MASTER_ADDR and MASTER_PORT. None where Slurm does not say enough:
-    MPI, and so Horovod, meets without (`meeting_point` names what is missing to those who need it)."""
+    """Returns rank 0's address: the step's first node, as Slurm numbers tasks from there, and a port of the step's own,
+    unless the batch script exports MASTER_ADDR and MASTER_PORT. None if Slurm's variables do not suffice: MPI, and so
+    Horovod, needs no address (`meeting_point` names what is missing to those that need one)."""
     environ = its.environ
     nodes = environ.get("SLURM_STEP_NODELIST", "").strip()  # not the job's: a step may start on a later node
     job, step = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", ""))

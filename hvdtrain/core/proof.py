@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Proof:
-    """What `verify` found.
+    """The result of `verify`.
 
     Attributes:
         ranks, parameters: how many took part.

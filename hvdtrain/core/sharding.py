@@ -1,11 +1,11 @@
-"""Which samples a rank sees: the same global order at any world size, from any point in an epoch.
+"""Deals samples to ranks: the same global order at any world size, from any point in an epoch.
 
 The epoch is one permutation of all samples, a pure function of their number, the seed and the epoch. A global step
 takes the next `size * per_rank_batch` samples of it, and rank r the r-th contiguous piece. So N ranks x B see the
-samples of one process x N·B step by step, and a job that stops after `consumed` samples goes on at any other size
-without repeating or skipping one.
+samples of one process x N·B step by step. A job that stops after `consumed` samples resumes at any other size without
+repeating or skipping a sample.
 
-No permutation of a large data set is ever made: each position is computed when a step needs it (see `_feistel`).
+The permutation of a large data set is never stored: each position is computed when a step needs it (see `_feistel`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ROUNDS = 8  # of the Feistel network; with 4 independent rounds it passes as ran
 
 @dataclass(frozen=True)
 class Plan:
-    """How an epoch of `samples` samples is dealt to `size` ranks.
+    """The division of an epoch of `samples` samples over `size` ranks.
 
     Attributes:
         samples: samples in the data set.
@@ -45,9 +45,9 @@ class Plan:
         shuffle: False keeps the data set's order.
         tail: what happens to the last samples when they do not fill a global step: "weighted" deals them out
             as evenly as possible (ranks may get one less, or none; weight gradients by live samples), "drop"
-            leaves them out.
-        whole: samples of all ranks in a full step, where ranks were lost or have come since that was their batches'
-            sum; they are dealt out as a tail is. 0: `size * per_rank_batch`.
+            discards them.
+        whole: samples of all ranks in a full step, if ranks left or joined since it was the sum of their batches;
+            they are dealt out like a tail. 0: `size * per_rank_batch`.
     """
 
     samples: int
@@ -93,7 +93,7 @@ class Plan:
         return self.samples
 
     def steps(self, consumed: int = 0) -> int:
-        """Returns how many steps are left in an epoch of which `consumed` samples are done."""
+        """Returns how many steps remain in an epoch of which `consumed` samples are done."""
         if not 0 <= consumed <= self.samples:
             raise ConfigError(
                 f"samples done in this epoch must be within 0..{self.samples}", f"consumed={consumed}",
@@ -129,7 +129,7 @@ class Plan:
         return _feistel(np.arange(start, stop, dtype=np.uint64), self.samples, keys).astype(np.int64)
 
     def step_slices(self, epoch: int, consumed: int = 0, *, rank: int) -> Steps:
-        """Returns rank's part of every step that is left in the epoch, as a sequence; a step is made when it is read.
+        """Returns rank's part of every step that remains in the epoch, as a sequence; a step is made when it is read.
 
         Args:
             epoch: counted from 0.
@@ -158,7 +158,7 @@ class Plan:
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One rank's part of one global step. Compared by identity: the same object means the same batch.
+    """A rank's part of one global step. Compared by identity: the same object means the same batch.
 
     Attributes:
         plan: what deals the samples.
@@ -168,7 +168,7 @@ class Step:
         first: where in the epoch's order this rank's samples begin.
         dealt: this rank's samples; `per_rank_batch`, or less (even 0) in a tail.
         global_samples: samples of all ranks in this step, as planned.
-        unreadable: those of this rank that could not be read, and are left out.
+        unreadable: those of this rank that could not be read, and are skipped.
     """
 
     plan: Plan
@@ -218,7 +218,7 @@ class Step:
 
 
 class Steps(Sequence[Step]):
-    """One rank's steps that are left in an epoch; made by `Plan.step_slices`."""
+    """A rank's remaining steps in an epoch; made by `Plan.step_slices`."""
 
     def __init__(self, plan: Plan, epoch: int, begin: int, rank: int) -> None:
         self._plan, self._epoch, self._begin, self._rank = plan, epoch, begin, rank

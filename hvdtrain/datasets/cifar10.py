@@ -1,7 +1,7 @@
 """CIFAR-10 for every rank: from an archive or folder, the cache, or a download that is checked against its hash.
 
-It is the "python version", which Keras and torchvision keep, too. Its files are pickles, which can run code: they are
-read by an unpickler that makes arrays, numbers and text, and refuses anything else.
+It is the "python version", which Keras and torchvision also keep. Its files are pickles, which can run code: an
+unpickler reads them that makes arrays, numbers and text, and refuses anything else.
 """
 
 from __future__ import annotations

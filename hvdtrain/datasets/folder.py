@@ -48,7 +48,7 @@ class Folder:
 
     @property
     def note(self) -> str:
-        """One line that says what these are."""
+        """Returns one line that describes these pictures."""
         return f"{len(self):,} image files of {len(self.classes)} classes in {self.root}"
 
 

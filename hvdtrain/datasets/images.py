@@ -1,5 +1,5 @@
-"""Pictures in memory, and how ranks load them together: all of them have the same at the end, or all of them raise; and
-what is said of files that are not pictures, or not whole.
+"""Pictures in memory, and how ranks load them together: at the end all ranks hold the same pictures, or all raise; and
+the messages about files that are not pictures, or incomplete.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Images:
         name: "mnist", "digits", "cifar10", "synthetic".
         x_train, x_test: uint8 `[N, H, W]` (0 paper, 255 ink) or, in colour, `[N, 3, H, W]`.
         y_train, y_test: uint8 `[N]` (int64 where there are more than 256 classes), counted from 0.
-        note: one line that says what these are and where they came from.
+        note: one line that describes the pictures and their source.
     """
 
     name: str
@@ -133,7 +133,7 @@ def not_usable(rule: str, received: str) -> ConfigError:
 
 
 def contents(folder: Path) -> str:
-    """What a folder holds, or the first of it."""
+    """Describes what a folder holds: its first eight names."""
     names = sorted(entry.name for entry in folder.iterdir())
     return f"{folder} holds " + (", ".join(names[:8]) + (" ..." if len(names) > 8 else "") or "nothing")
 
@@ -145,5 +145,5 @@ def start_of(file: Path, size_bytes: int = 16) -> bytes:
 
 
 def count_of(x_train: np.ndarray, x_test: np.ndarray) -> str:
-    """The part of a note that says how many there are."""
+    """Returns the part of a note that counts the pictures."""
     return f"{len(x_train):,} training and {len(x_test):,} test"

@@ -28,7 +28,7 @@ from hvdtrain.horovod_build.support import HOROVOD_VERSION, SDIST_SHA256, torch_
 
 
 def cache_folder() -> Path:
-    """Where wheels are kept: $HVDTRAIN_CACHE, else the user's cache folder."""
+    """Returns the folder that keeps wheels: in $HVDTRAIN_CACHE, else in the user's cache folder."""
     own = os.environ.get(variables.CACHE)
     base = Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "hvdtrain"
     return base / "horovod"
@@ -155,7 +155,7 @@ def unpack(archive: Path, target: Path) -> Path:
 
 
 def _extract(tar: tarfile.TarFile, target: Path) -> None:
-    """Extracts into `target`, whatever the archive says about where.
+    """Extracts into `target` only, whatever paths the archive holds.
 
     Debian 12's Python is 3.11.2 and has no extraction filters (PEP 706: 3.11.4): with it, an archive may hold plain
     files and folders inside its own folder, as Horovod's does, and nothing else.
@@ -205,7 +205,7 @@ def _compile(source: Path, settings: dict[str, str], environment: Environment, r
 
 
 def _percent(say: Say) -> Callable[[str], None]:
-    """Reads make's '[ 42%]' and says every tenth, with the time since the start."""
+    """Reads make's '[ 42%]' and prints every tenth, with the time since the start."""
     state, started = {"next": 10}, time.monotonic()
 
     def progress(line: str) -> None:

@@ -14,14 +14,14 @@ from hvdtrain.horovod_build.support import CUDA_ARCHITECTURES, CUDA_WHEELS
 
 
 def find(version: str, *, source: str, cache: Path, run: Commands) -> tuple[dict[str, str], str]:
-    """A CUDA compiler of `version` ("13.0"): variables for Horovod's build; and in words, where it is from.
+    """Returns variables for Horovod's build with a CUDA compiler of `version` ("13.0"), and its origin in words.
 
     Args:
         source: "auto" (a complete installed toolkit of that version, else wheels), "wheels", or a toolkit's folder.
-        cache: folder that keeps what is put together, between builds.
+        cache: folder that keeps the assembled toolkit between builds.
 
     Raises:
-        HvdtrainError: no such compiler can be had; the message says which wheels or folder were tried.
+        HvdtrainError: no such compiler can be had; the message names the wheels or the folder that were tried.
     """
     toolkit = _installed_toolkit(version, source) if source != "wheels" else None
     home = toolkit or _home_from_wheels(version, cache, run)

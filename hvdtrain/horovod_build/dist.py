@@ -52,7 +52,7 @@ def version_for(torch: str | None, cuda: str | None, tensorflow: str | None, mpi
 
 
 def requirements(environment: Environment) -> list[str]:
-    """What pip must find, or install, beside the wheel."""
+    """Returns what pip must find, or install, beside the wheel."""
     lines = []
     if environment.torch:
         lines.append(f"torch=={_release(environment.torch)}.*")
@@ -99,7 +99,7 @@ def make(wheel: Path, environment: Environment, folder: Path, run: Commands) -> 
 
 
 def needs(wheel: Path) -> str:
-    """In words, where a wheel of this name runs."""
+    """Describes in words where a wheel of this name runs."""
     first, last = re.findall(r"manylinux_(\d+)_(\d+)_", wheel.name)[0]
     image = "" if int(last) <= 28 else "; built in the manylinux_2_28 image it would need 2.28 only"
     return f"it needs Linux with glibc {first}.{last} or newer{image}"

@@ -95,7 +95,7 @@ def jobs_of(args: argparse.Namespace, ranks: int) -> Iterator[InterleavedJobs]:
 
 
 def _turn(jobs: InterleavedJobs, job: str, way: str, size: int, samples: list[float]) -> list[Any]:
-    """One block of sums; notes its seconds, those of the slowest rank."""
+    """Runs one block of sums; appends its seconds, those of the slowest rank, to `samples`."""
     repeat = max(1, min(MOST_REPEATS, int(BLOCK_S / samples[-1]))) if samples else 2
     answers = jobs.turn(job, way=way, bytes=size, repeat=repeat)
     samples.append(max(answer["wall"] for answer in answers))

@@ -45,7 +45,7 @@ def _seconds(ranks: str, part: Mapping[str, Any]) -> str:
 
 
 def _bandwidths(ranks: int, part: Mapping[str, Any], size: int) -> str:
-    """As nccl-tests have them: algorithm bandwidth is size over time, bus bandwidth that times 2 (N-1)/N."""
+    """Returns the table of bandwidths as in nccl-tests: algorithm is size over time, bus is that times 2 (N-1)/N."""
     columns = ("algorithm", "bus", "busiest link, one way", "both ways", "rule")
     rows = [(f"of {readable(size)}", *columns)]
     for way, sizes in _medians(part).items():

@@ -83,7 +83,7 @@ def server(links: CountedLinks, values: Any) -> Any:
 
 
 def servers(links: CountedLinks, values: Any) -> Any:
-    """The same with every rank as the server of one of N parts: each link carries 2 (N-1)/N of the array each way."""
+    """Sums like `server`, but every rank serves one of N parts: each link carries 2 (N-1)/N of the array each way."""
     return _served(links, values, links.size)
 
 
@@ -166,7 +166,7 @@ COUNTS: dict[str, Counts] = {
 
 @dataclass(frozen=True)
 class LinkCost:
-    """Of one link in one direction: seconds of a message, and of a byte."""
+    """The cost of one link in one direction: seconds of a message, and of a byte."""
 
     latency_s: float
     s_per_byte: float

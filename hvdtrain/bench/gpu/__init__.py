@@ -31,7 +31,7 @@ LEAST_S = 15.0  # what a check is begun with
 
 @dataclass(frozen=True)
 class GpuCheck:
-    """One program."""
+    """A program that checks one thing."""
 
     name: str
     what: str  # it checks, in a line
@@ -80,7 +80,7 @@ def command(check: GpuCheck, args: argparse.Namespace) -> list[str]:
 
 @dataclass(frozen=True)
 class CheckOutcome:
-    """What came of a check."""
+    """The outcome of a check."""
 
     result: str  # ok, MISSED (a goal), FAILED (by itself, or ended), "not here" (what it needs), "skipped" (for time)
     reason: str  # why not ok, in a line

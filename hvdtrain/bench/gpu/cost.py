@@ -41,7 +41,7 @@ Step = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a measurement; `small`: the batch where Python is the limit."""
+    """The sizes of a measurement; `small`: the batch where Python is the limit."""
 
     batch: int
     small: int
@@ -75,7 +75,7 @@ def speed(args: argparse.Namespace) -> Found:
 
 
 def resnet(device: torch.device, *, tiny: bool) -> nn.Module:
-    """In channels last; `tiny`: one convolution."""
+    """Returns a ResNet-50 in channels last; `tiny`: a toy of one convolution instead."""
     torch.manual_seed(0)
     made: nn.Module = network(TOY if tiny else "resnet50").to(device)
     return made.to(memory_format=torch.channels_last)
@@ -95,7 +95,7 @@ def prepared(device: torch.device, data: Any = None, *, tiny: bool) -> Callable[
 
 
 def bare(device: torch.device, *, tiny: bool) -> Callable[[Tensor, Tensor], None]:
-    """The same in plain PyTorch."""
+    """A plain PyTorch loop: a step on a batch."""
     model = resnet(device, tiny=tiny)
     optimizer = torch_sgd(model.parameters())
 
@@ -173,7 +173,7 @@ def _from(loader: Any, sizes: Sizes, device: torch.device, *, tiny: bool) -> dic
 
 
 def _files(root: Path, many: int, *, tiny: bool) -> Path:
-    """Made-up JPEGs, each under many names: workers begin anew with each pass, which must last."""
+    """Writes made-up JPEGs, each under many names: workers restart with each pass, so a pass must last."""
     unique = 8 if tiny else 256
     write_pictures(root, unique)
     for picture in sorted(root.glob("*/*.jpg")):
@@ -216,7 +216,7 @@ def _difference(device: torch.device) -> float:
 
 
 def resources(args: argparse.Namespace) -> Found:
-    """What 200 steps leave behind, evaluations among them: memory, threads, open files, streams."""
+    """Measures what 200 steps with evaluations leave behind: memory, threads, open files, streams."""
     epochs, before = (4, 2) if args.tiny else (13, 3)
     with hvdtrain.init("torch", engine="solo", device=args.device, seed=5):
         torch.manual_seed(3)
@@ -251,7 +251,7 @@ def resources(args: argparse.Namespace) -> Found:
 
 
 def used() -> dict[str, float]:
-    """What this process holds now."""
+    """Returns what this process holds now: threads, files, memory and, on a GPU, streams."""
     gc.collect()
     found = {
         "threads": len(os.listdir("/proc/self/task")),

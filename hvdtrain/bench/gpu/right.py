@@ -48,7 +48,7 @@ def machine(args: argparse.Namespace) -> Found:
 
 
 def net(engine: str) -> nn.Module:
-    """Of the type and with the normalisation that an engine knows."""
+    """Returns a network of the data type and with the normalisation that an engine supports."""
     torch.manual_seed(3)
     norm = nn.GroupNorm(2, 8) if engine == "dataparallel" else nn.BatchNorm2d(8)
     layers = [nn.Conv2d(3, 8, 3), norm, nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(128, 5)]

@@ -122,7 +122,7 @@ def _parts(args: argparse.Namespace, device: Any = "cpu") -> tuple[Any, Any, Any
 
 
 def network(name: str) -> Any:
-    """One of torchvision's, or a toy of one convolution, to see in a minute that all ways work here."""
+    """Returns a network of torchvision's, or a toy of one convolution, to check in a minute that all ways work here."""
     from torch import nn
 
     if name != TOY:
@@ -237,7 +237,7 @@ def fabric_arm(args: argparse.Namespace) -> tuple[int, Any, Step]:
 
 
 def dataparallel_arm(args: argparse.Namespace) -> tuple[int, Any, Step]:
-    """One process that cuts each batch over its devices: torch.nn.DataParallel, mended (`engine="dataparallel"`)."""
+    """Prepares one process that cuts each batch over its devices: DataParallel, fixed (`engine="dataparallel"`)."""
     import hvdtrain.torch as hvt
     from hvdtrain.torch.engines.engine import device_of
 
@@ -268,7 +268,7 @@ def deepspeed_arm(args: argparse.Namespace) -> tuple[int, Any, Step]:
 
 
 def pipeline_arm(args: argparse.Namespace) -> tuple[int, Any, Step]:
-    """One process, the model cut over its devices."""
+    """Prepares one process with the model cut over its devices."""
     import hvdtrain.pipeline
 
     hvdtrain.init("torch", engine="solo", device=args.device)
@@ -376,7 +376,7 @@ def plain_arm(args: argparse.Namespace, x: Any, y: Any) -> Block:
 
 
 def prepared_arm(args: argparse.Namespace, x: Any, y: Any) -> Block:
-    """The same block with hvdtrain, as its README writes it."""
+    """A block of Keras with hvdtrain, as its README writes it."""
     import hvdtrain.keras as hvk
 
     model, timer = _compiled(args), _timer()

@@ -94,7 +94,7 @@ def heading(what: str, result: Mapping[str, Any]) -> str:
 
 @dataclass
 class Arm:
-    """One job: its command, and a connection to each of its ranks, by rank."""
+    """A job: its command, and a connection to each of its ranks, by rank."""
 
     name: str
     process: subprocess.Popen[bytes]
@@ -236,7 +236,7 @@ def pin(local_rank: int, count: int = 1) -> None:
 
 
 def launched(ranks: int, launcher: str) -> list[str]:
-    """What stands before a job's command: nothing for one rank, else a launcher of its ranks on this machine.
+    """Returns the prefix of a job's command: empty for one rank, else a launcher of its ranks on this machine.
 
     Raises:
         LauncherError: it is not installed.
@@ -261,7 +261,7 @@ def _failed(arm: Arm, what: str) -> HvdtrainError:
 
 
 def shortened(error: HvdtrainError) -> str:
-    """How a job ended, and the last line that tells why, without the launcher's mark."""
+    """Returns how a job ended, and the last line that names the reason, without the launcher's mark."""
     lines = [re.sub(r"^\[\d+\]<\w+>: ?", "", line).strip() for line in error.received.splitlines()]
     first, *others = [line for line in lines if line] or [error.rule]
     telling = [its for its in others if ("Error" in its and "ChildFailed" not in its) or ": rank " in its] or others[
@@ -288,7 +288,7 @@ def _end(arm: Arm) -> None:
 
 
 def _ended_within(arm: Arm, seconds: float) -> bool:
-    """Whether the job and all its ranks are gone, waiting for them."""
+    """Returns True if the job and all its ranks end within so many seconds; waits for them."""
     deadline = time.monotonic() + seconds
     with contextlib.suppress(subprocess.TimeoutExpired):
         arm.process.wait(seconds)
