@@ -1,5 +1,5 @@
 """Many hosts: names, addresses, one ssh session a host, and the messages through it.
 
-`launch` starts ranks on them and ends them together, `doctor` says what is wrong with them, `verify` trains a toy
-there. No framework is imported here.
+`launch` starts ranks on the hosts and ends them together. `doctor` finds faults of the hosts. `verify` trains a toy
+model on them. This package imports no framework.
 """

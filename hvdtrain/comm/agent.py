@@ -1,8 +1,8 @@
 """The line between this rank and its host's agent (of `hvdtrain launch`): a `RankLink`.
 
-The rank says how many updates are done, once a second at most and at its end, and, where the job is elastic, what
-`hvdtrain.comm.elastic` has to say. A thread of its own listens: what the launcher says may have to break what
-the main thread is blocked in.
+The rank sends its number of completed updates, once a second at most and at its end. In an elastic job it also sends
+the messages of `hvdtrain.comm.elastic`. A separate thread receives, because a launcher's message may have to interrupt
+an operation in which the main thread is blocked.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class AgentLine:
             self._tell()
 
     def _tell_at_end(self) -> None:
-        """Reports the updates of the last second, too: how far a rank came counts where a job fails twice."""
+        """Reports the updates of the last second: a job that fails twice is judged by each rank's progress."""
         if os.getpid() == self._pid:
             self._tell()
 
@@ -110,7 +110,7 @@ class Connections:
 
     @contextlib.contextmanager
     def noted(self) -> Any:
-        """While it lasts, connections that are opened are the engine's."""
+        """A context in which every connection that is opened counts as the engine's."""
         self._before, self._open = set(_sockets().values()), True
         try:
             yield

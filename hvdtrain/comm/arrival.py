@@ -1,8 +1,8 @@
 """Ranks that start at different times wait for one another, before their engine does: it may give up after seconds.
 
 Horovod over Gloo gives the last rank 30 s (HOROVOD_GLOO_TIMEOUT_SECONDS), which is also how soon it notices a host that
-is silent while it trains: so that stays as it is, and Horovod starts when all ranks are there. MPI waits by itself,
-without a word and without an end, also for a rank that has ended well: here a thread looks at the clock.
+is silent while it trains. So hvdtrain keeps that value, and starts Horovod when all ranks have arrived. MPI waits
+silently and without a limit, even for a rank that has ended well: so a thread here enforces a time limit.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _INTERFACES = ("HOROVOD_GLOO_IFACE", "GLOO_SOCKET_IFNAME")
 
 
 class Store(Protocol):
-    """What all ranks of a job can write to and look at."""
+    """A key-value store that all ranks of a job can read and write."""
 
     def set(self, key: str, value: str) -> Any: ...
     def check(self, keys: list[str]) -> bool: ...

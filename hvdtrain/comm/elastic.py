@@ -1,16 +1,16 @@
-"""Ranks that continue when some are gone, and take in new ones, without any of them starting again.
+"""Ranks that continue when some are lost, and admit new ones, without a restart of any rank.
 
-A *formation* is the set of processes that are one world. When one of them is gone, a collective operation fails on all
-others, maybe not on all at the same one: it has completed on some. They leave their engine, wait for the launcher to
-say who they are in the next formation, and compare how far each has come. All are in the same operation, or one behind:
+A *formation* is the set of processes that are one world. When one of them is lost, a collective operation fails on all
+others, maybe not the same one on each: it has completed on some. They leave their engine, wait for the launcher to
+assign their ranks in the next formation, and compare their progress. All are in the same operation, or one behind:
 
-- an update that one rank has completed is complete: the others get its weights, and go on after that update;
-- one that nobody has completed is left out: its samples are dealt again, to those that are there;
-- any other operation that one rank has completed gives the others its result; else all do it again.
+- an update that one rank has completed is complete: the others get its weights, and continue after that update;
+- an update that no rank has completed is discarded: its samples are dealt again, to the ranks of the new formation;
+- any other operation that one rank has completed gives the others its result; else all ranks repeat it.
 
-New ranks come in between two updates: the launcher asks for it, the word travels with an update, and all leave their
-engine before the next batch. A new process runs the program from its top; what is collective there gives what it gave
-rank 0, until its loop over epochs begins.
+New ranks join between two updates: the launcher requests it, the request travels with an update, and all ranks leave
+their engine before the next batch. A new process runs the program from its top; collective operations there return
+what they returned on rank 0, until its loop over epochs begins.
 """
 
 from __future__ import annotations
@@ -40,8 +40,7 @@ Answers = list[tuple[str, Any]]  # of collective operations: what was asked, wha
 
 
 class Report(NamedTuple):
-    """What a rank reports in a new formation, with the updates, and other operations, that it has completed
-    (`done`)."""
+    """A rank's report in a new formation: its completed `updates` and other operations (`done`)."""
 
     new: bool  # it has trained nothing so far
     updates: int
@@ -52,22 +51,22 @@ class Report(NamedTuple):
 
 
 class Member(Protocol):
-    """What trains on this rank: the model, and the loop."""
+    """The model and the loop that train on this rank."""
 
     @property
     def updates(self) -> int: ...
     def place(self) -> Any:
-        """Where the loop goes on after the updates that are done, and what it needs there; picklable."""
+        """Returns where the loop continues after the completed updates, with what it needs there; picklable."""
 
     def state(self) -> bytes:
-        """All that is trained."""
+        """Returns the complete training state."""
 
     def take(self, state: bytes, *, new: bool) -> None:
         """Takes another rank's state; `new`: this process has trained nothing so far."""
 
     def go_on(self, place: Any, *, late: bool) -> None:
-        """The ranks have changed: goes on at a place that a rank has given; `late`: others had completed the update
-        that this rank was in."""
+        """Continues, after the ranks have changed, at a place that a rank has given; `late`: other ranks had completed
+        the update that this rank was in."""
 
 
 class JobRanks:
@@ -86,7 +85,7 @@ class JobRanks:
 
     @property
     def inside(self) -> bool:
-        """Returns True if this rank is in an operation that is repeated as a whole."""
+        """Returns True if this rank is in an operation that will be repeated as a whole."""
         return False
 
     @property
@@ -103,7 +102,7 @@ class JobRanks:
         operation()
 
     def connecting(self, connections: Any) -> AbstractContextManager[None]:
-        """While it lasts, the engine connects to other ranks; `Elastic` can cut these connections later."""
+        """A context in which the engine connects to other ranks; `Elastic` can cut these connections later."""
         return nullcontext()
 
     def lose(self, ranks: Sequence[int], formation: int) -> bool:
@@ -128,12 +127,12 @@ class JobRanks:
 
 
 class Elastic(JobRanks):
-    """What one process needs to stay in the job when its world changes.
+    """The part of an elastic job in one process: keeps it in the job when its world changes.
 
     Attributes:
-        join: enters a formation; the world is that of its ranks afterwards.
-        leave: ends what is left of the engine; `cut`: not together with the others.
-        gather, broadcast: of the formation that was joined: every rank's object, or that of one rank.
+        join: enters a formation; then the world consists of the formation's ranks.
+        leave: shuts the engine down; `cut`: without waiting for the other ranks.
+        gather, broadcast: return every rank's object, or that of one rank, of the joined formation.
     """
 
     may_change = True

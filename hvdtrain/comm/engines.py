@@ -32,7 +32,7 @@ CHUNK_BYTES = 1 << 28
 
 @runtime_checkable
 class Engine(Protocol):
-    """What carries bytes between ranks; its methods are collective: all ranks call them in the same order."""
+    """The interface of an engine, which carries bytes between ranks; all ranks call its methods in the same order."""
 
     @property
     def name(self) -> str: ...
@@ -86,10 +86,10 @@ class SoloEngine:
         return [float(value) for value in values]
 
     def barrier(self) -> None:
-        """Nobody to wait for."""
+        """Returns at once: one process has no other to wait for."""
 
     def shutdown(self) -> None:
-        """Nothing to end."""
+        """Does nothing: one process has no engine to shut down."""
 
 
 @dataclass(kw_only=True)
@@ -217,7 +217,7 @@ class HorovodCollectives(HostCollectives):
         self._calls = itertools.count()
 
     def leave(self, *, cut: bool) -> None:
-        """Ends what is left of Horovod's world; `cut`: the others see it at once, wherever they wait."""
+        """Shuts Horovod down; `cut`: closes its connections first, so that the others notice at once."""
         if cut:
             self.connections.cut()
         self.hvd.shutdown()
@@ -264,8 +264,8 @@ def losses_in(
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """What an engine is for. One process needs no launcher; what no launcher can start several ranks for is for one
-    process."""
+    """The frameworks and launchers that an engine supports. An engine of one process needs no launcher; an engine
+    without launchers is for one process."""
 
     frameworks: tuple[str, ...]  # whose adapters have it
     launchers: tuple[str, ...]

@@ -58,6 +58,6 @@ def function_of(frame: FrameType | None) -> str:
 
 
 def in_thread() -> str:
-    """Returns what tells this thread from others on all ranks alike: its name, less numbers, which count threads."""
+    """Returns a label of this thread, equal on all ranks: its name without numbers, which count threads."""
     name = threading.current_thread().name
     return "" if name == "MainThread" else " in thread " + re.sub(r"[-_]\d+", "", name)

@@ -24,7 +24,7 @@ LONGEST_REPORT = 1 << 22
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where rank 0 listens, at the port of these addresses: what it sends the others when they meet."""
+    """The addresses and port at which rank 0 listens, and its settings; it sends them to the others at the start."""
 
     after_s: float  # a rank is stuck that has been in one place so long; 0: ranks are not compared at all
     addresses: tuple[str, ...]

@@ -1,8 +1,8 @@
 """A rank's last sign of life: a page of a mapped file, which is there however the process ends.
 
-The rank's watch thread writes what it knows once a second, the rank itself its counts at each change of place: when a
-rank is killed or stopped, its page says how far it came. At a normal end the page is removed; in a run's directory that
-of a rank which fails stays, with its error, until another attempt takes its place.
+The rank's watch thread writes its facts once a second. The rank itself writes its counts at each change of place. So
+the page shows the progress of a rank that was killed or stopped. The rank removes its page at a normal end. In a run's
+directory the page of a failed rank stays, with its error, until another attempt replaces it.
 
     RUN_DIR/hangs/rank-1.ring       where a run directory is known, else
     TMP/hvdtrain-UID/JOB.rank-1.ring
@@ -106,7 +106,7 @@ def place_of(run_dir: Path | None, token: str, rank: int) -> Path | None:
 
 
 def own_folder() -> Path | None:
-    """Returns this user's folder in the temporary directory, which is made; None where somebody else has the name."""
+    """Makes this user's folder in the temporary directory and returns it; None if another user owns that name."""
     folder = Path(tempfile.gettempdir()) / f"hvdtrain-{os.getuid()}"
     with contextlib.suppress(OSError):
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -131,9 +131,9 @@ def open_ring(run_dir: Path | None, token: str, rank: int) -> Ring | None:
 
 
 def last_words(ring: Ring | None, run_dir: Path | None, rank: int, error: BaseException, *, ends: bool) -> Ring | None:
-    """Leaves in the run's directory what a rank fails with, whatever goes wrong over it; without a run's directory
-    nobody would look for it, and nothing is left. Returns the page, if it is still to be removed at a normal end:
-    unless the process `ends` now."""
+    """Writes a rank's error into its page in the run's directory, and never raises; without a run's directory it
+    writes nothing and, if the process `ends` now, removes the page. Returns the page that a normal end must remove;
+    None if the process `ends` now."""
     with contextlib.suppress(Exception):
         if ring is None and ends and run_dir is not None:
             ring = open_ring(run_dir, "", rank)

@@ -1,7 +1,7 @@
-"""Programs that take turns: one that a benchmark has started goes on when it is told to, and answers what it took.
+"""Programs that take turns: a program that a benchmark has started continues on an order, and answers with its times.
 
-A job of the benchmark's own serves `orders`. Under `hvdtrain bench train --tune` any prepared training does so by
-itself: it stops after an update until its next turn, and its program ends with the benchmark.
+A job of the benchmark's own serves `orders`. Under `hvdtrain bench train --tune` any prepared training serves them
+automatically: it pauses after an update until its next turn, and its program ends with the benchmark.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes it, and says what was written."""
+    """Exports or imports a checkpoint, and prints what it wrote."""
     from hvdtrain.checkpoint.checkpoint_folder import read_info
     from hvdtrain.torch import exchange
 

@@ -1,8 +1,8 @@
 """`hvdtrain doctor`: what is wrong with this machine or cluster, why it matters, and the command that fixes it.
 
 Asks every host at once, over ssh, without installing anything there: a probe goes through the session and ends with
-it. What is measured between hosts is measured by the hosts themselves, on ports that are open only meanwhile, on the
-addresses that ranks would use.
+it. The hosts themselves measure the links between them, on the addresses that ranks would use, on ports that are open
+only during the measurement.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The flags of launch, doctor and verify that say which hosts take part and how they are reached."""
+"""The flags of launch, doctor and verify that select the hosts and configure ssh."""
 
 from __future__ import annotations
 

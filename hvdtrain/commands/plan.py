@@ -90,14 +90,14 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass
 class PlanInputs:
-    """What the plans are computed from, and where each number comes from."""
+    """The inputs of the plans, with the source of each number."""
 
     costs: Sequence[SegmentCost]
     cluster: Cluster
     sources: dict[str, list[str]] = field(default_factory=lambda: {"measured": [], "given": [], "assumed": []})
 
     def note(self, text: str, *, is_given: bool) -> None:
-        """Notes a number that the user gave, or that is assumed."""
+        """Notes a number that the user gave (`is_given`), or that is assumed."""
         self.sources["given" if is_given else "assumed"].append(text)
 
 

@@ -60,10 +60,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Rehearses; returns the exit code. In a rank it returns, too: with the script's.
+    """Rehearses the job; returns the exit code. It also returns in each rank, with the script's exit code.
 
-    This process only waits for another one, which is the ranks' parent, and ends what that one leaves: so whichever of
-    the two is killed, no rank and nothing that a rank has started goes on.
+    This process only waits for another one, which is the ranks' parent, and ends the processes that the parent leaves.
+    So whichever of the two is killed, all ranks and all processes that ranks have started end.
     """
     processes.adopt_orphans()
     sys.stdout.flush()
@@ -133,7 +133,7 @@ def _folder(wanted: Path | None) -> Path:
 
 
 def _variables(np: int, cores: int, folder: Path) -> dict[str, str]:
-    """What ranks get that have far too few cores: patience, one thread each, and no GPU, which cannot be forked."""
+    """Returns variables for ranks with far too few cores: long timeouts, one thread, no GPU, which cannot be forked."""
     from hvdtrain.cluster.launch import environment
 
     crowd = np / cores
@@ -229,7 +229,7 @@ def _check_room(ranks: Ranks) -> None:
 
 
 def _memory(memory: Mapping[int, tuple[int, int]]) -> Iterator[str]:
-    """What ranks hold, in words."""
+    """Yields a line on the ranks' memory."""
     if memory:
         own = {rank: kib >> 10 for rank, (kib, _) in memory.items()}
         others = [mib for rank, mib in own.items() if rank]

@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes the page, and says where."""
+    """Writes the page, or with `--trace` each run's trace, and prints where."""
     folders = report_data.find_runs(args.runs)
     if args.trace:
         if args.out is not None:
@@ -55,7 +55,7 @@ def _write(out: Path, text: str) -> None:
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """As much of each path as tells it from the others."""
+    """Returns the shortest ends of the paths, of equal length, that differ from one another."""
     parts = [folder.resolve().parts for folder in folders]
     kept = next((n for n in range(1, max(map(len, parts)) + 1) if len({its[-n:] for its in parts}) == len(parts)), 1)
     return ["/".join(its[-kept:]) for its in parts]
@@ -95,7 +95,7 @@ def _script(text: str) -> Any:
 
 
 def _numbers(runs: Sequence[Run]) -> Iterable[tuple[str, list[str]]]:
-    """What is asked for first, by run."""
+    """Yields the main numbers: a name, and the value in each run."""
     first = runs[0].samples_per_s
     yield "status", [its.status for its in runs]
     yield "started", [str(its.record.get("started", "")) for its in runs]
@@ -115,7 +115,7 @@ def _numbers(runs: Sequence[Run]) -> Iterable[tuple[str, list[str]]]:
 
 
 def _differing(runs: Sequence[Run]) -> Iterable[tuple[str, list[str], bool]]:
-    """Every setting of every run, and whether they differ in it; those first."""
+    """Yields each setting: name, value in each run, True if the runs differ; differing settings come first."""
     found = [report_data.flat({name: its.record.get(name) for name in _SETTINGS}) for its in runs]
     names = dict.fromkeys(name for its in found for name in its)
     rows = [(name, [its.get(name, "") for its in found]) for name in names]

@@ -20,7 +20,7 @@ _TABLE_ROWS = 12
 
 @dataclass(frozen=True)
 class Chart:
-    """One chart: Plotly's figure as JSON types, and the same in a table."""
+    """A chart: Plotly's figure as JSON types, and its data as a table."""
 
     id: str  # of the page's element
     title: str

@@ -1,4 +1,4 @@
-"""What a report tells of a run, read from its directory; pure but for the files."""
+"""The data of a report on a run, read from the run's directory; pure except for reading files."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _TOLD = ("step", "epoch", "checkpoint", "marks")  # in charts, in a trace
 
 @dataclass(frozen=True)
 class Run:
-    """One run, as far as its files tell.
+    """A run, as its files record it.
 
     Attributes:
-        steps: the events of its updates, of the life that counts: what a resumed run did again is there once.
+        steps: the events of its updates; updates that a resumed run repeated are in it once.
     """
 
     name: str  # of its directory, made unique among the runs of a report
@@ -42,13 +42,13 @@ class Run:
 
     @property
     def samples_per_s(self) -> float | None:
-        """Median over the updates."""
+        """Returns the median over the updates."""
         rates = [its["samples_per_s"] for its in self.steps if its.get("samples_per_s")]
         return statistics.median(rates) if rates else None
 
     @property
     def seconds(self) -> float:
-        """Wall-clock that its events span."""
+        """Returns the wall-clock seconds that its events span."""
         times = [its["time"] for its in (*self.steps, *self.epochs, *self.saves)] + [at for at, *_ in self.happened]
         return max(times) - min(times) if times else 0.0
 
@@ -120,7 +120,7 @@ def _happened(events: Sequence[Mapping[str, Any]]) -> list[tuple[float, str, str
 
 
 def _advice(record: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The run's own verdict, which knows its loader; else one made of what its epochs say. Then epochs that differ."""
+    """Returns the run's own verdict, which knows its loader, or else one from its epochs; then epochs that differ."""
     whole = verdict(phases_per_rank(events) or [{}], RunFacts())
     lines = str(record.get("result", {}).get("verdict") or whole).splitlines()
     for event in events:
@@ -140,7 +140,7 @@ def curve(events: Sequence[Mapping[str, Any]], x: str, y: str) -> tuple[list[flo
 
 
 def where_time_went(run: Run) -> tuple[list[float], dict[str, list[float]]]:
-    """Of rank 0, by part of the run: samples seen at its end, and milliseconds an update by phase."""
+    """Returns, for each part of the run on rank 0: samples seen at its end, and milliseconds an update by phase."""
     at_once = -(-len(run.steps) // WINDOWS) or 1
     groups = [run.steps[at : at + at_once] for at in range(0, len(run.steps), at_once)]
     ends = [float(group[-1]["samples_seen"]) for group in groups]
@@ -156,7 +156,7 @@ def where_time_went(run: Run) -> tuple[list[float], dict[str, list[float]]]:
 
 
 def metrics_of(run: Run) -> dict[str, tuple[list[int], list[float]]]:
-    """By name: epochs, counted from 1, and what was measured."""
+    """Returns the metrics by name: epochs, counted from 1, and values."""
     found: dict[str, tuple[list[int], list[float]]] = {}
     for event in run.epochs:
         for name, value in event.get("metrics", {}).items():

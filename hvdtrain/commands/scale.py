@@ -52,7 +52,7 @@ def size_bytes(text: str) -> float:
 
 
 def some_bytes(text: str) -> float:
-    """The same, and not 0."""
+    """Parses a size as `size_bytes` does; raises ArgumentTypeError if it is 0."""
     if not (size := size_bytes(text)):
         raise argparse.ArgumentTypeError(f"must be a size > 0, not {text!r}")
     return size
@@ -141,13 +141,13 @@ def _training(args: argparse.Namespace, sources: dict[str, list[str]]) -> Measur
 
 
 def of_run(path: Path, sources: dict[str, list[str]]) -> tuple[list[float], float, dict[str, Any]]:
-    """Seconds of steps without communication, the backward pass's share, and what else the log tells.
+    """Returns the seconds of steps without communication, the backward pass's share, and other facts from the log.
 
-    The first event is left out (a first step starts and compiles), and so are those with an evaluation or a checkpoint.
-    Rank 0 logs windows of 0.1 s or of one step; the others' totals say how much slower each is.
+    It skips the first event (a first step starts and compiles) and the events with an evaluation or a checkpoint.
+    Rank 0 logs windows of 0.1 s or of one step; the other ranks' totals show how much slower each of them is.
 
     Raises:
-        ConfigError: no run is there, or it has no steps.
+        ConfigError: the directory has no run, or the run has no steps, or no seconds of its steps.
     """
     record, events = read_run(path), read_events(path)
     begun = max((at for at, its in enumerate(events) if its.get("kind") in ("start", "resume")), default=0)

@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass
 class Found:
-    """What was found: per framework what its rank 0 said, or why there is nothing; `left_out`: why not tried."""
+    """The results: of each framework rank 0's report, or why it is missing; `left_out`: why others were not tried."""
 
     frameworks: dict[str, dict[str, Any]] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _left_out(chosen: Sequence[str], started_by: str) -> dict[str, str]:
-    """Which of several frameworks this launcher cannot try, and why; pure. One that is asked for alone is tried."""
+    """Returns the reason why this launcher skips each of several frameworks; pure. A single framework is tried."""
     if started_by in _NO_HOROVOD and len(chosen) > 1:
         return {"keras": f"Keras trains on Horovod, whose ranks {started_by} does not start"}
     if started_by in _ONE_A_LAUNCH:
@@ -134,7 +134,7 @@ def _own_ranks(framework: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _ranks_here(args: argparse.Namespace) -> int:
-    """How many ranks this machine gets that nobody named: one a GPU. Two cannot share one: they get the processor."""
+    """Returns the default number of ranks: one a GPU, at least 2. Two cannot share 1 GPU, so they run on the CPU."""
     gpus = 0 if args.device == "cpu" else gpu_count()
     if gpus == 1:
         args.device = "cpu"

@@ -1,7 +1,7 @@
-"""`hvdtrain why RUN_OR_FILE`: why did it end, or does it not go on? The first cause, in one block.
+"""`hvdtrain why RUN_OR_FILE`: prints the first cause why a run ended or hangs, in one block.
 
-It reads what a hang, or ranks out of step, have left (RUN/hangs/*.json, or the file that the error named); where there
-is none, how the run ended (run.json, events.jsonl), and the pages of ranks that failed, or have ended without a word
+It reads the report of a hang, or of ranks out of step (RUN/hangs/*.json, or the file that the error named). Without
+one it reads how the run ended (run.json, events.jsonl), and the pages of ranks that failed or ended silently
 (RUN/hangs/rank-*.ring). Of a folder that `hvdtrain launch` has made (runs/launch-N) it reads launch.json.
 """
 
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the cause; returns the exit code: 1 where nothing tells."""
+    """Prints the cause; returns the exit code: 1 if the cause is unknown."""
     text = why(args.where)
     print(text or f"{args.where}: nothing tells why: no hang, no rank that ended without a word, no failed run")
     return 0 if text and _UNKNOWN not in text else 1
@@ -104,7 +104,7 @@ def _launched(folder: Path, record: str) -> str | None:
 
 
 def _preempted(folder: Path) -> str:
-    """Returns what ranks say in their logs of the signal that has ended them, and of what they saved."""
+    """Returns the lines of the ranks' logs on the signal that ended them, and on their last save."""
     logs = [path.read_text(encoding="utf-8", errors="replace") for path in sorted(folder.glob("rank-*.log"))]
     got = [found[-1] for log in logs if (found := _GOT.findall(log))]
     saved = [found[-1] for log in logs if (found := _SAVED.findall(log))]
@@ -129,7 +129,7 @@ def _hang(path: Path) -> str:
 
 
 def _end_of(where: Path, run: Mapping[str, Any] | None) -> str:
-    """Returns how a run ended, unless it ended well, or goes on."""
+    """Returns how a run ended and its last event; "" if it ended well or there is no run."""
     status = run_status(where)
     if run is None or status in (None, "finished"):
         return ""

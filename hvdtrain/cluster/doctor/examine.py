@@ -31,7 +31,7 @@ _CLOCK_READINGS = 3
 
 @dataclass
 class DoctorReport:
-    """All that was found."""
+    """The facts, measurements and findings of one examination."""
 
     job: Job
     cluster: ClusterFacts
@@ -96,9 +96,9 @@ def examined(job: Job, run_dir: Path | None = None, *, fast: bool = False, with_
 
 
 def facts(sessions: Sessions, job: Job, run_dir: Path | None = None, *, fast: bool) -> ClusterFacts:
-    """Returns what the hosts say about themselves; those that do not answer are in `sessions.lost`."""
+    """Returns the facts that the hosts' probes report; hosts that do not answer are in `sessions.lost`."""
     ranks, timeout_s = {host.name: count for host, count in job.ranks.items()}, job.timeouts.start_s
-    # ranks get this machine's, too
+    # ranks also get this machine's PYTHONPATH
     paths = [os.path.abspath(folder) for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
     request = {
         "do": "facts", "fast": fast, "cwd": job.cwd, "run_dir": _run_folder(job, run_dir), "paths": paths,
@@ -190,7 +190,7 @@ def _run_folder(job: Job, run_dir: Path | None) -> str:
 
 
 def _read_clocks(sessions: Sessions, cluster: ClusterFacts, found: Links) -> None:
-    """How far each clock is ahead of ours: the reading with the shortest way there and back is the best one."""
+    """Measures how far each host's clock is ahead of ours; keeps the reading with the shortest round trip."""
     for name in cluster.facts:
         if cluster.is_local(name) or name not in sessions.alive:
             continue
@@ -229,7 +229,7 @@ def _rate(flow: Facts) -> float:
 
 
 def _thorough(sessions: Sessions, found: DoctorReport, run_dir: Path | None) -> list[Finding]:
-    """What takes measurements; a host that stops answering meanwhile is left out of the rest."""
+    """Runs the checks that measure; skips a host in the remaining ones once it stops answering."""
     cluster, before = found.cluster, time.monotonic()
     everything = [*machine.thorough(cluster)]
     if cluster.facts:

@@ -1,6 +1,6 @@
-"""What the checks work on, and what they find: what was seen, why it matters and the command that fixes it.
+"""The checks' input (facts of a cluster) and output (findings: the fact, why it matters, the command that fixes it).
 
-All checks are pure: what hosts said in, findings out.
+All checks are pure functions from the hosts' facts to findings.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _LABEL_WIDTH = 8
 
 @dataclass(frozen=True)
 class ClusterFacts:
-    """What is known of a cluster.
+    """The known facts of a cluster.
 
     Attributes:
-        facts: what each host that answered said about itself (`probe.facts`), in the user's order; with "local": True
-            for the machine that this runs on.
+        facts: the facts that the probe reported on each host that answered (`probe.facts`), in the user's order; with
+            "local": True for the machine that this runs on.
     """
 
     facts: Mapping[str, Facts]
@@ -40,15 +40,15 @@ class ClusterFacts:
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """Returns the number of ranks."""
         return sum(self.ranks.values())
 
     def of(self, fact: str) -> dict[str, Any]:
-        """Returns a fact of every host that could tell it."""
+        """Returns a fact of every host whose probe reported it, by host."""
         return {name: facts[fact] for name, facts in self.facts.items() if known(facts, fact) is not None}
 
     def is_local(self, host: str) -> bool:
-        """Returns whether a host is the machine that this runs on."""
+        """Returns True if a host is the machine that this runs on."""
         return bool(self.facts.get(host, {}).get("local"))
 
     def on(self, host: str, *command: str) -> str:
@@ -66,7 +66,7 @@ class ClusterFacts:
 
 
 def known(facts: Facts, fact: str) -> Any:
-    """Returns a fact; None where the host could not tell it."""
+    """Returns a fact; None if the host's probe could not report it."""
     value = facts.get(fact)
     return None if isinstance(value, dict) and "unanswered" in value else value
 
@@ -95,7 +95,7 @@ def listed(values: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong, or worth knowing."""
+    """A fault of the cluster, or a fact worth knowing."""
 
     id: str  # for programs: stable, words joined by "-"
     severity: Severity
@@ -106,7 +106,7 @@ class Finding:
 
 
 def exit_code(findings: Iterable[Finding]) -> int:
-    """Returns what the worst finding says: 2 for an error, 1 for a warning, 0 for notes and nothing."""
+    """Returns the exit code of the worst finding: 2 for an error, 1 for a warning, 0 for notes or no findings."""
     return max((EXIT_CODES[finding.severity] for finding in findings), default=0)
 
 

@@ -20,7 +20,7 @@ _LINES = 12
 
 @dataclass
 class Live:
-    """How the all-reduce went."""
+    """The result of the all-reduce."""
 
     framework: str
     size: int  # ranks that took part: one on each host, or two and more on a single one
@@ -72,7 +72,7 @@ def all_reduce(job: Job, cluster: ClusterFacts) -> Live | None:
 
 
 def checked(live: Live | None) -> Iterator[Finding]:
-    """What is wrong with it; pure."""
+    """Yields a finding if the all-reduce failed; pure."""
     if live is not None and live.failed:
         yield Finding(
             "all-reduce-failed", "error", (live.host,) if live.host else (),

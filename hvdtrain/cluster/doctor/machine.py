@@ -33,7 +33,7 @@ _MASKS = ("NCCL_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE", "OMPI_MCA_btl_tcp_if_inclu
 
 
 def quick(cluster: ClusterFacts) -> Iterator[Finding]:
-    """What must hold before a job starts."""
+    """Checks each host before a job starts: GPUs for its slots, and the working directory."""
     for host, facts in cluster.facts.items():
         yield from _gpu_slots(host, facts, cluster.ranks[host])
         yield from _folder(cluster, host, facts)
@@ -280,7 +280,7 @@ def _limits(cluster: ClusterFacts, host: str, facts: Facts) -> Iterator[Finding]
 
 
 def _variables(cluster: ClusterFacts, host: str, facts: Facts) -> Iterator[Finding]:
-    """What a shell's start-up files set for every process."""
+    """Yields findings on variables that a shell's start-up files set for every process, and on other jobs' ranks."""
     variables, interfaces = known(facts, "variables") or {}, known(facts, "interfaces")
     names = {its["name"] for its in interfaces or []}
     for variable in _MASKS:

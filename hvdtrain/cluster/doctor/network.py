@@ -21,12 +21,12 @@ GIGABIT = 1e9 / 8
 
 @dataclass
 class Links:
-    """What the hosts' network did.
+    """The measurements of the hosts' network.
 
     Attributes:
         unbound: addresses that a host could not open a port on: {host: text}.
-        reach: {from: {to: {"seconds", "source"} or {"error", "text"}}}: a byte there and back.
-        flows: {(from, to): {"bytes", "seconds"} or {"error", "text"}}: as much as went through.
+        reach: {from: {to: {"seconds", "source"} or {"error", "text"}}}: the round trip of one byte.
+        flows: {(from, to): {"bytes", "seconds"} or {"error", "text"}}: the bytes received in that time.
         clocks: {host: (seconds ahead of this machine, plus or minus seconds)}.
     """
 
@@ -48,7 +48,7 @@ class Links:
                 yield start, end, reply
 
     def slow(self) -> list[tuple[str, str]]:
-        """Returns the pairs whose flow is slow, by itself or among the others."""
+        """Returns the pairs whose flow is slow: below an absolute limit, or far below the median flow."""
         rates = self.rates()
         usual = statistics.median(rates.values()) if len(rates) > 2 else 0.0
         limit = max(SLOW_BYTES_PER_S, min(SLOW_SHARE * usual, FAST_ENOUGH_BYTES_PER_S))
@@ -57,10 +57,10 @@ class Links:
 
 @dataclass
 class RunFolder:
-    """What happened when every host wrote a file into the run directory.
+    """The result of a test in which every host writes a file into the run directory.
 
     Attributes:
-        written: what each host said to its own file: {} or {"error", "errno"}.
+        written: the result of writing each host's own file: {} or {"error", "errno"}.
     """
 
     path: str
@@ -70,7 +70,7 @@ class RunFolder:
 
 
 def distinct(cluster: ClusterFacts) -> Iterator[Finding]:
-    """Every host is another machine, with another name."""
+    """Yields hosts that are the same machine, and machines that have the same name."""
     by_machine: dict[Any, list[str]] = defaultdict(list)
     by_name: dict[str, list[str]] = defaultdict(list)
     for host, system in cluster.of("system").items():
@@ -103,7 +103,7 @@ def distinct(cluster: ClusterFacts) -> Iterator[Finding]:
 
 
 def network(cluster: ClusterFacts, links: Links) -> Iterator[Finding]:
-    """All that was measured between the hosts."""
+    """Yields the findings from all measurements between the hosts."""
     if links.no_network is not None:
         yield Finding(
             "no-common-network", "error", (), f"{links.no_network.rule}\n{links.no_network.received}",
@@ -160,9 +160,9 @@ _WHY_REACH = "every rank connects to every other one, on ports that the kernel p
 
 
 def _unreached(cluster: ClusterFacts, links: Links) -> Iterator[Finding]:
-    """Pairs that do not reach each other, told once for each host that most of them have in common."""
+    """Yields the pairs that do not reach each other, grouped by the host that most of them have in common."""
     failed = {(start, end, reply["error"]) for start, end, reply in links.replies() if "error" in reply}
-    # whoever has no way to a host cannot answer it either
+    # a host that has no route to another one cannot answer it either
     failed -= {(end, start, "timeout") for start, end, kind in failed if kind in ("no route", "forbidden")}
     while failed:
         counts = Counter(host for start, end, _ in failed for host in (start, end))

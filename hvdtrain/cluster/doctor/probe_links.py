@@ -47,7 +47,7 @@ def _accept(server: socket.socket) -> None:
 
 
 def _answer(connection: socket.socket) -> None:
-    """One visitor: the token, then E (send back what comes) or S (count what comes)."""
+    """Serves one connection: the token, then E (send the bytes back) or S (count the bytes)."""
     try:
         connection.settimeout(SOCKET_LIMIT_S)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -58,7 +58,7 @@ def _answer(connection: socket.socket) -> None:
                 connection.sendall(_exactly(connection, 1))
         _count(connection)
     except OSError:
-        return  # the visitor went away: it tells what it saw
+        return  # the other host closed the connection: it reports the error
     finally:
         connection.close()
 
@@ -74,7 +74,7 @@ def _exactly(connection: socket.socket, count: int) -> bytes:
 
 
 def _count(connection: socket.socket) -> None:
-    """Receives until the sender has sent all, and tells it how much came in how many seconds."""
+    """Receives until the sender has sent all, and sends it the number of bytes and seconds."""
     buffer, total, start = bytearray(CHUNK_BYTES), 0, None
     while True:
         count = connection.recv_into(buffer)
@@ -181,7 +181,7 @@ def mark(request: "dict[str, Any]") -> "dict[str, Any]":
 
 
 def see(request: "dict[str, Any]") -> "dict[str, Any]":
-    """Which hosts' files are seen in a folder here: {"seen": [index]}."""
+    """Returns the hosts whose marker files are visible in a folder on this host: {"seen": [index]}."""
     paths = [os.path.join(request["folder"], MARKER % (request["token"], index)) for index in range(request["count"])]
     return {"seen": [index for index, path in enumerate(paths) if os.path.exists(path)]}
 
@@ -197,8 +197,8 @@ def unmark(request: "dict[str, Any]") -> "dict[str, Any]":
 
 
 def serve(answers: "dict[str, Callable[[dict[str, Any]], Any]]", prefix: str) -> None:
-    """Answers requests (one line of JSON each) until standard input ends; then nothing is left. Each reply begins with
-    the prefix, as in `protocol`: a shell's start-up files print before it."""
+    """Answers requests (one line of JSON each) until standard input ends; then removes its files and exits. Each reply
+    begins with the prefix, as in `protocol`, because a shell's start-up files may print before it."""
     end = threading.Timer(LIFE_S, os._exit, [3])
     end.daemon = True
     end.start()
@@ -208,7 +208,7 @@ def serve(answers: "dict[str, Callable[[dict[str, Any]], Any]]", prefix: str) ->
             request = json.loads(line)
             try:
                 reply = answers[request["do"]](request)
-            except Exception as error:  # the reply says so; the next request may still be answered
+            except Exception as error:  # the reply reports it; the next request may still be answered
                 reply = {"error": "failed", "text": f"{type(error).__name__}: {error}"}
             sys.stdout.write(prefix + json.dumps(reply) + "\n")
             sys.stdout.flush()

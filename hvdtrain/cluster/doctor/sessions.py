@@ -1,7 +1,7 @@
-"""Talking with the probes on all hosts at once: one ssh session a host, requests in, answers out, a deadline for each.
+"""Sessions with the probes on all hosts at once: one ssh session a host, requests and replies, a deadline for each.
 
-The probe's text goes through the session's standard input, so nothing needs to be installed there but some Python, and
-nothing is left there. When the session ends, for whatever reason, so does the probe.
+The doctor sends the probe's text through the session's standard input. So a host needs only some Python, and the
+probe leaves no files there. The probe ends when its session ends, for any reason.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ _WHY_SAME = (
 
 
 def quick(cluster: ClusterFacts) -> Iterator[Finding]:
-    """What must hold before a job starts."""
+    """Checks the software before a job starts: Python, packages, the program's code and Horovod."""
     minor = {host: ".".join(found["version"].split(".")[:2]) for host, found in cluster.of("python").items()}
     usual, others = odd_ones(minor)
     if others:
@@ -168,7 +168,7 @@ def _fits(host: str, facts: Facts, horovod: Facts, fix: str) -> Iterator[Finding
 
 
 def _loads_beside(built: str, installed: str) -> bool:
-    """Whether an extension fits: mending releases keep the binary interface, other builds (+cpu, +cu130) may not."""
+    """Returns True if an extension fits: patch releases keep the ABI; other builds (+cpu, +cu130) may not."""
     (built, its), (installed, own) = built.partition("+")[::2], installed.partition("+")[::2]
     return built.split(".")[:2] == installed.split(".")[:2] and (its == own or not own)
 
@@ -192,7 +192,7 @@ def _has(cluster: ClusterFacts, host: str, operation: str) -> bool:
 
 
 def _operations(cluster: ClusterFacts) -> Iterator[Finding]:
-    """What Horovod was built with is the same on all hosts."""
+    """Yields the hosts whose Horovod was built without Gloo or without MPI."""
     reason: dict[str, tuple[Severity, str]] = {
         "gloo": ("error", "hvdtrain launch, and horovodrun without MPI, start ranks over Gloo"),
         "mpi": ("warning", "mpirun and horovodrun --mpi cannot start ranks there; hvdtrain launch can"),

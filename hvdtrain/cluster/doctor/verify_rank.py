@@ -1,9 +1,9 @@
-"""A rank of `hvdtrain verify`: trains the toy in one framework, compares all ranks' numbers, says what it found.
+"""A rank of `hvdtrain verify`: trains the toy in one framework, compares all ranks' numbers, prints the findings.
 
     python -m hvdtrain.cluster.doctor.verify_rank torch|keras LIMIT_S [EXPECTED_SIZE]
 
-Rank 0 prints the findings as a line of JSON. Exit code 1: something does not hold. After LIMIT_S seconds the rank ends
-itself, with exit code 124: whatever it waits for will not come.
+Rank 0 prints the findings as a line of JSON. Exit code 1: a check failed. After LIMIT_S seconds the rank ends itself
+with exit code 124, because it waits in vain.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def verified(framework: str, world: World, expected_size: int | None = None) -> 
 
 
 def card(world: World) -> dict[str, Any]:
-    """Who this rank is. Its GPUs by what it sees and which of it: launchers may show each rank others."""
+    """Returns this rank's identity. A GPU is an index and CUDA_VISIBLE_DEVICES, which may differ from rank to rank."""
     seen = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
     return {
         "rank": world.rank, "size": world.size, "local_rank": world.local_rank, "local_size": world.local_size,

@@ -23,7 +23,7 @@ TOLERANCE = 5e-3
 
 @dataclass
 class Measured:
-    """What one rank saw."""
+    """The measurements of one rank."""
 
     card: dict[str, Any]  # rank, size, local_rank, local_size, host, pid, devices
     own_start: Array  # weights before the broadcast, of shape (INPUTS + 1, OUTPUTS): the last row is the bias
@@ -48,7 +48,7 @@ def samples(rank: int) -> tuple[Array, Array]:
 
 
 def own_start(rank: int) -> Array:
-    """Returns the weights that a rank has before it hears of the others, float32."""
+    """Returns a rank's own weights before the broadcast, float32."""
     import numpy as np
 
     return np.random.default_rng([42, rank]).normal(size=(INPUTS + 1, OUTPUTS)).astype(np.float32)
@@ -176,7 +176,7 @@ def checks(ranks: Sequence[Measured], expected_size: int | None = None) -> list[
 
 
 def distinct(ranks: Sequence[Measured], expected_size: int | None = None) -> ToyCheck:
-    """Every rank is another process, knows its place, and has devices of its own."""
+    """Checks that every rank is a separate process, knows its place, and shares no device on its host."""
     cards = [rank.card for rank in ranks]
     size = len(cards) if expected_size is None else expected_size
     wrong = [f"rank {card['rank']} says {card['size']} ranks" for card in cards if card["size"] != size]
@@ -200,7 +200,7 @@ def distinct(ranks: Sequence[Measured], expected_size: int | None = None) -> Toy
 
 
 def broadcast(ranks: Sequence[Measured]) -> ToyCheck:
-    """All ranks begin with rank 0's weights, though they had others."""
+    """Checks that all ranks begin with rank 0's weights, although each had different ones."""
     import numpy as np
 
     root = ranks[0].own_start
@@ -246,7 +246,7 @@ def training(ranks: Sequence[Measured]) -> ToyCheck:
 
 
 def replicas(ranks: Sequence[Measured]) -> ToyCheck:
-    """All ranks end with the same weights, bit for bit; one changed bit would be seen."""
+    """Checks that all ranks end with the same weights, bit for bit, and that the check detects one changed bit."""
     last = [its.last for its in ranks]
     wrong = unequal(last)
     if wrong:

@@ -46,29 +46,29 @@ def run(
 ) -> list[Any]:
     """Calls `function(*args, **kwargs)` on every rank of a new job; returns what each returned, in rank order.
 
-    The ranks are processes of their own, started as `hvdtrain launch` starts them, in the working directory of this
-    one; when one fails, all end. The function, its arguments and what it returns travel pickled (cloudpickle), so it
-    may be defined in a notebook's cell, in a script without an `if __name__ == "__main__"`, or be a lambda. What it
-    refers to travels with it when it stands in that cell or script; a module is imported on the rank. Large data is
-    better read within the function than passed.
+    The ranks are separate processes. `run` starts them as `hvdtrain launch` does, in this process's working directory.
+    When one fails, all end. cloudpickle transfers the function, its arguments and its results. So the function may be
+    defined in a notebook's cell or in a script without an `if __name__ == "__main__"`, or be a lambda. Objects of that
+    cell or script that it refers to are pickled with it; a rank imports modules. Read large data within the function
+    instead of passing it.
 
     Args:
-        function: what every rank calls; begins with `hvdtrain.init(...)`.
-        args, kwargs: what it is called with, the same on every rank.
-        np: how many ranks; None: one a slot of the hosts, which then must be given.
-        hosts: "host1:4,host2:4"; None: those of the Slurm job around, else this machine.
+        function: the function that every rank calls; begins with `hvdtrain.init(...)`.
+        args, kwargs: its arguments, the same on every rank.
+        np: the number of ranks; None: one a slot of the hosts, which you must then give.
+        hosts: "host1:4,host2:4"; None: the hosts of the current Slurm job, else this machine.
         hostfile: a file with lines like "host1 slots=4", in place of `hosts`.
-        env: variables for the ranks, besides those of this process (on other hosts less what looks secret).
-        output: what ranks write is shown here: of "all" with the rank in front, of rank 0 ("main"), or of "none".
+        env: variables for the ranks, added to this process's own (of which other hosts get none that look secret).
+        output: the ranks whose output is shown here: "all" (with the rank in front), "main" (rank 0) or "none".
         network, python, ssh_port, identity: as the flags of `hvdtrain launch`.
-        timeouts: when the job is ended; an `hvdtrain.Timeouts`.
+        timeouts: when to end the job; an `hvdtrain.Timeouts`.
 
     Raises:
         ConfigError: this process is itself a rank; an argument is wrong; the function cannot be pickled.
-        LauncherError: the job could not be started, or a rank failed: it says which first, and its last lines. What
-            that rank raised is its `__cause__`, where it can be pickled. Or a result cannot be read here.
-        KeyboardInterrupt: the user ended the job. No rank is left in any case; then a SIGTERM or SIGHUP does to this
-            process what it does otherwise.
+        LauncherError: the job could not be started, a rank failed, or a result cannot be read here. The message names
+            the rank that failed first, with its last lines. `__cause__` is that rank's error if it can be pickled.
+        KeyboardInterrupt: the user ended the job. All ranks have ended in any case; then a SIGTERM or SIGHUP has its
+            usual effect on this process.
     """
     _need_cloudpickle()
     _refuse_within_a_job()
@@ -199,7 +199,7 @@ def _display(output: Output) -> Callable[[int, TextIO, str], None]:
 
 
 def _loaded(lines: Sequence[str], classes: Sequence[type]) -> tuple[Any, str]:
-    """What pieces hold; or nothing, and why."""
+    """Returns the object in the pieces and ""; or None and the reason, if it cannot be read."""
     from hvdtrain.cluster.function import function_pickle
 
     if len(lines) == 1:

@@ -1,8 +1,8 @@
 """A job's ranks on this machine, however many: forked from one process that has imported their libraries.
 
-They are what the job would be: processes on real Horovod, over Gloo and through shared memory. What they share is what
-they have imported, so that one more takes a second, and its own memory only. Nothing here may run threads before the
-last fork, nor wait in a `finally` around it: a rank goes on from there as the program.
+They are processes on real Horovod, over Gloo and through shared memory, as in the job. They share the imported
+libraries, so one more rank takes a second, and only its own memory. This module must not start threads before the last
+fork, nor wait in a `finally` around it: a rank continues from there as the program.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Ranks:
     _updates: dict[int, int] = field(default_factory=dict)
 
     def fork(self, slots: Sequence[Slot], environ: Mapping[str, str]) -> None:
-        """Makes the ranks, with `environ` beside this process's environment; returns in each of them, too."""
+        """Forks the ranks, with `environ` added to this process's environment; also returns in each rank."""
         processes.adopt_orphans()
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard if soft < hard else soft, hard))  # each has sockets to all

@@ -21,7 +21,7 @@ _NO_IPV4 = "give it one: ip address add 10.0.0.2/24 dev eth0; ip link set eth0 u
 
 @dataclass(frozen=True)
 class Chosen:
-    """What one host talks through."""
+    """The interface, address and network that one host uses."""
 
     interface: str
     address: str
@@ -38,7 +38,7 @@ def interfaces(found: Iterable[Mapping[str, Any]]) -> dict[str, list[IPv4Interfa
 
 
 def source_towards(address: str) -> str | None:
-    """Returns this machine's address on the way to `address`, as its routes say; None without one. Sends nothing."""
+    """Returns this machine's address on the route to `address`; None without a route. Sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((address, 9))

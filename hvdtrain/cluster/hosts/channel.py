@@ -1,4 +1,4 @@
-"""A program on a host, seen from this machine: what it says, how long it is silent, and why it is gone."""
+"""A program on a host, seen from this machine: its messages, how long it is silent, and why it ended."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Channel:
         self.flush()
 
     def flush(self) -> bool:
-        """Sends what is left, once the program has begun; returns whether nothing can be sent now."""
+        """Sends the remaining data, once the program has begun; returns True if nothing can be sent now."""
         return not self._answered or self._stdin.closed or self._unsent.flush()
 
     def silent_s(self) -> float:

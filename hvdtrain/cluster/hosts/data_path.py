@@ -74,7 +74,7 @@ class DataPath:
 
 
 class Reach:
-    """Tries to reach the other hosts, without ever waiting; meanwhile they can reach this one at `port`."""
+    """Tries to reach the other hosts, without blocking; for a while they can reach this one at `port`."""
 
     def __init__(self, own: str, now_s: float) -> None:
         self._own, self._until_s, self._closes_s = own, float("inf"), now_s + 4 * LOOK_S

@@ -37,7 +37,7 @@ class Host:
 
 @dataclass(frozen=True)
 class Slot:
-    """One rank's place in the job, counted as Horovod counts."""
+    """A rank's place in the job, numbered as Horovod does."""
 
     host: Host
     rank: int

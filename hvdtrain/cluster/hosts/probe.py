@@ -1,9 +1,9 @@
 # ruff: noqa: UP021 - this file also runs under Python 3.6, which does not know text=
-"""What a host says about itself, as plain data. Sent over ssh as text: only the standard library, only ASCII.
+"""The probe: gathers a host's facts as plain data. Sent over ssh as text: only the standard library, only ASCII.
 
-It runs under whatever Python the host has (3.6 and newer), because a host with the wrong one must be able to say so.
-Nothing is imported that costs seconds: versions are read from files. Every fact is gathered in a thread of its own
-with a time limit, as a dead file server or driver answers never.
+It runs under any Python that the host has (3.6 and newer), because a host with the wrong one must still report it.
+It imports nothing that takes seconds: it reads versions from files. It gathers every fact in a separate thread with a
+time limit, because a dead file server or driver never answers.
 """
 
 import ctypes
@@ -96,7 +96,7 @@ def _packages() -> "dict[str, str]":
 
 
 def package_folder(name: str) -> "str | None":
-    """Where a package would be imported from; None when it is not there. Imports nothing."""
+    """Returns the folder that a package would be imported from; None if it is not installed. Imports nothing."""
     try:
         spec = importlib.util.find_spec(name)
     except (ImportError, ValueError, AttributeError):
@@ -149,10 +149,9 @@ def _horovod() -> "dict[str, Any] | None":
 
 
 def extension_facts(path: str) -> "dict[str, Any]":
-    """What a Horovod extension was built with, and which of its libraries this host lacks; the file is not loaded.
+    """Returns what a Horovod extension was built with, and which of its libraries this host lacks.
 
-    The names of its C++ classes, of the libraries that it needs and of the folders it looks for them in are plain text
-    in the file.
+    Does not load the file: it contains the names of its C++ classes, of its libraries and of their folders as text.
     """
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         built = {name: data.find(symbol) >= 0 for name, symbol in BUILT_WITH.items()}
@@ -213,7 +212,7 @@ def gpu_count() -> int:
 
 
 def visible(count: int, mask: "str | None") -> int:
-    """How many of `count` devices a CUDA_VISIBLE_DEVICES leaves."""
+    """Returns how many of `count` devices a CUDA_VISIBLE_DEVICES leaves."""
     if mask is None:
         return count
     chosen = []
@@ -225,7 +224,7 @@ def visible(count: int, mask: "str | None") -> int:
 
 
 def _gpus() -> "dict[str, Any]":
-    """Every GPU as nvidia-smi tells it; which cards the PCI bus has, seen or not."""
+    """Returns the GPUs that nvidia-smi lists, and the number of NVIDIA cards on the PCI bus, listed or not."""
     cards = 0
     for folder in glob.glob("/sys/bus/pci/devices/*"):
         vendor, kind = (_text(os.path.join(folder, name), r"(\w+)") for name in ("vendor", "class"))
@@ -264,7 +263,7 @@ def _quota() -> "float | None":
 
 
 def memory() -> "dict[str, int]":
-    """Bytes of main memory: "MemTotal", and "MemAvailable" where the kernel tells it."""
+    """Returns the bytes of main memory: "MemTotal", and "MemAvailable" if the kernel reports it."""
     with open("/proc/meminfo") as file:
         text = file.read()
     kib = {name: re.search(rf"(?m)^{name}:\s+(\d+)", text) for name in ("MemTotal", "MemAvailable")}
@@ -278,7 +277,7 @@ def _limits() -> "dict[str, list[int | None]]":
 
 
 def interfaces() -> "list[dict[str, Any]]":
-    """Every IPv4 address: [{"name", "address", "prefix", "mtu", "up"}] (SIOCGIFCONF, as `ip` needs not be there)."""
+    """Returns all IPv4 addresses: [{"name", "address", "prefix", "mtu", "up"}] (SIOCGIFCONF: `ip` may be missing)."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         buffer = ctypes.create_string_buffer(40 << 14)
         packed = fcntl.ioctl(sock, 0x8912, struct.pack("iL", len(buffer), ctypes.addressof(buffer)))

@@ -1,11 +1,11 @@
-"""What the launcher and the agent on a host say to each other: JSON, a line each, over the agent's stdin and stdout.
+"""The messages between the launcher and the agent on a host: JSON, a line each, over the agent's stdin and stdout.
 
-Each message is an object whose "type" is one of these. It begins with the connection's mark (`mark_of`), which nothing
-that a log-in prints can hold. The launcher sends nothing before the agent's first message: a log-in that reads its
-input cannot take what is meant for the agent.
+Each message is an object whose "type" is one of these. It begins with the connection's mark (`mark_of`), which a
+log-in cannot print by accident. The launcher sends nothing before the agent's first message: a log-in that reads its
+input cannot consume the agent's messages.
 
 To the agent:
-  settings    start_s lost_s stopped_s grace_s        how long silence and a stop are borne, and ranks have to end
+  settings    start_s lost_s stopped_s grace_s        limits: silence, a stopped rank, from SIGTERM to SIGKILL
   rendezvous  address places serial                   serve Horovod's rendezvous there, no longer where it was; places
                                                       null: nowhere
   input       data                                    a piece, in base64, of every rank's standard input
@@ -17,10 +17,10 @@ To the agent:
   reach       serial peers                            connect to each peer: {host: [address, port]}
   tell        rank say                                an object, for the rank's line
   answers     data                                    a piece, in base64, of what workers that join later read
-  taken       count                                   messages "out" that have been shown
-  signal      number rank                             pass it to the ranks, or to the one that is named
-  end         signal grace_s                          end everything and yourself
-  beat                                                I am alive
+  taken       count                                   messages "out" that the launcher has shown
+  signal      number rank                             pass it to all ranks, or to `rank`
+  end         signal grace_s                          end everything, then the agent
+  beat                                                the launcher is alive
 From the agent:
   hello       python version host interfaces reached cores own
                                                       interfaces, reached: as the probe has them; own: {variable:
@@ -31,15 +31,15 @@ From the agent:
                                                       WINDOW that are not taken
   worker      rank said                               an object that came over the rank's line
   exit        rank code ago_s                         code as `subprocess` has it: negative for a signal
-  stopped     rank for_s                              by SIGSTOP; told once
-  cut         for_s peer                              `peer` is not reached any more; told once
+  stopped     rank for_s                              by SIGSTOP; sent once
+  cut         for_s peer                              `peer` is not reached any more; sent once
   listens     serial port                             the answer to `listen`
   reached     serial missing                          the answer to `reach`: the hosts that are not reached
   left        what                                    processes that it may not end
-  leaving     why                                     it ends the job here without having been told to
-  ended                                               nothing of the job is left on this host
+  leaving     why                                     it ends the job here without a message "end"
+  ended                                               no process of the job remains on this host
   beat
-Either side that hears nothing for `lost_s` takes the other for dead; an end of file means the same at once.
+A side that receives nothing for `lost_s` takes the other for dead; an end of file means the same at once.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ Kind = Literal[
 
 @dataclass(frozen=True)
 class Ssh:
-    """How hosts are reached."""
+    """The options of ssh that reach hosts."""
 
     port: int | None = None  # of the hosts' sshd; None: as ssh is configured
     identity: str | None = None  # a private key's file; None: as ssh is configured
@@ -207,7 +207,7 @@ def _last_line(text: str) -> str:
 
 
 def _problems_there(returncode: int | None, python: str) -> Iterator[_Problem]:
-    """What a shell, or Python, says on the host when the command does not run there."""
+    """Yields the messages of a shell, or of Python, on a host where the command does not run."""
     named = rf"^.*{re.escape(python)}.*" if python else "^.*"
     yield (
         "denied", r"^This account is currently not available|^.*(nologin|not allowed to execute)",

@@ -1,12 +1,12 @@
 """Runs on each host of a job, started by the launcher through ssh: starts the host's ranks, watches them, ends them.
 
 As a program it is two processes. The one that ssh started is the guard: it only waits for the
-other, the agent proper, and then kills whatever of the job is left. Both adopt orphans, so that a process which left
-its parent or its session is still found. So whichever of launcher, connection, agent and guard dies first, the ranks
-and all that they started end.
+other, the agent proper, and then kills the remaining processes of the job. Both adopt orphans, so they still find a
+process that left its parent or its session. So the ranks and all that they started end, whichever of launcher,
+connection, agent and guard dies first.
 
-The agent is one loop over file descriptors: nothing in it waits, so a terminal that takes no output holds the ranks'
-output back but not the signs of life.
+The agent is one loop over file descriptors that never blocks: a terminal that takes no output delays the ranks' output
+but not the heartbeats.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MOST_BUFFERED_BYTES = 1 << 20  # of output that the connection has not taken yet
 
 
 class Agent:
-    """The loop; `run` returns when nothing of the job is left."""
+    """The agent's loop; `run` returns when no process of the job remains."""
 
     def __init__(self, inward: int, outward: int, mark: bytes) -> None:
         self._inward, self._outward, self._mark = inward, outward, mark
@@ -313,8 +313,8 @@ class Agent:
     # ---- the end
 
     def _end(self, number: int, grace_s: float, *, asks: bool = False) -> None:
-        """Begins to end everything: the ranks get the signal, then all that is left is killed. A second call may only
-        hurry. `asks`: nothing is wrong, and they may use the grace to save."""
+        """Begins to end everything: sends the ranks the signal, then kills the remaining processes. A second call can
+        only shorten the grace period. `asks`: no error occurred, and the ranks may use the grace period to save."""
         now = time.monotonic()
         if not asks:
             os.pwrite(self._says, ENDS, 0)

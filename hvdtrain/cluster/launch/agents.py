@@ -33,9 +33,9 @@ class Connection(Channel):
     """A host's agent.
 
     Attributes:
-        ended: the agent reported that nothing is left there.
-        closed: no more can come, or is waited for.
-        left: the connection has ended by itself.
+        ended: the agent reported that no process of the job remains there.
+        closed: no more messages can arrive, or are awaited.
+        left: the other side ended the connection.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Connection(Channel):
         self.write(encode({"type": kind, **fields}, self.mark))
 
     def note(self, message: Message | None) -> None:
-        """Takes in what a message, or the end, says of the connection itself."""
+        """Updates the connection's state from a message, or from its end (None)."""
         if message is None:
             self.closed = self.left = True
         elif message["type"] == "hello":
@@ -145,14 +145,14 @@ class Agents:
         return connection
 
     def drop(self, connection: Connection) -> None:
-        """Lets the agent of a host go while the others stay; whatever of the attempt is left there ends."""
+        """Drops the agent of one host, which ends the remaining processes of the attempt there; the others stay."""
         connection.closed = True
         work = threading.Thread(target=_let_go, args=(connection, 0.0), name=f"let go {connection.name}", daemon=True)
         self._dropped[connection] = work
         work.start()
 
     def next(self, timeout_s: float) -> Event | None:
-        """Returns the next event, None if there is none in time; keeps the agents alive meanwhile."""
+        """Returns the next event, None on a timeout; sends the agents heartbeats, which keep them alive."""
         now = time.monotonic()
         if now - self._beaten_s >= BEAT_S:
             self._beaten_s = now
@@ -173,7 +173,7 @@ class Agents:
         return connection, message
 
     def meet(self, check: Callable[[], None]) -> None:
-        """Waits until every agent said hello.
+        """Waits for the hello of every agent.
 
         Calls `check`, which may raise, several times a second. Raises LauncherError with each host that is missing.
         """

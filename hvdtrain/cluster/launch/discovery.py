@@ -82,9 +82,9 @@ def _no_list(command: Sequence[str], what: str) -> ConfigError:
 
 
 class Discovery:
-    """Asks in a thread of its own, so that nothing waits for a slow command; `close` ends it.
+    """A thread that runs the discovery command, so that nothing waits for a slow command; `close` ends it.
 
-    `on_hosts` gets every list that differs from the last one; `say` gets, once, why there is no list.
+    `on_hosts` gets every list that differs from the last one. The callback `_say` prints each new failure once.
     """
 
     def __init__(self, command: Sequence[str], on_hosts: Callable[[list[Host]], None], say: Callable[[str], None]):

@@ -1,4 +1,4 @@
-"""A job that goes on when workers or hosts are lost, or come: what `members` decides is done, and told."""
+"""A job that continues when workers or hosts are lost or join: carries out and prints the decisions of `members`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _MEETING = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")
 
 
 class ElasticRunning(Running):
-    """One elastic job from the agents' hello to its end."""
+    """An elastic job from the agents' hello to its end."""
 
     _members: members.Members
     _plan: JobPlan
@@ -45,7 +45,7 @@ class ElasticRunning(Running):
         self._lost: dict[int, RankEnd] = {}  # how workers ended that were lost
         self._last_lost: members.Lost | None = None
         self._port = 0  # of the present rendezvous
-        self._peer: list[object] = []  # its address, too, as long as its host is there
+        self._peer: list[object] = []  # its address and port, as long as its host is there
         self._served_by: Connection | None = None
         self._discovery: Discovery | None = None
         self._listed: queue.SimpleQueue[list[Host]] = queue.SimpleQueue()

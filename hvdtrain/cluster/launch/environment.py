@@ -116,7 +116,7 @@ def defaults(cores: float, local_size: int) -> dict[str, str]:
 
 
 def of_rank(slot: Slot) -> dict[str, str]:
-    """Returns what tells a rank its place, as horovodrun does."""
+    """Returns the variables that hold a rank's place, as horovodrun sets them."""
     places = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
     numbers = {f"HOROVOD_{name.upper()}": str(getattr(slot, name)) for name in places}
     return {"HOROVOD_HOSTNAME": slot.host.address} | numbers

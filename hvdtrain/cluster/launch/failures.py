@@ -1,4 +1,4 @@
-"""Why a job failed: of the ranks that ended, the one to blame; and how that is told."""
+"""Why a job failed: finds the rank to blame among those that ended, and describes its failure."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _NO_SHARED_MEMORY = re.compile(
 
 @dataclass(frozen=True)
 class Failure:
-    """What made a job end."""
+    """The failure that ended a job."""
 
     rank: int | None  # None: the host failed
     host: str
@@ -58,7 +58,7 @@ class Failure:
 
     @property
     def remedy(self) -> str:
-        """What to do about it, where that can be read from how it ended; else ""."""
+        """Returns the fix, if the rank's end shows it; else ""."""
         if self.code == 128 + signal.SIGBUS or any(map(_NO_SHARED_MEMORY.search, self.lines)):
             remedy = f"give /dev/shm more room (df /dev/shm on {self.host})"
             return f"{remedy}: in a container docker run --shm-size=8g, or --ipc=host"
@@ -71,7 +71,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class RankEnd:
-    """How one rank ended."""
+    """The end of one rank."""
 
     rank: int
     host: str
@@ -132,7 +132,7 @@ class Restarts:
 
 
 class Tracebacks:
-    """When the traceback began that a rank ends with (`began_s`, by rank); a rank that goes on has handled it."""
+    """The times at which each rank's last traceback began (`began_s`); a rank that continues has handled its error."""
 
     def __init__(self) -> None:
         self.began_s: dict[int, float] = {}
@@ -184,5 +184,5 @@ def described(code: int, host: str) -> str:
 
 
 def as_exit_code(code: int) -> int:
-    """Returns a rank's end as a shell tells it: 128+N for signal N."""
+    """Returns a rank's exit code as a shell does: 128+N for signal N."""
     return 128 - code if code < 0 else code

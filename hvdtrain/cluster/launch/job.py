@@ -30,13 +30,13 @@ def working_directory() -> str:
 
 @dataclass(frozen=True)
 class Timeouts:
-    """How long things may take before the job is ended, in seconds.
+    """The time limits after which the launcher ends a job, in seconds.
 
     Attributes:
         start_s: until every host's agent answers.
-        lost_s: a host, or the launcher, says nothing.
-        stopped_s: a rank is stopped (SIGSTOP).
-        grace_s: a rank that was asked to end, until it is killed.
+        lost_s: how long a host, or the launcher, may send nothing.
+        stopped_s: how long a rank may be stopped (SIGSTOP).
+        grace_s: from asking a rank to end (SIGTERM) until the agent kills it.
     """
 
     start_s: float = 20.0
@@ -47,7 +47,7 @@ class Timeouts:
 
 @dataclass(frozen=True)
 class ElasticOptions:
-    """How a job may shrink and grow."""
+    """The limits within which a job may shrink and grow."""
 
     minimum: int  # ranks
     maximum: int
@@ -57,12 +57,12 @@ class ElasticOptions:
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be run.
+    """The job to run.
 
     Attributes:
-        given: what every rank reads from its standard input; then each may also write lines to the descriptor that
-            HVDTRAIN_RESULT_FD names, which come as stream "result", and has failed unless the last is
-            `rank.RETURNED`. None: nothing.
+        given: the data that every rank reads from its standard input; None: no input. With it each rank may also write
+            lines to the descriptor in HVDTRAIN_RESULT_FD, which arrive as stream "result". The rank has failed unless
+            the last of them is `rank.RETURNED`.
     """
 
     argv: Sequence[str]  # the command of every rank
@@ -80,7 +80,7 @@ class Job:
 
     @functools.cached_property
     def slots(self) -> list[Slot]:
-        """Every rank's place, in rank order; raises ConfigError if there are fewer slots than ranks."""
+        """Returns the ranks' places, in rank order; raises ConfigError if there are fewer slots than ranks."""
         return assign(self.hosts, self.np)
 
     @functools.cached_property
@@ -97,7 +97,7 @@ class Job:
 
 @dataclass(frozen=True)
 class JobPlan:
-    """Where each rank of a job runs, and with what."""
+    """The plan of a job: the host, addresses, cores and variables of each rank."""
 
     job: Job
     chosen: Mapping[str, Chosen]  # by host
@@ -120,7 +120,7 @@ class JobPlan:
         return [slot for slot in self.job.slots if slot.host == host]
 
     def defaults(self, host: Host) -> dict[str, str]:
-        """Returns the variables that hold on a host unless it, or the user, says otherwise."""
+        """Returns the default variables of a host's ranks; the host's own and the user's take precedence."""
         elastic = self.job.elastic
         local_size = self.job.ranks[host] if elastic is None else min(host.slots, elastic.maximum)
         return environment.defaults(self.cores[host.name], local_size)
@@ -146,7 +146,7 @@ class JobPlan:
 def make_plan(
     job: Job, hellos: Mapping[str, Message], reached: Mapping[str, str], local: Collection[str] = ()
 ) -> JobPlan:
-    """Returns the plan for a job on hosts that said hello; pure.
+    """Returns the plan for a job on hosts whose agents have sent their hello; pure.
 
     Args:
         job: what to run.

@@ -1,7 +1,7 @@
 """Runs one job on many hosts: an agent on each, their ranks started together, watched, and ended together.
 
-`run` is what `hvdtrain launch`, `doctor` and `verify` start ranks with. It returns when nothing of the job is left, as
-far as hosts can still be reached; what cannot be reached ends itself (hvdtrain.cluster.launch.agent).
+`hvdtrain launch`, `doctor` and `verify` start ranks with `run`. It returns when no process of the job remains on the
+hosts that it can still reach; on the others the agent ends the job (hvdtrain.cluster.launch.agent).
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ def run(
 ) -> Outcome:
     """Runs a job to its end.
 
-    SIGINT, SIGTERM and SIGHUP end it (the ranks get the signal, then, after the grace, SIGKILL; a second one kills at
-    once; after SIGTERM they may use the grace to save); SIGUSR1 and SIGUSR2 are passed on to ranks that handle them;
-    SIGTSTP (Ctrl-Z) does nothing. Only in the main thread, as signals are its.
+    SIGINT, SIGTERM and SIGHUP end the job: the ranks get the signal, and SIGKILL after the grace period. A second one
+    kills at once. After SIGTERM the ranks may use the grace period to save. Ranks that handle SIGUSR1 and SIGUSR2 get
+    them. SIGTSTP (Ctrl-Z) does nothing. Call it in the main thread only, which alone receives signals.
 
     Args:
         job: what to run.
-        on_line: gets each line a rank writes: rank, "stdout", "stderr" or "result" (`Job.given`), line. Called in a
-            thread of its own; when it waits, so do the ranks. What it raises ends the job, and is raised here.
+        on_line: gets each line a rank writes: rank, "stdout", "stderr" or "result" (`Job.given`), line. A separate
+            thread calls it; when it blocks, so do the ranks. Its exception ends the job and is raised here.
         on_plan: gets the plan before the ranks start.
-        heard: gets what happens while it runs.
+        heard: gets the events of the running job.
 
     Raises:
         ConfigError: fewer slots than ranks; no network that the hosts share.

@@ -21,7 +21,7 @@ _SERIALS = itertools.count(1)
 
 
 class LinkCheck:
-    """One question to the agents of some hosts (`addresses`: theirs in the ranks' network)."""
+    """A check of the links between some hosts, by their agents (`addresses`: the hosts' in the ranks' network)."""
 
     def __init__(self, asked: Mapping[str, Connection], addresses: Mapping[str, str]) -> None:
         self.serial = next(_SERIALS)

@@ -33,7 +33,7 @@ _LONGEST_RETRY_S = 60.0
 
 @dataclass(frozen=True)
 class ReachHost:
-    """Reach a host; then say `host_there` or `host_gone`."""
+    """An action: reach a host, then call `host_there` or `host_gone`."""
 
     host: Host
 
@@ -49,7 +49,7 @@ class StartWorker:
 
 @dataclass(frozen=True)
 class Signal:
-    """Send a worker SIGKILL, or SIGTERM; when it has ended say `gone`."""
+    """An action: send a worker SIGKILL or SIGTERM; call `gone` when it has ended."""
 
     number: int
     signal: int
@@ -65,7 +65,7 @@ class Say:
 
 @dataclass(frozen=True)
 class Serve:
-    """Serve the rendezvous of the next formation on a host; then say `served`."""
+    """An action: serve the rendezvous of the next formation on a host, then call `served`."""
 
     serial: int
     host: str
@@ -79,7 +79,7 @@ class FindCut:
 
 @dataclass(frozen=True)
 class Unserve:
-    """End the rendezvous of the present formation: whoever still waits there must not wait any longer."""
+    """An action: end the rendezvous of the present formation, so that no worker waits there any longer."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ Action = ReachHost | StartWorker | Signal | Say | Serve | FindCut | Unserve | Lo
 
 @dataclass(frozen=True)
 class Limits:
-    """What a job may become."""
+    """The limits of a job's size, and the time limits of its workers."""
 
     minimum: int  # of workers
     maximum: int
@@ -224,7 +224,7 @@ class Members:
         return self._settled(now)
 
     def answered(self, now: float) -> list[Action]:
-        """What new workers need is there."""
+        """Notes that the answers new workers need have arrived."""
         self._answers = True
         return self._settled(now)
 

@@ -93,7 +93,7 @@ class Logs:
             report(f"no more logs: {log_of(self.folder, rank)}: {error.strerror}")
 
     def record(self, facts: dict[str, Any]) -> None:
-        """Writes `launch.json` anew."""
+        """Rewrites `launch.json`."""
         try:
             partial = self.folder / f"{RECORD}.partial"
             partial.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")

@@ -38,7 +38,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def descendants(ancestor: int) -> list[int]:
-    """Returns the processes below `ancestor` that still run; zombies are left out."""
+    """Returns the processes below `ancestor` that still run, without zombies."""
     children: defaultdict[int, list[int]] = defaultdict(list)
     zombies = set()
     for entry in os.listdir("/proc"):

@@ -1,6 +1,6 @@
 """The processes an agent starts: a rank with its two pipes, whose bytes become lines, and the rendezvous' child.
 
-A rank has a third stream besides, in both directions: its line to the launcher, of JSON objects.
+A rank also has a third stream, in both directions: its line to the launcher, of JSON objects.
 """
 
 from __future__ import annotations
@@ -76,11 +76,11 @@ def _last(splitter: LineSplitter | Decoder) -> list[str]:
 
 
 class StartError(Exception):
-    """A rank could not be started; says why."""
+    """A rank that could not be started, with the reason."""
 
 
 class Rank:
-    """One rank's process, which leads its own session (`pid`); `line` is the descriptor of its line."""
+    """A rank's process, which leads its own session (`pid`); `line` is the descriptor of its line to the launcher."""
 
     def __init__(
         self, rank: int, argv: Sequence[str], cwd: str, env: Mapping[str, str], given: int | None = None
@@ -144,7 +144,7 @@ class Rank:
         self.flush()
 
     def flush(self) -> None:
-        """Sends what is left for the rank."""
+        """Sends the remaining messages to the rank."""
         if self.line in self._streams:
             self._unsaid.flush()
 

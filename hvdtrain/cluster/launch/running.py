@@ -41,7 +41,7 @@ _PIECE_BYTES = 3 << 16  # of a rank's input in one message
 
 @dataclass
 class Outcome:
-    """How a job ended."""
+    """The outcome of a job."""
 
     failed: Failure | None = None  # None: every rank ended well, or the user ended the job
     interrupted: int | None = None  # the signal by which the user ended it
@@ -88,7 +88,7 @@ def plan_of(job: Job, agents: Agents) -> JobPlan:
 
 
 class Running:
-    """One job from the agents' hello to its end; once it is closed, `outcome` is complete."""
+    """A job from the agents' hello to its end; once it is closed, `outcome` is complete."""
 
     def __init__(self, job: Job, agents: Agents, received: list[int], heard: Heard) -> None:
         self._job, self._agents, self._received, self._heard = job, agents, received, heard
@@ -393,6 +393,6 @@ def places(slots: Sequence[Slot]) -> list[tuple[str, int, int, int, int, int, in
 
 
 def pieces(given: bytes) -> Iterator[str]:
-    """What ranks are given, in base64; an empty input is one piece as well."""
+    """Yields the ranks' input in base64, in pieces; an empty input is also one piece."""
     for start in range(0, max(len(given), 1), _PIECE_BYTES):
         yield base64.b64encode(given[start : start + _PIECE_BYTES]).decode()
