@@ -54,18 +54,18 @@ class Checkpointer:
     """Saves and restores the state of training in `directory`.
 
     Args:
-        directory: made at the first save; belongs to one training at a time (a lock that ends with the process). Others
-            can read it meanwhile. Checkpoints of an earlier training that this one did not restore stay there.
+        directory: created at the first save. One training holds it at a time (a lock that ends with the process); other
+            programs can read it. Checkpoints of an earlier training that this one did not restore stay there.
         world: default: the world of the last `init()`, else one process.
         keep: how many of the newest to keep.
-        best: the metric by which one more is kept, however old; None: none.
-        asynchronous: training goes on while a checkpoint is written: rank 0 takes memory for one more state, for two
-            where a disk is slower than the saves come. False: it waits.
+        best: the metric whose best checkpoint is also kept, however old; None: no such checkpoint.
+        asynchronous: training continues while a checkpoint is written. Rank 0 needs memory for one more state, or for
+            two if the disk is slower than the saves. False: training waits.
         run: the run's record, which gets an event for every save: how long training waited, when it was on disk, bytes.
-        mode: whether "min" or "max" of it is best; None: as its name says (losses and errors "min", accuracies "max").
+        mode: the better direction of `best`, "min" or "max"; None: by name (losses and errors "min", accuracies "max").
 
     Raises:
-        ConfigError: an argument is wrong, or the metric's name does not say which way is better.
+        ConfigError: an argument is wrong, or the metric's name does not show which way is better.
     """
 
     def __init__(
@@ -227,7 +227,7 @@ class Checkpointer:
         self._note_trained(state)
 
     def _has_own(self) -> bool:
-        """Whether the directory has checkpoints of this program's training: it may have been emptied since."""
+        """Returns True if the directory has checkpoints that may be of this training (it may have been emptied)."""
         self._settle()
         training = _TRAININGS.get(self._place)
         return any(info.is_unknown or info.training == training for info in self.folder.list())
@@ -293,13 +293,12 @@ class Checkpointer:
     def restore(self, state: Mapping[str, Part], *, which: str | os.PathLike[str] = "latest") -> Progress | None:
         """Loads one checkpoint on every rank; collective.
 
-        Rank 0 chooses, and its choice is what every rank gets: ranks that do not see that checkpoint (no
-        shared file system, or a stale one) are sent its bytes. Where another program saves into the directory and has
-        deleted it meanwhile, a newer one is chosen.
+        Rank 0 chooses the checkpoint for all ranks. It sends the bytes to ranks that do not see that checkpoint (no
+        shared file system, or a stale one). If another program saves into the directory and has deleted the
+        checkpoint, rank 0 chooses a newer one.
 
         Args:
-            state: file name to what takes its content; files of the checkpoint that are not named here are
-                left alone.
+            state: file name to the part that loads its content; other files of the checkpoint are ignored.
             which: "latest", "best", or the path of one checkpoint.
 
         Returns:
@@ -323,7 +322,7 @@ class Checkpointer:
         return progress
 
     def _are_replaced(self) -> bool:
-        """Whether another program saves here: one that was looked at is not there any more, and a new one is."""
+        """Returns True if another program saves here: a checkpoint that was checked is gone, and a new one exists."""
         known, self._known = self._known, []
         new = [info for info in self.folder.list() if info.path not in known]  # which may be gone again by now
         return bool(new) and not all(path.exists() for path in known)
@@ -407,7 +406,7 @@ class Checkpointer:
 
 
 class SaveEvent:
-    """What the run's record says of one save: written when training has gone on, and the checkpoint is there."""
+    """The event of one save in the run's record; written when training has continued and the save has ended."""
 
     def __init__(self, run: RunLog, progress: Progress) -> None:
         self._run, self._began = run, time.perf_counter()
@@ -420,13 +419,13 @@ class SaveEvent:
         self._note(blocked_s=time.perf_counter() - self._began)
 
     def sealed(self, path: Path) -> Path:
-        """The checkpoint is there."""
+        """Notes that the checkpoint is complete; returns its path."""
         size = sum(sealed["bytes"] for sealed in read_manifest(path)["files"].values())
         self._note(sealed_s=time.perf_counter() - self._began, bytes=size, path=path.name)
         return path
 
     def failed(self) -> None:
-        """It will not be."""
+        """Notes that no checkpoint will be written."""
         self._note(sealed_s=None)
 
     def _note(self, **known: Any) -> None:

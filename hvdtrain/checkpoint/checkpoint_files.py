@@ -97,7 +97,7 @@ def sync_directory(path: Path) -> None:
 
 
 def direction_of(metric: str) -> Literal["min", "max"]:
-    """Returns which way a metric is better by its name; raises ConfigError if the name does not say."""
+    """Returns the better direction of a metric of this name; raises ConfigError if the name does not show it."""
     name = metric.lower().removeprefix("val_").removeprefix("test_")
     bare = re.sub(r"_?\d+$", "", name)
     greater, less = (any(kind.fullmatch(form) for form in (name, bare)) for kind in (_GREATER, _LESS))
@@ -161,7 +161,7 @@ def _send(world: World, source: Path, target: Path | None, size_bytes: int) -> E
 
 
 def has_files(path: Path, files: Mapping[str, dict[str, Any]]) -> bool:
-    """Whether this rank sees the same checkpoint as rank 0."""
+    """Returns True if this rank sees the same checkpoint as rank 0."""
     try:
         verify(path, files)
     except (OSError, CheckpointError):

@@ -72,12 +72,12 @@ class Lock:
                 raise
 
     def holds(self, directory: Path) -> bool:
-        """Whether it is still the directory that was taken, which may have been moved away."""
+        """Returns True if `directory` is still the one that was locked; it may have been moved away."""
         return is_at(self._descriptor, directory)
 
 
 def is_at(descriptor: int, directory: Path) -> bool:
-    """Whether an open directory is still the one of that name."""
+    """Returns True if the open directory is still the one at that path."""
     return os.path.samestat(os.fstat(descriptor), directory.stat())
 
 
@@ -113,7 +113,7 @@ def _holder(directory: Path) -> str:
 
 @dataclass(frozen=True)
 class Info:
-    """One checkpoint on disk.
+    """A checkpoint on disk.
 
     Attributes:
         path: its directory.
@@ -122,8 +122,8 @@ class Info:
         sequence: grows with every save into the directory; 0 when the manifest is damaged or cannot be read.
         problem: what is wrong, when not ok.
         training: the training that saved it; "" if it is not known.
-        damaged: it is wrong for good: files lack, or are not as they were saved. False for what cannot be read now
-            (a permission, an I/O error, a newer format): another day, or another host, may read it.
+        damaged: it is permanently bad: files are missing, or differ from what was saved. False for what cannot be read
+            now (a permission, an I/O error, a newer format): it may be readable later, or on another host.
     """
 
     path: Path
@@ -143,7 +143,7 @@ class Info:
 
 @dataclass(frozen=True)
 class Written:
-    """What is known of a checkpoint before its files: what its manifest says besides."""
+    """The fields of a checkpoint's manifest that are known before its files are written."""
 
     progress: Progress
     metrics: Mapping[str, float]
@@ -353,7 +353,7 @@ def unusable_info(info: Info, error: OSError | HvdtrainError) -> Info:
 
 
 def _is_abandoned(path: Path, host: str, pid: int) -> bool:
-    """Whether no process can be writing there any more: it is gone, or a day has passed."""
+    """Returns True if no process can still be writing there: the process is gone, or a day has passed."""
     if host == socket.gethostname() and (pid == os.getpid() or not Path(f"/proc/{pid}").exists()):
         return True
     try:

@@ -23,10 +23,10 @@ from hvdtrain.world.world import World
 
 @dataclass(frozen=True)
 class Progress:
-    """Where training stands; counts are of all ranks together.
+    """The progress of training; counts are of all ranks together.
 
     Attributes:
-        epoch: the epoch to go on with, counted from 0.
+        epoch: the epoch to continue with, counted from 0.
         step: updates done.
         samples_seen: samples since the start of training.
         samples_in_epoch: samples done in `epoch`.
@@ -39,7 +39,7 @@ class Progress:
 
 
 class Part:
-    """One file of a checkpoint."""
+    """A file of a checkpoint."""
 
     def collect(self) -> None:
         """Called on every rank before `write`; may be collective: brings together what rank 0 is going to write.
@@ -65,11 +65,11 @@ class Part:
     # -- when the job is preempted ---------------------------------------------------------------------------------
     @property
     def progress(self) -> Progress | None:
-        """Where the training stands that this is a part of, if it knows."""
+        """The progress of the training that this part belongs to; None if unknown."""
         return None
 
     def again(self) -> Callable[[], Part]:
-        """Returns what makes this part once more, without holding what trains."""
+        """Returns a function that makes this part again, and that does not hold what trains."""
         return lambda: self
 
     @property
@@ -100,11 +100,11 @@ class Saver:
 
     @property
     def order(self) -> str:
-        """The same on every rank."""
+        """A key that orders savers; it is the same on every rank."""
         return str(self.checkpointer.directory)
 
     def parts(self) -> dict[str, Part]:
-        """Returns what is saved, made anew."""
+        """Returns the parts to save, made again."""
         return {name: make() for name, make in self._makers.items()}
 
     def save(self) -> str:
@@ -141,7 +141,7 @@ def _progress_of(state: Mapping[str, Part]) -> Progress:
 
 
 class Training(Protocol):
-    """What trains on a loader's batches: do all ranks know of a preemption (`preempted`), and what saves it?"""
+    """A training on a loader's batches; `preempted` is True if all ranks know of a preemption, `saver` saves it."""
 
     @property
     def preempted(self) -> bool: ...
@@ -193,7 +193,7 @@ class ExtraPart(Part):
         self.extra = extra
 
     def state_of(self, value: Any) -> Any:
-        """What is saved of one object."""
+        """Returns the state to save of one object."""
         return value.state_dict() if hasattr(value, "state_dict") else value
 
     def put_back(self, value: Any, saved: Any) -> Any:

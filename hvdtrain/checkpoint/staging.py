@@ -1,11 +1,11 @@
-"""What a part of a checkpoint writes its state to: a file on disk, or an image of it in memory that another process
-can read (Linux' memfd: it has no name, so that nothing is left of it when a process is killed).
+"""Destinations for the state of a checkpoint's part: a file on disk, or an image of it in memory that another process
+can read (Linux' memfd: it has no name, so that it vanishes when a process is killed).
 
-Images are kept and written over: memory that a process has touched before takes a copy at the speed of memory, which
-fresh pages do not (400 MB: 0.02 s and 0.2 to 0.5 s on a virtual machine).
+Images are reused: memory that a process has touched before takes a copy at the speed of memory, which fresh pages do
+not (400 MB: 0.02 s and 0.2 to 0.5 s on a virtual machine).
 
-The image of a zip archive can leave the archive to whoever writes it to disk: checksums of its entries take as long as
-to write them.
+An image can leave a zip archive to the process that writes it to disk: the checksums of the entries take as long as
+writing them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class StateFile(io.RawIOBase):
 
     @property
     def path(self) -> str:
-        """Where this process can read what was written, until it is closed."""
+        """The path at which this process can read the written state until the file is closed."""
         return f"/proc/self/fd/{self._descriptor}"
 
     def __str__(self) -> str:
@@ -113,7 +113,7 @@ class StagedFiles:
         self._held: dict[str, tuple[int, mmap.mmap | None]] = {}
 
     def file(self, name: str) -> StateFile:
-        """Returns the image of that name, to be written anew; see `StateFile`."""
+        """Returns the image of that name, to be overwritten; see `StateFile`."""
         descriptor, memory = self._held.get(name) or (os.memfd_create(f"hvdtrain {name}"), None)
         size = os.fstat(descriptor).st_size
         if size > (0 if memory is None else len(memory)):

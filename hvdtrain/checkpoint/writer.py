@@ -1,8 +1,8 @@
-"""The process that writes checkpoints while training goes on: one for each process that saves.
+"""The process that writes checkpoints while training continues: one for each process that saves.
 
-It is given images of the files (`hvdtrain.checkpoint.staging`), which it finishes writing even when the process that
-trains is killed, and imports no framework. Signals that end a job are the trainer's to act on: when that has gone,
-and the last image is on disk, it ends.
+It receives images of the files (`hvdtrain.checkpoint.staging`), and finishes writing them even if the training process
+is killed. It imports no framework. It ignores signals that end a job: the training process acts on them. It ends when
+that process is gone and the last image is on disk.
 
     trainer -> writer   {"directory": ..., "name": ..., "files": {name: size}, ...} and the descriptors of the files and
                         of the directory
@@ -88,7 +88,7 @@ class Writer:
 
     @property
     def own(self) -> bool:
-        """Whether it is this process's: a forked child has a copy."""
+        """Returns True if this process made the writer: a forked child has a copy."""
         return self._pid == os.getpid()
 
     def start(self) -> None:
@@ -201,7 +201,7 @@ class Writer:
             job.done.set()
 
     def _finish(self, patience_s: float | None = _PATIENCE_S) -> None:
-        """The last checkpoint is waited for, and said if it failed."""
+        """Waits for the writer and ends it; prints which checkpoints failed or are still being written."""
         if not self.own or self._socket is None or self._process is None:
             return
         for job in list(self._jobs):
@@ -216,7 +216,7 @@ class Writer:
             print(describe("hvdtrain", failure, 0), file=sys.stderr, flush=True)
 
     def _at_exit(self) -> None:
-        """Ends a program that lost its last checkpoint with an error code, unless it fails by itself."""
+        """Ends a program that lost its last checkpoint with an error code, unless the program fails anyway."""
         self._finish(None)
         if self.own and self._failures and not ends_badly():
             os._exit(EXIT_CODE)  # nothing else gives a code here

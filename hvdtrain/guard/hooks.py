@@ -67,7 +67,7 @@ def install(hooks: Mapping[str, Hook]) -> None:
 
 
 def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
-    """Puts `around(original, *args, **kwargs)` in a function's place; what the owner does not have is left alone."""
+    """Replaces a function by `around(original, *args, **kwargs)`; does nothing if the owner does not have it."""
     original = getattr(owner, name, None)
     if original is None:
         return

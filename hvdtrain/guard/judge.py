@@ -1,4 +1,4 @@
-"""What the ranks' reports say when they are laid side by side; pure."""
+"""The comparison of all ranks' reports; pure."""
 
 from __future__ import annotations
 

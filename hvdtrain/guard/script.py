@@ -75,7 +75,7 @@ def execute(what: str, argv: Sequence[str], module: bool) -> int:
 
 
 def _print_as_python_would(error: BaseException) -> None:
-    """Without the frames of what ran the script, and of what its calls went through."""
+    """Prints the traceback without the frames that ran the script and those that its calls passed through."""
     frames = []
     trace = error.__traceback__
     while trace is not None:

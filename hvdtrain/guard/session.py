@@ -1,8 +1,8 @@
-"""One rank's part in the guard: what it reports, and how the ranks end together.
+"""A rank's part in the guard: its reports, and how the ranks end together.
 
-Reports go to rank 0 over a connection of their own, so that they never stand among the script's collective operations:
-a rank may have joined, or be in one that others skip, and is still heard. Where ranks wait for one another is found as
-for hvdtrain's own programs (`core.in_step`).
+Each rank sends reports to rank 0 over a separate connection, so that they never mix with the script's collective
+operations: a rank that has joined, or is in a collective that others skip, can still report. A rank that waits for
+others is found as in hvdtrain's own programs (`core.in_step`).
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class GuardSession:
                 )  # fmt: skip
 
     def report(self, **report: Any) -> None:
-        """Gives rank 0 a report; this rank goes on."""
+        """Sends a report to rank 0; this rank continues."""
         if not self.on or os.getpid() != self._pid:
             return
         if self.rank == 0:
@@ -139,7 +139,7 @@ class GuardSession:
     def find(
         self, name: str, rule: str, received: str, remedy: str, *, line: str | None = None, note: bool = False
     ) -> None:
-        """Tells what this rank has found by itself, once a line; does not return where that ends the job."""
+        """Reports what this rank alone has found, once per source line; does not return if that ends the job."""
         line = line or user_line()
         if not self.on or (name, line) in self._told or os.getpid() != self._pid:
             return
@@ -178,7 +178,7 @@ class GuardSession:
         self.tracker.stepped(max(self.steps.values()))
 
     def joined(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Joins all ranks: each has done updates of its own number, and counts anew."""
+        """Joins all ranks; each has done its own number of updates, so the count starts again."""
         with self.collective("join"):
             result = original(*args, **kwargs)
         self.joins += 1

@@ -147,7 +147,7 @@ def ranks_of(optimizer: Any, size: int) -> list[int]:
 
 
 def _digest(batch: Any) -> str:
-    """Of a batch's tensors and arrays; "" where there are none."""
+    """Returns a digest of a batch's tensors and arrays; "" if it has none."""
     from hvdtrain.private.torch import pytree
 
     arrays = [
@@ -157,7 +157,7 @@ def _digest(batch: Any) -> str:
 
 
 def _within_a_module() -> bool:
-    """Whether the module that a hook is called for is called by another one."""
+    """Returns True if another module calls the module that the hook is called for."""
     calls, frame = 0, sys._getframe(1)
     while frame is not None and calls < 2:
         calls += frame.f_code.co_name == "_wrapped_call_impl"  # Module.__call__

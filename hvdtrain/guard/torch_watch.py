@@ -184,7 +184,7 @@ class TorchWatch:
                 self._compare(optimizer, number, "at the end")
 
     def _look_at_gradients(self, optimizer: Any) -> None:
-        """Before Horovod, which makes zeros of gradients that there are none of, first has them."""
+        """Reports an optimizer without any gradient; runs before Horovod, which replaces missing gradients by zeros."""
         if optimizer in self._reached or self._depth > 1 or not self._session.on:
             return
         self._reached.add(optimizer)
@@ -216,7 +216,7 @@ class TorchWatch:
 
 
 def _fingerprint(tensors: list[Any]) -> str:
-    """Of tensors' bits, in their order; one wait for the device."""
+    """Returns a hash of the tensors' bits, in their order; waits for the device once."""
     import torch
 
     kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -9,9 +9,9 @@
     model.fit(data, epochs=3, callbacks=hvdtrain.keras.callbacks(model))
     print(hvdtrain.keras.evaluate(model, (x_test, y_test), per_rank_batch=32))
 
-Horovod's own Keras wrapper trains without averaging under Keras 3, and says nothing; this package uses
-Horovod's primitive operations only. A model stays a plain Keras model: what it saves loads without Horovod
-and without hvdtrain.
+Horovod's own Keras wrapper trains without averaging under Keras 3, and raises no error; this package uses
+only Horovod's primitive operations. A model stays a plain Keras model: its files load without Horovod and
+without hvdtrain.
 """
 
 from __future__ import annotations
@@ -84,35 +84,35 @@ def prepare(
 
     Covers dense and sparse gradients, mixed precision with loss scaling, gradient accumulation (one reduction
     an update), clipping (after the average), EMA, `steps_per_execution`, `run_eagerly` and custom train
-    steps. Batches of unequal size are weighted by their samples, exactly. In a world of one nothing is
+    steps. Batches of unequal size are weighted exactly, by their samples. In a world of one rank nothing is
     hooked.
 
     Args:
         model: a compiled model; or an optimizer, to be given to `compile` (then `fit` needs
             `callbacks`, made before it).
-        data: the loader that `fit` will be given; it knows the batch that the learning rate is computed from.
+        data: the loader that you give to `fit`; the learning rate is computed from its batch size.
         world: the ranks; by default those of `hvdtrain.init`.
         lr: the learning rate as a function of samples seen; `callbacks` set it before each batch.
-        per_rank_batch: samples of a rank in a full step of data that hvdtrain does not deal; needed there with `lr`.
+        per_rank_batch: samples of a rank in a full step of data that hvdtrain does not deal; needed with `lr` then.
         compression: `"fp16"` sends gradients as float16, divided by the number of ranks before the cast, so
-            that the sum overflows only where one rank's gradient would. Gradients below 6e-8 x ranks vanish. By
-            default as HVDTRAIN_COMPRESSION says.
+                that the sum overflows only where one rank's gradient would. Gradients below 6e-8 x ranks vanish.
+                Default: the value of HVDTRAIN_COMPRESSION.
         sparse_as_dense: reduce `IndexedSlices` as dense tensors.
-        sync_batchnorm: batch-norm layers normalise over all ranks' live samples, not each rank's own; layers with
-            `synchronized=True` do so in any case. One all-reduce a layer forward, one backward. All ranks call the
-            layers in training alike.
+        sync_batchnorm: batch-norm layers normalise over all ranks' live samples, not each rank's own. Layers with
+            `synchronized=True` always do. Each layer needs one all-reduce forward and one backward. In training
+            all ranks must call the same layers.
         verify: prove before the first step that gradients are averaged (under a second; see `verify`).
-        watch_every: compare the replicas every so many steps; 0 is never.
-        whole: `compute_loss` (and so every loss that was given to `compile`) sees the global batch's `y`, `y_pred` and
-            `sample_weight`, of all ranks, in the order of the data: any loss is then that of one process. Metrics see
-            each rank's own rows, as without it.
+        watch_every: compare the replicas every so many steps; 0: never.
+        whole: `compute_loss` (and so every loss given to `compile`) gets the global batch's `y`, `y_pred` and
+            `sample_weight`, of all ranks, in the order of the data: any loss is then that of one process. Metrics get
+            each rank's own rows, as without `whole`.
 
     Returns:
         The same object.
 
     Raises:
-        ConfigError: not compiled; an option that is not known; a learning rate without batch size, scaled twice, or
-            with a schedule.
+        ConfigError: the model is not compiled; an option is unknown; the learning rate has no batch size, is scaled
+            twice, or comes with a schedule.
     """
     compression = compression or os.environ.get(variables.COMPRESSION) or None
     _check_options(model, compression, watch_every, whole=whole, sync_batchnorm=sync_batchnorm)
@@ -171,28 +171,28 @@ def callbacks(
     save_every: int = 0,
     extra: MutableMapping[str, Any] | None = None,
 ) -> list[keras.callbacks.Callback]:
-    """Returns the callbacks `fit` needs on every rank; it runs them before your own. They do what was given to
+    """Returns the callbacks that `fit` needs on every rank. `fit` runs them before your own. They apply the options of
     `prepare`.
 
     They compare the ranks' settings, give all ranks rank 0's weights, optimizer and random state, prove the
-    averaging, make epoch logs those of all ranks' samples, set the learning rate, watch the replicas, write
+    averaging, compute epoch logs over all ranks' samples, set the learning rate, watch the replicas, and write
     the record and the checkpoints. `EarlyStopping` and other callbacks that may end training belong on every rank
-    (a stop that one rank wants ends training on all, after the same step). Callbacks of Keras that write files
+    (if one rank stops, all ranks stop after the same step). Callbacks of Keras that write files
     (`ModelCheckpoint`, `CSVLogger`, `TensorBoard`, and their subclasses) write on rank 0 only.
 
-    After `Checkpointer.restore(model_state(model))` training goes on where the checkpoint was taken, which may be
-    within an epoch: give `fit` also `initial_epoch=progress.epoch`. Else it goes on from the model's last `fit`.
+    After `Checkpointer.restore(model_state(model))` training resumes where the checkpoint was taken, which may be
+    within an epoch: also give `fit` `initial_epoch=progress.epoch`. Otherwise it continues from the model's last `fit`.
 
     Args:
         model: compiled; prepared itself, or compiled with a prepared optimizer.
         run: the run's record.
         checkpointer: saves after each epoch, as long as weights are finite.
         save_every: also saves within an epoch, at the first chance at or after every so many steps (with
-            `steps_per_execution=4` and `save_every=10`: after 12, 20, 32, 40, ...); of a `KerasLoader`.
-        extra: objects of your own that are saved with the model, as of `model_state`.
+            `steps_per_execution=4` and `save_every=10`: after 12, 20, 32, 40, ...). Needs a `KerasLoader`.
+        extra: objects of your own that are saved with the model; see `model_state`.
 
     Raises:
-        ConfigError: no optimizer.
+        ConfigError: the model has no optimizer.
     """
     require_keras(model)
     require_compiled(model)
@@ -265,7 +265,7 @@ def _session_for(model: keras.Model) -> KerasSession:
 
 
 def _batch_of(data: KerasLoader | None, lr: LR | None, per_rank_batch: int | None) -> int | None:
-    """Returns the samples of a rank in a full step, which are said once."""
+    """Returns the samples of a rank in a full step; raises ConfigError unless `data` or `per_rank_batch` sets them."""
     if data is not None and not isinstance(data, KerasLoader):
         raise ConfigError(
             "the data of prepare() must be a loader of hvdtrain.keras.loader",

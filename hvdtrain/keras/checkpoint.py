@@ -325,11 +325,11 @@ def _unpacked(value: Any, arrays: Mapping[str, np.ndarray]) -> Any:
 
 
 def model_state(model: keras.Model, *, extra: MutableMapping[str, Any] | None = None) -> Mapping[str, Part]:
-    """Returns what a checkpoint of this model consists of, for `Checkpointer.save` and `restore`.
+    """Returns the parts of this model's checkpoint, for `Checkpointer.save` and `restore`.
 
-    `save` takes the state of that moment, on every rank: it makes the ranks' own state one (the mean of moving
-    statistics and of accumulated gradients, so that all ranks go on from what rank 0 writes), gathers random states,
-    and refuses weights that are not finite (`NonFiniteError`).
+    `save` takes the current state on every rank. It averages state that differs between ranks (moving statistics and
+    accumulated gradients), so that all ranks continue from what rank 0 writes. It gathers random states, and refuses
+    weights that are not finite (`NonFiniteError`).
 
     Args:
         model: compiled and prepared.

@@ -1,9 +1,9 @@
-"""A `fit` of an elastic job: what it does when ranks are gone or have come, and what of it goes to whom.
+"""A `fit` of an elastic job: its reaction when ranks are lost or join, and the state that each rank gets.
 
-How ranks go over to the next formation: `hvdtrain.comm.elastic`. An update that fails has half happened: part
-of its graph had run. So all variables are copied before each, and put back; then the ranks that are left come to terms,
-the rest of the epoch is dealt anew, and the update is made of a new batch, within the same call of Keras' train
-function: `fit` and its callbacks notice nothing. A new process enters Keras' loop in the middle.
+`hvdtrain.comm.elastic` moves ranks to the next formation. A failed update is half done: part of its graph has run. So
+`ElasticFit` copies all variables before each update, and puts them back. Then the remaining ranks synchronize, the rest
+of the epoch is dealt again, and the update is made of a new batch, within the same call of Keras' train function: `fit`
+and its callbacks notice nothing. A new process enters Keras' loop in the middle.
 """
 
 from __future__ import annotations
@@ -74,13 +74,13 @@ def check_elastic(
 
 
 class ElasticFit(Member):
-    """One `fit` whose ranks may change; `its` keeps this process in the job.
+    """A `fit` whose ranks may change; `its` keeps this process in the job.
 
     Attributes:
         size: the number of ranks, as traced functions read it.
-        leaving: 1 if the launcher asks this rank for another formation, as a step sends it.
-        leaves: all ranks know that one was asked.
-        skipped: steps of the epoch that were over before this rank came.
+        leaving: 1 if the launcher asks this rank to change to another formation; a step sends it.
+        leaves: True if all ranks know that one of them was asked.
+        skipped: steps of the epoch that were done before this rank joined.
     """
 
     def __init__(self, model: keras.Model, session: KerasSession, its: JobRanks, callbacks: Sequence[Any]) -> None:
@@ -135,7 +135,7 @@ class ElasticFit(Member):
         return int(self.model.steps_per_execution or 1)
 
     def update(self, run: Callable[[Any], Any], data: Any) -> Any:
-        """Returns what Keras' train function gives for the next batch, whoever is there in the end."""
+        """Returns the result of Keras' train function for the next batch, on the ranks that remain in the end."""
         its = self._its
         its.in_epoch()
         if self._fed is not None:  # once more: callbacks have begun an epoch that the others began before this state

@@ -289,7 +289,7 @@ def _check_rate(call: FitCall) -> None:
 
 
 def _check_counts(call: FitCall) -> None:
-    """Checks that a run that resumes within an epoch has counted the samples that its data leaves out."""
+    """Raises ConfigError if a run that resumes within an epoch has not counted the samples that its data skips."""
     data, progress, epoch = call.session.fit.data, call.session.place.progress, call.first_epoch
     left_out = data.done(epoch) if data is not None else 0
     if call.has(fit_callbacks.Count) and left_out and (progress.epoch, progress.samples_in_epoch) != (epoch, left_out):

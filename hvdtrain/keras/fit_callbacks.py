@@ -185,8 +185,8 @@ class EndOfEpoch(Callback):
 
 
 class Count(Callback):
-    """Counts updates and samples of all ranks, as `place.progress`: what the learning rate, the record and the
-    checkpoint go by. It goes on from the last `fit`, so that a loop of `fit` calls is one training.
+    """Counts updates and samples of all ranks in `place.progress`, which the learning rate, the record and the
+    checkpoints use. It continues from the last `fit`, so that a loop of `fit` calls is one training.
     """
 
     last_step_samples = 0
@@ -587,7 +587,7 @@ def _any(mine: bool, world: World) -> bool:
 
 
 class LastOfBatch(Last):
-    """The same after every step: some callback of some rank may stop there."""
+    """A `Last` that also shares a stop after every step, because some callback of some rank may stop there."""
 
     stops_in_epoch = True
 

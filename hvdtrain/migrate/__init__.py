@@ -123,7 +123,7 @@ def _read(script: Path) -> tuple[str, str]:
 
 
 def _argv(args: argparse.Namespace) -> list[str]:
-    """Returns the script's own arguments, and says so where one has the name of a flag of migrate."""
+    """Returns the script's own arguments; prints a notice if one has the name of a flag of migrate."""
     late = [arg for arg in args.argv if arg.split("=")[0] in _FLAGS]
     if late and args.no_prove:
         raise ConfigError(

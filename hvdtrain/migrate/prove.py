@@ -179,7 +179,7 @@ def _horovodrun() -> str:
 
 
 def _in_copy(script: Path, folder: Path) -> Path:
-    """Returns where a script of the current folder lies in its copy: files beside `__file__` are the copy's, too."""
+    """Returns the path of a script in the current folder's copy: files beside `__file__` are also the copy's."""
     path, here = script.resolve(), Path.cwd().resolve()
     return folder / "work" / path.relative_to(here) if path.is_relative_to(here) else path
 

@@ -1,8 +1,8 @@
-"""Tensors in nested values: walks tuples, lists, mappings, dataclasses and what PyTorch's pytree knows besides these
-(a deque); any other value stays as it is.
+"""Tensors in nested values: walks tuples, lists, mappings, dataclasses and the other containers of PyTorch's pytree (a
+deque); any other value stays as it is.
 
-Not by the pytree alone, to which a class of dict that it does not know, or another mapping (what tokenizers
-return), is a leaf: its tensors would be left where they are, or go whole where they should be cut.
+The pytree alone is not enough: it takes an unknown class of dict, or another mapping (what tokenizers return), for a
+leaf. Its tensors would stay where they are, or stay whole where they should be cut.
 """
 
 from __future__ import annotations
@@ -120,14 +120,14 @@ def join(
     refused: Callable[[str, Sequence[int]], Exception],
     device: torch.device | None = None,
 ) -> Any:
-    """Returns the nested outputs of a batch's pieces as one: what has a row for each sample, end to end.
+    """Returns the nested outputs of a batch's pieces as one: values with a row for each sample are concatenated.
 
     Args:
         outputs: of each piece.
         sizes: samples of each piece.
-        refused: makes the error for outputs that cannot be put together, of these and of `sizes`. A scalar is one:
-            whether it is a mean, a sum or a count, and over what, its value does not tell, and its graph not always.
-        device: where to; by default where the first is.
+        refused: makes the error for outputs that cannot be joined, from these and from `sizes`. A scalar is one: its
+            value does not show whether it is a mean, a sum or a count, and over what; its graph does not always.
+        device: the device of the result; default: that of the first output.
     """
     first = outputs[0]
     if len(outputs) == 1:

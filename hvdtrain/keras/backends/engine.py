@@ -19,8 +19,8 @@ def attach(detected: Detected, *, engine: str, device: str, gpus_per_rank: int, 
     """Starts the engine, pins this rank's GPUs and seeds Keras; called by `hvdtrain.init("keras")`.
 
     Raises:
-        ConfigError: a GPU is asked for where none is visible.
-        ModuleNotFoundError: Horovod is missing (`init` says how to build it).
+        ConfigError: a GPU is requested, but none is visible.
+        ModuleNotFoundError: Horovod is missing (the error of `init` shows how to build it).
     """
     visible = 0 if device == "cpu" else BACKEND.visible_gpus()
     if device == "cuda" and visible == 0:

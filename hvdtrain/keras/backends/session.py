@@ -114,7 +114,7 @@ class LiveBatch:
 
 @dataclass
 class Proofs:
-    """What was checked, and what came out."""
+    """The checks that were made, and their results."""
 
     ready: bool = False  # the checks of this `fit` are done
     wants_broadcast: bool = False  # the callbacks asked for rank 0's state before the next step
@@ -129,7 +129,7 @@ class Proofs:
 
 @dataclass
 class KerasSession:
-    """One prepared model (or optimizer that has not met its model yet), in records by their lifetime."""
+    """A prepared model (or an optimizer that has not met its model yet), as records grouped by their lifetime."""
 
     prepared: Prepared
     place: TrainingPlace = field(default_factory=TrainingPlace)

@@ -125,7 +125,7 @@ class TensorFlowBackend:
         return losses_in(*kinds, told_by=lambda error: any(word in str(error.message) for word in words))
 
     def checksums(self, variables: Sequence[Any]) -> np.ndarray:
-        """One int64 per variable, of its bits and their order."""
+        """Returns one int64 per variable, a checksum of its bits and their order."""
         return np.array([self._checksum(variable) for variable in variables], np.int64)
 
     def _checksum(self, variable: Any) -> int:
@@ -250,9 +250,9 @@ class TensorFlowBackend:
         return summed(values)
 
     def gather_rows(self, tensors: list[Any], samples: Any, total: Any, rank: int, name: str) -> list[Any]:
-        """Joins the ranks' tensors [n, ...]; those of a rank without samples are left out.
+        """Joins the ranks' tensors [n, ...], without those of ranks that have no samples.
 
-        Gradients go to a rank's own rows, times total / samples: `weigh` takes that away again.
+        Gradients reach a rank's own rows multiplied by total / samples: `weigh` removes that factor.
         """
         live = tf.cast(tf.not_equal(samples, 0), tf.int64)
         # see `start_sum`: what Horovod is given must be no constant
@@ -327,7 +327,7 @@ class TensorFlowBackend:
             self.put_back(variables, before)
 
     def reduce(self, tensors: list[Any], op: str, name: str, *, half: bool, size: int) -> list[Any]:
-        """All-reduces dense tensors of one dtype as one group. `op`: `average` | `max`."""
+        """Reduces dense tensors of one dtype over all ranks, as one group. `op`: `average` | `max`."""
         dtype = tensors[0].dtype
         if half and op == "average" and dtype.size > 2:
             # divided before the cast: a sum of N values then fits wherever one value does
@@ -413,12 +413,12 @@ class TensorFlowBackend:
 
 
 class TensorFlowNotes:
-    """What steps send to the other ranks beside gradients, and what they keep.
+    """The variables that steps send to the other ranks in addition to gradients, and those that they keep.
 
     Attributes:
-        preempted: 1 where this rank was, which the next step sends to all ranks.
-        kept_batch: the batch of a step that was to keep it; `None` until then.
-        waited: seconds within steps that waited for data, a number or a variable.
+        preempted: 1 if this rank was preempted; the next step sends it to all ranks.
+        kept_batch: the batch of a step that had to keep it; `None` until then.
+        waited: seconds that steps have waited for data, as a number or a variable.
     """
 
     def __init__(self, backend: TensorFlowBackend) -> None:
@@ -489,7 +489,7 @@ def _receive(words: Any, receive: Callable[..., None]) -> None:
 
 
 def _timed(data: Any, waited: Any) -> Any:
-    """The same data; what a step waits for each batch of it is added to a variable."""
+    """Returns the same data; adds the seconds that a step waits for each batch of it to a variable."""
     as_it_is = tf.autograph.experimental.do_not_convert  # autograph would read and rewrite the source: 0.05 s
     asked = tf.data.Dataset.counter().map(as_it_is(lambda _: tf.timestamp()))
 

@@ -34,21 +34,21 @@ def loader(
 
     Args:
         data: the same on every rank: arrays or tensors of all samples (or nested structures of them), first axis
-            samples, as a tuple `(x, y)` or `(x, y, sample_weight)`; or `x` alone, for a model without targets. Or a
-            PyTorch `Dataset` of such samples. Or what comes in batches already, one for each rank in a step: a
-            `keras.utils.PyDataset` (a rank reads its own only), a `tf.data.Dataset`, a PyTorch `DataLoader`, or a
-            function (of the epoch, or of nothing) that begins a generator or returns one of these; every rank walks
-            these, and their length need not be known.
-        per_rank_batch: samples a rank takes in a full step; left out for data in batches.
+                samples, as a tuple `(x, y)` or `(x, y, sample_weight)`; or `x` alone, for a model without targets. Or a
+                PyTorch `Dataset` of such samples. Or data that already comes in batches, one for each rank in a step: a
+                `keras.utils.PyDataset` (a rank reads only its own), a `tf.data.Dataset`, a PyTorch `DataLoader`, or a
+                function (of the epoch, or of nothing) that begins a generator or returns one of these; every rank walks
+                these, and their length need not be known.
+            per_rank_batch: samples a rank takes in a full step; not given for data in batches.
         world: the ranks; by default those of `hvdtrain.init`.
-        shuffle: False keeps the data's order; what is walked has an order of its own.
-        tail: samples that do not fill a global step are dealt out and weighed exactly, or left out ("drop").
-        seed: of the order; by default the world's.
+        shuffle: False keeps the data's order; data that every rank walks has its own order.
+        tail: samples that do not fill a global step are dealt and weighed exactly ("weighted"), or skipped ("drop").
+        seed: the seed of the order; default: the world's.
         class_weight: class to weight, as `fit` takes it: for one output, whose `y` are class numbers or one-hot.
 
     Returns:
         A `keras.utils.PyDataset` with `.plan`, to be given to `prepare` and `fit`; give `fit` also
-        `hvdtrain.keras.callbacks`, which tell it the epoch.
+        `hvdtrain.keras.callbacks`, which set its epoch.
 
     Raises:
         ConfigError: arrays of different lengths, data of another kind, an argument out of range, both kinds of weights.
@@ -80,7 +80,7 @@ def loader(
 
 
 def comes_in_batches(data: Any) -> bool:
-    """Returns whether the data says itself what a batch is."""
+    """Returns True if the data itself defines what a batch is."""
     return isinstance(data, keras.utils.PyDataset) or (_is_walked(data) and not _is_torch(data, "IterableDataset"))
 
 

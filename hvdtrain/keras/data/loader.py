@@ -25,21 +25,21 @@ known: WeakSet[KerasLoader] = WeakSet()
 
 
 class KerasLoader(Dealt, keras.utils.PyDataset, DataAdapter):
-    """One rank's batches; made by `loader`. What is dealt are samples, or whole batches of the data's own.
+    """A rank's batches; made by `loader`. It deals samples, or whole batches of the data's own.
 
-    It is its own data adapter, which `fit` takes as it is: the adapter that Keras makes for a `PyDataset`
-    shuffles the batches once more (`fit(shuffle=True)` is the default) with Python's generator, on every
-    rank in another order; ranks would not work on the same global batch, and a resumed epoch not on the
-    samples that are left. Weights are given to `loader`: `fit` refuses its own beside it.
+    It is its own data adapter, which `fit` uses unchanged. The adapter that Keras makes for a `PyDataset`
+    shuffles the batches again (`fit(shuffle=True)` is the default) with Python's generator, in another order
+    on every rank. Ranks would not work on the same global batch, and a resumed epoch not on the remaining
+    samples. Weights are given to `loader`: `fit` refuses weights of its own with it.
 
     Attributes:
         plan: the `hvdtrain.Plan` that deals samples, or batches.
-        unit: samples of what is dealt, as they are counted: of a batch those of a full one.
+        unit: samples of one dealt item: 1, or those of a full batch.
         epoch: the epoch whose order is being read.
         served: the steps of the last reading that have samples of this rank, and how many rows each had.
-        last_rows: this rank's in the last step that was read.
-        reads_ahead: TensorFlow may read batches before they are trained on.
-        next_epoch: the one to turn to, as our callbacks tell it (Keras does not); `None`: the one that follows.
+        last_rows: this rank's rows in the last step that was read.
+        reads_ahead: True if TensorFlow may read batches before they are trained on.
+        next_epoch: the epoch to turn to, as our callbacks set it (Keras does not); `None`: the one that follows.
     """
 
     reads_ahead = True
@@ -73,10 +73,10 @@ class KerasLoader(Dealt, keras.utils.PyDataset, DataAdapter):
         return self.plan.global_batch * self.unit
 
     def go_on(self, epoch: int, samples_in_epoch: int) -> None:
-        """Makes the next `fit` begin there; a restored checkpoint does so by itself.
+        """Makes the next `fit` begin there; restoring a checkpoint does so.
 
         Raises:
-            ConfigError: no such place in this data.
+            ConfigError: the data has no such place.
         """
         if samples_in_epoch % self.unit:
             raise ConfigError(
@@ -100,9 +100,9 @@ class KerasLoader(Dealt, keras.utils.PyDataset, DataAdapter):
         return plan.tail == "weighted" and any(0 < tail < plan.size for tail in tails)
 
     def identity(self) -> str:
-        """Returns what a place within an epoch is a place in: samples are in no other order where that is the same.
+        """Returns the identity of the samples' order, for a place within an epoch; equal identities mean equal orders.
 
-        How many batches a `PyDataset` has, and of how many samples, says nothing where they keep their order.
+        It omits the number and the size of a `PyDataset`'s batches if they keep their order.
         """
         if self.plan.shuffle:
             return f"{self.plan.total()} {self._dealt()}, shuffled by seed {self.plan.seed}"
@@ -117,7 +117,7 @@ class KerasLoader(Dealt, keras.utils.PyDataset, DataAdapter):
             raise ConfigError("an epoch needs samples", received, "give more data")
 
     def has_more(self, epoch: int, samples_in_epoch: int) -> bool:
-        """Returns whether a step of the epoch is left when so many samples of it are done."""
+        """Returns True if the epoch has another step after so many of its samples."""
         return self.plan.steps(samples_in_epoch // self.unit) > 0
 
     def _read(self, epoch: int) -> None:
@@ -142,7 +142,7 @@ class KerasLoader(Dealt, keras.utils.PyDataset, DataAdapter):
         return min(batch, len(self._steps))
 
     def samples_of(self, first: int, stop: int) -> int:
-        """Returns the samples of all ranks in the steps `first` to `stop` of what is left of the epoch."""
+        """Returns the samples of all ranks in the steps `first` to `stop` of the remaining epoch."""
         return sum(step.global_samples for step in self._steps[first:stop]) * self.unit
 
     def complete(self, steps: int) -> bool:
@@ -153,7 +153,7 @@ class KerasLoader(Dealt, keras.utils.PyDataset, DataAdapter):
         """Checks a complete epoch; collective. What is read by index was compared before it was dealt."""
 
     def mine(self) -> float | None:
-        """Returns this rank's samples of an epoch; None where only the batches say."""
+        """Returns this rank's samples of an epoch; None if only the batches show their number."""
         return float(sum(step.samples for step in self._steps)) if self.unit == 1 else None
 
     def leave_nothing_out(self) -> None:
@@ -162,7 +162,7 @@ class KerasLoader(Dealt, keras.utils.PyDataset, DataAdapter):
             self.go_on(self.first_epoch, 0)
 
     def done(self, epoch: int) -> int:
-        """Samples of an epoch that are left out, because an earlier run has done them."""
+        """Returns the samples of an epoch that are skipped, because an earlier run has done them."""
         return self._done if epoch == self.first_epoch else 0
 
     def apart(self) -> KerasLoader:
@@ -195,9 +195,9 @@ class KerasLoader(Dealt, keras.utils.PyDataset, DataAdapter):
         return x, y, weights if live else map_leaves(lambda weight: weight * NO_SAMPLE, weights)
 
     def batches(self) -> Generator[tuple[Any, ...], None, None]:
-        """Yields this rank's batches of what is left of the epoch; closing it ends what reads.
+        """Yields this rank's batches of the remaining epoch; closing it ends its readers.
 
-        Not by Keras' own threads, which keep what they had read when an epoch was left for the next one.
+        Keras' own threads are not used: they keep what they have read when `fit` leaves an epoch for the next one.
         """
         workers = self.source.workers or 1
         epoch, done = self._entered
@@ -279,7 +279,7 @@ class KerasLoader(Dealt, keras.utils.PyDataset, DataAdapter):
         return counted if self.next_epoch is None else self.next_epoch
 
     def coming_batches(self) -> int:
-        """Returns how many batches of the epoch are left that is read next."""
+        """Returns the number of remaining batches in the epoch that is read next."""
         return self.plan.steps(self.done(self._coming()) // self.unit)
 
     def on_epoch_begin(self) -> None:

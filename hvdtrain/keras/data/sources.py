@@ -46,7 +46,7 @@ class BatchSource:
 
 
 class Arrays(BatchSource):
-    """In-memory arrays."""
+    """Arrays in memory."""
 
     workers = None
 

@@ -31,12 +31,12 @@ PEEKED = 2  # batches that are looked at before: what differs between them has n
 
 
 class Walk(BatchSource):
-    """What is walked.
+    """A source of records that are read in sequence.
 
     Attributes:
         begin: begins the records of an epoch.
         collate: makes a batch of this rank's records of a step.
-        by_tensorflow: reads ahead by itself, and draws nothing from Python's generators.
+        by_tensorflow: TensorFlow reads ahead, and draws nothing from Python's generators.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Walk(BatchSource):
 
 
 class WalkedLoader(KerasLoader):
-    """As any `KerasLoader`, but that nobody knows how long it is before its end."""
+    """A `KerasLoader` whose length is unknown before its end."""
 
     plan: StreamPlan
     source: Walk
@@ -103,20 +103,20 @@ class WalkedLoader(KerasLoader):
         return f"a stream, by seed {self.plan.seed}"
 
     def _check_place(self, units: int) -> None:
-        """Where the stream ends, it says."""
+        """Accepts any place: reading shows where the stream ends."""
 
     def _marks(self, units: int) -> bool:
         return True  # any step may be the last
 
     def has_more(self, epoch: int, samples_in_epoch: int) -> bool:
-        """Returns False only with `tail="drop"`, which leaves records out."""
+        """Returns False only with `tail="drop"`, which skips records."""
         if self.plan.tail == "weighted":
             return True
         with closing(self._walk(epoch, samples_in_epoch // self.unit)) as steps:
             return next(steps, None) is not None
 
     def _walk(self, epoch: int, done: int) -> Generator[tuple[StreamStep, list[Any], list[Any]], None, None]:
-        """Yields the steps that are left, with this rank's records, and the first of all."""
+        """Yields the remaining steps, with this rank's records, and the first record of all."""
         records = CountedRecords(self.source.records(epoch), self.source.unstable, keep=1)
         for step, own in walk(records, self.plan, epoch, done, rank=self.rank, ahead=1):
             yield step, own, records.first
@@ -142,7 +142,7 @@ class WalkedLoader(KerasLoader):
         return [self[0], self[1]]
 
     def batches(self) -> Generator[tuple[Any, ...], None, None]:
-        """Yields this rank's batches of what is left of the epoch."""
+        """Yields this rank's batches of the remaining epoch."""
         source, epoch = self.source, self.epoch
         self._read(epoch)
         self.served = []

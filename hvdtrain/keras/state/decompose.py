@@ -1,10 +1,10 @@
 """Tries, on the user's own batches, whether the loss of a batch is put together from those of its pieces.
 
 N ranks compute the loss of their pieces; one process would compute that of the whole. The two agree for a mean over
-samples, labels, steps or weights, for a sum, and for terms without data; not for a loss that looks at a batch as a
-whole (dice over the batch, contrastive pairs within it) or a function that returns a sum. So the batch is evaluated
-whole and in two pieces, weighed as ranks weigh them, in inference mode, and once more in training mode where nothing is
-drawn there and no batch is normalised; nothing of the training state is touched.
+samples, labels, steps or weights, for a sum, and for terms without data. They do not agree for a loss that looks at a
+batch as a whole (dice over the batch, contrastive pairs within it) or a function that returns a sum. So the batch is
+evaluated whole and in two pieces, weighed as ranks weigh them, in inference mode; and again in training mode if nothing
+is drawn there and no batch is normalised. The training state is not changed.
 """
 
 from __future__ import annotations
@@ -256,7 +256,7 @@ def _predicted(model: keras.Model, x: Any, *, training: bool = False) -> Any:
 
 
 def _share(mine: float | None, together: float, share: float) -> float:
-    """What a piece's loss is multiplied by, relative to its share of samples."""
+    """Returns the factor of a piece's loss, relative to the piece's share of samples."""
     if mine is None:
         return 1.0 / share
     return mine / together / share if together else 0.0
@@ -302,7 +302,7 @@ def _loss(
 
 @contextmanager
 def _scratch(model: keras.Model) -> Iterator[None]:
-    """Puts back what a forward pass and a loss may move: weights, too (`SpectralNormalization`)."""
+    """Restores what a forward pass and a loss may change, which includes weights (`SpectralNormalization`)."""
     own = {id(v) for v in replicas.optimizer_variables(model)}
     variables = [v for v in replicas.everything(model) if id(v) not in own]
     random = rng.capture(model)

@@ -1,8 +1,8 @@
-"""Metrics over all ranks: the *states* of the metrics are summed and the result computed anew.
+"""Metrics over all ranks: the *states* of the metrics are summed, and the result is computed from the sums.
 
-So each sample counts once, whatever the shares, and metrics that are no means (AUC, precision, RMSE) are
-right too. The sum is that of a metric's variables with Keras' default aggregation; a metric that declares
-`mean` is averaged.
+So each sample counts once, whatever the shares, and metrics that are not means (AUC, precision, RMSE) are
+also right. A metric's variables with Keras' default aggregation are summed; a metric that declares `mean` is
+averaged.
 """
 
 from __future__ import annotations

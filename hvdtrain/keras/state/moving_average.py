@@ -65,10 +65,10 @@ def _not_swapped(callbacks: Sequence[Any]) -> None:
 
 
 def check(model: keras.Model) -> None:
-    """Checks a model before its first update, and before `fit`: Keras on torch builds the optimizer there by itself.
+    """Checks a model before its first update, and before `fit`, where Keras on torch builds the optimizer.
 
     Raises:
-        ConfigError: an average of weights that another optimizer updates would end `fit` in their place.
+        ConfigError: `fit` would end with averages of one optimizer in place of weights that another one updates.
     """
     several = len(optimizers_of(model)) > 1
     if several and any(getattr(leaf, "use_ema", False) and not leaf.built for leaf in leaves_of(model.optimizer)):

@@ -59,7 +59,7 @@ def replicated(model: keras.Model) -> list[Any]:
 
 
 def everything(model: keras.Model) -> list[Any]:
-    """All variables: weights, metric states, seed generators, optimizer state."""
+    """Returns all variables: weights, metric states, seed generators, optimizer state."""
     metrics = [variable for metric in model.metrics for variable in metric.variables]
     return _unique([*model.variables, *untrained(model), *metrics, *optimizer_variables(model)])
 
@@ -82,7 +82,7 @@ def torch_modules(model: keras.Model) -> list[tuple[str, Any]]:
 
 
 def untrained(model: keras.Model) -> list[Any]:
-    """What is not trained, and may follow each rank's own samples."""
+    """Returns the variables and buffers that are not trained, and that may follow each rank's own samples."""
     buffers = [
         Buffer(f"{path}/{name.replace('.', '/')}", buffer)
         for path, module in torch_modules(model)
@@ -150,7 +150,7 @@ def _is_statistic(variable: Any) -> bool:
 
 
 def _is_finite(value: Any) -> bool:
-    """A sum tells it in one pass, unless finite values have one that is not."""
+    """Returns True if all values are finite; their sum shows it in one pass, unless it overflows."""
     finite = keras.ops.isfinite
     return bool(finite(keras.ops.sum(value))) or bool(keras.ops.all(finite(value)))
 

@@ -74,7 +74,7 @@ def normalises(module: Any) -> bool:
 
 
 def own_statistics(model: keras.Model) -> list[Any]:
-    """What is not trained and moves with this rank's own samples."""
+    """Returns the variables that are not trained and that change with this rank's own samples."""
     shared = {id(v) for layer in _layers(model) if is_synchronized(layer) for v in layer.non_trainable_variables}
     return [variable for variable in untrained(model) if id(variable) not in shared]
 

@@ -35,7 +35,7 @@ MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 
 @dataclass(frozen=True)
 class Divisor:
-    """What one loss divided by."""
+    """The divisor of one loss."""
 
     value: Any  # a scalar, additive over pieces of a batch; None for a sum
     by_samples: bool  # known to be a multiple of the samples, the same on all ranks and in all steps
@@ -123,7 +123,7 @@ def _is_of_all(value: Any, rows: Any, session: KerasSession, live: LiveBatch) ->
 
 @contextmanager
 def as_it_is(live: LiveBatch) -> Iterator[None]:
-    """While open, losses are of the global batch already."""
+    """Marks losses as those of the global batch while the context is open."""
     live.of_whole = True
     try:
         yield
@@ -187,7 +187,7 @@ _steps: list[KerasSession] = []  # whose train or test step runs
 
 @contextmanager
 def of_step(session: KerasSession, *, trains: bool = True) -> Iterator[None]:
-    """Notes that a step runs; raises ConfigError if one with `whole=True` computed its loss by itself."""
+    """Notes that a step runs; raises ConfigError if its loss ignored the global batch with `whole=True`."""
     _steps.append(session)
     try:
         yield
