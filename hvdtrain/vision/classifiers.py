@@ -89,7 +89,7 @@ def _make(name: str, classes: int, image_size: int, stem: Stem | None) -> nn.Mod
 
 
 def _keywords(name: str, image_size: int) -> dict[str, Any]:
-    """What some models must be told; the side outputs of the two Inceptions are left out."""
+    """Returns arguments that some models need; those of the two Inceptions turn off their side outputs."""
     if name in ("googlenet", "inception_v3"):
         return {"aux_logits": False, "init_weights": True}
     if name.startswith("vit_"):
@@ -106,7 +106,7 @@ def _put_stem(model: torchvision.models.ResNet, stem: Stem) -> None:
 
 
 def _zero_last_scales(model: nn.Module) -> None:
-    """Every residual block starts as the identity (arXiv 1706.02677, section 5.1)."""
+    """Makes every residual block start as the identity (arXiv 1706.02677, section 5.1)."""
     for block in model.modules():
         if isinstance(block, Bottleneck):
             nn.init.zeros_(block.bn3.weight)
@@ -115,7 +115,7 @@ def _zero_last_scales(model: nn.Module) -> None:
 
 
 def needs_two(model: nn.Module, image_size: int) -> bool:
-    """Whether a batch of one picture is too small to train on: batch-norm over a single value has no variance."""
+    """Returns True if a batch of one picture is too small to train on: batch-norm over one value has no variance."""
     try:
         _try_out(model, image_size, batch=1)
     except ValueError:  # torch.nn.functional.batch_norm

@@ -52,11 +52,11 @@ def load(
             folder), of MNIST (`mnist.npz`, or a folder with it).
         world: the ranks.
         image_size: pixels on a side of a folder's or synthetic pictures; None: 224.
-        strict: a picture that cannot be read is an error; else it is left out, and reported.
+        strict: a picture that cannot be read is an error; else it is skipped and reported.
         reduced: as `hvdtrain.torch.ImageFiles` has it.
 
     Raises:
-        ConfigError: on every rank, if one of them cannot have the data.
+        ConfigError: on every rank, if one of them cannot get the data.
         ReplicaError: on every rank, if they hold different data.
     """
     if source == "auto":
@@ -75,7 +75,7 @@ def load(
 
 
 def kind_of(source: str) -> str:
-    """Which kind of data a name or a path means: one of `NAMES`, or "folder"."""
+    """Returns the kind of data that a name or a path means: one of `NAMES`, or "folder"."""
     if source in NAMES:
         return source
     path = Path(os.path.expanduser(source))

@@ -71,7 +71,7 @@ def micro_batches(text: str) -> int | str:
 
 
 def gpus_per_rank(args: argparse.Namespace) -> int:
-    """How many GPUs each rank needs, if there are any."""
+    """Returns how many GPUs each rank needs, if there are any."""
     if args.pipeline is None:
         return args.gpus_per_rank
     devices = parse_devices(args.pipeline)
@@ -79,7 +79,7 @@ def gpus_per_rank(args: argparse.Namespace) -> int:
 
 
 def device(args: argparse.Namespace) -> str:
-    """What `init` takes: stages that are named say it too."""
+    """Returns the device for `init`: with "auto", "cpu" if all named stages are on the CPU."""
     only_cpu = args.pipeline is not None and set(args.pipeline.replace(" ", "").split(",")) == {"cpu"}
     return "cpu" if only_cpu and args.device == "auto" else args.device
 
@@ -101,8 +101,8 @@ def stages_of(args: argparse.Namespace, world: World) -> list[str]:
 def apply(
     args: argparse.Namespace, plan: Settings, network: torch.nn.Module, image_size: int, world: World
 ) -> tuple[Pipeline | None, Settings]:
-    """Cuts the model where --pipeline or --plan say so; collective. Returns the pipeline, or None for a model that
-    stays whole; and the settings, which a plan may change. Raises `ConfigError` on every rank."""
+    """Cuts the model if --pipeline or --plan is given; collective. Returns the pipeline, or None for a model that stays
+    whole; and the settings, which a plan may change. Raises `ConfigError` on every rank."""
     if args.pipeline is None and not args.plan:
         return None, plan
     from hvdtrain.pipeline import split
@@ -162,7 +162,7 @@ def _apply_plan(
 
 
 def _cut(sizes: Sequence[int], like: ParallelPlan | Pipeline) -> dict[str, Any]:
-    """Options of `hvdtrain.pipeline.split`: as a plan says, or as another rank has cut; nothing is measured."""
+    """Returns options of `hvdtrain.pipeline.split` from a plan, or from another rank's cut; nothing is measured."""
     return {
         "balance": list(sizes), "micro_batches": like.micro_batches, "schedule": like.schedule, "remat": like.remat,
     }  # fmt: skip

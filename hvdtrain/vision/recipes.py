@@ -16,8 +16,8 @@ from hvdtrain.core.sharding import tail_pieces
 
 @dataclass(frozen=True)
 class Stem:
-    """What stands in for the first layers of a ResNet (7x7 with stride 2, then a max-pool with stride 2) when
-    pictures are small: 3x3 with `stride`, and the max-pool only if `pool`."""
+    """The replacement for the first layers of a ResNet (7x7 with stride 2, then a max-pool with stride 2) on small
+    pictures: 3x3 with `stride`, and the max-pool only if `pool`."""
 
     stride: int = 1
     pool: bool = False
@@ -25,7 +25,7 @@ class Stem:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is right for a data set: `lr` (SGD with momentum) and `adamw_lr` belong to updates of `reference_batch`
+    """The right settings for a data set: `lr` (SGD with momentum) and `adamw_lr` belong to updates of `reference_batch`
     samples. `stem` None leaves the model as it is."""
 
     epochs: int
@@ -69,7 +69,7 @@ ADAMW_WEIGHT_DECAY = 0.05
 
 @dataclass(frozen=True)
 class Settings:
-    """What follows from the flags, the data and the number of ranks; `str()` tells it."""
+    """The settings that follow from the flags, the data and the number of ranks; `str()` describes them."""
 
     epochs: int
     ranks: int
@@ -120,7 +120,7 @@ class Settings:
         )
 
     def in_parts(self, parts: int) -> Settings:
-        """The same updates, a rank's batch taken in so many parts one after the other."""
+        """Returns settings for the same updates, with a rank's batch taken in so many parts one after another."""
         each = -(-self.per_rank_batch // parts)
         accumulate = self.accumulate * parts
         return replace(self, per_rank_batch=each, accumulate=accumulate, global_batch=self.ranks * each * accumulate)
@@ -137,7 +137,7 @@ class Settings:
 
 
 def smallest_batch(samples: int, ranks: int, per_rank_batch: int, pieces: int = 1, micro_batches: int = 1) -> int:
-    """The fewest samples that a device gets at a time in any step of an epoch, ranks without any left out.
+    """Returns the fewest samples that a device gets at a time in any step of an epoch, without padding ranks.
 
     Args:
         samples: in an epoch, dealt out as `hvdtrain.Plan` does with its weighted tail.

@@ -49,7 +49,7 @@ def by_hand(model: TwoDevices, data: Sequence[Sequence[Tensor]]) -> list[float]:
 
 
 def by_split(model: nn.Module, data: Sequence[Sequence[Tensor]], devices: Sequence[str]) -> list[float]:
-    """The same from a model that knows of no devices: cut between its layers, a batch in two micro-batches."""
+    """Trains like `by_hand` a model without device code: cut between its layers, a batch in two micro-batches."""
     pipe = split(model, data[0][0], list(devices), micro_batches=2)
     loss_of, optimizer = nn.MSELoss(), torch.optim.SGD(pipe.parameters(), lr=RATE)
     losses = []

@@ -31,7 +31,7 @@ SHARE = 0.25  # of a sweep's time, for tuning after it
 
 @dataclass(frozen=True)
 class TrialSettings:
-    """What is trained, and how often."""
+    """The settings of the trials: what they train, and how often."""
 
     batch: int
     image_size: int
@@ -79,7 +79,7 @@ class SplitJob:
         return cls(name, its, hvdtrain.pipeline.split(model, batches[0][0], devices, **cut), batches, loss)
 
     def title(self) -> str:
-        """For the pictures: what ran, on what."""
+        """Returns the title of the pictures: what ran, on what."""
         its = self.settings
         where = ", ".join(map(str, self.pipe.devices))
         what = f"{self.name}, batch {its.batch} of {its.image_size}×{its.image_size}, {its.classes} classes"
@@ -87,7 +87,7 @@ class SplitJob:
 
     @property
     def of(self) -> str:
-        """What one repeat trains."""
+        """The work of one repeat, in words."""
         return "a batch" if self.settings.batches == 1 else f"{self.settings.batches} batches"
 
     def variant(
@@ -166,7 +166,7 @@ class SplitJob:
         return {"seconds": seconds, "failed": failed, "spent_s": time.perf_counter() - started}
 
     def update_s(self) -> float:
-        """What the optimizer takes after a step."""
+        """Returns the seconds that the optimizer takes after a step."""
         import torch
 
         from hvdtrain.pipeline.tuning.unsplit import seconds_of
@@ -187,7 +187,7 @@ class SplitJob:
 
 
 def compare(job: SplitJob, micro_batches: int) -> None:
-    """One device, the naive split, the pipeline; on CPUs also the unsplit model on all their cores."""
+    """Compares one device, the naive split and the pipeline; on CPUs also the unsplit model on all their cores."""
     size = split_size(job.settings.batch, micro_batches)
     pipeline = f"pipeline, split size {size} ({micro_batches} micro-batches)"
     alone, all_cores = whole_models(job)
@@ -236,7 +236,7 @@ def whole_models(job: SplitJob) -> tuple[Variants, Variants]:
 
 
 def draw_timeline(job: SplitJob, micro_batches: int) -> None:
-    """One more step, to show who works when; on GPUs a pass is only asked for when its call returns: not drawn."""
+    """Draws which stage works when, in one more step. Draws nothing on GPUs: a call returns before its pass ends."""
     if any(device.type != "cpu" for device in job.pipe.devices):
         return
     job.pipe.record = True
@@ -251,7 +251,7 @@ def draw_timeline(job: SplitJob, micro_batches: int) -> None:
 
 
 def sweep(job: SplitJob, sizes: Sequence[int]) -> int:
-    """Every split size in turns, and what is predicted for it; returns the micro-batch count of the fastest."""
+    """Measures every split size in turns, and predicts it; returns the micro-batch count of the fastest."""
     from hvdtrain.pipeline.plan.schedule import micro_batch_sizes
     from hvdtrain.pipeline.tuning.predict import predict
 
@@ -295,8 +295,8 @@ def sweep(job: SplitJob, sizes: Sequence[int]) -> int:
 
 
 def counts_of(sizes: Sequence[int], batch: int) -> tuple[dict[int, int], list[str]]:
-    """Micro-batch counts, each with the samples of its largest micro-batch (a batch is shared out evenly: 12 of 32 are
-    11, 11, 10), and what is left out of the sizes, with the reason."""
+    """Returns micro-batch counts, each with the samples of its largest micro-batch (a batch is divided evenly: size 12
+    of 32 gives 11, 11, 10), and the sizes that are skipped, with the reason."""
     counts: dict[int, int] = {}
     left_out = []
     for size in sorted(set(sizes)):
@@ -331,6 +331,6 @@ def tune(job: SplitJob) -> int:
 
 
 def print_failed(failed: Mapping[Any, str]) -> None:
-    """What could not be run, and why."""
+    """Prints what could not be run, and why."""
     for name, reason in failed.items():
         print(f"not run: {name}: {reason}", flush=True)

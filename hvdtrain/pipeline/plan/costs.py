@@ -19,8 +19,8 @@ from hvdtrain.pipeline.plan.schedule import Action, Remat, of_stage, recomputed
 class Curve:
     """A cost (seconds or bytes) as a function of samples: straight lines through measured points.
 
-    One point means proportional to the samples; one point at 0 samples a constant. Beyond the points the outermost
-    lines go on, but never so that fewer samples cost more, or that few samples cost less than their share.
+    A single point means proportional to the samples; a single point at 0 samples, a constant. Beyond the points the
+    outermost lines continue, but fewer samples never cost more, and few samples never cost less than their share.
     """
 
     points: tuple[tuple[float, float], ...]  # (samples, value), kept in ascending order
@@ -33,7 +33,7 @@ class Curve:
 
     @classmethod
     def constant(cls, value: float) -> Curve:
-        """The same for any number of samples."""
+        """Returns a curve with the same value for any number of samples."""
         return cls(((0.0, value),))
 
     @classmethod
@@ -78,7 +78,7 @@ def total(curves: Iterable[Curve]) -> Curve:
 
 @dataclass(frozen=True)
 class SegmentCost:
-    """What one segment of a model costs, on the device it was measured on."""
+    """The cost of one segment of a model, on the device it was measured on."""
 
     name: str
     # forward_s, backward_s: over the samples of a micro-batch; backward without any recomputation
@@ -100,7 +100,7 @@ class SegmentCost:
 
 @dataclass(frozen=True)
 class Device:
-    """Where a stage runs."""
+    """A device that runs a stage."""
 
     name: str
     speed: float = 1.0  # against the device that the costs were measured on
@@ -111,19 +111,19 @@ class Device:
 
 @dataclass(frozen=True)
 class Link:
-    """From a stage to the next one and back; each direction carries one tensor at a time."""
+    """The link from a stage to the next one and back; each direction carries one tensor at a time."""
 
     latency_s: float = 0.0
     bytes_per_s: float = math.inf
 
     def seconds(self, size_bytes: float) -> float:
-        """For one transfer."""
+        """Returns the seconds of one transfer."""
         return self.latency_s + size_bytes / self.bytes_per_s
 
 
 def ring_link(ranks: int, per_host: int, inside: Link, between: Link) -> Link:
-    """What limits a ring over hosts of so many ranks: the narrowest link, and the mean latency of its hops: what goes
-    round crosses each once. (NCCL's graph/tuning.cc adds latencies up in the same way.)"""
+    """Returns the link that limits a ring of so many ranks over hosts: the narrowest bandwidth, and the mean latency of
+    the hops, as data crosses each hop once. (NCCL's graph/tuning.cc adds latencies up in the same way.)"""
     if ranks <= per_host:
         return inside
     across = -(-ranks // per_host)
@@ -141,13 +141,13 @@ def all_reduce_seconds(size_bytes: float, replicas: int, link: Link) -> float:
 
 @dataclass(frozen=True)
 class Pool:
-    """How the devices that share cores slow each other down."""
+    """The slowdown of devices that share cores."""
 
     speeds: tuple[float, ...] = (1.0,)  # of each of 1, 2, ... passes at once; more share what the most had together
     slots: int = 0  # passes that may run at once, the others wait in the order in which they came; 0: any number
 
     def speed(self, running: int) -> float:
-        """Of each of so many passes."""
+        """Returns the speed of each of so many passes at once."""
         known = len(self.speeds)
         return self.speeds[running - 1] if running <= known else self.speeds[-1] * known / running
 

@@ -176,13 +176,13 @@ class _Chain:
         self._working = [working_bytes(kept[at:], tensors[at:]) for at in range(self.segments)]
 
     def seconds(self, begin: int, end: int, stage: int) -> float:
-        """In a step: transfers are hidden as long as the passes take longer."""
+        """Returns the seconds of a step: transfers are hidden as long as the passes take longer."""
         into = self._moved[stage - 1][begin - 1] if stage else 0.0
         out = self._moved[stage][end - 1] if stage < self.stages - 1 else 0.0
         return max(self._work[stage][end] - self._work[stage][begin], into, out)
 
     def bytes(self, begin: int, end: int, stage: int) -> float:
-        """At its peak."""
+        """Returns the bytes at the stage's peak."""
         most = max(
             sum(count * (self._kept[size][end] - self._kept[size][begin]) for size, count in moment.activations)
             + sum(count * self._input[size][begin] for size, count in moment.inputs)
@@ -192,22 +192,22 @@ class _Chain:
         return self._fixed[end] - self._fixed[begin] + most + self._working[begin][end - begin - 1] + received
 
     def share_of_memory(self, begin: int, end: int, stage: int) -> float:
-        """Of the device's; as small as can be where there is no limit."""
+        """Returns the share of the device's memory that the stage needs; 0 without a limit."""
         return self.bytes(begin, end, stage) / self._limits[stage]
 
     def overflow(self, begin: int, end: int, stage: int) -> bool:
-        """Whether it does not fit."""
+        """Returns True if the stage does not fit into its device's memory."""
         return self._limits[stage] < math.inf and self.bytes(begin, end, stage) > self._limits[stage]
 
     def least(self, measure: Measure, begin: int, end: int, stage: int) -> float:
-        """What the measure cannot fall below for this stage, nor for one that begins earlier."""
+        """Returns a lower bound of the measure, for this stage and for any that begins earlier."""
         if measure == self.seconds:
             return self._work[stage][end] - self._work[stage][begin]
         fixed = self._fixed[end] - self._fixed[begin]
         return fixed if measure == self.bytes else fixed / self._limits[stage]
 
     def partition_of(self, sizes: Sequence[int]) -> Partition:
-        """What this cut takes."""
+        """Returns this cut with the time and memory of each stage."""
         ends = list(accumulate(sizes))
         groups = [(end - size, end, stage) for stage, (end, size) in enumerate(zip(ends, sizes, strict=True))]
         seconds = tuple(self.seconds(*group) for group in groups)
@@ -215,7 +215,7 @@ class _Chain:
 
 
 def _step_seconds(cost: SegmentCost, sizes: Sequence[int], order: Sequence[Action], remat: Remat) -> float:
-    """Of one segment for all micro-batches."""
+    """Returns the seconds of one segment for all micro-batches."""
     again = Counter(sizes[micro] for micro in recomputed(remat, order))
     return sum(
         count * (cost.forward_s(size) + cost.backward_s(size)) + again[size] * cost.forward_s(size)

@@ -1,8 +1,8 @@
 """Data-parallel training on more ranks than there are here: a step in discrete events, from measured costs; pure.
 
-Gradients become ready in the backward pass, the last layer's first. Once a cycle all ranks tell the first one which
-they have, and are told what to sum (Horovod: Sergeev and Del Balso, arXiv:1802.05799); sums take the link one after
-another. What outlasts the backward pass is exposed. A step waits for the slowest of all ranks.
+Gradients become ready in the backward pass, the last layer's first. Once a cycle all ranks send the first one the names
+of theirs, and it answers with what to sum (Horovod: Sergeev and Del Balso, arXiv:1802.05799); sums take the link one
+after another. What outlasts the backward pass is exposed. A step waits for the slowest of all ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class BucketTiming(NamedTuple):
 
 
 class Sum(NamedTuple):
-    """One all-reduce: on the link from and to, in seconds since the backward pass began."""
+    """An all-reduce: when it begins and ends on the link, in seconds since the backward pass began."""
 
     begin_s: float
     end_s: float
@@ -91,7 +91,7 @@ class Network:
     fusion_bytes: float = 0.0  # that are summed together at most (HOROVOD_FUSION_THRESHOLD)
 
     def all_reduce_s(self, size_bytes: float, ranks: int) -> float:
-        """Of a sum over so many ranks; none for one rank."""
+        """Returns the seconds of a sum over so many ranks; 0 for one rank."""
         local, hosts = min(ranks, self.per_host), -(-ranks // self.per_host)
         if self.way == "hierarchical":
             inside_s = all_reduce_seconds(size_bytes, local, self.inside)
@@ -102,7 +102,7 @@ class Network:
         return all_reduce_seconds(size_bytes, ranks, self._ring(ranks))
 
     def negotiation_s(self, ranks: int) -> float:
-        """Every rank sends to the first, one is handled after another; the answer goes down a tree."""
+        """Returns the seconds until the first rank has handled all ranks' messages in turn and answered down a tree."""
         latency_s = self.between.latency_s if ranks > self.per_host else self.inside.latency_s
         return (1 + math.ceil(math.log2(ranks))) * latency_s + (ranks - 1) * self.coordinator_s
 
@@ -138,12 +138,12 @@ class StepCost:
 
     @property
     def step_s(self) -> float:
-        """All of it."""
+        """The seconds of the whole step."""
         return self.compute_s + self.straggler_s + self.exposed_communication_s + self.negotiation_s
 
     @property
     def efficiency(self) -> float:
-        """Of a rank alone."""
+        """The speed of each rank, as a share of that of a rank alone."""
         return self.compute_s / self.step_s
 
     @property

@@ -1,4 +1,4 @@
-"""Schedules as data: what each stage of a pipeline does, in which order, and what it holds meanwhile; pure."""
+"""Schedules as data: the actions of each stage of a pipeline, their order, and what the stage holds; pure."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def usual_counts(most: int) -> list[int]:
 
 
 def actions(schedule: Schedule, device: int, devices: int, micro_batches: int, chunks: int = 1) -> tuple[Action, ...]:
-    """What one device does, in order.
+    """Returns the actions of one device, in order.
 
     "gpipe" (Huang et al., arXiv 1811.06965): all forwards, then all backwards in reverse order.
 
@@ -58,12 +58,12 @@ def actions(schedule: Schedule, device: int, devices: int, micro_batches: int, c
     the end. Both wait (s - 1) (f + b) for s devices, and passes of f and b seconds.
 
     "zb-h1" (Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, arXiv 2401.10241): as "1f1b", but a backward pass
-    gives gradients to what came in only, and those of the weights follow `device` micro-batches later: they fill what
-    were waits at the end. Waits (s - 1) (f + b_input - b_weight); holds as much as the first device of "1f1b".
+    computes only the gradients of its inputs. Those of the weights follow `device` micro-batches later and fill the
+    waits at the end. Waits (s - 1) (f + b_input - b_weight); holds as much as the first device of "1f1b".
 
     "interleaved" (Narayanan et al., SC 2021, arXiv 2104.04473): stage i of `devices * chunks` is on device i % devices,
-    and 1F1B goes round them: waits are those of stages so small, (s - 1) (f + b) / chunks, for more transfers and
-    activations.
+    and 1F1B cycles through them. The waits shrink with the stages, to (s - 1) (f + b) / chunks; transfers and
+    activations grow.
 
     Args:
         device: counted from 0.
@@ -113,12 +113,12 @@ def _interleaved(device: int, devices: int, micro_batches: int, chunks: int) -> 
 
 
 def of_stage(order: Sequence[Action], chunk: int) -> tuple[Action, ...]:
-    """What a device does for one of its stages."""
+    """Returns a device's actions for one of its stages."""
     return tuple(action for action in order if action.chunk == chunk)
 
 
 def stage_orders(schedule: Schedule, devices: int, micro_batches: int, chunks: int = 1) -> list[tuple[Action, ...]]:
-    """What is done for each stage, on whatever device it is."""
+    """Returns the actions of each stage, on whatever device it is."""
     rows = [actions(schedule, device, devices, micro_batches, chunks) for device in range(devices)]
     return [of_stage(rows[stage % devices], stage // devices) for stage in range(devices * chunks)]
 
@@ -183,6 +183,6 @@ def _counts(counter: Counter[int]) -> Counts:
 
 
 def _covers(larger: Footprint, smaller: Footprint) -> bool:
-    """Whether the one holds at least what the other does."""
+    """Returns True if `larger` holds at least what `smaller` does."""
     pairs = ((larger.activations, smaller.activations), (larger.inputs, smaller.inputs))
     return all(dict(big).get(size, 0) >= count for big, small in pairs for size, count in small)

@@ -47,7 +47,7 @@ class Cluster:
         return (self.links,) * (stages - 1) if isinstance(self.links, Link) else self.links[: stages - 1]
 
     def ring(self, replicas: int, per_node: int) -> Link:
-        """What limits an all-reduce over so many replicas."""
+        """Returns the link that limits an all-reduce over so many replicas."""
         within = [self.links] if isinstance(self.links, Link) else list(self.links)
         slowest = Link(
             max((one.latency_s for one in within), default=0.0),
@@ -58,7 +58,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class ParallelPlan:
-    """One way to train."""
+    """A way to train."""
 
     stages: int  # devices that each replica of the model is cut over
     replicas: int  # of the model, on other devices each: data parallel
@@ -79,7 +79,7 @@ class ParallelPlan:
 
     @property
     def predicted_samples_per_s(self) -> float:
-        """Of all replicas together."""
+        """Samples a second of all replicas together."""
         return self.batch / self.step_s
 
     @property
@@ -192,7 +192,7 @@ class _Search:
     schedules: Sequence[Schedule]
 
     def replicas(self, stages: int) -> list[int]:
-        """How many copies of such a pipeline make sense: one, a node full, all nodes full."""
+        """Returns the useful numbers of replicas of such a pipeline: one, a node full, all nodes full."""
         per_node = len(self.cluster.devices) // stages
         return [n for n in sorted({1, per_node, per_node * self.cluster.nodes}) if n <= self.batch]
 
@@ -230,7 +230,7 @@ class _Search:
         return min(nearest, key=lambda plan: max(map(truediv, plan.memory_bytes, plan.limit_bytes)))
 
     def _tried(self, plan: ParallelPlan) -> ParallelPlan:
-        """With its times and memory; or with a reason."""
+        """Returns the plan with its times and memory; or with the reason why it is impossible."""
         try:
             cut = self._cut(plan, self._devices(plan), "time")
         except ConfigError as error:
@@ -263,7 +263,7 @@ class _Search:
         ]
 
     def _pools(self, plan: ParallelPlan) -> dict[str, Pool]:
-        """With more replicas in a node, each pass runs beside as many others of its kind."""
+        """Returns the pools with all replicas of a node at work: each pass runs beside as many others of its kind."""
         beside = min(plan.replicas, len(self.cluster.devices) // plan.stages)
         return {
             name: replace(pool, speeds=tuple(pool.speed(beside * (n + 1)) for n in range(plan.stages)))

@@ -17,7 +17,7 @@ SELDOM = 0.05  # of the work: passes are together too seldom to tell what they d
 
 
 class Span(NamedTuple):
-    """One pass of one stage, in seconds since the step began."""
+    """A pass of one stage, in seconds since the step began."""
 
     stage: int
     kind: Kind
@@ -164,7 +164,7 @@ class _Run:
         self._lanes: dict[tuple[int, int], deque[tuple[Action, float]]] = {}
 
     def to_the_end(self) -> None:
-        """Lets time pass until nothing is left to do."""
+        """Advances the time until no work remains."""
         self._start()
         while self._running or self._lanes:
             self._advance()
@@ -172,7 +172,7 @@ class _Run:
         assert not any(self._todo), "the schedule waits for itself"
 
     def _start(self) -> None:
-        """Every idle device whose next action has what it needs takes it."""
+        """Starts the next action on every idle device that has what it needs, if the pool has a free slot."""
         for stage in dict.fromkeys([*self._just_ended, *range(len(self._todo))]):
             todo = self._todo[stage]
             if stage in self._running or not todo or (stage, todo[0]) not in self._arrived:
@@ -235,7 +235,7 @@ class _Run:
                 self._send(stage, stage - 1, action, self._moves[stage - 1][action.micro])
 
     def _send(self, source: int, target: int, action: Action, seconds: float) -> None:
-        """From one stage to another."""
+        """Sends an action's tensor from one stage to another."""
         lane = source % self._devices, target % self._devices
         action = replace(action, chunk=target // self._devices)
         if not seconds or lane[0] == lane[1]:
@@ -245,7 +245,7 @@ class _Run:
 
 
 def _pass_seconds(stage: StageCost, order: Sequence[Action], sizes: Sequence[int], remat: Remat) -> dict[Action, float]:
-    """What each action of a stage takes, alone on its device."""
+    """Returns the seconds of each action of a stage, alone on its device."""
     again = recomputed(remat, order)
     share = WEIGHT_SHARE if any(action.kind == "weight" for action in order) else 0.0
     forward = {size: stage.forward_s(size) for size in set(sizes)}

@@ -1,8 +1,8 @@
 """Statistics that move once a batch, although the layers see micro-batches.
 
 A batch-norm layer normalises each micro-batch by that micro-batch's own mean and variance: to use the whole batch's,
-every layer would have to see all micro-batches before any could go on, and there would be no pipeline. (GPipe, arXiv
-1811.06965, section 2.) A layer left alone would also move its running statistics once a micro-batch, m times as fast
+every layer would have to see all micro-batches before any could continue: there would be no pipeline. (GPipe, arXiv
+1811.06965, section 2.) An unchanged layer would also move its running statistics once a micro-batch, m times as fast
 as the unsplit model. Here it moves them once a batch, by the mean and variance pooled over all samples (Chan, Golub,
 LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979). Instance norm averages its
 samples' own statistics. Spectral norm makes its step of the power iteration before the first micro-batch only.
@@ -51,7 +51,7 @@ class Layer:
         """The layer is called."""
 
     def close(self) -> None:
-        """It is as it was; may be called twice, or without `open`."""
+        """Restores the layer; may be called twice, or without `open`."""
         if self._hook is not None:
             self._hook.remove()
 
@@ -157,7 +157,7 @@ def _is_spectral(module: nn.Module) -> bool:
 
 
 class Moving:
-    """What each pass in training changes (buffers by id, attributes) and nothing can correct afterwards."""
+    """The state that each training pass changes (buffers by id, attributes) and that cannot be corrected afterwards."""
 
     def __init__(self, model: nn.Module, changing: Collection[int], counts: Sequence[tuple[str, nn.Module]]) -> None:
         self._counts = counts
@@ -239,7 +239,7 @@ class Pooled:
                 layer.apply()
 
     def of(self, modules: Iterable[nn.Module]) -> list[Layer]:
-        """The layers among these modules: a stage tells them which micro-batch comes."""
+        """Returns the layers among these modules; a stage passes them the number of each micro-batch."""
         return [layer for layer in map(self._by_module.get, map(id, modules)) if layer is not None]
 
 

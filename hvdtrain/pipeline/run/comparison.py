@@ -1,4 +1,4 @@
-"""A loss of some samples together against that of each: the gradients by the outputs say what each part weighs."""
+"""Compares the loss of some samples together with that of each: gradients by the outputs show each part's weight."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Precision(TorchDispatchMode):
 
 
 def agrees(whole: Tensor, parts: Sequence[Tensor]) -> bool:
-    """Whether an output of the whole is that of its parts; one without samples is for the loss to judge."""
+    """Returns True if an output of the whole is that of its parts. The loss judges outputs without samples."""
     at = sample_dimension(whole, parts)
     if at is None:
         return whole.dim() == 0 or all(part.shape == whole.shape for part in parts) and whole.shape[0] == 1
@@ -89,7 +89,7 @@ def sample_dimension(whole: Tensor, parts: Sequence[Tensor]) -> int | None:
 
 
 class Comparison:
-    """One loss, of some samples together and of each."""
+    """A comparison of one loss: of some samples together, and of each."""
 
     def __init__(
         self,
@@ -229,7 +229,7 @@ def _numbered(columns: Iterable[tuple[int, Sequence[Tensor]]]) -> dict[Hashable,
 
 
 def _ratio(wanted: list[Tensor], part: list[Tensor]) -> float:
-    """How much of the part's gradient the whole's has there."""
+    """Returns the multiple of the part's gradient that the whole's has there, by least squares."""
     if not any(bool(tensor.any()) for tensor in wanted):
         return 0.0
     products = [(float((a * b).sum()), float((b * b).sum())) for a, b in zip(wanted, part, strict=True)]
@@ -249,7 +249,7 @@ def _formatted(numbers: Sequence[float]) -> str:
 
 
 def _candidates(loss: Any, pieces: Sequence[Any]) -> Iterator[tuple[str, list[float]]]:
-    """What a mean loss often divides by: the text of a function of the targets, and its values for these."""
+    """Yields what a mean loss often divides by: the text of a function of the targets, and its values for these."""
     inner = inner_loss(loss)
     classes = getattr(inner, "weight", None)
     ignored = dict.fromkeys([getattr(inner, "ignore_index", -100), -100, -1, 0, 255])

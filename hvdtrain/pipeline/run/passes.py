@@ -24,9 +24,9 @@ Call = Any  # `worker.StageCall`, which makes these
 
 @dataclass
 class Head:
-    """What follows the last stage in training: the loss of each micro-batch, and its share in the gradient.
+    """The loss after the last stage in training: that of each micro-batch, and its share in the gradient.
 
-    Where the share is 0 the loss is not called and nothing is differentiated: there may be a NaN, which times 0 is one.
+    If the share is 0, the loss is not called and nothing is differentiated: it may be NaN, and NaN times 0 is NaN.
     """
 
     loss: Callable[[Any, Any], Tensor]
@@ -60,7 +60,7 @@ class Head:
 
 @dataclass
 class _Kept:
-    """What the backward pass of a micro-batch needs."""
+    """The data that the backward pass of a micro-batch needs."""
 
     inputs: Any  # leaves
     outputs: Any = None  # with their graph; of the last stage, what is differentiated
@@ -70,7 +70,7 @@ class _Kept:
 
 
 class Passes:
-    """One stage's part of a call."""
+    """A stage's part of a call."""
 
     def __init__(self, call: Call, index: int, device: StageDevice) -> None:
         self._call = call
@@ -84,7 +84,7 @@ class Passes:
         self.kept: dict[int, _Kept] = {}
 
     def do(self, action: Action, values: Any) -> None:
-        """One pass; `values` have come from the stage before, or are gradients from the one after."""
+        """Runs one pass; `values` come from the stage before, or are gradients from the stage after."""
         if action.kind == "forward":
             self.forward(action.micro, values)
         elif action.kind == "backward":
@@ -156,7 +156,7 @@ class Passes:
             return head(output, micro, self._device, self._call.there)
 
     def _whole_loss(self, head: Head) -> None:
-        """Of all micro-batches together, and its backward pass as far as their outputs."""
+        """Computes the loss of all micro-batches together, and its backward pass as far as their outputs."""
         with torch.enable_grad():
             whole = join([head.leaves[micro] for micro in range(len(head.sizes))], head.sizes, not_joined)
             loss, differentiated = self._loss(whole, 0, again=False)
@@ -164,14 +164,14 @@ class Passes:
         differentiated.backward()
 
     def _saving(self, values: Any) -> AbstractContextManager[Any]:
-        """What a forward pass runs inside of, as to what it keeps."""
+        """Returns the context of a forward pass; with `offload`, what the pass keeps moves to the host."""
         if not self._call.offload or self._call.head is None:
             return nullcontext()
         here = (*self._stage.parameters(), *self._stage.buffers(), *tensors_of(values))
         return self._device.offloading({tensor.untyped_storage().data_ptr() for tensor in here})
 
     def _remember(self, kept: _Kept) -> None:
-        """What a pass depends on besides its inputs: the generators, and buffers that it may change."""
+        """Keeps what a pass depends on other than its inputs: the generators, and buffers that it may change."""
         if self._call.draws is None:
             kept.random = self._generators.everything()
         kept.buffers = [buffer.detach().clone() for buffer in self._stage.changing_buffers()]
@@ -209,7 +209,7 @@ class Passes:
         kept.inputs = None
 
     def weight(self, micro: int) -> None:
-        """What the backward pass has left: the gradients of the weights."""
+        """Computes the remaining part of the backward pass: the gradients of the weights."""
         kept = self.kept.pop(micro)
         for layer in self._norms:
             layer.differentiate(micro)
@@ -218,7 +218,7 @@ class Passes:
                 kept.weights.pop()()
 
     def _repeat(self, kept: _Kept, micro: int) -> Any:
-        """Runs the forward pass once more, now with its graph; buffers and generators end as they are."""
+        """Runs the forward pass again, now with its graph; restores buffers and generators at the end."""
         buffers = self._stage.changing_buffers()
         now = [buffer.detach().clone() for buffer in buffers]
         assert kept.buffers is not None
@@ -235,7 +235,7 @@ class Passes:
 
 
 def _leaf(tensor: Tensor, wants: bool) -> Tensor:
-    """What the next stage gets: the same memory, a graph of its own."""
+    """Returns a tensor for the next stage: the same memory, a graph of its own."""
     needed = tensor.requires_grad or (wants and is_differentiable(tensor))
     return tensor.detach().requires_grad_(needed)
 

@@ -1,11 +1,11 @@
-"""Right or refused: a batch in micro-batches is what the batch is as a whole.
+"""Proves or refuses that a batch in micro-batches gives what the whole batch gives.
 
-Two things have to hold, and are tried on real batches, without touching the model:
+Two conditions must hold. They are tested on real batches, without changing the model:
 
-* an output belongs to one sample: the outputs of the whole batch are those of its parts. A model that looks at other
-  samples, or an input that is as long as the batch by chance and so was cut, is found;
-* the loss of the whole is the weighted mean of the losses of its parts: the gradients by the outputs say so, and what
-  each part weighs.
+* an output belongs to one sample: the outputs of the whole batch are those of its parts. This finds a model that looks
+  at other samples, and an input that was cut because it is as long as the batch by chance;
+* the loss of the whole is the weighted mean of the losses of its parts: the gradients by the outputs show this, and
+  the weight of each part.
 
 Batch-norm in training is the known exception; here it is in evaluation mode.
 """
@@ -142,12 +142,12 @@ class CutProof:
     def _outputs(
         self, arguments: tuple[Any, ...], sizes: Sequence[int], training: bool = False
     ) -> tuple[Any, list[Any] | StageError, bool]:
-        """Of a batch as one piece, and of its parts (or why there are none); and whether random numbers were drawn."""
+        """Returns the outputs of the whole batch and of its parts (or their error); True if it drew random numbers."""
         pipe = self._pipe
         generators = of_devices(pipe.devices[-1])
 
         def run(sizes: Sequence[int]) -> tuple[list[Any], bool]:
-            """Each time from the same state: what a first pass sets depends on its samples."""
+            """Runs each time from the same state, because what a first pass sets depends on its samples."""
             bare = without_batch_statistics(module for stage in pipe.stages for module in stage.modules())
             with preserved_state(pipe.module, *pipe.devices), all_training(pipe.module, training), bare:
                 before = generators.everything()
@@ -177,7 +177,7 @@ def _open_gates(pipe: Pipe) -> Iterator[None]:
 
 
 def layout(values: Any, batch: int | None = None) -> Hashable:
-    """What decides how values are cut: which tensors are as long as the batch."""
+    """Returns what decides how values are cut: which tensors are as long as the batch."""
     samples = samples_of(values) if batch is None else batch
     leaves, spec = pytree.tree_flatten(values)
 
@@ -230,7 +230,7 @@ def _labels(y: Any) -> dict[int, set[int]]:
 
 
 def loss_key(loss: Any) -> Hashable:
-    """The same for a function that is made anew in every step."""
+    """Returns a key that stays the same for a function that each step defines again."""
     loss = inner_loss(loss)
     if hasattr(loss, "func") and hasattr(loss, "keywords"):  # functools.partial
         return loss_key(loss.func), repr(loss.keywords)
@@ -239,7 +239,7 @@ def loss_key(loss: Any) -> Hashable:
 
 
 def _settings(function: Any, depth: int = 3) -> Hashable:
-    """`loss_key`, and what else says which loss it is: what a closure holds, the settings of a module."""
+    """Returns `loss_key`, and what else identifies the loss: what a closure holds, the settings of a module."""
     inner, key = inner_loss(function), loss_key(function)
     if isinstance(inner, nn.Module):
         plain = {name: value for name, value in vars(inner).items() if isinstance(value, (str, bool, type(None)))}

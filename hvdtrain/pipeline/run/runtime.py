@@ -48,22 +48,22 @@ _PARTS = (
 
 
 class Pipeline(nn.Module):
-    """What `hvdtrain.pipeline.split` returns.
+    """A model that `hvdtrain.pipeline.split` has cut into stages.
 
     Parameters, buffers, their names and state dicts are those of the unsplit model, which they belong to.
 
     Attributes:
         module: the unsplit model; its parts lie on the stages' devices.
-        stages, segments: what it was cut into.
+        stages, segments: the parts that it was cut into.
         devices: of the stages: number i is on device i % len(devices).
         micro_batches, schedule, remat: how a batch goes through; they may be changed between steps.
         batch_norm: "batch": running statistics follow whole batches; "micro": micro-batches.
-        profile: what the cut was measured by; None if it was given.
+        profile: the measurement behind the cut; None if the cut was given.
         chunk: which arguments have samples; see `split`.
         names: of the arguments that are given by keyword.
-        offload: what is kept for backward passes waits in the host's memory.
+        offload: True keeps what backward passes need in the host's memory.
         counts: attributes of modules that each pass in training changes again, and whose they are.
-        proofs: False leaves out what a loss's first steps are checked for: that its mean is that of micro-batches.
+        proofs: False skips the check in a loss's first steps that its mean is that of micro-batches.
         batch_is_part: a batch is one of several of an update, of ranks or of an accumulation.
         overlap: False lets one stage work at a time (to compare with).
         timeline: with `record`, what the last call did: (stage, kind, micro-batch, start, end), in seconds.
@@ -229,7 +229,7 @@ class Pipeline(nn.Module):
             self._proof.of_model(arguments)
 
     def _outputs(self, pieces: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Of micro-batches, without gradients."""
+        """Returns the outputs of micro-batches, without gradients."""
         chunks = range(self.stages_per_device)
         order = [plan.Action("forward", i, chunk) for chunk in chunks for i in range(len(pieces))]
         for stage in self.stages:

@@ -43,7 +43,7 @@ class Stage(Stretch):
         return list(found.values())
 
     def _changing_now(self) -> Iterator[tuple[nn.Module, str]]:
-        """By owner and name: a forward may put another tensor there."""
+        """Yields changing buffers by owner and name, because a forward may put another tensor there."""
         owners = dict.fromkeys(self.modules())
         for node in self.chain.used(self.first, self.end):
             if node.op == "get_attr" and node.target not in self.chain.program.attributes:
@@ -75,7 +75,7 @@ class Stage(Stretch):
 
 
 class _Owners:
-    """Which stage a tensor lives with: the first that uses it."""
+    """The stage that each tensor lives with: the first that uses it."""
 
     def __init__(self, chain: Chain, ends: Sequence[int]) -> None:
         self.stage: dict[int, int] = {}
@@ -94,7 +94,7 @@ class _Owners:
 
 
 class _Objects:
-    """What a stage uses for the model's modules and parameters: themselves, or twins with proxies in them."""
+    """The modules and parameters that a stage uses: the model's own, or twins with proxies in them."""
 
     _copies_all = False
 
@@ -215,7 +215,7 @@ class Copies(_Objects):
         return False
 
     def tensors(self) -> Iterator[Tensor]:
-        """Every copy that was made."""
+        """Returns an iterator over all copies that were made."""
         return iter(self._tensors.values())
 
 

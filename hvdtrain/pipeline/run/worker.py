@@ -1,8 +1,8 @@
-"""One call of a pipeline: a worker for each device does what its row of the schedule says.
+"""One call of a pipeline: a worker for each device runs its row of the schedule.
 
-A worker waits for the values (or gradients) of its next action, and hands on what comes out. Nothing else orders the
-stages: the schedule does, by the order of each device's own actions. Workers of GPUs only issue, and need no threads:
-the calling thread gives each in turn what is ready for it.
+A worker waits for the values (or gradients) of its next action, and hands on the result. Only the schedule orders the
+stages, by the order of each device's own actions. Workers of GPUs only issue work, and need no threads: the calling
+thread issues each worker's ready actions in turn.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _Stopped(Exception):
 
 @dataclass
 class StageCall:
-    """What one call does."""
+    """A call of a pipeline."""
 
     stages: Sequence[Stage]
     places: Places
@@ -62,7 +62,7 @@ class StageCall:
     def run(self) -> list[Any]:
         """Runs all stages to their end; returns for each micro-batch its output or, with a head, its mean loss.
 
-        Raises `StageError` from what a stage raised; errors of hvdtrain's own pass as they are, and no thread is left.
+        Raises `StageError` from what a stage raised; hvdtrain's own errors pass unchanged. No thread remains.
         """
         count = len(self.stages)
         self.results: list[Any] = [None] * len(self.inputs)
@@ -92,7 +92,7 @@ class StageCall:
         return self.results
 
     def _issue(self, workers: Sequence[_Row]) -> None:
-        """Every worker in turn does one action of those whose values are there, until nothing is left."""
+        """Runs one action of each worker whose values are there, in turn, until no work remains."""
         waiting = [worker for worker in workers if worker.order]
         while waiting and self.failure is None:
             for worker in [worker for worker in waiting if worker.is_ready()]:
@@ -167,7 +167,7 @@ class StageCall:
 
 
 class _Row:
-    """What one device does in a call: the passes of its stages, in the order of the schedule."""
+    """A device's part of a call: the passes of its stages, in the order of the schedule."""
 
     def __init__(self, call: StageCall, device: StageDevice, order: Sequence[Action], stages: Sequence[Passes]) -> None:
         self._call, self._device, self._stages = call, device, stages
@@ -179,7 +179,7 @@ class _Row:
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing is left to do."""
+        """Returns True if no work remains."""
         return self._done == len(self.order)
 
     @property
@@ -188,19 +188,19 @@ class _Row:
         return self._stages[self.action.chunk if self.action else 0]
 
     def is_ready(self) -> bool:
-        """Whether the values of its next action are there."""
+        """Returns True if the values of its next action are there."""
         queue = self._queue(self.order[self._done])
         return queue is None or not queue.empty()
 
     def _queue(self, action: Action) -> SimpleQueue[Any] | None:
-        """Where an action's values come from; None: from its stage itself."""
+        """Returns the queue that an action's values come from; None: they come from its stage itself."""
         stage = self._stages[action.chunk]
         if action.kind == "forward":
             return self._call.forwards[stage.index]
         return None if stage.is_last or action.kind == "weight" else self._call.backwards[stage.index]
 
     def run(self) -> None:
-        """All actions, in the device's own thread."""
+        """Runs all actions, in the device's own thread."""
         self._device.settle()
         while not self.is_done:
             self.act()
