@@ -48,12 +48,12 @@ def split(
 
     Args:
         model: any module that `torch.fx` can follow, or with `modules` any at all. Its parameters and buffers move to
-            the stages' devices, as `model.to()` would move them; the model itself is not to be called any more.
+            the stages' devices, as `model.to()` would move them; do not call the model itself any more.
         example: a batch of the size that will be trained with: a tensor [batch, ...], or a tuple of arguments.
         devices: one for each stage (but see `stages_per_device`): ["cuda:0", "cuda:1"] or "cuda:0,cuda:1"; "cpu,cpu" is
             two stages on the CPU, each with its share of the cores (`hvdtrain.init` before the model is built: see
             `hvdtrain.world.resources`).
-        micro_batches: parts that a batch is cut into; "auto": what the measured costs predict to be fastest.
+        micro_batches: parts that a batch is cut into; "auto": the number that the measured costs predict to be fastest.
         balance: which segments a stage gets: "time" measures them and makes the slowest stage as fast as possible,
             "memory" makes the fullest stage as small as possible; or the number of segments of each stage.
         schedule: "1f1b", "gpipe", "zb-h1" or "interleaved"; see `hvdtrain.pipeline.plan.schedule.actions`.
@@ -62,21 +62,21 @@ def split(
         modules: the model's parts in order, each called with what the one before returns, for models that cannot be
             traced; strings name submodules.
         chunk: for each argument 0 (tensors that are as long as the batch are cut along dimension 0) or None (it goes to
-            every micro-batch as it is): for inputs that may be as long as the batch by chance, like a mask. A dict says
-            it of some, by keyword or place; a list or dict in the place of a 0 of the parts of a nested argument.
-        kwargs: of the example, the keyword arguments; steps and calls are given the same.
-        offload: what GPUs keep for backward passes is copied to the host's memory meanwhile, and back. Plans do not
+            every micro-batch as it is): for inputs that may be as long as the batch by chance, like a mask. A dict sets
+            it for some, by keyword or place; a list or dict in place of a 0 sets it for parts of a nested argument.
+        kwargs: the example's keyword arguments; steps and calls take the same ones.
+        offload: GPUs copy what they keep for backward passes to the host's memory, and back when needed. Plans do not
             count on it.
         stages_per_device: for "interleaved", 2 or more (default: 2); for "gpipe" any number: stage i of the model is on
             device i % (number of devices).
-        initialise: of a model on the meta device, which gets memory here, each stage's on its device: called with each
+        initialise: for a model on the meta device, whose stages get memory here, each on its device: called with each
             module that has parameters or buffers, children first, to fill them in place; by default its
             `reset_parameters()`. A state dict can be loaded afterwards.
 
     Raises:
-        ConfigError: outputs for the two halves of the example that are not those of the whole; and, before anything is
+        ConfigError: outputs for the two halves of the example differ from those of the whole; or, before anything is
             moved: a device that does not exist, more stages than segments, a balance that
-            does not add up, fewer samples than micro-batches, an unknown word, a model that cannot be traced.
+            does not add up, fewer samples than micro-batches, an unknown setting, a model that cannot be traced.
     """
     places = parse_devices(devices)
     for name, value in (("schedule", schedule), ("remat", remat), ("batch_norm", batch_norm)):
@@ -185,6 +185,6 @@ def _check_sizes(parts: Sequence[Segment], stages: int, balance: Balance | Seque
 
 
 def _numbered(parts: Sequence[Segment]) -> str:
-    """All segments where they are few, else the first and the last."""
+    """Returns a text of all segments if they are few, else of the first five and the last five."""
     lines = [f"{part.index}: {part.name}" for part in parts]
     return "\n".join(lines if len(lines) <= 12 else [*lines[:5], "...", *lines[-5:]])

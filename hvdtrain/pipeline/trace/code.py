@@ -120,7 +120,7 @@ def function(
 def forgotten(
     work: Sequence[fx.Node], inputs: Sequence[fx.Node] = (), needed: Collection[fx.Node] = ()
 ) -> dict[fx.Node | None, list[fx.Node]]:
-    """Node -> the values that nobody needs after it; None -> the inputs that nobody needs."""
+    """Returns node -> the values that no node needs after it; None -> the inputs that no node needs."""
     last: dict[fx.Node, fx.Node | None] = dict.fromkeys(inputs)
     for node in work:
         last[node] = node

@@ -26,7 +26,7 @@ from hvdtrain.values.nested import tensors_of
 
 @dataclass
 class Facts:
-    """What was seen."""
+    """The observations of a run."""
 
     draws: set[fx.Node] = field(default_factory=set)  # nodes that take random numbers
     repeats: set[fx.Node] = field(default_factory=set)  # that keep the generators' state, for checkpointing
@@ -142,7 +142,7 @@ def find_cuts(program: Program, facts: Facts, *, everywhere: bool = False) -> li
 
 
 def _paired(program: Program, views: dict[bool, _View], place: dict[bool, int] | None) -> Iterator[dict[bool, Any]]:
-    """What crosses, each value with its node in both modes."""
+    """Yields each value that crosses, with its node in both modes."""
     live = {mode: view.inputs if place is None else view.crossing(place[mode]) for mode, view in views.items()}
     evaluation = {program.partners.get(node, node): node for node in live[False]}
     for node in live[True]:
@@ -152,7 +152,7 @@ def _paired(program: Program, views: dict[bool, _View], place: dict[bool, int] |
 
 
 class _View:
-    """One mode's graph, seen from the places between its nodes."""
+    """A mode's graph, seen from the places between its nodes."""
 
     def __init__(self, program: Program, facts: Facts, mode: bool) -> None:
         self.nodes = list(program.graphs[mode].nodes)
@@ -197,7 +197,7 @@ class _View:
         return [(min(places), max(places)) for places in uses.values() if places and min(places) < max(places)]
 
     def _weights(self, program: Program) -> list[int]:
-        """At each node: how many operations with parameters there are up to it."""
+        """Returns, for each node, how many operations with parameters there are up to it."""
         counts, count = [], 0
         for node in self.nodes:
             if node.op == "call_module":

@@ -106,7 +106,7 @@ def _refuse(what: str, how: str, instead: str) -> NoReturn:
 
 
 class _Picture:
-    """What `pickle` would write of a value: equal as long as the value's own values are; what was looked at is kept.
+    """A record of a value, as `pickle` would write it: equal while the value's own values are. It keeps the objects.
 
     Tensors, modules and functions are compared by identity, and so is what lies deeper than `_DEPTH` objects: an object
     may hold the whole program. Of classes and of Python's modules the plain values are compared.

@@ -33,10 +33,10 @@ def made_by_stages(model: nn.Module) -> Iterator[Unmade]:
 
 
 class Unmade:
-    """What of a model is on the meta device; the tensors stay the same objects throughout.
+    """The tensors of a model that are on the meta device; they stay the same objects throughout.
 
-    (`torch.utils.swap_tensors` changes what a tensor is without changing who refers to it: weights that are shared and
-    optimizers that hold them need nothing.)
+    (`torch.utils.swap_tensors` changes a tensor's content and keeps all references to it: shared weights and optimizers
+    that hold them need no change.)
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -67,7 +67,7 @@ class Unmade:
         self._pairs.append((tensor, other))
 
     def _numbers(self, parameter: Tensor) -> Tensor:
-        """As large as the outputs of layers should be: or else any two outputs would look the same."""
+        """Returns numbers that give layers outputs of the usual size: else any two outputs would look the same."""
         inputs = parameter[0].numel() if parameter.dim() > 1 else 1
         key = (parameter.dtype, round(math.log2(max(1, inputs)) / 2))
         count = parameter.numel()
@@ -78,7 +78,7 @@ class Unmade:
         return self._memory[key][:count].view(parameter.shape)
 
     def back(self, error: BaseException) -> None:
-        """All on the meta device again."""
+        """Puts all tensors back on the meta device, or adds a note to the error."""
         one: BaseException | None = error
         while one is not None:  # what frames hold of graphs holds the tensors' inside
             traceback.clear_frames(one.__traceback__)

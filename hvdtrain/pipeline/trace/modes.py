@@ -11,7 +11,7 @@ from torch import fx, nn
 
 @dataclass
 class Call:
-    """One call of a module: what it did itself, in order, calls of others among it."""
+    """A call of a module: its own operations in order, with calls of other modules among them."""
 
     path: str
     items: list[Any] = field(default_factory=list)

@@ -52,7 +52,7 @@ def _backward(group: Sequence[tuple[Node, Sequence[Tensor | None]]], leaves: Seq
 
 
 class _Graph:
-    """What leads from the roots to the inputs (`on_the_way`), and what branches off."""
+    """The nodes that lead from the roots to the inputs (`on_the_way`), and those that branch off."""
 
     def __init__(self, roots: Iterable[Node], inputs: Iterable[Node]) -> None:
         self._inputs = set(inputs)
@@ -99,7 +99,7 @@ def _children(node: Node) -> list[Node]:
 
 
 def _children_first(roots: Iterable[Node]) -> Iterable[Node]:
-    """Every node that is reached, each once, after those that it leads to."""
+    """Yields every node that is reached, each once, after those that it leads to."""
     seen: set[Node] = set()
     stack: list[tuple[Node, bool]] = [(root, False) for root in roots if root is not None]
     while stack:

@@ -25,7 +25,7 @@ _IN_PLACE = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "o
 
 
 class _Counted:
-    """What is looped over, unpacked or counted has a length, which each pass asks for again."""
+    """A value that is looped over, unpacked or counted; each pass asks for its length again."""
 
     tracer: Any
     __getitem__: Callable[..., Any]
@@ -80,12 +80,12 @@ class _Attribute(_Counted, fx.proxy.Attribute):
 
 
 def _steps(frame: types.FrameType) -> Iterator[dis.Instruction]:
-    """Where a frame is, and what follows."""
+    """Yields a frame's current instruction, and those that follow."""
     return (step for step in dis.get_instructions(frame.f_code) if step.offset >= frame.f_lasti)
 
 
 def _asserts(frame: types.FrameType) -> bool:
-    """Whether the frame is at the branch of an `assert` with one condition."""
+    """Returns True if the frame is at the branch of an `assert` with one condition."""
     rest = [step.opname for step in islice(_steps(frame), 3) if step.opname != "NOT_TAKEN"]
     return rest[:1] != [] and "IF_TRUE" in rest[0] and rest[1:2] == ["LOAD_ASSERTION_ERROR"]
 
@@ -215,7 +215,7 @@ def _recording(tracer: Any, original: Any) -> Any:
 
 def _counting(tracer: Any, original: Any) -> Any:
     def counted(value: Any) -> Any:
-        """How many samples there are is asked in each pass: `x.view(len(x), -1)`."""
+        """Records `len`, so that each pass asks for the number of samples: `x.view(len(x), -1)`."""
         if not isinstance(value, fx.Proxy) or not tracer.records:
             return original(value)
         known = tracer.asked(value, length)

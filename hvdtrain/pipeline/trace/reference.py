@@ -38,7 +38,7 @@ from hvdtrain.values.nested import map_tensors, tensors_of
 
 @dataclass
 class Reference:
-    """What was seen."""
+    """The observations of the model's own passes."""
 
     example: tuple[Any, ...]  # the arguments, of a few samples, or all for a model that does not take fewer
     outputs: dict[bool, Any] = field(default_factory=dict)  # by training mode
@@ -143,7 +143,7 @@ def _refuse_graphs(model: nn.Module, changed: Sequence[tuple[nn.Module, str, Any
 
 
 class _Graphs(torch.autograd.graph.saved_tensors_hooks):
-    """Refuses a pass whose graph somebody holds after it, in an object that is no part of the model."""
+    """Refuses a pass whose graph outlives it in an object that is no part of the model."""
 
     def __init__(self) -> None:
         self._saved: list[tuple[weakref.ref[_Saved], str]] = []  # with the line that computed

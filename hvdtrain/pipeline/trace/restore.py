@@ -20,7 +20,7 @@ from hvdtrain.values.preserved import kept_buffers, kept_modes
 
 @contextmanager
 def all_training(model: nn.Module, training: bool | None) -> Iterator[None]:
-    """Every module in this mode (None: as it is), without calling `train()`, which models override; then as it was."""
+    """Sets every module's mode (None: as it is), without `train()`, which models override; restores it at the end."""
     with kept_modes(model.modules()):
         for module in model.modules():
             module.training = module.training if training is None else training
@@ -34,7 +34,7 @@ Attributes = dict[nn.Module, tuple[dict[str, Any], dict[str, Any]]]
 
 
 def attributes_of(model: nn.Module) -> Attributes:
-    """What each module holds, to be `restored`."""
+    """Returns what each module holds, for `restored`."""
     return {
         module: (
             dict(module.__dict__),
@@ -49,7 +49,7 @@ def attributes_of(model: nn.Module) -> Attributes:
 
 
 def changes(before: Attributes) -> Iterator[tuple[nn.Module, str, Any]]:
-    """What was set on modules since, or put into their containers: module, name, and the value now."""
+    """Yields what was set on modules since, or put into their containers: module, name, and the value now."""
     for module, (was, contents) in before.items():
         for name, value in module.__dict__.items():
             filled = name in contents and not holds(value, contents[name])
@@ -90,7 +90,7 @@ def redrawn(before: State) -> bool:
 
 
 def holds(container: Any, content: Any) -> bool:
-    """The same objects."""
+    """Returns True if a container holds the same objects."""
     if len(container) != len(content):
         return False
     if isinstance(container, dict):
@@ -120,7 +120,7 @@ FEW = 2  # samples
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where a model is, as its first parameter or buffer says."""
+    """Returns the device of a model: that of its first parameter or buffer, else the CPU."""
     for tensor in (*model.parameters(), *model.buffers()):
         return tensor.device
     return torch.device("cpu")

@@ -41,7 +41,7 @@ class Chain:
         return [node for node in self.nodes[mode][begin:end] if node.op.startswith("call")]
 
     def used(self, first: int, last: int) -> list[fx.Node]:
-        """Every node that names a module, parameter or buffer used between two cuts; in both modes."""
+        """Returns every node that names a module, parameter or buffer used between two cuts, in both modes."""
         found: dict[fx.Node, None] = {}
         for mode in {True, not self.program.is_one}:
             for node in self.work(first, last, mode):
@@ -56,7 +56,7 @@ class Chain:
     def function(
         self, first: int, last: int, bind: code.Binder, name: str, moved: code.Moved | None = None
     ) -> Callable[..., tuple[Any, ...]]:
-        """From the values at cut `first` to those at cut `last`; `moved`: see `code.function`."""
+        """Returns a function from the values at cut `first` to those at cut `last`; `moved`: see `code.function`."""
         modes = {True, self.program.is_one}
         made = {mode: self._function(first, last, bind, name, moved, mode) for mode in modes}
         if self.program.is_one:
@@ -76,7 +76,7 @@ class Chain:
         return code.function(work, inputs, outputs, bind, name=name, is_last=is_last, moved=moved)
 
     def changes_input(self, first: int) -> bool:
-        """Whether a value that comes in at this cut is changed in place after it."""
+        """Returns True if a value that comes in at this cut is changed in place after it."""
         cut, changed = self.cuts[first], self.facts.changed_at
         crossing = [(mode, node) for value in cut.values for mode, node in value.items() if node is not None]
         return any(changed.get(node, -1) > cut.place[mode] for mode, node in crossing)
@@ -102,7 +102,7 @@ class Stretch:
 
     @cached_property
     def function(self) -> Callable[..., tuple[Any, ...]]:
-        """From the values that come in to those that go out."""
+        """A function from the values that come in to those that go out."""
         return self.chain.function(self.first, self.end, self._bind, self.name, self._moved)
 
     def modules(self) -> Iterator[nn.Module]:
@@ -279,7 +279,7 @@ def tensors_used(chain: Chain, first: int, last: int, bind: code.Binder) -> Iter
 
 
 def label(program: Program, node: fx.Node) -> str:
-    """What an operation is called: its module's path, or its function within the module that does it."""
+    """Returns the name of an operation: its module's path, or its function within the module that does it."""
     path = node.meta.get("path", "")
     if node.op == "call_module":
         return path if str(node.target) in program.attributes else str(node.target)
@@ -288,7 +288,7 @@ def label(program: Program, node: fx.Node) -> str:
 
 
 def span_name(labels: Sequence[str]) -> str:
-    """ "first .. last", of what says something."""
+    """Returns "first .. last" of the labels that are informative."""
     labels = [label for label in labels if label.rpartition(".")[2] not in _DULL] or labels
     if not labels:
         return "nothing"

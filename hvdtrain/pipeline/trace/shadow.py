@@ -54,7 +54,7 @@ class Shadow:
         return few is not UNKNOWN and isinstance(few, kinds)
 
     def _value(self, node: fx.Node, samples: int, named: Callable[[Any], Any]) -> Any:
-        """Of this node and of what it needs, in the order of the graph: without recursion, graphs are deep."""
+        """Returns a node's value; runs what it needs in the graph's order: without recursion, as graphs are deep."""
         run = self._runs[samples]
         if node not in run:
             needed, waiting = set[fx.Node](), [node]
@@ -134,7 +134,7 @@ def number(value: Any) -> int | None:
 
 
 def _by_numbers(name: str, given: Any, value: Any) -> bool:
-    """Whether what is no tensor in a value, or its shape, may follow from the numbers in tensors."""
+    """Returns True if a value's parts other than tensors, or its shape, may follow from the numbers in tensors."""
     tensors = [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, torch.Tensor)]
     if not tensors or name in _FORM:
         return False

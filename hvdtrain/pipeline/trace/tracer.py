@@ -246,7 +246,7 @@ class _Tracer(fx.Tracer):
 
     @property
     def records(self) -> bool:
-        """What is called now is an operation of the model's: not the shadow's, nor another thread's."""
+        """Returns True if the current call is an operation of the model's: not the shadow's, nor another thread's."""
         return not self.shadow.running and not self._pauses and threading.get_ident() == self._thread
 
     def _unrecorded(self, act: Callable[[], Value]) -> Value:
@@ -390,7 +390,7 @@ def _is_open_encoder(module: nn.Module, args: Sequence[Any], kwargs: dict[str, A
 
 
 def _encoder_mask(src: Tensor, mask: Any, is_causal: bool | None, batch_first: bool) -> tuple[Any, bool]:
-    """What `nn.TransformerEncoder.forward` makes of its mask, by the library's own functions."""
+    """Returns the mask as `nn.TransformerEncoder.forward` makes it, by the library's own functions."""
     mask = canonical_mask(mask, "mask", None, "", src.dtype, check_other=False)
     return mask, detect_is_causal_mask(mask, is_causal, sequence_length(src, batch_first))
 
@@ -405,7 +405,7 @@ def message_of(error: BaseException) -> str:
 
 
 def _line(error: BaseException) -> str:
-    """Where in the user's code it was: the innermost line outside of PyTorch."""
+    """Returns the line of the user's code that failed: the innermost line outside of PyTorch."""
     inside = ("/torch/fx/", "/torch/nn/modules/module.py", "/torch/overrides.py", "/torch/_tensor.py", "/checkpoint.py")
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if frame.filename not in _OWN and not any(part in frame.filename for part in inside):

@@ -36,7 +36,7 @@ class Seconds:
 
 @dataclass
 class Bytes:
-    """Of one pass over the chain, for each segment: kept for its backward pass, and handed to the next."""
+    """The bytes of one pass over the chain, for each segment: kept for its backward pass, and handed to the next."""
 
     kept: list[int] = field(default_factory=list)
     output: list[int] = field(default_factory=list)
@@ -204,7 +204,7 @@ def _with_loss(call: Call) -> Call:
 
 
 def as_leaf(tensor: Tensor) -> Tensor:
-    """The same memory, as the start of a graph of its own."""
+    """Returns the same memory as the start of a new graph."""
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
@@ -217,7 +217,7 @@ def backward(outputs: Any) -> None:
 
 @contextmanager
 def saved_storages(alive: list[Any]) -> Iterator[dict[int, int]]:
-    """What autograd keeps while it is open: address of the memory -> bytes."""
+    """Yields what autograd keeps while the context is open: address of the memory -> bytes."""
     found: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:

@@ -65,7 +65,7 @@ def choose(
 
 @dataclass(frozen=True)
 class Speed:
-    """How fast the devices are that costs are wanted for."""
+    """The speed of the devices that costs are wanted for."""
 
     factor: float  # against the device that was measured
     launch_s: float = 0.0  # to begin a forward pass of a segment, of any samples; a backward pass begins two
@@ -77,7 +77,7 @@ class Speed:
         return cls(measured_s / sample_s, launch_s)
 
     def costs(self, costs: Sequence[SegmentCost]) -> list[SegmentCost]:
-        """The same shares on a device of this speed."""
+        """Returns the costs in the same shares, on a device of this speed."""
         return [
             replace(
                 cost,

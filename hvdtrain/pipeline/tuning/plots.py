@@ -115,7 +115,7 @@ class SplitCurve:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Who works when: one row a stage, one block a pass over a micro-batch."""
+    """A timeline of the stages: one row a stage, one block a pass over a micro-batch."""
 
     title: str  # what ran, on what
     blocks: Sequence[tuple[int, str, int, float, float]]  # (stage, kind, micro-batch, start, end); `Pipeline.timeline`
@@ -149,13 +149,13 @@ class Timeline:
 
 
 class Drawable(Protocol):
-    """What can say how it is drawn, as `Tuning` does."""
+    """An object that has a picture to draw, as `Tuning` has."""
 
     def picture(self) -> Bars | SplitCurve | Timeline: ...
 
 
 def plot(what: Bars | SplitCurve | Timeline | Drawable, path: str | Path) -> Path:
-    """Draws a picture and writes it; the file's ending says how (`.png`, `.svg`, `.pdf`).
+    """Draws a picture and writes it; the file's ending selects the format (`.png`, `.svg`, `.pdf`).
 
     Args:
         what: what to draw; a `Tuning` draws its split sizes.
@@ -207,7 +207,7 @@ def _repeats(every: Sequence[Sequence[float]]) -> str:
 
 
 def _digits(seconds: float) -> int:
-    """Decimals that leave three digits that say something: 0.0123, 1.23, 123."""
+    """Returns the number of decimals that leaves three significant digits: 0.0123, 1.23, 123."""
     return max(0, 2 - math.floor(math.log10(seconds))) if seconds > 0 else 0
 
 

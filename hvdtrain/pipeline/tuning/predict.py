@@ -1,4 +1,4 @@
-"""How long a step of a split model will take, told from a few short ones."""
+"""Predicts the time of a step of a split model from a few short steps."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ class Prediction:
 
 
 def predict(pipe: Pipeline, x: Any, y: Any, loss: Loss, kwargs: Mapping[str, Any] | None = None) -> Prediction:
-    """Times a few short steps, of 2 or 3 micro-batches, of at most half the batch each, and tells what others take.
+    """Times a few short steps, of 2 or 3 micro-batches, of at most half the batch each, and predicts what others take.
 
-    On CPUs the stages' own passes are timed: one at a time, and side by side, from which comes how much they slow each
-    other down. On GPUs, where a pass has only been asked for when its call returns, the costs are those of
-    `pipe.profile`; without one, whole steps are timed, and the stages taken to be alike. Raises `StageError` if no step
+    On CPUs the stages' own passes are timed: one at a time, and side by side, which shows how much they slow each
+    other down. On GPUs, where a call returns before its pass has run, the costs are those of `pipe.profile`. Without
+    a profile, whole steps are timed, and the stages are assumed to be alike. Raises `StageError` if no step
     could be run; arguments as in `Pipeline.step`.
     """
     on_cpu = all(device.type == "cpu" for device in pipe.devices)
@@ -87,7 +87,7 @@ def predict(pipe: Pipeline, x: Any, y: Any, loss: Loss, kwargs: Mapping[str, Any
 
 
 def from_profile(pipe: Pipeline) -> Prediction | None:
-    """What the profile says, that the model was cut by: each segment timed by itself; None if there is none."""
+    """Returns the prediction from the profile behind the cut, each segment timed alone; None if there is none."""
     its = pipe.profile
     if its is None or not any(cost.forward_s(1) for cost in its.costs):  # only bytes were measured
         return None
@@ -164,7 +164,7 @@ def _timed(pipe: Pipeline, size: int, count: int, step: Callable[[], Any]) -> _T
     passes: Passes = {}
 
     def repeated_s(span: Span) -> float:
-        """Of a backward pass: the forward pass that it begins with."""
+        """Returns the seconds of the forward pass that a backward pass begins with, if it does."""
         repeats = span.kind == "backward" and span.micro in again[span.stage]
         return passes[span.stage, "forward"] if repeats else 0.0
 
@@ -178,8 +178,8 @@ def _timed(pipe: Pipeline, size: int, count: int, step: Callable[[], Any]) -> _T
 
 
 def equal_seconds(stages: int, micro_batches: int, seconds: float, remat: Remat = "never") -> Passes:
-    """From a whole step: alike in every stage, a backward pass twice a forward pass."""
-    both = seconds / (micro_batches + stages - 1)  # and, where it is recomputed, the forward pass once more
+    """Returns seconds of passes from a whole step's: alike in every stage, a backward pass twice a forward pass."""
+    both = seconds / (micro_batches + stages - 1)  # and, if it is recomputed, the forward pass again
     forward = both / (3 if remat == "never" else 4)
     return {(k, kind): forward * work for k in range(stages) for kind, work in (("forward", 1), ("backward", 2))}
 

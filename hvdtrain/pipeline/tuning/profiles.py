@@ -89,7 +89,7 @@ def profile(
     """Measures what each segment of a model costs, forward and backward.
 
     Each segment is run in training mode on the first device, in a thread with the cores that a stage has there; its
-    times are scaled so that together they make the time of the whole model in one go. The model, its gradients, buffers
+    times are scaled so that they add up to the time of the whole model in one run. The model, its gradients, buffers
     and the random state stay as they are; autocast counts if it is on.
 
     Args:
@@ -99,7 +99,7 @@ def profile(
         sizes: samples of the micro-batches that are measured; by default a sixteenth and a quarter of the batch.
         optimizer_copies: what the optimizer keeps, in parameters a parameter: SGD with momentum 1, Adam 2.
         repeats: of each measurement, at most; large ones take fewer.
-        timed: False leaves out all times: bytes only.
+        timed: False measures bytes only, no times.
 
     Raises:
         ConfigError: the model fails on every size.
@@ -221,7 +221,7 @@ def _pass_seconds(bench: SegmentBench, size: int) -> float:
 
 
 def _pools(bench: SegmentBench, places: Sequence[torch.device], size: int) -> dict[str, Pool]:
-    """How much slower a CPU stage is while others work."""
+    """Measures how much slower a CPU stage is while others work."""
     on_cpu = [device for device, place in zip(stage_devices(places), places, strict=True) if place.type == "cpu"]
     if len(on_cpu) < 2 or places[0].type != "cpu":
         return {}

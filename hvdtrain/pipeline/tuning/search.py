@@ -24,7 +24,7 @@ class Refused(Exception):
 
 
 class PairOutcome(NamedTuple):
-    """What comes of a challenger, and its time over that of the best (None: no round)."""
+    """The outcome of a challenger, and its time over that of the best (None: no round)."""
 
     outcome: str  # "faster", "slower", "not faster", "within the noise", "undecided: ...", "thrown out: ..."
     ratio: Interval | None
@@ -81,7 +81,7 @@ def race_in_turns(run: Callable[[Setting], float], best: Setting, challenger: Se
 
 
 def judged(ratios: Sequence[float], ratio: Interval, rounds: tuple[int, int], margin: float) -> str:
-    """What is known of a challenger by its times over those of the best; "": another round tells; pure."""
+    """Returns the verdict on a challenger by its times over those of the best; "": needs another round; pure."""
     if len(ratios) >= 2 and min(ratios) > CLEARLY:
         return "slower"
     if len(ratios) >= LEAST and ratio.value > 1 - margin:

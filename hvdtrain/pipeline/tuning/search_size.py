@@ -29,12 +29,12 @@ FOR_COUNTS = 0.7  # of a budget: what is left is for the comparison with the uns
 
 
 class SplitDoesNotPay(ConfigError):
-    """One device alone is faster than all of them with a split model."""
+    """A single device is faster than all of them with a split model."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One micro-batch count that was tried.
+    """A micro-batch count that was tried.
 
     Attributes:
         micro_batches: how many.
@@ -58,23 +58,23 @@ class Trial:
 
 @dataclass(frozen=True)
 class Tuning:
-    """What `tune` found.
+    """The result of `tune`.
 
     Attributes:
         batch: samples of a step.
         trials: what was tried, by micro-batch count.
-        best: the one to take.
+        best: the trial to use.
         prediction: seconds of a step by micro-batch count, as predicted before the trials.
         unsplit_s: steps of the unsplit model on one device; empty: it does not fit.
         unsplit_on: that device.
         ratio: the best one's time over that of one device, paired; None: it does not fit.
         one_device: "faster" or "slower" than the best one, if that is shown.
-        settled: whether the rounds sufficed to tell that no other is faster by more than 3 %, and that one device is
+        settled: True if the rounds sufficed to show that no other is faster by more than 3 %, and that one device is
             slower or faster.
         failed: what could not be run, with the reason.
         confidence: of every interval.
         spent_s: how long the tuning took.
-        schedule: the one to take; "" if only one was asked for.
+        schedule: the one to use; "" if only one was asked for.
     """
 
     batch: int
@@ -98,17 +98,17 @@ class Tuning:
 
     @property
     def split_pays(self) -> bool:
-        """Whether the split model is shown to be faster than one device, or is the only one that fits."""
+        """Returns True if the split model is shown to be faster than one device, or is the only one that fits."""
         return self.ratio is None or self.one_device == "slower"
 
     @property
     def one_is_faster(self) -> bool:
-        """Whether one device is shown to be faster; where neither is shown, rounds did not suffice."""
+        """Returns True if one device is shown to be faster. If neither is shown to be, the rounds did not suffice."""
         return self.ratio is not None and self.one_device == "faster"
 
     @property
     def verdict(self) -> str:
-        """One sentence, with the numbers."""
+        """The verdict in one sentence, with the numbers."""
         best = f"split size {self.best.split_size} ({counted(self.best.micro_batches)})"
         best += f", {self.schedule}" * bool(self.schedule)
         ours = f"{self.best.median:.3g} s a step of {self.batch}"
@@ -125,7 +125,7 @@ class Tuning:
         return f"no gain from splitting that could be shown: {ours} at {best}, {theirs} ({level})"
 
     def picture(self) -> SplitCurve:
-        """For `plot`: what was measured, beside what was predicted."""
+        """Returns the picture for `plot`: the measured times beside the predicted ones."""
         return SplitCurve(
             title=f"Time over split size, batch {self.batch}",
             batch=self.batch,
@@ -136,7 +136,7 @@ class Tuning:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """For a JSON file."""
+        """Returns the content of a JSON file."""
         trials = [vars(trial) for trial in self.trials]
         return {
             "batch": self.batch, "trials": trials, "best": self.best.micro_batches,
@@ -166,10 +166,10 @@ def tune(
 
     A few short steps of parts of the batch give what each stage takes over the samples of a micro-batch; from these
     the step time of every candidate is predicted (`hvdtrain.pipeline.plan.simulate`). From the predicted minimum on,
-    the best so far and the candidates beside it then take turns, until it is known which is faster; at last the best
-    one and the unsplit model on one device.
+    the best so far and the candidates beside it then take turns, until it is known which is faster. At last the best
+    one and the unsplit model on one device take turns.
 
-    Weights are not changed; gradients, buffers and random state are left as they were.
+    Weights do not change; gradients, buffers and random state are restored.
 
     Args:
         pipe: a split model.
@@ -247,7 +247,7 @@ def _found(
 
 
 def counted(micro_batches: int) -> str:
-    """In words."""
+    """Returns a number of micro-batches in words."""
     return f"{micro_batches} micro-batch{'es' * (micro_batches != 1)}"
 
 
@@ -257,7 +257,7 @@ def split_size(batch: int, micro_batches: int) -> int:
 
 
 def micro_batches_for(batch: int, size: int) -> int:
-    """How many micro-batches of at most that many samples a batch makes."""
+    """Returns how many micro-batches of at most that many samples a batch makes."""
     return -(-batch // size)
 
 

@@ -92,7 +92,7 @@ def on_cores(cores: Sequence[int] | None, *, threads: int | None = None) -> Iter
 
 
 def seconds_of(work: Callable[[], Any], devices: Sequence[torch.device]) -> float:
-    """How long it takes, until these devices are done with it."""
+    """Returns the seconds that the work takes, until these devices are done with it."""
     gpus = [device for device in dict.fromkeys(devices) if device.type == "cuda"]
     for device in gpus:
         torch.cuda.synchronize(device)

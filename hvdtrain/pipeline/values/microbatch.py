@@ -81,12 +81,12 @@ def _marked(value: Any, one: Any) -> Any:
 
 
 def unmarked(values: Any) -> Any:
-    """Without `Whole`."""
+    """Returns the values without `Whole`."""
     return pytree.tree_map_only(Whole, lambda whole: whole.value, values)
 
 
 def is_named(value: dict[Any, Any]) -> bool:
-    """Whether a dict of a class of its own (ModelOutput) can be made from its items, given by name."""
+    """Returns True if a dict of a class of its own (ModelOutput) can be made from its items, given by name."""
     if not all(isinstance(key, str) and key.isidentifier() for key in value):
         return False
     try:
@@ -107,7 +107,7 @@ def known_to_pytree(kind: type[dict[Any, Any]]) -> None:
 
 
 def is_differentiable(tensor: Tensor) -> bool:
-    """Of a type that can have a gradient; integers and booleans cannot."""
+    """Returns True if the type can have a gradient; integers and booleans cannot."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
@@ -196,7 +196,7 @@ class Inputs:
         return map_tensors(lambda tensor: tensor.detach().requires_grad_(next(wants)), piece)
 
     def return_gradients(self) -> None:
-        """Adds them to the arguments' own, or goes on with the backward pass of what has made the arguments."""
+        """Adds the gradients to the arguments' own, or continues the backward pass of what made the arguments."""
         pieces = [tensors_of(piece) for piece in self.pieces] if self.wanted else []
         found: list[tuple[Tensor, Tensor]] = []
         for index, tensor in enumerate(self._tensors):
@@ -218,7 +218,7 @@ class Inputs:
 
 @dataclass(frozen=True)
 class FixedArguments:
-    """What a trace takes for granted of a model's arguments."""
+    """The assumptions of a trace about a model's arguments."""
 
     values: dict[int, Any]  # None, words, True and False, by the number of the argument: they decide what is traced
     given: frozenset[Any]  # places in the arguments, which may be nested, that held something: a stand-in is never None

@@ -102,7 +102,7 @@ def where(tensor: Tensor) -> torch.device:
 
 
 def mark(values: Any) -> Mark:
-    """After the last operation so far of the current stream of each GPU where values lie."""
+    """Records an event after the last operation so far of the current stream of each GPU where values lie."""
     found: Mark = {}
     for tensor in tensors_of(values):
         device = where(tensor)
@@ -124,7 +124,7 @@ class StageDevice:
         self._turns = turns
 
     def settle(self) -> None:
-        """What the stage's thread does first: cores and number of threads are its own, and end with it."""
+        """Sets the cores and the number of threads of the stage's own thread; both end with it."""
         if self.cores is None:
             return
         if self.cores and os.sched_getaffinity(0) != set(self.cores):
@@ -134,7 +134,7 @@ class StageDevice:
             torch.set_num_threads(count)
 
     def turn(self) -> AbstractContextManager[None]:
-        """What each pass runs inside."""
+        """Returns the context that each pass runs in."""
         return self._turns.taken() if self._turns else nullcontext()
 
     def offloading(self, here: Collection[int]) -> AbstractContextManager[Any]:
@@ -216,13 +216,13 @@ def copied(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def copied_to_host(tensor: Tensor) -> Tensor:
-    """A copy in memory that a GPU writes by itself; this thread does not wait for it."""
+    """Returns a copy in memory that a GPU writes directly; this thread does not wait for it."""
     host = torch.empty_like(tensor, device="cpu", pin_memory=True)
     return host.copy_(tensor.detach(), non_blocking=True)
 
 
 def pinned(tensor: Tensor) -> Tensor:
-    """A tensor of the CPU in memory that a GPU reads by itself."""
+    """Returns a tensor of the CPU in memory that a GPU reads directly."""
     return tensor if tensor.is_pinned() else tensor.pin_memory()
 
 
@@ -230,8 +230,8 @@ class CudaDevice(StageDevice):
     """A GPU: operations are queued on the caller's stream; values come on streams of their own, so that the next
     micro-batch arrives while this one is computed.
 
-    Memory that two streams use comes back when the host sees that both are done with it. So that this is soon, the host
-    waits where it is further ahead than `AHEAD` passes: the GPU always has one more to go on with.
+    Memory that two streams use is freed when the host sees that both are done with it. To free it soon, the host waits
+    if it is further ahead than `AHEAD` passes: the GPU always has one more pass to run.
     """
 
     def __init__(self, device: torch.device, lanes: Lanes) -> None:
@@ -278,7 +278,7 @@ class CudaDevice(StageDevice):
 
 
 def stage_devices(devices: Sequence[torch.device], lanes: Lanes | None = None) -> list[StageDevice]:
-    """Where each stage works. On the CPU they share out the cores; with fewer cores than stages, passes take turns."""
+    """Returns each stage's device. CPU stages divide the cores; with fewer cores than stages, passes take turns."""
     on_cpu = [index for index, device in enumerate(devices) if device.type == "cpu"]
     blocks = dict(zip(on_cpu, core_blocks(len(on_cpu)), strict=True)) if on_cpu else {}
     alone, slots = len(devices) == 1, cpu_slots(len(on_cpu))
@@ -293,7 +293,7 @@ def stage_devices(devices: Sequence[torch.device], lanes: Lanes | None = None) -
 
 
 class Places:
-    """What lasts from one call of a pipeline to the next: streams and, with a CPU, a thread for each stage."""
+    """The state that lasts between calls of a pipeline: streams and, with a CPU, a thread for each stage."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._devices, self.lanes = list(devices), Lanes()
@@ -302,7 +302,7 @@ class Places:
         self._placed: Any = None
 
     def stage_devices(self) -> list[StageDevice]:
-        """For one call: with the cores and the streams that the calling thread has now."""
+        """Returns the devices for one call, with the cores and streams that the calling thread has now."""
         return stage_devices(self._devices, self.lanes)
 
     def run(self, at: Sequence[StageDevice], works: Sequence[Callable[[], None]], stop: Callable[[], None]) -> None:

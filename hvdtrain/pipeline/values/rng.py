@@ -3,9 +3,9 @@
 PyTorch's layers draw from one generator for all threads, so stages that run at the same time would share it out by
 chance. Here each segment of the model, and the loss, has its own stream of numbers for each micro-batch, made from the
 state of the global generator when the step began: the same for any cut, schedule and recomputation. Around each
-function that draws, and around nothing else, the global generator takes that stream's state. What draws where PyTorch's
-functions do not tell (a script, Python's and NumPy's random numbers) is found out in the first pass: such a segment
-runs alone, with all generators swapped.
+function that draws, and around nothing else, the global generator takes that stream's state. The first pass detects
+draws outside of PyTorch's functions (a script, Python's and NumPy's random numbers): such a segment runs alone, with
+all generators swapped.
 
 With one micro-batch nothing runs at the same time, and the draws are those of the unsplit model.
 """
@@ -45,7 +45,7 @@ def alone() -> AbstractContextManager[Any]:
 
 
 def may_draw(module: nn.Module) -> bool:
-    """Whether a module that is called as a whole can draw in some mode: PyTorch's own that do, and all of a user's."""
+    """Returns True if a module that is called as a whole can draw in some mode: PyTorch's that do, any of a user's."""
     return any(
         not type(part).__module__.startswith("torch.nn.") or _LAYERS.search(type(part).__name__) is not None
         for part in module.modules()
@@ -53,20 +53,20 @@ def may_draw(module: nn.Module) -> bool:
 
 
 def draws_by_name(name: str) -> bool:
-    """Whether a function of PyTorch's draws, as its name says."""
+    """Returns True if the name of a function of PyTorch's shows that it draws."""
     return _DRAWS.search(name) is not None
 
 
 @dataclass
 class Seen:
-    """What was seen in the first pass of a segment."""
+    """The draws that the first pass of a segment showed."""
 
     functions: set[Any] = field(default_factory=set)  # PyTorch's that drew
     elsewhere: bool = False  # numbers were drawn by other means
 
 
 class Stream(TorchFunctionMode):
-    """While active, in this thread: every function that draws takes its numbers from one stream.
+    """A mode of this thread: while it is active, every function that draws takes its numbers from one stream.
 
     Each call is seeded by the function's name and how often it was called: what else draws changes nothing. `watch`
     notes in `seen` which functions draw.

@@ -24,8 +24,8 @@ from hvdtrain.private.torch import (
 
 
 class Context:
-    """What the calling thread has set: gradients, autocast, context variables, hooks of saved tensors, device. Refuses
-    `torch` modes that only the calling thread would be in (a FLOP counter), with `threads`."""
+    """The settings of the calling thread: gradients, autocast, context variables, hooks of saved tensors, device. With
+    `threads`, refuses `torch` modes that only the calling thread would be in (a FLOP counter)."""
 
     def __init__(self, *, threads: bool) -> None:
         self._inference = torch.is_inference_mode_enabled()
@@ -100,7 +100,7 @@ class Crew:
 
     @property
     def is_here(self) -> bool:
-        """Whether it can be given work: not after an interruption, nor in a forked process, which has none."""
+        """Returns True if it can take work: not after an interruption, nor in a forked process, which has no crew."""
         return not self._closed and self._process == os.getpid()
 
     def run(self, works: Sequence[Work], stop: Callable[[], None]) -> None:
@@ -188,7 +188,7 @@ def join_thread(thread: threading.Thread) -> None:
     """Waits until a thread that has done its work is gone from the system as well.
 
     Before Python 3.13 `join` returns a moment earlier (CPython issue 110829). In that moment PyTorch takes the thread's
-    own Python objects back, for which it needs the interpreter: if that has ended meanwhile, the process aborts.
+    own Python objects back, for which it needs the interpreter: if that has already ended, the process aborts.
     """
     thread.join()
     while os.path.exists(f"/proc/self/task/{thread.native_id}"):
@@ -210,7 +210,7 @@ def surely(acts: Sequence[Callable[[], None]]) -> None:
 
 
 class FairSemaphore:
-    """At most so many threads at once; the others wait in the order in which they came."""
+    """A semaphore for at most so many threads at once; the others wait in the order in which they came."""
 
     def __init__(self, slots: int) -> None:
         self._free = slots
