@@ -106,7 +106,7 @@ def _standard_output_fails() -> bool:
 
 
 def _end(number: int, frame: object) -> NoReturn:
-    """SIGTERM, or a closed terminal, unwinds like an exit: what a command started (compilers, ranks) ends with it."""
+    """Exits on SIGTERM or a closed terminal, so that what a command started (compilers, ranks) ends with it."""
     sys.exit(128 + number)
 
 

@@ -67,7 +67,7 @@ def network() -> Any:
 
 
 def train(args: argparse.Namespace, world: World) -> None:
-    """Trains, tests and reports. Every rank runs all of it; rank 0 does the talking and the writing."""
+    """Trains, tests and reports. Every rank runs all of it; rank 0 prints and writes."""
     import keras
 
     import hvdtrain.keras as hvk

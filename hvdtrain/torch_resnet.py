@@ -42,7 +42,7 @@ BEST = "top1"
 
 
 def train(args: argparse.Namespace, world: World) -> None:
-    """Trains, tests and reports. Every rank runs all of it; rank 0 does the talking and the writing."""
+    """Trains, tests and reports. Every rank runs all of it; rank 0 prints and writes."""
     from hvdtrain.vision import classifiers
 
     started = time.perf_counter()

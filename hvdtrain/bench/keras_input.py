@@ -79,7 +79,7 @@ def least(medians: Mapping[stats.Name, float], cost: Callable[[stats.Name], int]
 
 
 def _queue(name: str) -> int:
-    """0: not one of the variants by queue."""
+    """Returns the queue size in a variant's name; 0 if it has none."""
     return int(name.rpartition(QUEUE_OF)[2]) if QUEUE_OF in name else 0
 
 

@@ -261,7 +261,7 @@ def ratios(way: Way, groups: Groups, ranks: int) -> dict[str, Any]:
 
 
 def _ratio(groups: Groups, above: str, below: str) -> dict[str, float] | None:
-    """None: no group has both."""
+    """Returns the ratio over groups that have both; None if there are none."""
     both = [group for group in groups if above in group and below in group]
     return vars(stats.ratio_of_medians(_all(both, above), _all(both, below))) if both else None
 
@@ -278,7 +278,7 @@ def changed_lines(way: Way) -> int:
 
 
 def _lines(arm: Any) -> list[str]:
-    """Those below its first line and docstring."""
+    """Returns the lines below an arm's first line and docstring."""
     return [line for line in inspect.getsource(arm).splitlines()[2:] if line.strip()]
 
 

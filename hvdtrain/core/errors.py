@@ -136,7 +136,7 @@ class ConfigError(HvdtrainError):
 
 
 class ReplicaError(HvdtrainError):
-    """Training would be, or is, silently wrong."""
+    """Training that would be, or is, silently wrong."""
 
 
 class CheckpointError(HvdtrainError):

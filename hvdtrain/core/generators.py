@@ -67,8 +67,8 @@ class Generators:
 
 
 class OwnRandom:
-    """Random numbers of its own, for code that runs in turns with other code: `state` is what these generators have
-    when it runs next, at first the given state or seed."""
+    """Random numbers of its own, for code that runs in turns with other code: `state` is that of the generators when
+    the code runs next, at first the given state or seed."""
 
     def __init__(self, generators: Generators, state: State | int) -> None:
         self._generators = generators

@@ -259,7 +259,7 @@ _UNKNOWN_LAUNCHERS = {
 
 
 def _stranger(environ: Environ) -> Detected:
-    """Refuses: as a world of one, each of its ranks would train alone, and that looks just like training."""
+    """Refuses an unknown launcher: each rank would train alone, as a world of one, and look like a real training."""
     rank = next(name for name in _UNKNOWN_LAUNCHERS if name in environ)
     size = environ.get(_UNKNOWN_LAUNCHERS[rank])
     if size == "1":

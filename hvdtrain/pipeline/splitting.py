@@ -157,7 +157,7 @@ def _resolved(
 
 
 def _counts(batch: int) -> list[int]:
-    """Micro-batch counts to look at: all small ones, then ever wider steps, and at last one sample each."""
+    """Returns micro-batch counts to look at: all small ones, then ever wider steps, and at last one sample each."""
     counts, count = {min(batch, MOST_MICRO_BATCHES)}, 1.0
     while count <= min(batch, MOST_MICRO_BATCHES):
         counts.add(int(count))

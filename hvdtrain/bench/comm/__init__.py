@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def measure(args: argparse.Namespace, ranks: int) -> dict[str, Any]:
-    """Everything about one number of ranks."""
+    """Measures everything about one number of ranks."""
     sizes = [args.smallest << 10 << power for power in range(32) if args.smallest << power <= args.largest << 10]
     with jobs_of(args, ranks) as jobs:
         ways = {f"{way}, {launcher}" if way == "horovod" else way: (launcher, way)

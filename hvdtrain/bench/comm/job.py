@@ -23,7 +23,7 @@ SumWay = tuple[Callable[[Any], Any], Callable[[Any], Any], Callable[[Any], Any]]
 
 
 def way_of(name: str, links: CountedLinks | None, device: str) -> SumWay:
-    """mpi4py's ways sum numpy arrays, Horovod's all-reduce tensors of the device that it trains on."""
+    """Returns conversion, sum and conversion back: mpi4py sums numpy arrays, Horovod tensors of its device."""
     if name != "horovod":
         return lambda values: values, partial(WAYS[name], links), lambda values: values  # type: ignore[arg-type]
     import horovod.torch as hvd

@@ -143,7 +143,7 @@ def _wait(requests: list[Any]) -> None:
 
 
 def mpi(links: CountedLinks, values: Any) -> Any:
-    """MPI's own all-reduce, in place; what it sends is its own affair, and not counted."""
+    """Sums with MPI's own all-reduce, in place; what MPI sends is not counted."""
     from mpi4py import MPI
 
     links.comm.Allreduce(MPI.IN_PLACE, values)

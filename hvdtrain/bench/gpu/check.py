@@ -24,7 +24,7 @@ class Goal:
 
     @property
     def kept(self) -> bool:
-        """False also for what is no number."""
+        """Returns True if the goal is kept; NaN is not."""
         return self.limit is None or self.value <= self.limit
 
 

@@ -184,7 +184,7 @@ def alone_arm(args: argparse.Namespace) -> tuple[int, Any, Step]:
 
 
 def apart_arm(args: argparse.Namespace) -> tuple[int, Any, Step]:
-    """hvdtrain in processes of which none knows of the others: what ranks could reach that had nothing to send."""
+    """Prepares hvdtrain in separate processes: the speed that ranks could reach that had nothing to send."""
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # of torchrun's
     return args.local_rank, *hvdtrain_arm(args)[1:]
 
@@ -298,7 +298,7 @@ def _of_keras(args: argparse.Namespace) -> tuple[int, Block]:
 
 
 def _pictures(args: argparse.Namespace) -> tuple[Any, Any]:
-    """Those of a block, and their labels: of all ranks where they are dealt out, else a rank's own."""
+    """Returns a block's pictures and labels: of all ranks if they are dealt out, else a rank's own."""
     import numpy as np
 
     count = (args.steps + SKIPPED_STEPS) * args.per_rank_batch

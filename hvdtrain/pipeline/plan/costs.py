@@ -38,7 +38,7 @@ class Curve:
 
     @classmethod
     def per_sample(cls, value: float) -> Curve:
-        """Proportional to the samples."""
+        """Returns a curve proportional to the samples."""
         return cls(((1.0, value),))
 
     def __call__(self, samples: float) -> float:
@@ -72,7 +72,7 @@ ZERO = Curve.constant(0.0)
 
 
 def total(curves: Iterable[Curve]) -> Curve:
-    """Their sum."""
+    """Returns the sum of curves."""
     return sum(curves, ZERO)
 
 
@@ -94,7 +94,7 @@ class SegmentCost:
 
     @property
     def fixed_bytes(self) -> int:
-        """Held all the time."""
+        """The bytes that are held all the time."""
         return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + self.buffer_bytes
 
 

@@ -44,7 +44,7 @@ def micro_batch_sizes(batch: int, micro_batches: int) -> tuple[int, ...]:
 
 
 def usual_counts(most: int) -> list[int]:
-    """1, 2, 3, 4, 6, 8, 12, 16 and so on: between neighbours the step time differs by little."""
+    """Returns 1, 2, 3, 4, 6, 8, 12, 16 and so on: between neighbours the step time differs by little."""
     return sorted(n for power in range(most.bit_length()) for n in {2**power, 3 * 2**power // 2} if n <= most)
 
 
@@ -97,7 +97,7 @@ def actions(schedule: Schedule, device: int, devices: int, micro_batches: int, c
 
 
 def _interleaved(device: int, devices: int, micro_batches: int, chunks: int) -> tuple[Action, ...]:
-    """Micro-batches go in groups of about as many as there are devices, each through all chunks."""
+    """Sends micro-batches in groups of about as many as there are devices, each through all chunks."""
     groups, at = [], 0
     for size in micro_batch_sizes(micro_batches, max(1, micro_batches // devices)):
         groups.append(range(at, at + size))

@@ -196,7 +196,7 @@ class _Run:
         return not slots or sum(self._pool_of[stage] == name for stage in self._running) < slots
 
     def _advance(self) -> None:
-        """On to the next moment at which something ends."""
+        """Advances to the next moment at which something ends."""
         together = Counter(self._pool_of[stage] for stage in self._running)
         pools = {stage: self._pools.get(self._pool_of[stage]) for stage in self._running}
         speeds = {stage: pool.speed(together[self._pool_of[stage]]) if pool else 1.0 for stage, pool in pools.items()}

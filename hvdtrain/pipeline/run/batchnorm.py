@@ -60,7 +60,7 @@ class Layer:
 
 
 class _Running(Layer):
-    """Batch or instance norm."""
+    """A batch or instance norm."""
 
     def __init__(self, layer: Any) -> None:
         super().__init__(layer)
@@ -77,7 +77,7 @@ class _Running(Layer):
         self.layer._buffers["num_batches_tracked"] = None
 
     def differentiate(self, micro: int) -> None:
-        """Such a call moves the statistics, as it does in the unsplit model; once, where the pass is in two parts."""
+        """Lets such a call move the statistics, as in the unsplit model; only once if the pass is in two parts."""
         self.turn(micro, again=False)
         self._differentiates = True
 
@@ -101,7 +101,7 @@ class _Running(Layer):
         self.layer._buffers.update(self._kept)
 
     def apply(self) -> None:
-        """Once for each call in a pass."""
+        """Moves the statistics once for each call in a pass."""
         combined = averaged if isinstance(self.layer, _InstanceNorm) else pooled
         calls: dict[int, list[tuple[int, Tensor]]] = {}
         counts: dict[int, int] = {}
@@ -245,7 +245,7 @@ class Pooled:
 
 @contextmanager
 def without_batch_statistics(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Batch-norm without running statistics uses the batch's in evaluation as well: here it has some."""
+    """Gives batch-norm without running statistics some; else it uses the batch's in evaluation also."""
     bare = [
         module
         for module in modules

@@ -30,7 +30,7 @@ def inner_loss(loss: Any) -> Any:
 
 
 def tolerance_of(*tensors: Tensor) -> float:
-    """Relative to the largest number."""
+    """Returns a tolerance, relative to the largest number."""
     if any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")):
         return bound("outputs", ["bfloat16"])
     limit = bound("outputs", map(_name, filter(is_differentiable, tensors)))
@@ -50,7 +50,7 @@ class Precision(TorchDispatchMode):
 
     @property
     def tolerance(self) -> float:
-        """Relative to the largest gradient."""
+        """The tolerance, relative to the largest gradient."""
         return bound("same outputs", self._types)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -38,7 +38,7 @@ class Stage(Stretch):
         return self.function(*values)
 
     def changing_buffers(self) -> list[Tensor]:
-        """Those of its buffers that a pass in training mode changes, as the example's did: not masks and tables."""
+        """Returns the stage's buffers that a training pass changes, as the example's did: not masks and tables."""
         found = {id(buffer): buffer for owner, name in self._changing if (buffer := owner._buffers[name]) is not None}
         return list(found.values())
 

@@ -184,7 +184,7 @@ class _Row:
 
     @property
     def stage(self) -> Passes:
-        """Whose pass is done now."""
+        """The stage whose pass is done now."""
         return self._stages[self.action.chunk if self.action else 0]
 
     def is_ready(self) -> bool:

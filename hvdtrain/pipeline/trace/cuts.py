@@ -181,7 +181,7 @@ class _View:
         )
 
     def _spans(self, program: Program) -> list[tuple[int, int]]:
-        """First and last use of each buffer that training changes."""
+        """Returns the first and last use of each buffer that training changes."""
         uses: dict[int, list[int]] = {}
         for node in self.nodes:
             users: Sequence[fx.Node]

@@ -133,7 +133,7 @@ class Unmade:
 
 
 def _is_empty(tensor: Tensor, version: int) -> bool:
-    """Not all of it was written. Numbers that cannot be NaN are all zero, and nothing has changed them."""
+    """Returns True if part of it was not written. Types without NaN: if all is zero, and nothing has changed it."""
     if is_differentiable(tensor):
         return bool(tensor.isnan().any())
     return tensor._version == version and not bool(tensor.any())
@@ -159,7 +159,7 @@ def _children_first(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _reset(module: nn.Module) -> None:
-    """`nn.MultiheadAttention` has it under another name."""
+    """Resets a module's parameters; `nn.MultiheadAttention` has the method under another name."""
     reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     if reset is not None:
         reset()

@@ -65,7 +65,7 @@ def differently_wired(training: fx.Graph, evaluation: fx.Graph) -> set[str]:
 
 
 def partners_of(training: fx.Graph, evaluation: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """Evaluation nodes and the training nodes that are the same operation of the same module."""
+    """Returns evaluation nodes and the training nodes that are the same operation of the same module."""
     if training is evaluation:
         return {node: node for node in training.nodes}
     waiting: dict[Any, collections.deque[fx.Node]] = collections.defaultdict(collections.deque)

@@ -247,7 +247,7 @@ def _noting(tracer: Any, original: Any) -> Any:
 
 def _hooking(tracer: Any, original: Any) -> Any:
     def hooked(hooks: Any) -> Any:
-        """Non-reentrant checkpointing and `save_on_cpu` of every release of PyTorch: a stand-in keeps nothing."""
+        """Refuses non-reentrant checkpointing and `save_on_cpu` of every PyTorch release: a stand-in keeps nothing."""
         if not tracer.records:
             return original(hooks)
         raise ValueError(

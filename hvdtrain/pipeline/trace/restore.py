@@ -102,7 +102,7 @@ def holds(container: Any, content: Any) -> bool:
 
 @contextmanager
 def preserved_state(model: nn.Module, *devices: torch.device) -> Iterator[None]:
-    """Whatever runs inside: buffers, modules' attributes, gradients and random state end as they were."""
+    """Restores buffers, modules' attributes, gradients and random state, whatever runs inside."""
     attributes = attributes_of(model)
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     with of_devices(*devices).preserved(), kept_buffers(model.modules()):
@@ -146,5 +146,5 @@ def resized(example: tuple[Any, ...], samples: int) -> tuple[Any, ...]:
 
 
 def to_device(values: Any, device: torch.device) -> Any:
-    """Copies, always: a pass may change its input in place. `Whole` arguments as they are given to the model."""
+    """Copies always, as a pass may change its input in place; unwraps `Whole` arguments."""
     return map_tensors(lambda tensor: tensor.detach().to(device, copy=True), unmarked(values))

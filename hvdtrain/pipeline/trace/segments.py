@@ -266,7 +266,7 @@ def _may_draw(program: Program, node: fx.Node) -> bool:
 
 
 def tensors_used(chain: Chain, first: int, last: int, bind: code.Binder) -> Iterator[Tensor]:
-    """Parameters, buffers and constants used between two cuts; a tensor may come more than once."""
+    """Yields parameters, buffers and constants used between two cuts; a tensor may come more than once."""
     for node in chain.used(first, last):
         value, attribute = bind(node)
         if node.op == "call_module":
@@ -296,7 +296,7 @@ def span_name(labels: Sequence[str]) -> str:
 
 
 def _check(chain: Chain, reference: Reference) -> None:
-    """Right or refused: in both modes the chain computes what the model computes; raises `Different`."""
+    """Raises `Different` unless in both modes the chain computes what the model computes."""
     model = chain.program.model
     device = device_of(model)
     whole = chain.function(0, len(chain.cuts) - 1, chain.program.bind, type(model).__name__)

@@ -85,7 +85,7 @@ class Program:
 
     @property
     def is_one(self) -> bool:
-        """Both modes do the same."""
+        """Returns True if both modes do the same."""
         return self.graphs[True] is self.graphs[False]
 
     def named(self, target: Any) -> Any:
@@ -101,7 +101,7 @@ class Program:
 
 
 def parted(arguments: Sequence[Any], names: Sequence[str]) -> tuple[Sequence[Any], dict[str, Any]]:
-    """Positional and keyword arguments."""
+    """Returns positional and keyword arguments."""
     count = len(arguments) - len(names)
     return arguments[:count], dict(zip(names, arguments[count:], strict=True))
 

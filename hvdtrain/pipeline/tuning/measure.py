@@ -60,7 +60,7 @@ class DeviceClock:
         return event
 
     def between(self, start: Any, end: Any) -> float:
-        """Seconds; waits until `end` has happened."""
+        """Returns seconds; waits until `end` has happened."""
         if self._device.type != "cuda":
             return end - start
         end.synchronize()

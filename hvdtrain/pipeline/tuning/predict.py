@@ -186,7 +186,7 @@ def equal_seconds(stages: int, micro_batches: int, seconds: float, remat: Remat 
 
 @contextmanager
 def preserved(pipe: Pipeline) -> Iterator[None]:
-    """Gradients, buffers, random state and settings are afterwards what they were; inside, no loss is proven."""
+    """Restores gradients, buffers, random state and settings at the end; inside, no loss is proven."""
     settings = {name: getattr(pipe, name) for name in ("micro_batches", "schedule", "overlap", "record", "proofs")}
     pipe.proofs = False  # they take time; the first steps of training have them
     try:

@@ -202,7 +202,7 @@ def _scaled(repeats: Sequence[Seconds]) -> tuple[list[float], list[float]]:
 def _speeds(
     parts: Sequence[Segment], arguments: tuple[Any, ...], places: Sequence[torch.device], first: SegmentBench, size: int
 ) -> dict[str, float]:
-    """Each kind of device against the first, by the time of a pass."""
+    """Returns the speed of each kind of device against the first, by the time of a pass."""
     speeds = {kind_of(places[0]): 1.0}
     for index, place in enumerate(places):
         if kind_of(place) in speeds:
@@ -278,7 +278,7 @@ def _together(
 
 
 def _link(a: torch.device, b: torch.device) -> Link:
-    """Latency and rate of copies from one device to another."""
+    """Measures latency and rate of copies from one device to another."""
     if a == b:
         return Link()
     clock = DeviceClock(b if b.type == "cuda" else a)

@@ -318,7 +318,7 @@ class _Runs:
         return seconds
 
     def _seconds(self, count: int, one: Unsplit | None) -> float:
-        """Infinite for what cannot be run: too little memory, a layer that cannot take so few samples."""
+        """Returns a step's seconds; infinite if it cannot run: too little memory, or too few samples for a layer."""
         from hvdtrain.pipeline.run.worker import StageError
         from hvdtrain.pipeline.tuning.unsplit import seconds_of
 

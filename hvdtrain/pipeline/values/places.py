@@ -306,7 +306,7 @@ class Places:
         return stage_devices(self._devices, self.lanes)
 
     def run(self, at: Sequence[StageDevice], works: Sequence[Callable[[], None]], stop: Callable[[], None]) -> None:
-        """Each stage's work in the stage's thread; see `Crew.run`."""
+        """Runs each stage's work in the stage's thread; see `Crew.run`."""
         placed = os.sched_getaffinity(0), [one.cores for one in at]
         if self._crew is None or not self._crew.is_here or placed != self._placed:
             self.close()  # threads, and those that OpenMP made for them, stay on the cores they began with

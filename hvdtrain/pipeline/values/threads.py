@@ -74,7 +74,7 @@ class Context:
 
     @contextmanager
     def autocast(self) -> Iterator[None]:
-        """Around each forward pass, not around the thread: weights cast for one pass may not be kept for another."""
+        """Autocasts each forward pass, not the thread: weights cast for one pass may not be kept for another."""
         with ExitStack() as stack:
             for kind, dtype, cache in self._autocast:
                 stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=cache))
@@ -176,7 +176,7 @@ class Crew:
 
 
 def side_by_side(works: Sequence[Work], name: str, stop: Callable[[], None]) -> None:
-    """`Crew.run` with threads that are gone when it returns."""
+    """Runs `Crew.run` with threads that have ended when it returns."""
     crew = Crew(name)
     try:
         crew.run(works, stop)
