@@ -106,7 +106,7 @@ class Checkpointer:
         return self.directory.resolve()
 
     def _look(self) -> None:
-        """Reports at the start what would otherwise come to light at the first save."""
+        """Reports at the start why the first save would fail, if it would."""
         problem = self.folder.why_unmakeable()
         if problem is None and self._place not in _LOCKS and (owner := taken_by(self.directory)) is not None:
             problem = f"it is in use by {owner}; its checkpoints can be read"
@@ -114,7 +114,7 @@ class Checkpointer:
             print(f"hvdtrain: save() cannot write to {self.directory}: {problem}", file=sys.stderr, flush=True)
 
     def _take(self) -> None:
-        """Makes the directory and takes it for this training; call it on rank 0."""
+        """Makes the directory and locks it for this training; call it on rank 0."""
         self.folder.make()
         known = [lock for lock in (self._lock, _LOCKS.get(self._place)) if lock is not None]
         # it may have been moved away, or deleted, since this one took it, and another one of this program took it anew
@@ -183,7 +183,7 @@ class Checkpointer:
             )  # fmt: skip
 
     def on_preemption(self, state: Mapping[str, Part]) -> None:
-        """Says what to save where the job is preempted (SIGTERM, SIGUSR1) before the first `save` or `restore`.
+        """Sets the state to save if the job is preempted (SIGTERM, SIGUSR1) before the first `save` or `restore`.
 
         Raises:
             CheckpointError: on rank 0: another training has the directory.
@@ -437,7 +437,7 @@ class SaveEvent:
 
 
 def _report_fallback(chosen: Info, unusable: Iterable[Info]) -> None:
-    """Says which checkpoints that cannot be used would have come before `chosen`."""
+    """Prints which unusable checkpoints would have been chosen before `chosen`."""
     newer = [  # saved later, or maybe: a run that went back to an earlier step saves lower ones
         info
         for info in unusable

@@ -42,10 +42,10 @@ class Part:
     """A file of a checkpoint."""
 
     def collect(self) -> None:
-        """Called on every rank before `write`; may be collective: brings together what rank 0 is going to write.
+        """Collects the state that rank 0 writes; called on every rank before `write`, may be collective.
 
         Raises:
-            HvdtrainError: the state is not worth keeping, or could not be restored exactly.
+            HvdtrainError: the state is not worth keeping, or cannot be restored exactly.
         """
 
     def write(self, file: StateFile) -> None:
@@ -53,14 +53,14 @@ class Part:
         raise NotImplementedError
 
     def check(self, path: Path) -> None:
-        """Called on every rank for all parts before any load: raises CheckpointError for what `load` cannot take."""
+        """Raises CheckpointError if `load` cannot take the file; called on every rank for all parts before any load."""
 
     def load(self, path: Path) -> None:
         """Takes the state from `path`; called on every rank, with the same content."""
         raise NotImplementedError
 
     def restored(self, progress: Progress) -> None:
-        """Called on every rank when all parts are loaded, with the progress that was saved with them."""
+        """Reacts to the load of all parts; called on every rank, with the progress that was saved with them."""
 
     # -- when the job is preempted ---------------------------------------------------------------------------------
     @property
@@ -74,11 +74,11 @@ class Part:
 
     @property
     def trained(self) -> object | None:
-        """The model whose training this is a part of, if it knows."""
+        """The model whose training this part belongs to; None if unknown."""
         return None
 
     def saved_by(self, saver: Saver) -> None:
-        """Called on every rank when a checkpointer knows the state that this is a part of."""
+        """Notes the saver of the state that this part belongs to; a checkpointer calls it on every rank."""
 
 
 class Checkpoints(Protocol):

@@ -95,8 +95,8 @@ def prepare(
         lr: the learning rate as a function of samples seen; `callbacks` set it before each batch.
         per_rank_batch: samples of a rank in a full step of data that hvdtrain does not deal; needed with `lr` then.
         compression: `"fp16"` sends gradients as float16, divided by the number of ranks before the cast, so
-                that the sum overflows only where one rank's gradient would. Gradients below 6e-8 x ranks vanish.
-                Default: the value of HVDTRAIN_COMPRESSION.
+            that the sum overflows only where one rank's gradient would. Gradients below 6e-8 x ranks vanish.
+            Default: the value of HVDTRAIN_COMPRESSION.
         sparse_as_dense: reduce `IndexedSlices` as dense tensors.
         sync_batchnorm: batch-norm layers normalise over all ranks' live samples, not each rank's own. Layers with
             `synchronized=True` always do. Each layer needs one all-reduce forward and one backward. In training

@@ -218,7 +218,7 @@ class Count(Callback):
         turns.updated("keras", self._few)
 
     def _few(self) -> list[float]:
-        """Some of the weights of each variable."""
+        """Returns some of the weights of each variable."""
         values = (np.ravel(BACKEND.to_numpy(variable)) for variable in self.model.trainable_variables)
         return [float(x) for value in values for x in value[:: value.size // 16 + 1]]
 

@@ -151,7 +151,7 @@ def run(
 
 
 class _FailedError(HvdtrainError):
-    """A script did not come to its updates."""
+    """A script failed before it made its updates."""
 
 
 def linked() -> list[str]:

@@ -1,9 +1,9 @@
 """The parts of a checkpoint: the same files on every engine, none of which can run code when it is loaded.
 
 `model.safetensors` is the user's plain module: `safetensors.torch.load_model(module, path)` opens it anywhere.
-`training.pt` is what else a run needs to go on exactly: the optimizer's state, the gradient scaler, the place in the
-data, and every rank's random numbers; `extra.pt` is what else the user keeps. Both are read with
-`torch.load(weights_only=True)`, and that is tried while they are saved.
+`training.pt` holds everything else that a run needs to resume exactly: the optimizer's state, the gradient scaler, the
+place in the data, and every rank's random numbers. `extra.pt` holds the user's own objects. Both are read with
+`torch.load(weights_only=True)`, and saving tries that.
 """
 
 from __future__ import annotations

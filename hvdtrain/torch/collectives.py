@@ -107,8 +107,8 @@ def _of_all(tensor: Tensor, world: World) -> list[Tensor]:
 
 
 def gather_in_order(batches: Iterable[tuple[Step | None, Any]], *, world: World | None = None) -> Any:
-    """Returns what was kept of each batch of a loop, joined over all ranks: every sample once, in the loader's order,
-    which is that of the data with `shuffle=False`; the same on every rank; collective.
+    """Returns the values kept from each batch of a loop, joined over all ranks; the same on every rank; collective.
+    Each sample comes once, in the loader's order, which is the data's order with `shuffle=False`.
 
     ::
 
@@ -119,17 +119,17 @@ def gather_in_order(batches: Iterable[tuple[Step | None, Any]], *, world: World 
         outputs, targets = hvt.gather_in_order(kept)
 
     Args:
-        batches: of each batch the loader's `step`, and values: tensors and arrays [samples, ...] or lists with one item
-            a sample, also within tuples, mappings and data classes; one number for a batch stands for each of its
-            samples. What only keeps a rank in step is left out.
+        batches: for each batch the loader's `step` and its values: tensors and arrays [samples, ...] or lists with one
+            item a sample, also within tuples, mappings and data classes; one number for a batch stands for each of its
+            samples. Batches that only keep a rank in step are skipped.
         world: the ranks; by default those of `hvdtrain.init`.
 
     Returns:
-        Values as of one batch, with all samples: tensors on the CPU.
+        The values of all samples, nested as for one batch; tensors are on the CPU.
 
     Raises:
-        ConfigError: on every rank; no samples, no step, another number of values than samples, a batch twice, or shapes
-            that cannot be joined.
+        ConfigError: on every rank, if there are no samples or no step, if values and samples differ in number, if a
+            batch comes twice, or if shapes cannot be joined.
     """
     world = given_or_current(world, "torch")
     mine: list[tuple[tuple[int, int], Any]] = []
@@ -161,7 +161,7 @@ def gather_in_order(batches: Iterable[tuple[Step | None, Any]], *, world: World 
 
 
 def _kept(values: Any, samples: int) -> Any:
-    """On the CPU; one number for a batch (its loss) for each of its samples."""
+    """Returns values on the CPU; repeats one number for a batch (its loss) for each of its samples."""
     if isinstance(values, Tensor) and values.ndim or isinstance(values, list):  # of a list each item is a sample's
         return map_tensors(lambda tensor: tensor.detach().cpu(), values)
     if isinstance(values, (Tensor, *_NUMBERS)):
@@ -196,7 +196,7 @@ def _is_rows(values: Any) -> bool:
 
 
 def lengths(values: Any) -> list[str]:
-    """Of everything in it; "" of what has none and need not: None, one number for a batch."""
+    """Returns the lengths of all values inside; "" for a value that needs no length: None, one number for a batch."""
     if values is None or isinstance(values, _NUMBERS) or isinstance(values, Tensor) and not values.ndim:
         return [""]
     if _is_rows(values):

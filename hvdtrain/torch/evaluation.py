@@ -51,18 +51,18 @@ def evaluate(
 ) -> dict[str, float]:
     """Returns metrics over all samples, each counted once, the same numbers on every rank; collective.
 
-    Replicas' buffers are made equal first. The model is in evaluation mode while it runs, and afterwards each of its
-    parts in the mode it was in.
+    Makes the replicas' buffers equal first. The model runs in evaluation mode; afterwards each of its parts has its
+    earlier mode.
 
     Args:
-        model: called with all parts of a batch but the last, which are its targets; with a dict's values by name, as
-            models of transformers take them (the targets are then the dict itself).
+        model: called with all parts of a batch except the last, which is the targets; or with a dict's values by name,
+            as models of transformers take them (the targets are then the dict itself).
         data: the same on every rank: what `loader` takes, or a `Loader`.
         metrics: a function of (outputs, targets), for example `classification()`, that returns {name: [n], one value
-            a sample} and whose means are taken, or pairs (values, weights) of any shape (of tokens, say); objects with
-            `update(outputs, targets)`, `compute()` and `reset()`, as torchmetrics has them, one, a collection or by
-            name, whose states are joined; `corpus_metrics(function)` for what needs all predictions at once; or a
-            list of these.
+            a sample}, whose means are taken, or pairs (values, weights) of any shape (for example of tokens). Or
+            objects with `update(outputs, targets)`, `compute()` and `reset()`, as torchmetrics has them (one, a
+            collection, or by name); their states are joined. Or `corpus_metrics(function)` for metrics of all
+            predictions at once. Or a list of these.
         forward: called with model and batch, returns outputs and targets.
         per_rank_batch: samples a rank takes at a time; not needed with a `Loader`.
         world: the ranks; by default those of `hvdtrain.init`.
@@ -249,12 +249,12 @@ def _merged(results: list[dict[str, float]]) -> dict[str, float]:
 
 
 class _Kept(Protocol):
-    """What is kept of all batches for some metrics, and made of it in the end."""
+    """The data kept from all batches for some metrics, and the results made from it."""
 
     def add(self, step: Step, outputs: Any, targets: Any) -> None: ...
 
     def results(self, world: World) -> dict[str, float]:
-        """The metrics over all ranks; collective."""
+        """Returns the metrics over all ranks; collective."""
 
 
 def _kept(metrics: Any, device: torch.device) -> list[_Kept]:
@@ -351,7 +351,7 @@ corpus_metrics = Corpus
 
 
 class _Predictions:
-    """All outputs and targets."""
+    """Collects all outputs and targets."""
 
     def __init__(self, corpus: Corpus) -> None:
         self.corpus = corpus
@@ -401,7 +401,7 @@ def classification(top: tuple[int, ...] = (1, 5), label_smoothing: float = 0.0) 
 
 
 def _check_classes(outputs: Any, targets: Any) -> None:
-    """That there is one class a sample, and a score for it; on a GPU, which nothing waits for, not the latter."""
+    """Checks that there is one class a sample, and (not on a GPU, which would have to wait) a score for it."""
     received = [
         f"{name} {tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else f"{name}: {type(value).__name__}"
         for name, value in (("scores", outputs), ("targets", targets))

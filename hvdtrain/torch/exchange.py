@@ -109,7 +109,7 @@ def _bytes(data: bytes) -> Tensor:
 
 
 def _renamed(optimizer: Mapping[str, Any], names: Iterable[Any]) -> dict[str, Any]:
-    """Returns an optimizer's state with other names of its parameters, given in their order; "" where none is left."""
+    """Returns an optimizer's state with new names for its parameters, in their order; "" when the names run out."""
     groups = optimizer["param_groups"]
     order = (str(key) for group in groups for key in group["params"])  # DCP makes text of the keys in the state
     name_of = dict(zip(order, chain(names, repeat("")), strict=False))

@@ -39,7 +39,7 @@ class States:
         self.empty = False
 
     def results(self, world: World) -> dict[str, float]:
-        """Of all ranks' samples; collective."""
+        """Returns the metrics of all ranks' samples; collective."""
         if all(world.gather(self.empty)):
             raise no_samples()
         if world.size > 1 and any(type(part).__name__ == "Running" for part in _within(self.metric)):
@@ -124,7 +124,7 @@ def _own_counts(metric: Any) -> dict[str, Any]:
 
 
 def _reduced(name: str, of_ranks: list[Tensor], reduction: Any) -> Tensor:
-    """One state of all ranks, as torchmetrics joins it: stacked, then reduced."""
+    """Returns a state of all ranks, joined as torchmetrics joins it: stacked, then reduced."""
     first = of_ranks[0]
     if len({state.shape for state in of_ranks}) > 1:
         raise ConfigError(

@@ -50,7 +50,7 @@ class TorchExtra(ExtraPart):
 
 
 def _like(example: Any, saved: Any) -> Any:
-    """Gives dicts the kind that `example` has (a `Counter`, say); and arrays, which older files hold as tensors."""
+    """Converts dicts to the kind that `example` has (such as `Counter`), and tensors of older files to arrays."""
     if isinstance(example, np.ndarray) and isinstance(saved, Tensor):
         return saved.numpy()
     if isinstance(saved, dict) and isinstance(example, Mapping):

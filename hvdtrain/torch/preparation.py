@@ -69,24 +69,24 @@ def prepare(
     (`unwrap(model)`, `optimizer.wrapped`).
 
     Args:
-        model: plain, complete; the same on every rank, but for its values. Or an `hvdtrain.pipeline.Pipeline` of such a
-            model, cut in the same places on every rank: it stays on its devices, and is trained with
-            `Optimizer.forward_backward`. Or one that `torch.compile` gave.
-        optimizer: plain; holds the model's trainable parameters. Or several that do so together, `[muon, adamw]`, which
+        model: plain, complete; the same on every rank, except for its values. Or an `hvdtrain.pipeline.Pipeline` of
+            such a model, cut in the same places on every rank: it stays on its devices, and is trained with
+            `Optimizer.forward_backward`. Or the result of `torch.compile`.
+        optimizer: plain; holds the model's trainable parameters. Or several that do so together, `[muon, adamw]`; they
             step as one.
-        data: the loader that training reads; it knows how much each rank's batch counts. Without one every rank's
-            batch counts the same, and samples are not counted.
+        data: the loader that training reads; it sets the weight of each rank's batch. Without it all batches have the
+            same weight, and samples are not counted.
         world: the ranks; by default those of `hvdtrain.init`.
         lr: the learning rate as a function of samples seen; `step` sets it. Each group keeps its ratio to the base.
         accumulate: micro-batches of an update; their gradients are reduced once.
         clip: the largest norm of an update's gradient, taken after the average.
         amp: the forward pass in "bf16", or in "fp16" with a gradient scaler; parameters stay as they are.
-        compression: gradients travel as "fp16" or "bf16"; by default as HVDTRAIN_COMPRESSION says.
+        compression: gradients travel as "fp16" or "bf16"; default: the value of HVDTRAIN_COMPRESSION.
         sync_batchnorm: batch normalisation over the batches of all ranks.
         channels_last: images and weights in the memory format that convolutions on GPUs like.
         compile: `torch.compile` the model.
         verify: prove before the first step that gradients are averaged (see `verify`).
-        watch_every: compare the replicas every so many updates; 0 is never.
+        watch_every: compare the replicas every so many updates; 0: never.
         zero: DeepSpeed's ZeRO, on its engine: each rank keeps a part of the optimizer's state (1), and of the gradients
             (2: `p.grad` cannot be read). For float32 weights, and torch.optim's optimizers that work by element.
 

@@ -28,7 +28,7 @@ from hvdtrain.torch.update.session import extras_of, load, written
 
 @dataclass(frozen=True)
 class ModuleState:
-    """What a module has beside its checkpoint: new processes have it as it was at the program's top."""
+    """A module's state outside its checkpoint; a new process has it as the top of the program made it."""
 
     shapes: dict[str, tuple[int, ...]]  # of parameters and buffers, by name
     trains: set[str]  # the parameters that have a gradient

@@ -226,7 +226,7 @@ def first_made(kind: type, made: Callable[[Any], None]) -> AbstractContextManage
 
 
 def hook(owner: Any, name: str, function: Callable[..., Any]) -> bool:
-    """Does the same for good, on this one object; once. Returns True the first time."""
+    """Puts `function` around a method of this one object, permanently and once. Returns True the first time."""
     code = getattr(getattr(function, "func", function), "__code__", None)  # of a partial, or a method
     fresh = name not in vars(owner)
     if fresh:

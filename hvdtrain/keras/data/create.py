@@ -34,12 +34,12 @@ def loader(
 
     Args:
         data: the same on every rank: arrays or tensors of all samples (or nested structures of them), first axis
-                samples, as a tuple `(x, y)` or `(x, y, sample_weight)`; or `x` alone, for a model without targets. Or a
-                PyTorch `Dataset` of such samples. Or data that already comes in batches, one for each rank in a step: a
-                `keras.utils.PyDataset` (a rank reads only its own), a `tf.data.Dataset`, a PyTorch `DataLoader`, or a
-                function (of the epoch, or of nothing) that begins a generator or returns one of these; every rank walks
-                these, and their length need not be known.
-            per_rank_batch: samples a rank takes in a full step; not given for data in batches.
+            samples, as a tuple `(x, y)` or `(x, y, sample_weight)`; or `x` alone, for a model without targets. Or a
+            PyTorch `Dataset` of such samples. Or data that already comes in batches, one for each rank in a step: a
+            `keras.utils.PyDataset` (a rank reads only its own), a `tf.data.Dataset`, a PyTorch `DataLoader`, or a
+            function (of the epoch, or of nothing) that begins a generator or returns one of these; every rank walks
+            these, and their length need not be known.
+        per_rank_batch: samples a rank takes in a full step; not given for data in batches.
         world: the ranks; by default those of `hvdtrain.init`.
         shuffle: False keeps the data's order; data that every rank walks has its own order.
         tail: samples that do not fill a global step are dealt and weighed exactly ("weighted"), or skipped ("drop").

@@ -146,7 +146,7 @@ class KerasLoader(Dealt, keras.utils.PyDataset, DataAdapter):
         return sum(step.global_samples for step in self._steps[first:stop]) * self.unit
 
     def complete(self, steps: int) -> bool:
-        """Returns whether the epoch is done with so many steps of what was left of it."""
+        """Returns True if so many steps complete the remaining epoch."""
         return steps >= len(self._steps)
 
     def check_end(self, world: World) -> None:

@@ -38,7 +38,7 @@ class BatchSource:
         raise NotImplementedError
 
     def begin(self, epoch: int) -> None:
-        """Called before an epoch is read."""
+        """Prepares to read an epoch; called before each."""
 
     def digest(self) -> same_data.Digest:
         """Returns what ranks compare before anything is dealt."""

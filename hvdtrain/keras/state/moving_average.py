@@ -39,7 +39,7 @@ def _averaged(model: keras.Model) -> list[Any]:
 
 
 def _overwritten(model: keras.Model) -> list[Any]:
-    """Returns the same, if weights and averages are equal bit for bit, as the end of `fit` leaves them; else none."""
+    """Returns `_averaged(model)` if weights and averages are equal bit for bit, as `fit` ends; otherwise []."""
     found = _averaged(model)
     pairs = zip(found[::2], found[1::2], strict=True)
     same = (np.array_equal(BACKEND.to_numpy(weight), BACKEND.to_numpy(average)) for weight, average in pairs)

@@ -38,7 +38,7 @@ def start(model: keras.Model, session: KerasSession) -> None:
 
 @repeated
 def _made_equal(model: keras.Model, session: KerasSession) -> Any:
-    """Returns the proof that it worked, where one is asked for."""
+    """Makes all ranks equal, or checks that they are; returns the proof of averaging, if `verify` requires one."""
     prepared, place, proofs = session.prepared, session.place, session.proofs
     world = prepared.world
     check_agreement(model, session)

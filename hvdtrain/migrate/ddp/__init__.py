@@ -77,7 +77,7 @@ def _move_wraps(plan: Rewrite) -> training.Optimizers:
 
 
 def _move_questions(plan: Rewrite, wrap: wrapping.Wrap) -> None:
-    """Has `isinstance(model, Net)` look at the plain model; in all else the wrapped one acts as it."""
+    """Makes `isinstance(model, Net)` test the plain model; otherwise the wrapped model acts like it."""
     for call in calls(plan.source.module):
         if code(call.func) != "isinstance" or not call.args or plan.source.is_above(call, wrap.call):
             continue

@@ -144,7 +144,7 @@ class Rewrite:
         self.statements[statement] = written
 
     def follow(self, statement: Statement, texts: Sequence[str]) -> None:
-        """Puts functions behind a statement, whatever else becomes of it, and two blank lines behind them."""
+        """Puts functions behind a statement, whatever else changes it, and two blank lines behind them."""
         made = [self._parsed(text) for text in texts]
         block = self.source.block(statement)
         rest = block[block.index(statement) + 1 :]
@@ -154,7 +154,7 @@ class Rewrite:
         self._add(statement, made)
 
     def then(self, statement: Statement, texts: Sequence[str]) -> None:
-        """Puts statements behind one, whatever else becomes of it."""
+        """Puts statements behind a statement, whatever else changes it."""
         self._add(statement, [self._parsed(text) for text in texts])
 
     def _add(self, statement: Statement, made: Sequence[Any]) -> None:
@@ -243,7 +243,7 @@ def condition_above(source: Script, node: cst.CSTNode) -> cst.CSTNode | None:
 
 
 def target_of(statement: cst.CSTNode | None) -> tuple[cst.BaseExpression | None, cst.BaseExpression | None]:
-    """(what is assigned to, what is assigned) of `name = value`; (None, value) of `return value`; else two None."""
+    """Returns (target, value) of `name = value`; (None, value) of `return value`; otherwise two None."""
     if not isinstance(statement, cst.SimpleStatementLine):
         return None, None
     [small] = statement.body if len(statement.body) == 1 else [None]

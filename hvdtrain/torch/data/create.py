@@ -120,13 +120,13 @@ def loader(
 
     Args:
         data: the same on every rank: arrays or tensors of all samples, as a tuple `(x, y, ...)` (served in whole
-            batches from memory, the GPU's if they fit), or a map-style `torch.utils.data.Dataset`. Or a stream, whose
-            order is the order: an `IterableDataset`, any other iterable that can be read again (`set_epoch(epoch)` is
+            batches from memory, the GPU's if they fit), or a map-style `torch.utils.data.Dataset`. Or a stream, which
+            keeps its order: an `IterableDataset`, any other iterable that can be read again (`set_epoch(epoch)` is
             called if it has one), or a function `records(epoch)` that returns one. Every rank walks all of it.
         per_rank_batch: samples a rank takes in a full step.
         world: the ranks; by default those of `hvdtrain.init`.
         shuffle: False keeps the data's order; a stream and a sampler have an order of their own.
-        tail: samples that do not fill a global step are dealt out and weighed exactly, or left out ("drop").
+        tail: samples that do not fill a global step are dealt and weighed exactly ("weighted"), or skipped ("drop").
         workers: processes that read a `Dataset` or a stream (each walks it); "auto" sizes them to the cores that this
             rank really has.
         augment: called with each batch's first part, on the device, and `augment.draws` uniform numbers a sample,
@@ -139,12 +139,12 @@ def loader(
             record's place in the epoch only.
         sampler: the order of a data set's indices, as `DataLoader` takes it, of all ranks: an iterable, or a function
             of the epoch. Generators are set by `seed` and epoch before it is asked.
-        batch_sampler: the same, of global batches: lists of indices, which are dealt to the ranks in contiguous pieces
-            and weighed by their lengths. `per_rank_batch` is then what the learning rate counts with; by default that
-            of its `batch_size`.
+        batch_sampler: the order as global batches: lists of indices, which are dealt to the ranks in contiguous pieces
+            and weighed by their lengths. The learning rate is then computed from `per_rank_batch`; default: from the
+            sampler's `batch_size`.
         worker_init_fn: called in each worker process with its number, before it reads.
         prefetch_factor: batches that each worker makes ahead.
-        timeout_s: seconds to wait for a worker's batch, after which the sample that it is at is named; 0 is for ever.
+        timeout_s: seconds to wait for a worker's batch; then an error names the worker's current sample. 0: no limit.
 
     Raises:
         ConfigError: an argument is wrong, or the data has no samples.

@@ -45,26 +45,26 @@ class ImageFiles(torch.utils.data.Dataset[Any]):
     """A data set of `(uint8 [3, size, size], label)`; the loader normalises whole batches with `augment`.
 
     For training: a random part of 8 % to 100 % of the area, scaled to the size, mirrored or not (Szegedy et al. 2015).
-    Else: the shorter side scaled to `resize`, and the centre.
+    Otherwise: the shorter side scaled to `resize`, and the centre.
 
-    A JPEG that has at least twice the pixels on a side that are needed is decoded at half of them, a quarter or an
-    eighth, which libjpeg does while it decodes; what is scaled after that is never enlarged for it. The part that is
-    drawn is the same, to fractions of a pixel.
+    libjpeg decodes a JPEG that has at least twice the needed pixels on a side at a half, a quarter or an eighth of
+    them. The decoded picture is never enlarged for that afterwards. The random part is the same, to fractions of a
+    pixel.
 
     Grey, palette and CMYK images become RGB, and images that were taken with a turned camera (EXIF) are turned back.
-    A file that cannot be read is left out, named and counted by the loader, or refused.
+    The loader skips, names and counts a file that cannot be read, or refuses it.
 
     Args:
         files: for example `hvdtrain.datasets.load_folder(path)[0]`.
         train: random parts, or the centre.
         size: height and width of the samples, in pixels.
-        resize: for the centre: of the shorter side before it is cut; by default size · 256 / 224.
+        resize: length of the shorter side, in pixels, before the centre is cut; default: size · 256 / 224.
         strict: a file that cannot be read is an error.
-        transform: takes the place of crops and scaling: of a uint8 picture [3, H, W], for example by
-            `torchvision.transforms.v2`; its random numbers depend on the sample's place in the epoch only.
-        augment: what the loader does to whole batches; by default it normalises by ImageNet's mean and deviation.
-        reduced: large JPEGs are decoded at a fraction of their pixels; False: always at all of them. Where there is a
-            `transform`, which is given the whole picture, it makes no difference.
+        transform: replaces crops and scaling: a function of a uint8 picture [3, H, W], for example one of
+            `torchvision.transforms.v2`. Its random numbers depend only on the sample's place in the epoch.
+        augment: the loader's operation on whole batches; default: normalises by ImageNet's mean and deviation.
+        reduced: large JPEGs are decoded at a fraction of their pixels; False: always at all of them. With a
+            `transform`, which gets the whole picture, it has no effect.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ def reduction(pixels: int, needed: int) -> int:
 
 
 def _reason(error: Exception, path: str) -> str:
-    """One line that does not name the file again, and is the same in every process."""
+    """Returns one line that does not repeat the file's name, and that is the same in every process."""
     if isinstance(error, UnidentifiedImageError):  # its text has the address of a buffer
         return "UnidentifiedImageError: not a picture of any known format"
     return f"{type(error).__name__}: {error}".replace(repr(path), "it")

@@ -40,23 +40,23 @@ class Follower(Training, Protocol):
     def accumulate(self) -> int: ...
     @property
     def leaves(self) -> bool:
-        """All ranks know that the ranks are about to change."""
+        """Returns True if all ranks know that the ranks are about to change."""
 
     def handed_out(self, step: Step | None, batch: Any = None) -> None: ...
 
 
 class Loader(Dealt):
-    """One rank's batches; made by `loader`. A loop over it is one epoch, and the next loop the next epoch.
+    """A rank's batches; made by `loader`. A loop over it is one epoch, and the next loop the next epoch.
 
-    Each sample comes once. In the last step of an epoch some ranks may have no sample: a loop that trains the model
-    which `prepare` was given this loader for gets a batch of others there, which count nothing (`step.padding`) and
-    keep the ranks in step. Any other loop, and one under `torch.no_grad()`, is over one batch earlier on these ranks.
+    Each sample comes once. In the last step of an epoch some ranks may have no sample. There a loop that trains the
+    model prepared with this loader gets a batch of other samples, which count nothing (`step.padding`) and keep the
+    ranks in step. Any other loop, and one under `torch.no_grad()`, ends one batch earlier on these ranks.
 
     Attributes:
         plan: the `hvdtrain.Plan` that deals the samples.
-        step: of the batch last handed out: what it counts; None before the first.
+        step: the step of the batch last handed out; None before the first.
         skipped: files of this rank that could not be read, with the reason, each once.
-        device: where batches are handed out.
+        device: the device of the batches.
         followers: prepared models that train on these batches.
         differentiated: the step of the last batch that had its backward pass.
         in_weights: the step of the last batch that is in the weights of one of them.
@@ -142,7 +142,7 @@ class Loader(Dealt):
         return self.plan.place_after(self._epoch, done)
 
     def _notice_end(self) -> None:
-        """A loop that was left (by `break`, say) is gone: as anywhere, a new loop is a new epoch."""
+        """Notes that a loop was left (for example by `break`): as in any other loader, a new loop is a new epoch."""
         if self._begun and (self._loop is None or self._loop() is None):
             next_place = self._after_loop()
             left = next_place[0] > self._epoch and self._place(self._done)[0] == self._epoch
@@ -181,8 +181,8 @@ class Loader(Dealt):
         return self.step is not None and self._step_of_deal != self._deals
 
     def redeal(self, state: Mapping[str, Any]) -> None:
-        """The ranks have changed: the samples from a place on are dealt to those that are there, in the same steps. A
-        loop that trains goes on; whoever is new begins there."""
+        """Deals the samples from a place on to the ranks that are there now, in the same steps. A training loop
+        continues; a new rank begins at that place."""
         self.plan = self.plan.of(self.world.size)
         self._deals += 1
         if not self.followers:  # no training: each loop is from the beginning
@@ -223,8 +223,8 @@ class Loader(Dealt):
         return self.running and self._position_of_weights()[0] > self._epoch
 
     def others(self, kept: Iterable[object]) -> list[Loader]:
-        """Returns the other loaders that no model trains on and that nobody keeps, the newest first: one of a run that
-        this program made before may still be there."""
+        """Returns the other loaders that no model trains on and that are not in `kept`, the newest first: a loader of
+        an earlier run of this program may still exist."""
         keeps = {id(self), *map(id, kept)}
         others = [its for its in known if its.world is self.world and id(its) not in keeps]
         untrained = [its for its in others if not its.followers and its.differentiated is None]
@@ -235,7 +235,7 @@ class Loader(Dealt):
         return {"epoch": place[0], "samples_in_epoch": place[1], **self.identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from a saved position.
+        """Continues from a saved position.
 
         Raises:
             ConfigError: it is a position in other data, or in another order of it: samples would be repeated or missed.
@@ -253,10 +253,10 @@ class Loader(Dealt):
         self._restored = self.position[0] > 0
 
     def note_place(self, state: Mapping[str, Any]) -> None:
-        """Keeps what else a stream's saved state has of its place."""
+        """Keeps the other fields of a saved place, which a stream has."""
 
     def differs(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns what it is here of that by which a state is one of other data, or of another order."""
+        """Returns this loader's identity fields that differ from a saved state's: other data, or another order."""
         return {name: value for name, value in self.identity().items() if state.get(name, "unknown") != value}
 
     def identity(self) -> dict[str, Any]:
@@ -264,13 +264,13 @@ class Loader(Dealt):
         return {"samples": self.plan.samples, "seed": self.plan.seed, "shuffle": self.plan.shuffle, "order": rule}
 
     def epochs(self, total: int) -> Iterator[int]:
-        """Yields the numbers of the epochs that are left until `total` are done; a restored run's first may be partial.
+        """Yields the numbers of the remaining epochs until `total` are done; a restored run's first may be partial.
 
         An epoch whose loop was left early, or that was not read at all, counts as done. A loop that trains on nothing
         (accuracy, under `torch.no_grad()`; a look at a batch) does not count.
 
         Raises:
-            ConfigError: two loops trained in one of them: what is an epoch, and where a restored run goes on, is open.
+            ConfigError: an epoch had two training loops: its end, and where a restored run resumes, are undefined.
         """
         its = elastic.ranks() if self.followers else elastic.JobRanks()
         while True:
@@ -292,7 +292,7 @@ class Loader(Dealt):
                 )
 
     def __len__(self) -> int:
-        """Batches that are left in the epoch for this rank."""
+        """Returns the number of this rank's remaining batches in the epoch."""
         done = self.position[1]
         steps = self.plan.steps(done)
         last, _ = self.plan.span(steps - 1, done, self.world.rank)

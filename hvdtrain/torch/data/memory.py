@@ -80,7 +80,7 @@ class Memory:
         return parts[0] if self.single else parts
 
     def close(self) -> None:
-        """Nothing is held but memory."""
+        """Does nothing: only memory is held."""
 
 
 def memory_of(data: Any, device: torch.device) -> Memory | None:

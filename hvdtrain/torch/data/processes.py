@@ -27,7 +27,7 @@ from hvdtrain.world.records import STREAM
 
 @dataclass(frozen=True)
 class Processes:
-    """What reads a data set, or a stream."""
+    """The settings of the processes that read a data set, or a stream."""
 
     count: int  # processes; 0 is none, this process reads
     pin_memory: bool = False  # batches are put where a GPU copies them from by itself
@@ -49,7 +49,7 @@ class Processes:
 
 
 class ProcessReader:
-    """What runs in the processes; it notes what it is at, which is asked for when it takes too long."""
+    """The reader that runs in the processes; it notes its current sample, which the error of a timeout names."""
 
     _places: Any = None
     _worker = 0
@@ -71,7 +71,7 @@ class ProcessReader:
 
 
 def _start(init: Callable[[int], None] | None, worker: int) -> None:
-    """Does what a process does first."""
+    """Prepares a worker process."""
     # else a thread prints the error, drops the answer, and the rank waits for ever
     multiprocessing.queues.Queue._on_queue_feeder_error = _send_why  # type: ignore[attr-defined]
     # Ctrl-C goes to the whole terminal group; the rank ends its workers itself
@@ -81,7 +81,7 @@ def _start(init: Callable[[int], None] | None, worker: int) -> None:
 
 
 class _Unsent(str):
-    """In place of an answer that could not be pickled: why."""
+    """The reason why an answer could not be pickled; sent in its place."""
 
 
 def _send_why(queue: Any, error: Exception, item: Any) -> None:
@@ -181,8 +181,8 @@ def _explained(reader: Any, processes: Processes, received: int) -> Iterator[Non
 
 
 def located(where: str, make: Callable[..., Any], *given: Any) -> Any:
-    """Returns `make(*given)`; to an error is added where in the data it came from. A `StopIteration`, which whoever
-    asks for batches would take for their end, becomes a `RuntimeError`."""
+    """Returns `make(*given)`; adds to an error the place in the data where it arose. A `StopIteration` becomes a
+    `RuntimeError`: the code that asks for batches would take it for their end."""
     try:
         try:
             return make(*given)
@@ -253,7 +253,7 @@ class Process(multiprocessing.context.ForkProcess):
 
 
 class WorkerContext(multiprocessing.context.ForkContext):
-    """What a `DataLoader` starts its workers by."""
+    """The context from which a `DataLoader` starts its workers."""
 
     Process = Process
 

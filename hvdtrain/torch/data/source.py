@@ -16,10 +16,10 @@ Augment = Callable[[Tensor, Tensor], Tensor]
 
 
 class Fetched(NamedTuple):
-    """What one step got. A batch has tensors nested as the data set nests them; where no sample is left, of two real
-    ones that do not count (one, where there is only one): normalisation over one would fail. `kept` are the step's
-    samples that are in it, when some could not be read or there are none (None is all), `bad` the names of those,
-    each with the reason."""
+    """The result of one step. `batch` has tensors nested as the data set nests them. If no sample remains, it has two
+    real ones that do not count (one, if there is only one): normalisation over one would fail. `kept` are the step's
+    samples in the batch, if some could not be read or there are none (None: all). `bad` are the names of the
+    unreadable ones, each with the reason."""
 
     batch: Any
     kept: list[int] | None
@@ -27,7 +27,7 @@ class Fetched(NamedTuple):
 
 
 class Source(Protocol):
-    """Where batches come from."""
+    """A source of batches."""
 
     @property
     def samples(self) -> int: ...
@@ -35,13 +35,13 @@ class Source(Protocol):
     def workers(self) -> int: ...
     @property
     def worth_a_thread(self) -> bool:
-        """There is something to do ahead on a GPU: a copy to hide, or a process to wait for."""
+        """Returns True if reading ahead helps on a GPU: there is a copy to hide, or a process to wait for."""
 
     def read(self, steps: Sequence[Step]) -> Generator[Fetched, None, None]:
         """Yields what the steps ask for, in order; closing it ends what it holds."""
 
     def digest(self) -> Digest:
-        """Returns what tells this rank's data from another's."""
+        """Returns a digest that differs if this rank's data differs from another's."""
 
     def close(self) -> None: ...
 

@@ -148,7 +148,7 @@ class Streamed(ReadByProcesses):
     def walk(
         self, plan: StreamPlan, epoch: int, done: int, *, rank: int, ahead: int, digest: int | None = None
     ) -> Generator[tuple[StreamStep, Fetched], None, None]:
-        """Yields the steps that are left in an epoch, with this rank's batches; closing it ends what it holds."""
+        """Yields the remaining steps of an epoch, with this rank's batches; closing it ends what it holds."""
         walker = _Walker(self, plan, epoch, done, rank=rank, ahead=ahead, digest=digest)
         with closing(self._answers(walker)) as found:
             for step, fetched in found:
@@ -174,8 +174,8 @@ class UnknownLength(ConfigError, TypeError):
 
 
 class StreamLoader(Loader):
-    """One rank's batches of a stream, or of an order of the user's own, of unknown length; made by `loader`. A batch
-    is handed out when the records of the update that it is part of, and of the step after it, were seen."""
+    """A rank's batches of unknown number, from a stream or an order of the user's own; made by `loader`. It hands out a
+    batch once it has read the records of the batch's update and of the step after that."""
 
     plan: StreamPlan
     _source: Streamed  # type: ignore[assignment]

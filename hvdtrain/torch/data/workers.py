@@ -34,12 +34,12 @@ REFUSED, NOTHING = "refused", "nothing can be read"  # in place of a batch
 
 @dataclass(frozen=True)
 class Unreadable:
-    """What a data set returns in place of a sample that cannot be read: it is left out, named and counted.
+    """A data set's answer for a sample that cannot be read: the loader skips, names and counts it.
 
     Attributes:
-        name: of the file.
+        name: the file's name.
         reason: why it cannot be read.
-        fatal: it is refused, not left out.
+        fatal: True if it is refused, not skipped.
     """
 
     name: str
@@ -220,7 +220,7 @@ class Failures:
 
 
 class ReadByProcesses:
-    """What sources have in common that processes read."""
+    """The base of sources that processes read."""
 
     def __init__(self, processes: Processes, collate: Callable[[list[Any]], Any] | None) -> None:
         self._processes, self._collate = processes, collate or default_collate

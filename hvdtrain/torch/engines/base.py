@@ -61,11 +61,11 @@ class Staged(Protocol):
         """
 
     def owned_parameters(self) -> Sequence[Sequence[nn.Parameter]]:
-        """By stage; those that several stages use in a list of their own."""
+        """Returns the parameters by stage; those that several stages use are in a list of their own."""
 
     def finishing(self, group: int) -> bool:
-        """Asked in a gradient's hook, inside `step`: whether this is the pass that completes the gradients of a list
-        of `owned_parameters`."""
+        """Returns True if this is the pass that completes the gradients of a list of `owned_parameters`; called in a
+        gradient's hook, inside `step`."""
 
 
 def staged_or_none(model: object) -> Staged | None:
@@ -97,8 +97,8 @@ def step_of(optimizer: torch.optim.Optimizer, closure: Callable[[], object] | No
 
 @dataclass(frozen=True)
 class Transport:
-    """How gradients travel. With a compression ("fp16", "bf16") they are cast for the way, and summed in that type;
-    buckets are of about `bucket_bytes`, by default what is right on the device."""
+    """The transport of gradients. A compression ("fp16", "bf16") casts them for sending, and they are summed in that
+    type. Buckets have about `bucket_bytes`; the default suits the device."""
 
     compression: Literal["fp16", "bf16"] | None = None
     bucket_bytes: int | None = None
@@ -108,12 +108,12 @@ class Transport:
 
 @dataclass(frozen=True)
 class Pass:
-    """What a backward pass sends, and how.
+    """The data that a backward pass sends, and the way it is sent.
 
     Attributes:
         extras: float64 [k] on the engine's device, with `reduce`: summed over ranks in place; ready after `finish`.
-        afterwards: a parameter may get its gradient in parts: none is sent before the pass has ended. None: that is not
-            known (of a proof).
+        afterwards: True if a parameter may get its gradient in parts: none is sent before the pass has ended. None:
+            unknown (of a proof).
     """
 
     reduce: bool  # the update's last pass: start to sum the gradients. Else they add up in `p.grad`, locally
@@ -124,10 +124,10 @@ class Pass:
 
 
 class EngineModel(Protocol):
-    """One model and its optimizer on an engine.
+    """A model and its optimizer on an engine.
 
-    The module and the optimizer given to `bind` stay the ones that are saved, loaded and read; `call` is what the
-    forward pass goes through.
+    The module and the optimizer given to `bind` stay the ones that are saved, loaded and read; the forward pass
+    goes through `call`.
     """
 
     call: Callable[..., Any]
@@ -149,7 +149,7 @@ class StagedEngineModel(EngineModel, Protocol):
     """A model that may run its own passes, on an engine that `runs_stages`."""
 
     def run(self, passes: Callable[[], None], sent: Pass) -> None:
-        """As `backward`, with passes that are not autograd's alone: `passes` runs `Staged.step`, and sets
+        """Runs `passes` as `backward` runs autograd's own: `passes` runs `Staged.step`, and sets
         `sent.extras`."""
 
 
@@ -176,7 +176,7 @@ class TorchEngine(Engine, Protocol):
 
 
 class TensorCollectives(HostCollectives):
-    """What ranks have that carry tensors, by `sum_`, `broadcast_` and `gather`; engines add `bind`."""
+    """The collectives of ranks that exchange tensors, by `sum_`, `broadcast_` and `gather`; engines add `bind`."""
 
     @property
     def device(self) -> torch.device:

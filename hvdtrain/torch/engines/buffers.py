@@ -24,9 +24,9 @@ _reported: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()  # buffe
 def synchronize(model: nn.Module, world: World) -> None:
     """Makes the buffers equal on all ranks: the mean of running statistics that differ, rank 0's of others; collective.
 
-    The mean of the ranks' running means is that of all samples; that of their variances leaves out the variance
-    between the ranks' means, which is small where ranks see samples of one distribution (`sync_batchnorm=True`
-    keeps them exact). Rank 0 reports each of the others that differed once.
+    The mean of the ranks' running means is that of all samples. The mean of their variances lacks the variance
+    between the ranks' means, which is small if ranks see samples of one distribution (`sync_batchnorm=True`
+    keeps it exact). Rank 0 reports once each other buffer that differed.
 
     Raises:
         ReplicaError: ranks have buffers of different shapes.
@@ -97,9 +97,9 @@ def _groups(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 @contextmanager
 def unmoved_by_calls(module: nn.Module) -> Iterator[None]:
-    """While it lasts, calls of a module or of its parts leave its buffers as they are (but those of synchronised
-    batch norm, which follow all ranks' samples): a batch that does not count must leave no trace in running
-    statistics. What the user changes between calls (a queue of keys of all ranks) stays."""
+    """Restores a module's buffers after calls of it or of its parts while the context is open (except those of
+    synchronised batch norm, which follow all ranks' samples): a batch that does not count must leave no trace in
+    running statistics. Changes by the user between calls (a queue of keys of all ranks) stay."""
     saved: Saved = []
     layers, within = _alone(module), 0
 
@@ -123,7 +123,7 @@ def unmoved_by_calls(module: nn.Module) -> Iterator[None]:
 
 
 def preserved(module: nn.Module) -> AbstractContextManager[None]:
-    """As `unmoved_by_calls`, for compiled code, which calls no hooks: undoes every change of a buffer."""
+    """Undoes every change of a buffer; like `unmoved_by_calls`, for compiled code, which calls no hooks."""
     return kept_buffers(_alone(module))
 
 

@@ -1,10 +1,9 @@
 """One process, several devices: each batch is cut into pieces, one a device, and the outputs are put together again.
 
-As `torch.nn.DataParallel`, with its pitfalls mended: scalars (a mean loss computed inside the model) are refused, where
-it makes a mean of means; a batch that the devices do not divide, or that is smaller than
-their number, is cut unevenly; checkpoints carry no `module.` prefix; a first device that holds more memory than the
-others is told with what balances it; and it runs on a CPU, where the pieces follow one another, so that what is tested
-there is what GPUs run.
+Like `torch.nn.DataParallel`, without its pitfalls. Scalars (a mean loss computed inside the model) are refused; torch
+makes a mean of means of them. A batch that the devices do not divide, or that is smaller than their number, is cut
+unevenly. Checkpoints carry no `module.` prefix. If the first device holds more memory than the others, a report names
+what balances it. On a CPU the pieces run one after another, so that tests there run the code that GPUs run.
 """
 
 from __future__ import annotations

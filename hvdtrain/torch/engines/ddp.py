@@ -146,7 +146,7 @@ _sum.__annotations__ |= {"bucket": dist.GradBucket, "return": torch.futures.Futu
 
 
 def _sum_async(tensor: Tensor, name: str) -> Wait:
-    """Starts a sum over ranks; the same order on every rank is what tells one from the other."""
+    """Starts a sum over ranks; sums are matched by their order, which is the same on every rank."""
     with rank_losses():
         return dist.all_reduce(tensor, async_op=True).wait
 
@@ -172,7 +172,7 @@ def _when_the_graph_is_done(grad: Tensor) -> None:
 
 
 class _LossCarrier(nn.Module):
-    """What DDP wraps: it has the model's parameters, and its forward pass hands on the loss."""
+    """The module that DDP wraps: it has the model's parameters, and its forward pass returns the loss."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

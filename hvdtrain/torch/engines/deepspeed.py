@@ -1,7 +1,7 @@
-"""DeepSpeed, as the carrier of gradients and the one who steps: the data, the schedule and the files are hvdtrain's.
+"""DeepSpeed, which carries the gradients and steps the optimizer; the data, the schedule and the files are hvdtrain's.
 
 ZeRO stage 0 leaves the optimizer whole on every rank; stages 1 and 2 leave each rank a part (`zero`). Checkpoints are
-those of the other engines. Written against DeepSpeed 0.19.8, whose `engine.py` is the reference for what is said here.
+those of the other engines. Written against DeepSpeed 0.19.8: its `engine.py` is the reference for the comments here.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _import() -> Any:
 
 @contextmanager
 def _quiet(name: str) -> Iterator[None]:
-    """While it lasts, that logger has only errors."""
+    """Limits that logger to errors while the context is open."""
     logger = logging.getLogger(name)
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -200,7 +200,7 @@ class ZeroModel(DeepSpeedModel):
             )
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> Tensor:
-        """As torch's, over the parts of all ranks; collective."""
+        """Clips the gradients over the parts of all ranks, as torch does, and returns their norm before; collective."""
         gradients = [gradient for _, gradient in self.parts.held()]
         norms = torch.zeros(self._size, device=self._device)
         norms[self._rank] = torch.nn.utils.get_total_norm(gradients, norm_type)

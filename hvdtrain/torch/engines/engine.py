@@ -15,12 +15,12 @@ from hvdtrain.world.world import World
 
 
 def attach(detected: Detected, *, engine: str, device: str, gpus_per_rank: int, seed: int) -> TorchEngine:
-    """Starts the engine of this name, pins this rank's GPUs, and seeds PyTorch, alike on every rank so that all build
-    the same initial weights; each rank's dropout stream is derived when training is prepared.
+    """Starts the engine of this name, pins this rank's GPUs, and seeds PyTorch the same on every rank, so that all
+    build the same initial weights; each rank's dropout stream is derived when training is prepared.
 
     Raises:
-        ConfigError: a GPU is asked for where none is visible.
-        ModuleNotFoundError: the engine's package is missing (`init` says how to get it).
+        ConfigError: a GPU is requested, but none is visible.
+        ModuleNotFoundError: the engine's package is missing (the error of `init` shows how to get it).
     """
     module = importlib.import_module(f"hvdtrain.torch.engines.{engine}")
     started: TorchEngine = module.attach(detected, device=device, gpus_per_rank=gpus_per_rank)

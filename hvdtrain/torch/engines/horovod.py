@@ -1,7 +1,7 @@
 """Horovod: its primitive operations carry the gradients; its optimizer wrapper is not used.
 
 The wrapper sums over micro-batches where it should average, cannot weigh ranks by their samples, and negotiates every
-parameter by itself (see `hvdtrain.torch.engines.reducer` for what is done instead).
+parameter separately (see `hvdtrain.torch.engines.reducer` for the replacement).
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ class Bucket:
         self.wire = self.flat
 
     def begin(self) -> None:
-        """Forgets the last update; where the user has kept `p.grad` of it, that memory is left to the user."""
+        """Forgets the last update; if the user has kept `p.grad` of it, that memory stays the user's."""
         if any(view is not None and sys.getrefcount(view) > OWN_REFERENCES for view in self.gradients):
             self._allocate()
         self.missing = len(self.parameters)
@@ -122,9 +122,9 @@ class Bucket:
 
 
 class Reducer:
-    """Buckets, and the hooks on a module's trainable parameters that fill them; freezing and unfreezing is noticed
-    at the next update. `sum_async` is called with the same names on every rank; a parameter that is larger than a
-    bucket has one of its own; `where_they_lie`, asked whenever buckets are made, tells whether large gradients are
+    """Buckets, and the hooks on a module's trainable parameters that fill them; the next update notices freezing and
+    unfreezing. `sum_async` is called with the same names on every rank. A parameter that is larger than a bucket has
+    a bucket of its own. `where_they_lie` is asked whenever buckets are made, and returns True if large gradients are
     summed without a copy."""
 
     def __init__(
@@ -263,9 +263,9 @@ class Reducer:
 def by_stage(
     parameters: Sequence[nn.Parameter], staged: Staged | None
 ) -> list[tuple[list[nn.Parameter], Callable[[], bool]]]:
-    """Splits parameters by the stage that computes their gradients, each with what tells a stage's last backward
-    pass: the last stage, whose gradients are complete first, comes first, and last what no stage owns, or several
-    do."""
+    """Splits parameters by the stage that computes their gradients, each with a function that returns True in a stage's
+    last backward pass. The last stage comes first: its gradients are complete first. Last come parameters that no
+    stage owns, or several do."""
     if staged is None:
         return [(list(parameters), lambda: True)]
     left = {id(parameter): parameter for parameter in parameters}
@@ -306,7 +306,7 @@ def bucketize(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[lis
 
 
 def layout_of(parameter: Tensor) -> Layout:
-    """How its gradient lies: as the parameter, where that is dense, for optimizers are faster then."""
+    """Returns the strides of a parameter's gradient: the parameter's, if it is dense: optimizers are faster then."""
     if torch.ops.aten.is_non_overlapping_and_dense(parameter):
         return tuple(parameter.stride())
     return tuple(torch.empty(parameter.shape, device="meta").stride())
@@ -319,9 +319,9 @@ def _is_large(parameter: nn.Parameter) -> bool:
 
 
 def _is_its_own(gradient: Tensor, parameter: nn.Parameter, layout: Layout) -> bool:
-    """Returns True if a gradient lies as it does on every rank, in memory that is PyTorch's and that nobody else
-    has: autograd may hand out a view of what another layer still needs (it looks at the tensor's references, not at
-    its memory's)."""
+    """Returns True if a gradient lies as it does on every rank, in memory that is PyTorch's and not used elsewhere:
+    autograd may hand out a view of memory that another layer still needs (it checks the tensor's references, not
+    those to its memory)."""
     lies = zip(gradient.shape, gradient.stride(), layout, strict=True)
     references = _references(gradient)  # before there is another one here
     memory = gradient.untyped_storage()
@@ -336,7 +336,7 @@ def _is_its_own(gradient: Tensor, parameter: nn.Parameter, layout: Layout) -> bo
 
 
 def _references(tensor: Tensor) -> int:
-    """To the Python object of a tensor's memory."""
+    """Returns the number of references to the Python object of a tensor's memory."""
     return sys.getrefcount(tensor.untyped_storage())
 
 

@@ -52,8 +52,8 @@ def pattern(index: int, parameter: Tensor) -> Tensor:
 
 
 class ModelShell(nn.Module):
-    """The shell; the engine binds it, calls it and never knows. Data goes through `call`, by default the module,
-    else its compiled form."""
+    """The shell; the engine binds and calls it like any module. Data goes through `call`: the module, or its
+    compiled form."""
 
     def __init__(self, module: nn.Module, call: Callable[..., Any] | None = None) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class ModelShell(nn.Module):
 
 
 def is_compiled(module: object) -> bool:
-    """Whether `torch.compile` made it of a module; by name: to import its class takes seconds."""
+    """Returns True if `torch.compile` made it from a module; by name, because importing its class takes seconds."""
     return type(module).__name__ == "OptimizedModule"
 
 

@@ -55,10 +55,10 @@ class SoloModel:
         passes()
 
     def finish(self) -> None:
-        """Nobody to wait for."""
+        """Does nothing: there are no other ranks."""
 
     def step(self, closure: Callable[[], object] | None = None) -> None:
         step_of(self._optimizer, closure)
 
     def close(self) -> None:
-        """No hooks to take off."""
+        """Does nothing: there are no hooks."""

@@ -71,7 +71,7 @@ def revert(layers: Iterable[nn.Module]) -> None:
 
 @contextmanager
 def converted(model: nn.Module, engine: TorchEngine) -> Iterator[None]:
-    """While it lasts, every batch-norm layer of `model` normalises over all ranks, as `convert` makes it."""
+    """Makes every batch-norm layer of `model` normalise over all ranks (see `convert`) while the context is open."""
     others = [layer for layer in model.modules() if layer not in _engines]
     convert(model, engine)
     try:
@@ -82,7 +82,7 @@ def converted(model: nn.Module, engine: TorchEngine) -> Iterator[None]:
 
 @contextmanager
 def sync_batchnorm_mode(mode: Mode) -> Iterator[None]:
-    """How the layers treat forward passes while it lasts, see `Mode`."""
+    """Sets how the layers treat forward passes while the context is open; see `Mode`."""
     global _mode
     before, _mode = _mode, mode
     try:
@@ -93,7 +93,7 @@ def sync_batchnorm_mode(mode: Mode) -> Iterator[None]:
 
 @contextmanager
 def uncounting(model: nn.Module) -> Iterator[None]:
-    """While it lasts, no forward pass of the model's layers counts."""
+    """Keeps forward passes of the model's layers from counting while the context is open."""
     layers = [layer for layer in model.modules() if layer in _engines]
     _uncounted.update(layers)
     try:
@@ -230,7 +230,7 @@ class SyncBatchNorm3d(SyncBatchNorm, nn.BatchNorm3d):
 
 
 class SyncBatchNormAny(SyncBatchNorm):
-    """In place of PyTorch's `SyncBatchNorm`, of no kind that DistributedDataParallel refuses on a CPU."""
+    """A replacement of PyTorch's `SyncBatchNorm`, of no class that DistributedDataParallel refuses on a CPU."""
 
     def _check_input_dim(self, input: Tensor) -> None:
         nn.SyncBatchNorm._check_input_dim(self, input)  # type: ignore[arg-type]

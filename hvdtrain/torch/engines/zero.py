@@ -176,7 +176,7 @@ class Parts:
 
 
 def _groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Those that train something; asked each time, since `load_state_dict` makes new ones."""
+    """Returns the groups that train something; not cached, because `load_state_dict` makes new ones."""
     return [group for group in optimizer.param_groups if _trained(group)]
 
 
@@ -185,7 +185,7 @@ def _trained(group: Mapping[str, Any]) -> list[nn.Parameter]:
 
 
 def _pieces(parameters: Sequence[nn.Parameter], start: int, stop: int) -> list[Piece]:
-    """What lies between two places of parameters laid end to end."""
+    """Returns the pieces of parameters between two places, with all parameters laid end to end."""
     found, at = [], 0
     for parameter in parameters:
         low, high = max(start - at, 0), min(stop - at, parameter.numel())
@@ -244,7 +244,7 @@ StateInParts = type("StateInParts", (dict,), dict.fromkeys(_USES, _refuse_state)
 
 def twin_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Returns an optimizer of the same settings, without state and hooks, that DeepSpeed may cut into parts; raises
-    `ConfigError` for one that is not known to update each element by itself."""
+    `ConfigError` for an optimizer that is not known to update each element independently."""
     if type(optimizer) not in _BY_ELEMENT:
         raise ConfigError(
             "the optimizer must update each element from its own gradient and state alone with zero=",
@@ -265,11 +265,11 @@ def twin_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 class Elsewhere(Tensor):
-    """What stands in `p.grad` when the ranks have the gradient in parts (zero=2): any use of it is refused."""
+    """The placeholder in `p.grad` when the ranks have the gradient in parts (zero=2): any use raises ConfigError."""
 
     @classmethod
     def of(cls, parameter: nn.Parameter) -> Tensor:
-        """One element, however large the parameter is."""
+        """Returns a placeholder that stores one element, however large the parameter is."""
         return parameter.detach().new_full((), torch.nan).expand(parameter.shape).as_subclass(cls)
 
     @classmethod
@@ -323,7 +323,7 @@ class InOrder:
             self._next += 1
 
     def finish(self) -> list[bool]:
-        """Sends what is left, zeros where there is no gradient; returns which had one, in `parameters`' order."""
+        """Sends the remaining gradients, zeros for missing ones; returns which were present, in `parameters`' order."""
         assert self._next is not None
         used = [id(p) in self._here or p.grad is not None for p, _ in self._order]
         for parameter, group in self._order[self._next :]:

@@ -76,8 +76,8 @@ class Term:
         return replace(self, divisor=self.divisor * value, numbers=numbers)
 
     def counts(self, samples: int) -> list[float]:
-        """What divides it that may be the number of its samples, or a multiple of it, such as that of their values or
-        the double. The number of one sample's values is none."""
+        """Returns the divisors that may be the number of samples, or a multiple of it (such as that of their values,
+        or the double). It excludes the number of one sample's values."""
         each = self.values / samples
         given = [number for number in self.numbers if number != each or each == samples]
         return [number for number in (*given, math.prod(self.means)) if _is_multiple(abs(number), samples)]
@@ -89,8 +89,8 @@ class Term:
 
 @dataclass
 class Reading:
-    """What a loss is made of; `one_by_one` are the names of operations `across` samples if each may be of one
-    sample."""
+    """The terms of a loss, read from its graph; `one_by_one` are the names of operations `across` samples if each may
+    be of one sample."""
 
     samples: int  # in the batch; 0: not known
     given: tuple[float, ...] = ()  # the weight of the caller's, if there is one: a factor of 1 / given divides by it

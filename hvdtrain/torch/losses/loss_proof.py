@@ -199,7 +199,7 @@ class LossProof:
             self.found(problem, tally)
 
     def close_batch(self) -> None:
-        """All losses of a batch were looked at."""
+        """Notes that all losses of a batch were examined."""
         self._losses += 1
         self._epoch = getattr(self._batch, "place", (0,))[0]
         self.forget()
@@ -237,7 +237,7 @@ class LossProof:
             self._count(terms, weight, samples, tally)
 
     def _count(self, terms: Sequence[Term], weight: Number, samples: int, tally: Tally) -> None:
-        """What divides a sum must be this piece's samples, or be made of their number."""
+        """Checks that a sum is divided by this piece's samples, or by a number made from them."""
         alone = [term for term in terms if term.mean and not term.counts(samples)]
         if samples > 1 and alone and len(alone) % samples == 0:
             self.found(f"it adds up {samples} losses of one sample each, and nothing divides them", tally, weight)

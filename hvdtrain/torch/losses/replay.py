@@ -34,7 +34,7 @@ _State = tuple[torch.Generator, Tensor]
 
 
 class CannotTry(Exception):
-    """The loss cannot be computed again from other outputs; the text says why."""
+    """Raised if the loss cannot be computed again from other outputs; the text is the reason."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Recording:
 
     @property
     def is_full(self) -> bool:
-        """It is longer than what is tried."""
+        """Returns True if the recording is longer than what is tried."""
         return len(self.operations) > _LONGEST
 
     def add(self, operation: _Operation) -> None:
@@ -98,7 +98,7 @@ class Recording:
 
 
 class _Mode(TorchDispatchMode):
-    """What a thread's recordings see operations by: on its stack of modes once, however many models are trained."""
+    """The mode that shows operations to a thread's recordings: once on its mode stack, however many models train."""
 
     _of = threading.local()
 
@@ -314,7 +314,7 @@ class Replay:
         ]
 
     def _run(self, now: dict[int, Any]) -> None:
-        """Does the operations again, on the tensors that `now` has for the recorded ones, and adds their results."""
+        """Runs the operations again, on the tensors that `now` has for the recorded ones, and adds their results."""
         numbers = dict[float, float]()
 
         def given(value: Any) -> Any:
@@ -334,7 +334,7 @@ class Replay:
             now.update((id(old), new) for old, new in pairs if new is not None)
 
     def counts_nothing(self, outputs: Sequence[Tensor]) -> bool:
-        """Returns True if no outputs give a gradient: all targets are masked, say."""
+        """Returns True if no outputs give a gradient, for example because all targets are masked."""
         other = [[times * output.detach() for output in outputs] for times in (1.0, -1.0, 1e4, -1e4)]
         return not any(bool(one.any()) for values in other for one in self.gradients(values))
 
@@ -355,7 +355,7 @@ def _of_a_batch(tensor: Tensor) -> bool:
 
 
 class Rows(NamedTuple):
-    """Where samples lie in an output: of each place along a dimension the sample's number."""
+    """The places of samples in an output: the sample's number at each place along a dimension."""
 
     dim: int
     samples: Tensor
@@ -365,7 +365,7 @@ def rows_of(outputs: Sequence[Tensor], samples: int) -> list[list[Rows | None]]:
     """Returns the ways in which samples may lie in outputs; None for an output of which it is not known.
 
     The first dimension is the batch, or copies of it, one after the other or side by side; calls for parts of the batch
-    give rows that come to the batch. Of three dimensions the second may be the batch, where it is as long as the first.
+    give rows that add up to the batch. Of three dimensions the second may be the batch, if it is as long as the first.
     """
     lengths = [len(output) if output.dim() else 0 for output in outputs]
     parts = _parts(lengths, samples)
@@ -388,7 +388,7 @@ def rows_of(outputs: Sequence[Tensor], samples: int) -> list[list[Rows | None]]:
 
 
 def _parts(lengths: Sequence[int], samples: int) -> list[int | None]:
-    """Returns of each output the sample of its first row, if it is one of neighbours that come to the batch."""
+    """Returns for each output the sample of its first row, if neighbouring outputs add up to the batch."""
     found: list[int | None] = [None] * len(lengths)
     first, total = 0, 0
     for at, length in enumerate(lengths):
@@ -478,8 +478,8 @@ def reweighed(replay: Replay, outputs: Sequence[Tensor], samples: int, given: bo
 def _changes_others(
     before: Sequence[Tensor], after: Sequence[Tensor], way: Sequence[Rows | None], place: int, given: bool
 ) -> bool:
-    """Returns True if many samples but the one at a place have other gradients, and (if `given`) not all the same
-    multiple of what they were."""
+    """Returns True if many samples other than that at `place` have changed gradients, and (if `given`) not all by the
+    same factor."""
     bound = max(tolerance(before), _COUNTED) * max(float(one.abs().max()) for one in before if one.numel())
     changed, proportional, most = set[int](), given, 0
     for old, new, rows in zip(before, after, way, strict=True):

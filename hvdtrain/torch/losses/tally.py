@@ -29,10 +29,10 @@ _EXAMPLES = "weight=(y != -100).sum() for ignore_index, weight=class_weights[y].
 
 @dataclass(eq=False)
 class Tally:
-    """One update's sums on this rank; a batch of weight 0 adds nothing.
+    """The sums of one update on this rank; a batch of weight 0 adds nothing.
 
-    By the inequality of Cauchy and Schwarz (sum d)^2 = sum w x sum d^2 / w only where d / w is the same everywhere,
-    with w the weight and d what the loss divides by (NaN: not known).
+    By the Cauchy-Schwarz inequality, (sum d)^2 = sum w x sum d^2 / w only if d / w is the same everywhere. Here w is
+    the weight, and d the divisor of the loss (NaN: unknown).
     """
 
     loss: Number = 0.0  # sum of weight x mean loss, divided like the gradients

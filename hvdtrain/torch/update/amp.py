@@ -18,9 +18,9 @@ from hvdtrain.values.nested import map_tensors
 
 
 class MixedPrecision:
-    """How one prepared model computes: as its types say, in "bf16" or in "fp16". Given weights are divided by
-    `unit`, a power of two near to the weight of a planned sample in the last update, before gradients are summed, so
-    that tokens by the thousand do not overflow float16; it changes no digit."""
+    """The numeric type of one prepared model's passes: its own types, "bf16" or "fp16". Given weights are divided by
+    `unit` before gradients are summed, so that tokens by the thousand do not overflow float16. `unit` is a power of
+    two near the weight of a planned sample in the last update; it changes no digit."""
 
     def __init__(self, amp: Literal["bf16", "fp16"] | None, device: torch.device) -> None:
         self.amp = amp
@@ -72,7 +72,7 @@ class MixedPrecision:
         self.skipped_steps += not stepper.stepped
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps: plain numbers."""
+        """Returns the state that a checkpoint keeps, as plain numbers."""
         scaler = dict(self._scaler.state_dict()) if self._scaler is not None else {}
         return {"scaler": scaler, "skipped_steps": self.skipped_steps, "unit": float(self.unit)}
 
@@ -85,8 +85,8 @@ class MixedPrecision:
 
 
 class ScalerAdapter:
-    """What the gradient scaler takes for an optimizer: the real one's parameters (or the gradients `held`
-    elsewhere), and the engine's step."""
+    """The optimizer that the gradient scaler sees: the real one's parameters (or the gradients `held` elsewhere), and
+    the engine's step."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, step: Callable[[], None], held: Callable[[], list[Tensor]] | None = None

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """What `backward` must know about a batch; compared by identity. The update's weights are `planned` to sum to
-    its samples; where these are not counted, to its batches."""
+    """The facts about a batch that `backward` needs; compared by identity. The update's weights are `planned` to sum to
+    its samples; if samples are not counted, to its batches."""
 
     planned: float
     is_last_micro_batch: bool  # of its update
@@ -27,22 +27,22 @@ class Batch:
 
     @property
     def weight(self) -> float:
-        """Of its mean loss in the update; over all ranks and micro-batches of an update they sum to 1."""
+        """The weight of its mean loss in the update; over all ranks and micro-batches of an update they sum to 1."""
         return self.amount / self.planned
 
     @property
     def whole_update(self) -> bool:
-        """It makes an update by itself."""
+        """Returns True if this batch alone makes an update."""
         return self.is_last_micro_batch and (self.step is None or self.planned == self.step.global_samples)
 
     @property
     def padding(self) -> bool:
-        """This rank has no samples left, and takes part with weight 0."""
+        """Returns True if this rank has no remaining samples, and takes part with weight 0."""
         return self.step is not None and self.step.padding
 
 
 class Batches:
-    """Where batches come from: a loader, which knows every rank's share; or anything else, where each counts the
+    """A source of batches: a loader, which knows every rank's share; or anything else, where each batch counts the
     same."""
 
     def __init__(self, data: Loader | None, size: int, accumulate: int) -> None:
@@ -55,8 +55,8 @@ class Batches:
         self._calls: set[bool | None] = set()
 
     def called(self, values: Any) -> None:
-        """The model was called on `values`, in training: of the batch last handed out, of another one, or of neither
-        that is known."""
+        """Notes a call of the model on `values` in training: those of the batch last handed out, of another batch, or
+        of unknown origin."""
         if self.data is not None:
             steps = {step for tensor in tensors_of(values) if (step := self.data.step_of(tensor)) is not None}
             self._calls.add(self.data.step in steps if steps else None)
@@ -121,8 +121,8 @@ class Batches:
         return None if self.data is None else self.data.state_of_weights()
 
     def saved(self, gathered: Batch | None) -> None:
-        """Notes that a checkpoint is taken, which goes on after the last batch that is in the weights of any model.
-        Raises `ConfigError` if an update that is not complete (`gathered` is its last batch) has batches before that
+        """Notes that a checkpoint is taken; a restored run resumes after the last batch that is in the weights of any
+        model. Raises `ConfigError` if an incomplete update (`gathered` is its last batch) has batches before that
         place."""
         last = None if self.data is None else self.data.in_weights
         step = None if gathered is None else gathered.step

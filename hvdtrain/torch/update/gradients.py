@@ -35,7 +35,7 @@ _running: list[Gradients] = []  # whose backward pass is under way; hooks run in
 
 
 class Gradients:
-    """One update's gradients."""
+    """The gradients of one update."""
 
     def __init__(
         self, module: nn.Module, device: torch.device, optimizer: torch.optim.Optimizer, *, staged: bool = False
@@ -62,10 +62,10 @@ class Gradients:
     def begin(
         self, batch: Batch, weight: Number | None, unit: Number, share: float | None = None
     ) -> tuple[Number, Number]:
-        """Makes `p.grad` what the backward pass of `batch` adds to; `add_loss` follows. Returns the weight, which is
-        what the batch's mean loss divides by (None: samples) or this rank's `share` of a loss of the whole batch,
-        and what the mean loss is multiplied with. Given weights are divided by `unit`, a power of two. Raises
-        `ConfigError` if a layer was frozen, or weights were begun or left out, in the middle of an update."""
+        """Prepares `p.grad`, which the backward pass of `batch` adds to; `add_loss` follows. Returns two numbers: the
+        weight, which is the divisor of the batch's mean loss (None: samples) or this rank's `share` of a loss of the
+        whole batch, and the factor of the mean loss. Given weights are divided by `unit`, a power of two. Raises
+        `ConfigError` if a layer was frozen within an update, or if only some of its batches have given weights."""
         self._open_update(batch)
         tally, new = self.tally, batch is not self.batch
         given = weight is not None
@@ -138,7 +138,7 @@ class Gradients:
     # -- backward passes that are not the optimizer's ---------------------------------------------------------
     @contextmanager
     def differentiating(self) -> Iterator[None]:
-        """While it lasts, gradients may come."""
+        """Allows gradients while the context is open."""
         _running.append(self)
         try:
             yield
@@ -146,7 +146,7 @@ class Gradients:
             _running.remove(self)
 
     def _watch(self) -> None:
-        """Has gradients refused that no prepared optimizer asked for; parameters that were thawed since, too."""
+        """Registers hooks that refuse gradients of no prepared optimizer, also on parameters unfrozen since."""
         for parameter in self._parameters:
             if parameter.requires_grad and id(parameter) not in self._hooks:
                 hook = partial(_on_gradient, ref(self))
@@ -273,7 +273,7 @@ def scale(gradients: Sequence[Tensor], factor: Tensor) -> None:
 def zero_gradients(
     parameters: Sequence[nn.Parameter], weight: Number, loss: Tensor, outputs: Sequence[Tensor]
 ) -> Iterator[None]:
-    """While it lasts, and `weight` is 0, nothing comes of a loss: a weight of 0 does not undo one that is NaN.
+    """Makes a loss contribute nothing while the context is open if `weight` is 0: that factor does not remove a NaN.
     Gradients are 0 where the loss enters the model's outputs, and of parameters that it reaches past them."""
     keep = partial(_where_counted, weight) if isinstance(weight, Tensor) else torch.zeros_like
     asked = isinstance(weight, Tensor) or not weight
@@ -294,8 +294,8 @@ def _where_counted(weight: Tensor, gradient: Tensor) -> Tensor:
 
 
 def refuse_divided(loss: Tensor, accumulate: int) -> None:
-    """Raises `ConfigError` for a mean that is divided by the batches of its update once more; one that is multiplied
-    (`0.5 * loss`) has a weight."""
+    """Raises `ConfigError` for a mean that is divided again by the number of batches of its update. A mean that is
+    multiplied (`0.5 * loss`) has a weight."""
     node: Any = loss.grad_fn
     other = getattr(node, "_saved_other", None)
     if accumulate == 1 or not isinstance(other, Tensor) or other.dim() or other.requires_grad or other.is_cuda:

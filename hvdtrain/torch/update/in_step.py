@@ -26,7 +26,7 @@ _numbers = itertools.count(1)  # of this process; ranks prepare their models in 
 
 
 class _Place(NamedTuple):
-    """What an update is of: a model, where its last batch ends in the loader, and how many were stepped before."""
+    """The identity of an update: a model, the place of its last batch in the loader, and the number stepped before."""
 
     model: int
     epoch: int
@@ -105,7 +105,7 @@ class TrackedModel:
             self._check(*self._under_way.popleft())
 
     def step(self, closure: Callable[[], object] | None = None) -> None:
-        """See `EngineModel.step`. One of parts is collective: a rank that waits in it for others is noted, too."""
+        """Runs `EngineModel.step`. A step of parts is collective: the tracker also notes a rank that waits in it."""
         collective = self._world.tracker.reduction("the optimizer's step") if self._parted else nullcontext()
         with collective:
             self._engine_model.step(closure)

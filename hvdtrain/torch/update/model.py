@@ -31,7 +31,7 @@ _OWN = ("module", "session", "training")
 
 
 class Model(nn.Module):
-    """What `prepare` returns: call it, train it, save it like the module it holds.
+    """The model that `prepare` returns: call it, train it, save it like the module it holds.
 
     Attributes, methods, parameter names and state dicts are those of the user's module, without any prefix.
 
@@ -98,7 +98,7 @@ class Model(nn.Module):
         self.module.train(mode)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As the optimizer's: between a closing backward and its step it is refused."""
+        """Clears gradients like the optimizer's; raises ConfigError between a closing backward and its step."""
         optimizer = prepared_optimizers[self.session.module]()
         if optimizer is not None:
             optimizer.before_zero_grad()
@@ -141,7 +141,7 @@ class Model(nn.Module):
         return sorted({*nn.Module.__dir__(self), *dir(self.module)})
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Model:
-        """What `to`, `cuda`, `half` and the like come to: allowed where nothing changes."""
+        """Handles `to`, `cuda`, `half` and the like: raises ConfigError unless nothing changes."""
         for name, tensor in self.module.named_parameters():
             after = fn(tensor.detach())
             if (after.device, after.dtype) != (tensor.device, tensor.dtype):

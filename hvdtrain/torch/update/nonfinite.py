@@ -148,7 +148,7 @@ def check_weights(module: nn.Module, world: World) -> None:
 
 
 def _all_finite(values: Tensor) -> bool:
-    """As `isfinite(values).all()`, 20 times as fast: a sum is not finite if a value is not, seldom otherwise."""
+    """Returns `isfinite(values).all()`, 20 times as fast: a sum is not finite if a value is not, seldom otherwise."""
     total = values.sum(dtype=torch.float32 if values.element_size() < 4 else None)
     return bool(torch.isfinite(total)) or bool(torch.isfinite(values).all())
 

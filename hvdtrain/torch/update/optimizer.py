@@ -34,17 +34,17 @@ _LOOKED_AT = 2  # updates, where no loader deals the data
 
 
 class Optimizer(BatchPasses, torch.optim.Optimizer):
-    """What `prepare` returns for the user's optimizer; schedulers, scalers and checkpoints take it for one.
+    """The optimizer that `prepare` returns; schedulers, scalers and checkpoints accept it as one.
 
     Attributes:
-        wrapped: the user's optimizer; of a list, one that steps them all.
-        progress: where training stands after the last update, skipped ones counted.
+        wrapped: the user's optimizer; for a list, one that steps them all.
+        progress: the progress of training after the last update; skipped updates are counted.
     """
 
     # a fused optimizer would be given the scale to divide by, which this one keeps to itself: scalers divide first
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """What `GradScaler.step` asks first; raises `ConfigError` where it would find no gradients."""
+        """False, for `GradScaler.step`, which reads it first; raises `ConfigError` if gradients are incomplete."""
         if self.session.gradients.state == "partial":
             raise ConfigError(
                 "a GradScaler of your own cannot step after a batch that completes no update",
@@ -173,7 +173,7 @@ class Optimizer(BatchPasses, torch.optim.Optimizer):
             )
 
     def _evaluate(self, closure: Callable[[], object]) -> Tensor | None:
-        """What the wrapped optimizer calls for the loss and its gradients: those of all ranks, which ask alike."""
+        """Computes the loss of all ranks and its gradients; the wrapped optimizer calls it alike on each rank."""
         session = self.session
         self._reopen(require_batch(session.batches.now()))
         with torch.enable_grad():
@@ -288,18 +288,18 @@ class Optimizer(BatchPasses, torch.optim.Optimizer):
 
     @property
     def preempted(self) -> bool:
-        """A rank was preempted (SIGTERM, SIGUSR1): True on all ranks after the same update (on a GPU: two later).
+        """Returns True if a rank was preempted (SIGTERM, SIGUSR1): on all ranks after one update (on a GPU two later).
 
-        A loop over a `Loader` need not look: it saves and ends by itself, where the loader is asked for the next batch.
-        Any other one saves, and raises `hvdtrain.Preempted`.
+        A loop over a `Loader` need not check it: when asked for the next batch, the loader saves and ends the run.
+        Any other loop must save, and raise `hvdtrain.Preempted`.
         """
         return self.session.preempted
 
     def record(self) -> dict[str, Any]:
-        """What `RunLog.step` takes, for the batch just done.
+        """Returns the arguments of `RunLog.step`, for the batch just done.
 
-        The loss is the mean over all ranks' samples of the update (on a GPU: of one some updates ago, so that nothing
-        waits). For a micro-batch that completed no update, samples is 0 and the loss None.
+        The loss is the mean over all ranks' samples of the update (on a GPU: of an update some steps ago, so that
+        nothing waits). For a micro-batch that completed no update, samples is 0 and the loss None.
         """
         batch, self._updated = self._updated, None
         return {
@@ -353,17 +353,17 @@ class Optimizer(BatchPasses, torch.optim.Optimizer):
             self.session.rates.forget()
 
     def compare_replicas(self) -> None:
-        """After the next update the ranks compare their weights."""
+        """Makes the ranks compare their weights after the next update."""
         self._epoch = -1
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As the wrapped optimizer's, between two updates: of parameters of the model, which were frozen until now.
+        """Adds a group to the wrapped optimizer, between two updates: parameters of the model that were frozen.
 
-        Call it on every rank: an update whose ranks have other rates is refused. With `prepare(..., lr=...)` the
+        Call it on every rank: an update whose ranks have different rates is refused. With `prepare(..., lr=...)` the
         group's rate is its base.
 
         Raises:
-            ConfigError: parameters that are not the model's, within an update, or with zero=.
+            ConfigError: the parameters are not the model's, an update is incomplete, or zero= is set.
         """
         session = self.session
         session.gradients.refuse_in_update()

@@ -52,7 +52,7 @@ class _MicroBatch(NamedTuple):
 
 
 class BatchPasses:
-    """Of one batch, of a whole model or of stages; in the right order with those of other batches."""
+    """The passes of one batch, of a whole model or of stages; in the right order with those of other batches."""
 
     _stepper: ScalerAdapter
 
@@ -287,7 +287,7 @@ class BatchPasses:
             tally.text = str  # nothing more to say
 
     def _same_draws(self) -> AbstractContextManager[None]:
-        """While it lasts, all ranks draw the same random numbers, which are those of the update."""
+        """Makes all ranks draw the same random numbers, those of the update, while the context is open."""
         world, seed = self.session.world, self.session.world.seed + self.progress.step + 1
         return nullcontext() if world.size == 1 else of_devices(self.session.engine.device).preserved(seed)
 
@@ -346,31 +346,30 @@ class BatchPasses:
 
         After the batch that completes an update, `p.grad` is the gradient of the mean loss over all ranks and
         micro-batches, sum(weight x gradient) / sum(weight), unscaled. Before, `p.grad` is None.
-        On ddp and deepspeed clone a gradient to keep it: the next update uses its memory again, as PyTorch's own does.
-        At updates 1, 2, 4, 8 ..., and an epoch's first, the loss is tried: its operations run again with other
-        outputs for half of the samples (on a GPU this waits, and needs the loss's memory once more). Factors of the
-        targets alone that autograd does not see (weights divided by their batch mean) are found by
-        `hvdtrain.torch.check(step, batch)`.
+        On ddp and deepspeed clone a gradient to keep it: the next update reuses its memory, as PyTorch's own does.
+        At updates 1, 2, 4, 8 ..., and an epoch's first, hvdtrain tries the loss: its operations run again with other
+        outputs for half of the samples (on a GPU this waits, and needs the loss's memory a second time). It does
+        not find factors of the targets alone, which autograd does not see (weights divided by their batch mean):
+        `hvdtrain.torch.check(step, batch)` does.
 
         Args:
             loss: a scalar, the mean over this rank's batch: of its samples, or of what `weight` counts; not a sum
-                that is divided by the samples of all ranks. Of a sum of several means, each with its own divisor, a
+                that is divided by the samples of all ranks. For a sum of several means, each with its own divisor, a
                 list of (mean, divisor): `[(class_loss, len(y)), (box_loss, matched)]` is their sum, each over all that
-                it counts on all ranks. A mean whose divisor is 0 does not count. Or a loss of what
+                it counts on all ranks. A mean whose divisor is 0 does not count. Or a loss of the values that
                 `hvdtrain.torch.whole` returned.
-            weight: what that mean divides by, if not by samples: a number, or a scalar (which may be on a GPU: nothing
-                waits for it). `(y != -100).sum()` with `ignore_index`, `class_weights[y].sum()` with class
+            weight: the divisor of that mean, if it is not the samples: a number, or a scalar (which may be on a GPU:
+                nothing waits for it). `(y != -100).sum()` with `ignore_index`, `class_weights[y].sum()` with class
                 weights, `mask.sum()` for tokens. A batch of weight 0 does not count, even if its loss is NaN.
             more: another backward for the same batch follows, of another loss; they add up.
             retain_graph: as torch's: another backward goes through the same graph.
-            again: the batch was differentiated before, and is once more, for an update of its own (several a batch), or
-                in place of the gradients that are there. Need not be said where the model is called on tensors that
-                the loader handed out.
+            again: the batch was differentiated before, and is again: for another update (several a batch), or to
+                replace the present gradients. Not needed if the model is called on tensors that the loader handed out.
 
         Raises:
             ConfigError: no batch, a second backward for one batch, backward instead of step, no scalar, a pipeline, or
-                a backward pass that failed is tried again though there are other ranks.
-                On every rank: what the loss divides by is not its weight, or no weight makes it right.
+                a failed backward pass is tried again although there are other ranks.
+                On every rank: the divisor of the loss is not its weight, or no weight makes it right.
             NonFiniteError: on every rank, when the loss of one is NaN or infinite.
             HvdtrainError: out of memory.
         """
@@ -539,7 +538,7 @@ class BatchPasses:
     def _conclude(
         self, batch: Batch, loss: Tensor, sums: Tensor | None, *, weight: Number = 1.0, more: bool = False
     ) -> None:
-        """What follows on the passes of a batch; `sums`, if it is the last of an update, are under way."""
+        """Completes a batch after its passes. `sums` are given for the last batch of an update; they are under way."""
         session, gradients = self.session, self.session.gradients
         if not batch.padding:
             self._find_layer(loss, weight)
@@ -609,8 +608,8 @@ class BatchPasses:
                 self._layer = first_bad_layer(session.module, args, kwargs, call)
 
     def _settle_update(self, batch: Batch, sums: Tensor) -> None:
-        """Once the gradients are there: checks loss and weights, divides by what the weights really sum to (samples may
-        have been left out), takes the scale away."""
+        """Checks loss and weights once the gradients are there, divides by the real sum of the weights (samples may
+        have been skipped), and removes the scale."""
         session, tally = self.session, self.session.gradients.tally
         every, weight = sums[0], sums[1]
         skips = session.options.amp == "fp16"

@@ -38,15 +38,15 @@ _DROPOUTS = (nn.modules.dropout._DropoutNd,)
 
 @dataclass(frozen=True)
 class Check:
-    """What `check` found.
+    """The result of `check`.
 
     Attributes:
-        exact: the whole batch's loss and gradient are those of its pieces, weighed.
-        weight: what the pieces were weighed by, in words.
+        exact: True if the whole batch's loss and gradient are those of its pieces, weighed.
+        weight: the quantity that the pieces were weighed by, in words.
         loss, gradient: the largest differences, as part of the largest value.
-        parameter: the one whose gradient differs most; "" where all agree.
-        draws: random numbers that differ from one pass to the next are drawn.
-        notes: what else there is to know.
+        parameter: the one whose gradient differs most; "" if all agree.
+        draws: True if random numbers are drawn that differ from one pass to the next.
+        notes: further remarks.
     """
 
     exact: bool
@@ -67,18 +67,18 @@ class Check:
 def check(step: Callable[[Any], Tensor], batch: Any, *, weight: Weight = None) -> Check:
     """Checks whether N ranks can train with this step as one process does: runs it on a batch and on two pieces of it.
 
-    Dropout and batch normalisation are switched to evaluation meanwhile: they differ between pieces for good reasons,
-    which are noted. Training goes on as if nothing had been.
+    Dropout and batch normalisation are in evaluation mode during the check: they differ between pieces for good
+    reasons, which are noted. Training continues unchanged.
 
     Args:
-        step: takes a batch and returns the loss, a scalar; the model, prepared or plain, is one that it refers to. It
+        step: takes a batch and returns the loss, a scalar; it refers to the model, prepared or plain. It
             calls no backward().
         batch: as from the loader; tensors in it, in tuples, lists and dicts, are cut along dimension 0.
-        weight: what the mean loss divides by: a function of the batch. None: by samples, and if those do not fit, by
-            what the loss's graph says.
+        weight: the divisor of the mean loss: a function of the batch. None: the samples, and if those do not fit, the
+            divisor that the loss's graph shows.
 
     Returns:
-        What was found; `str(found)` is one line.
+        The result; its `str()` is one line.
 
     Raises:
         ConfigError: a batch of fewer than two samples, or a step that gives no scalar.
@@ -295,9 +295,9 @@ def _unchanged(modules: list[nn.Module]) -> Iterator[None]:
 
 
 def pieces_differ(session: Session, model: Any, arguments: Any, y: Any, loss: Any, weight: Weight) -> str:
-    """Returns why a model and a loss that training calls cannot be put together of pieces; "" where they can, or
-    where it cannot be told: a batch that cannot be cut, random numbers that are not dropout, a loss of another
-    shape. `arguments` are (args, kwargs) of the prepared model; the others as of `forward_backward`."""
+    """Returns why the pieces of a batch do not make up a model and a loss that training calls; "" if they do, or if
+    that is unknown: a batch that cannot be cut, random numbers that are not dropout, a loss of another shape.
+    `arguments` are (args, kwargs) of the prepared model; the others as of `forward_backward`."""
     samples = batch_size(arguments)
     if samples < 2 or batch_size(y) != samples:
         return ""

@@ -78,6 +78,6 @@ def updated(session: Session, updates: int) -> None:
 
 
 def _few(module: torch.nn.Module) -> list[float]:
-    """Some of the weights of each parameter."""
+    """Returns some of the weights of each parameter."""
     parts = [p.detach().flatten()[:: p.numel() // 16 + 1].to("cpu", torch.float64) for p in module.parameters()]
     return torch.cat(parts).tolist()

@@ -58,8 +58,8 @@ class Options:
 
 @dataclass(eq=False)
 class Session:
-    """One prepared model: the user's own objects (of a pipeline the module that it was made of), and what ties them
-    to the ranks."""
+    """A prepared model: the user's own objects (for a pipeline the module that it was made of), and their connection to
+    the ranks."""
 
     world: World  # the ranks
     module: nn.Module
@@ -81,9 +81,7 @@ class Session:
     stepping: bool = False  # the optimizer's step is called by `Optimizer.step`
     entered: bool = False  # the model was called, or a method of it, since the last backward pass
     saver: Saver | None = None  # what saves this training, if a checkpointer knows it
-    before: UpdateSnapshot | None = (
-        None  # what an update that is left out must not have changed, where the job is elastic
-    )
+    before: UpdateSnapshot | None = None  # the state to restore if an update is discarded, in an elastic job
     _begun_with: dict[str, Any] | None = field(default=None, repr=False)  # random numbers, as an update began
     _empty_batch: ExitStack = field(default_factory=ExitStack, repr=False)
 
@@ -93,12 +91,12 @@ class Session:
 
     @property
     def preempted(self) -> bool:
-        """All ranks know that one was preempted."""
+        """Returns True if all ranks know that one was preempted."""
         return self.losses.preempted
 
     @property
     def leaves(self) -> bool:
-        """All ranks know that the ranks are about to change."""
+        """Returns True if all ranks know that the ranks are about to change."""
         return self.losses.leaves
 
     @property
@@ -107,7 +105,7 @@ class Session:
 
     @property
     def in_parts(self) -> ZeroModel | None:
-        """The model on the engine, where ranks have parts of the gradients, too."""
+        """The model on the engine if ranks also have parts of the gradients; otherwise None."""
         return self.parted if self.parted is not None and self.parted.parted else None
 
     def gradients_here(self) -> list[tuple[Piece, Tensor]]:
@@ -196,9 +194,9 @@ def not_finite(session: Session) -> list[str]:
 
 
 class Rates:
-    """The rates of one optimizer, made with base rates: each group's own base, times what the contract says of its
-    base for a global batch. Raises `ConfigError` if no group has the contract's base rate; one whose rate was scaled
-    already, say."""
+    """The rates of one optimizer, made with base rates: each group's own base, times the factor that the contract gives
+    for a global batch. Raises `ConfigError` if no group has the contract's base rate, for example because a rate was
+    scaled already."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, lr: LR, global_batch: int) -> None:
         self._optimizer = optimizer
@@ -238,7 +236,7 @@ class Rates:
         self._marks = _marks(self._optimizer)
 
     def _refuse_scheduler(self, found: bool) -> None:
-        """Before it has done anything: some begin after many epochs."""
+        """Raises ConfigError if a scheduler was found, before it has changed a rate: some begin after many epochs."""
         if found:
             raise ConfigError(
                 "prepare(..., lr=...) cannot be combined with a scheduler: both set the learning rate",
@@ -248,7 +246,7 @@ class Rates:
 
 
 def _marks(optimizer: torch.optim.Optimizer) -> list[bool]:
-    """Which groups torch's schedulers have written their initial rate to, which they do at once."""
+    """Returns True for each group with an initial rate written by torch's schedulers, which do so at once."""
     return ["initial_lr" in group for group in optimizer.param_groups]
 
 
@@ -257,8 +255,7 @@ def rates_of(optimizer: torch.optim.Optimizer) -> list[float]:
 
 
 class UpdateSnapshot:
-    """What an update of this session that is discarded must not have changed: the user's loop goes through its batch
-    all the same."""
+    """The state to restore if an update of this session is discarded: the user's loop still goes through its batch."""
 
     def __init__(self, of: Session) -> None:
         self._session = ref(of)

@@ -1,4 +1,4 @@
-"""Several optimizers of one model that step together, as one: Muon for its matrices and AdamW for the rest, say."""
+"""Several optimizers of one model that step together, as one: for example Muon for matrices, AdamW for the rest."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hvdtrain.core.errors import ConfigError
 
 
 class Several(torch.optim.Optimizer):
-    """What `prepare` makes of a list of two optimizers or more: one, with the groups of all, and a state dict like
-    any other's."""
+    """The optimizer that `prepare` makes of a list of two or more: it has the groups of all, and a state dict like any
+    other's."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         # not torch's own __init__: groups and state are the members'
@@ -50,7 +50,7 @@ class Several(torch.optim.Optimizer):
             member.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """As that of one optimizer: parameters are numbered through."""
+        """Returns the state as that of one optimizer: parameters are numbered through."""
         state: dict[int, Any] = {}
         groups: list[dict[str, Any]] = []
         for member in self.members:

@@ -78,7 +78,7 @@ def _numbered(device: torch.device) -> torch.device:
 
 
 def signature(staged: Staged) -> dict[str, str]:
-    """What must be the same on every rank: gradients travel by stage."""
+    """Returns the settings that must be the same on every rank, because gradients travel by stage."""
     names = {id(parameter): name for name, parameter in staged.module.named_parameters()}
     groups = [", ".join(names[id(p)] for p in owned) for owned in staged.owned_parameters()]
     found = {f"the parameters of stage {index + 1} of the pipeline": owned for index, owned in enumerate(groups)}
@@ -86,7 +86,7 @@ def signature(staged: Staged) -> dict[str, str]:
 
 
 class Arguments(NamedTuple):
-    """Of a model."""
+    """The arguments of a model."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -94,7 +94,7 @@ class Arguments(NamedTuple):
 
 @contextmanager
 def pieces_for(session: Session, arguments: Arguments) -> Iterator[None]:
-    """While it lasts, a tail's few samples are cut into micro-batches of the usual size, not into the usual number."""
+    """Cuts a tail's few samples into micro-batches of the usual size, not number, while the context is open."""
     staged, full = session.staged, session.per_rank_batch
     samples = next((len(tensor) for tensor in tensors_of(arguments) if tensor.dim()), 0)
     if staged is None or not full or not 0 < samples < full:
@@ -178,7 +178,7 @@ def run_step(
 
 @contextmanager
 def _as_part(session: Session, staged: Staged) -> Iterator[None]:
-    """While it lasts, the pipeline knows whether its batch is one of several of an update."""
+    """Sets whether the pipeline's batch is one of several of an update, while the context is open."""
     staged.batch_is_part = session.world.size * session.options.accumulate > 1
     try:
         yield

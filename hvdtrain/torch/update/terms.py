@@ -16,7 +16,7 @@ from hvdtrain.torch.update.whole import is_whole
 
 
 class MeanTerm(NamedTuple):
-    """One mean of this rank's batch."""
+    """A mean of this rank's batch."""
 
     mean: Tensor  # a scalar
     divisor: float  # what it divides by
@@ -58,7 +58,7 @@ def terms_of(given: Sequence[Any], weight: object, more: bool) -> list[MeanTerm]
 
 
 class Terms:
-    """Of one update: what was counted, and the gradients of its batches but the last, by term."""
+    """The terms of one update: what was counted, and by term the gradients of its batches except the last."""
 
     def __init__(self, terms: int) -> None:
         self.counts = [0.0] * terms

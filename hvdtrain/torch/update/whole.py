@@ -41,8 +41,8 @@ _lists: WeakKeyDictionary[Session, dict[str, bool]] = WeakKeyDictionary()  # are
 
 @dataclass(frozen=True)
 class _Own:
-    """This rank's part of a joined tensor: its rows from `start` to `stop`, or, on every rank alike, the whole of it
-    (None)."""
+    """This rank's part of a joined tensor: its rows from `start` to `stop`; None: the whole tensor, the same on every
+    rank."""
 
     output: Tensor  # what this rank's model gave, with its graph
     start: int | None
@@ -142,7 +142,7 @@ def _of_all_ranks(own: _Report, world: World, known: dict[str, tuple[Any, bytes,
 
 @dataclass(frozen=True)
 class _Node:
-    """What one rank has at one place of the values; a list may be read `as_items`, one a sample, or `as_parts` of a
+    """A rank's value at one place of the values; a list may be read `as_items`, one a sample, or `as_parts` of a
     value."""
 
     kind: str  # "rows", "scalar" (a tensor without dimensions), "array", "items", "parts", "plain"
@@ -199,7 +199,7 @@ _Report = tuple[str, list[bool], list[_Node]]  # what is wrong; of each micro-ba
 
 @dataclass(frozen=True)
 class _Piece:
-    """One rank's values of one micro-batch."""
+    """A rank's values of one micro-batch."""
 
     rank: int
     absent: bool  # the rank has no samples in it; what it has only shows the form
@@ -270,7 +270,7 @@ class _Joiner:
         return self._lists[place]
 
     def _item(self, node: _Node, piece: _Piece, example: Any) -> Any:
-        """One sample's value; in the form of one of this rank's own."""
+        """Returns the value of one sample, in the form of one of this rank's own."""
         if node.kind in ("rows", "scalar"):
             tensor = piece.tensors[node.place]
             own = [] if piece.own is None else [(piece.own[node.place], 0, len(tensor) if tensor.dim() else None)]
@@ -318,7 +318,7 @@ class _Joiner:
         return self._leaf(found, own)
 
     def _scalar(self, nodes: Sequence[_Node]) -> Tensor:
-        """One number of all ranks, as a temperature is."""
+        """Returns a number that all ranks share, such as a temperature; raises ConfigError if they differ."""
         numbers = [piece.tensors[node.place] for piece, node in zip(self.pieces, nodes, strict=True)]
         if not all(torch.allclose(number, numbers[0], rtol=1e-5, atol=0, equal_nan=True) for number in numbers):
             lines = zip(self.pieces, numbers, strict=True)
