@@ -129,7 +129,7 @@ class Connections:
 
 
 def _sockets() -> dict[int, str]:
-    """This process's sockets: descriptor, and what names it for good."""
+    """Returns this process's sockets: the descriptor, and a name that is never used again."""
     found = {}
     for number in map(int, os.listdir("/proc/self/fd")):
         with contextlib.suppress(OSError):

@@ -119,10 +119,10 @@ class JobRanks:
         """Notes that there is a batch: what is collective at the head of the epoch has been done."""
 
     def regroup(self, lost: RanksLost | None, *, operation: bool = False, joinable: bool = True) -> Any:
-        """Goes over to the next formation, after a loss, or because all ranks have agreed to leave, or this one is
-        new (None). Returns the result of the `operation` that failed, which is repeated and no update, if another
-        rank has it, else `_NOTHING`. `joinable`: a new rank, which begins with the next batch, comes by all that is
-        collective from here on. Raises the loss if ranks cannot change."""
+        """Enters the next formation, after a loss, or (None) because all ranks have agreed to leave or this one is
+        new. If an `operation` failed that is no update, returns its result if another rank has it, else `_NOTHING`:
+        then it must be repeated. `joinable`: a new rank, which begins with the next batch, will call all collectives
+        that follow. Raises the loss if ranks cannot change."""
         raise lost or ConfigError("ranks must be those of an elastic job to change", "a job of fixed ranks")
 
 

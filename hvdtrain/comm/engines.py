@@ -1,6 +1,6 @@
-"""What an engine is, which there are, which one a launch calls for, and the engine of one process.
+"""The interface and table of engines, the choice of one for a launch, and the engine of one process.
 
-Adapters bring the others.
+Adapters provide the other engines.
 """
 
 from __future__ import annotations
@@ -248,8 +248,8 @@ class HorovodCollectives(HostCollectives):
 def losses_in(
     *errors: type[Exception], told_by: Callable[[Any], bool] = lambda error: True, who: str = "Horovod"
 ) -> Iterator[None]:
-    """Raises `RanksLost` in place of the errors by which `who` gives up, in the middle of a collective or before the
-    next; `told_by` returns True if such an error is one of its own."""
+    """Raises `RanksLost` in place of the errors with which engine `who` gives up, in the middle of a collective or
+    before the next; `told_by` returns True if an error comes from that engine."""
     try:
         yield
     except errors as error:

@@ -39,8 +39,8 @@ AFTERMATH = ("RanksLost", "MainRankError", "HorovodInternalError")
 
 
 class Ring:
-    """The page of this rank, on disk from here on, in place of what was there; raises `OSError` if it cannot be
-    written."""
+    """The page of this rank, which its constructor writes to disk in place of an earlier one; raises `OSError` if it
+    cannot."""
 
     def __init__(self, path: Path) -> None:
         self.path, self._pid, self._turn = path, os.getpid(), 0

@@ -47,7 +47,7 @@ def updated(what: str, weights: Callable[[], list[float]]) -> None:
 
 
 def _turns(what: str, weights: Callable[[], list[float]]) -> Generator[None, None, None]:
-    """Each `next` is an update that is done; of several models the first one's weights are looked at."""
+    """Serves the turns: the caller's `next` reports one completed update. Reads the first model's weights only."""
     before = weights()
     for _ in range(WARM_UP):
         yield

@@ -1,4 +1,4 @@
-"""A report's charts, by Plotly; a reader who sees none finds the same numbers in tables."""
+"""A report's charts, by Plotly, and tables of the same numbers for readers who cannot see charts."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def charts_of(runs: Sequence[Run]) -> list[Chart]:
 
 
 def _figure(traces: list[Any], x: str, y: str, yaxis: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Returns a figure without colours of its own: the page has those for light and for dark."""
+    """Returns a figure without colours: the page has colours for its light and its dark theme."""
     layout = {
         "xaxis": {"title": {"text": x}}, "yaxis": {"title": {"text": y}} | (yaxis or {}), "hovermode": "x unified",
         "margin": {"l": 64, "r": 16, "t": 16, "b": 48},

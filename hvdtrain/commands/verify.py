@@ -143,9 +143,9 @@ def _ranks_here(args: argparse.Namespace) -> int:
 
 
 def _as_rank(framework: str, args: argparse.Namespace, detected: Detected) -> dict[str, Any]:
-    """Trains as this rank, in a process of its own: the next framework needs a fresh one.
+    """Trains as this rank, in a separate process, because the next framework needs a fresh one.
 
-    Returns the result, which only rank 0 has in full, or why there is none.
+    Returns the result, which only rank 0 has in full, or the reason if there is none.
     """
     command = [sys.executable, "-m", PROGRAM, framework, f"{args.limit:g}"]
     env = os.environ | ({"CUDA_VISIBLE_DEVICES": ""} if args.device == "cpu" else {})

@@ -1,1 +1,1 @@
-"""What a run leaves behind about itself: its log, and where its time went."""
+"""The records of a run: its log, and where its time went."""

@@ -1,11 +1,11 @@
-"""Where the time of a training step went, in plain words: what holds it up, and what to try.
+"""Finds the bottleneck of a training step, in plain words: where its time went, and what to try.
 
 Pure: it reads the seconds by phase that every rank measured (run.json's neighbour `events.jsonl` has them).
 
-Ranks that train together end each step together: whoever is done early waits in "communication". So the rank that
-waits least is the one the others wait for, and its waiting is what communication itself costs; anything above it is
-waiting for that rank. Where communication cannot be told from the rest of a step ("train_step", of Keras) the same
-finds the rank that is slow at its input or at other code, and none that is slow at computing.
+Ranks that train together end each step together: a rank that is done early waits in "communication". So the others
+wait for the rank that waits least. Its own waiting is the cost of communication itself; any excess on the others is
+waiting for that rank. If communication cannot be separated from the rest of a step ("train_step", of Keras), the same
+method finds a rank that is slow at its input or at other code, but not one that is slow at computing.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Kind = Literal["unknown", "input", "communication", "uneven", "other", "compute"
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What the advice depends on; None: not known."""
+    """The facts of a run that the advice depends on; None: not known."""
 
     # loader processes of each rank; 0: the training process decodes; None: the data is served from memory;
     # "unknown": the caller reads it in a way of its own
@@ -62,7 +62,7 @@ class RunFacts:
 
 @dataclass(frozen=True)
 class Bottleneck:
-    """What holds the training up.
+    """The bottleneck of a training.
 
     Attributes:
         kind: "unknown" if nothing was measured, "nothing" if nothing stands out.
@@ -172,7 +172,7 @@ def _in_turns(
 def _uneven(
     seconds: Sequence[Mapping[str, float]], step_s: Sequence[float], facts: RunFacts
 ) -> tuple[Kind, str] | None:
-    """Whether the ranks wait for one of them, and what it is slower at."""
+    """Returns the finding on a rank that the others wait for, and on the phase it is slower at; None without one."""
     waits = [phases["communication"] + phases[TRAIN_STEP] for phases in seconds]
     last = waits.index(min(waits))
     others = [rank for rank in range(len(seconds)) if rank != last]
@@ -202,7 +202,7 @@ def _uneven(
 
 
 def _bound(shares: Mapping[str, float], size: int, facts: RunFacts) -> tuple[Kind, str]:
-    """Which phase holds all ranks up alike."""
+    """Returns the finding on the phase that holds all ranks up alike."""
     over = {
         "input": shares["input"] / INPUT_SHARE,
         "communication": shares["communication"] / COMMUNICATION_SHARE,

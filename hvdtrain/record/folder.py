@@ -1,4 +1,4 @@
-"""The directory of a run: which one, and whether to go on with what is in it.
+"""The directory of a run: chooses it, and whether to resume the run in it.
 
 Only the standard library is used, so that a wrong directory is reported before a framework is imported.
 """
@@ -64,12 +64,12 @@ def _numbered(root: Path, stem: str) -> dict[int, Path]:
 
 
 def choose_run(wanted: Path | None, stem: str, *, resume: bool, data_sha256: str) -> tuple[Path, bool]:
-    """Returns this run's directory, and whether to resume the run in it; call it on rank 0.
+    """Returns this run's directory, and True if the run in it is to be resumed; call it on rank 0.
 
-    As `choose_run_dir`; a job that was started again resumes its earlier run without `resume`.
+    Chooses as `choose_run_dir` does; a restarted job resumes its earlier run even without `resume`.
 
     Raises:
-        ConfigError: as `choose_run_dir`; or the job has made several runs, so that it takes a name to tell which.
+        ConfigError: as `choose_run_dir`; or the job has made several runs, and you must name one.
     """
     if not resume and restarts(os.environ):
         own = [

@@ -1,7 +1,7 @@
-"""How busy a rank's GPUs are and how full their memory is, as NVML tells it while the training runs.
+"""Measures with NVML how busy a rank's GPUs are and how full their memory is, while the training runs.
 
-Needs the package nvidia-ml-py (module `pynvml`, the extra `gpu`). Without it, or on a rank without a GPU, nothing is
-started. Monitoring never ends a training: what NVML refuses is kept as a text, which the run log says once.
+Needs the package nvidia-ml-py (module `pynvml`, the extra `gpu`). Without it, or on a rank without a GPU, it starts
+nothing. Monitoring never ends a training: it keeps an error of NVML as a text, which the run log prints once.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Gpus:
             self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread; one that a driver keeps is left behind."""
+        """Ends the thread; does not wait any longer for one that is blocked in a driver."""
         self._over.set()
         if self._thread is not None:
             self._thread.join(timeout=EVERY_S)
@@ -127,7 +127,7 @@ def bus_ids(ordinals: Iterable[int]) -> list[str]:
 
 
 def told(epochs: Iterable[Sequence[Reading]]) -> str:
-    """Says how busy and how full the GPUs were over epochs, each with a reading for every rank; "" if not known."""
+    """Returns how busy and how full the GPUs were over epochs, each with a reading of every rank; "" if unknown."""
     ranks: dict[int, list[Reading]] = {}
     for epoch in epochs:
         for rank, reading in enumerate(epoch):

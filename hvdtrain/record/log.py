@@ -1,11 +1,11 @@
-"""The run log: a directory that tells what ran, how fast, and how it ended.
+"""The run log: a directory that records what ran, how fast, and how it ended.
 
-    runs/<name>/run.json       what ran: versions, world, effective batch, learning rate, config, status, result
-    runs/<name>/events.jsonl   what happened: one JSON object a line, written as the run goes
+    runs/<name>/run.json       the run: versions, world, effective batch, learning rate, config, status, result
+    runs/<name>/events.jsonl   its events: one JSON object a line, written during the run
     runs/<name>/tensorboard/   the same scalars for TensorBoard
 
-Rank 0 writes; the other ranks hold the same object and only take part where a method says so. Everything is strict
-JSON: NaN and infinities, which JSON lacks, are the strings "nan", "inf", "-inf" (Python's `float` reads them).
+Rank 0 writes. The other ranks hold the same object and only take part in methods whose docstrings mention it. All
+files are strict JSON: NaN and infinities, which JSON lacks, are the strings "nan", "inf", "-inf" (`float` reads them).
 """
 
 from __future__ import annotations
@@ -46,25 +46,25 @@ _RECORDED_VERSIONS = ("hvdtrain", "horovod", "numpy", "torch", "tensorflow", "te
 
 
 class RunLog:
-    """One run's record. Use it as a context manager: an exception marks the run failed, and passes on.
+    """The record of a run. Use it as a context manager: an exception marks the run failed, and propagates.
 
-    A run that ends well ends with the verdict, what held it up: in run.json's result and, with `progress`, as the last
-    line. Where a rank has GPUs and nvidia-ml-py is installed, each epoch's event says how busy and full they were.
+    A successful run ends with a verdict on its bottleneck: in run.json's result and, with `progress`, as the last line.
+    If a rank has GPUs and nvidia-ml-py is installed, each epoch's event records how busy and how full they were.
 
     With `HVDTRAIN_TRACE=N` (`hvdtrain launch --trace`) the first N updates are traced, for `hvdtrain report --trace`:
     each rank's changes of phase, and Horovod's timeline.
 
     Args:
-        run_dir: made if missing; belongs to one run at a time (a lock that dies with the process).
-        world: who writes.
-        config: what the user chose. run.json repeats `lr` and, from `global_batch` or `per_rank_batch` (and
-            `accumulate`), the effective batch; `total_samples` is where the progress bar ends.
-        resume: go on with the run that is in `run_dir`: its events are appended to.
+        run_dir: made if missing; belongs to one run at a time (a lock that ends with the process).
+        world: the ranks; rank 0 writes.
+        config: the user's choices. run.json repeats `lr` and, from `global_batch` or `per_rank_batch` (and
+            `accumulate`), the effective batch; the progress bar ends at `total_samples`.
+        resume: resume the run in `run_dir`, and append to its events.
         progress: show progress on rank 0.
         tensorboard: write TensorBoard scalars.
 
     Attributes:
-        facts: what the verdict's advice depends on (`hvdtrain.record.bottleneck.RunFacts`); set it where it is known.
+        facts: the basis of the verdict's advice (`hvdtrain.record.bottleneck.RunFacts`); set it where it is known.
 
     Raises:
         ConfigError: `run_dir` cannot be written, is in use by another run, or holds another run and `resume` is
@@ -119,7 +119,7 @@ class RunLog:
         return self._options[1] and self.world.is_main
 
     def _take_over(self) -> None:
-        """Goes on with the record where rank 0 was lost in an elastic job, and this rank has become the first."""
+        """Continues the record if an elastic job has lost its rank 0 and this rank has become rank 0."""
         if self.world.is_main and self._events is None and not self._ended:
             with contextlib.suppress(ConfigError):  # the other one still holds it: at the next update
                 self._open(resume=True)
@@ -194,7 +194,7 @@ class RunLog:
         self.event("resume" if earlier else "start", size=world.size, config=config, **was)
 
     def path(self, *parts: str) -> Path:
-        """Returns a path within the run directory (the same on every rank; made by whoever writes there)."""
+        """Returns a path within the run directory (the same on every rank; does not create it)."""
         return self.run_dir.joinpath(*parts)
 
     def event(self, kind: str, **fields: Any) -> None:
@@ -208,7 +208,7 @@ class RunLog:
 
         Args:
             fields: step, epoch; blocked_s: seconds that training waited; sealed_s: seconds until it was on disk, None
-                if it failed; else bytes and path, too.
+                if it failed; otherwise also bytes and path.
         """
         self._saves.append(fields)
         self.event("checkpoint", **fields)
@@ -428,7 +428,7 @@ class RunLog:
 
 
 def _flush_all() -> None:
-    """What is in a buffer is the parent's to write: a forked child that exits would write it once more."""
+    """Flushes all run logs before a fork: a forked child that exits would write a buffer's content again."""
     for log in list(_LOGS):
         log._flush()
 
@@ -437,7 +437,7 @@ os.register_at_fork(before=_flush_all)
 
 
 def run_status(run_dir: str | os.PathLike[str]) -> str | None:
-    """Returns "running", "finished", "failed", "preempted", "killed" (nobody is left to end it); None: no run."""
+    """Returns "running", "finished", "failed", "preempted" or "killed" (no process holds the run); None: no run."""
     run = read_run(run_dir)
     if run is None or run.get("status") != "running":
         return None if run is None else str(run.get("status"))
@@ -445,7 +445,7 @@ def run_status(run_dir: str | os.PathLike[str]) -> str | None:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether it is a number, of any framework, or None, for one that is not known."""
+    """Returns True for a number of any framework, and for None, which stands for an unknown number."""
     try:
         return value is None or (not isinstance(value, (str, bytes)) and isinstance(float(value), float))
     except (TypeError, ValueError, RuntimeError):

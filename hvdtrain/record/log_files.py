@@ -69,7 +69,7 @@ def read_events(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def _is_event(event: Any) -> bool:
-    """Whether it has what those who read a log rely on."""
+    """Returns True if an event has the fields, of the right types, that readers of a log rely on."""
     if not isinstance(event, dict) or not _is_finite(event.get("time", 0.0)):
         return False
     wanted = _FIELDS.get(event.get("kind", ""), {}) if isinstance(event.get("kind", ""), str) else None
@@ -176,7 +176,7 @@ class Window:
                 self._seconds[phase] = self._seconds.get(phase, 0.0) + float(value)
 
     def take(self) -> dict[str, Any]:
-        """Returns the fields of one event over the steps since the last, and begins anew."""
+        """Returns the fields of one event over the steps since the last one, and begins a new window."""
         ended = time.perf_counter()
         # the steps' own time, where the caller measures it: validation and checkpoints lie between two windows
         elapsed = sum(value for phase, value in self._seconds.items() if phase not in BETWEEN) or ended - self._since
@@ -237,7 +237,7 @@ class Line:
             say(text)
 
     def _waits(self) -> str:
-        """What rank 0 waits for, where that is much of its time."""
+        """Returns what rank 0 waits for, if that takes much of its time; else ""."""
         total_s = sum(self._seconds.values())
         shares = {what: self._seconds[phase] / total_s for phase, what in _WAITS.items()} if total_s > 0 else {}
         return "".join(f"  waits {share:.0%} for {what}" for what, share in shares.items() if share >= WAITING_SHARE)
@@ -256,7 +256,7 @@ class Line:
 
 
 def say(text: str, stream: TextIO | None = None) -> None:
-    """Prints a line, where somebody reads: training does not end because a pipe, or a disk, takes no more."""
+    """Prints a line; ignores a closed pipe or a full disk, which must not end a training."""
     with contextlib.suppress(OSError, ValueError):  # ValueError: it is closed
         print(text, file=stream, flush=True)
 
@@ -286,7 +286,7 @@ def lock(folder: Path) -> TextIO:
 
 
 def _owner(file: TextIO) -> str:
-    """Names who has locked a file: who wrote into it, or a process that it has started."""
+    """Returns the process that has locked a file: the one named in it, or a process that this one has started."""
     text = file.read().strip() or "an unknown process"
     words = text.split()  # pid 123 on host since 2026-...
     here = len(words) > 3 and words[3] == socket.gethostname()
@@ -308,7 +308,7 @@ def locked_by(folder: Path) -> str | None:
 
 
 def fate(earlier: Mapping[str, Any]) -> str:
-    """Returns how a run ended whose directory is locked by this process: if it says "running", it was killed."""
+    """Returns how an earlier run ended, whose directory this process has locked: a status "running" means killed."""
     return "killed" if earlier.get("status") == "running" else str(earlier.get("status"))
 
 

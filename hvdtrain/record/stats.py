@@ -1,4 +1,4 @@
-"""Intervals, taking turns and tables: what benchmarks and tuning say their numbers with."""
+"""Intervals, turns and tables for the numbers of benchmarks and of tuning."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def spread(samples: Sequence[float]) -> float:
 
 
 def rotated(names: Iterable[Name], turn: int) -> list[Name]:
-    """Who runs in a round, in order: everyone once, and another one first each time."""
+    """Returns the order of a round: each name once, with a different first name in each turn."""
     every = list(names)
     first = turn % max(1, len(every))
     return every[first:] + every[:first]
@@ -91,7 +91,7 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """What the numbers were taken on: processor, cores, load, versions."""
+    """Returns the machine of the measurements: processor, cores, load, versions."""
     system = os.uname()  # platform.platform() says the same, but starts a process for it
     return {
         "processor": _processor(),

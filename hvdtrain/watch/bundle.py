@@ -1,6 +1,6 @@
-"""What is kept of a hang, as JSON: every rank's report and stacks, and what else is known; on rank 0's host.
+"""The record of a hang, as JSON on rank 0's host: every rank's report and stacks, and other known facts.
 
-Of ranks out of step: where each of them is.
+For ranks out of step: the place of each.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _FRAMEWORKS = ("torch", "tensorflow", "keras", "horovod", "deepspeed", "numpy")
 
 
 def state_of_process(pid: int) -> dict[str, Any]:
-    """Returns what the kernel says of a rank that is on this host."""
+    """Returns the kernel's facts on a rank of this host: state, wchan, debugger; {"gone": True} if it has ended."""
     status = proc_status(pid)
     if not status or status.get("State", "").startswith(("Z", "X")):
         return {"gone": True}
@@ -74,7 +74,7 @@ def write(
     reports: Mapping[int, Mapping[str, Any]],
     silent: Mapping[int, Mapping[str, Any]],
 ) -> None:
-    """Writes the file; says so where that fails, for the job is to be ended all the same."""
+    """Writes the file; prints an error instead of raising it, because the job must end in any case."""
     if path is None:
         return
     found = {

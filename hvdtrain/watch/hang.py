@@ -67,7 +67,7 @@ def judge(reports: Mapping[int, Report], silent: Mapping[int, Report], hang_s: f
 
 
 def _misses(at: State, other: Report) -> bool:
-    """Whether a rank waits, where its state says, for one that is in no collective operation."""
+    """Returns True if a rank waits for one that has not reached its operation, or whose on_main() call still runs."""
     if at.get("agreed"):
         return bool(other["on_main"])
     return bool(other["updates" if at["kind"] == "update" else "meetings"] < at["number"])
@@ -95,7 +95,7 @@ def patience(report: Report) -> float:
 def hung(
     verdict: Verdict, reports: Mapping[int, Report], silent: Mapping[int, Report], hang_s: float, bundle: str
 ) -> ReplicaError:
-    """Returns the error that names who does not come, where it is, who waits, and what to do; pure."""
+    """Returns the error that names the missing ranks and their places, the waiting ranks, and the fix; pure."""
     known = {**reports, **silent}
     lines = [line for rank in verdict.ranks[:4] for line in who_does_not_come(rank, known[rank])]
     if len(verdict.ranks) > 4:
@@ -175,7 +175,7 @@ def _remedy(report: Report, at: Mapping[str, Any], silent: bool) -> str:
 
 
 def notes(verdict: Verdict, known: Mapping[int, Report], hang_s: float) -> str:
-    """Returns what rank 0 says where a rank is late and left alone; pure."""
+    """Returns the note that rank 0 prints if a rank is late but the job continues; pure."""
     if verdict.kind == "debugged":
         why = "; ".join(f"rank {rank}: {known[rank]['debugger']}" for rank in verdict.ranks)
         return f"hvdtrain: ranks wait for longer than {hang_s:g} s, and are left alone: {why}"

@@ -1,11 +1,11 @@
-"""What this rank says of itself when others wait for it: its threads' stacks, and whether its main thread moves on.
+"""A rank's report on itself when others wait for it: its threads' stacks, and whether its main thread makes progress.
 
-Nothing is looked at while a rank gets along. When it has been in one place for some seconds its watch thread looks,
-once a second, at the chain of functions that the main thread is in (the functions, not their lines):
+The watch thread takes no samples while a rank makes progress. Once a rank has been in one place for some seconds, it
+samples the main thread's chain of functions (the functions, not their lines) once a second:
 
-still    the chain is the same in all newest looks but one: those of the time that others may have to wait
-circles  it changes, among chains that were all seen in the first half of the time since the place was left; or it is
-         the same, and the process reads or writes much
+still    the chain is the same in all but one of the newest samples: those within the hang time
+circles  it changes among chains that were all seen in the first half of the time at this place; or it stays the same,
+         and the process reads or writes much
 moving   the second half has chains that are new
 """
 
@@ -61,7 +61,7 @@ _FEEDERS = ("hvdtrain.keras.data", "keras.src.trainers.data_adapters", "tensorfl
 
 
 class StackSample(NamedTuple):
-    """What was seen at a time: the chain, as a number, and the bytes that the process had read and written."""
+    """A sample at a time: the chain as a number, and the bytes that the process had read and written."""
 
     at: float
     chain: int
@@ -69,7 +69,7 @@ class StackSample(NamedTuple):
 
 
 class Looks:
-    """Looks at the functions that the main thread is in, since this rank came to where it is."""
+    """Samples the functions that the main thread is in, since this rank came to its present place."""
 
     def __init__(self, window_s: float) -> None:
         self._window_s = window_s
@@ -79,7 +79,7 @@ class Looks:
         self._seen: list[StackSample] = []
 
     def idle_s(self, place: object, now: float) -> float:
-        """Looks if it is time to; returns for how long the rank has been at `place`."""
+        """Takes a sample if one is due; returns for how long the rank has been at `place`."""
         if place != self._place:
             self._place, self._since, self._seen = place, now, []
         elif now - (self._seen[-1][0] if self._seen else self._since) >= self._every_s:
@@ -88,12 +88,12 @@ class Looks:
 
     @property
     def movement(self) -> str:
-        """How the thread moves."""
+        """Returns the movement of the main thread: still, circles or moving."""
         return movement(self._seen, self._window_s)
 
 
 def movement(looks: Sequence[StackSample], window_s: float) -> str:
-    """Returns how a thread moves that was looked at; pure."""
+    """Returns the movement of a thread from its samples; pure."""
     recent = [look for look in looks if look.at > looks[-1].at - window_s]
     most = Counter(look.chain for look in recent).most_common(1)
     if not most or len(recent) - most[0][1] <= 1:
@@ -104,7 +104,7 @@ def movement(looks: Sequence[StackSample], window_s: float) -> str:
 
 
 def bytes_moved() -> int:
-    """Returns how much this process has read and written so far; 0 where the kernel does not say."""
+    """Returns the bytes that this process has read and written so far; 0 if the kernel does not report them."""
     try:
         lines = Path("/proc/self/io").read_text(encoding="ascii").splitlines()
         return sum(int(line.split()[1]) for line in lines if line.startswith(("rchar", "wchar")))
@@ -170,7 +170,7 @@ def _told(frame: FrameType) -> dict[str, Any]:
 
 
 def debugger() -> str:
-    """Returns how this process is being looked into by somebody, "" if it is not."""
+    """Returns how a debugger examines this process; "" without one."""
     for frame in sys._current_frames().values():
         for each in _outwards(frame):
             module = _module(each).partition(".")[0]
@@ -185,7 +185,7 @@ def debugger() -> str:
 
 
 def _stops(trace: object) -> bool:
-    """Whether a trace function is one that may stop the program: coverage's only counts lines."""
+    """Returns True if a trace function may stop the program; coverage's only counts lines."""
     its = type(getattr(trace, "__self__", trace)).__module__
     return trace is not None and its.partition(".")[0] != "coverage"
 
@@ -203,7 +203,7 @@ def long_task() -> str:
 
 
 def proc_status(pid: int) -> dict[str, str]:
-    """Returns what the kernel says of a process: State, TracerPid ...; {} where it is gone, or not to be seen."""
+    """Returns the kernel's facts on a process: State, TracerPid ...; {} if it has ended or cannot be read."""
     try:
         text = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -212,14 +212,14 @@ def proc_status(pid: int) -> dict[str, str]:
 
 
 class Ticks:
-    """Says since when this process has run without a pause: one that was stopped, or its machine, was not waiting."""
+    """Measures since when this process has run without a pause: time suspended does not count as waiting."""
 
     def __init__(self, gap_s: float) -> None:
         self._gap_s = gap_s
         self._last = self.awake_since = time.monotonic()
 
     def tick(self) -> float:
-        """To be called all the time; returns the time."""
+        """Notes that this process runs, and returns the time; call it often: a gap means that it was suspended."""
         now = time.monotonic()
         if now - self._last > self._gap_s:
             self.awake_since = now
@@ -228,7 +228,7 @@ class Ticks:
 
 
 class Own:
-    """What the watch of a rank knows of this rank; `run_dir` is where it leaves reports and pages."""
+    """The knowledge of a rank's watch about its own rank; it writes reports and pages into `run_dir`."""
 
     def __init__(self, tracker: Tracker, meeting: Meeting) -> None:
         self._tracker, self.hang_s, self.token = tracker, meeting.hang_s, meeting.token
@@ -236,11 +236,11 @@ class Own:
         self._who = {"rank": tracker.rank, "host": socket.gethostname(), "pid": os.getpid()}
         self.run_dir: Path | None = None
         self._next_page = 0.0
-        atexit.register(self.close)  # what ends by itself, well or not, has said so
+        atexit.register(self.close)  # a process that exits normally, with or without an error, has reported its end
         self.use_run_dir(Path(os.environ[variables.RUN_DIR]) if os.environ.get(variables.RUN_DIR) else None)
 
     def use_run_dir(self, run_dir: Path | None) -> None:
-        """Leaves this rank's page, and on rank 0 the report of a hang, in this folder from here on."""
+        """Writes this rank's page, and on rank 0 the report of a hang, into this folder from now on."""
         earlier, self.run_dir = self._tracker.ring, run_dir and run_dir.absolute()
         if self.run_dir is not None:
             forget(self.run_dir, self._tracker.rank, self._tracker.size, folder=not self.hang_s)
@@ -274,7 +274,7 @@ class Own:
         return idle_s
 
     def report(self, *, full: bool) -> dict[str, Any]:
-        """Returns what this rank says of itself (see `hang.Report`); full: with the stacks of all threads."""
+        """Returns this rank's report on itself (see `hang.Report`); full: with the stacks of all threads."""
         now, doing = time.monotonic(), self._tracker.doing()
         busy = called_back() if doing["at"] is not None else None
         if busy is not None:

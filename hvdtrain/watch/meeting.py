@@ -1,9 +1,9 @@
-"""Ranks in step: all of them are at the same collective operation, or each is told who is where.
+"""Ranks in step: all of them are at the same collective operation, or each gets an error with every rank's place.
 
-An operation of the host (gather, barrier, a checkpoint's save ...) begins with a meeting: the ranks compare what they
-are about to do, so that nothing pairs with something else. What no meeting can see, a rank that waits in the reduction
-of a training step, or at its end, for ranks that are elsewhere, is found by `hvdtrain.watch.watch`, which looks
-at the notes that are kept here.
+An operation of the host (gather, barrier, a checkpoint's save ...) begins with a meeting: the ranks compare the
+operations that they are about to run, so that different ones never pair. A meeting cannot detect a rank that waits in
+the reduction of a training step, or at its end, for ranks that are elsewhere. `hvdtrain.watch.watch` detects it from
+the notes that this module keeps.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ State = Mapping[str, Any]
 
 
 class Watches(Protocol):
-    """What looks after a tracker."""
+    """The interface of a tracker's watch."""
 
     def close(self, *, wait: bool = True) -> None: ...
     def use_run_dir(self, run_dir: Path) -> None: ...
@@ -56,22 +56,22 @@ class Place:
 
 
 class Tracker:
-    """Where this rank is; what the others are told, and asked, about it.
+    """The place of this rank in the program, which it compares with the other ranks.
 
     Args:
-        rank, size: this process, and how many there are.
-        on: False: nothing is compared or noted.
+        rank, size: this process's rank, and the number of ranks.
+        on: False: it compares and notes nothing.
 
     Attributes:
         updates, meetings: completed so far; the same on every rank that is in step.
-        steps: of the training, where `updates` counts other operations beside them: proofs, other collective ones of
+        steps: training steps, if `updates` also counts other operations: proofs, other collective ones of
             `hvdtrain guard`.
-        longest_s: that this rank has been in one update.
-        watch: ends with `close`.
-        remedy: what to do when ranks are not in step, for programs that are not written with hvdtrain.
-        phase: gives the phase of training that runs, where an adapter knows it.
-        on_main_now: the function that rank 0 runs alone, while it does.
-        ring: where this rank's counts are left for whoever looks when it has gone.
+        longest_s: the longest time that this rank has been in one update.
+        watch: its watch thread; ends with `close`.
+        remedy: the fix if ranks are not in step, for programs that are not written with hvdtrain.
+        phase: returns the current phase of training, if an adapter knows it.
+        on_main_now: the function that rank 0 runs alone at present, or "".
+        ring: the page with this rank's counts, which remains when the process has ended.
     """
 
     watch: Watches | None = None
@@ -94,7 +94,7 @@ class Tracker:
         self._pid, self._left = os.getpid(), False
 
     def close(self, *, wait: bool = True) -> None:
-        """Ends the watch; nothing is compared or noted any more."""
+        """Ends the watch; from now on it compares and notes nothing."""
         self.on = False
         if self.watch is not None:
             self.watch.close(wait=wait)
@@ -109,7 +109,7 @@ class Tracker:
             self.use_run_dir(self.run_dir)
 
     def use_run_dir(self, run_dir: Path) -> None:
-        """Reports and pages of this rank are left there from here on."""
+        """Writes this rank's reports and pages into `run_dir` from now on."""
         self.run_dir = run_dir
         if self.watch is not None:
             self.watch.use_run_dir(run_dir)
@@ -117,13 +117,13 @@ class Tracker:
             forget(run_dir, self.rank, self.size, folder=True)
 
     def fails(self, error: BaseException, *, ends: bool = True) -> None:
-        """This rank fails, and says so where others look for it; see `ring.last_words`."""
+        """Notes that this rank fails, in its page in the run's directory; see `ring.last_words`."""
         if self.size > 1 and os.getpid() == self._pid and not self._left:
             self.ring = last_words(self.ring, self.run_dir, self.rank, error, ends=ends)
             self.failed = type(error).__name__
 
     def leave(self) -> None:
-        """Closes; what is collective is refused from here on."""
+        """Closes the watch; collective operations are refused from now on."""
         self.close()
         self._left = self.size > 1
 
@@ -186,7 +186,7 @@ class Tracker:
 
     @contextmanager
     def on_main(self, name: str) -> Iterator[None]:
-        """While it lasts, rank 0 runs the function `name` alone, and the others wait for its result."""
+        """A context in which rank 0 runs the function `name` alone, and the others wait for its result."""
         self.on_main_now = f"{name}, from {user_line()}"
         try:
             yield
@@ -194,7 +194,7 @@ class Tracker:
             self.on_main_now = ""
 
     def _refuse_second_thread(self, kind: str) -> None:
-        """Which of two threads comes first differs from rank to rank: they would get each other's answers."""
+        """Raises ReplicaError if two threads meet at once: their order differs by rank, so results would be swapped."""
         other = self._meeting
         if other is not None and other.thread != threading.get_ident() and self.on:
             raise ReplicaError(
@@ -237,7 +237,7 @@ class Tracker:
         return self.updates if self.steps is None else self.steps
 
     def stepped(self, steps: int) -> None:
-        """Notes how many updates a training has done that notes other operations as updates, too."""
+        """Notes the number of training steps done, for a training that also notes other operations as updates."""
         self.steps = steps
         self._mark(UPDATE if self._update is not None else NOWHERE)
 
@@ -266,7 +266,7 @@ class Tracker:
 
     @contextmanager
     def reduction(self, key: str) -> Iterator[None]:
-        """As `begin_update`, for a reduction within an update, such as batch norm's; it is not counted."""
+        """Does as `begin_update` for a reduction within an update, such as batch norm's; does not count it."""
         before = self._update
         if self.on and before is None:
             self._update = Place("update", self.updates + 1, key)
@@ -329,10 +329,10 @@ OFF = Tracker()
 
 # -- pure ----------------------------------------------------------------------------------------------------------
 def deadlocked(states: Sequence[State]) -> bool:
-    """Whether ranks that all wait, each where its state says, wait for one another; pure.
+    """Returns True if ranks that all wait, each at the place in its state, wait for one another; pure.
 
     A rank does not wait in vain while every other one is in the same operation, or has completed it: then all have
-    sent what it needs, and it is only slow to receive.
+    sent the data that it needs, and it is only slow to receive.
     """
     return all(any(_lacks(mine, other) for other in states) for mine in states)
 
@@ -345,7 +345,7 @@ def _lacks(mine: State, other: State) -> bool:
 
 
 def _others_receive(states: Sequence[State]) -> bool:
-    """Returns whether they only differ in `if is_main: broadcast(x)`, `else: broadcast(None)` of one function; pure."""
+    """Returns True if ranks only differ by `if is_main: broadcast(x)`, `else: broadcast(None)` of a function; pure."""
     first = states[0]
     same = ("kind", "number", "key", "updates", "within")
     if first["kind"].partition(" ")[0] != "broadcast" or any(s[name] != first[name] for s in states for name in same):
@@ -369,7 +369,7 @@ def out_of_step(states: Sequence[State], remedy: str = "") -> ReplicaError:
 
 
 def waiting(state: State, absent: Sequence[int], seconds: float) -> str:
-    """Returns what rank 0 says, as `state` tells where it is, when it has waited for others so long; pure."""
+    """Returns the note that rank 0 prints after waiting so long for others, at the place in `state`; pure."""
     return (
         f"hvdtrain: rank 0 has waited for {seconds:.0f} s {described(state)}\n"
         f"  for {names_of(absent)}: slow there, or stopped, or the host cannot be reached"

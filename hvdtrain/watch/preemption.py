@@ -1,16 +1,16 @@
 """A job that is preempted, by SIGTERM or SIGUSR1 to one rank or to all: Slurm, Kubernetes, spot instances.
 
-The first signal is noted, and said; with the numbers of the next update it travels to all ranks, which save after it
-and end (`hvdtrain.checkpoint.parts`). A rank ends at once, as SIGTERM does by default, where no update will come:
+A rank notes and prints its first signal. The signal travels to all ranks with the numbers of the next update; they save
+after it and end (`hvdtrain.checkpoint.parts`). A rank ends at once, as SIGTERM does by default, if no update will come:
 
 - at another SIGTERM, unless it comes within a second: launchers and schedulers send the first one twice;
-- where `hvdtrain launch` ends the job itself, because a rank or a host has failed (HVDTRAIN_ENDING), or has no place
+- if `hvdtrain launch` itself ends the job because a rank or a host has failed (HVDTRAIN_ENDING), or if it has no place
   for this rank any more;
-- when it has waited for the others in one place for 10 s, and twice as long as any update has made it wait so far.
+- when it has waited for the others in one place for 10 s, and twice as long as in any update so far.
 
-A signal handler of Python's runs only when the main thread comes back from what it is in, which may be a collective
-without end. So a thread of its own reads the numbers of signals from the file that Python writes them to. Signals that
-the user handles, or ignores, are left alone.
+Python runs a signal handler only when the main thread returns from its present operation, which may be an endless
+collective. So a separate thread reads the numbers of signals from the file that Python writes them to. It ignores
+signals that the user handles or ignores.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ class Notice:
         self._told_s = self._term_s = float("inf")
 
     def follow(self, rank: int, tracker: Tracker) -> None:
-        """Looks at another rank's place from here on."""
+        """Watches another rank number and tracker from now on."""
         self._rank, self._tracker = rank, tracker
 
     def note(self, number: int, now_s: float) -> bool:
-        """Notes a signal; returns whether it ends the process at once."""
+        """Notes a signal; returns True if it must end the process at once."""
         if number not in SIGNALS:
             return False
         if number == signal.SIGTERM:
@@ -84,7 +84,7 @@ class Notice:
         return False
 
     def blocked(self, now_s: float) -> bool:
-        """Whether this rank waits for others that do not seem to come, or has left them for good."""
+        """Returns True if this rank has waited too long for the others, or has left the job for good."""
         limit_s = max(_BLOCKED_S, 2 * self._tracker.longest_s)
         waits = now_s - self._told_s >= limit_s and self._tracker.stuck(limit_s) is not None
         return waits or (self.preempted and _dismissed())
@@ -127,8 +127,8 @@ class _Watch:
                 _end()
 
     def hand_on(self, number: int) -> None:
-        """Gives the thread a signal that Python has not written, as somebody else has had the descriptor for it (a
-        loop of asyncio's leaves none behind); and has it written from here on."""
+        """Passes the thread a signal that Python has not written because other code had set the wakeup descriptor (an
+        asyncio loop leaves none behind); sets the descriptor again unless other code has set another."""
         other = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         if other != self._writer:
             if other != -1:
@@ -154,7 +154,7 @@ def _noted(number: int, frame: FrameType | None) -> None:
 
 
 def is_free(number: int) -> bool:
-    """Whether a signal does what it does by default: nobody has a handler for it, nor a library in C (faulthandler)."""
+    """Returns True if a signal has its default action: no handler of Python, or of a C library (faulthandler)."""
     return signal.getsignal(number) is signal.SIG_DFL and is_default("self", number)
 
 
@@ -169,7 +169,7 @@ def is_default(process: int | str, number: int) -> bool:
 
 
 def asked(environ: Mapping[str, str]) -> bool:
-    """Returns True if the launcher's agent holds back a signal that tells this rank to end (`ASKS`)."""
+    """Returns True if the launcher's agent holds back a signal that asks this rank to end (`ASKS`)."""
     return wanted(environ) and is_free(signal.SIGUSR1) and _agent_says(environ.get(variables.ENDING)) == ASKS
 
 
@@ -185,12 +185,12 @@ _watch: _Watch | None = None
 
 
 def is_preempted() -> bool:
-    """Whether this rank was preempted."""
+    """Returns True if this rank was preempted."""
     return _watch is not None and _watch.notice.preempted
 
 
 def watch(rank: int, tracker: Tracker, environ: Mapping[str, str]) -> None:
-    """Has signals noted from here on, until `release`; of the main thread, where nobody else is given them."""
+    """Notes signals from now on, until `release`; only in the main thread, and if no other code receives them."""
     global _watch
     release()
     if not wanted(environ) or threading.current_thread() is not threading.main_thread():
@@ -202,7 +202,7 @@ def watch(rank: int, tracker: Tracker, environ: Mapping[str, str]) -> None:
 
 
 def follow(rank: int, tracker: Tracker) -> None:
-    """This process has another place, among other ranks."""
+    """Notes this process's new rank, after the ranks have changed."""
     if _watch is not None:
         _watch.notice.follow(rank, tracker)
 

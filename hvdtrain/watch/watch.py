@@ -1,13 +1,13 @@
 """Finds ranks that wait in vain, and ends the job with the lines of all.
 
-Where a rank is blocked inside a collective there is no collective to ask the others through. So rank 0 listens on a
-port of its own, and a rank that has been in one place for some seconds says so there; one that gets along says nothing
-and opens no connection.
+A rank that is blocked inside a collective cannot ask the others through another collective. So rank 0 listens on a
+separate port. A rank that has been in one place for some seconds sends its place there; a rank that makes progress
+sends nothing and opens no connection.
 
-When all are stuck, and none of them can go on (`meeting.deadlocked`), rank 0 asks once more, so that an old report of a
-rank that was stopped meanwhile does no harm; then every rank prints the error and ends. When some have waited longer
-than the hang time for one that is in no collective, rank 0 asks all what they do (`hang.judge`), and once more, with
-all stacks, before it ends the job.
+When all are stuck and none of them can continue (`meeting.deadlocked`), rank 0 asks again, because a rank that was
+stopped in the meantime may have an old report; then every rank prints the error and ends. When some have waited longer
+than the hang time for one that is in no collective, rank 0 asks all for their state (`hang.judge`), and again, with all
+stacks, before it ends the job.
 """
 
 from __future__ import annotations
@@ -81,13 +81,13 @@ def start(
     listener: socket.socket | None,
     who: Sequence[tuple[str, int]] = (),
 ) -> Tracker:
-    """Returns what keeps this rank in step with the others, watched over by a thread.
+    """Returns the tracker that keeps this rank in step with the others, and starts the thread that watches it.
 
     Args:
-        rank, size: this process, and how many there are.
-        meeting: rank 0's, as all have received it; None: one process.
-        listener: on rank 0.
-        who: host and process of each rank, where they are known.
+        rank, size: this process's rank, and the number of ranks.
+        meeting: rank 0's addresses and settings, as all ranks have received them; None: one process.
+        listener: rank 0's listening socket; None on other ranks.
+        who: host and process of each rank, if known.
     """
     tracker = Tracker(rank, size, on=meeting is not None and meeting.after_s > 0)
     if meeting is not None and meeting.addresses:
@@ -122,7 +122,7 @@ class Rounds:
         self.reached: set[int] = set()
 
     def answer(self, rank: int, message: Mapping[str, Any]) -> None:
-        """Takes what a rank says of itself."""
+        """Takes in a rank's report on itself."""
         if self._round is not None and message["asked"] == self._round.number:
             self._round.answers[rank] = message["look"]
 
@@ -143,7 +143,7 @@ class Rounds:
             self._judge(reports, silent, links, full=last.full)
 
     def without_rank_0(self, *, linked: bool) -> None:
-        """On rank 1, which waits, and does not hear of rank 0: it may be stopped."""
+        """Judges, on rank 1, a rank 0 that sends nothing while rank 1 waits for it: it may be stopped."""
         if linked:
             self.reached.add(0)
         if time.monotonic() >= self._next:
@@ -192,7 +192,7 @@ class Rounds:
 
 
 class Watch:
-    """One rank's thread that watches over its `Tracker`."""
+    """A rank's thread that watches its `Tracker`."""
 
     def __init__(
         self,
@@ -213,18 +213,18 @@ class Watch:
         self._thread.start()
 
     def close(self, *, wait: bool = True) -> None:
-        """Ends the thread; others that look for it find nothing."""
+        """Ends the thread; other ranks can no longer reach it."""
         self._closing.set()
         if wait:
             self._thread.join(_CLOSE_S)
         self._own.close()
 
     def use_run_dir(self, run_dir: Path) -> None:
-        """See `looks.Own.use_run_dir`."""
+        """Does `looks.Own.use_run_dir`."""
         self._own.use_run_dir(run_dir)
 
     def _end_hung(self, error: list[str], links: Sequence[RankLink], ranks: Sequence[int]) -> None:
-        """Ends the job; an elastic one goes on without those that are hung."""
+        """Ends the job; an elastic one continues without the ranks that hang."""
         if elastic.ranks().lose(ranks, self._formation):
             print(describe("hvdtrain", ReplicaError(*error), self._tracker.rank), file=sys.stderr, flush=True)
         else:
@@ -305,7 +305,7 @@ class Watch:
         self._listener.close()
 
     def _take(self, link: RankLink, links: dict[RankLink, int], reports: dict[int, Mapping[str, Any]]) -> bool:
-        """Takes what a rank says; returns whether the link is to be kept."""
+        """Takes in a rank's messages; returns False if the link must be closed."""
         try:
             for message in link.receive(0):
                 if links[link] and "look" in message:
@@ -326,7 +326,7 @@ class Watch:
         return True
 
     def _judge(self, links: list[RankLink], reports: Mapping[int, Mapping[str, Any]]) -> None:
-        """Ends the job when all ranks wait for one another, and have said so when they were asked."""
+        """Ends the job when all ranks wait for one another, and have confirmed it on request."""
         mine = self._tracker.stuck(self._meeting.after_s)
         states = [mine, *(reports.get(rank, {}).get("at") for rank in range(1, self._tracker.size))]
         stuck = [state for state in states if state is not None]
@@ -353,7 +353,7 @@ class Watch:
             self._end_all(text, links, OUT_OF_STEP_CODE)
 
     def _note(self, absent: list[int]) -> None:
-        """Tells once a place whom rank 0 waits for: a rank that is stopped cannot say so."""
+        """Prints, once a place, the ranks that rank 0 waits for: a stopped rank cannot report itself."""
         place = self._tracker.stuck(_NOTE_S)
         if place is not None and (place["kind"], place["number"]) != self._noted:
             self._noted = (place["kind"], place["number"])
@@ -365,14 +365,14 @@ def end_all(
 ) -> NoReturn:
     """Prints the error (rule, received, remedy) and ends this process, whose main thread is blocked.
 
-    Rank 0 tells the others first, and waits until they have printed it: a launcher that sees one rank gone ends all.
-    The links are rank 0's to all others, or another rank's to rank 0; without one the error is printed whole.
+    Rank 0 sends it to the others first, and waits until they have printed it: a launcher ends all when one rank ends.
+    The links are rank 0's to all others, or another rank's to rank 0; without one this rank prints the whole error.
     """
     with ending():
         try:
             _speak(error, rank, links, program, code)
         finally:
-            end_now(code)  # whatever goes wrong with the words
+            end_now(code)  # even if printing the error fails
 
 
 def _speak(error: list[str], rank: int, links: Sequence[RankLink], program: str, code: int) -> None:

@@ -1,4 +1,4 @@
-"""`init()` joins the ranks that a launcher started: who they are is read, the engine started, and all meet."""
+"""`init()` joins the ranks that a launcher started: it reads their places, starts the engine, and all ranks meet."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def _check_arguments(device: object, gpus_per_rank: object, seed: object) -> Non
 
 
 def _detected(its: JobRanks) -> Detected:
-    """Returns what the environment tells of this rank; variables that rank 0 alone reads later are refused on all."""
+    """Returns this rank's place from the environment; also checks, on all ranks, variables that only rank 0 reads."""
     detected = detect(os.environ)
     if its.joining and detected.size == 1:
         detected = replace(detected, rank=1)  # like the others it is not the one that does what is done once
@@ -171,13 +171,13 @@ def _seeded() -> int | None:
 
 
 def _end_with_the_others(world: World) -> None:
-    """Before Horovod ends: each start of it has that done at the program's end, and what comes last is done first."""
+    """Registers `_leave_at_exit` again after each start of Horovod, so that it runs before Horovod's exit handler."""
     atexit.unregister(_leave_at_exit)
     atexit.register(_leave_at_exit, world, os.getpid())
 
 
 def _let_it_change(world: World, its: Elastic, framework: str) -> None:
-    """Says how this process changes over to another world."""
+    """Sets the functions by which this process leaves its world and joins another."""
     comm: Any = world.comm
 
     def leave(*, cut: bool) -> None:

@@ -1,4 +1,4 @@
-"""The records of a stream: begun anew in each epoch, counted, and compared among ranks and with a later run."""
+"""The records of a stream: read again in each epoch, counted, and compared among ranks and with a later run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HEAD = 8  # records that ranks compare before anything is dealt
 
 @dataclass(frozen=True)
 class StreamWords:
-    """How messages speak of what is walked."""
+    """The names that messages use for a stream and its records."""
 
     name: str  # of it, or of the argument that gives it
     one: str  # of its records
@@ -93,7 +93,7 @@ def stream_of(data: Any, kind: StreamWords = STREAM) -> Callable[[int], Iterator
 
 
 def _takes_epoch(function: Callable[..., Any]) -> bool:
-    """True for a parameter that must be given, or is named so; `lambda path=path: read(path)` is left as it is."""
+    """Returns True if a function needs an argument or has one named epoch; `lambda path=path: read(path)` does not."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -107,9 +107,9 @@ class CountedRecords:
     """Iterates over the records of an epoch, counts them and keeps a digest; names the record that fails.
 
     Args:
-        unstable: names of parts that differ from one reading to the next, and are not compared.
-        told: is called before each record, with ~its number.
-        keep: how many of the first are kept, as `first`.
+        unstable: names of parts that differ from one reading to the next; it does not compare them.
+        told: a function that it calls before each record, with ~number.
+        keep: the number of first records to keep, as `first`.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class CountedRecords:
 
 @dataclass(frozen=True)
 class StreamHead:
-    """How a stream begins, to be compared among ranks and with a later run."""
+    """The first records of a stream as a digest, to compare among ranks and with a later run."""
 
     kind: StreamWords
     records: int  # that were read
@@ -180,10 +180,10 @@ class StreamHead:
 
 
 def head(begin: Callable[[], Iterator[Any]], count: int = HEAD, kind: StreamWords = STREAM) -> StreamHead:
-    """Returns the head of a stream, which `begin` begins twice; `count` records, or samples of batches, of it.
+    """Returns the head of a stream from its first `count` records, or samples of batches; `begin` is called twice.
 
     Raises:
-        ConfigError: the two differ in all parts of a record that tell one from another.
+        ConfigError: the two readings differ in all parts that distinguish one record from another.
     """
 
     def samples() -> Iterator[Any]:
@@ -193,7 +193,7 @@ def head(begin: Callable[[], Iterator[Any]], count: int = HEAD, kind: StreamWord
     seen = [[dict(same_data.glance(record)) for record in records] for records in (first, second)]
     unstable = {name for a, b in zip(*seen, strict=False) for name in a.keys() | b.keys() if a.get(name) != b.get(name)}
     names = {name for record in seen[0] for name in record}
-    # a part that is the same in all of them (the shard they are from) tells no order from another; few may be by chance
+    # a part that is equal in all records (such as their shard) shows no order; in few records it may be so by chance
     telling = {name for name in names - unstable if len(first) < HEAD or len({r.get(name) for r in seen[0]}) > 1}
     if len(first) != len(second) or (unstable and not telling):
         raise ConfigError(

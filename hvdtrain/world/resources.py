@@ -1,5 +1,5 @@
-"""What a rank may use of its host: cores, shared fairly with the other ranks there; and memory that is kept, not given
-back after every step."""
+"""A rank's resources on its host: cores, shared fairly with the other ranks there, and memory that the process keeps
+instead of returning it after every step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MOST_WORKERS = 16  # a rank's; more gain nothing and cost memory each
 
 @dataclass(frozen=True)
 class Allowance:
-    """What one process may use."""
+    """The cores and processor time that a process may use."""
 
     host: str
     cores: frozenset[int]  # its affinity
@@ -27,7 +27,7 @@ class Allowance:
 
 
 def own_allowance() -> Allowance:
-    """Returns what this process may use, as the kernel says."""
+    """Returns the cores and processor time that the kernel allows this process."""
     return Allowance(socket.gethostname(), frozenset(os.sched_getaffinity(0)), cgroup_quota())
 
 
@@ -114,13 +114,13 @@ _USERS = (
 
 
 def keep_freed_memory() -> bool:
-    """Tells glibc's malloc to keep what is freed; returns whether it did.
+    """Makes glibc's malloc keep freed memory; returns True if it does.
 
-    By default it hands the memory of large tensors back to the kernel and gets it again, zeroed and page by page, in
+    By default malloc returns the memory of large tensors to the kernel and gets it again, zeroed and page by page, in
     every layer of every step: about 6 % of a step of ResNet-18 in one process (`hvdtrain bench train`), a quarter of
     one of ResNet-50 as a pipeline that takes its batch as a whole, with 35 % more memory. The process keeps its peak
-    of memory. Threads that already have a heap keep it: call this early. What the user has set stays, and other
-    allocators (LD_PRELOAD) do not listen.
+    of memory. Threads that already have a heap keep it: call this early. The user's settings take precedence; other
+    allocators (LD_PRELOAD) ignore this.
     (Parameters: mallopt(3).)
     """
     if any(name in os.environ for name in _USERS):

@@ -40,7 +40,7 @@ Card = tuple[tuple[str, ...], tuple[int, ...], tuple[str, ...], tuple[str, ...]]
 
 @dataclass(frozen=True)
 class Digest:
-    """What a rank holds, small enough to send."""
+    """A digest of a rank's data, small enough to send."""
 
     # names of the arrays, as a user would write them ("[0]", "['image']"); samples of each; dtype and shape of a
     # sample; hashes of their contents with their order, in hex
@@ -63,8 +63,8 @@ def of_arrays(data: Any) -> Digest:
 def of_items(dataset: Any, length: int | None = None) -> Digest:
     """Returns the digest of a data set that gives a sample for an index, from some of its samples; local.
 
-    Each is read twice, with Python's and numpy's generators set alike on all ranks and put back afterwards: what
-    differs between the two reads (augmentation with a generator of its own) is not compared.
+    It reads each sample twice, with Python's and numpy's generators set alike on all ranks and restored afterwards. It
+    does not compare parts that differ between the two reads (augmentation with another generator).
 
     Args:
         dataset: with `len` and an item (nested arrays, numbers, images, text) for an index.
@@ -194,7 +194,7 @@ def _some_of(text: bytes | bytearray | str) -> bytes:
 
 
 def _buffer(data: Any) -> bytes | None:
-    """What an array of the standard library or of ctypes holds, or a file in memory."""
+    """Returns the bytes of an array of the standard library or of ctypes, or of a file in memory; None without any."""
     try:
         return memoryview(data.getbuffer() if hasattr(data, "getbuffer") else data).cast("B").tobytes()
     except (TypeError, ValueError):  # holds no bytes, or none that lie together
@@ -202,7 +202,7 @@ def _buffer(data: Any) -> bytes | None:
 
 
 def _of_picture(picture: Any) -> bytes:
-    """Of one that is read when it is needed, its file's name: to look at its pixels would be to decode it."""
+    """Returns the file name and size of a picture, because reading pixels would decode it; without a file, pixels."""
     wide, high = picture.size
     file = os.path.basename(getattr(picture, "filename", ""))  # each host may have its folder
     if file or not wide or not high:
@@ -212,7 +212,7 @@ def _of_picture(picture: Any) -> bytes:
 
 
 def _attributes(data: Any) -> dict[str, Any]:
-    """An object's, by name; those that Python fills in are left out."""
+    """Returns an object's attributes by name, except those that Python fills in; a table's columns and values."""
     slots = [name for kind in type(data).__mro__ for name in _names(getattr(kind, "__slots__", ()))]
     if hasattr(data, "to_numpy"):  # a table
         return {"columns": list(getattr(data, "columns", ())), "values": data.to_numpy()}
@@ -226,7 +226,7 @@ def _names(slots: Any) -> tuple[str, ...]:
 
 
 def _said(data: Any) -> str:
-    """What an object says of itself, if that is more than its address."""
+    """Returns an object's repr if its class defines one without an address, else its name or that of its class."""
     kind = type(data)
     says = any("__repr__" in vars(base) for base in kind.__mro__[:-1])
     text = repr(data) if says and kind.__module__ != "builtins" else getattr(data, "__qualname__", kind.__name__)

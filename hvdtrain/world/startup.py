@@ -1,6 +1,6 @@
-"""What a program does around its training: cores, imports, and how it ends.
+"""The parts of a program around its training: cores, imports, and its end.
 
-Only the standard library is used, so that a missing package is told within a second, before a
+It uses only the standard library, so that it reports a missing package within a second, before a
 framework is imported.
 """
 
@@ -79,18 +79,18 @@ def machine_shape(local_size: int) -> dict[str, str]:
 
 
 def tuned(path: str | os.PathLike[str], environ: Mapping[str, str], local_size: int) -> tuple[dict[str, str], str]:
-    """Reads what `hvdtrain bench train --tune` has written.
+    """Reads the file that `hvdtrain bench train --tune` has written.
 
     Args:
-        path: of the file.
-        environ: what is set in it stays.
+        path: the file's path.
+        environ: the environment; its variables take precedence.
         local_size: ranks on a host.
 
     Returns:
-        The variables to set besides, none where the file is for another machine; and what to tell of it.
+        The further variables to set (none if the file is for another machine), and a line for the user about them.
 
     Raises:
-        ConfigError: it cannot be read, or sets something else.
+        ConfigError: the file cannot be read, or sets other variables than it may.
     """
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -118,7 +118,7 @@ def _may_be_set(name: str, value: object) -> bool:
 
 
 def use_tuned(detected: Detected) -> None:
-    """Sets what the file in HVDTRAIN_TUNED says, once, before an engine starts; raises as `tuned`."""
+    """Sets the variables of the file in HVDTRAIN_TUNED, once, before an engine starts; raises as `tuned`."""
     if path := os.environ.pop(variables.TUNED, ""):
         found, text = tuned(path, os.environ, detected.local_size)
         os.environ.update(found)
@@ -194,8 +194,8 @@ def find_modules(needed: Mapping[str, str]) -> None:
 def import_modules(needed: Mapping[str, str]) -> None:
     """Imports modules, quietly; raises LauncherError, with the command that helps, for one that is broken.
 
-    Python's collector is off meanwhile, and skips what they made afterwards: half a million objects that are no garbage
-    (TensorFlow and Keras: 2.1 s of CPU time instead of 3.3, torch 1.4 instead of 2.0).
+    It turns Python's collector off during the imports, and excludes their objects later: half a million that are no
+    garbage (TensorFlow and Keras: 2.1 s of CPU time instead of 3.3, torch 1.4 instead of 2.0).
     """
     collects = gc.isenabled()
     gc.disable()
@@ -215,11 +215,11 @@ def import_modules(needed: Mapping[str, str]) -> None:
 
 
 def load_triton_apart() -> None:
-    """Loads PyTorch's Triton where TensorFlow is imported as well, so that it keeps to its own LLVM.
+    """Loads PyTorch's Triton, if TensorFlow is also imported, so that it uses its own LLVM.
 
-    TensorFlow opens its libraries for the whole process (RTLD_GLOBAL), with an LLVM of another version in them: some
-    14,000 of the functions that Triton's library has of its own would be TensorFlow's, and `torch.compile` a
-    segmentation fault. Where Triton is there first, or looks in itself first as here, both keep what they came with.
+    TensorFlow opens its libraries for the whole process (RTLD_GLOBAL), with an LLVM of another version in them. Some
+    14,000 functions of Triton's library would resolve to TensorFlow's, and `torch.compile` would end in a segmentation
+    fault. If Triton is loaded first, or looks in itself first as here, both use their own functions.
     """
     if not {"tensorflow", "torch"} <= set(sys.modules) or "triton" in sys.modules:
         return
@@ -260,7 +260,7 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def stderr_to(file: IO[bytes]) -> Iterator[None]:
-    """While it lasts, what goes to file descriptor 2, from C++ too, goes to `file`."""
+    """A context in which all output to file descriptor 2, also from C++, goes to `file`."""
     sys.stderr.flush()
     terminal = os.dup(2)
     os.dup2(file.fileno(), 2)

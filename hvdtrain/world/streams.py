@@ -1,9 +1,9 @@
-"""Streams: records that come one after another, whose number nobody knows, dealt to ranks without a word among them.
+"""Streams: records that arrive one after another, of unknown number, dealt to ranks without communication.
 
 The order of the stream is the global order. Every rank walks all of it and keeps its own records, those that a `Plan`
 would deal it: step s has the records [s·N·B, (s+1)·N·B), of which rank r has the r-th contiguous piece. So each rank
-sees by itself where the stream ends and how many samples the last step has, a place in it is a number of records,
-good for any number of ranks, and what costs (decoding) is done for a rank's own records only.
+finds the end of the stream and the number of samples of the last step without the others. A place in the stream is a
+number of records, valid for any number of ranks. The costly work (decoding) is done for a rank's own records only.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _WALK_STREAM = 3  # of random words: the order of samples, augmentation and samp
 
 @dataclass(frozen=True)
 class StreamPlan(Plan):
-    """How a stream is dealt; made with `samples=0`, which are not known, and `shuffle=False`."""
+    """The plan that deals a stream; made with `samples=0`, as the number is unknown, and `shuffle=False`."""
 
     whole_batches: int = 0  # records are lists of a whole step's samples, this many as a rule; 0: each is a sample
     kind: StreamWords = STREAM
@@ -70,7 +70,7 @@ class StreamPlan(Plan):
 
 @dataclass(frozen=True, eq=False)
 class StreamStep(Step):
-    """One rank's part of one step of a stream."""
+    """A rank's part of one step of a stream."""
 
     before: int = 0  # samples of all ranks that were done in the epoch before this step
     earlier: tuple[int, ...] = ()  # samples of all ranks in the steps just before, as far as they are kept
@@ -100,7 +100,7 @@ class StreamStep(Step):
 
 
 def epoch_seed(seed: int, epoch: int) -> int:
-    """Returns 64 bits for what a stream draws by itself, the same on every rank."""
+    """Returns 64 bits that seed a stream's own random draws in an epoch, the same on every rank."""
     import numpy as np
 
     counter = np.array([0, 0, 0, _WALK_STREAM], np.uint64)
@@ -108,7 +108,7 @@ def epoch_seed(seed: int, epoch: int) -> int:
 
 
 class StepPart(NamedTuple):
-    """What a rank gets of a step: its own records, raw; `first`, how many of all ranks, and the digest up to there."""
+    """A rank's part of a step: its records, raw, the number of the first, all ranks' samples, and the digest so far."""
 
     first: int
     own: list[Any]
@@ -126,14 +126,14 @@ def walk(
     ahead: int,
     digest: int | None = None,
 ) -> Iterator[tuple[StreamStep, list[Any]]]:
-    """Yields each step that is left in the epoch after `begin` samples, and this rank's records of it, raw.
+    """Yields each remaining step of the epoch after `begin` samples, and this rank's records of it, raw.
 
     Args:
-        ahead: steps that are looked at before one is yielded, at least 1.
-        digest: of the records before `begin`, as the run that did them had them; None: not known.
+        ahead: the number of steps that it reads before it yields one, at least 1.
+        digest: the digest of the records before `begin` in the run that used them; None: not known.
 
     Raises:
-        ConfigError: the stream ends before `begin`, or that is within a batch; the records before it are others.
+        ConfigError: the stream ends before `begin`; `begin` is within a batch; the records before it have changed.
     """
     _skip(records, plan, begin, digest)
     steps, waiting, ended = _steps(records, plan, begin, rank), deque[StepPart](), False

@@ -32,11 +32,11 @@ class World:
     """The ranks of one job, seen from this process.
 
     Attributes:
-        rank, size: this process and how many there are.
+        rank, size: this process's rank, and the number of ranks.
         local_rank, local_size: the same within this host.
         node: index of this host in the order of its lowest rank.
-        launcher: who started the ranks ("horovodrun", "mpirun", ... or "none").
-        engine: what carries the data between them ("horovod", "solo", ...).
+        launcher: the launcher that started the ranks ("horovodrun", "mpirun", ... or "none").
+        engine: the engine that carries data between the ranks ("horovod", "solo", ...).
         devices: GPUs of this process, as indices among the visible ones; empty on CPU.
         seed: the same on every rank.
     """
@@ -62,14 +62,14 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, the one that writes files and talks."""
+        """Returns True on rank 0, the rank that writes files and prints."""
         return self.rank == 0
 
     @property
     def mpi(self) -> Any:
-        """MPI's communicator of these ranks, as mpi4py has it, for collectives of your own on numpy arrays.
+        """Returns MPI's communicator of these ranks, as in mpi4py, for your own collectives on numpy arrays.
 
-        It is `mpi4py.MPI.COMM_WORLD`: Horovod keeps to duplicates of its own. It ends with the world.
+        It is `mpi4py.MPI.COMM_WORLD`, of which Horovod uses only its own duplicates. It ends with the world.
 
         Raises:
             LauncherError: MPI does not carry this job, or mpi4py belongs to another MPI than the launcher.
@@ -273,7 +273,7 @@ class World:
 
 
 def _failure_on_main(error: BaseException) -> MainRankError:
-    """What the other ranks raise: plain text, as the class need not exist, nor be picklable, there."""
+    """Returns the error that the other ranks raise: plain text, as its class may be missing there or not picklable."""
     name, text = type(error).__name__, "".join(traceback.format_exception(error))
     if isinstance(error, HvdtrainError):
         return MainRankError(error.rule, error.received, error.remedy, error_type=name, main_traceback=text)
@@ -290,7 +290,7 @@ def fsum(values: Any) -> float:
 
 
 def _equal(one: Any, other: Any) -> bool:
-    """Whether two values are the same; arrays and tensors, which have no single answer, and NaN, by their bytes."""
+    """Returns True if two values are equal; compares arrays and tensors (`==` gives no bool) and NaN by their bytes."""
     try:
         if bool(one == other):
             return True
@@ -300,7 +300,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _asking() -> str:
-    """Returns which function of hvdtrain gathers, which the user's line does not tell: two on one line are two."""
+    """Returns the function of hvdtrain that gathers: the user's line alone cannot distinguish two on one line."""
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_globals.get("__name__") in (__name__, elastic.__name__):
         frame = frame.f_back

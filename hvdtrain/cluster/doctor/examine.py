@@ -244,7 +244,7 @@ def _thorough(sessions: Sessions, found: DoctorReport, run_dir: Path | None) -> 
 
 
 def _noise(sessions: Sessions) -> list[Finding]:
-    """Hosts whose shell prints something of its own."""
+    """Returns findings on hosts whose shell prints before a command does."""
     why = "copying by scp and rsync fails, and logs start with it"
     fix = "have ~/.bashrc print only in interactive shells: [[ $- == *i* ]] || return"
     found = []

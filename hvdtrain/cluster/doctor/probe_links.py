@@ -1,7 +1,7 @@
-"""What a host's network does to other hosts, and the loop that answers requests. Sent after `probe`, as text: only the
-standard library, only ASCII, Python 3.6.
+"""Measurements of a host's links to other hosts, and the loop that answers requests. Sent after `probe`, as text: only
+the standard library, only ASCII, Python 3.6.
 
-Ports are opened on the address asked for, never on all of them, and answer only to those who know the job's token.
+It opens ports only on the requested address, never on all of them. They answer only to peers with the job's token.
 """
 
 import errno

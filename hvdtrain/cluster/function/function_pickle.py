@@ -1,8 +1,8 @@
 """Pickles a call of `hvdtrain.run` for a rank, and the answer for the caller, with cloudpickle.
 
-On the rank what stands in the caller's program stands in `__main__` as well, under its name, so that `pickle`,
-`torch.save` and multiprocessing find it there; code keeps its file's name and its lines, for tracebacks. An answer
-has only numbers of the classes that the caller had sent: they are the caller's own again.
+The rank's `__main__` also has the objects of the caller's program, under their names, so that `pickle`, `torch.save`
+and multiprocessing find them there. Code keeps its file's name and its lines, for tracebacks. An answer has only
+numbers for the classes that the caller had sent: the caller gets its own classes again.
 """
 
 from __future__ import annotations

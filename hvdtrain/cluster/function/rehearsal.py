@@ -107,7 +107,7 @@ class Ranks:
         threading.Thread(target=server.serve_forever, daemon=True).start()
 
     def _become(self, env: Mapping[str, str]) -> None:
-        """This process is a rank from here on."""
+        """Turns this process into a rank: session, signals, output, variables and seeds."""
         os.setsid()
         processes.die_with_parent(signal.SIGKILL)
         for number in (signal.SIGTERM, signal.SIGHUP):

@@ -73,7 +73,7 @@ class Channel:
 
     @property
     def noise(self) -> str:
-        """Returns what came and was no message: a shell's start-up files print as well."""
+        """Returns the received output that was no message, such as that of a shell's start-up files."""
         return self._decoder.noise.decode(errors="replace")
 
     def write(self, data: bytes) -> None:

@@ -328,7 +328,7 @@ def _variables() -> "dict[str, str]":
 
 
 def reached() -> "str | None":
-    """This host's IPv4 address that the ssh connection came to; None without ssh, or through IPv6."""
+    """Returns this host's IPv4 address that the ssh connection came to; None without ssh, or through IPv6."""
     # "client's address, its port, server's address, its port": sshd sets it
     parts = os.environ.get("SSH_CONNECTION", "").split()
     address = parts[2].rpartition(":")[2] if len(parts) == 4 else ""  # ::ffff:10.0.0.2 is 10.0.0.2
@@ -375,7 +375,7 @@ def facts(request: "dict[str, Any]") -> "dict[str, Any]":
 
 
 def ask(questions: "dict[str, Callable[[], Any]]", limit_s: float) -> "dict[str, Any]":
-    """Calls every function in a thread of its own; an answer that takes longer than `limit_s` is given up."""
+    """Calls each function in a separate thread; gives up an answer that takes longer than `limit_s`."""
     answers: dict[str, Any] = {name: {"unanswered": f"no answer in {limit_s:g} s"} for name in questions}
 
     def answer(name: str, question: "Callable[[], Any]") -> None:

@@ -120,17 +120,17 @@ def explain(
     python: str = "",
     answered: bool = False,
 ) -> SshProblem:
-    """Returns what a failed ssh command means; pure.
+    """Returns the problem behind a failed ssh command; pure.
 
-    ssh's own messages count only if ssh itself failed (exit code 255): a shell's start-up files write to standard
-    error as well.
+    ssh's own messages count only if ssh itself failed (exit code 255): a shell's start-up files may also write to
+    standard error.
 
     Args:
-        host: that was called.
-        returncode: of the command; None: it was ended because it took too long.
+        host: the host that ssh called.
+        returncode: the command's exit code; None: the caller ended it because it took too long.
         output: all output that came instead of an answer, standard error first.
-        ssh: how it was called, for the commands in the fix.
-        python: the interpreter that was to run there.
+        ssh: the options of the call, for the commands in the fix.
+        python: the interpreter that should run there.
         answered: the command there had begun, and so the shell's start-up files had ended.
     """
     logged_in, output = "Authenticated to " in output, _NOTICE.sub("", output)

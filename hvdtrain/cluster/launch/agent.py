@@ -344,7 +344,7 @@ class Agent:
             self._asked |= set(job)
 
     def _leave(self, not_ours: set[int]) -> None:
-        """Says which processes stay, because another user's cannot be ended."""
+        """Reports the processes that remain because they belong to another user."""
         for pid in not_ours:
             self._send("left", what=f"process {pid} of another user: {processes.command_of(pid)}")
         self._not_ours |= not_ours

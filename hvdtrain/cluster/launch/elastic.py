@@ -129,7 +129,7 @@ class ElasticRunning(Running):
             self._host_gone(host.name, str(error))
 
     def _greet(self, connection: Connection, hello: Message) -> None:
-        """A host that was reached can be used, if it is as the others."""
+        """Admits a host that was reached, if its hvdtrain and its network fit the job and it reaches the others."""
         host = connection.host
         try:
             if hello["version"] != __version__:
@@ -319,7 +319,7 @@ class ElasticRunning(Running):
     # ---- why it ends
 
     def _give_up(self, why: str) -> None:
-        """Ends the job by the fault of who was lost in the last formation."""
+        """Ends the job, and blames the workers that were lost in the last formation."""
         lost = self._last_lost
         formation = self.outcome.lost[-1]["formation"] if self.outcome.lost else 0
         last = [its["worker"] for its in self.outcome.lost if its["formation"] == formation]

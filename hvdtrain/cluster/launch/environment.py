@@ -47,12 +47,12 @@ DEFAULTS = {
 
 
 def is_secret(name: str, value: str = "") -> bool:
-    """Returns whether a variable looks as if it held a secret: such a one is passed only when it is asked for."""
+    """Returns True if a variable looks as if it held a secret; ranks get such a variable only on request."""
     return bool(probe.SECRET.search(name) or _SECRET_VALUE.search(value))
 
 
 def is_of_a_host(name: str) -> bool:
-    """Returns whether a variable belongs to one host, log-in, terminal or process, or to another launcher's job."""
+    """Returns True if a variable belongs to one host, log-in, terminal or process, or to another launcher's job."""
     named = _VARIABLE.fullmatch(name) is not None  # else: a shell's exported function
     return not named or bool(_OF_A_HOST.fullmatch(name) or _OF_A_LAUNCHER.fullmatch(name))
 

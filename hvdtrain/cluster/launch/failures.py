@@ -65,7 +65,7 @@ class Failure:
         return ""
 
     def in_words(self, limit_s: float) -> str:
-        """Returns who failed and why, of ranks that end themselves after a limit."""
+        """Returns the failed rank and the reason, for ranks that end themselves after a limit."""
         return f"{self.who}: {f'not done in {limit_s:g} s' if self.code == TOO_LATE else self.why}"
 
 
@@ -166,7 +166,7 @@ def left_the_others(first: RankEnd, ends: Sequence[RankEnd]) -> RankEnd | None:
 
 
 def settled(ends: Sequence[RankEnd], now_s: float) -> bool:
-    """Returns whether the first failure can be named: what is still on its way would have come."""
+    """Returns True if the first failure can be named: enough time has passed for earlier ends to arrive."""
     failed = [end for end in ends if end.failed]
     wait_s = CONSEQUENCE_SETTLE_S if all(end.is_consequence for end in failed) else SETTLE_S
     return bool(failed) and now_s - min(end.at_s for end in failed) >= wait_s

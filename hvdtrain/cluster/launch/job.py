@@ -1,4 +1,4 @@
-"""What is to be run, and the plan for it: which rank where, talking through what, with which variables. Pure."""
+"""A job, and the plan for it: each rank's host, network interface and variables. Pure."""
 
 from __future__ import annotations
 

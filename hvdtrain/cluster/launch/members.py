@@ -1,9 +1,9 @@
-"""Who is in an elastic job, and in which formation: events in, actions out; pure.
+"""The workers of an elastic job, and their formations: events in, actions out; pure.
 
-A worker is a process, with a number of its own that never comes again; a formation is a set of workers that are one
-Horovod world, numbered from 1. A member that has left its formation waits for the next; when every living one does, the
-next is made of them and of the new workers that are ready. Rank 0 is a survivor always: what it holds is what the
-others begin with.
+A worker is a process with a unique number, which is never used again. A formation is a set of workers that are one
+Horovod world, numbered from 1. A member that has left its formation waits for the next. When every living member
+waits, they and the new workers that are ready make the next one. Rank 0 is always a survivor: the others begin with
+its state.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Signal:
 
 @dataclass(frozen=True)
 class Say:
-    """Say something to a worker."""
+    """An action: send a message to a worker."""
 
     number: int
     message: dict[str, Any]
@@ -84,7 +84,7 @@ class Unserve:
 
 @dataclass(frozen=True)
 class Lost:
-    """Tell that a worker is lost."""
+    """An action: report a lost worker."""
 
     number: int
     host: str
@@ -93,7 +93,7 @@ class Lost:
 
 @dataclass(frozen=True)
 class Formed:
-    """Tell of a formation."""
+    """An action: report a formation."""
 
     formation: int
     numbers: tuple[int, ...]
@@ -202,7 +202,7 @@ class Members:
     def waits(
         self, number: int, formation: int, now: float, *, joinable: bool = True, empty: bool = False
     ) -> list[Action]:
-        """A worker has left a formation, or (0) is new and ready; see `Worker`."""
+        """Notes that a worker has left a formation, or (0) is new and ready; see `Worker`."""
         its = self.workers.get(number)
         if its is not None and its.state == "in" and formation == self.formation:
             its.state, its.joinable, its.empty = "out", joinable, empty
@@ -213,7 +213,7 @@ class Members:
         return self._settled(now)
 
     def updated(self, formation: int, now: float) -> list[Action]:
-        """A formation has completed updates."""
+        """Notes that a formation has completed updates."""
         if formation == self.formation:
             self._up = True
             self._formed = 0
@@ -229,7 +229,7 @@ class Members:
         return self._settled(now)
 
     def finished(self, number: int, now: float) -> list[Action]:
-        """A member has come to the end of the program, or was preempted, as all are: no more formations."""
+        """Notes that a member has finished the program, or was preempted, as all are: no more formations follow."""
         its = self.workers.get(number)
         if its is None or not its.member:
             return self.lost([number], now, why="ended before it was a member", gone=True)
@@ -244,14 +244,14 @@ class Members:
         return self._settled(now)
 
     def gone(self, number: int, now: float) -> list[Action]:
-        """A worker that was preempted has."""
+        """Notes that a worker which was sent a signal has ended."""
         self._dying.pop(number, None)
         return self._settled(now)
 
     # ---- what hosts do
 
     def offered(self, hosts: Sequence[Host], now: float) -> list[Action]:
-        """These hosts may be used from now on, and no others."""
+        """Notes the only hosts that may be used from now on; drops the workers for which they have no slot."""
         self._hosts = list(hosts)
         slots = {host.name: host.slots for host in hosts}
         taken: Counter[str] = Counter()
@@ -263,14 +263,14 @@ class Members:
         return self._settled(now)
 
     def host_there(self, name: str, now: float) -> list[Action]:
-        """A host can be used."""
+        """Notes that a host can be used."""
         self._reaching.discard(name)
         self._tries.pop(name, None)
         self._there.add(name)
         return self._settled(now)
 
     def host_gone(self, name: str, now: float, *, why: str) -> list[Action]:
-        """A host cannot be reached, or not any more: its workers are lost."""
+        """Notes that a host cannot be reached, or not any more: its workers are lost."""
         self._reaching.discard(name)
         self._there.discard(name)
         self._tries[name] += 1

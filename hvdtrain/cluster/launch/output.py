@@ -1,4 +1,4 @@
-"""What a job's user sees: lines marked with their rank, a log a rank, and the first rank's error last."""
+"""The output of a job: lines marked with their rank, a log a rank, and the first failed rank's error last."""
 
 from __future__ import annotations
 

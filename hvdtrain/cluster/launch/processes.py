@@ -1,6 +1,6 @@
-"""Processes of this machine as the kernel shows them: who descends from whom, who is stopped, who dies with whom.
+"""Processes of this machine as the kernel shows them: their descendants, the stopped ones, their end with a parent.
 
-And what ends those of a job where its agent is gone: the agent's guard, and a sweep by a second session.
+Also the code that ends a job's processes when its agent has ended: the agent's guard, and a sweep by a second session.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def descendants(ancestor: int) -> list[int]:
 
 
 def is_stopped(pid: int) -> bool:
-    """Returns whether a process is stopped by a signal; one that a debugger holds is not."""
+    """Returns True if a process is stopped by a signal; one that a debugger holds is not."""
     found = _stat(pid)
     return found is not None and found[0] == "T"
 

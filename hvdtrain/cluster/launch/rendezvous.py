@@ -30,7 +30,7 @@ def serve(address: str, places: Sequence[Any]) -> Any:
     from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
     class Handler(RendezvousHandler):
-        """Holds who asks for what is not there yet, for a while: Horovod asks again every 10 ms, from each rank."""
+        """Holds a request for a missing value for a while, because each rank's Horovod would repeat it every 10 ms."""
 
         def _get_value(self, scope: str, key: str) -> Any:
             its = self.server
