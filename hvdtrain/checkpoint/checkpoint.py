@@ -207,7 +207,7 @@ class Checkpointer:
         writer = started() if self.asynchronous else running()
         if writer is not None:
             if self.asynchronous:
-                writer.wait_for_room()  # before it is asked what failed: what is waited for here may fail, too
+                writer.wait_for_room()  # before the failures are read: the save that is waited for here may also fail
             writer.check(self.folder.directory)
         return writer
 
@@ -395,7 +395,7 @@ class Checkpointer:
         reports = self.world.gather(None if failure is None else f"{type(failure).__name__}: {failure}")
         if isinstance(failure, CheckpointError) and len(set(reports)) == 1:
             failure.shared = True
-            raise failure  # every rank says the same: once is enough
+            raise failure  # every rank has the same error: once is enough
         if any(reports):
             raise CheckpointError(
                 "every rank must be able to load the checkpoint",

@@ -29,7 +29,7 @@ _LESS = re.compile(
     r"(.+_)?(loss|err(or)?(_rate)?|mse|mae|rmse|mape|msle|nll|perplexity|ppl|(cross_?)?entropy|(kl_)?divergence|hinge"
     r"|log_?cosh|poisson|wer|cer|fid|distance|false_(positives|negatives))"
 )
-_TURNED = re.compile(r"(.+_)?(neg|negative|minus|inverse|one_minus)_")  # says the opposite of the rest
+_TURNED = re.compile(r"(.+_)?(neg|negative|minus|inverse|one_minus)_")  # means the opposite of the rest
 
 
 Sealed = dict[str, Any]  # {"bytes": size, "sha256": checksum}

@@ -163,7 +163,7 @@ class Writer:
         """Raises what earlier writes into that directory failed with, once (CheckpointError)."""
         directory = directory.resolve()
         if directory in self._failures and self._process is not None and self._process.poll() is not None:
-            self.wait(directory)  # what waited for a process that was killed is lost with it, and told with it
+            self.wait(directory)  # jobs that waited for a killed process are lost with it, and reported with it
         failures = self._failures.pop(directory, [])
         if failures:
             lost = "\n".join(failure.received for failure in failures)
@@ -205,7 +205,7 @@ class Writer:
         if not self.own or self._socket is None or self._process is None:
             return
         for job in list(self._jobs):
-            if not job.done.wait(patience_s):  # it goes on alone
+            if not job.done.wait(patience_s):  # it continues alone
                 print(f"hvdtrain: {job.path} is still being written", file=sys.stderr, flush=True)
                 return
         self._socket.shutdown(socket.SHUT_RDWR)  # a process that was forked and lives (a data worker) holds it open
@@ -285,7 +285,7 @@ def serve(descriptor: int, parent: int) -> None:
             folder = folders.setdefault(options, CheckpointFolder(*options))
             folder.opened = descriptors[-1]
             answer = _written(message, descriptors, folder)
-            with contextlib.suppress(ConnectionError):  # what was to be written is written, whoever wants to know
+            with contextlib.suppress(ConnectionError):  # the checkpoint is written, even if no process reads the answer
                 link.send(json.dumps(answer).encode())
 
 

@@ -23,7 +23,7 @@ class _Loader(importlib.abc.Loader):
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        # as if it had never been here, for whoever looks for data beside the module
+        # as if it had never been here, for code that looks for data beside the module
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         module.__loader__ = self._loader

@@ -23,7 +23,7 @@ def run(what: str, argv: Sequence[str], module: bool, *, warn: bool, report: Pat
     if not module:
         source_of(what, module)
     if report is not None:
-        with contextlib.suppress(LauncherError):  # which the script's own hvd.init() tells
+        with contextlib.suppress(LauncherError):  # which the script's own hvd.init() reports
             if launchers.detect(os.environ).rank == 0:
                 flags.check_file("--report", report)
     session = GuardSession(warn=warn, report=report, every=every)

@@ -133,7 +133,7 @@ class GuardSession:
             return
         try:
             self._links[0].send(**report)
-        except OSError:  # rank 0 is gone, which the engine says
+        except OSError:  # rank 0 is gone, which the engine reports
             self.on = False
 
     def find(

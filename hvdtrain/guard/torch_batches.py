@@ -85,7 +85,7 @@ class BatchWatch:
             return
         import torch
 
-        # it would speak of the hook that is set here, for a few calls
+        # it would name the hook that is set here, for a few calls
         warnings.filterwarnings("ignore", message=r"Using `torch\.compile\(module\)` when there are global hooks")
 
         def called(module: Any, inputs: Any) -> None:

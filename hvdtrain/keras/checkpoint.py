@@ -38,7 +38,7 @@ def check_saveable(model: keras.Model) -> None:
     """Raises ConfigError for a model that Keras cannot describe in a file, before anything is trained."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # each save says them
+            warnings.simplefilter("ignore")  # each save prints them
             json.dumps(keras.saving.serialize_keras_object(model))
     except Exception as error:  # whatever a user's get_config() raises
         if not (is_built(model) or isinstance(error, NotImplementedError)):
@@ -53,7 +53,7 @@ def check_saveable(model: keras.Model) -> None:
         ) from error
 
 
-# how Keras begins when it does not load something, and goes on
+# the beginnings of Keras' warnings about values that it does not load
 _NOT_LOADED = ("Skipping ", "A total of ")
 
 

@@ -125,7 +125,7 @@ class ElasticFit(Member):
     def epoch_has_begun(self) -> None:
         """Runs when all of hvdtrain's callbacks know the epoch."""
         if self._comes:
-            self._feed()  # again: some of Keras' have begun to count anew
+            self._feed()  # again: some of Keras' have restarted their counts
             self._comes = False
         else:
             self._began = self.session.place.progress
@@ -138,7 +138,7 @@ class ElasticFit(Member):
         """Returns the result of Keras' train function for the next batch, on the ranks that remain in the end."""
         its = self._its
         its.in_epoch()
-        if self._fed is not None:  # once more: callbacks have begun an epoch that the others began before this state
+        if self._fed is not None:  # again: callbacks have begun an epoch that the others began before this state
             self._feed()
             self._fed = None
         if self._copies is None:

@@ -510,7 +510,7 @@ class EpochOfLoaders(Callback):
     def on_test_begin(self, logs: Any = None) -> None:
         validated = validation_loader(self.model)
         if validated is not None:
-            validated.next_epoch = self.epoch  # its order is the epoch's in a resumed run, too
+            validated.next_epoch = self.epoch  # its order is also the epoch's in a resumed run
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         if self.data is not None and not self.session.prepared.alone and not self.model.stop_training:

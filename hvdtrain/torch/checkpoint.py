@@ -342,7 +342,7 @@ def _place(session: Session) -> dict[str, Any] | None:
     data = session.batches.data
     if data is None:
         return None
-    left = data.left_early()  # told once
+    left = data.left_early()  # reported once
     if left is not None and session.world.is_main:
         whole = data.plan.samples or "its"  # a stream's
         print(

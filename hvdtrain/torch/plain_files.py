@@ -153,7 +153,7 @@ def _plain(value: Any, where: str) -> Any:
     if isinstance(value, (torch.dtype, torch.device, complex)):
         return value
     for scalar in _SCALARS:
-        if isinstance(value, scalar):  # an enumeration that is a number, say
+        if isinstance(value, scalar):  # for example an enumeration that is a number
             return scalar(value)
     raise ConfigError(
         "a checkpoint must contain only numbers, text and tensors: loading must not run code",

@@ -25,7 +25,7 @@ from hvdtrain.record.clock import Clock
 from hvdtrain.world.world import World
 
 KEY = "_hvdtrain"
-# A padding rank takes part in a step with a batch of one row that is no sample. Its sample weight says so: NaN, which
+# A padding rank takes part in a step with a batch of one row that is no sample. Its sample weight shows it: NaN, which
 # shows in a step without our hooks; where there are no sample weights, a mask (bool): is this row a sample?
 NO_SAMPLE = float("nan")
 

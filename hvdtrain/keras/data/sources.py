@@ -110,7 +110,7 @@ class DatasetBatches(BatchSource):
         return batch_of(self._dataset[index], self._class_weight)
 
     def begin(self, epoch: int) -> None:
-        if epoch <= self._told:  # evaluated between two epochs, say: what was shuffled is not put back
+        if epoch <= self._told:  # for example evaluated between two epochs: the shuffle is not undone
             return
         for past in range(self._told, epoch):
             if past >= 0:

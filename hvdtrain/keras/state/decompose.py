@@ -27,7 +27,7 @@ from hvdtrain.keras.backends.session import KerasSession, has_own_step, map_leav
 from hvdtrain.keras.state import metric_states, replicas, rng, units
 from hvdtrain.keras.state.sync_batchnorm import is_synchronized, normalises
 
-ROWS = 16  # of the first batch: enough to tell, cheap for large models
+ROWS = 16  # of the first batch: enough to decide, cheap for large models
 ROUNDING = 0.05  # of the bound: of the loss of outputs that are 0, where the loss itself is next to nothing
 
 _ADDED = (

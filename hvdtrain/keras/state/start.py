@@ -45,7 +45,7 @@ def _made_equal(model: keras.Model, session: KerasSession) -> Any:
     variables = [*model.trainable_weights, *replicas.untrained(model), *replicas.optimizer_variables(model)]
     replicas.check_same_variables(variables, world)
     if proofs.wants_broadcast:
-        if place.streams_set and place.restored_random is None:  # not the first fit: each rank goes on accumulating
+        if place.streams_set and place.restored_random is None:  # not the first fit: each rank continues accumulating
             own = {id(variable) for variable in replicas.accumulators(model)}
             variables = [variable for variable in variables if id(variable) not in own]
         replicas.broadcast(variables, world)

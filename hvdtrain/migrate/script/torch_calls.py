@@ -164,7 +164,7 @@ def _broadcast(plan: Rewrite, call: cst.Call, name: str, arguments: Arguments) -
         tensor = code(found["tensor"])
         return f"{tensor}.data.copy_({does}({tensor}.data{root_of(found)}))"
 
-    if name.endswith("_"):  # of a parameter, too: without a gradient, as Horovod does
+    if name.endswith("_"):  # also of a parameter: without a gradient, as Horovod does
         plan.replace(call, written)
     else:
         ranks.send(plan, call, name, does)

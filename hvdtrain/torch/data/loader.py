@@ -474,7 +474,7 @@ class Epoch:
             CLOCK.enter("other")
             self._tell(None, None)
             raise StopIteration
-        if loader.pads():  # what is saved, or dealt anew, begins with this batch
+        if loader.pads():  # a saved or redealt position begins with this batch
             end_if_preempted(loader.followers, loader.world)
             if _change_if_asked(loader.followers):
                 item = loader.made_next()

@@ -128,7 +128,7 @@ def _tensor(part: np.ndarray | Tensor) -> Tensor:
     if isinstance(part, np.ndarray):
         try:
             with warnings.catch_warnings():
-                # a read-only array (a memory map, say) is not copied: batches are, and nothing writes to the data
+                # a read-only array (such as a memory map) is not copied: batches are, and nothing writes to the data
                 warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
                 tensor = torch.from_numpy(np.ascontiguousarray(part))
         except (TypeError, ValueError) as error:  # a type, or a byte order

@@ -30,7 +30,7 @@ class Processes:
     """The settings of the processes that read a data set, or a stream."""
 
     count: int  # processes; 0 is none, this process reads
-    pin_memory: bool = False  # batches are put where a GPU copies them from by itself
+    pin_memory: bool = False  # batches are put into page-locked memory, for a GPU's own copies
     prefetch: int = 2  # batches that each process makes ahead
     timeout_s: float = 0.0  # seconds to wait for a batch; 0 is for ever
     init: Callable[[int], None] | None = None  # called in each process, with its number, before it reads

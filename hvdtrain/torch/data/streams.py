@@ -204,7 +204,7 @@ class StreamLoader(Loader):
 
     def go_on(self, epoch: int, samples_in_epoch: int) -> None:
         super().go_on(epoch, samples_in_epoch)
-        self._gone_on = None  # what is before that place, nobody says
+        self._gone_on = None  # no digest of the records before that place
 
     def note_place(self, state: Mapping[str, Any]) -> None:
         if state["digest"] is not None:

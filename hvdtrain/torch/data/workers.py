@@ -63,7 +63,7 @@ def read_batch(
     seeds = words(step.plan, step.epoch, step.first, step.dealt, 1, stream=SEED_STREAM)[:, 0].tolist()
     names = [name for name, _ in samples]
     found, failed = _read_together(together, names, seeds, reader)
-    if found is not None and not isinstance(found, (list, tuple)):  # a batch already, which torch gives to collate, too
+    if found is not None and not isinstance(found, (list, tuple)):  # a batch already, which torch also gives to collate
         return Fetched(located(f"while collating {_some(names)}", collate, found), None, [])
     read, kept, bad = [], [], []
     for number, ((name, asked), seed) in enumerate(zip(samples, seeds, strict=True)):
@@ -145,7 +145,7 @@ class BatchReader(ProcessReader, torch.utils.data.Dataset[Fetched]):
 
     def __getitem__(self, step: Step) -> Fetched:
         self.begin()
-        if get_worker_info() is not None:  # a worker's generators are nobody else's
+        if get_worker_info() is not None:  # a worker's generators are not shared
             return self._read(step)
         with HOST.preserved():
             return self._read(step)

@@ -38,7 +38,7 @@ def synchronize(model: nn.Module, world: World) -> None:
     remedy = "give buffers a shape that does not depend on the rank's own samples"
     world.agree_all(kinds, "every rank must have the same buffers: {} differs", lambda _: remedy)
     reports = world.gather(checksums(buffers))
-    # the mean of equal values can be off by a rounding, so what is equal is left alone
+    # the mean of equal values can be off by a rounding, so equal buffers are skipped
     differ = [name for name in buffers if any(sums[name] != reports[0][name] for sums in reports)]
     statistics = [name for name in differ if is_statistic(name) and buffers[name].is_floating_point()]
     others = [name for name in differ if name not in statistics]

@@ -315,7 +315,7 @@ def _initialize(
         "train_micro_batch_size_per_gpu": 1,  # only its own throughput figures would use it
         "gradient_accumulation_steps": 1,
         "gradient_allreduce_op": "sum",
-        "gradient_clipping": 0.0,  # left out, it would clip at 1
+        "gradient_clipping": 0.0,  # by default it would clip at 1
         "communication_data_type": _TYPE_NAMES[wire_type],
         "zero_optimization": {"stage": settings.zero}
         | (_ZERO if settings.zero else {})

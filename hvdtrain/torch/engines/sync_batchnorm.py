@@ -166,7 +166,7 @@ class _BatchNormalise(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         x, weight, mean, var, count = ctx.saved_tensors
-        if torch.is_grad_enabled():  # this gradient is differentiated once more: statistics as a function of the batch
+        if torch.is_grad_enabled():  # this gradient is differentiated again: statistics as a function of the batch
             mean, var = _statistics(x, count, ctx.engine, ctx.counted)
         invstd = (var + ctx.eps).rsqrt()
         shape = [1, -1] + [1] * (x.dim() - 2)

@@ -95,7 +95,7 @@ class Reading:
     samples: int  # in the batch; 0: not known
     given: tuple[float, ...] = ()  # the weight of the caller's, if there is one: a factor of 1 / given divides by it
     terms: list[Term] = field(default_factory=list)  # those that depend on data
-    unknown: dict[str, None] = field(default_factory=dict)  # names of operations behind which nothing can be told
+    unknown: dict[str, None] = field(default_factory=dict)  # names of operations behind which nothing is known
     across: list[tuple[str, Term]] = field(default_factory=list)  # operations that no weight fits, each with its term
     one_by_one: list[str] = field(default_factory=list)
     nodes: list[Any] = field(default_factory=list)  # the terms' operations
@@ -297,7 +297,7 @@ def _of_parameters_alone(node: Any) -> bool:
         if hasattr(now, "variable"):
             shapes.add(now.variable.shape)
         for tensor in _saved(now):
-            if not tensor.requires_grad and tensor.dim():  # of one sample, too
+            if not tensor.requires_grad and tensor.dim():  # also of one sample
                 by_element = name_of(now) in _BY_ELEMENT and tensor.shape == now._input_metadata[0].shape
                 if not (by_element and tensor.is_floating_point()):
                     return False

@@ -75,7 +75,7 @@ class LossProof:
         self._pieces = pieces
         self._forms: set[frozenset[str]] = set()  # of losses that were tried
         self._new_form = False  # of the last loss, which was not recorded
-        self._in_a_loop = False  # over samples, each by itself
+        self._in_a_loop = False  # over samples, each alone
         self._suspects = False  # a weight that is clamped where nothing counts
         self._divided: dict[float, int] = {}  # numbers that divided sums, and over how many samples
 
@@ -258,7 +258,7 @@ class LossProof:
                     said = f"as one over the whole update is (write / {number / samples:g} / len(x) if you mean it)"
                     said = said if number in totals else f"and so was one over {before}"
                     self.found(f"a sum over {samples} samples is divided by {number:g}, {said}", tally, weight)
-            if not counts:  # the error says what to do with a number of unknown meaning
+            if not counts:  # the error's fix covers a number of unknown meaning
                 self.found("", tally, weight)
 
     def _try(self, looked: Looked, reading: Reading, tally: Tally, by_model: Callable[[], str] | None) -> None:

@@ -421,7 +421,7 @@ def meet(replay: Replay, outputs: Sequence[Tensor], samples: int) -> float:
     before = replay.gradients(outputs)
     again = replay.gradients(outputs)
     largest = max(float(one.abs().max()) for one in before if one.numel())
-    if not 0 < largest < math.inf:  # nothing to tell, or not a number: another check's
+    if not 0 < largest < math.inf:  # nothing to compare, or not a number: another check's
         return 0.0
     if max(float((a - b).abs().max()) for a, b in zip(before, again, strict=True)) > 0.5 * tolerance(outputs) * largest:
         raise CannotTry("its operations give another gradient each time")

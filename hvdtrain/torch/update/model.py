@@ -59,7 +59,7 @@ class Model(nn.Module):
 
     def _enter(self, call: Callable[..., Any] | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         session, trains = self.session, torch.is_grad_enabled()
-        if trains and CLOCK.phase == "other":  # no loader has said so
+        if trains and CLOCK.phase == "other":  # no loader has set a phase
             CLOCK.enter("forward")
         if trains:
             begins(session)
@@ -184,7 +184,7 @@ def _complete(received: str) -> ConfigError:
 
 
 def _delegate(name: str) -> Callable[..., Any]:
-    operation = _OPERATORS.get(name)  # which says what Python says where the module has none
+    operation = _OPERATORS.get(name)  # which raises Python's error if the module has none
 
     def method(self: Model, *args: Any, **kwargs: Any) -> Any:
         found = operation(self.module, *args) if operation else getattr(self.module, name)(*args, **kwargs)

@@ -42,7 +42,7 @@ class PendingLosses:
     layer: str  # what `first_bad_layer` found, if this rank's loss is known to be bad
     wrong: Tensor | float  # float64 scalar, the same on every rank: not 0 where the update's weights are not right
     explain: Callable[[], Exception]  # makes the error for that; collective
-    words: Tensor  # float64 [2]: how many ranks were told that the ranks are about to change, and how many to end
+    words: Tensor  # float64 [2]: how many ranks know that the ranks are about to change, and how many must end
     arrived: Any = None  # a CUDA event, where the numbers come from a GPU
 
 

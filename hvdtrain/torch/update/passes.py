@@ -65,7 +65,7 @@ class BatchPasses:
         self._layer = ""
         self._mean: Tensor | None = None  # loss of the update
         self._failed: BaseException | None = None  # of a pass whose gradients other ranks wait for
-        self._void = False  # the batch at hand is dealt once more, to other ranks
+        self._void = False  # the batch at hand is dealt again, to other ranks
         self._recomputes: bool | None = None  # parts of the model within the backward pass
         self._terms = Terms(0)
         self._micro_batches: list[_MicroBatch] = []  # of an update whose loss is of the whole batch
@@ -284,7 +284,7 @@ class BatchPasses:
                 raise
             tally = self.session.gradients.tally
             self.session.proof.found(f"{error.rule}: {error.received}; {error.remedy}", tally)
-            tally.text = str  # nothing more to say
+            tally.text = str  # nothing more to report
 
     def _same_draws(self) -> AbstractContextManager[None]:
         """Makes all ranks draw the same random numbers, those of the update, while the context is open."""
@@ -438,7 +438,7 @@ class BatchPasses:
         outputs = self._look_at_terms(batch, terms, counted)
         CLOCK.enter("backward")
         if not is_last:
-            for at, term in enumerate(terms):  # those that do not count, too: other ranks' may go through batch norm
+            for at, term in enumerate(terms):  # also those that do not count: other ranks' may go through batch norm
                 divisor, last = 0.0 if batch.padding else term.divisor, at == len(terms) - 1
                 passed = _tracked(term.mean, outputs)
                 self._differentiate(

@@ -165,7 +165,7 @@ class _Trial:
             words = "weight="
             amounts = [float(weight_of(self.weight(piece), torch.device("cpu"))) for piece in pieces]
         if 0 in amounts and self.weight is not _FITTED and whole.loss.isfinite():
-            start, stop = ends[amounts.index(0)]  # then the other piece is the whole, which says nothing
+            start, stop = ends[amounts.index(0)]  # then the other piece is the whole, which proves nothing
             raise ConfigError(
                 "a check needs two pieces of a batch with weights above 0",
                 f"samples {start} to {stop - 1} of {self.samples} weigh 0, by {words}",
@@ -309,7 +309,7 @@ def pieces_differ(session: Session, model: Any, arguments: Any, y: Any, loss: An
     with _unchanged([session.module]):
         try:
             found = _Trial(step, (tuple(arguments), y), ofs, samples, [session.module]).check()
-        except Exception:  # a batch of another size is no business of this model: the real pass will say what is wrong
+        except Exception:  # this model may not take a batch of another size: the real pass reports what is wrong
             return ""
     return _refused(found)
 

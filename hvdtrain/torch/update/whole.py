@@ -89,7 +89,7 @@ def whole(*values: Any, world: World | None = None) -> Any:
     except RanksLost as lost:
         if session is None:
             raise
-        go_on_without(session, lost)  # the batch at hand comes once more
+        go_on_without(session, lost)  # the batch at hand comes again
         return found
 
 

@@ -14,7 +14,7 @@ import torch
 
 from hvdtrain.record import clock
 
-# where nobody takes the times, they are added up here and there, so that events do not pile up
+# if nothing reads the times, they are added up now and then, so that events do not pile up
 _MOST_EVENTS = 1024
 
 
