@@ -70,7 +70,7 @@ class RunFolder:
 
 
 def distinct(cluster: ClusterFacts) -> Iterator[Finding]:
-    """Yields hosts that are the same machine, and machines that have the same name."""
+    """Yields findings on hosts that are the same machine, and on machines that have the same name."""
     by_machine: dict[Any, list[str]] = defaultdict(list)
     by_name: dict[str, list[str]] = defaultdict(list)
     for host, system in cluster.of("system").items():
@@ -160,7 +160,7 @@ _WHY_REACH = "every rank connects to every other one, on ports that the kernel p
 
 
 def _unreached(cluster: ClusterFacts, links: Links) -> Iterator[Finding]:
-    """Yields the pairs that do not reach each other, grouped by the host that most of them have in common."""
+    """Yields findings on pairs that do not reach each other, one for each host that most of them have in common."""
     failed = {(start, end, reply["error"]) for start, end, reply in links.replies() if "error" in reply}
     # a host that has no route to another one cannot answer it either
     failed -= {(end, start, "timeout") for start, end, kind in failed if kind in ("no route", "forbidden")}

@@ -192,7 +192,7 @@ def _has(cluster: ClusterFacts, host: str, operation: str) -> bool:
 
 
 def _operations(cluster: ClusterFacts) -> Iterator[Finding]:
-    """Yields the hosts whose Horovod was built without Gloo or without MPI."""
+    """Yields findings on hosts whose Horovod was built without Gloo or without MPI."""
     reason: dict[str, tuple[Severity, str]] = {
         "gloo": ("error", "hvdtrain launch, and horovodrun without MPI, start ranks over Gloo"),
         "mpi": ("warning", "mpirun and horovodrun --mpi cannot start ranks there; hvdtrain launch can"),
