@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hvdtrain.torch.losses.replay import CannotTry, Recording, Replay, meet, rows_of
+from hvdtrain.torch.losses.replay import CannotTry, Output, Recording, Replay, meet, rows_of
 
 N, WIDE, HALF = 12, 3, 6
 MADE = torch.Generator().manual_seed(2)
@@ -94,7 +94,7 @@ def tried(loss: Callable[[Tensor], Tensor], rows: Tensor = REAL, samples: int = 
         value = loss(outputs)
     finally:
         recording.pause()
-    return meet(Replay(recording, value, [(outputs, version)]), [outputs], samples)
+    return meet(Replay(recording, value, [Output(outputs, version, 0)]), [outputs], samples)
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -234,5 +234,23 @@ def test_recordings_share_one_mode_and_leave_the_stack_beside_other_modes() -> N
     ],
 )
 def test_rows_are_samples_where_their_number_says_so(shapes: list[tuple[int, ...]], ways: list[list[int]]) -> None:
-    found = rows_of([torch.zeros(shape) for shape in shapes], 4)
+    found = rows_of([torch.zeros(shape) for shape in shapes], [0] * len(shapes), 4)
     assert [torch.cat([rows.samples for rows in way if rows is not None]).tolist() for way in found] == ways
+
+
+@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("is_coupled", [False, True])
+def test_two_outputs_of_a_batch_in_halves(width: int, is_coupled: bool) -> None:
+    """A model of two heads that is called for each half: `width` 3 makes its outputs alike."""
+    drawn = torch.Generator().manual_seed(0)
+    heads = [torch.randn(4, size, generator=drawn, dtype=torch.float64, requires_grad=True) for size in (3, width) * 2]
+    noted = [Output(tensor, tensor._version, at % 2) for at, tensor in enumerate(heads)]
+    recording = Recording()
+    recording.start()
+    try:
+        first, second = torch.cat(heads[::2]), torch.cat(heads[1::2])
+        loss = first.square().mean() + (second - first.sum(1, keepdim=True)).pow(2).mean()
+        loss = loss + (second - second.mean(0)).pow(2).mean() if is_coupled else loss
+    finally:
+        recording.pause()
+    assert (meet(Replay(recording, loss, noted), heads, 8) > 1e-6) == is_coupled

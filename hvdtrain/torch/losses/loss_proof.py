@@ -13,6 +13,7 @@ from hvdtrain.core.errors import HvdtrainError
 from hvdtrain.torch.losses.loss_graph import UNNAMED, Reader, Reading, Term
 from hvdtrain.torch.losses.replay import (
     CannotTry,
+    Output,
     Recording,
     Replay,
     meet,
@@ -60,8 +61,8 @@ class LossProof:
         self._held = _OUTPUTS[not counted]
         self._reader = Reader()
         self.needed = world.size * pieces > 1
-        # of the model in the batch at hand, each with its version; None while they are not wanted
-        self.outputs: list[tuple[Tensor, int]] | None = [] if self.needed else None
+        # of the model in the batch at hand; None while they are not wanted
+        self.outputs: list[Output] | None = [] if self.needed else None
         self._recording: Recording | None = None
         self._given: list[tuple[Tensor, int]] = []  # of the batch at hand, each with its version
         self._losses = 0  # seen
@@ -105,7 +106,7 @@ class LossProof:
         return self.outputs is not None and not self._unseen and is_due
 
     def tracked(self) -> list[Tensor]:
-        return [tensor for tensor, _ in self.outputs or () if tensor.requires_grad]
+        return [one.tensor for one in self.outputs or () if one.tensor.requires_grad]
 
     def begin(self, values: Any, batch: Any) -> None:
         """Takes note of a batch as the loader hands it out: a weight that is made of its targets before the model is
@@ -128,7 +129,8 @@ class LossProof:
         if not same:
             self.forget()
             self.is_due = self.tries(batch)
-        self.outputs = [*self.outputs[-self._held :], *((tensor, tensor._version) for tensor in tensors_of(out))]
+        noted = (Output(tensor, tensor._version, head) for head, tensor in enumerate(tensors_of(out)))
+        self.outputs = [*self.outputs[-self._held :], *noted]
         self._batch = batch
         wanted = self._losses < _RECORDED or self.is_due or self._new_form or self._suspects
         if batch is not None and wanted and not self._unseen:
@@ -187,11 +189,11 @@ class LossProof:
         if (waits and not self.is_due) or not 0 < float(looked.weight) <= 1 or looked.loss.item() != 0:
             return
         self._suspects = True
-        recorded = [(one, version) for one, version in self.outputs or () if one.requires_grad]
+        recorded = [one for one in self.outputs or () if one.tensor.requires_grad]
         if self._recording is None or not recorded:
             return
         try:
-            empty = Replay(self._recording, looked.loss, recorded).counts_nothing([one for one, _ in recorded])
+            empty = Replay(self._recording, looked.loss, recorded).counts_nothing([one.tensor for one in recorded])
         except CannotTry:  # which one line has reported
             return
         if empty:
@@ -263,8 +265,8 @@ class LossProof:
 
     def _try(self, looked: Looked, reading: Reading, tally: Tally, by_model: Callable[[], str] | None) -> None:
         given, samples = self.outputs or [], looked.samples
-        recorded = [(tensor, version) for tensor, version in given if tensor.requires_grad and tensor.dim()]
-        outputs = [tensor for tensor, _ in recorded]
+        recorded = [one for one in given if one.tensor.requires_grad and one.tensor.dim()]
+        outputs = [one.tensor for one in recorded]
         assert self._recording is not None
         if self.suspicion:
             self.found(self.suspicion, tally)
@@ -278,7 +280,7 @@ class LossProof:
                     self.found(problem, tally)
                 return
             features = Replay(self._recording, looked.loss, recorded).features(samples)
-            recorded, outputs = [*recorded, *((one, one._version) for one in features)], [*outputs, *features]
+            recorded, outputs = [*recorded, *(Output(one, one._version, -1) for one in features)], [*outputs, *features]
             for weight in weights_like(self._recording, looked.given):
                 replay = Replay(self._recording, looked.loss, recorded, self._given, weight)
                 if meet(replay, outputs, samples) <= tolerance(outputs):
@@ -288,7 +290,7 @@ class LossProof:
         except CannotTry as why:
             self._note(f"whether the loss compares samples with each other cannot be tried: {why}")
             return
-        alone = bool(reading.one_by_one or reading.parts) and of_one_each(reading.nodes, outputs, samples)
+        alone = bool(reading.one_by_one or reading.parts) and of_one_each(reading.nodes, recorded, samples)
         self._in_a_loop |= alone
         if not problem and reading.one_by_one and not alone:
             problem = f"{_COUPLED} ({', '.join(reading.one_by_one)})"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
@@ -227,24 +227,34 @@ def _place(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else id(tensor)
 
 
+class Output(NamedTuple):
+    """A tensor that the model returned, its version then, and which one of its call's it is."""
+
+    tensor: Tensor
+    version: int
+    head: int
+
+
 class Replay:
     """Computes a loss again from other outputs, of a recording of what computed it; raises `CannotTry` if it was not
     recorded, or what it was computed from has been changed since.
 
     Args:
-        outputs, given: of the model, and tensors of the batch: each with its version when it was returned.
+        outputs: of the model.
+        given: tensors of the batch, each with its version when the loader returned it.
         weight: what the loss is weighed by: gradients are those of weight x loss, as parts of the weight now.
     """
 
     def __init__(
-        self, recording: Recording, loss: Tensor, outputs: Sequence[tuple[Tensor, int]],
+        self, recording: Recording, loss: Tensor, outputs: Sequence[Output],
         given: Sequence[tuple[Tensor, int]] = (), weight: object = None,
     ) -> None:  # fmt: skip
         if len(recording.operations) > _LONGEST:
             raise CannotTry(f"it has more than {_LONGEST} operations")
-        if any(output._version != version for output, version in outputs):
+        if any(one.tensor._version != one.version for one in outputs):
             raise CannotTry("an output of the model was changed in place")
-        self._loss, self._outputs = loss, [output for output, _ in outputs]
+        self._loss, self._outputs = loss, [one.tensor for one in outputs]
+        self.heads = [one.head for one in outputs]
         self._compiled = False
         self._weight, self._numbers = weight, _numbers(recording.operations)
         self._operations = self._needed(recording.operations)
@@ -361,14 +371,19 @@ class Rows(NamedTuple):
     samples: Tensor
 
 
-def rows_of(outputs: Sequence[Tensor], samples: int) -> list[list[Rows | None]]:
+def rows_of(outputs: Sequence[Tensor], heads: Sequence[int], samples: int) -> list[list[Rows | None]]:
     """Returns the ways in which samples may lie in outputs; None for an output of which it is not known.
 
     The first dimension is the batch, or copies of it, one after the other or side by side; calls for parts of the batch
-    give rows that add up to the batch. Of three dimensions the second may be the batch, if it is as long as the first.
+    give rows that come to the batch, of each of several outputs (`heads`: which one of its call's an output is). Of
+    three dimensions the second may be the batch, where it is as long as the first.
     """
     lengths = [len(output) if output.dim() else 0 for output in outputs]
-    parts = _parts(lengths, samples)
+    parts: list[int | None] = [None] * len(outputs)
+    for head in set(heads):
+        own = [place for place, its in enumerate(heads) if its == head]
+        for place, start in zip(own, _parts([outputs[place] for place in own], samples), strict=True):
+            parts[place] = start
     ways: list[list[Rows | None]] = []
     for side_by_side, dim in ((False, 0), (True, 0), (False, 1)):
         way: list[Rows | None] = []
@@ -387,14 +402,18 @@ def rows_of(outputs: Sequence[Tensor], samples: int) -> list[list[Rows | None]]:
     return ways
 
 
-def _parts(lengths: Sequence[int], samples: int) -> list[int | None]:
-    """Returns for each output the sample of its first row, if neighbouring outputs add up to the batch."""
+def _parts(outputs: Sequence[Tensor], samples: int) -> list[int | None]:
+    """Returns of each output the sample of its first row, if it is one of neighbours of a kind that come to the
+    batch."""
+    lengths = [len(output) if output.dim() else 0 for output in outputs]
     found: list[int | None] = [None] * len(lengths)
     first, total = 0, 0
     for at, length in enumerate(lengths):
         if length >= samples or not length:
             first, total = at + 1, 0
             continue
+        if not _alike(outputs[at], outputs[first]):
+            first, total = at, 0
         total += length
         if total == samples:
             starts = [sum(lengths[first:place]) for place in range(first, at + 1)]
@@ -402,6 +421,10 @@ def _parts(lengths: Sequence[int], samples: int) -> list[int | None]:
         if total >= samples:
             first, total = at + 1, 0
     return found
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    return (one.shape[1:], one.dtype) == (other.shape[1:], other.dtype)
 
 
 def _same(way: Sequence[Rows | None], other: Sequence[Rows | None]) -> bool:
@@ -413,7 +436,7 @@ def meet(replay: Replay, outputs: Sequence[Tensor], samples: int) -> float:
     """Returns by how much the gradient of samples changes with other samples' outputs, as part of the largest.
     Raises `CannotTry` if the rows of the outputs are not samples, the operations draw conclusions from the outputs'
     values, or give another gradient than before."""
-    ways = rows_of(outputs, samples)
+    ways = rows_of(outputs, replay.heads, samples)
     if not ways or samples < 2:
         raise CannotTry(f"rows of the outputs are not samples: {[tuple(one.shape) for one in outputs][:3]}")
     if replay.normalises:
@@ -436,7 +459,7 @@ def meet(replay: Replay, outputs: Sequence[Tensor], samples: int) -> float:
     def gap(cut: int, way: Sequence[Rows | None]) -> float:
         found = 0.0
         for kept, values in product((torch.arange(samples) < cut, torch.arange(samples) >= cut), (outputs, mirrored)):
-            given = replay.gradients(_exchanged(values, outputs, way, kept, other))
+            given = replay.gradients(_exchanged(values, outputs, replay.heads, way, kept, other))
             for old, new, rows in zip(before, given, way, strict=True):
                 if rows is not None and bool(kept[rows.samples].any()):
                     mine = torch.nonzero(kept[rows.samples]).flatten().to(old.device)
@@ -468,9 +491,8 @@ def reweighed(replay: Replay, outputs: Sequence[Tensor], samples: int, given: bo
         for one in others:
             one[place] = one[(place + samples // 2) % samples]
         after = replay.gradients(outputs, others)
-        if all(
-            _changes_others(before, after, way, place, given and not replay.weighs) for way in rows_of(outputs, samples)
-        ):
+        ways = rows_of(outputs, replay.heads, samples)
+        if all(_changes_others(before, after, way, place, given and not replay.weighs) for way in ways):
             return True
     return False
 
@@ -496,11 +518,12 @@ def _changes_others(
 
 
 def _exchanged(
-    values: Sequence[Tensor], outputs: Sequence[Tensor], way: Sequence[Rows | None], kept: Tensor, other: Tensor
-) -> list[Tensor]:
+    values: Sequence[Tensor], outputs: Sequence[Tensor], heads: Sequence[int], way: Sequence[Rows | None],
+    kept: Tensor, other: Tensor,
+) -> list[Tensor]:  # fmt: skip
     """Returns the outputs with other samples' values in the places of those that are not kept."""
     found = []
-    parts: list[Tensor] = []  # of a batch that the model was called for in parts, from the part at hand on
+    pieces: dict[int, Tensor] = {}  # of a batch that the model was called for in parts, by output
     for at, (output, rows) in enumerate(zip(outputs, way, strict=True)):
         if rows is None:
             found.append(output.detach())
@@ -508,16 +531,30 @@ def _exchanged(
         if len(rows.samples) >= len(other):
             taken = _of_others(values[at].detach(), rows, other)
         else:
-            if not parts:
-                every = [values[at].detach()]
-                while sum(len(one) for one in every) < len(other):
-                    every.append(values[at + len(every)].detach())
+            if at not in pieces:
+                run = _run(at, way, values, heads, pieces)
+                every = [values[place].detach() for place in run]
                 mixed = _of_others(torch.cat(every), Rows(0, torch.arange(len(other))), other)
-                parts = list(mixed.split([len(one) for one in every]))
-            taken = parts.pop(0)
+                pieces.update(zip(run, mixed.split([len(one) for one in every]), strict=True))
+            taken = pieces[at]
         shape = [-1 if dim == rows.dim else 1 for dim in range(output.dim())]
         found.append(torch.where(kept[rows.samples].to(output.device).view(shape), output.detach(), taken))
     return found
+
+
+def _run(
+    at: int, way: Sequence[Rows | None], values: Sequence[Tensor], heads: Sequence[int], taken: Container[int]
+) -> list[int]:
+    """Returns the outputs, from one on, that together have each sample of the batch once."""
+    run, rows = [at], len(values[at])
+    for place in range(at + 1, len(way)):
+        its = way[place]
+        if its is None or heads[place] != heads[at] or place in taken:
+            continue
+        if _alike(values[place], values[at]) and int(its.samples[0]) == rows:
+            run.append(place)
+            rows += len(values[place])
+    return run
 
 
 def _of_others(values: Tensor, rows: Rows, other: Tensor) -> Tensor:
@@ -533,10 +570,10 @@ def tolerance(tensors: Sequence[Tensor]) -> float:
     return bound("same operations", (str(tensor.dtype).removeprefix("torch.") for tensor in tensors))
 
 
-def of_one_each(nodes: Sequence[Any], outputs: list[Tensor], samples: int) -> bool:
+def of_one_each(nodes: Sequence[Any], outputs: Sequence[Output], samples: int) -> bool:
     """Returns True if none of a loss's terms depends on more than one sample; of many, eight are looked at."""
-    ways = rows_of(outputs, samples)
-    placed = [(o, rows) for o, rows in zip(outputs, ways[0], strict=True) if rows is not None] if ways else []
+    ways = rows_of([one.tensor for one in outputs], [one.head for one in outputs], samples)
+    placed = [(o.tensor, rows) for o, rows in zip(outputs, ways[0], strict=True) if rows is not None] if ways else []
     most = 0
     for node in nodes[:: -(-len(nodes) // _TERMS)] if placed else ():
         meta = node._input_metadata[0]

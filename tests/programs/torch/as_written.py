@@ -527,6 +527,40 @@ def case_a_list_of_outputs_is_of_samples_or_of_parts(world: hvdtrain.World) -> N
     assert [one for one, *_ in sizes] == [6, 6, 4] and {tuple(rest) for _, *rest in sizes} == {(2, KINDS)}, sizes
 
 
+class Two(nn.Module):
+    """Gives two outputs, alike in shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = net(), net()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.first(x), self.second(-x)
+
+
+def case_two_outputs_of_a_batch_in_halves(world: hvdtrain.World) -> None:
+    """Each half gives both: of one that has samples of each half, the other seemed to have the rest of the batch."""
+
+    def halves(model: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        parts = [model(x[: len(x) // 2]), model(x[len(x) // 2 :])]
+        first, second = (torch.cat(each) for each in zip(*parts, strict=True))
+        return CE(first, y) + CE(second, y), second
+
+    def centred(model: Any, x: Tensor, y: Tensor) -> Tensor:
+        loss, second = halves(model, x, y)
+        return loss + (second - second.mean(0)).square().mean()
+
+    def right(model: Any, x: Tensor, y: Tensor) -> Tensor:
+        return halves(model, x, y)[0]
+
+    model, optimizer, data = ready(world, Y, Two())
+    train(model, optimizer, data, right)
+    assert gap(model, one_process(Two(), Y, right)) <= 1e-10
+    model, optimizer, data = ready(world, Y, Two())
+    with refused("must be the weighted mean of the losses of its pieces", kind=ConfigError):
+        train(model, optimizer, data, centred)
+
+
 def case_a_buffer_that_parts_is_reported(world: hvdtrain.World) -> None:
     model = normed()
     model.register_buffer("factor", torch.ones(()))
