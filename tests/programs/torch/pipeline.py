@@ -413,7 +413,7 @@ def case_refusals(world: hvdtrain.World) -> None:
         optimizer.backward(torch.zeros((), requires_grad=True))
     with refused("optimizer.forward_backward(x, y, loss_fn)", kind=ConfigError):
         prepared(x)
-    with refused("one differentiable number"):
+    with refused("one number with a gradient"):
         optimizer.forward_backward(x, y, lambda outputs, targets: outputs)
     if world.size > 1:
         with refused("optimizer.forward_backward(x, y, loss_fn)"):
