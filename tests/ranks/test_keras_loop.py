@@ -35,7 +35,7 @@ REFUSED = {
                                   "loader(per_rank_batch=16)"),
     "progress_without_initial_epoch": ("K4c", "a restored run without initial_epoch=", "initial_epoch=0",
                                        "initial_epoch=progress.epoch"),
-    "mid_epoch_without_its_counts": ("K4d", "data that goes on in mid-epoch, and counts that do not",
+    "mid_epoch_without_its_counts": ("K4d", "data that resumes in mid-epoch, and counts that do not",
                                      "skips 16 samples of epoch 2", "model_state(model)"),
     "a_callback_that_sets_the_rate": ("K4e", "lr= and ReduceLROnPlateau", "the learning rate cannot be set elsewhere",
                               "ReduceLROnPlateau"),

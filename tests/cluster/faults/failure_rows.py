@@ -84,7 +84,7 @@ FAULTS = [
           "worker_killed"),
 
     Fault("stopped", HANG, "SIGSTOP of a rank", 147, STOPPED_S + ONE_ENDS_S, FAILED, "stopped"),
-    Fault("deadlock", HANG, "a lock that nobody gives back", 75, HANG_S + GRACE_S + 8, HUNG, "deadlock"),
+    Fault("deadlock", HANG, "a lock that is never released", 75, HANG_S + GRACE_S + 8, HUNG, "deadlock"),
     Fault("deadlock_soon", HANG, "the same", 75, HUNG_S, HUNG, "deadlock", flags=SOON),
     Fault("loop", HANG, "an endless loop", 75, HUNG_S, HUNG, "loops", flags=SOON),
     Fault("worker_loops", HANG, "an endless loop in a data worker", 75, HUNG_S, HUNG, "worker_loops",
@@ -139,7 +139,7 @@ FAULTS = [
 
     Fault("restart_killed", RESTART, "SIGKILL of a rank", 0, 40, FAILED, "killed", flags=("--max-restarts", "1"),
           goes_on=True),
-    Fault("restart_deadlock", RESTART, "a lock that nobody gives back", 0, 40, HUNG, "deadlock",
+    Fault("restart_deadlock", RESTART, "a lock that is never released", 0, 40, HUNG, "deadlock",
           flags=("--max-restarts", "1", *SOON), goes_on=True),
     Fault("restart_cut", RESTART, "a host's link is cut for a while", 0, 60, "host2", "", makers.cut_and_restore,
           flags=("--max-restarts", "1"), goes_on=True),
@@ -158,9 +158,9 @@ FAULTS = [
           np=3, pace_s=0.2, goes_on=True),
 
     Fault("horovodrun", OTHERS, "horovodrun: SIGKILL of a rank", 1, 60, "", "killed", launcher="horovodrun"),
-    Fault("horovodrun_deadlock", OTHERS, "horovodrun: a lock that nobody gives back (`HVDTRAIN_HANG_S=5`)", 1, 60,
+    Fault("horovodrun_deadlock", OTHERS, "horovodrun: a lock that is never released (`HVDTRAIN_HANG_S=5`)", 1, 60,
           HUNG, "deadlock", launcher="horovodrun"),
     Fault("mpirun", OTHERS, "mpirun: SIGKILL of a rank", 137, 60, "", "killed", launcher="mpirun"),
-    Fault("mpirun_deadlock", OTHERS, "mpirun: a lock that nobody gives back (`HVDTRAIN_HANG_S=5`)", 75, 60,
+    Fault("mpirun_deadlock", OTHERS, "mpirun: a lock that is never released (`HVDTRAIN_HANG_S=5`)", 75, 60,
           HUNG, "deadlock", launcher="mpirun"),
 ]  # fmt: skip
