@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
@@ -369,6 +369,7 @@ class Rows(NamedTuple):
 
     dim: int
     samples: Tensor
+    run: tuple[int, ...] = ()  # the outputs that together are the batch, if this one is a part of it
 
 
 def rows_of(outputs: Sequence[Tensor], heads: Sequence[int], samples: int) -> list[list[Rows | None]]:
@@ -379,18 +380,14 @@ def rows_of(outputs: Sequence[Tensor], heads: Sequence[int], samples: int) -> li
     three dimensions the second may be the batch, where it is as long as the first.
     """
     lengths = [len(output) if output.dim() else 0 for output in outputs]
-    parts: list[int | None] = [None] * len(outputs)
-    for head in set(heads):
-        own = [place for place, its in enumerate(heads) if its == head]
-        for place, start in zip(own, _parts([outputs[place] for place in own], samples), strict=True):
-            parts[place] = start
+    runs = _runs(outputs, heads, samples)
     ways: list[list[Rows | None]] = []
     for side_by_side, dim in ((False, 0), (True, 0), (False, 1)):
         way: list[Rows | None] = []
-        for output, length, start in zip(outputs, lengths, parts, strict=True):
+        for at, (output, length, run) in enumerate(zip(outputs, lengths, runs, strict=True)):
             places, copies = torch.arange(length), length // samples if samples else 0
-            if start is not None:
-                way.append(Rows(0, places + start))
+            if run:
+                way.append(Rows(0, places + sum(lengths[one] for one in run if one < at), run))
             elif not copies or length % samples:
                 way.append(None)
             elif copies > 1:
@@ -402,29 +399,26 @@ def rows_of(outputs: Sequence[Tensor], heads: Sequence[int], samples: int) -> li
     return ways
 
 
-def _parts(outputs: Sequence[Tensor], samples: int) -> list[int | None]:
-    """Returns of each output the sample of its first row, if it is one of neighbours of a kind that come to the
-    batch."""
-    lengths = [len(output) if output.dim() else 0 for output in outputs]
-    found: list[int | None] = [None] * len(lengths)
-    first, total = 0, 0
-    for at, length in enumerate(lengths):
-        if length >= samples or not length:
-            first, total = at + 1, 0
-            continue
-        if not _alike(outputs[at], outputs[first]):
-            first, total = at, 0
-        total += length
-        if total == samples:
-            starts = [sum(lengths[first:place]) for place in range(first, at + 1)]
-            found[first : at + 1] = starts
-        if total >= samples:
-            first, total = at + 1, 0
+def _runs(outputs: Sequence[Tensor], heads: Sequence[int], samples: int) -> list[tuple[int, ...]]:
+    """Returns for each output the neighbours, of its head and kind, that together come to the batch; () without."""
+    found: list[tuple[int, ...]] = [()] * len(outputs)
+    for head in set(heads):
+        run: list[int] = []
+        total = 0
+        for at in (place for place, each in enumerate(heads) if each == head):
+            output = outputs[at]
+            length = len(output) if output.dim() else 0
+            is_part = 0 < length < samples
+            first = outputs[run[0]] if run else output
+            if not is_part or (output.shape[1:], output.dtype) != (first.shape[1:], first.dtype):
+                run, total = [], 0
+            if is_part:
+                run, total = [*run, at], total + length
+            if total == samples:
+                found = [tuple(run) if place in run else each for place, each in enumerate(found)]
+            if total >= samples:
+                run, total = [], 0
     return found
-
-
-def _alike(one: Tensor, other: Tensor) -> bool:
-    return (one.shape[1:], one.dtype) == (other.shape[1:], other.dtype)
 
 
 def _same(way: Sequence[Rows | None], other: Sequence[Rows | None]) -> bool:
@@ -459,7 +453,7 @@ def meet(replay: Replay, outputs: Sequence[Tensor], samples: int) -> float:
     def gap(cut: int, way: Sequence[Rows | None]) -> float:
         found = 0.0
         for kept, values in product((torch.arange(samples) < cut, torch.arange(samples) >= cut), (outputs, mirrored)):
-            given = replay.gradients(_exchanged(values, outputs, replay.heads, way, kept, other))
+            given = replay.gradients(_exchanged(values, outputs, way, kept, other))
             for old, new, rows in zip(before, given, way, strict=True):
                 if rows is not None and bool(kept[rows.samples].any()):
                     mine = torch.nonzero(kept[rows.samples]).flatten().to(old.device)
@@ -518,9 +512,8 @@ def _changes_others(
 
 
 def _exchanged(
-    values: Sequence[Tensor], outputs: Sequence[Tensor], heads: Sequence[int], way: Sequence[Rows | None],
-    kept: Tensor, other: Tensor,
-) -> list[Tensor]:  # fmt: skip
+    values: Sequence[Tensor], outputs: Sequence[Tensor], way: Sequence[Rows | None], kept: Tensor, other: Tensor
+) -> list[Tensor]:
     """Returns the outputs with other samples' values in the places of those that are not kept."""
     found = []
     pieces: dict[int, Tensor] = {}  # of a batch that the model was called for in parts, by output
@@ -528,33 +521,17 @@ def _exchanged(
         if rows is None:
             found.append(output.detach())
             continue
-        if len(rows.samples) >= len(other):
+        if not rows.run:
             taken = _of_others(values[at].detach(), rows, other)
         else:
             if at not in pieces:
-                run = _run(at, way, values, heads, pieces)
-                every = [values[place].detach() for place in run]
+                every = [values[place].detach() for place in rows.run]
                 mixed = _of_others(torch.cat(every), Rows(0, torch.arange(len(other))), other)
-                pieces.update(zip(run, mixed.split([len(one) for one in every]), strict=True))
+                pieces.update(zip(rows.run, mixed.split([len(one) for one in every]), strict=True))
             taken = pieces[at]
         shape = [-1 if dim == rows.dim else 1 for dim in range(output.dim())]
         found.append(torch.where(kept[rows.samples].to(output.device).view(shape), output.detach(), taken))
     return found
-
-
-def _run(
-    at: int, way: Sequence[Rows | None], values: Sequence[Tensor], heads: Sequence[int], taken: Container[int]
-) -> list[int]:
-    """Returns the outputs, from one on, that together have each sample of the batch once."""
-    run, rows = [at], len(values[at])
-    for place in range(at + 1, len(way)):
-        its = way[place]
-        if its is None or heads[place] != heads[at] or place in taken:
-            continue
-        if _alike(values[place], values[at]) and int(its.samples[0]) == rows:
-            run.append(place)
-            rows += len(values[place])
-    return run
 
 
 def _of_others(values: Tensor, rows: Rows, other: Tensor) -> Tensor:
