@@ -124,30 +124,19 @@ def sshd_stopped(c: Cluster) -> Iterator[None]:
         yield
 
 
-@broken({"ssh-timeout": ["host2"]}, "sshd")
-def accepts_and_never_answers(c: Cluster) -> Iterator[None]:
-    with c.sshd("host2", "hang"):
-        yield
-
-
 @broken({"ssh-unreachable": ["host3"]}, "ip route get host3", "--fast")
 def link_cut(c: Cluster) -> Iterator[None]:
     with c.cut("host3"):
         yield
 
 
-@broken({"ssh-unknown-name": ["nowhere"]}, "getent hosts nowhere", hosts="host1:1,nowhere:1")
-def unknown_name(c: Cluster) -> Iterator[None]:
-    yield
-
-
 def known_hosts(c: Cluster) -> Path:
     return c.home("host1") / ".ssh" / "known_hosts"
 
 
-@broken({"ssh-unknown-host-key": ["host2"]}, "ssh_setup.sh host2", "--fast")
+@broken({"ssh-unknown-host-key": ["host3"]}, "ssh_setup.sh host3", "--fast")
 def unknown_host_key(c: Cluster) -> Iterator[None]:
-    with changed(known_hosts(c), lambda text: text.replace("host2,10.77.0.12", "nobody")):
+    with changed(known_hosts(c), lambda text: text.replace("host3,10.77.0.13", "nobody")):
         yield
 
 
@@ -189,12 +178,6 @@ def python_of(c: Cluster, host: str, interpreter: str) -> Iterator[None]:
 @broken({"python-differs": ["host2"]}, "same path", "--python", "{folder}/python")
 def older_python(c: Cluster) -> Iterator[None]:
     with python_of(c, "host2", other_python(lambda version: (3, 6) <= version < (3, 11))):
-        yield
-
-
-@broken({"no-python": ["host2"]}, "--python PATH", "--python", "{folder}/python")
-def python_2(c: Cluster) -> Iterator[None]:
-    with python_of(c, "host2", other_python(lambda version: version < (3, 6))):
         yield
 
 
@@ -267,11 +250,6 @@ def same_machine_twice(c: Cluster) -> Iterator[None]:
         yield
 
 
-@broken({"slots-over-cores": ["host2"]}, "host2:", hosts=f"host1:1,host2:{CORES + 1}")
-def too_many_slots(c: Cluster) -> Iterator[None]:
-    yield
-
-
 @broken({"small-shared-memory": ["host3"]}, "--shm-size")
 def small_shared_memory(c: Cluster) -> Iterator[None]:
     sh(c, "host3", "mount -o remount,size=8m /dev/shm")
@@ -295,20 +273,6 @@ def run_dir_not_shared(c: Cluster) -> Iterator[None]:
 def full_disk(c: Cluster) -> Iterator[None]:
     with c.tmpfs("host1", shared(c), size_bytes=1 << 20):
         c.run("host1", ["dd", "if=/dev/zero", f"of={shared(c)}/full", "bs=64k"])  # until no more goes in
-        yield
-
-
-@broken({"full-disk": ["host3"]}, "du -xhd1 /tmp")
-def full_temporary_folder(c: Cluster) -> Iterator[None]:
-    if REPOSITORY.is_relative_to("/tmp"):
-        pytest.skip("this checkout lies in /tmp, which is filled up here")
-    with c.tmpfs("host3", Path("/tmp"), size_bytes=1 << 20):
-        yield
-
-
-@broken({"clock-skew": ["host2"]}, "timedatectl set-ntp true")
-def clock_skew(c: Cluster) -> Iterator[None]:
-    with c.clock("host2", 90):
         yield
 
 
