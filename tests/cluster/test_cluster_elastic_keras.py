@@ -8,10 +8,9 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 from harness import PROGRAMS
-from test_cluster_elastic import Trained, attempt, lose_at_random, read
+from test_cluster_elastic import Trained, attempt, read
 from test_cluster_launch import launched
 
 PROGRAM = PROGRAMS / "keras/elastic.py"
@@ -129,32 +128,3 @@ def test_a_fit_goes_on_as_if_nobody_had_been_lost(tmp_path, backend):
 @pytest.mark.parametrize("rank", [0, 2])
 def test_killed_at_every_spot(tmp_path, rank, spot, update):
     check(train(tmp_path, f"1.{rank}:{update}:{spot}"), batch=12)
-
-
-def _applied_s(ledger: Path) -> float:
-    """When a process has last completed an update; 0: never."""
-    return max((json.loads(line)[-1] for line in ledger.read_text().splitlines() if "applied" in line), default=0.0)
-
-
-@pytest.mark.thorough
-def test_ten_random_losses_and_joins(tmp_path):
-    """Any rank that has joined is killed at any time, as long as one is left; four ranks are filled up each time."""
-    arguments, env = ["--min-np=1", "--max-np=4", str(tmp_path), "60", "20"], ENV | {"KERAS_BACKEND": "tensorflow"}
-    with launched(tmp_path, *arguments, np=4, program=PROGRAM, env=env) as started:
-
-        def living(lost_s: list[float]) -> list[psutil.Process]:
-            applied = {file.suffix[1:]: _applied_s(file) for file in tmp_path.glob("ledger.*")}
-            found = [its for its in started.belonging(str(PROGRAM)) if applied.get(str(its.pid))]
-            # a host with three losses and no update between is given up
-            return found if found and max(applied.values()) > min([0.0, *lost_s][-2:]) else []
-
-        done, lost, waited_s = lose_at_random(started, 10, living)
-    check(done, epochs=60, batch=16)
-    assert lost == 10 and waited_s < GOES_ON_WITHIN_S
-
-
-@pytest.mark.thorough
-def test_one_rank_becomes_three(tmp_path):
-    done = train(tmp_path, np=1, epochs=6, rate=5, flags=("--min-np=1", "--max-np=3"))
-    check(done, epochs=6, batch=4)
-    assert done.sizes[-1] == 3

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections import Counter
 from pathlib import Path
 from types import ModuleType
@@ -14,7 +13,7 @@ import torch
 import torch._dynamo  # which an optimizer loads: it sets a variable of the environment
 from elastic_ledgers import noted_in
 from harness import PROGRAMS
-from test_cluster_elastic import GOES_ON_WITHIN_S, Trained, attempt, lose_at_random, read, reader, wait_for
+from test_cluster_elastic import GOES_ON_WITHIN_S, Trained, attempt, lose_at_random, read
 from test_cluster_launch import launched
 
 PROGRAM = PROGRAMS / "torch/elastic.py"
@@ -81,6 +80,7 @@ def test_the_training_goes_on_as_if_nobody_had_been_lost(tmp_path):
     assert done.sizes[0] == 2 and done.sizes[-1] == 3, done.sizes
 
 
+@pytest.mark.thorough
 def test_a_worker_that_was_lost_leaves_no_page(tmp_path):
     """What it says of itself is there while it may be asked for: the job ended well without it."""
     lost = PROGRAMS / "torch" / "lost_once.py"
@@ -123,56 +123,11 @@ def test_a_rank_that_hangs_is_left(tmp_path, rank):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("spot", ["backward", "step", "after"])
-@pytest.mark.parametrize("update", [0, 12, 13, 38])
-def test_killed_in_the_first_and_last_updates_of_an_epoch(tmp_path, spot, update):
-    check(train(tmp_path, f"1.1:{update}:{spot}"), batch=12, second=False)
-
-
-@pytest.mark.thorough
 def test_one_rank_becomes_three(tmp_path):
     """Its set-up is that of one rank, which compares nothing with others; so is that of those who come."""
     done = train(tmp_path, np=1, epochs=8, rate=10, flags=("--min-np=1", "--max-np=3"))
     check(done, epochs=8, batch=4)
     assert done.sizes[-1] == 3
-
-
-@pytest.mark.thorough
-def test_a_slot_that_is_taken_away_is_soon_free(tmp_path):
-    """A rank that leaves ends at once, and so does one that is still on its way: both would wait for an update."""
-    hosts = tmp_path / "hosts"
-    arguments = [str(tmp_path), "arrays", "1", "30", "40"]
-    flags = ("--min-np=1", "--max-np=2", f"--host-discovery=cat {hosts}")
-    hosts.write_text("localhost:2\n")
-    with launched(tmp_path, *flags, *arguments, np=2, program=PROGRAM, env={"OMP_NUM_THREADS": "1"}) as started:
-        told = reader(started)
-
-        def until(words: str) -> None:
-            wait_for(lambda: words in told(), 60)
-
-        def ranks() -> int:
-            joined = {file.suffix[1:] for file in tmp_path.glob("ledger.*")}
-            return sum(str(its.pid) in joined for its in started.belonging(str(PROGRAM)))
-
-        wait_for(lambda: any(file.stat().st_size for file in tmp_path.glob("ledger.*")), 60)
-        hosts.write_text("localhost:1\n")
-        until("going on with 1 rank (formation 2")
-        wait_for(lambda: ranks() == 1, 10)
-        hosts.write_text("localhost:2\n")
-        until("worker 2 starts")
-        until("going on with 2 ranks (formation 3")
-        hosts.write_text("localhost:1\n")
-        until("going on with 1 rank (formation 4")
-        hosts.write_text("localhost:2\n")
-        wait_for(lambda: len(list(tmp_path.glob("ledger.*"))) == 4, 60)  # about to join, or it has joined by now
-        hosts.write_text("localhost:1\n")
-        wait_for(lambda: ranks() == 1, 10)
-        hosts.write_text("localhost:2\n")
-        until("worker 4 starts")
-        ended = started.end(240)
-    done = read(tmp_path, ended)
-    check(done, epochs=30, batch=8, second=False)
-    assert done.sizes[:3] == [1, 2, 1] and not attempt(tmp_path)["lost"]
 
 
 @pytest.mark.thorough
@@ -189,34 +144,3 @@ def test_ranks_that_meet_before_the_first_batch_of_an_epoch_lose_none(tmp_path):
 def test_data_of_every_kind(tmp_path, data, accumulate):
     done = train(tmp_path, "1.1:3:backward", "2.0:8:in", data=data, accumulate=accumulate)
     check(done, batch=12, accumulate=accumulate)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("how", ["frozen", "buffer", "loss"])
-def test_who_joins_a_program_that_has_changed(tmp_path, how):
-    """It began at the program's top: what can be fed is, and one that would train otherwise is turned away."""
-    path = PROGRAMS / "torch/elastic_memory.py"
-    memory = module_of(path)
-    arguments = ["--min-np=1", "--max-np=2", str(tmp_path), how, "12"]
-    with launched(tmp_path, *arguments, np=1, program=path, env={"OMP_NUM_THREADS": "1"}) as started:
-        ended = started.end(240)
-    assert ended.code == 0, ended.text
-    if how == "loss":
-        assert "a loss made by MseLossBackward0, theirs by MeanBackward0" in ended.text
-    else:
-        assert [len(its["workers"]) for its in attempt(tmp_path)["formations"]] == [2] and not attempt(tmp_path)["lost"]
-    lines = [json.loads(line) for line in (tmp_path / "updates").read_text().splitlines()]
-    updates = {step: (epoch, ids) for step, epoch, ids in lines if ids}
-    assert list(updates) == list(range(1, 1 + 12 * memory.SAMPLES // memory.BATCH))
-    model, optimizer = memory.build()
-    x, y, _ = memory.samples()
-    loss, before = torch.nn.functional.mse_loss, -1
-    for epoch, ids in updates.values():
-        loss = memory.changes(how, epoch, model, loss) if epoch != before else loss
-        before = epoch
-        optimizer.zero_grad()
-        loss(model(x[ids]), y[ids]).backward()
-        optimizer.step()
-    final = torch.load(tmp_path / "final.pt", weights_only=True)
-    gap = max((final[name] - value).abs().max().item() for name, value in model.layers.state_dict().items())
-    assert gap < EXACT, f"{gap:.2e}\n{ended.text}"

@@ -31,18 +31,6 @@ def hosts() -> Iterator[Cluster]:
         yield c
 
 
-@pytest.fixture
-def dark_hosts() -> Iterator[Cluster]:
-    """Of host1's five networks host2 reaches the last; what it sends to the others is lost on the way."""
-    with cluster(2, networks=5) as c:
-        nobody = "neigh add 10.81.0.99 lladdr 02:00:00:00:00:99 dev eth4 nud permanent"
-        c.run("host2", ["ip", *nobody.split()]).check()
-        for number in range(4):
-            for line in (f"link set eth{number} down", f"route add 10.{77 + number}.0.0/24 via 10.81.0.99"):
-                c.run("host2", ["ip", *line.split()]).check()
-        yield c
-
-
 def check_named(hosts: Cluster, line: list[str], way: str, folder: Path) -> None:
     """Both ranks tell both lines, in time, and nothing is left."""
     if line[0] == "hvdtrain":
@@ -59,6 +47,7 @@ def check_named(hosts: Cluster, line: list[str], way: str, folder: Path) -> None
     assert hosts.left_after(10) == []
 
 
+@pytest.mark.thorough
 def test_launched_ranks_that_part(hosts: Cluster, tmp_path: Path) -> None:
     check_named(hosts, WAYS["launch"], "one_breaks", tmp_path)
 
@@ -68,11 +57,3 @@ def test_launched_ranks_that_part(hosts: Cluster, tmp_path: Path) -> None:
 @pytest.mark.parametrize("launcher", list(WAYS))
 def test_ranks_of_two_hosts_that_part(launcher: str, way: str, hosts: Cluster, tmp_path: Path) -> None:
     check_named(hosts, WAYS[launcher], way, tmp_path)
-
-
-@pytest.mark.thorough
-def test_networks_that_lead_nowhere_take_no_time(dark_hosts: Cluster, tmp_path: Path) -> None:
-    """mpirun tells its ranks no network, so rank 0 listens on all."""
-    network = [word for layer in ("oob", "btl") for word in ("--mca", f"{layer}_tcp_if_include", "10.81.0.0/24")]
-    line = ["mpirun", "-np", "2", "-H", "10.81.0.11:1,10.81.0.12:1", *network, *PASSED]
-    check_named(dark_hosts, line, "one_breaks", tmp_path)

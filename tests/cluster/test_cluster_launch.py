@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -143,16 +142,6 @@ def test_ranks_know_their_place_and_their_interface(tmp_path):
         assert ended.of(rank) == [f"HOROVOD_{name}={value}" for name, value in zip(names, values, strict=True)]
 
 
-def test_threads_are_shared_unless_the_user_says_otherwise(tmp_path):
-    share = max(1, len(os.sched_getaffinity(0)) // 2)
-    env = {"OMP_NUM_THREADS": "7", "TF_NUM_INTRAOP_THREADS": ""}
-    ended = launch(tmp_path, "*:show:OMP_NUM_THREADS", "*:show:OMP_WAIT_POLICY", env=env)
-    assert ended.of(1) == ["OMP_NUM_THREADS=7", "OMP_WAIT_POLICY=PASSIVE"], ended.text
-    command = ["env", "-u", "OMP_NUM_THREADS", *LAUNCH, sys.executable, str(TOY), "*:show:OMP_NUM_THREADS"]
-    with_default = here(*command, cwd=tmp_path)
-    assert f"[1] OMP_NUM_THREADS={share}" in with_default.stdout.splitlines(), with_default.stderr
-
-
 # ---- output
 
 
@@ -175,20 +164,6 @@ def test_why_reads_the_folder_that_the_launcher_names(tmp_path):
         assert "  | ValueError: the cause\n" in done.stdout and done.stdout.endswith("rank-0001.log\n"), done.stdout
 
 
-def test_why_says_that_no_attempt_has_ended_while_the_job_runs(tmp_path):
-    with launched(tmp_path, "*:wait:60") as job:
-        job.until("waiting")
-        assert "no attempt has ended" in why(tmp_path / "runs/launch-1").stdout
-        job.process.terminate()
-        assert job.end(20).code == 143
-    assert "exit code 143: a signal ended the launcher" in why(tmp_path / "runs/launch-1").stdout
-
-
-def test_why_says_nothing_of_a_job_that_ended_well(tmp_path):
-    assert launch(tmp_path, "*:exit:0").code == 0
-    assert why(tmp_path / "runs/launch-1").returncode == 1
-
-
 def why(where: Path) -> subprocess.CompletedProcess:
     return here(sys.executable, "-m", "hvdtrain", "why", str(where))
 
@@ -201,12 +176,6 @@ def test_two_jobs_in_one_log_dir_do_not_mix_their_logs(tmp_path):
     assert len(json.loads((tmp_path / "logs/launch.json").read_text())["attempts"]) == 1
 
 
-def test_quiet_shows_rank_0_alone_and_logs_all(tmp_path):
-    ended = launch(tmp_path, "--quiet", "*:say:hello", np=3)
-    assert ended.out == "hello\n", ended.text
-    assert [ended.log(rank) for rank in range(3)] == ["hello\n"] * 3
-
-
 def test_no_line_is_lost(tmp_path):
     ended = launch(tmp_path, "*:many:20000")
     assert ended.code == 0, ended.err[-2000:]
@@ -215,15 +184,11 @@ def test_no_line_is_lost(tmp_path):
         assert ours == {f"[{rank}] line {number} of rank {rank}" for number in range(20000)}
 
 
-def test_bytes_that_are_no_text_do_no_harm(tmp_path):
-    ended = launch(tmp_path, "0:bytes:ff1e7b0a", "0:say:after")
-    assert ended.code == 0 and ended.of(0)[-1] == "after", ended.text
-
-
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("lines", "pause_s"),
     # as much as fits into what is on its way, so that the ranks are gone before; more, so that they must wait
-    [(2700, 3.5), pytest.param(8000, 12, marks=pytest.mark.thorough)],
+    [(2700, 3.5), (8000, 12)],
 )
 def test_a_reader_that_pauses_holds_the_job_back_but_does_not_end_it(tmp_path, lines, pause_s):
     """Longer than a silent host is borne, and than the end may take: signs of life must not wait behind output."""
@@ -256,22 +221,10 @@ def test_the_first_failure_is_shown_last_and_ends_all(tmp_path):
     assert "exit code 1" in last and "  | ValueError: the cause\n" in last and last.endswith("rank-0001.log\n")
 
 
-def test_the_cause_is_told_from_its_consequences(tmp_path):
-    """A rank that raises shuts Horovod down first and ends last: the others' errors must not take its place."""
-    other = "0:raise:HorovodInternalError, Horovod has been shut down"
-    ended = launch(tmp_path, other, "1:sleep:1", "1:raise:the cause", "1:sleep:60")
-    assert "rank 1 on localhost failed first" in ended.err, ended.text
-
-
-@pytest.mark.parametrize(("name", "code"), [("SIGKILL", 137), pytest.param("SIGSEGV", 139, marks=pytest.mark.thorough)])
-def test_a_rank_that_a_signal_ends(tmp_path, name, code):
-    ended = launch(tmp_path, f"1:kill:{name}", "*:sleep:60")
-    assert ended.code == code, ended.text
-    assert f"ended by {name}" in ended.err
-
-
-def test_exit_codes_are_passed_on(tmp_path):
-    assert launch(tmp_path, "1:exit:7", "*:sleep:60").code == 7
+def test_a_rank_that_a_signal_ends(tmp_path):
+    ended = launch(tmp_path, "1:kill:SIGKILL", "*:sleep:60")
+    assert ended.code == 137, ended.text
+    assert "ended by SIGKILL" in ended.err
 
 
 def test_a_stopped_rank_ends_the_job(tmp_path):
@@ -330,8 +283,7 @@ def test_a_signal_that_is_passed_on_waits_until_ranks_handle_it(tmp_path):
     assert "restart" not in ended.err, ended.text
 
 
-@pytest.mark.parametrize(("how", "code"), [("fails", 3), ("dies", 138)])
-@pytest.mark.parametrize("by", ["launcher", "somebody else"])
+@pytest.mark.parametrize(("how", "code", "by"), [("fails", 3, "launcher"), ("dies", 138, "somebody else")])
 def test_a_job_that_was_told_to_end_is_not_started_again(tmp_path, how, code, by):
     """The launcher remembers that it passed the signal on. What somebody else sends to one rank is that rank's end."""
     with launched(tmp_path, "--max-restarts=1", f"*:when_told:{how}", "*:wait:60") as job:
@@ -355,10 +307,9 @@ def test_ranks_that_ignore_the_end_are_killed_after_the_grace(tmp_path):
     assert 1.5 <= time.monotonic() - started < 12
 
 
-@pytest.mark.parametrize("kind", [pytest.param("willing", marks=pytest.mark.thorough), "stubborn"])
-def test_what_ranks_leave_behind_ends_with_the_job(tmp_path, kind):
+def test_what_ranks_leave_behind_ends_with_the_job(tmp_path):
     """Processes that left their session and their parent, after ranks that ended well."""
-    ended = launch(tmp_path, "--grace=1", f"*:orphan:{kind}", "*:say:done")
+    ended = launch(tmp_path, "--grace=1", "*:orphan:stubborn", "*:say:done")
     assert ended.code == 0 and len(ended.out.splitlines()) == 2, ended.text
 
 
@@ -389,34 +340,19 @@ def test_guard_and_agent_wake_each_other(tmp_path, who):
         assert time.monotonic() - started < 6, "it had to be killed"
 
 
-@pytest.mark.thorough
-def test_a_frozen_host_is_lost_and_ends_its_ranks_when_it_thaws(tmp_path):
-    with launched(tmp_path, "--lost-after=1.5", "*:wait:60") as job:
-        job.until("[0] waiting", "[1] waiting")
-        frozen = job.belonging("hvdtrain.cluster.launch.agent")[:2]
-        for process in frozen:
-            process.suspend()
-        ended = job.end(30)
-        assert ended.code == 255 and "said nothing" in ended.err, ended.text
-        assert job.left_after(0), "the ranks of a host that cannot be reached cannot be ended"
-        for process in frozen:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.resume()
-
-
 # ---- restarts
 
 
 def test_restarts_until_it_works(tmp_path):
     shown = [f"*:show:{name}" for name in ("HVDTRAIN_RESTART", "HVDTRAIN_JOB")]
-    ended = launch(tmp_path, "--max-restarts=3", *shown, "1:fail_first:2", "0:sleep:0.3")
+    ended = launch(tmp_path, "--max-restarts=3", *shown, "1:fail_first:1", "0:sleep:0.3")
     assert ended.code == 0, ended.text
     lines = ended.of(1)
-    assert lines[::2] == [f"HVDTRAIN_RESTART={number}" for number in (0, 1, 2)]
+    assert lines[::2] == [f"HVDTRAIN_RESTART={number}" for number in (0, 1)]
     assert len(set(lines[1::2])) == 1 and lines[1] != "HVDTRAIN_JOB=None"
     record = json.loads((tmp_path / "runs/launch-1/launch.json").read_text())
-    assert [attempt["exit_code"] for attempt in record["attempts"]] == [1, 1, 0]
-    assert "restart 2 of 3" in ended.err and ended.log(1).count("RuntimeError: not yet") == 2
+    assert [attempt["exit_code"] for attempt in record["attempts"]] == [1, 0]
+    assert "restart 1 of 3" in ended.err and ended.log(1).count("RuntimeError: not yet") == 1
 
 
 def test_restarts_after_progress_do_not_count(tmp_path):
@@ -425,12 +361,6 @@ def test_restarts_after_progress_do_not_count(tmp_path):
     assert "restart after progress (to update 30)" in ended.err and "restart 1 of 1" not in ended.err
     record = json.loads((tmp_path / "runs/launch-1/launch.json").read_text())
     assert [attempt["updates"] for attempt in record["attempts"]] == [10, 20, 30, 30]
-
-
-def test_the_same_crash_at_the_same_update_is_not_tried_a_third_time(tmp_path):
-    ended = launch(tmp_path, "--max-restarts=9", "1:updates:10,10,10", "1:fail_first:9")
-    assert ended.code == 1 and ended.err.count("failed first") == 2, ended.text
-    assert "crashed twice at update 10 with RuntimeError: not yet: not started again" in ended.err
 
 
 def test_so_is_one_that_comes_soon_after_the_checkpoint(tmp_path):
@@ -447,11 +377,6 @@ def test_a_rank_that_ends_well_while_others_go_on_is_blamed(tmp_path):
     assert ended.code == 1, ended.text
     assert "rank 1 on localhost failed first" in ended.err, ended.text
     assert "ended with exit code 0 while others went on; rank 0 on localhost, which lacked it: exit code 1" in ended.err
-
-
-def test_what_was_refused_is_not_tried_again(tmp_path):
-    ended = launch(tmp_path, "--max-restarts=3", "*:exit:2")
-    assert ended.code == 2 and "restart" not in ended.err, ended.text
 
 
 # ---- refusals, and what would run

@@ -78,23 +78,11 @@ else:
     assert outcome.exit_code == 255 and outcome.failed is not None, outcome
 
 
-def test_an_agent_that_dies_with_its_ranks(tmp_path):
-    outcome = run_with(tmp_path, "say('hello', **hello()); until('start'); sys.exit('a bug')")
-    assert outcome.exit_code == 255 and outcome.failed is not None
-    assert "a bug" in outcome.failed.why
-
-
 def test_an_agent_that_never_says_hello(tmp_path):
     with pytest.raises(LauncherError, match="ended with 3: no luck"):
         run_with(tmp_path, "print('no luck'); sys.exit(3)")
     with pytest.raises(LauncherError, match="this machine"):
         run_with(tmp_path, "sys.stdin.read()", start_s=0.5)
-
-
-def test_an_agent_of_another_version(tmp_path):
-    with pytest.raises(LauncherError, match="every host needs the same hvdtrain") as error:
-        run_with(tmp_path, "say('hello', **{**hello(), 'version': '0.0.1'}); sys.stdin.read()")
-    assert "localhost: 0.0.1" in error.value.received
 
 
 def test_an_agent_that_falls_silent(tmp_path):

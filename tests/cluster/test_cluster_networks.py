@@ -30,7 +30,7 @@ both = [(c.laddr.ip, c.raddr.ip) for c in psutil.Process().net_connections("tcp"
 print("talks", total, *sorted({ip for ends in both for ip in ends}), flush=True)
 hvd.shutdown()
 """
-LOST_S, GRACE_S, BUSY_S = 5.0, 1.0, 10.0
+LOST_S, GRACE_S, BUSY_S = 3.0, 1.0, 10.0
 
 
 @pytest.fixture(scope="module")
@@ -89,16 +89,12 @@ def test_gloo_listens_at_the_address_that_was_asked_for(hosts: Cluster, tmp_path
         sh(hosts, host, f"ip addr add {hosts.address(host, 1).replace('10.78', '10.79')}/24 dev eth1")
     try:
         done = launch(hosts, tmp_path, "--no-checks", "--network", SECOND, command=program).check()
-        other = launch(
-            hosts, tmp_path, "--no-checks", "--network", SECOND, "-x", "HOROVOD_GLOO_IFACE=eth1", command=program
-        )
     finally:
         for host in hosts.hosts:
             sh(hosts, host, f"ip addr del {hosts.address(host, 1).replace('10.78', '10.79')}/24 dev eth1")
     talks = [line.partition("talks ")[2] for line in done.out.splitlines()]
     assert talks == ["2.0 10.79.0.11 10.79.0.12"] * 2, done.text
     assert "is not the first address of eth1" in done.err
-    assert "10.78.0." in other.check().out, "by name, the first address is used: so the test can see it"
     limit(
         "C3a", "--network with an address that is not its interface's first", mended="ranks meet there and only there"
     )
@@ -162,7 +158,7 @@ def test_a_firewall_in_front_of_rank_0(hosts: Cluster, tmp_path: Path, limit) ->
 
 def test_a_host_that_stays_away_ends_the_job_as_lost(hosts: Cluster, tmp_path: Path, limit) -> None:
     """And not as refused (2), though it is the checks before the restart that it does not pass."""
-    flags = ["--max-restarts", "1", "--restart-wait", "0", "--start-timeout", "4"]
+    flags = ["--max-restarts", "1", "--restart-wait", "0", "--start-timeout", "3"]
     with running(hosts, tmp_path, *flags) as job:
         until(tmp_path, "[0 host1] waiting", "[1 host2] waiting")
         with hosts.cut("host2"):
@@ -170,13 +166,6 @@ def test_a_host_that_stays_away_ends_the_job_as_lost(hosts: Cluster, tmp_path: P
             assert hosts.left_after(20) == []
     assert "not started again" in (tmp_path / "output").read_text()
     limit("C13c", "a host is gone for longer than --restart-wait", mended="exit code 255, and why it was not restarted")
-
-
-@pytest.mark.thorough
-def test_a_log_in_that_takes_seven_seconds(hosts: Cluster, tmp_path: Path, limit) -> None:
-    with changed(hosts.home("host2") / ".bashrc", lambda text: f"sleep 7\n{text}"):
-        launch(hosts, tmp_path, "--start-timeout", "30", command=toy("*:say:hello")).check()
-    limit("C13f", "a log-in takes 7 s, with --start-timeout 30", mended="the checks wait as long, and the job runs")
 
 
 def test_keys_that_ssh_was_told_not_to_check_are_checked(hosts: Cluster, tmp_path: Path, limit) -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import socket
-import stat
 import subprocess
 import sys
 import time
@@ -66,16 +64,6 @@ def test_the_probe_runs_under_old_and_new_pythons() -> None:
         assert not unanswered, (version, {name: facts[name] for name in unanswered})
 
 
-def test_facts_agree_with_what_is_here() -> None:
-    facts = probe.facts({"cwd": os.getcwd(), "run_dir": "/nowhere/runs", "paths": []})
-    assert facts["cores"]["usable"] == len(os.sched_getaffinity(0))
-    assert facts["cwd"] == {"path": os.getcwd(), "exists": True}
-    assert facts["run_dir"]["nearest"] == "/"
-    assert {"name": "lo", "address": "127.0.0.1"}.items() <= facts["interfaces"][0].items()
-    assert facts["packages"]["hvdtrain"] == __import__("hvdtrain").__version__
-    assert facts["system"]["hostname"] == socket.gethostname()
-
-
 def test_variables_that_look_secret_stay_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOROVOD_SECRET_KEY", "s3cret")
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
@@ -110,30 +98,6 @@ def test_ports_are_open_where_asked_and_for_those_who_know_the_token(session: Se
     assert flow["bytes"] >= probe_links.CHUNK_BYTES and flow["seconds"] > 0
 
 
-def test_markers_are_gone_with_the_session(tmp_path: Path) -> None:
-    session = Session(sys.executable)
-    place = {"folder": str(tmp_path), "token": "abc"}
-    try:
-        assert session.answer({"do": "mark", "index": 1, **place}, 5) == {}
-        assert session.answer({"do": "see", "count": 3, **place}, 5) == {"seen": [1]}
-        assert [stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()] == [0o600]
-    finally:
-        session.close()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_request_that_fails_is_answered(session: Session) -> None:
-    assert session.answer({"do": "nonsense"}, 5) == {"error": "failed", "text": "KeyError: 'nonsense'"}
-    assert session.answer({"do": "clock"}, 5).keys() == {"time"}
-
-
-def test_a_probe_that_is_gone_is_lost(session: Session) -> None:
-    assert session.answer({"do": "clock"}, 5)
-    children()[0].kill()
-    assert session.ask({"localhost": {"do": "clock"}}, 10) == {}
-    assert "ended with -9" in session.lost["localhost"].what
-
-
 def script(tmp_path: Path, text: str) -> str:
     path = tmp_path / "python"
     path.write_text(f"#!/bin/sh\n{text}\n")
@@ -154,7 +118,7 @@ def test_a_host_that_hangs_does_not_cost_the_others_their_answers(tmp_path: Path
     names = ["localhost", "127.0.0.1"]  # one of them is the first
     sessions = Sessions(names, script(tmp_path, text), Ssh())
     try:
-        answers = sessions.ask(dict.fromkeys(names, {"do": "clock"}), 5)
+        answers = sessions.ask(dict.fromkeys(names, {"do": "clock"}), 2)
         (name,) = answers
         assert [problem.kind for problem in sessions.lost.values()] == ["timeout"] and name not in sessions.lost
         assert sessions.ask(dict.fromkeys(names, {"do": "clock"}), 5).keys() == {name}
@@ -179,7 +143,3 @@ def test_a_session_that_ends_says_why(tmp_path: Path, text: str, kind: str, what
             assert session.lost["localhost"].kind == kind and what in session.lost["localhost"].what
     finally:
         session.close()
-
-
-def test_an_interpreter_that_is_not_there() -> None:
-    assert Session("/nowhere/python").lost["localhost"].kind == "no_python"

@@ -10,14 +10,10 @@ from function_programs import output
     "left",
     [
         "threading.Thread(target=threading.Event().wait).start()",
-        pytest.param(
-            "concurrent.futures.ThreadPoolExecutor(1).submit(threading.Event().wait)", marks=pytest.mark.thorough
-        ),
         pytest.param("fork.Process(target=signal.pause).start()", marks=pytest.mark.thorough),
-        pytest.param("fork.Queue().put(b'x' * 10_000_000)", marks=pytest.mark.thorough),
     ],
 )
-@pytest.mark.parametrize("how", ["raise ValueError('boom')", "return (number for number in range(3))"])
+@pytest.mark.parametrize("how", ["raise ValueError('boom')"])
 def test_what_a_failing_function_leaves_does_not_hold_up_the_end(tmp_path, left, how):
     output(
         tmp_path,
@@ -102,17 +98,6 @@ def test_a_full_disk_under_the_output_costs_the_output(tmp_path):
         """,
     )
     assert "[0] shown" in said and "[1] shown" in said and said.count("no more output: No space left on device") == 1
-
-
-def test_characters_that_the_output_lacks_are_escaped(tmp_path):
-    said = output(
-        tmp_path,
-        """
-        sys.stdout.reconfigure(encoding="ascii")
-        hvdtrain.run(lambda: sys.stdout.buffer.write("caf\\u00e9\\n".encode()), np=1)
-        """,
-    )
-    assert "[0] caf\\xe9" in said
 
 
 def test_a_function_that_closes_descriptors_is_told_what_it_closed(tmp_path):

@@ -11,7 +11,9 @@ import pytest
 from function_programs import TIMEOUT_S, output, started
 
 
-@pytest.mark.parametrize("stdin", [False, True], ids=["script", "notebook"])
+@pytest.mark.parametrize(
+    "stdin", [pytest.param(False, id="script", marks=pytest.mark.thorough), pytest.param(True, id="notebook")]
+)
 def test_every_rank_calls_it_and_the_caller_gets_what_each_returned(tmp_path, stdin):
     (tmp_path / "beside.py").write_text("FACTOR = 50\n")
     (tmp_path / "lib").mkdir()
@@ -75,7 +77,7 @@ def test_what_a_rank_raised_is_the_cause_and_the_others_are_ended(tmp_path):
                     raise Mine("of rank 1")
                 world.barrier()
         try:
-            hvdtrain.run(fail, np=3, output="none")
+            hvdtrain.run(fail, np=2, output="none")
         except hvdtrain.LauncherError as error:
             assert type(error.__cause__) is Mine and str(error.__cause__) == "of rank 1", repr(error.__cause__)
             assert "rank 1 on localhost failed first" in str(error) and "exit code 1" in str(error), error
@@ -94,8 +96,6 @@ def test_what_a_rank_raised_is_the_cause_and_the_others_are_ended(tmp_path):
             "lambda: os._exit(0) if os.environ['HOROVOD_RANK'] == '1' else sys.stdin.read() + forever()",
             "rank 1 on localhost failed first",
         ),
-        pytest.param("lambda: sys.exit(5)", "exit code 5", marks=pytest.mark.thorough),
-        ("lambda: os.kill(os.getpid(), 9)", "ended by SIGKILL"),
         ("lambda: (number for number in range(3))", "the function returned what cannot be pickled"),
         ("lambda: __import__('no_such_module')", "No module named 'no_such_module'"),
     ],
@@ -135,8 +135,6 @@ def test_megabytes_travel_both_ways(tmp_path):
         (signal.SIGINT, "signal.default_int_handler", 0, "INTERRUPTED"),
         (signal.SIGTERM, "signal.SIG_DFL", -signal.SIGTERM, ""),
         (signal.SIGTERM, "lambda *_: sys.exit(42)", 42, ""),
-        pytest.param(signal.SIGTERM, "lambda *_: None", 0, "ended by SIGTERM", marks=pytest.mark.thorough),
-        pytest.param(signal.SIGHUP, "signal.SIG_DFL", -signal.SIGHUP, "", marks=pytest.mark.thorough),
     ],
 )
 def test_a_signal_ends_every_rank_and_then_does_what_it_did(tmp_path, number, handler, code, says):
@@ -220,16 +218,15 @@ def test_what_is_refused_before_anything_starts(tmp_path, call, rule):
     assert rule in output(tmp_path, text)
 
 
-@pytest.mark.parametrize("np", [1, 2])
-def test_a_rank_starts_no_ranks(tmp_path, np):
+def test_a_rank_starts_no_ranks(tmp_path):
     said = output(
         tmp_path,
-        f"""
+        """
         try:
-            hvdtrain.run(lambda: hvdtrain.run(print, np={np}), np={np}, output="none")
+            hvdtrain.run(lambda: hvdtrain.run(print, np=2), np=2, output="none")
         except hvdtrain.LauncherError as error:
             assert isinstance(error.__cause__, hvdtrain.ConfigError)
             print(error.__cause__)
         """,
     )
-    assert f"of {np}, started by horovodrun" in said and "start the program once" in said
+    assert "of 2, started by horovodrun" in said and "start the program once" in said

@@ -175,6 +175,7 @@ def both_wait(job: Job, *, restart: int) -> None:
         job.wait_for_text(f"rank {rank} restart {restart}")
 
 
+@pytest.mark.thorough
 def test_at_its_time_limit_it_requeues_itself(queue: Slurm, waiting: Path) -> None:
     job = queue.submit(waiting, "python", "waiting.py")
     both_wait(job, restart=0)
@@ -184,24 +185,6 @@ def test_at_its_time_limit_it_requeues_itself(queue: Slurm, waiting: Path) -> No
     (waiting / "go").write_text("0")
     job.wait_for("COMPLETED")
     assert "time limit, requeued" in job.text()
-
-
-@pytest.mark.thorough
-@pytest.mark.slow
-def test_at_its_time_limit_the_ranks_save_first(queue: Slurm, few_pictures: Path, tmp_path: Path) -> None:
-    """Within an epoch: the job goes on with the very next update."""
-    command: list[str | Path] = ["python", "-m", "hvdtrain.keras_mnist", "--data", few_pictures, "--run-dir", "run"]
-    job = queue.submit(tmp_path, *command, "--epochs", str(EPOCHS), "--per-rank-batch", "4")
-    run_dir = tmp_path / "run"
-    queue.wait(lambda: sum(map(len, epochs_in(run_dir))) >= 1 or job.state == "FAILED", 150, job.told)
-    queue.call("scancel", "--batch", "--signal=USR1", job.number)
-    job.wait_for_text("time limit, requeued")
-    saved = re.search(r"preempted: saved in \S+/epoch-(\d+)-step-(\d+);", job.text())
-    assert saved is not None and "exit code 85" in job.text(), job.told()
-    job.start_now()
-    job.wait_for("COMPLETED", limit_s=200)
-    before, after = epochs_in(run_dir)
-    assert before == list(range(int(saved[1]))) and after == list(range(int(saved[1]), EPOCHS)), job.told()
 
 
 def test_at_its_time_limit_it_requeues_itself_so_often_only(queue: Slurm, waiting: Path) -> None:
@@ -249,11 +232,3 @@ def test_without_pmix_the_script_starts_ranks_by_hvdtrain_launch(queue: Slurm, t
     for rank in (0, 1):
         assert f"launched horovodrun {rank} of 2 on 0 job slurm-hvdtrain-test-{job.number}" in job.text(), job.told()
     assert job.facts()["ExitCode"] == "7:0", job.told()
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("framework", ["torch", "keras"])
-def test_verify_under_srun(queue: Slurm, tmp_path: Path, framework: str) -> None:
-    job = queue.submit(tmp_path, "hvdtrain", "verify", "--framework", framework)
-    job.wait_for("COMPLETED", "FAILED", limit_s=120)
-    assert re.search(rf"^{framework}: ok in \d+ s, 2 rank\(s\) by srun and horovod", job.text(), re.M), job.told()

@@ -73,7 +73,7 @@ NO_LINK = "host host3 .*host2 .* and host3 .* cannot reach each other"
 FAILED, LOST = "rank 1 on host2 failed first", "host host2 failed first"
 
 FAULTS = [
-    Fault("exception", RANK, "a rank raises an exception", 1, ONE_ENDS_S, FAILED, "raises", quick=True),
+    Fault("exception", RANK, "a rank raises an exception", 1, ONE_ENDS_S, FAILED, "raises"),
     Fault("exit", RANK, "`sys.exit(3)` on one rank", 3, ONE_ENDS_S, FAILED, "exits"),
     Fault("killed", RANK, "SIGKILL of a rank", 137, ONE_ENDS_S, FAILED, "killed"),
     Fault("segfault", RANK, "segmentation fault of a rank", 139, ONE_ENDS_S, FAILED, "segfault"),
@@ -119,8 +119,8 @@ FAULTS = [
     Fault("clock", DISK, "the clock of a host jumps an hour ahead, then two back", 0, NO_WAY, "", "",
           makers.clock_jumps, makers.false_disk_and_clock, goes_on=True),
 
-    Fault("launcher", LAUNCHER, "SIGKILL of the launcher", -9, SAVED_S, "", "", makers.kill_launcher, quick=True),
-    Fault("ctrl_c", LAUNCHER, "Ctrl-C", 130, SAVED_S, "SIGINT", "", makers.signal_launcher(signal.SIGINT), quick=True),
+    Fault("launcher", LAUNCHER, "SIGKILL of the launcher", -9, SAVED_S, "", "", makers.kill_launcher),
+    Fault("ctrl_c", LAUNCHER, "Ctrl-C", 130, SAVED_S, "SIGINT", "", makers.signal_launcher(signal.SIGINT)),
     Fault("terminal", LAUNCHER, "the terminal is closed (SIGHUP)", 129, SAVED_S, "SIGHUP", "",
           makers.signal_launcher(signal.SIGHUP)),
     Fault("agent", LAUNCHER, "SIGKILL of a host's agent", 255, ONE_ENDS_S, LOST, "", makers.kill_agent),
@@ -138,7 +138,7 @@ FAULTS = [
           makers.signal_launcher(signal.SIGUSR1)),
 
     Fault("restart_killed", RESTART, "SIGKILL of a rank", 0, 40, FAILED, "killed", flags=("--max-restarts", "1"),
-          goes_on=True),
+          goes_on=True, quick=True),
     Fault("restart_deadlock", RESTART, "a lock that is never released", 0, 40, HUNG, "deadlock",
           flags=("--max-restarts", "1", *SOON), goes_on=True),
     Fault("restart_cut", RESTART, "a host's link is cut for a while", 0, 60, "host2", "", makers.cut_and_restore,

@@ -56,6 +56,7 @@ def ends_well(job: Job, formations: list[list[int]]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_an_elastic_job_goes_on_without_one_of_them(hosts: Cluster, tmp_path: Path) -> None:
     ends_well(parted(hosts, tmp_path, pace_s=0.2), [[0, 1]])
 
@@ -74,7 +75,8 @@ def test_an_elastic_job_takes_a_host_back_once_it_reaches_the_others(hosts: Clus
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [(), pytest.param(("--min-np", "1"), marks=pytest.mark.thorough)], ids=str)
+@pytest.mark.thorough
+@pytest.mark.parametrize("flags", [(), ("--min-np", "1")], ids=str)
 def test_hosts_that_never_reached_each_other_are_named(hosts: Cluster, tmp_path: Path, flags: tuple[str, ...]) -> None:
     job = Job(hosts, tmp_path, hosts=THREE, np=3)
     hosts.cut_between("host2", "host3")
