@@ -223,10 +223,10 @@ def test_a_rank_starts_no_ranks(tmp_path):
         tmp_path,
         """
         try:
-            hvdtrain.run(lambda: hvdtrain.run(print, np=2), np=2, output="none")
+            hvdtrain.run(lambda: hvdtrain.run(print, np=1), np=1, output="none")
         except hvdtrain.LauncherError as error:
             assert isinstance(error.__cause__, hvdtrain.ConfigError)
             print(error.__cause__)
         """,
     )
-    assert "of 2, started by horovodrun" in said and "start the program once" in said
+    assert "of 1, started by horovodrun" in said and "start the program once" in said

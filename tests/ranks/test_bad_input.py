@@ -35,33 +35,8 @@ def told_once(result: Result, *parts: str) -> None:
     harness.told_once(result, "hvdtrain.keras_mnist", *parts)
 
 
-@pytest.mark.parametrize(
-    ("flags", "part"),
-    [
-        (["--per-rank-batch", "0"], "--per-rank-batch: must be a whole number >= 1, not '0'"),
-        (["--epochs", "-3"], "--epochs"),
-        (["--lr", "nan"], "--lr: must be a number > 0"),
-        (["--seed", "-1"], "--seed"),
-        (["--backend", "jax"], "--backend"),
-        (["--compression", "zip"], "--compression"),
-        (["--watch-every", "often"], "--watch-every"),
-        (["--gpus", "2"], "--gpus"),
-    ],
-)
-def test_wrong_flag_value(flags: list[object], part: str) -> None:
-    result = refused(flags, 1, "none")
-    told_once(result, part)
-    assert result.returncode == 2
-
-
-@pytest.mark.parametrize("launcher", ["horovodrun", "mpirun"])
-def test_batch_of_0_on_ranks(launcher: str) -> None:
-    result = refused(["--per-rank-batch", 0], launcher=launcher)
-    told_once(result, "--per-rank-batch")
-
-
-def test_backend_without_adapter() -> None:
-    told_once(refused([], 1, "none", env={"KERAS_BACKEND": "jax"}), "tensorflow or torch", "jax")
+def test_batch_of_0_on_ranks() -> None:
+    told_once(refused(["--per-rank-batch", 0]), "--per-rank-batch")
 
 
 def test_no_data_and_no_network(tmp_path: Path) -> None:
@@ -91,7 +66,7 @@ def test_unwritable_run_directory(tmp_path: Path) -> None:
 
 def test_run_directory_in_use(tmp_path: Path) -> None:
     with RunLog(tmp_path / "run", World.solo(), config={}, progress=False, tensorboard=False):
-        result = refused(["--run-dir", tmp_path / "run"])
+        result = refused(["--run-dir", tmp_path / "run"], 1, "none")
         told_once(result, f"{tmp_path / 'run'} is in use by pid {os.getpid()}")
 
 
@@ -101,7 +76,7 @@ def test_run_directory_of_another_run(tmp_path: Path) -> None:
     told_once(refused(["--run-dir", tmp_path / "run"], 1, "none"), "holds a run that is finished", "--resume")
 
 
-@pytest.mark.parametrize("launcher", ["horovodrun", "mpirun"])
+@pytest.mark.parametrize("launcher", ["horovodrun", pytest.param("mpirun", marks=pytest.mark.thorough)])
 def test_one_rank_cannot_import_horovod(launcher: str, tmp_path: Path) -> None:
     """Rank 1 finds a Horovod that does not load; rank 0 waits for it in the rendezvous, and must not stay there."""
     broken = tmp_path / "broken" / "horovod"
@@ -129,12 +104,6 @@ def other_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("other")
     venv.create(folder, with_pip=False)
     return folder / "bin" / "python"
-
-
-def test_another_python(other_python: Path) -> None:
-    result = refused([], 1, "none", python=other_python)
-    told_once(result, f"no numpy, tensorflow, keras in {other_python}", f"{other_python} -m pip install -e ")
-    assert "horovod" not in result.text  # one process does not need it
 
 
 def test_launched_with_another_python(other_python: Path, monkeypatch: pytest.MonkeyPatch) -> None:

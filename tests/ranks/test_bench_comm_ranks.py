@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from harness import run_ranks
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 RULE = {"ring": lambda ranks: 2 * (ranks - 1) / ranks, "server": lambda ranks: ranks - 1}
 RULE["servers"] = RULE["ring"]
 
@@ -22,7 +22,7 @@ def bench(out: Path, *flags: object) -> tuple[str, dict[str, Any]]:
 
 
 def test_on_this_machine(tmp_path: Path) -> None:
-    out, result = bench(tmp_path / "comm.json", "-np", 2, 3, "--smallest=128")
+    out, result = bench(tmp_path / "comm.json", "-np", 3, "--smallest=128")
     for ranks, part in result["ranks"].items():
         assert part["inexact"] == [] and len(part["seconds"]["ring"]) == 6
         assert set(part["seconds"]) == {"horovod, mpirun", "horovod, horovodrun", "mpi", "ring", "server", "servers"}
@@ -30,8 +30,6 @@ def test_on_this_machine(tmp_path: Path) -> None:
             for size, its in part["links"][way].items():
                 # 3 ranks do not divide a power of two: the largest part counts
                 assert its["one way"] == pytest.approx(rule(int(ranks)), rel=8 / int(size)), (way, size)
-                if ranks == "2":
-                    assert its["one way"] == rule(2)
     assert {"ring", "server", "servers"} == set(result["links"])
     for part in (
         "3 ranks: a sum of",

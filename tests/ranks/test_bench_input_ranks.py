@@ -32,6 +32,7 @@ def test_a_tiny_bench(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_tiny_bench_of_keras(tmp_path: Path) -> None:
     root = write_folder(tmp_path / "images")
     (root / "train" / "bee" / CORRUPT).unlink()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import pytest
@@ -79,7 +78,8 @@ def test_a_tiny_bench(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arm", ["torch", *(pytest.param(arm, marks=pytest.mark.thorough) for arm in list(ARMS)[1:])])
+@pytest.mark.thorough
+@pytest.mark.parametrize("arm", ARMS)
 def test_a_tiny_bench_of_checkpoints(arm: str, tmp_path: Path) -> None:
     flags = ["--arms", arm, "--megabytes", 16, "--rounds", 2, "--steps", 2, "--out", tmp_path / "bench.json"]
     done = run_ranks(["-m", "hvdtrain", "bench", "checkpoint", *map(str, flags)], 1, launcher="none", timeout_s=240)
@@ -92,6 +92,7 @@ def test_a_tiny_bench_of_checkpoints(arm: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_torch_bench_measures_and_writes(tmp_path: Path) -> None:
     out = tmp_path / "torch.json"
     flags = ["--framework=torch", "--models", "squeezenet1_1", "--pixels=32", "--per-rank-batch=2", "--steps=1"]
@@ -100,40 +101,3 @@ def test_torch_bench_measures_and_writes(tmp_path: Path) -> None:
     assert "samples/s" in result.out
     labels = {"PyTorch, one process", "hvdtrain on Horovod, one process"}
     check_samples(json.loads(out.read_text())["models"]["squeezenet1_1"], labels)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("framework", "backend", "groups"),
-    [
-        pytest.param("keras", "torch", 1, marks=pytest.mark.thorough),
-        pytest.param("keras", "", 2, marks=pytest.mark.thorough),
-        pytest.param("torch", "", 2, marks=pytest.mark.thorough),
-    ],
-)
-def test_every_way_is_measured(framework: str, backend: str, groups: int, tmp_path: Path) -> None:
-    """`--all`, as the command line does it; of each framework its ways, in groups."""
-    out = tmp_path / "all.json"
-    flags = ["--models", "toy", "--pixels=16", "--per-rank-batch=4", "--steps=1", "--blocks=2", f"--out={out}"]
-    command = ["-m", "hvdtrain", "bench", "train", "--all", f"--framework={framework}", "--at-once=12", *flags]
-    command += [f"--backend={backend}"] if backend else []
-    done = run_ranks(command, 1, launcher="none", timeout_s=300).check()
-    part = json.loads(out.read_text())["models"]["toy"]
-    labels = {way.label for way in train.WAYS if bool(way.keras) == (framework == "keras") and backend in way.keras}
-    assert set(part["ratios"]) == set(part["memory_bytes"]) == set(part["lines"]) == labels
-    assert all(f"\n{label} " in done.out for label in labels) and "skipped" not in done.err
-    assert len(part["seconds"]) == groups and f"group {groups} of {groups}: round 2 of 2" in done.err
-    check_samples(part, labels)
-    for way in (way for way in train.WAYS if way.label in labels):
-        check_ratios(way, part["ratios"][way.label], part["seconds"])
-        assert part["memory_bytes"][way.label] > 2**20
-
-
-def check_ratios(way: train.Way, ratio: dict[str, Any], groups: list[dict[str, list[float]]]) -> None:
-    """They are those of the samples, pair by pair."""
-    its = [group for group in groups if way.label in group]
-    assert its and all({way.alone, way.apart} <= set(group) for group in its)
-    for kind, against, factor in (("speedup", way.alone, 2), ("efficiency", way.apart, 1)):
-        if way.label != way.alone:
-            pairs = [pair for group in its for pair in zip(group[against], group[way.label], strict=True)]
-            assert ratio[kind]["value"] == pytest.approx(factor * median(above / below for above, below in pairs))

@@ -31,7 +31,7 @@ def test_exchange(case: str, result: Result) -> None:
     assert case in torch_cases.passed(result.out), result.text
 
 
-@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+@pytest.mark.parametrize("engine", ["ddp", pytest.param("fsdp", marks=pytest.mark.thorough)])
 def test_a_plain_script_loads_what_was_exported(engine: str, folder: Path, result: Result) -> None:
     """Into shards, or whole: weights and the optimizer's state are those that the other script had."""
     run_ranks([PLAIN, "load", engine, folder / "out"], 2, launcher="forked torchrun").check()

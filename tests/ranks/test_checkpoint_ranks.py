@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 from blob import Blob
 from checkpoint_steps import restored, save, step_of, steps, synchronous
-from harness import PROGRAMS, REPOSITORY, clean_environment, quick_folder, run_ranks
+from harness import PROGRAMS, quick_folder, run_ranks
 
 from hvdtrain import CheckpointError, Progress
 from hvdtrain.checkpoint.checkpoint_files import MANIFEST
@@ -28,22 +27,6 @@ def quick_tmp() -> Iterator[Path]:
 
 
 class TestKills:
-    def run(self, folder: Path, stride: int, *options: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, str(FOLDER / "checkpoint_kills.py"), str(folder), str(stride), *options]
-        return subprocess.run(
-            command, capture_output=True, text=True, env=clean_environment(), cwd=REPOSITORY, timeout=300, check=False
-        )
-
-    def test_a_kill_at_any_line(self, quick_tmp: Path) -> None:
-        done = self.run(quick_tmp, 5)
-        assert done.returncode == 0, done.stdout + done.stderr
-        kills, before = (int(number) for number in re.findall(r"\d+", done.stdout))
-        assert kills >= 100 and 20 <= before < kills
-
-    def test_negative_twin_deleting_first_is_caught(self, quick_tmp: Path) -> None:
-        done = self.run(quick_tmp, 5, "--naive")
-        assert done.returncode == 1 and "in look" in done.stderr and "AssertionError" in done.stderr
-
     def test_what_a_living_process_writes_is_not_swept(self, tmp_path: Path) -> None:
         save(tmp_path, 1)
         host = os.uname().nodename
@@ -81,7 +64,7 @@ class TestKills:
 
 
 class TestFaults:
-    @pytest.mark.parametrize("fault", ["KILL", "ENOSPC", "EIO", "EROFS"])
+    @pytest.mark.parametrize("fault", ["KILL", pytest.param("ENOSPC", marks=pytest.mark.thorough)])
     def test_at_each_call_of_the_process_that_writes(self, quick_tmp: Path, fault: str) -> None:
         done = run_ranks([FOLDER / "checkpoint_faults.py", quick_tmp, fault], 1, launcher="none", timeout_s=120).check()
         faults, told, before = (int(number) for number in re.findall(r"\d+", done.out))

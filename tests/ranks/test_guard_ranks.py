@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import tomllib
 from harness import PROGRAMS, Result, run_ranks
-from horovod_scripts import FOLDER, KERAS, TORCH, run_in_turn
+from horovod_scripts import FOLDER, KERAS, TORCH
 from limits import Limit
 
 CHANGES = tomllib.loads((FOLDER / "mutants.toml").read_text())
 MUTANTS = CHANGES["mutant"]
+WAIT = ("empty_shard", "objects_of_two_types")
 QUIET = [mutant for mutant in MUTANTS if mutant["kind"] != "hangs"]
 GUARD = ("-m", "hvdtrain.guard")
 ENV = {"KERAS_BACKEND": "tensorflow"}
@@ -53,7 +54,10 @@ def guarded(folder: Path, lines: Sequence[str], *flags: str) -> tuple[Result, li
     return result, json.loads(report.read_text())["findings"]
 
 
-@pytest.mark.parametrize("lines", [TORCH, KERAS], ids=["torch", "keras"])
+@pytest.mark.parametrize(
+    "lines",
+    [pytest.param(TORCH, id="torch"), pytest.param(KERAS, id="keras", marks=pytest.mark.thorough)],
+)
 def test_clean_scripts(lines: tuple[str, ...], tmp_path: Path) -> None:
     variants = [str(mutated(clean, tmp_path)) for clean in CHANGES["clean"]] if lines is TORCH else []
     result, findings = guarded(tmp_path, [*lines, *variants], "--every", "3")
@@ -62,7 +66,7 @@ def test_clean_scripts(lines: tuple[str, ...], tmp_path: Path) -> None:
     assert "averaged, and the replicas equal" in said and "hvdtrain guard" not in result.ranks_error.get(1, "")
 
 
-@pytest.mark.parametrize("framework", ["torch", "keras"])
+@pytest.mark.parametrize("framework", ["torch", pytest.param("keras", marks=pytest.mark.thorough)])
 def test_mutants_are_named(framework: str, tmp_path: Path) -> None:
     chosen = [mutant for mutant in QUIET if mutant["script"].startswith("torch") == (framework == "torch")]
     paths = {mutant["name"]: mutated(mutant, tmp_path) for mutant in chosen}
@@ -81,16 +85,14 @@ def test_mutants_are_named(framework: str, tmp_path: Path) -> None:
         ), finding
 
 
-@pytest.mark.thorough
-def test_without_the_guard_they_run_to_their_end(tmp_path: Path) -> None:
-    chosen = [mutant for mutant in QUIET if mutant["script"].startswith("torch")]
-    runs = {mutant["name"]: f"{mutated(mutant, tmp_path)} {mutant.get('runs', [''])[-1]}" for mutant in chosen}
-    first, second = run_in_turn(list(runs.values()), tmp_path, launcher="horovodrun")
-    for name in ("optimizer_not_wrapped", "second_optimizer_not_wrapped", "broadcast_forgotten"):
-        assert first[runs[name]]["weights"] != second[runs[name]]["weights"], name
-
-
-@pytest.mark.parametrize("mutant", [one for one in MUTANTS if one["kind"] == "hangs"], ids=lambda one: one["name"])
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        pytest.param(one, id=one["name"], marks=[] if one["name"] in WAIT else [pytest.mark.thorough])
+        for one in MUTANTS
+        if one["kind"] == "hangs"
+    ],
+)
 def test_ranks_that_wait_are_named(mutant: dict[str, Any], tmp_path: Path, limit: Limit) -> None:
     path = mutated(mutant, tmp_path)
     result = run_ranks([*GUARD, path], 2, launcher="horovodrun", timeout_s=60)
@@ -102,7 +104,8 @@ def test_ranks_that_wait_are_named(mutant: dict[str, Any], tmp_path: Path, limit
         limit("C16", attack, refused=said[said.index("every rank must come") :])
 
 
-@pytest.mark.parametrize("launcher", ["horovodrun", pytest.param("mpirun", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("launcher", ["horovodrun", "mpirun"])
 def test_a_finding_ends_all_ranks(launcher: str, tmp_path: Path) -> None:
     path = mutated(MUTANTS[0], tmp_path)
     result = run_ranks([*GUARD, path, "--epochs", "1"], 2, launcher=launcher, timeout_s=60)

@@ -25,10 +25,10 @@ TORCH, KERAS = PROGRAMS / "torch" / "hang.py", PROGRAMS / "keras" / "hang.py"
 RULE = "ranks must not keep others waiting in a collective operation"
 HANGING = ["endless_loop", "lock", "waits_for_a_thread", "data_worker", "sleeps", "skips_evaluate", "hook"]
 SILENT = ["slow_first_step", "long_checkpoint", "traced", "preprocesses", "computes_long"]
-LAUNCHERS = {"horovod": "horovodrun", "ddp": "torchrun"}
+LAUNCHERS = {"horovod": "forked", "ddp": "torchrun"}
 
 
-def start(program: Path, arguments: list[str], folder: Path, launcher: str = "horovodrun", **env: str) -> Result:
+def start(program: Path, arguments: list[str], folder: Path, launcher: str = "forked", **env: str) -> Result:
     folder.mkdir(parents=True, exist_ok=True)
     environment = {"HVDTRAIN_TEST_BEACON": str(folder), variables.RUN_DIR: str(folder), variables.HANG_S: "3", **env}
     return run_ranks([program, *arguments], 2, launcher=launcher, env=environment, timeout_s=150)
@@ -57,11 +57,9 @@ def check_hung(done: Result, folder: Path, said: str = "# here") -> str:
 
 
 def test_torch_ranks_that_hang(tmp_path: Path) -> None:
-    ways = ["endless_loop", "lock", "data_worker", "skips_evaluate"]
-    for way, done in zip(ways, two_at_a_time([torch_way(way, tmp_path) for way in ways]), strict=True):
-        error = check_hung(done, tmp_path / way)
-        assert ("evaluate" in error) == (way == "skips_evaluate")
-        assert RULE in done.ranks_error[1], "every rank says so"
+    done = torch_way("skips_evaluate", tmp_path)()
+    assert "evaluate" in check_hung(done, tmp_path / "skips_evaluate")
+    assert RULE in done.ranks_error[1], "every rank says so"
 
 
 def test_a_failed_rank_that_a_thread_keeps_is_named_as_failed(tmp_path: Path) -> None:
@@ -71,6 +69,7 @@ def test_a_failed_rank_that_a_thread_keeps_is_named_as_failed(tmp_path: Path) ->
     assert "daemon=True" in done.ranks_error[0], done.text
 
 
+@pytest.mark.thorough
 def test_a_rank_that_was_stopped(tmp_path: Path) -> None:
     tools = tmp_path / "tools"
     tools.mkdir()
@@ -93,13 +92,7 @@ def test_slow_torch_ranks_are_left_alone(tmp_path: Path) -> None:
 
 
 def test_keras_ranks_that_hang(tmp_path: Path) -> None:
-    env = {"KERAS_BACKEND": "tensorflow"}
-    called, read = together(
-        lambda: start(KERAS, ["callback"], tmp_path / "callback", **env),
-        lambda: start(KERAS, ["data"], tmp_path / "data", **env),
-    )
-    check_hung(called, tmp_path / "callback")
-    check_hung(read, tmp_path / "data")
+    check_hung(start(KERAS, ["callback"], tmp_path, KERAS_BACKEND="tensorflow"), tmp_path)
 
 
 def test_a_rank_that_is_killed_leaves_its_page(tmp_path: Path) -> None:
@@ -144,13 +137,6 @@ def test_every_way_to_hang(way: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_horovods_own_limit_comes_later(tmp_path: Path) -> None:
-    """Gloo gives up after 30 s, and does not say for whom it has waited."""
-    done = start(TORCH, ["horovod", "stopped"], tmp_path, **{variables.HANG_S: ""})
-    assert f"({variables.HANG_S}=28)" in done.ranks_error[0] and "process state T" in done.ranks_error[0], done.text
-
-
-@pytest.mark.thorough
 def test_under_mpirun_the_exit_code_is_the_ranks(tmp_path: Path) -> None:
     loop, stopped = together(
         torch_way("endless_loop", tmp_path, launcher="mpirun"), torch_way("stopped", tmp_path, launcher="mpirun")
@@ -158,25 +144,6 @@ def test_under_mpirun_the_exit_code_is_the_ranks(tmp_path: Path) -> None:
     check_hung(loop, tmp_path / "endless_loop")
     check_hung(stopped, tmp_path / "stopped", "does not answer: process state T")
     assert loop.returncode == stopped.returncode == HUNG_CODE
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("way", ["endless_loop", "stopped"])
-def test_under_torchrun(way: str, tmp_path: Path) -> None:
-    said = "# here" if way == "endless_loop" else "does not answer: process state T"
-    check_hung(torch_way(way, tmp_path, "ddp")(), tmp_path / way, said)
-
-
-@pytest.mark.thorough
-def test_rank_0_that_was_stopped_is_named_by_rank_1(tmp_path: Path) -> None:
-    done = torch_way("rank_0_stopped", tmp_path, launcher="mpirun")()
-    assert RULE in done.ranks_error[1] and "rank 0 (host" in done.ranks_error[1], done.text
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("way", ["callback", "data"])
-def test_keras_on_torch_ranks_that_hang(way: str, tmp_path: Path) -> None:
-    check_hung(start(KERAS, [way], tmp_path, KERAS_BACKEND="torch"), tmp_path)
 
 
 @pytest.mark.thorough

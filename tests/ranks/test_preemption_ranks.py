@@ -34,14 +34,15 @@ def saved(folder: Path) -> list[int]:
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("unbroken")
-    return trained(launched(folder, TORCH, folder / "run").check().out)
+    return trained(run_ranks([TORCH, folder / "run"], 2).check().out)
 
 
 @pytest.mark.parametrize(
     ("place", "number", "rank", "steps"),
     [
         ("update", 1, "1", [2]),
-        ("update", 2, "0", [3]),  # learned in the epoch's last update: its own checkpoint is the one
+        # learned in the epoch's last update: its own checkpoint is the one
+        pytest.param("update", 2, "0", [3], marks=pytest.mark.thorough),
         pytest.param("accumulation", 4, "1", [3, 5], marks=pytest.mark.thorough),
         pytest.param("validation", 0, "0", [3, 4], marks=pytest.mark.thorough),
         pytest.param("save", 0, "0", [3, 4], marks=pytest.mark.thorough),
@@ -55,23 +56,7 @@ def test_all_ranks_save_after_the_same_update(
     assert "got SIG" in ended.text and "preempted: " in ended.out and "Traceback" not in ended.text, ended.text
     assert "hvdtrain launch: the job was preempted" in ended.err, ended.text
     assert saved(tmp_path / "run") == steps, ended.text
-    assert trained(launched(tmp_path, TORCH, tmp_path / "run").check().out) == unbroken
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("launcher", "engine"),
-    [("horovodrun", "horovod"), pytest.param("torchrun", "ddp", marks=pytest.mark.thorough)],
-)
-def test_under_other_launchers(launcher: str, engine: str, tmp_path: Path) -> None:
-    """They have exit codes of their own."""
-    env = {"ENGINE": engine}
-    ended = run_ranks([TORCH, tmp_path / "run", "update", "1", "1"], 2, launcher=launcher, env=env)
-    assert ended.returncode != 0 and "preempted: saved in" in ended.text, ended.text
-    assert saved(tmp_path / "run") == [2], ended.text
-    whole = run_ranks([TORCH, tmp_path / "whole"], 2, launcher=launcher, env=env).check()
-    again = run_ranks([TORCH, tmp_path / "run"], 2, launcher=launcher, env=env).check()
-    assert trained(again.text) == trained(whole.text)
+    assert trained(run_ranks([TORCH, tmp_path / "run"], 2).check().out) == unbroken
 
 
 def told_by_the_launcher(number: signal.Signals, folder: Path, *program: str | Path) -> tuple[int, str]:
@@ -96,13 +81,7 @@ def told_by_the_launcher(number: signal.Signals, folder: Path, *program: str | P
     return job.returncode, rest
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.thorough)])
-def test_the_launcher_hands_it_on(number: signal.Signals, tmp_path: Path) -> None:
-    code, rest = told_by_the_launcher(number, tmp_path, TORCH, tmp_path / "run", "launcher", "1")
-    assert code == CODE, rest
-    assert saved(tmp_path / "run") == [2], rest
-
-
+@pytest.mark.thorough
 @pytest.mark.parametrize(("place", "code", "ends"), [("before", CODE, 0), ("after", 0, 2)])
 def test_outside_the_world_no_rank_dies_by_it(place: str, code: int, ends: int, tmp_path: Path) -> None:
     """Before: the ranks end together in `init`. After: the program comes to its end, as an export may still run."""
@@ -111,6 +90,7 @@ def test_outside_the_world_no_rank_dies_by_it(place: str, code: int, ends: int, 
     assert ("preempted before the training began" in rest) is (place == "before"), rest
 
 
+@pytest.mark.thorough
 def test_negative_twin_a_word_that_stays_on_its_rank(tmp_path: Path) -> None:
     """Rank 1 saves alone, which the others are not in: never the exit code of a job that has saved."""
     ended = launched(tmp_path, TORCH, tmp_path / "run", "update", "1", "alone", env={"HVDTRAIN_IN_STEP_S": "1"})
@@ -120,29 +100,30 @@ def test_negative_twin_a_word_that_stays_on_its_rank(tmp_path: Path) -> None:
 LOST = "the process that wrote it was killed by SIGKILL"
 
 
-def test_what_was_lost_meanwhile_does_not_keep_the_last_one_from_being_saved(unbroken: str, tmp_path: Path) -> None:
+def test_what_was_lost_meanwhile_does_not_keep_the_last_one_from_being_saved(tmp_path: Path) -> None:
     """A job that ends has no next save, which would be told, and taken then."""
     ended = launched(tmp_path, TORCH, tmp_path / "run", "lost", "4", "1")
     assert ended.returncode == CODE and "preempted: saved in" in ended.out, ended.text
     assert LOST in ended.err and saved(tmp_path / "run") == [3, 5], ended.text
-    assert trained(launched(tmp_path, TORCH, tmp_path / "run").check().out) == unbroken
 
 
-def test_keras_after_one_was_lost(tmp_path: Path) -> None:
-    env = {"KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "3"}
-    ended = launched(tmp_path, KERAS, tmp_path / "run", "19", "lost", env=env)
-    assert ended.returncode == CODE and "preempted: saved in" in ended.out, ended.text
-    assert LOST in ended.err and saved(tmp_path / "run")[-1:] == [19], ended.text
-
-
-@pytest.mark.parametrize("backend", ["tensorflow", pytest.param("torch", marks=pytest.mark.thorough)])
-def test_keras(backend: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("backend", "told", "steps"),
+    [
+        ("tensorflow", ["19", "lost"], [19]),
+        pytest.param("tensorflow", ["11"], [8, 11], marks=pytest.mark.thorough),
+        pytest.param("torch", ["11"], [8, 11], marks=pytest.mark.thorough),
+    ],
+)
+def test_keras(backend: str, told: list[str], steps: list[int], tmp_path: Path) -> None:
+    """Also after a checkpoint that was lost."""
     env = {"KERAS_BACKEND": backend, "TF_CPP_MIN_LOG_LEVEL": "3"}
-    ended = launched(tmp_path, KERAS, tmp_path / "run", "11", env=env)
+    ended = launched(tmp_path, KERAS, tmp_path / "run", *told, env=env)
     assert ended.returncode == CODE and "preempted: saved in" in ended.out, ended.text
-    assert saved(tmp_path / "run") == [8, 11], ended.text
-    again = launched(tmp_path, KERAS, tmp_path / "run", env=env).check()
-    whole = launched(tmp_path, KERAS, tmp_path / "whole", env=env).check()
+    assert saved(tmp_path / "run")[-len(steps) :] == steps and (LOST in ended.err) is ("lost" in told), ended.text
+    again, whole = (
+        run_ranks([KERAS, tmp_path / name], 2, env={"KERAS_BACKEND": backend}).check() for name in ("run", "whole")
+    )
     assert trained(again.out) == trained(whole.out)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 from pathlib import Path
 
 import pytest
@@ -71,7 +70,7 @@ def test_ranks_are_told_the_hosts_that_they_would_be_on(tmp_path: Path) -> None:
 
 def test_what_the_user_has_is_not_touched(tmp_path: Path) -> None:
     own, arguments = tmp_path / "own", [TRAINS, tmp_path / "own"]
-    real = run_ranks([*arguments, "3"], 2, launcher="horovodrun").check()
+    real = run_ranks([*arguments, "3"], 2).check()
     before = {path: path.read_bytes() for path in own.rglob("*") if path.is_file()}
     assert "began anew: True" in real.ranks_output[0] and any("checkpoints" in str(path) for path in before)
     done = rehearse(tmp_path, "-np", 2, "--updates", 0, TRAINS, own, 3)
@@ -117,28 +116,6 @@ def test_a_rank_finds_what_a_process_of_its_own_would(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_a_tape_that_broadcasts_after_its_first_step_is_clean(tmp_path: Path) -> None:
-    """As Horovod's own examples for TensorFlow do; and the twin, that never does."""
-    program = tmp_path / "tape.py"
-    program.write_text(
-        "import sys\nimport tensorflow as tf\nimport horovod.tensorflow as hvd\nhvd.init()\n"
-        "tf.random.set_seed(hvd.rank())\nw = tf.Variable(tf.random.normal([4, 1]))\n"
-        "opt = tf.keras.optimizers.SGD(0.01)\n"
-        "for step in range(6):\n"
-        "    x = tf.random.normal([8, 4])\n"
-        "    with tf.GradientTape() as tape:\n        loss = tf.reduce_mean((x @ w - 1) ** 2)\n"
-        "    tape = hvd.DistributedGradientTape(tape)\n"
-        "    opt.apply_gradients(zip(tape.gradient(loss, [w]), [w]))\n"
-        "    if step == 0 and not sys.argv[1:]:\n        hvd.broadcast_variables([w], root_rank=0)\n"
-    )
-    clean = rehearse(tmp_path, "-np", 2, "--updates", 0, program)
-    assert clean.returncode == 0 and "nothing was found" in clean.err, clean.text
-    (tmp_path / "rehearsal").rename(tmp_path / "clean")
-    never = rehearse(tmp_path, "-np", 2, "--updates", 0, program, "never")
-    assert never.returncode == 77 and "broadcast" in never.text, never.text
-
-
-@pytest.mark.thorough
 def test_it_ends_in_time(tmp_path: Path) -> None:
     """After the updates that were asked for; with what was wrong; and when the time is over."""
     program = tmp_path / "slow.py"
@@ -162,16 +139,6 @@ def test_it_ends_in_time(tmp_path: Path) -> None:
     few = rehearse(tmp_path, "-np", 2, "--updates", 2, TRAINS, tmp_path / "own", 500)
     assert few.returncode == 0 and re.search(r"for \d+ update\(s\), and nothing was found", few.err), few.text
     assert "--updates 0: to its end" in few.err
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-@pytest.mark.parametrize("ancestor", [1, 2])
-def test_whoever_gets_a_signal_nothing_is_left(ancestor: int, number: int, tmp_path: Path) -> None:
-    """Which the harness looks at."""
-    done = rehearse(tmp_path, "-np", 2, "--updates", 0, PROGRAMS / "horovod" / "rehearsal_ends.py", number, ancestor)
-    by_signal = number == signal.SIGKILL and ancestor == 2  # its own guard
-    assert done.returncode == (-number if by_signal else 128 + number), done.text
 
 
 def test_what_cannot_be_rehearsed_is_refused_at_once(tmp_path: Path) -> None:

@@ -45,11 +45,6 @@ class TestOneRunADirectory:
         run = read_run(tmp_path)
         assert run is not None and run["started"] == started and len(run["attempts"]) == 2
 
-    def test_resume_of_nothing_starts(self, tmp_path: Path) -> None:
-        with open_log(tmp_path / "new", resume=True):
-            pass
-        assert strict(tmp_path / "new" / "events.jsonl")[0]["kind"] == "start"
-
     def test_in_use_names_the_owner(self, tmp_path: Path) -> None:
         (tmp_path / ".lock").write_text("pid 1 on a-host-with-a-very-long-name-that-was-here-before since 1999\n" * 3)
         with open_log(tmp_path), pytest.raises(ConfigError, match="two runs at once") as caught:
@@ -131,20 +126,6 @@ class TestUnwritable:
                 open_log(folder)
             assert str(folder) in caught.value.received
 
-    def test_read_only(self, tmp_path: Path, mount: Any) -> None:
-        with open_log(tmp_path / "used"):
-            pass
-        mount("tmpfs", tmp_path / "empty", "ro,size=64k")
-        with pytest.raises(ConfigError, match="that this user can write") as caught:
-            open_log(tmp_path / "empty" / "run")
-        assert "ead-only" in caught.value.received
-
-    def test_full_from_the_start(self, tmp_path: Path, mount: Any) -> None:
-        mount("tmpfs", tmp_path / "full", "size=16k")
-        fill(tmp_path / "full")
-        with pytest.raises(ConfigError, match="make room|that this user can write"):
-            open_log(tmp_path / "full" / "run")
-
     def test_full_later_does_not_end_the_training_and_is_told_once(
         self, tmp_path: Path, mount: Any, capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -179,12 +160,6 @@ class TestProgress:
         assert lines[0].startswith("epoch 1 step 1  loss 1  lr 0.1")
         assert lines[-1] == "epoch 1 done in 2.0 s  loss 0.5  accuracy 0.875"
         assert len(lines) <= 3
-
-    def test_off(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        with open_log(tmp_path) as log:
-            one_step(log, 1, loss=None)
-            log.epoch(0, {}, 1.0)
-        assert capsys.readouterr().out == ""
 
     def test_on_a_terminal_it_is_a_bar(self, tmp_path: Path) -> None:
         code = f"""
@@ -224,12 +199,6 @@ class TestTensorBoard:
             "epoch/val_accuracy": [[2, 0.75]], "epoch/nan": [[2, "nan"]], "epoch/huge": [[2, "inf"]],
         }  # fmt: skip
         assert "corrupted record" in damaged["error"]
-
-    def test_resume_adds_a_file(self, tmp_path: Path) -> None:
-        for resume in (False, True):
-            with open_log(tmp_path, tensorboard=True, resume=resume) as log:
-                one_step(log, 1)
-        assert len(list((tmp_path / "tensorboard").iterdir())) == 2
 
 
 def read_scalars(*folders: Path) -> list[dict[str, Any]]:

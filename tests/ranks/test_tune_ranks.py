@@ -41,23 +41,6 @@ def test_a_bad_setting_is_found_and_the_file_is_read(tmp_path: Path) -> None:
     assert after.out.count("started with HOROVOD_CYCLE_TIME=1 ") == 2, after.text
 
 
-@pytest.mark.slow
-@pytest.mark.thorough
-def test_a_keras_program_takes_turns(tmp_path: Path) -> None:
-    done, found = tuned(tmp_path / "tuned.json", {"HOROVOD_CYCLE_TIME": ["2"]}, "--framework=keras")
-    assert "ms an update, keras" in done.err and found["command"][2] == "hvdtrain.keras_mnist"
-    assert found["trials"][0]["ratio"] is not None, done.text
-
-
-@pytest.mark.slow
-@pytest.mark.thorough
-def test_a_training_that_does_not_repeat_is_not_compared(tmp_path: Path) -> None:
-    words = ("--", "python", str(PROGRAM), "60")  # so few updates that it has to be started again
-    done, found = tuned(tmp_path / "tuned.json", {"HOROVOD_CYCLE_TIME": ["2"]}, *words, SEED="own")
-    assert "this training gives other results each time: they are not compared" in done.err
-    assert found["trials"][0]["ratio"] is not None, done.text
-
-
 def test_what_does_not_train_through_prepare_is_refused(tmp_path: Path) -> None:
     words = [
         "-m",

@@ -36,7 +36,7 @@ with hvdtrain.init("torch", device="cpu") as world:
 """
 
 
-def start(way: str, run: Path, launcher: str, np: int = 2, in_step_s: str = "3") -> Result:
+def start(way: str, run: Path, launcher: str = "forked", np: int = 2, in_step_s: str = "3") -> Result:
     script = run.with_suffix(".py")
     script.write_text(PROGRAM)
     return run_ranks(
@@ -53,29 +53,32 @@ def check_named(run: Path, launcher: str, in_step_s: str = "3") -> None:
 
 
 @pytest.mark.parametrize(
-    "launcher", ["horovodrun", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("mpirun", "torchrun"))]
+    "launcher",
+    ["forked horovodrun", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("mpirun", "torchrun"))],
 )
 def test_an_error_of_rank_1_is_told_and_gone_when_the_run_has_ended_well(launcher: str, tmp_path: Path) -> None:
     check_named(tmp_path / "run", launcher)
-    start("well", tmp_path / "run", "none", np=1).check()
+    start("well", tmp_path / "run", np=1).check()
     assert not (tmp_path / "run" / FOLDER).exists() and not why(tmp_path / "run")
 
 
 def test_an_error_is_told_where_ranks_keep_no_pages(tmp_path: Path) -> None:
-    check_named(tmp_path / "run", "horovodrun", in_step_s="0")
-    start("well", tmp_path / "run", "horovodrun", in_step_s="0").check()
+    check_named(tmp_path / "run", "forked", in_step_s="0")
+    start("well", tmp_path / "run", in_step_s="0").check()
     assert not (tmp_path / "run" / FOLDER).exists()
 
 
+@pytest.mark.thorough
 def test_ranks_out_of_step_are_told_again(tmp_path: Path) -> None:
-    done = start("exits", tmp_path / "run", "horovodrun")
+    done = start("exits", tmp_path / "run")
     said = why(tmp_path / "run")
     assert "rank 1: at the end of run.py, after 3 update(s)" in said and "rank 0: in update 4" in said, done.text
-    start("well", tmp_path / "run", "horovodrun").check()
+    start("well", tmp_path / "run").check()
     assert not why(tmp_path / "run"), "it is past"
 
 
+@pytest.mark.thorough
 def test_a_rank_that_ends_without_a_word(tmp_path: Path) -> None:
-    done = start("without a word", tmp_path / "run", "horovodrun")
+    done = start("without a word", tmp_path / "run")
     said = why(tmp_path / "run")
     assert "or by os._exit" in said and "rank 1 (host " in said and "3 update(s) done" in said, f"{said}\n{done.text}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import re
 import subprocess
 import sys
@@ -23,10 +22,6 @@ class TestErrors:
         error = ConfigError("epochs must be >= 1", "epochs=0", "give --epochs 1\nor more")
         assert str(error) == "epochs must be >= 1\n  received: epochs=0\n  fix: give --epochs 1\n       or more"
 
-    def test_errors_travel(self) -> None:
-        error = pickle.loads(pickle.dumps(ConfigError("a", "b", "c")))
-        assert (type(error), error.rule, error.received, error.remedy) == (ConfigError, "a", "b", "c")
-
     def test_a_shared_error_is_told_once(self) -> None:
         error = MainRankError("the data must be there", "/nowhere", "give --data")
         assert errors.describe("program", error, 1) == (
@@ -35,19 +30,6 @@ class TestErrors:
         assert "fix: give --data" in errors.describe("program", error, 0)
         lines = errors.describe("program", MainRankError("a", "b\nc"), 1)
         assert lines == "program: rank 1: ended with rank 0: a (received: b; c)"
-
-    def test_a_bug_is_told_with_its_traceback(self) -> None:
-        try:
-            1 // 0  # noqa: B018
-        except ZeroDivisionError as error:
-            assert Path(__file__).name in errors.describe("program", error, 0)
-
-    def test_exit_code_and_one_block(self) -> None:
-        code = "from hvdtrain import ConfigError, exit_with; exit_with('program', ConfigError('a', 'b', 'c'), 0)"
-        done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, env=clean_environment(), check=False
-        )
-        assert (done.returncode, done.stderr) == (2, "program: rank 0: a\n  received: b\n  fix: c\n")
 
 
 class TestInit:
@@ -66,7 +48,6 @@ class TestInit:
             ("init('jax')", "framework must be"),
             ("init('torch', device='tpu')", "device must be"),
             ("init('torch', gpus_per_rank=0)", "gpus_per_rank must be"),
-            ("init('torch', seed=-1)", "seed must be"),
             ("init('torch', seed=1.5)", "seed must be"),
         ],
     )
@@ -94,21 +75,13 @@ except LauncherError as error:
         assert "hvdtrain build-horovod --install" in done.stdout, done.stdout + done.stderr
         assert sys.executable in done.stdout
 
-    @pytest.mark.parametrize(
-        "error",
-        [
-            "ImportError('Extension horovod.torch has not been built')",
-            "OSError('/lib/horovod/torch/mpi_lib_v2.so: undefined symbol: _ZN5torch')",
-            "RuntimeError('/lib/horovod/tensorflow/mpi_lib.so: undefined symbol')",
-        ],
-    )
-    def test_horovod_built_for_something_else_names_the_command(self, error: str) -> None:
-        code = f"""
+    def test_horovod_built_for_something_else_names_the_command(self) -> None:
+        code = """
 import sys
 class Broken:
     def find_spec(self, name, path=None, target=None):
         if name == "hvdtrain.keras":
-            raise {error}
+            raise OSError('/lib/horovod/torch/mpi_lib_v2.so: undefined symbol: _ZN5torch')
 sys.meta_path.insert(0, Broken())
 from hvdtrain import LauncherError, init
 try:
@@ -163,7 +136,7 @@ SCENARIOS = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=["horovodrun", "mpirun"])
+@pytest.fixture(scope="module", params=["forked horovodrun", pytest.param("mpirun", marks=pytest.mark.thorough)])
 def talk(request: pytest.FixtureRequest) -> Result:
     """One job of two real ranks that plays every scenario; each is a test of its own below."""
     return run_ranks([FOLDER / "world_ranks.py", *SCENARIOS], 2, launcher=request.param)
@@ -177,10 +150,10 @@ class TestRanks:
 
     def test_ends_well(self, talk: Result, request: pytest.FixtureRequest) -> None:
         talk.check()
-        launcher = request.node.callspec.params["talk"]
+        launcher = request.node.callspec.params["talk"].removeprefix("forked ")
         assert all(f"launcher: {launcher}" in talk.ranks_output[rank] for rank in range(2))
 
-    @pytest.mark.parametrize("launcher", ["horovodrun", "mpirun"])
+    @pytest.mark.parametrize("launcher", ["horovodrun", pytest.param("mpirun", marks=pytest.mark.thorough)])
     def test_an_error_on_rank_0_ends_all_and_is_readable(self, launcher: str) -> None:
         done = run_ranks([FOLDER / "world_ranks.py", "main_fails"], 2, launcher=launcher, timeout_s=60)
         assert done.returncode != 0
@@ -188,13 +161,13 @@ class TestRanks:
         assert done.seconds < 30, f"{done.seconds} s to end"
 
     def test_an_error_on_one_rank_ends_all(self) -> None:
-        done = run_ranks([FOLDER / "world_ranks.py", "one_fails"], 2, launcher="horovodrun", timeout_s=60)
+        done = run_ranks([FOLDER / "world_ranks.py", "one_fails"], 2, timeout_s=60)
         assert done.returncode != 0
         assert "rank 1: only here" in done.text
         assert "past the barrier" not in done.text
 
     def test_seeds_that_differ_are_refused_on_every_rank(self) -> None:
-        done = run_ranks([FOLDER / "world_ranks.py", "other_seed"], 2, launcher="horovodrun")
+        done = run_ranks([FOLDER / "world_ranks.py", "other_seed"], 2)
         for rank in range(2):
             assert "the seed must be the same on every rank" in done.ranks_output[rank], done.text
             assert "rank 1: 8" in done.ranks_output[rank]

@@ -103,11 +103,6 @@ def sleeps_12_s(world: World, training: Training) -> None:
         time.sleep(12)  # here
 
 
-def rank_0_stopped(world: World, training: Training) -> None:
-    if world.rank == 0:
-        os.kill(os.getpid(), signal.SIGSTOP)
-
-
 def hook(world: World, training: Training) -> None:
     """In the backward pass, which is noted to be the update."""
 

@@ -1,7 +1,6 @@
 """`tuned.py UPDATES`: a small training whose length, draws and learning rate the test chooses.
 
-Prints what Horovod was started with. `RATE` in the environment is its learning rate; with `SEED=own` other
-weights are drawn each time.
+Prints what Horovod was started with. `RATE` in the environment is its learning rate.
 """
 
 from __future__ import annotations
@@ -20,8 +19,6 @@ def main() -> None:
     draw = torch.Generator().manual_seed(1)
     x = torch.randn(1024, 4, generator=draw)
     with hvdtrain.init("torch", device="cpu", seed=1) as world:
-        if os.environ.get("SEED") == "own":
-            torch.manual_seed(os.getpid())
         names = ("HOROVOD_CYCLE_TIME", "HVDTRAIN_BUCKET_BYTES")
         print("started with", *(f"{name}={os.environ.get(name)}" for name in names), flush=True)
         train = hvt.loader((x, x.sum(1, keepdim=True)), 2, world=world)
