@@ -73,6 +73,7 @@ sys.exit(rank.main())
 """
 
 
+@pytest.mark.thorough
 def test_ranks_that_do_not_average_are_seen(tmp_path: Any) -> None:
     (tmp_path / "broken.py").write_text(BROKEN)
     result = run_ranks([tmp_path / "broken.py", "torch", "60", "2"], 2)
