@@ -12,6 +12,7 @@ from harness import run_ranks
 from hvdtrain.bench import pipeline
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_ours_alone_on_one_core(tmp_path: Path) -> None:
     """More stages than cores, another cut."""

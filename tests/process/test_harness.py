@@ -40,6 +40,7 @@ os._exit(0)
 
 @pytest.mark.parametrize(("launcher", "np"), [("forked", 2), pytest.param("mpirun", 2, marks=pytest.mark.thorough)])
 def test_a_hang_is_ended_in_time_and_its_place_is_shown(launcher: str, np: int) -> None:
+    run_ranks(["-c", TORCH], np)  # else the time may be over before the ranks have been forked
     with pytest.raises(HarnessError, match="not done after 4 s") as caught:
         run_ranks(["-c", TORCH + HANG], np, launcher=launcher, timeout_s=4)
     assert str(caught.value).count("where_it_hangs") >= np, "py-spy's dump, or faulthandler's"

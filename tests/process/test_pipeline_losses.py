@@ -102,6 +102,7 @@ def test_unusual_numbers_and_losses() -> None:
     assert len(found) == 4 and max(found.values()) <= TOLERANCE, found
 
 
+@pytest.mark.thorough
 def test_outputs_of_several_kinds() -> None:
     """torchvision's models for segmentation and video, and with auxiliary outputs; lists of pictures are refused."""
     result = run_ranks([PROGRAM.with_name("vision.py")], 1, timeout_s=300).check()

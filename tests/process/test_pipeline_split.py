@@ -28,6 +28,7 @@ def classifiers() -> Lines:
     return lines("split_classifiers.py")
 
 
+@pytest.mark.thorough
 def test_every_family_of_classifiers_is_a_chain_with_the_same_output(classifiers: Lines) -> None:
     assert len(classifiers) == 6
     for name, found in classifiers.items():
@@ -37,6 +38,7 @@ def test_every_family_of_classifiers_is_a_chain_with_the_same_output(classifiers
         assert found["most_crossing"] <= 9, name
 
 
+@pytest.mark.thorough
 def test_one_other_number_is_seen(classifiers: Lines) -> None:
     assert classifiers["resnet18"]["twin"] is False
 
