@@ -9,7 +9,7 @@ import resource, threading, torch
 from hvdtrain.world.resources import keep_freed_memory
 
 def work():
-    for _ in range(10):
+    for _ in range(2):
         tensors = [torch.zeros(3_000_000) for _ in range(6)] + [torch.zeros(10_000_000)]
         del tensors
 

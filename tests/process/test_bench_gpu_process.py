@@ -24,7 +24,7 @@ SPEC.loader.exec_module(gpu_kit)
 CHECK = """
 import sys
 from hvdtrain.bench.gpu import check, right
-from hvdtrain.bench.gpu.check import Goal, NotHere
+from hvdtrain.bench.gpu.check import Goal
 def machine(args):
     {}
 right.machine = machine
@@ -32,10 +32,9 @@ sys.argv[1:] = ["right.machine", "--device=cpu"]
 check.main()
 """
 CASES = {
-    "ok": ("return [Goal('gap', 1e-12, 1e-10), Goal('time', 9.0, None)], {'ranks': 2}", ""),
+    "ok": ("return [Goal('gap', 1e-12, 1e-10)], {'ranks': 2}", ""),
     "MISSED": ("return [Goal('gap', 0.5, 1e-10), Goal('no', float('nan'), 1.0)], {}", "gap 0.5 is above 1e-10; no nan"),
     "FAILED": ("raise ValueError('no such layer')", "it ended with 1: ValueError: no such layer"),
-    "not here": ("raise NotHere('DeepSpeed is not installed')", "DeepSpeed is not installed"),
 }
 
 
@@ -48,7 +47,7 @@ def test_what_comes_of_a_check(result: str) -> None:
 
 
 def test_a_check_that_hangs_is_ended_with_what_it_started() -> None:
-    found = outcome_of(["sh", "-c", "sleep 600 & echo $!; wait"], 1, 3.0)
+    found = outcome_of(["sh", "-c", "sleep 600 & echo $!; wait"], 1, 1.0)
     assert found.result == "FAILED" and "it took too long" in found.reason
     status = Path("/proc", found.output.split()[-1], "status")
     assert not status.exists() or "State:\tZ" in status.read_text()  # nobody may have asked how it ended
@@ -73,15 +72,6 @@ def test_the_exit_code_says_that_something_is_not_right(tmp_path: Path) -> None:
     assert set(tried(tmp_path, "solo", "speed", flags=("--seconds=1",), code=1).values()) == {"skipped"}
 
 
-@pytest.mark.thorough
-@pytest.mark.slow
-def test_every_program_runs(tmp_path: Path) -> None:
-    """Those of the plan with other arguments are thorough."""
-    only = ["machine", "horovod-shared", "keras", "pipeline", "resources", "speed", "input"]
-    assert {check.job for check in CHECKS} == {check.job for check in CHECKS if check.name in only}
-    assert set(tried(tmp_path, *only).values()) == {"ok"}
-
-
 @pytest.mark.slow
 @pytest.mark.thorough
 def test_every_check_runs(tmp_path: Path) -> None:
@@ -90,6 +80,7 @@ def test_every_check_runs(tmp_path: Path) -> None:
     assert results == {check.name: here if check.name == "deepspeed" else "ok" for check in CHECKS}
 
 
+@pytest.mark.thorough
 def test_a_kit_without_an_index_is_what_can_be_made(tmp_path: Path) -> None:
     """Of hvdtrain alone: what is missing is named; the script there finds its wheel, and says what it would run."""
     kit = tmp_path / "kit"
@@ -110,8 +101,3 @@ def test_a_kit_without_an_index_is_what_can_be_made(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert all(f"{entry.name} (at most {entry.limit_s} s): {entry.what}" in done.stdout for entry in CHECKS)
     assert str(REPOSITORY) not in done.stdout.replace(sys.executable, "") and os.listdir(kit / "wheels")
-
-
-def test_what_is_carried() -> None:
-    """Names as pip compares them."""
-    assert gpu_kit._name("Nvidia_ML.py>=12 ; python_version>'3'") == "nvidia-ml-py"

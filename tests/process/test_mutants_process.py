@@ -14,6 +14,7 @@ import mutants
 LIST = mutants.mutants()
 
 
+@pytest.mark.thorough
 def test_a_change_that_is_noticed_and_one_that_is_not() -> None:
     change = next(mutant for mutant in LIST if mutant.name == "lr-linear-is-sqrt")
     nothing = mutants.Mutant("lr-nothing", change.at, change.old, f"({change.old})", change.tests)

@@ -48,26 +48,17 @@ def test_repeated_passes_draw_the_same(found: Found, limit: Limit) -> None:
 def test_what_a_trace_fixes(found: Found, limit: Limit) -> None:
     received = found["trace"]
     limit("P2a", "`model.tau = 5` after the split", refused=refusal(received["tau"], "1.tau is 5.0"))
-    refusal(received["config"], "1.config")
     refusal(received["nested"], "1.nested")
     refusal(received["module"], "1.linear was replaced")
     limit("P2e", "`model.forward = MethodType(...)` before the split", exact=received["replaced_root"])
-    assert received["replaced_part"] <= TOLERANCE and received["class_forward"].startswith("nothing raised")
+    assert received["replaced_part"] <= TOLERANCE
     limit("P2f", "the same after the split", refused=refusal(received["forward"], "forward"))
-    refusal(received["inner_forward"], "1.forward")
-    refusal(received["method"], "1.activated")
-    refusal(received["class_method"], "1.activated")
-    refusal(received["class_value"], "1.power is 2.0")
     for harmless in ("unread", "leaf_hook"):
         assert received[harmless].startswith("nothing raised")
     refusal(received["hook_in_call"], "1 has a new hook")
     error, called = received["small"]
     assert error <= TOLERANCE and called
     limit("P2g", "another `tau`, and a hook, after the split of a part with one layer", exact=error)
-    refusal(received["probability"], "drop.p is 0.5")
-    refusal(received["appeared"], "gain did not exist")
-    refusal(received["mode"], "drop.training is False")
-    assert received["both_modes"].startswith("nothing raised")
     assert (
         received["list_left"] == 0
         and received["detached"].startswith("nothing raised")
@@ -86,8 +77,6 @@ def test_what_a_trace_fixes(found: Found, limit: Limit) -> None:
     )
     unsplit, split, error = received["checkpoint"]
     assert unsplit == split == 2 and error <= TOLERANCE
-    error, failed = received["assert"]
-    assert error <= TOLERANCE and "AssertionError" in failed and "limits.py:" in failed
     refusal(received["checkpoint_root"], "use_reentrant=False", "remat='all'")
     refusal(received["saved_root"], "save_on_cpu", "remat='all'")
     assert received["saved_root_in_one_part"] <= TOLERANCE, "the twin: not followed inside"
@@ -133,7 +122,6 @@ def test_tied_weights(found: Found, limit: Limit) -> None:
 def test_buffers_that_move(found: Found, limit: Limit) -> None:
     received = found["buffers"]
     assert max(received["spectral"], received["instance"], received["ema_alone"]) <= TOLERANCE
-    assert float(received["old_spectral"].removeprefix("nothing raised: ")) <= TOLERANCE
     limit("P6a", "spectral_norm, 3 micro-batches, 2 steps: gradients and vectors", exact=received["spectral"])
     limit("P6b", "InstanceNorm's running statistics", exact=received["instance"])
     limit("P6c", "EMA buffers of a user's layer", refused=refusal(received["ema"], "1.ema", 'batch_norm="micro"'))
@@ -148,7 +136,6 @@ def test_attributes_that_count(found: Found, limit: Limit) -> None:
     refusal(received["mean"], "1.mean")
     assert received["micro"].startswith("nothing raised")
     refusal(received["again"], "1.number", 'remat="never"')
-    refusal(received["by_hand"], "number")
     assert (
         received["list"].startswith("nothing raised")
         and len(received["warned"]) == 1

@@ -33,13 +33,6 @@ def test_seconds_of_each_segment_and_size(found: dict[str, Any]) -> None:
             assert measured == pytest.approx(wanted, rel=0.4, abs=0.004), (kind, per_sample)
 
 
-@pytest.mark.thorough  # by the clock, too
-def test_segments_are_scaled_to_the_whole(found: dict[str, Any]) -> None:
-    first, second = found["scaled_to_the_whole"]["forward"]
-    assert first + second == pytest.approx(0.5 * 0.024, rel=0.4)
-    assert first / second == pytest.approx(3, rel=0.4)
-
-
 def test_bytes(found: dict[str, Any]) -> None:
     case = found["bytes_of_layers"]
     assert case["names"] == ["0 .. 1", "2", "3"]
@@ -99,7 +92,3 @@ def test_ctrl_c_ends_a_measurement_and_its_threads(found: dict[str, Any]) -> Non
     assert len(told) == 2
     assert all(one["threads"] == 0 for one in told)
     assert all(one["after"] <= 8 for one in told), "passes after the interrupt"
-
-
-def test_parts_of_a_split_model(found: dict[str, Any]) -> None:
-    assert found["after_a_split"]["segments"] == 4

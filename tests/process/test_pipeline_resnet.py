@@ -10,7 +10,6 @@ import pytest
 from harness import PROGRAMS, Result, run_ranks
 
 from hvdtrain import pipeline_resnet
-from hvdtrain.core.errors import ConfigError
 from hvdtrain.vision import trials
 
 MAINS = PROGRAMS / "pipeline" / "tune_mains.py"
@@ -25,7 +24,7 @@ def run(*flags: object) -> Result:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, Path]:
     out = tmp_path_factory.mktemp("out") / "pp"
-    flags = ["--devices", "cpu,cpu", "--compare", "--sweep", 1, 2, 3, 4, 6, 9, "--tune", "--repeats", 3, "--out", out]
+    flags = ["--devices", "cpu,cpu", "--compare", "--sweep", 1, 2, 3, 4, 6, 9, "--tune", "--repeats", 2, "--out", out]
     preset = ["--preset", "tutorial", "--batches", 1]
     return run(*preset, *SMALL, "--micro-batches", 2, *flags).check(), out
 
@@ -48,7 +47,7 @@ def check_compare(compare: dict[str, Any]) -> None:
     names = list(compare["seconds"])
     assert names[0].startswith("single device (cpu with 1 thread") and names[1] == "naive split"
     assert names[2] == compare["pipeline"] == "pipeline, split size 3 (2 micro-batches)"
-    assert all(len(its) == 3 and min(its) > 0 for its in compare["seconds"].values())
+    assert all(len(its) == 2 and min(its) > 0 for its in compare["seconds"].values())
     assert all(0 < ratio["low"] <= ratio["value"] <= ratio["high"] for ratio in compare["pipeline_over"].values())
     assert compare["pipeline_over"].keys() == compare["seconds"].keys() - {compare["pipeline"]}
 
@@ -56,7 +55,7 @@ def check_compare(compare: dict[str, Any]) -> None:
 def check_sweep(sweep: dict[str, Any]) -> None:
     by = sweep["by_micro_batches"]
     assert {count: by[count]["split_size"] for count in by} == {"3": 2, "2": 3, "1": 6}
-    assert all(len(one["seconds"]) == 3 and one["predicted_s"] > 0 for one in by.values())
+    assert all(len(one["seconds"]) == 2 and one["predicted_s"] > 0 for one in by.values())
     assert "Expected more than 1 value per channel" in sweep["failed"]["6"], "one picture each"
     assert len(sweep["left_out"]) == 2 and "more than the batch" in sweep["left_out"][1]
     best = min(by, key=lambda count: sum(by[count]["seconds"]))
@@ -65,16 +64,6 @@ def check_sweep(sweep: dict[str, Any]) -> None:
 
 def check_tune(tune: dict[str, Any]) -> None:
     assert str(tune["best"]) in tune["prediction_s"] and tune["verdict"]
-
-
-def test_tells_what_it_does(whole: tuple[Result, Path]) -> None:
-    result, out = whole
-    for part in (
-        "1 thread, load", "devices: cpu, cpu", "1f1b, remat never",
-        "left out 4 (makes 2 micro-batches", "predicted/measured", "not run: split size 1: stage ", "verdict: ",
-        "the sweep's best: ", "the pipeline takes, 95 %", str(out / "result.json"),
-    ):  # fmt: skip
-        assert part in result.out, (part, result.text)
 
 
 TOY = """
@@ -93,14 +82,14 @@ for x, y in data:
 
 
 def test_the_toy_by_hand_and_by_split_is_plain_pytorch() -> None:
-    plain = run_ranks(["-c", TOY], 1, launcher="none", timeout_s=60).check().out.split()
+    plain = run_ranks(["-c", TOY], 1, timeout_s=60).check().out.split()
     flags = ["-m", "hvdtrain.pipeline_resnet", "--preset", "toy", "--devices", "cpu,cpu"]
-    result = run_ranks(flags, 1, launcher="none", timeout_s=60).check()
+    result = run_ranks(flags, 1, timeout_s=60).check()
     rows = [line.split() for line in result.out.splitlines() if line[:1].isdigit()]
     assert len(rows) == len(plain) == 10 and "the same" in result.out and "NOT" not in result.out
     for (_, by_hand, by_split), loss in zip(rows, plain, strict=True):
         assert abs(float(by_hand) - float(loss)) < 1e-10 and abs(float(by_split) - float(loss)) < 1e-10
-    refused = run_ranks([*flags[:-1], "cpu"], 1, launcher="none", timeout_s=60)
+    refused = run_ranks([*flags[:-1], "cpu"], 1, timeout_s=60)
     assert refused.returncode == 2 and "two layers and needs two devices" in refused.err
 
 
@@ -134,23 +123,6 @@ def test_the_tutorial_is_exact() -> None:
     assert settings().batch < settings(devices=("cuda:0", "cuda:1")).batch
 
 
-@pytest.mark.parametrize(
-    ("flags", "named"),
-    [
-        (["--balance", "1,x"], "the segments of each stage"),
-        (["--balance", "0,3"], "the segments of each stage"),
-        (["--batch", "0"], "whole number >= 1"),
-        (["--sweep", "0"], "whole number >= 1"),
-        (["--schedule", "fastest"], "gpipe"),
-        (["--budget-s", "-1"], "number > 0"),
-        (["--nonsense"], "nonsense"),
-    ],
-)
-def test_bad_flags(flags: list[str], named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
-        pipeline_resnet.parser().parse_args(flags)
-
-
 REFUSED = {
     "no such device": (["--devices", "cpu,cuda:7"], ["cuda:7"]),
     "no such model": (["--model", "resnet51"], ["did you mean", "resnet50"]),
@@ -165,7 +137,7 @@ def mains(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
     lists = {name: [*SMALL, *flags, "--out", out] for name, (flags, _) in REFUSED.items()}
     lists["interrupt"] = ["interrupt", *SMALL, "--micro-batches", "3", "--repeats", "1", "--out", out]
     given = json.dumps([[str(word) for word in words] for words in lists.values()])
-    ended = run_ranks([MAINS, given], 1, launcher="none", timeout_s=240).check()
+    ended = run_ranks([MAINS, given], 1, timeout_s=240).check()
     return dict(zip(lists, map(json.loads, ended.out.splitlines()), strict=True))
 
 

@@ -34,19 +34,6 @@ def test_tunes_a_pipeline(timed: dict[str, dict[str, Any]]) -> None:
     assert all(0.85 <= ratio <= 1.25 for ratio in case["prediction"].values()), case["prediction"]
 
 
-@pytest.mark.thorough
-def test_predicts_other_steps(timed: dict[str, dict[str, Any]]) -> None:
-    ratios = {name: ratio for name, ratio in timed["schedules"].items() if name not in ("case", "threads")}
-    assert len(ratios) == 10 and all(0.8 <= ratio <= 1.2 for ratio in ratios.values()), ratios
-
-
-@pytest.mark.thorough
-def test_predicts_how_stages_slow_each_other_down(timed: dict[str, dict[str, Any]]) -> None:
-    case = timed["slow_each_other_down"]
-    assert 0.8 <= case["ratio"] <= 1.2, case
-    assert case["blind"] < 0.75, "the twin: passes that are taken for as fast as alone"
-
-
 def test_a_whole_step_is_told_again(cases: dict[str, dict[str, Any]]) -> None:
     case = cases["told_from_whole_steps"]
     assert case["never"] == pytest.approx(1) and case["all"] == pytest.approx(1)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from hvdtrain.pipeline.run.runtime import Pipeline
 from hvdtrain.pipeline.run.worker import StageError
 
 DOUBLE = torch.float64
-WAYS = [(schedule, remat) for schedule in ("1f1b", "gpipe", "zb-h1") for remat in ("never", "all")]
+WAYS = [("1f1b", "all"), ("gpipe", "never"), ("zb-h1", "all")]
 
 
 @pytest.fixture(autouse=True)
@@ -73,15 +73,14 @@ class Named(nn.Module):
         return self.last(own(x) if isinstance(own, nn.Module) else x * own)
 
 
-@pytest.mark.parametrize("kind", ["part", "parameter", "buffer"])
-def test_a_model_may_use_any_name_of_the_pipelines(kind: str, limit: Limit) -> None:
+def test_a_model_may_use_any_name_of_the_pipelines(limit: Limit) -> None:
     x, y = inputs()
-    pipe = split(Named("other", kind), x)
+    pipe = split(Named("other", "part"), x)
     names = {name for name in (*vars(pipe), *dir(Pipeline)) if name not in dir(nn.Module) and not name.startswith("_")}
     pipe.close()
     assert {"stages", "devices", "schedule", "chunk", "timeline"} <= names
     worst = 0.0
-    for name in sorted(names - {"training"}):
+    for name, kind in zip(sorted(names - {"training"}), itertools.cycle(["part", "parameter", "buffer"]), strict=False):
         model = Named(name, kind)
         plain = copy.deepcopy(model)
         pipe = split(model, x)
@@ -95,7 +94,7 @@ def test_a_model_may_use_any_name_of_the_pipelines(kind: str, limit: Limit) -> N
         worst = max(worst, *gaps)
         assert worst < 1e-12, (name, gaps)
         pipe.close()
-    limit("P13", f"a {kind} of the user's, called as the pipeline's {len(names)} attributes are", exact=worst)
+    limit("P13", f"parts, parameters or buffers called as the pipeline's {len(names)} attributes are", exact=worst)
 
 
 # -- checkpointing of the user's own ---------------------------------------------------------------------------------
@@ -129,9 +128,8 @@ def test_what_a_checkpointed_part_draws_is_drawn_again(schedule: str, remat: str
 
 
 @pytest.mark.parametrize(("schedule", "remat"), WAYS)
-@pytest.mark.parametrize("micro_batches", [1, 3])
 def test_batch_norm_in_a_checkpointed_part_moves_as_in_the_unsplit_model(
-    schedule: str, remat: str, micro_batches: int, limit: Limit
+    schedule: str, remat: str, limit: Limit
 ) -> None:
     x, y = inputs()
     norms: list[Any] = [nn.BatchNorm1d(4, dtype=DOUBLE) for _ in range(2)]
@@ -139,16 +137,15 @@ def test_batch_norm_in_a_checkpointed_part_moves_as_in_the_unsplit_model(
         nn.Linear(4, 4, dtype=DOUBLE), Checkpointed(norms[0]), Checkpointed(norms[1]), nn.Linear(4, 3, dtype=DOUBLE)
     )
     plain: Any = copy.deepcopy(model)
-    pipe = split(model, x, schedule=schedule, remat=remat, micro_batches=micro_batches)
+    pipe = split(model, x, schedule=schedule, remat=remat)
     pipe.step(x, y, F.cross_entropy)
     F.cross_entropy(plain(x), y).backward()
     assert [int(norm.num_batches_tracked) for norm in norms] == [2, 2]
     gap = float((norms[0].running_mean - plain[1].part.running_mean).abs().max())
     assert gap < 1e-12
     pipe.close()
-    if micro_batches == 3:
-        how = f"{schedule}, remat={remat!r}"
-        limit("P14", f"statistics of batch normalisation in torch.utils.checkpoint, {how}", exact=gap)
+    how = f"{schedule}, remat={remat!r}"
+    limit("P14", f"statistics of batch normalisation in torch.utils.checkpoint, {how}", exact=gap)
 
 
 # -- losses ----------------------------------------------------------------------------------------------------------
@@ -156,10 +153,8 @@ HOLES = torch.tensor([-100, 1, -100, 2, 0, 1])
 CLASSES = torch.tensor([1.0, 2.0, 0.5])
 FLOATS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], bool]] = {
     "float()": (lambda out, y: F.cross_entropy(out.float(), y), True),
-    "log_softmax(dtype=)": (lambda out, y: F.nll_loss(F.log_softmax(out, 1, dtype=torch.float32), y), True),
     "bfloat16": (lambda out, y: F.cross_entropy(out.bfloat16(), y), True),
     "float(), class weights": (lambda out, y: F.cross_entropy(out.float(), y, weight=CLASSES), False),
-    "float(), dice": (lambda out, y: 1 - out.float().softmax(1).sum() / (out.float().square().sum() + 1), False),
 }
 
 
@@ -383,20 +378,6 @@ def test_what_a_part_returned_is_kept_by_the_model() -> None:
             split(kind(is_looped, itself=True), x)
 
 
-def test_nor_may_it_put_them_into_a_variable_of_a_function() -> None:
-    last: Tensor | None = None
-
-    def keeps(x: Tensor) -> Tensor:
-        nonlocal last
-        last = x.detach().mean()
-        return x
-
-    x, _ = inputs()
-    with pytest.raises(ConfigError, match="puts what it computes into an object outside of the model"):
-        split(Net(keeps, itself=True), x)
-    assert type(last) is Tensor
-
-
 @pytest.mark.parametrize("itself", [True, False])
 @pytest.mark.usefixtures("outside")
 def test_a_graph_that_is_kept_outside_of_the_model_is_refused(itself: bool) -> None:
@@ -559,11 +540,6 @@ def test_an_embedding_that_counts_its_batch_needs_the_whole() -> None:
 
 
 # -- what forwards read ----------------------------------------------------------------------------------------------
-class Slotted:
-    __slots__ = ("factor",)
-
-    def __init__(self, factor: float) -> None:
-        self.factor = factor
 
 
 class Factor:
@@ -580,7 +556,7 @@ class Derived(Factor):
     pass
 
 
-KEPT, MODULE = Factor(), ModuleType("settings")
+KEPT = Factor()
 
 
 class Reads(nn.Module):
@@ -605,17 +581,13 @@ def _set(model: Any, value: float) -> None:
 READS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], Any]]] = {
     "an array": (lambda: np.array([2.0]), lambda m: float(m.held[0]), lambda m: m.held.fill(5)),
     "__dict__": (lambda: 2.0, lambda m: m.__dict__["held"], lambda m: _set(m, 5.0)),
-    "vars": (lambda: 2.0, lambda m: vars(m)["held"], lambda m: _set(m, 5.0)),
     "a partial": (
         lambda: functools.partial(pow, 2.0),
         lambda m: m.held(1),
         lambda m: _set(m, functools.partial(pow, 5.0)),  # type: ignore[arg-type]
     ),
-    "slots": (lambda: Slotted(2.0), lambda m: m.held.factor, lambda m: setattr(m.held, "factor", 5.0)),
-    "a deque": (lambda: deque([2.0]), lambda m: m.held[0], lambda m: m.held.appendleft(5.0)),
     "a class": (lambda: Factor, lambda m: m.held.factor, lambda m: setattr(Factor, "factor", 5.0)),
     "a class attribute": (Derived, lambda m: m.held.factor, lambda m: setattr(Factor, "factor", 5.0)),
-    "a module": (lambda: MODULE, lambda m: m.held.factor, lambda m: setattr(m.held, "factor", 5.0)),
     "a bound method": (lambda: KEPT.get, lambda m: m.held(), lambda m: setattr(KEPT, "own", 5.0)),
     "a weak reference": (lambda: weakref.ref(KEPT), lambda m: m.held().own, lambda m: setattr(KEPT, "own", 5.0)),
     "an object in an object": (
@@ -632,7 +604,6 @@ def test_what_a_forward_reads_is_compared_by_its_values(how: str) -> None:
     x, y = inputs()
     make, read, change = READS[how]
     Factor.factor = KEPT.own = 2.0
-    vars(MODULE)["factor"] = 2.0
     model = Reads(make(), read)
     pipe = split(model, x)
     model.held = make()
@@ -667,27 +638,23 @@ def _with_data(weight: Tensor) -> float:
 
 
 LIVE: dict[str, Callable[[Any], Any]] = {
-    "parameters()": lambda m: 1 + sum(p.detach().square().sum() for p in m.parameters()),
     "a gradient through parameters()": lambda m: 1 + 0.1 * sum(p.sum() for p in m.parameters()),
     "state_dict()": lambda m: m.state_dict()["b.weight"].norm(),
     "item() of a parameter": lambda m: dict(m.named_parameters())["b.weight"].norm().item(),
-    "item() of a buffer": lambda m: dict(m.named_buffers())["buffer"].item(),
     "item() of a plain tensor": lambda m: m.plain.item(),
-    "tolist()": lambda m: m.plain.tolist(),
     "data": lambda m: next(m.b.parameters()).data.norm(),
     "a tensor in a list": lambda m: m.listed[0].sum().item(),
 }
 
 
-@pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("how", LIVE)
-def test_operations_on_tensors_are_done_again_in_each_pass(how: str, micro_batches: int) -> None:
+def test_operations_on_tensors_are_done_again_in_each_pass(how: str) -> None:
     """Three steps of SGD, between which the loop changes a buffer and plain tensors in place."""
     x, y = inputs()
     model = Depends(LIVE[how])
     plain = copy.deepcopy(model)
     plain.listed = [tensor.clone() for tensor in model.listed]
-    pipe = split(model, x, micro_batches=micro_batches)
+    pipe = split(model, x)
     for net, step in ((plain, None), (model, pipe.step)):
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         for number in range(3):
@@ -718,24 +685,6 @@ def test_what_python_decides_by_a_tensors_numbers_is_refused(does: Callable[[Any
     x, _ = inputs()
     with pytest.raises(ConfigError, match=reason):
         split(Depends(does), x)
-
-
-class Forces(nn.Module):
-    """Differentiates in its forward, also where no gradients are asked for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        last = nn.Linear(4, 4, bias=False, dtype=DOUBLE)
-        self.energy = nn.Sequential(nn.Linear(4, 4, dtype=DOUBLE), nn.Tanh(), last)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.enable_grad():
-            at = x.detach().requires_grad_()
-            return torch.autograd.grad(self.energy(at).sum(), at, create_graph=self.training)[0]
-
-
-def test_a_part_may_differentiate_by_itself() -> None:
-    check_equal(nn.Sequential(Forces(), nn.Linear(4, 4, dtype=DOUBLE), nn.Tanh(), nn.Linear(4, 3, dtype=DOUBLE)))
 
 
 def test_what_cannot_be_compared_by_its_values_is_itself() -> None:

@@ -6,10 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import zipfile
-from collections.abc import Iterator
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -59,65 +56,13 @@ def place(tmp_path) -> SimpleNamespace:
     return SimpleNamespace(pip=install, have=have, site=site, python=str(tmp_path / "env" / "bin" / "python"))
 
 
-@pytest.mark.parametrize(
-    "torch", ["2.12.1", *(pytest.param(one, marks=pytest.mark.thorough) for one in ("2.11.0", "2.13.0"))]
-)
-def test_pip_takes_the_wheel_for_the_pytorch_that_is_there(wheels, place, torch):
-    place.have("torch", torch)
+def test_pip_takes_the_wheel_for_the_pytorch_that_is_there(wheels, place):
+    place.have("torch", "2.12.1")
     done = place.pip("--no-index", "--find-links", str(wheels), dist.NAME)
     assert done.returncode == 0, done.stderr
     program = "import importlib.metadata as m; print(m.version('hvdtrain-horovod'), m.version('torch'))"
     shown = subprocess.run([place.python, "-c", program], capture_output=True, text=True, check=True).stdout
-    minor = torch.rpartition(".")[0]
-    assert shown.split() == [f"0.28.1+torch{minor}cpu.tf2.21", torch]
-
-
-def test_pip_refuses_what_does_not_fit(wheels, place):
-    place.have("torch", "2.14.0")
-    done = place.pip("--no-index", "--find-links", str(wheels), dist.NAME)
-    assert done.returncode == 1 and "conflicting dependencies" in done.stderr, done.stderr
-
-
-def test_pip_refuses_the_wheel_for_gpus_beside_a_pytorch_for_cpus(wheels, place):
-    """PyTorch's builds for CPUs bring no NCCL. The twin: where it is, the wheel is taken."""
-    wanted = f"{dist.NAME}==0.28.1+torch2.12cu130.tf2.21"
-    place.have("torch", "2.12.1")
-    done = place.pip("--no-index", "--find-links", str(wheels), wanted)
-    assert done.returncode == 1 and "nvidia-nccl-cu13" in done.stderr, done.stderr
-    place.have("nvidia-nccl-cu13", "2.29.7")
-    assert place.pip("--no-index", "--find-links", str(wheels), wanted).returncode == 0
-
-
-@pytest.fixture
-def index(wheels) -> Iterator[SimpleNamespace]:
-    """The folder behind a plain web server, and what was asked of it."""
-    asked: list[str] = []
-
-    class Handler(SimpleHTTPRequestHandler):
-        def __init__(self, *args: object) -> None:
-            super().__init__(*args, directory=str(wheels))  # type: ignore[arg-type]
-
-        def log_request(self, *args: object) -> None:
-            asked.append(self.path)
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield SimpleNamespace(url=f"http://127.0.0.1:{server.server_port}/simple", asked=asked)
-    server.shutdown()
-    server.server_close()
-    thread.join()
-
-
-def test_from_an_index_pip_reads_the_metadata_and_downloads_one_wheel(place, index):
-    place.have("torch", "2.12.1")
-    done = place.pip("--no-cache-dir", "--index-url", index.url, dist.NAME)
-    assert done.returncode == 0, done.stderr
-    files = [path for path in index.asked if ".whl" in path]
-    assert [path for path in files if path.endswith(".whl")] == [
-        path for path in files if "2.12cpu" in path and path.endswith(".whl")
-    ]
-    assert sum(path.endswith(".whl.metadata") for path in files) > 1, "it looked at others before it took one"
+    assert shown.split() == ["0.28.1+torch2.12cpu.tf2.21", "2.12.1"]
 
 
 def recipe(*arguments: str, python: str = sys.executable) -> subprocess.CompletedProcess:
@@ -221,12 +166,6 @@ def swapped(place: SimpleNamespace, wheel: Path, at: str = "", name: str = "SIGI
     )
 
 
-def test_a_wheel_takes_the_place_of_the_other_distribution(working):
-    done = swapped(working, working.ready())
-    assert done.returncode == 0, done.stderr
-    assert working.there() == (NEW, dist.NAME)
-
-
 def test_of_two_distributions_of_one_module_none_is_left_over(working):
     wheel = working.ready()
     assert working.pip("--no-index", "--no-deps", str(wheel)).returncode == 0
@@ -235,8 +174,7 @@ def test_of_two_distributions_of_one_module_none_is_left_over(working):
     assert working.there() == (NEW, dist.NAME)
 
 
-@pytest.mark.parametrize("at", ["uninstall", "install"])
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize(("at", "name"), [("uninstall", "SIGINT"), ("install", "SIGTERM")])
 def test_a_signal_within_comes_after_the_new_one_is_whole(working, at, name):
     done = swapped(working, working.ready(), at, name)
     assert done.returncode == -getattr(signal, name) and "no signal was taken" not in done.stdout, done.stderr

@@ -16,60 +16,37 @@ N, WIDE, HALF = 12, 3, 6
 MADE = torch.Generator().manual_seed(2)
 REAL = torch.randn(N, WIDE, generator=MADE, dtype=torch.float64)
 LABELS = torch.randint(0, WIDE, (N,), generator=MADE)
-ORDER = torch.randperm(N, generator=MADE)
 LATE = LABELS > 0
 
 LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
     "differences of sorted values": lambda o: o[:, 0].sort().values.diff().abs().mean(),
-    "sorted values, weighed": lambda o: (o[:, 0].sort().values * torch.arange(N)).sum() / N,
     "running maximum": lambda o: o.cummax(0)[0].mean(),
     "turned round": lambda o: (o - o.flip(0)).abs().mean(),
     "rolled": lambda o: F.relu(o - o.roll(HALF, 0)).mean(),
-    "mixed": lambda o: (o - o[ORDER]).abs().mean(),
-    "selected in another order": lambda o: (o - o.index_select(0, torch.arange(N - 1, -1, -1))).abs().mean(),
-    "margins of halves": lambda o: F.margin_ranking_loss(o[:HALF, 0], o[HALF:, 0], torch.ones(HALF)),
     "halves, absolute": lambda o: F.l1_loss(o[:HALF], o[HALF:]),
-    "halves, squared": lambda o: F.mse_loss(o.split(HALF)[0], o.split(HALF)[1]),
     "three thirds": lambda o: F.triplet_margin_loss(o[:4], o[4:8], o[8:], p=1.0),
     "neighbours": lambda o: (o[1:] - o[:-1]).abs().mean(),
-    "largest": lambda o: o.max(0).values.mean(),
-    "median": lambda o: o.median(0).values.mean(),
     "all distances": lambda o: torch.cdist(o, o).mean(),
-    "all distances, absolute": lambda o: torch.cdist(o, o, p=1.0).mean(),
     "pairs": lambda o: F.pdist(o).mean(),
-    "all differences": lambda o: (o[:, None] - o[None]).abs().mean(),
     "all differences, ranked": lambda o: F.relu(1 - (o[None, :, 0] - o[:, None, 0])).mean(),
     "from the mean": lambda o: (o - o.mean(0)).abs().mean(),
-    "absolute mean": lambda o: o.mean(0).abs().sum(),
     "softmax over samples": lambda o: o.softmax(0).square().mean(),
     "by the mean of another column": lambda o: (o[:, 0].abs() * o[:, 1].abs().mean()).mean(),
     # none of these
     "cross-entropy": lambda o: F.cross_entropy(o, LABELS),
-    "cross-entropy, clamped": lambda o: F.cross_entropy(o, LABELS, reduction="none").clamp(max=2).mean(),
     "its own class": lambda o: -o.log_softmax(1)[torch.arange(N), LABELS].mean(),
-    "its own class, gathered": lambda o: -o.log_softmax(1).gather(1, LABELS[:, None]).squeeze(1).mean(),
     "squares": lambda o: F.mse_loss(o, REAL),
-    "absolute": lambda o: (o - REAL).abs().sum(1).mean(),
     "two parts": lambda o: F.cross_entropy(o[:4], LABELS[:4]) + 0.5 * F.mse_loss(o[4:], REAL[4:]),
     "one by one": lambda o: torch.stack([F.cross_entropy(o[i : i + 1], LABELS[i : i + 1]) for i in range(N)]).mean(),
-    "scalars": lambda o: torch.stack([(o[i, 0] - REAL[i, 0]).abs() for i in range(N)]).mean(),
     "transposed": lambda o: (o.T - REAL.T).abs().mean(),
-    "viewed": lambda o: o.view(N, WIDE, 1).permute(1, 0, 2).abs().mean(),
     "neighbours in a sample": lambda o: (o[:, 1:] - o[:, :-1]).abs().mean(),
     "sorted in a sample": lambda o: o.sort(1).values.diff().abs().mean() + o.max(1).values.mean(),
-    "pairs in a sample": lambda o: (o[:, :, None] - o[:, None, :]).abs().mean(),
     "distances in a sample": lambda o: torch.cdist(o[:, :, None], o[:, :, None] * 2, p=1.0).mean(),
-    "distances from prototypes": lambda o: torch.cdist(o, REAL[:4], p=1.0).amin(1).mean(),
     "masked": lambda o: (o[LATE] - REAL[LATE]).abs().mean() + (o[LATE] - 2 * o[LATE].relu()).abs().mean(),
     "a mean added to each": lambda o: ((o - REAL).abs().mean(1) + F.l1_loss(o, REAL)).mean(),
-    "stacked": lambda o: torch.stack([(o - REAL).abs().mean(1), o.relu().mean(1)]).mean(),
-    "joined": lambda o: torch.cat([o, o.relu()], 1).abs().mean(),
     "cosine": lambda o: (1 - F.cosine_similarity(o, REAL)).mean(),
     "side by side": lambda o: (o[0::2] - o[1::2]).abs().mean(),
     "clipped ratio": lambda o: -torch.min(o * REAL, o.clamp(0.8, 1.2) * REAL).mean(),
-    "focal": lambda o: ((1 - (-(each := F.cross_entropy(o, LABELS, reduction="none"))).exp()) ** 2 * each).mean(),
-    "normalised in a sample": lambda o: ((o - o.mean(1, keepdim=True)) / o.std(1, keepdim=True)).abs().mean(),
-    "square of a norm": lambda o: (o - REAL).norm(2).pow(2) / N,
 }
 
 
@@ -132,17 +109,13 @@ def attention(rows: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(rows, rows, rows)
 
 
-SPARSE = torch.eye(WIDE, dtype=torch.float64).to_sparse()
 # what autograd's graph does not show
 UNSEEN: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
     "advantages": (without_gradient(lambda o: (o - o.mean()) / o.std()), True),
-    "the median": (without_gradient(lambda o: o.median()), True),
-    "Sinkhorn": (without_gradient(lambda o: o.softmax(1) / o.softmax(1).sum(0)), True),
     "targets of the sample": (without_gradient(lambda o: o.softmax(1)), False),
     "noise": (random_targets, False),
     "attention among samples": (lambda o: (attention(o[None])[0] - REAL).square().mean(), True),
     "attention in a sample": (lambda o: (attention(o[:, None])[:, 0] - REAL).square().mean(), False),
-    "by a sparse matrix": (lambda o: torch.sparse.mm(SPARSE, o.T).square().mean(), False),
     "in place": (lambda o: (o * 1).mul_(2).index_add_(1, torch.tensor([0]), o[:, :1]).abs().mean(), False),
 }
 

@@ -51,7 +51,7 @@ ALSO = (
      "test_keras_sync_batchnorm.py::test_a_branch_is_refused"),
     ("Pipeline, a model whose own forward decides by numbers in tensors",
      "such a part is called as a whole: make it a submodule, or name the parts in `modules=`",
-     "test_pipeline_parity.py::test_models_of_examples_equal_the_unsplit_ones"),
+     "test_pipeline_split.py::test_what_a_trace_would_get_wrong_is_called_instead"),
 )  # fmt: skip
 _TEMPORARY = re.compile(r"/\S*pytest-of-\S*/|" + re.escape(f"{PAGE.parents[1]}/"))  # folders of one run, or machine
 Verdict = Literal["exact", "mended", "refused"]

@@ -5,10 +5,8 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
-import sys
 from pathlib import Path
 
-import pytest
 from harness import REPOSITORY
 
 SPEC = importlib.util.spec_from_file_location("structure", REPOSITORY / "scripts" / "structure.py")
@@ -48,18 +46,6 @@ def test_no_two_public_classes_have_one_name() -> None:
 
 def test_a_protocol_that_one_class_follows_has_a_reason() -> None:
     assert {line.split(":")[0] for line in structure.lonely_protocols(FOUND)} == set(PROTOCOLS)
-
-
-def test_negative_twin_of_names(tmp_path: Path) -> None:
-    found = {name: tmp_path / f"{name}.py" for name in ("a", "b")}
-    found["a"].write_text(
-        "class Whole(Protocol):\n    def cut(self): ...\nclass Loaf:\n    pass\nclass _Own:\n    pass"
-    )
-    found["b"].write_text("class Loaf:\n    def cut(self): ...\nclass Roll(Loaf): ...\nclass _Own: ...")
-    assert structure.twice(found) == ["Loaf: a, b"]
-    assert structure.lonely_protocols(found) == []
-    found["b"].write_text("class Bread:\n    def __init__(self):\n        self.cut = 1")
-    assert structure.lonely_protocols(found) == ["Whole: Bread"]
 
 
 # not of PyTorch or Keras: of Python, numpy, Horovod, TensorFlow, DeepSpeed, torchmetrics, and marks of the guard's own
@@ -156,9 +142,3 @@ def test_negative_twin_of_folders(tmp_path: Path) -> None:
         "hvdtrain.a",
         "hvdtrain.a.inner",
     }
-
-
-def test_the_script_prints_its_counts(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["structure.py"])
-    assert structure.main([]) == 0
-    assert "no circle" in capsys.readouterr().out

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.pipeline import Profile, profile
-from hvdtrain.pipeline.run.stage import build_stages
 from hvdtrain.pipeline.trace.segments import segments
 from hvdtrain.pipeline.tuning import measure
 from hvdtrain.pipeline.tuning.measure import SegmentBench
@@ -96,23 +95,6 @@ def seconds() -> Any:
         "backward": [[c.backward_s(n) for n in (1, 2, 4)] for c in found.costs],
         "samples": found.samples,
     }
-
-
-@case
-def scaled_to_the_whole() -> Any:
-    """Segments that measure twice as slow as the model in one go are scaled to it."""
-    original = SegmentBench.whole
-
-    def half(self: Any, samples: int) -> tuple[float, float]:
-        forward, backward = original(self, samples)
-        return forward / 2, backward / 2
-
-    SegmentBench.whole = half  # type: ignore[method-assign]
-    try:
-        found = profile(nn.Sequential(Napper(0.018), Napper(0.006)), torch.randn(8, 4), "cpu", sizes=[1])
-    finally:
-        SegmentBench.whole = original  # type: ignore[method-assign]
-    return {"forward": [c.forward_s(1) for c in found.costs]}
 
 
 @case
@@ -275,15 +257,6 @@ def interrupted() -> Any:
             told.append({"after": Presses.passes - at, "threads": len(set(threading.enumerate()) - threads)})
         Presses.at = 0
     return {"told": told}
-
-
-@case
-def after_a_split() -> Any:
-    """Segments of a model that lies on its stages already can be measured as well."""
-    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
-    parts = segments(model, torch.randn(8, 8))
-    build_stages(model, parts, [2, 2], ["cpu", "cpu"])
-    return {"segments": len(profile(parts, torch.randn(8, 8), "cpu", sizes=[8]).costs)}
 
 
 def main() -> None:

@@ -53,62 +53,6 @@ class TwoCross(Base):
         return left - right
 
 
-@case(torch.randn(BATCH, WIDTH))
-class LateInput(Base):
-    def forward(self, x: Tensor, late: Tensor) -> Tensor:
-        return self.d(self.c(self.b(self.a(x)))) + late
-
-
-class Steps(nn.Module):
-    """One layer, in a row with itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(3):
-            x = torch.tanh(self.layer(x))
-        return x
-
-
-@case()
-class Repeated(nn.Module):
-    """Steps, and a weight of its own in a list."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.steps, self.scale = Steps(), nn.ParameterList([torch.ones(WIDTH), torch.ones(WIDTH)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.steps(x * self.scale[0]) * self.scale[1]
-
-
-class Fork(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Any) -> Any:
-        if isinstance(x, tuple):
-            x = x[0] + x[1]["two"] * x[1]["times"]
-        if x.sum() > 1e9:  # depends on the data, so this module is called, not opened
-            raise ValueError("too large")
-        return self.one(x), {"two": self.two(x), "times": 2}
-
-
-@case()
-class NestedCross(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.forks = nn.ModuleList([Fork(), Fork(), Fork()])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for fork in self.forks:
-            x = fork(x)
-        return x[0] + x[1]["two"]
-
-
 @case()
 class Tied(nn.Module):
     """The last layer's weight is the first one's, and in the middle it is used as it is."""
@@ -137,18 +81,6 @@ class UsedTwice(Base):
 
 
 @case()
-class Recurrent(Base):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gru = nn.GRU(WIDTH, WIDTH, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x, _ = self.gru(self.a(x)[:, None])
-        x, _ = self.gru(self.b(x))
-        return self.c(x).squeeze(1)
-
-
-@case()
 class SharedNorm(Base):
     """Batch norm used twice: both uses are of one stage."""
 
@@ -159,20 +91,6 @@ class SharedNorm(Base):
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm(self.b(self.norm(self.a(x))))
         return self.d(self.c(x))
-
-
-@case()
-class SharedInstanceNorm(Base):
-    """As before, by a layer that does not count its changes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.InstanceNorm1d(WIDTH, affine=True, track_running_stats=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.stack([self.a(x), self.b(x)], dim=2)
-        x = self.norm(self.c(self.norm(x).mT).mT)
-        return self.d(x.sum(2))
 
 
 @case()
@@ -197,7 +115,7 @@ class Made(Base):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.a(x) + torch.arange(x.shape[0], dtype=x.dtype)[:, None]
-        x = self.b(x) * torch.ones(x.size(0), 1, dtype=x.dtype)
+        x = self.b(x) * torch.ones(len(x), 1, dtype=x.dtype)
         return nn.Softmax(dim=1)(self.c(x)) + self.d(x).new_zeros(())
 
 
@@ -375,13 +293,6 @@ class Leaves(Base):
 
 
 @case()
-class DictOut(Base):
-    def forward(self, x: Tensor) -> dict[str, Any]:
-        x = self.a(x)
-        return {"logits": self.b(x), "all": [x, (self.c(x), 3)]}
-
-
-@case()
 class OrderedOut(Base):
     def forward(self, x: Tensor) -> Any:
         x = self.a(x)
@@ -421,19 +332,6 @@ class Transformer(nn.Module):
         mask = nn.Transformer.generate_square_subsequent_mask(2, dtype=torch.float64)
         x = torch.stack([x, x * 2], dim=1)
         return self.encoder(self.encoder(x), mask=mask, is_causal=True)
-
-
-@case()
-class Padded(nn.Module):
-    """With a padding mask the library's encoder looks at the data: one leaf."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.encoder, self.last = nn.Linear(WIDTH, WIDTH), encoder(), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        padding = torch.zeros(x.shape[0], 1, dtype=torch.bool)
-        return self.last(self.encoder(self.first(x)[:, None], src_key_padding_mask=padding))
 
 
 class Typed(TwoLayers):

@@ -1,4 +1,4 @@
-"""Tuning split models: a JSON line a case; given "timed", the cases that compare times, else all others."""
+"""Tuning split models: a JSON line a case; given "timed", the case that compares times, else all others."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -19,9 +17,9 @@ from torch import nn
 import hvdtrain.pipeline
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.pipeline.plan.costs import Curve, Device, StageCost
-from hvdtrain.pipeline.plan.schedule import Remat, micro_batch_sizes
+from hvdtrain.pipeline.plan.schedule import Remat
 from hvdtrain.pipeline.plan.simulate import simulate
-from hvdtrain.pipeline.tuning import predict, unsplit
+from hvdtrain.pipeline.tuning import predict
 from hvdtrain.pipeline.tuning.search_size import SplitDoesNotPay, tune
 from hvdtrain.pipeline.values import places
 
@@ -38,27 +36,25 @@ class Sleep(torch.autograd.Function):
     """The work of a device that nobody else needs: it takes its time, however busy the cores are."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, seconds: float, beside: Any) -> torch.Tensor:
-        ctx.seconds, ctx.beside = seconds, beside
-        with beside:
-            time.sleep(seconds)
+    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
+        ctx.seconds = seconds
+        time.sleep(seconds)
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        with ctx.beside:
-            time.sleep(2 * ctx.seconds)
-        return gradient, None, None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        time.sleep(2 * ctx.seconds)
+        return gradient, None
 
 
 class Sleeper(nn.Module):
-    def __init__(self, pass_s: float, sample_s: float, beside: Any) -> None:
+    def __init__(self, pass_s: float, sample_s: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(4))
-        self.pass_s, self.sample_s, self.beside = pass_s, sample_s, beside
+        self.pass_s, self.sample_s = pass_s, sample_s
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return Sleep.apply(x * self.weight, self.pass_s + self.sample_s * len(x), self.beside)
+        return Sleep.apply(x * self.weight, self.pass_s + self.sample_s * len(x))
 
 
 def sleepers(
@@ -67,12 +63,11 @@ def sleepers(
     *,
     pass_s: float = PASS_S,
     sample_s: float = SAMPLE_S,
-    beside: Any = nullcontext(),  # noqa: B008 - has no state
     **options: Any,
 ) -> tuple[Any, torch.Tensor, torch.Tensor]:
     x = torch.randn(batch, 4)
     modules = [str(index) for index in range(stages)]
-    model = nn.Sequential(*(Sleeper(pass_s, sample_s, beside) for _ in range(stages)))
+    model = nn.Sequential(*(Sleeper(pass_s, sample_s) for _ in range(stages)))
     pipe = hvdtrain.pipeline.split(
         model, x, ["cpu"] * stages, micro_batches=1, balance=[1] * stages, modules=modules, **options
     )
@@ -116,40 +111,6 @@ def pays() -> dict[str, Any]:
         "prediction": {str(count): tuning.prediction[count] / true[count] for count in true},
         "tried": [trial.micro_batches for trial in tuning.trials],
     }
-
-
-def schedules() -> dict[str, Any]:
-    """Predicted over measured, for steps that were not timed before; recomputation is in what is timed."""
-    found = {}
-    for stages, options in (
-        (1, {}), (2, {"schedule": "gpipe"}), (3, {}), (2, {"remat": "all"}), (2, {"remat": "except_last"}),
-    ):  # fmt: skip
-        pipe, x, y = sleepers(12, stages, **options)
-        for _ in range(ATTEMPTS):
-            foretold = predict.predict(pipe, x, y, mse)
-            ratios = {}
-            for count in (2, 7):
-                pipe.micro_batches = count
-                measured = min(unsplit.seconds_of(lambda: pipe.step(x, y, mse), pipe.devices) for _ in range(3))  # noqa: B023
-                ratios[f"{stages} {options} {count}"] = foretold(micro_batch_sizes(12, count)) / measured
-            if all(map(close, ratios.values())):
-                break
-        found |= ratios
-    return found
-
-
-def slow_each_other_down() -> dict[str, Any]:
-    """Stages whose work needs one thing that there is once: side by side they do the work of one."""
-    pipe, x, y = sleepers(12, beside=threading.Lock())
-    sizes = micro_batch_sizes(12, 6)
-    for _ in range(ATTEMPTS):
-        foretold = predict.predict(pipe, x, y, mse)
-        pipe.micro_batches = 6
-        measured = min(unsplit.seconds_of(lambda: pipe.step(x, y, mse), pipe.devices) for _ in range(3))
-        found = {"ratio": foretold(sizes) / measured, "blind": replace(foretold, pools={})(sizes) / measured}
-        if close(found["ratio"]):
-            break
-    return found
 
 
 def told_from_whole_steps() -> dict[str, Any]:
@@ -247,11 +208,10 @@ def refusals() -> dict[str, Any]:
 CASES: list[Callable[[], dict[str, Any]]] = [
     told_from_whole_steps, does_not_pay, left_alone, too_few_samples, nothing_runs, does_not_fit, refusals,
 ]  # fmt: skip
-TIMED: list[Callable[[], dict[str, Any]]] = [pays, schedules, slow_each_other_down]
 
 if __name__ == "__main__":
     predict.ROUNDS = 1  # stages that sleep take as long every time
-    for case in TIMED if sys.argv[1:] == ["timed"] else CASES:
+    for case in [pays] if sys.argv[1:] == ["timed"] else CASES:
         found = {"case": case.__name__, **case()}
         gc.collect()  # those of a pipeline end with it
         print(json.dumps(found | {"threads": threading.active_count()}), flush=True)

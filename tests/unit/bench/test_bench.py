@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
-import os
 import sys
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 from bench_arguments import arguments
-from harness import clean_environment
 from launcher_variables import HOROVODRUN
 
 from hvdtrain.bench import train
 from hvdtrain.bench.train import WAYS, Way
 from hvdtrain.bench.turns import turns
-from hvdtrain.bench.turns.turns import InterleavedJobs
 from hvdtrain.core.errors import ConfigError, LauncherError
 from hvdtrain.record import stats
 
@@ -28,12 +22,6 @@ def test_ratio_of_pairs_is_blind_to_a_slow_while() -> None:
     assert ratio.value == ratio.low == ratio.high == 2.0
     loose = stats.ratio_of_medians([2 * value for value in base], sorted(base))
     assert loose.low < 2.0 < loose.high  # the negative twin: not of the same time, it shows
-
-
-def test_everyone_comes_once_a_round_and_another_one_first() -> None:
-    rounds = [stats.rotated({"a": 1, "b": 2, "c": 3}, turn) for turn in range(4)]
-    assert ["".join(names) for names in rounds] == ["abc", "bca", "cab", "abc"]
-    assert stats.rotated([], 3) == []
 
 
 def test_place_for_the_result_is_checked_first(tmp_path: Path) -> None:
@@ -47,12 +35,6 @@ def test_not_below_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match="starts its own ranks"):
         train.run(arguments())
-
-
-def test_only_the_benchs_own_jobs_may_connect() -> None:
-    """Orders are pickled: an address needs the key."""
-    with InterleavedJobs(clean_environment()) as jobs:
-        assert oct(os.stat(jobs._folder.name).st_mode & 0o777) == "0o700"
 
 
 def test_missing_launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -74,15 +56,6 @@ GROUPS = [
 ]
 
 
-def result_of(groups: Sequence[Mapping[str, list[float]]], ways: Sequence[Way], *, every: bool) -> dict[str, Any]:
-    part = {
-        "ranks": 2, "seconds": groups, "cpu_seconds": groups, "memory_bytes": {way.label: 3 << 20 for way in ways},
-        "lines": {way.label: 7 for way in ways}, "ratios": {way.label: train.ratios(way, groups, 2) for way in ways},
-    }  # fmt: skip
-    settings = {"per_rank_batch": 4, "pixels": 32, "device": "cpu", "blocks": 3, "steps": 1, "ranks": 2, "all": every}
-    return {"models": {"tiny": part}, "settings": settings, "machine": stats.machine(), "load_after": 0.0}
-
-
 @pytest.mark.parametrize("at_once", [1, 5, 7, 11, 20, 99])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_group_fits_and_has_its_references(at_once: int, ranks: int) -> None:
@@ -94,11 +67,6 @@ def test_a_group_fits_and_has_its_references(at_once: int, ranks: int) -> None:
         assert [way.label for way in group[:2]] == [f"{family}, {train.ALONE}", f"{family}, {train.APART}"]
         assert len(group) == 3 or sum(way.processes or ranks for way in group) <= at_once
     assert train.grouped([], ranks, at_once) == []
-
-
-def test_as_many_ways_as_fit_are_in_a_group() -> None:
-    assert [len(group) for group in train.grouped(WAYS, 2, 99)] == [10, 3, 3]
-    assert [len(group) for group in train.grouped(WAYS, 2, 9)] == [6, 5, 3, 3, 3]
 
 
 def test_ratios_are_of_the_same_group() -> None:
@@ -114,29 +82,6 @@ def test_ratios_are_of_the_same_group() -> None:
     assert train.ratios(FAR, groups, 2)["ours"]["value"] == 0.25
 
 
-def test_report_of_all_says_what_is_compared_with_what(monkeypatch: pytest.MonkeyPatch) -> None:
-    ways = (ALONE, APART, OTHER, FAR)
-    monkeypatch.setattr(train, "WAYS", ways)
-    text = train.report(result_of(GROUPS, ways, every=True))
-    rows = {line.split("  ")[0]: line.split() for line in text.splitlines()}
-    assert rows["far"][1:4] == ["2", "4000.00", "ms"] and rows["far"][-3:] == ["3", "MiB", "7"]
-    assert rows[APART.label][6:8] == ["1,", "2"], "in both groups"
-    assert "0.625 [0.625, 0.625]" in text and "in the same rounds of the same group" in text
-
-
-def test_report_has_ratios_to_hvdtrain_and_to_one_process() -> None:
-    ways = [way for way in train.STEPS if not way.keras and way.arm not in train.NEEDS]
-    seconds = dict(zip((way.label for way in ways), ([1.0] * 2, [0.9] * 2, [1.0] * 2, [1.2] * 2, [1.5] * 2, [1.1] * 2),
-                       strict=True))  # fmt: skip
-    text = train.report(result_of([seconds], ways, every=False))
-    rows = {line.split("  ")[0]: [cell.strip() for cell in line.split("  ") if cell] for line in text.splitlines()}
-    assert rows["PyTorch, one process"][4:] == ["1.000 [1.000, 1.000]", "1"], "hvdtrain's in one process, over plain"
-    ours = ["1200.00 ms", "6.7", "1200.00 ms", "1", "1.667 [1.667, 1.667]", "0.750 [0.750, 0.750]"]
-    assert rows["hvdtrain on Horovod"][1:] == ours
-    assert rows["DistributedDataParallel"][4] == "1.091 [1.091, 1.091]"
-    assert "in the same rounds of the same group" not in text
-
-
 def test_changed_lines() -> None:
     by_label = {way.label: train.changed_lines(way) for way in WAYS}
     assert all((by_label[way.label] == 0) == (way.label in (way.alone, way.apart)) for way in WAYS)
@@ -144,24 +89,7 @@ def test_changed_lines() -> None:
     assert by_label["DistributedDataParallel"] == 5
 
 
-def test_ways_that_are_left_out_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    args = arguments("--all", "--models", "resnet18")
-    there = [way for way in WAYS if train._is_there(way, args, "resnet18")]
-    said = capsys.readouterr().err
-    assert not any(way.keras for way in there) and said.count("Keras has no resnet18; of what both have: resnet50") == 6
-    assert not train._is_there(dataclasses.replace(OTHER, keras="torch"), arguments("--device=cuda"), "toy")
-    args = arguments("--all", "--framework=keras", "--backend=torch")
-    assert {way.family for way in WAYS if train._is_wanted(way, args)} == {"Keras on torch"}
-
-
 @pytest.mark.parametrize("flags", [("--ranks=1",), ("--models", "resnet18", "resnet50")])
 def test_one_model_on_several_ranks(flags: tuple[str, ...], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--all needs at least 2 ranks and exactly one model"):
         train.run(arguments("--all", *flags, "--out", str(tmp_path / "x.json")))
-
-
-def test_nothing_to_measure_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    args = arguments("--framework=keras", "--backend=tensorflow", "--per-rank-batch=1", "--steps=1")
-    with pytest.raises(ConfigError, match="a way to train the model here"):
-        train.measure(args, "resnet18")
-    assert "Keras has no resnet18" in capsys.readouterr().err

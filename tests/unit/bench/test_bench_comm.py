@@ -29,8 +29,3 @@ class TestOtherNumbersOfRanks:
         volumes = [2 * size / its for size, its in seconds[3].items()]
         cost = ways.link_cost("server", seconds)
         assert cost.latency_s == 0 and cost.s_per_byte == pytest.approx(sum(volumes) / sum(v * v for v in volumes))
-
-    def test_the_servers_link_grows_with_the_ranks_and_the_rings_does_not(self) -> None:
-        link = ways.LinkCost(0.0, 1e-9)
-        ring, server = ([seconds_of(link, way, ranks, 1e9) for ranks in (2, 4, 64)] for way in ("ring", "server"))
-        assert ring == pytest.approx([1.0, 1.5, 2 * 63 / 64]) and server == pytest.approx([1.0, 3.0, 63.0])

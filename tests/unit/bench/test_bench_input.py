@@ -7,17 +7,12 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from hvdtrain.bench import input as bench
 from hvdtrain.bench import keras_input
-from hvdtrain.comm.engines import SoloEngine
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.core.launchers import ALONE
-from hvdtrain.record import stats
-from hvdtrain.world.world import World
 
 
 def arguments(*flags: str) -> argparse.Namespace:
@@ -50,17 +45,6 @@ def test_of_keras_the_fewest_workers_and_then_the_shortest_queue() -> None:
     assert keras_input.recommend({**rates, **queues}) == ("", 199.0)
 
 
-@pytest.mark.parametrize("devices", [(), (0,)])
-def test_pinning_is_tried_where_there_is_a_gpu(devices: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World.on(SoloEngine(devices=devices), ALONE, seed=1, node=0)
-    monkeypatch.setattr(bench, "_plain", lambda dataset, batch, workers, world, pin: pin)
-    made: Any = bench._data_loaders(None, 8, [0, 2], world)
-    assert made == ({
-        "DataLoader, 0 workers": True, "DataLoader, 0 workers, pin_memory=False": False,
-        "DataLoader, 2 workers": True, "DataLoader, 2 workers, pin_memory=False": False,
-    } if devices else {"DataLoader, 0 workers": False, "DataLoader, 2 workers": False})  # fmt: skip
-
-
 def test_rate_counts_after_the_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
 
@@ -74,23 +58,6 @@ def test_rate_counts_after_the_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "_finish", lambda: None)
     assert bench.rate(batches(), 16, seconds=5.0, warm=3) == 32.0
     assert bench.rate(batches(), 16, seconds=5.0, warm=0) < 20.0  # the negative twin
-
-
-def test_report_has_ratios_and_a_number_of_workers() -> None:
-    result = {
-        "machine": stats.machine(), "load_after": 0.0, "device": "cpu", "framework": "torch",
-        "memory": {"images_per_s": {"DataLoader, 0 workers": [100.0], "hvdtrain": [999.0]}},
-        "files": {
-            "images_per_s": {
-                "DataLoader, 0 workers": [10.0],
-                "hvdtrain, 0 workers": [11.0], f"hvdtrain, 0 workers{bench.WHOLE}": [5.5],
-            },
-            "data": "files", "recommended_workers": 0,
-        },
-    }  # fmt: skip
-    text = bench.report(result)
-    assert "in memory: 9.990 [9.990, 9.990] times the DataLoader, 0 workers" in text and "workers=0" in text
-    assert "at a fraction: 2.000 [2.000, 2.000] times the images/s of hvdtrain, 0 workers, dec" in text
 
 
 def test_cores_that_are_not_there(tmp_path: Path) -> None:

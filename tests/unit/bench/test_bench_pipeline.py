@@ -50,8 +50,3 @@ def test_more_stages_than_cores() -> None:
     for stages in (1, len(os.sched_getaffinity(0)) + 1):
         with pytest.raises(ConfigError, match=r"each stage needs a core(.|\n)*--ours"):
             pipeline.run(arguments("--stages", str(stages)))
-
-
-def test_another_cut_is_compared_with_ours() -> None:
-    hand = f"hvdtrain, 1f1b, 8 micro-batches, {pipeline.BY_HAND} 8|8"
-    assert f"hvdtrain, 1f1b, 8 micro-batches / {hand}: 0.960" in pipeline.report(made_up(**{hand: 2.5}))

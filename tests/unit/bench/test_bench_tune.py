@@ -101,11 +101,6 @@ def test_a_winner_that_fresh_turns_do_not_confirm_is_dropped() -> None:
     assert "in fresh turns" in found.verdict
 
 
-def test_a_candidate_that_cannot_be_used_is_said_so() -> None:
-    found = MadeUp({"A2": -1.0, "A3": 0.5}, 0.0).find({})
-    assert found.settings == {"A": "3"} and found.trials[0]["outcome"] == "thrown out: it ended with 1"
-
-
 def test_a_candidate_that_is_clearly_slower_gets_two_rounds() -> None:
     machine = MadeUp({"A2": 2.0}, 0.0)
     found = machine.find({}, [Knob("a", ["A"], ["2"], "1")])
@@ -120,14 +115,6 @@ def test_what_there_was_no_time_for_is_named() -> None:
     late.now_s = 15.0
     said = tune.find(search, {}, KNOBS, progress=lambda text: None).verdict
     assert said == "nothing was tried: --budget is too short"
-
-
-def test_distance() -> None:
-    assert tune.distance([1.0, 2.0], [1.0, 2.0]) == 0.0 == tune.distance([0.0], [0.0])
-    assert tune.distance([1.1, 0.0], [1.0, 0.0]) == pytest.approx(0.1)
-    far = ([float("nan"), 0.0], [1.0], [1e300, 0.0])
-    assert all(tune.distance(moved, [1.0, 0.0]) > tune.SAME for moved in far)
-    assert tune.distance([1.0], [0.0]) > tune.SAME
 
 
 @pytest.mark.parametrize(("what", "fusion", "buckets"), [("torch cpu", "0", True), ("keras", None, False)])

@@ -100,40 +100,6 @@ def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
             main([*GIVEN, wrong])
 
 
-@pytest.mark.parametrize(
-    "numbers",
-    [
-        ["--step=1e308"], ["--step=1e-320"], ["--link", "1e-300", "1"], ["--link", "1e300", "1e308"],
-        ["--link", "1e305", "1"], ["--cycle-ms=1e-320", "--coordinator-us=0"], ["--ranks=1" + "0" * 400],
-        ["--coordinator-us=1e308"], ["--samples=1e308"], ["--per-host=1" + "0" * 400], ["--backward=1e-320"],
-    ],
-)  # fmt: skip
-def test_numbers_that_nothing_has_are_refused(
-    numbers: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "scale.json"
-    code = main([*GIVEN, *numbers, "--json", str(out)])
-    assert code in (0, 2)
-    if code:
-        assert "numbers that a step, a link and a device can have" in capsys.readouterr().err
-    else:
-        json.loads(out.read_text(), parse_constant=pytest.fail)
-
-
-def test_a_measured_link(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    content = {"links": {"ring": {"latency_s": 5e-5, "s_per_byte": 4e-10}}}
-    (tmp_path / "comm.json").write_text(json.dumps(content))
-    assert main([*GIVEN, "--comm", str(tmp_path / "comm.json")]) == 0
-    assert "measured: 2.5 GB/s and 50 us inside a host" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("text", "wanted"), [("97.5MB", 97.5e6), ("64MiB", 2**26), ("12", 12), ("1.5 GiB", 1.5 * 2**30)]
-)
-def test_sizes(text: str, wanted: float) -> None:
-    assert scale.size_bytes(text) == wanted
-
-
 def test_a_models_gradients_come_as_its_layers_are_computed() -> None:
     """VGG-16: nine tenths of its bytes are in three layers that take hardly any time, and come first."""
     tensors = buckets_of("vgg16", 0)

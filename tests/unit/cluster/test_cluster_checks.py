@@ -4,23 +4,15 @@ from __future__ import annotations
 
 import copy
 import json
-import signal
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from hvdtrain.__main__ import _end
 from hvdtrain.cluster.doctor import examine, findings, machine, software
 from hvdtrain.cluster.doctor import network as checks_network
-from hvdtrain.cluster.doctor.findings import ClusterFacts, Finding, odd_ones
+from hvdtrain.cluster.doctor.findings import ClusterFacts, Finding
 from hvdtrain.cluster.doctor.network import Links, RunFolder
 from hvdtrain.cluster.hosts.addresses import Chosen
-from hvdtrain.cluster.hosts.hosts import Host
-from hvdtrain.cluster.launch import launcher
-from hvdtrain.cluster.launch.job import Job
-from hvdtrain.cluster.launch.running import Outcome
 from hvdtrain.core.errors import ConfigError
 
 GIB = 1 << 30
@@ -114,7 +106,6 @@ def test_gpus_for_tensorflow_alone() -> None:
         assert [finding.id for finding in found] == ids, (driver, found)
 
 
-NO_GPU = {"gpu_count": 0, "gpus": {"cards": 0, "driver": None, "error": None, "devices": []}}
 OTHER_GPU = [GPU | {"name": "NVIDIA A10", "memory_bytes": 24 * GIB}] * 4
 
 
@@ -175,12 +166,6 @@ def test_unlike_gpus_of_a_host_are_listed_in_the_order_of_the_bus() -> None:
     assert found.what.index("A10") < found.what.index(str(GPU["name"])) and "PCI_BUS_ID" in found.fix
 
 
-def test_no_driver_for_the_cards() -> None:
-    without = host(2, **NO_GPU) | {"gpus": {"cards": 4, "driver": None, "error": "Driver mismatch", "devices": []}}
-    found = named(everything(cluster(host(1), without, host(3))))
-    assert found == {"no-gpu-driver": ("host2",), "gpus-differ": ("host2",)}
-
-
 def test_horovod_without_gloo_or_mpi_anywhere() -> None:
     """Without MPI on all hosts is a choice; without Gloo nothing starts."""
     bare = dict.fromkeys(("torch", "tensorflow"), EXTENSION | {"mpi": False, "gloo": False})
@@ -200,15 +185,6 @@ def test_horovod_with_mpi_alone_is_taken() -> None:
     assert ("horovod-without-gloo", "error") in {(its.id, its.severity) for its in found_of_both}
 
 
-def test_a_host_that_lacks_everything() -> None:
-    bare = host(2, packages={}, horovod=None, code=None, tools={"c++": None, "cmake": None, "nvcc": None})
-    found = {finding.id: finding for finding in everything(cluster(host(1), bare))}
-    assert {"no-hvdtrain", "no-framework"} <= set(found) and "no-horovod" not in found
-    bare["packages"] = {"torch": "2.12.1+cu130"}
-    found = {finding.id: finding for finding in everything(cluster(host(1), bare))}
-    assert found["no-horovod"].fix.startswith("ssh host2 'apt-get install -y g++ cmake'\nssh host2 '/opt/v/bin/python")
-
-
 def test_facts_that_could_not_be_told_are_not_judged() -> None:
     """Each fact alone may be missing: told once, never an exception."""
     for fact in set(HOST) - {"local", "system", "interfaces"}:
@@ -225,17 +201,6 @@ def test_names() -> None:
     same = cluster(host(1), host(2), host(2))
     found = everything(same)
     assert named(found) == {"same-machine": ("host2", "host3")} and "-H host2:8" in found[0].fix
-
-
-def test_the_odd_one_is_the_minority() -> None:
-    assert odd_ones({"a": 1, "b": 2, "c": 2}) == (2, {"a": 1})
-    assert odd_ones({"a": 1, "b": 2}) == (1, {"b": 2})  # a tie: the first is right
-    assert odd_ones({}) == (None, {})
-
-
-def test_commands_are_quoted() -> None:
-    assert cluster(host(1)).on("host1", "ls", "a b; rm") == "ssh host1 'ls '\"'\"'a b; rm'\"'\"''"
-    assert cluster(host(1, local=True)).on("host1", "ls", "a b") == "ls 'a b'"
 
 
 # -- what the network does ------------------------------------------------------------------------------------
@@ -334,15 +299,6 @@ def test_run_directory() -> None:
     ) == {"full-disk": ("host3",)}
 
 
-@given(st.integers(1, 20))
-def test_flows_that_are_measured_together_do_not_share_a_host(count: int) -> None:
-    pairs = examine.ring([str(number) for number in range(count)])
-    groups = examine.disjoint(pairs)
-    assert sorted(pair for group in groups for pair in group) == sorted(pairs)
-    assert all(len({name for pair in group for name in pair}) == 2 * len(group) for group in groups)
-    assert len(groups) <= 3
-
-
 # -- findings -------------------------------------------------------------------------------------------------
 def test_the_exit_code_says_the_worst() -> None:
     def finding(severity: findings.Severity) -> Finding:
@@ -352,24 +308,3 @@ def test_the_exit_code_says_the_worst() -> None:
     assert [findings.exit_code(its) for its in ([], [note], [note, warning], [warning, error, note])] == [0, 0, 1, 2]
     assert findings.worst_first([note, error, warning, error]) == [error, warning, note]
     assert json.loads(json.dumps(findings.as_json([error])))[0]["hosts"] == ["host1"]
-
-
-def test_what_is_to_be_typed_can_be_copied() -> None:
-    """Long words are not cut, and a line is not broken in them."""
-    command = "ssh host2 /opt/" + "very-long-folder/" * 12 + "python"
-    shown = findings.text([Finding("x", "error", ("host2",), "what " * 60, "why", f"first line\n{command}")])
-    assert command.split()[-1] in shown
-    assert all(len(line) <= findings.WIDTH for line in shown.splitlines() if "very-long" not in line)
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
-def test_a_signal_that_ends_the_all_reduce_does_what_it_did(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a job caught for itself: the doctor ends with 143 and 129, and with 130 after Ctrl-C only."""
-    monkeypatch.setattr(launcher, "run", lambda job, **more: Outcome(interrupted=number))
-    before = signal.signal(number, signal.default_int_handler if number == signal.SIGINT else _end)
-    try:
-        with pytest.raises(KeyboardInterrupt if number == signal.SIGINT else SystemExit) as ended:
-            launcher.result_of(Job(["true"], [Host("localhost", 1)], 1), "mark")
-    finally:
-        signal.signal(number, before)
-    assert number == signal.SIGINT or getattr(ended.value, "code", None) == 128 + number

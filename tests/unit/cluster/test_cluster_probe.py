@@ -36,25 +36,6 @@ def test_a_fact_that_never_comes_is_given_up() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("connection", "address"),
-    [("10.0.0.9 50123 10.0.0.2 22", "10.0.0.2"), ("::ffff:10.0.0.9 50123 ::ffff:10.0.0.2 22", "10.0.0.2"),
-     ("fe80::9 50123 fe80::2 22", None), ("", None)],
-)  # fmt: skip
-def test_the_address_that_ssh_came_to(connection: str, address: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through IPv6 there is none: ranks do not talk through it."""
-    monkeypatch.setenv("SSH_CONNECTION", connection)
-    assert probe.reached() == address
-
-
-@pytest.mark.parametrize(
-    ("count", "mask", "left"),
-    [(4, None, 4), (4, "", 0), (4, "0,2", 2), (4, "-1", 0), (4, "1,9,2", 1), (4, "GPU-a1b2,GPU-c3d4", 2), (0, "0", 0)],
-)
-def test_visible_gpus(count: int, mask: str | None, left: int) -> None:
-    assert probe.visible(count, mask) == left
-
-
 @pytest.mark.parametrize("distribution", ["horovod", "hvdtrain_horovod"])
 def test_horovod_is_known_by_either_distribution(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, distribution: str

@@ -14,22 +14,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdtrain.cluster.doctor.sessions import Sessions
-from hvdtrain.cluster.hosts.addresses import Chosen, choose
+from hvdtrain.cluster.hosts.addresses import choose
 from hvdtrain.cluster.hosts.hosts import Host, assign, parse_hosts, read_hostfile
 from hvdtrain.cluster.hosts.protocol import mark_of
-from hvdtrain.cluster.hosts.ssh import Ssh, SshProblem, explain, is_this_machine, not_started, without_key
+from hvdtrain.cluster.hosts.ssh import Ssh, explain, is_this_machine
 from hvdtrain.cluster.launch import environment
 from hvdtrain.cluster.launch.failures import (
     RankEnd,
     Tracebacks,
-    as_exit_code,
-    described,
     first_failure,
     left_the_others,
     settled,
 )
 from hvdtrain.cluster.launch.job import Job, make_plan
-from hvdtrain.cluster.launch.rank import LONGEST_BYTES, LineSplitter
+from hvdtrain.cluster.launch.rank import LineSplitter
 from hvdtrain.comm.link import Decoder, encode
 from hvdtrain.commands import command_lines, launch
 from hvdtrain.core.errors import ConfigError
@@ -101,11 +99,6 @@ def test_more_ranks_than_any_machine_has_are_refused_before_they_are_counted_out
     assert len(assign([Host("a", 100_000)], 100_000)) == 100_000
 
 
-def test_more_ranks_than_slots_are_refused():
-    with pytest.raises(ConfigError, match="-np 5, 4 slot"):
-        assign(parse_hosts("a:2,b:2"), 5)
-
-
 # ---- addresses
 
 
@@ -119,10 +112,6 @@ ONE = its(docker0=DOCKER, eth0="10.0.0.1/24", ib0="10.1.0.1/24")
 TWO = its(docker0=DOCKER, ens5="10.0.0.2/24", ib1="10.1.0.2/24")
 
 
-def test_one_host_talks_to_itself():
-    assert choose({"a": ONE}) == {"a": Chosen("lo", "127.0.0.1", "127.0.0.0/8")}
-
-
 def test_networks_are_found_by_address_where_names_differ():
     chosen = choose({"a": ONE, "b": TWO})
     assert [(its.interface, its.address) for its in chosen.values()] == [("eth0", "10.0.0.1"), ("ens5", "10.0.0.2")]
@@ -131,18 +120,6 @@ def test_networks_are_found_by_address_where_names_differ():
 def test_an_address_that_every_host_has_is_no_network():
     with pytest.raises(ConfigError, match=r"docker0 172\.17\.0\.1"):
         choose({"a": its(docker0=DOCKER), "b": its(docker0=DOCKER)})
-
-
-@pytest.mark.parametrize("network", [None, "10.0.0.0/24"])
-def test_a_host_without_ipv4_is_named(network):
-    with pytest.raises(ConfigError, match="every host needs an IPv4 address") as error:
-        choose({"a": ONE, "b": {"lo": [IPv4Interface("127.0.0.1/8")]}, "c": {}}, network)
-    assert "not b, c" in error.value.received and "--network" not in error.value.remedy
-
-
-def test_the_network_of_the_names_given_wins():
-    chosen = choose({"a": ONE, "b": TWO}, reached={"b": "10.1.0.2"})
-    assert [(its.interface, its.address) for its in chosen.values()] == [("ib0", "10.1.0.1"), ("ib1", "10.1.0.2")]
 
 
 def test_hosts_behind_routers():
@@ -187,30 +164,6 @@ def test_a_key_that_is_not_there_is_refused(tmp_path):
     for missing in (tmp_path / "no such key", tmp_path, ""):
         with pytest.raises(ConfigError, match="--identity must name a private key"):
             Ssh(identity=str(missing))
-
-
-DENIED = SshProblem("denied", "h does not accept this user's key", "ssh-copy-id h")
-
-
-@pytest.mark.parametrize(
-    ("keygen", "agent", "what", "fix"),
-    [
-        ("ssh-ed25519 AAAA", "", DENIED.what, DENIED.fix),
-        ("Permissions are too open\nLoad key", "", "ssh cannot use this user's key for h", "chmod"),
-        ("Load key: incorrect passphrase", "", "ssh cannot use this user's key for h", "ssh-add"),
-        ("Load key: incorrect passphrase", "ssh-rsa CCCC", f"{DENIED.what}; not used", "ssh-add"),
-        ("Load key: incorrect passphrase", "ssh-ed25519 AAAA", DENIED.what, DENIED.fix),
-        ("Load key: invalid format", "", "is not a private key", "ssh-keygen"),
-    ],
-)  # fmt: skip
-def test_keys_that_ssh_cannot_use_are_named(monkeypatch, tmp_path, keygen, agent, what, fix):
-    key = tmp_path / "k ey"
-    key.touch()
-    (tmp_path / "k ey.pub").write_text("ssh-ed25519 AAAA me@here")
-    says = {"ssh": f"port 22\nidentityfile {key}\nidentityfile ~/.ssh/none", "ssh-keygen": keygen, "ssh-add": agent}
-    monkeypatch.setattr("hvdtrain.cluster.hosts.ssh._output", lambda command: says[command[0]])
-    found = without_key(DENIED, "h", Ssh())
-    assert what in found.what and fix in found.fix and found.kind == "denied", found
 
 
 LOGIN = "/home/ada/.bashrc: line 3: module: command not found\n"
@@ -291,12 +244,6 @@ def test_a_name_that_leads_back_here_is_no_other_host(monkeypatch, limit):
     assert "host2 is 127.0.0.1 here" in Sessions(["host2"], sys.executable, Ssh()).lost["host2"].what
 
 
-def test_what_cannot_be_run_here():
-    python = not_started(FileNotFoundError(2, "No such file", "/nope/python"), "host1")
-    ssh = not_started(FileNotFoundError(2, "No such file", "ssh"), "host2")
-    assert (python.kind, ssh.kind) == ("no_python", "no_ssh") and "/nope/python" in python.what
-
-
 # ---- variables
 
 
@@ -332,11 +279,6 @@ def test_variables_that_only_some_log_ins_set_are_told(limit):
     assert environment.on_some_hosts_only(own, {"LR": "1", "SAME": "1"}) == {}, "what all ranks get wins"
     assert environment.on_some_hosts_only({host: own["h2"] for host in own}, {}) == {}
     limit("C1b", "a log-in file of one host sets a variable", mended="named, with the hosts, before the ranks start")
-
-
-@pytest.mark.parametrize(("cores", "ranks", "threads"), [(8, 2, "4"), (2, 4, "1"), (2.5, 1, "2"), (0.5, 1, "1")])
-def test_cores_are_shared(cores, ranks, threads):
-    assert environment.defaults(cores, ranks)["OMP_NUM_THREADS"] == threads
 
 
 def hello(name, *addresses):
@@ -417,23 +359,6 @@ def split(*pieces: bytes, step_s: float = 0.0) -> list[str]:
     return lines + splitter.close()
 
 
-def test_lines_over_pieces():
-    assert split(b"a\nb", b"c\n\nlast") == ["a", "bc", "", "last"]
-    assert split(b"windows\r", b"\nunix\n") == ["windows", "unix"]
-
-
-def test_a_progress_bar_shows_life_and_its_end():
-    bar = [f"\r{percent:3d} %".encode() for percent in range(0, 101, 10)]
-    assert split(*bar, b"\n", step_s=0.1)[-1] == "100 %"
-    assert len(split(*bar, b"\n", step_s=0.1)) <= 3
-    assert 5 <= len(split(*bar, b"\n", step_s=3.0)) <= 7
-
-
-def test_a_line_without_end_does_not_grow():
-    lines = split(b"x" * (3 * LONGEST_BYTES + 5))
-    assert [len(line) for line in lines] == [LONGEST_BYTES] * 3 + [5]
-
-
 @given(st.binary(max_size=200), st.lists(st.integers(0, 200), max_size=5))
 def test_lines_do_not_depend_on_how_the_bytes_come(data, cuts):
     data = data.replace(b"\r", b"")
@@ -511,8 +436,3 @@ def test_consequences_give_the_cause_time_to_arrive():
     own = RankEnd(0, "a", 1, at_s=10.0, lines=("ValueError",))
     assert not settled([gone], 11.0) and settled([gone], 15.1)
     assert settled([own], 11.0) and not settled([own], 10.1) and not settled([], 99.0)
-
-
-def test_ends_in_words_and_codes():
-    assert (as_exit_code(-9), as_exit_code(3), as_exit_code(0)) == (137, 3, 0)
-    assert "SIGKILL" in described(-9, "h") and "memory" in described(-9, "h") and described(3, "h") == "exit code 3"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from itertools import pairwise
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -262,15 +261,6 @@ def test_survivors_go_on_and_the_lost_one_is_replaced():
     assert world.formation == (1, 4, 2, 3), "hosts in the order of their first survivor, survivors first"
 
 
-def test_new_workers_need_what_rank_0_recorded():
-    world = small()
-    assert sorted(world.alive) == [0, 1, 2]
-    world.lose(2)
-    assert sorted(world.alive) == [0, 1] and not world.failed
-    world.do(world.members.answered(0))
-    assert len(world.alive) == 4
-
-
 def test_fewer_than_the_minimum_are_borne_for_a_while():
     world = small(minimum=3, timeout_s=100.0, open=True)
     world.do(world.members.answered(0))
@@ -282,14 +272,6 @@ def test_fewer_than_the_minimum_are_borne_for_a_while():
     assert world.serving is None and not world.failed
     world.do(world.members.tick(101.0))
     assert "--elastic-timeout" in world.failed
-
-
-def test_where_no_slots_can_come_it_fails_at_once():
-    world = World(2, Limits(2, 2), [Host("a", 1), Host("b", 1)])
-    world.do(world.members.answered(0))
-    world.do(world.members.offered([Host("a", 1)], 0))
-    world.lose(1)
-    assert "no slots for more" in world.failed
 
 
 def test_a_host_whose_members_are_lost_again_and_again_waits_longer_each_time():
@@ -311,26 +293,6 @@ def test_a_host_whose_members_are_lost_again_and_again_waits_longer_each_time():
     world.do(world.members.updated(world.members.formation, world.now))
     world.lose(max(world.formation))
     assert "b" in world.alive.values(), "there was an update: the next one starts at once"
-
-
-def test_new_workers_that_are_lost_again_and_again_wait_longer_each_time():
-    """The others train on: workers that end while they start must not take the machine from them."""
-    world = small(np=3)
-    world.do(world.members.answered(0))
-    started = [0.0]
-    while len(started) < 12:
-        world.lose(max(world.alive))
-        assert len(world.alive) == 3 and world.alive == {0: "a", 1: "a", 2: "b"}
-        while len(world.alive) == 3:
-            world.later(0.5)
-            world.do(world.members.updated(1, world.now))
-        started.append(world.now)
-    waits = [after - before for before, after in pairwise(started)]
-    assert waits[:5] == [1, 2, 4, 8, 16] and waits[-1] == 600
-    world.settle()
-    world.do(world.members.updated(world.members.formation, world.now))
-    world.lose(max(world.alive))
-    assert len(world.alive) == 4, "one has trained: the next one starts at once"
 
 
 def test_a_new_worker_that_never_comes_makes_room_for_another():
@@ -381,13 +343,6 @@ def test_ten_formations_without_an_update_are_the_end():
         world.lose(world.formation[-1])
         world.settle()
     assert "10 formations" in world.failed and world.members.formation == 1 + MOST_FORMATIONS
-
-
-def test_all_of_a_formation_lost_is_the_end():
-    world = small()
-    for number in (0, 1, 2):
-        world.lose(number)
-    assert "no worker of formation 1" in world.failed
 
 
 def test_members_that_lose_one_another_look_at_the_links_first():
@@ -454,20 +409,6 @@ def test_a_host_that_is_no_longer_listed_is_left():
     assert world.formation == (2,) and sorted(world.dying) == [0, 1], "ended after the others have formed"
 
 
-def test_a_listed_host_is_kept_while_the_others_are_too_few():
-    world = small(minimum=2)
-    world.do(world.members.answered(0))
-    world.hosts = [Host("b", 2)]
-    world.do(world.members.offered(world.hosts, 0))
-    assert not world.regroup
-    world.wait(3)
-    assert world.regroup
-    for number in (0, 1, 2):
-        world.wait(number)
-    world.served()
-    assert world.formation == (2, 3)
-
-
 def test_the_end_of_the_program_is_the_end_of_formations():
     world = small()
     world.do(world.members.answered(0))
@@ -477,10 +418,3 @@ def test_the_end_of_the_program_is_the_end_of_formations():
     world.wait(2)
     assert 2 in world.dying and world.serving is None
     assert world.members.over and world.members.well
-
-
-def test_rank_0_must_come_to_its_end():
-    world = small(np=2)
-    world.do(world.members.finished(1, 0))
-    world.lose(0)
-    assert world.members.over and not world.members.well

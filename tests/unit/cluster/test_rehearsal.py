@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.cluster.function.rehearsal import imported_by, slots_of
+from hvdtrain.cluster.function.rehearsal import imported_by
 from hvdtrain.core import variables
 from hvdtrain.record import folder
 
@@ -27,14 +27,6 @@ from hvdtrain.record import folder
 )
 def test_what_a_script_imports_is_imported_before(source: str, backend: str, found: list[str]) -> None:
     assert imported_by(source, backend) == found
-
-
-def test_places_are_those_of_a_job_on_hosts() -> None:
-    slots = slots_of(5, 2)
-    assert [slot.rank for slot in slots] == list(range(5)) and {slot.size for slot in slots} == {5}
-    assert [(slot.local_rank, slot.local_size) for slot in slots] == [(0, 2), (1, 2), (0, 2), (1, 2), (0, 1)]
-    assert [(slot.cross_rank, slot.cross_size) for slot in slots] == [(0, 3), (0, 2), (1, 3), (1, 2), (2, 3)]
-    assert len({slot.host.name for slot in slots}) == 3
 
 
 def test_a_rehearsed_program_writes_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

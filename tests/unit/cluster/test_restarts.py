@@ -32,10 +32,6 @@ def test_what_would_be_refused_again_is_not_started_again(code):
     assert Restarts(3).after(dataclasses.replace(RAISED, code=code), 120)[0] is None
 
 
-def test_none_are_made_unless_they_are_asked_for():
-    assert Restarts(0).after(KILLED, 10) == (None, "")
-
-
 def test_the_same_crash_twice_at_the_same_update_is_the_end():
     restarts = Restarts(5)
     assert restarts.after(RAISED, 121)[0] == 0.0
@@ -77,14 +73,3 @@ def test_a_full_shared_memory_is_named_with_what_gives_it_room(code, line, named
     failure = Failure(1, "h", code, "exit code", (line,))
     said = failure_block(failure, tmp_path)
     assert ("df /dev/shm on h" in said and "--shm-size" in said) is named, said
-
-
-def test_a_long_last_line_is_shown_up_to_its_thousandth_character(tmp_path):
-    said = failure_block(Failure(1, "h", 1, "exit code", ("x" * 100_000,)), tmp_path)
-    assert "x" * 1000 + " ... (100000 characters, see the log)" in said and len(said) < 2000
-
-
-def test_the_last_line_of_the_last_traceback():
-    chained = (*TRACEBACK, "", "During handling ...", "", *BEGINS, "RuntimeError: it", "bye")
-    assert dataclasses.replace(RAISED, lines=chained).raised == "RuntimeError: it"
-    assert dataclasses.replace(RAISED, lines=BEGINS).raised is None

@@ -14,7 +14,6 @@ import pytest
 from hvdtrain.comm import arrival
 from hvdtrain.core import variables
 from hvdtrain.core.errors import ConfigError, LauncherError
-from hvdtrain.core.launchers import Detected
 
 
 class Memory:
@@ -37,11 +36,6 @@ def come(store: arrival.Store, ranks: list[int], size: int, seconds: float) -> l
     with ThreadPoolExecutor(len(ranks)) as pool:
         waiting = [pool.submit(arrival.wait_for_all, store, rank, size, seconds) for rank in ranks]
     return [each.exception() for each in waiting]
-
-
-def test_all_come() -> None:
-    store = Memory()
-    assert come(store, [2, 0, 1], 3, 30) == [None] * 3
 
 
 @pytest.mark.parametrize("missing", [[1], [0], [0, 2]])
@@ -91,36 +85,6 @@ def test_a_long_wait_for_mpi_is_told(
     assert [line.split("waits for ")[1].split(",")[0] for line in told] == (["30 s", "60 s"] if speaks else [])
 
 
-def test_who_looks_at_the_clock_ends_when_mpi_has_started() -> None:
-    watches: list[threading.Thread] = []
-
-    def start() -> None:
-        watches.extend(thread for thread in threading.enumerate() if thread.name == "hvdtrain start")
-        assert [watch.is_alive() for watch in watches] == [True]
-
-    arrival.start_horovod(start, Detected("mpirun", 0, 3, 0, 3, 0, None), {})
-    watches[0].join(10)
-    assert not watches[0].is_alive()
-
-
-def test_an_interface_that_is_not_there_is_named() -> None:
-    """As an inherited HOROVOD_GLOO_IFACE=ens99 does: Horovod itself ends with a ValueError that says nothing."""
-    with pytest.raises(ConfigError, match="HOROVOD_GLOO_IFACE must name a network interface of h1") as caught:
-        arrival.check_interface({"HOROVOD_GLOO_IFACE": "ens99"}, "h1", ["lo", "eth0"])
-    assert caught.value.received == "ens99; it has lo, eth0"
-    for environ in ({"HOROVOD_GLOO_IFACE": "eth0"}, {"HOROVOD_GLOO_IFACE": ""}, {}):
-        arrival.check_interface(environ, "h1", ["lo", "eth0"])
-
-
-def test_horovods_value_error_says_what_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    def start() -> None:
-        raise ValueError("Horovod initialization failed")
-
-    monkeypatch.setattr(arrival, "wait_for_all", lambda *_: None)
-    with pytest.raises(LauncherError, match="Horovod cannot start on this rank"):
-        arrival.start_horovod(start, Detected("horovodrun", 0, 2, 0, 2, 0, "127.0.0.1:1"), {})
-
-
 @pytest.mark.parametrize("text", ["x", "0", "-1", "nan", "inf"])
 def test_a_time_that_is_none(text: str) -> None:
     with pytest.raises(ConfigError, match="number of seconds"):
@@ -167,15 +131,3 @@ def test_a_rendezvous_that_fails_twice_is_asked_again(served: str) -> None:
     assert not store.check(["here.1"])
     store.set("here.1", "")
     assert store.check(["here.1"])
-
-
-def test_what_a_rendezvous_keeps_is_kept_apart(served: str) -> None:
-    first, second = (arrival.Rendezvous(served, scope=f"hvdtrain.{number}") for number in range(2))
-    first.set("place", "127.0.0.1:1")
-    assert (first.get("place"), second.get("place")) == ("127.0.0.1:1", None)
-
-
-def test_no_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(time, "sleep", lambda _: None)
-    with pytest.raises(LauncherError, match="127.0.0.1:9: .*refused"):
-        arrival.Rendezvous("127.0.0.1:9").set("here.0", "")

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
-import os
 from pathlib import Path
 
 import pytest
 
-from hvdtrain.world import resources
-from hvdtrain.world.resources import Allowance, cgroup_quota, own_allowance, share_of, usable_cores, workers_for
-from hvdtrain.world.world import World
+from hvdtrain.world.resources import Allowance, cgroup_quota, share_of, workers_for
 
 
 def ranks(*cores: tuple[int, ...], host: str = "a", quota: float = math.inf) -> list[Allowance]:
@@ -47,11 +44,6 @@ def test_quota(tmp_path: Path) -> None:
     assert cgroup_quota(tmp_path) == 4
 
 
-def test_this_process() -> None:
-    assert own_allowance().cores == os.sched_getaffinity(0)
-    assert 0 < usable_cores(World.solo()) <= len(os.sched_getaffinity(0))
-
-
 @pytest.mark.parametrize(
     ("cores", "on_gpu", "workers"),
     [(1, False, 0), (1.9, False, 0), (2, False, 1), (8, False, 2), (200, False, 16),
@@ -59,20 +51,3 @@ def test_this_process() -> None:
 )  # fmt: skip
 def test_workers(cores: float, on_gpu: bool, workers: int) -> None:
     assert workers_for(cores, on_gpu=on_gpu) == workers
-
-
-def test_idle_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(os.cpu_count() or 1)))
-    monkeypatch.setattr(resources, "cgroup_quota", lambda: math.inf)
-    stat = tmp_path / "stat"
-    readings = []
-    for line in ("cpu  100 0 50 800 40 0 10 0 0 0", "cpu  160 0 60 820 40 0 20 0 7 0"):
-        stat.write_text(f"{line}\ncpu0 1 2 3\n")
-        readings.append(resources.core_seconds(stat))
-    assert resources.idle_share(*readings) == 0.2  # 20 of 100 ticks
-    assert resources.idle_share(readings[0], readings[0]) is resources.idle_share(None, readings[1]) is None
-    stat.write_text("no such line")
-    assert resources.core_seconds(stat) is None is resources.core_seconds(tmp_path / "none")
-    monkeypatch.setattr(resources, "cgroup_quota", lambda: 0.5)
-    stat.write_text("cpu  100 0 50 800 40 0 10 0 0 0\n")
-    assert resources.core_seconds(stat) is None, "a container that may use a part of the node"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import os
 import pickle
 import random
@@ -210,21 +209,6 @@ def test_a_new_rank_comes_by_what_was_there(monkeypatch):
         its.run("World.barrier", list)
     with pytest.raises(ConfigError, match=r"needs prepare\(\) and a loop"):
         its.begin_epoch()
-
-
-def test_the_launcher_is_told_what_the_set_up_gave_at_the_first_update(monkeypatch):
-    monkeypatch.setenv("HOROVOD_RANK", "0")
-    line = Line(Launcher(1), 0)
-    its = Elastic(line, new=False, answers=[])  # type: ignore[arg-type]
-    its.run("evaluate", lambda: {"loss": 0.5})
-    its.begin_epoch()
-    its.run("head", lambda: 1)
-    its.in_epoch()
-    its.run("body", lambda: 2)
-    its.updated()
-    its.updated()
-    (only,) = line.said
-    assert pickle.loads(base64.b64decode(only["data"])) == [("evaluate", {"loss": 0.5})] and only["last"]
 
 
 @pytest.mark.parametrize(("size", "slot"), [(1, "2/4"), (2, "0/2"), (8, "3/4")])

@@ -10,7 +10,7 @@ from launcher_variables import HOROVODRUN, MPIJOB, OPEN_MPI, OPENPAI, SRUN, TORC
 
 from hvdtrain.comm.engines import ENGINES, HorovodCollectives, choose_engine
 from hvdtrain.core.errors import ConfigError, LauncherError
-from hvdtrain.core.launchers import LAUNCHERS, Detected, detect
+from hvdtrain.core.launchers import Detected, detect
 
 MPI = [HOROVODRUN, OPEN_MPI, SRUN, MPIJOB]
 OTHERS = [TORCHRUN, OPENPAI, {name: value for name, value in TORCHRUN.items() if name != "TORCHELASTIC_RUN_ID"}]
@@ -40,12 +40,6 @@ def test_one_process_is_solo(launcher: str) -> None:
         assert choose_engine(engine, alone, kind.frameworks[0]) == engine
 
 
-@pytest.mark.parametrize("engine", ["solo", "dataparallel"])
-def test_engines_of_one_process(engine: str) -> None:
-    with pytest.raises(LauncherError, match="needs one process"):
-        choose_engine(engine, detect(HOROVODRUN), "torch")
-
-
 @pytest.mark.parametrize("engine", ["ddp", "deepspeed"])
 @pytest.mark.parametrize("environ", [*MPI, *OTHERS])
 def test_process_groups_run_under_every_launcher(environ: dict[str, str], engine: str) -> None:
@@ -56,10 +50,6 @@ def test_process_groups_run_under_every_launcher(environ: dict[str, str], engine
 def test_engines_the_framework_does_not_have(engine: str, framework: str) -> None:
     with pytest.raises(ConfigError, match=f"engine= for {framework} must be .*horovod or solo"):
         choose_engine(engine, detect({}), framework)
-
-
-def test_the_table_knows_only_launchers_there_are() -> None:
-    assert {launcher for kind in ENGINES.values() for launcher in kind.launchers} <= set(LAUNCHERS)
 
 
 @pytest.mark.parametrize(

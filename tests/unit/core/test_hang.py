@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import mmap
-import os
 import sys
 import tempfile
 import threading
@@ -21,7 +20,7 @@ from watched_pair import Ended
 
 from hvdtrain.comm import ring
 from hvdtrain.core import variables
-from hvdtrain.core.errors import HUNG_CODE, ConfigError
+from hvdtrain.core.errors import HUNG_CODE
 from hvdtrain.core.launchers import Detected
 from hvdtrain.watch import bundle, hang, looks, watch
 from hvdtrain.watch.looks import CIRCLES, MOVING, STILL, StackSample, movement
@@ -107,10 +106,6 @@ def test_rank_0_alone_in_on_main_has_its_time() -> None:
     assert after(299.0).kind == "" and after(301.0) == hang.Verdict("hung", [0], [1])
 
 
-def test_ranks_that_all_wait_are_not_hung() -> None:
-    assert hang.judge({0: report(0, UPDATE), 1: report(1, UPDATE)}, {}, 30.0).kind == ""
-
-
 def test_a_silent_rank_is_hung_unless_it_may_be_out_of_reach() -> None:
     def silent(waited: float = 31.0, **known: Any) -> str:
         return hang.judge({0: report(0, UPDATE, idle_s=waited, awake_s=9e9)}, {1: {"rank": 1, **known}}, 30.0).kind
@@ -121,11 +116,6 @@ def test_a_silent_rank_is_hung_unless_it_may_be_out_of_reach() -> None:
     assert silent(19.0, reached=True, state="T (stopped)") == silent(21.0, reached=True, state="R (running)") == ""
     assert silent(reached=True, state="t (tracing stop)", debugger="process 8 traces it") == "debugged"
     assert silent(reached=True, steps=0) == "" and silent(301.0, reached=True, steps=0) == "hung"
-
-
-def test_of_several_the_one_that_moves_is_not_blamed() -> None:
-    found = hang.judge({0: report(0, UPDATE), 1: report(1, movement=MOVING), 2: report(2)}, {}, 30.0)
-    assert found == hang.Verdict("hung", [2], [0])
 
 
 # -- does it move --------------------------------------------------------------------------------------------------
@@ -145,24 +135,6 @@ def test_of_several_the_one_that_moves_is_not_blamed() -> None:
 )
 def test_how_a_thread_moves(chains: list[int], expected: str) -> None:
     assert movement([StackSample(*each) for each in enumerate(chains)], 30.0) == expected
-
-
-def test_a_thread_that_writes_much_is_at_work() -> None:
-    looked = [[StackSample(at, 7, at * rate) for at in range(60)] for rate in (1 << 18, 1 << 21)]
-    assert [movement(each, 30.0) for each in looked] == [STILL, CIRCLES]
-    before = looks.bytes_moved()
-    with tempfile.TemporaryFile() as file:
-        file.write(bytes(1 << 20))
-    assert looks.bytes_moved() >= before + (1 << 20) or before == 0
-
-
-def test_looks_begin_anew_where_the_rank_comes_to_another_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    chains = iter(range(100))
-    monkeypatch.setattr(looks, "chain_of", lambda _: next(chains))
-    found = looks.Looks(30.0)
-    assert [round(found.idle_s("here", float(now)), 1) for now in range(100, 130)] == [float(n) for n in range(30)]
-    assert found.movement == MOVING
-    assert found.idle_s("there", 130.0) == 0.0 and found.movement == STILL
 
 
 def test_a_pause_of_the_machine_begins_the_time_anew(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,22 +168,6 @@ def test_a_debugger_is_seen() -> None:
         sys.settrace(before)
 
 
-@pytest.mark.parametrize(
-    ("module", "function", "task"),
-    [
-        ("torch._dynamo.convert_frame", "call", "compiles"), ("torch._dynamo.eval_frame", "call", ""),
-        ("tensorflow.python.eager.polymorphic_function.tracing_compilation", "call_function", ""),
-        ("tensorflow.python.framework.func_graph", "func_graph_from_py_func", "compiles"),
-        ("torch.serialization", "call", "saves or loads"), ("pickletools", "call", ""),
-        ("keras.src.backend.torch.trainer", "evaluate", "evaluates"), ("keras.src.backend.torch.trainer", "fit", ""),
-    ],
-)  # fmt: skip
-def test_what_takes_long_is_seen(module: str, function: str, task: str) -> None:
-    names: dict[str, Any] = {"__name__": module, "looks": looks}
-    exec(f"def {function}():\n    return looks.long_task()", names)
-    assert names[function]() == task
-
-
 def named(module: str, call: str = "function()", **names: Any) -> Any:
     """A function of a module of that name, which calls what it is given."""
     space: dict[str, Any] = {"__name__": module, **names}
@@ -231,45 +187,6 @@ def test_code_of_the_users_that_a_library_calls_is_no_collective() -> None:
         assert reducer(partial(hook, partial(reducer, asks))) is None, "a train_step of the user's own, which waits"
 
 
-def test_a_thread_that_feeds_keras_is_where_the_rank_is() -> None:
-    over, inside, idents = threading.Event(), threading.Event(), []
-
-    def read() -> None:
-        idents.append(threading.get_ident())
-        inside.set()
-        named("data")(over.wait)
-
-    def fed_by(module: str) -> int | None:
-        inside.clear()
-        over.clear()
-        thread = threading.Thread(target=named(module), args=(read,))
-        thread.start()
-        assert inside.wait(30)
-        found = looks.called_back()
-        over.set()
-        thread.join()
-        return found
-
-    found = fed_by("keras.src.trainers.data_adapters.py_dataset_adapter")
-    assert found is not None and found == idents[-1]
-    assert fed_by("hvdtrain.torch.data.prefetch") is None, "reads ahead, while the rank is in the reduction"
-
-
-def test_stacks_begin_with_the_main_thread() -> None:
-    over = threading.Event()
-    other = threading.Thread(target=over.wait, name="other one")
-    other.start()
-    try:
-        found = looks.stacks()
-        assert found[0]["main"] and "other one" in [stack["thread"] for stack in found]
-        assert len(looks.stacks(all_threads=False)) == 1
-        users = [frame for frame in found[0]["frames"] if frame["user"]]
-        assert users[-1]["text"] == "found = looks.stacks()", "outermost first"
-    finally:
-        over.set()
-        other.join()
-
-
 # -- what is said --------------------------------------------------------------------------------------------------
 def test_the_error_names_rank_line_and_who_waits() -> None:
     reports = {0: report(0, UPDATE), 1: report(1, phase="input"), 2: report(2, UPDATE)}
@@ -282,34 +199,6 @@ def test_the_error_names_rank_line_and_who_waits() -> None:
         "for 31 s; all ranks' stacks: runs/1/hangs/x.json",
     ]
     assert "cannot be distinguished from slow work" in error.remedy and variables.HANG_S in error.remedy
-
-
-def test_the_error_of_a_rank_that_was_stopped() -> None:
-    known = {"rank": 1, "host": "node", "pid": 7, "steps": 3, "phase": "input", "in": "in no collective operation",
-             "state": "T (stopped)", "wchan": "do_signal_stop", "native": "poll (libc.so)",
-             "reached": True}  # fmt: skip
-    reports = {0: report(0, UPDATE)}
-    error = hang.hung(hang.judge(reports, {1: known}, 30.0), reports, {1: known}, 30.0, "")
-    assert error.received.splitlines()[:3] == [
-        "rank 1 (host node, process 7) has not reached the collective and does not answer: process state T (stopped)"
-        ", in the kernel's do_signal_stop",
-        "  last report: 3 update(s) done, in phase input, in no collective operation",
-        "  poll (libc.so)",
-    ]
-    assert "kill -CONT 7" in error.remedy
-
-
-def test_notes_say_who_is_left_alone() -> None:
-    reports = {0: report(0, UPDATE), 1: report(1, movement=MOVING)}
-    assert "rank 1 (host node" in hang.notes(hang.judge(reports, {}, 30.0), reports, 30.0)
-    reports[1] |= {"debugger": "process 8 traces it"}
-    assert "process 8 traces it" in hang.notes(hang.judge(reports, {}, 30.0), reports, 30.0)
-
-
-@pytest.mark.parametrize("text", ["x", "-1", "nan"])
-def test_a_time_that_is_none(text: str) -> None:
-    with pytest.raises(ConfigError, match="number of seconds, 0 for never"):
-        watch.hang_s({variables.HANG_S: text})
 
 
 # -- what is kept --------------------------------------------------------------------------------------------------
@@ -386,20 +275,6 @@ def test_the_next_attempt_takes_away_what_an_earlier_one_has_left(tmp_path: Path
     assert sorted(path.stem for path in tmp_path.rglob("*.ring")) == ["rank-0", "rank-11", "rank-2"]
     Tracker(0, 2).use_run_dir(tmp_path)
     assert not (tmp_path / ring.FOLDER).exists()
-
-
-def test_pages_without_a_run_are_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    page = ring.open_ring(None, "token", 1)
-    assert page is not None and "token" not in str(page.path)
-    assert page.path.parent.stat().st_mode & 0o777 == 0o700
-    assert ring.place_of(None, "token", 1) == page.path != ring.place_of(None, "another", 1)
-    os.utime(page.path, (0, 0))
-    ring.open_ring(None, "another", 1)
-    assert not page.path.exists(), "one that is old belongs to nobody"
-    page.path.parent.chmod(0o777)
-    assert ring.open_ring(None, "token", 1) is None, "others may write there"
-    assert ring.open_ring(tmp_path / "no such run", "token", 1) is None
 
 
 def test_facts_hold_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -496,10 +371,3 @@ def test_rank_1_says_so_where_rank_0_does_not_ask(monkeypatch: pytest.MonkeyPatc
             wait_here(pair, 0.05)
     pair.ranks[1].close()
     assert list(pair.ended) == [1] and "rank 0 (host node, process 1) has not reached the" in pair.ended[1][1]
-
-
-def test_one_in_a_debugger_is_only_noted(pair: Pair, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.setattr(looks, "debugger", lambda: "process 8 traces it")
-    pair.ranks[0].begin_update("of model 1")
-    assert not wait_here(pair, 3.0) and not pair.ended
-    assert capsys.readouterr().err.count("process 8 traces it") == 2, "said once, of both ranks"

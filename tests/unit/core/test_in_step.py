@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import re
 import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -69,29 +68,11 @@ def test_the_error_names_every_rank_and_folds_equal_ones() -> None:
     assert error.shared and error.remedy
 
 
-def test_the_users_line_is_found_through_libraries() -> None:
-    found: list[str] = []
-    json.JSONDecoder(object_hook=lambda _: found.append(user_line())).decode("{}")  # the innermost line of his own
-    assert re.match(r"test_in_step\.py:\d+: json\.JSONDecoder", found[0])
-
-
 def test_a_frame_that_is_at_no_line() -> None:
     """As another thread's is for a moment: the watch goes on."""
     code = test_a_frame_that_is_at_no_line.__code__
     frame: Any = SimpleNamespace(f_code=code, f_lineno=None, f_globals=globals(), f_back=None)
     assert user_line(frame) == f"test_in_step.py:{code.co_firstlineno}: def test_a_frame_that_is_at_no_line() -> None:"
-
-
-@pytest.mark.parametrize("text", ["x", "-1", "nan", "inf"])
-def test_a_time_that_is_none(text: str) -> None:
-    with pytest.raises(ConfigError, match="number of seconds"):
-        watch.after_s({variables.IN_STEP_S: text})
-
-
-def test_one_process_notes_nothing() -> None:
-    tracker = Tracker(0, 1)
-    tracker.begin_update("of model 1")
-    assert tracker.stuck(0.0) is None and watch.start(0, 1, None, None).watch is None
 
 
 def test_after_the_end_nothing_is_collective() -> None:
@@ -178,12 +159,6 @@ def test_who_does_not_come_is_told_once(
 def test_a_rank_outside_of_collectives_is_not_accused(pair: Pair) -> None:
     pair.ranks[0].begin_update("of model 1")
     assert not pair.over.wait(1.5) and not pair.ended  # 7 times as long as a rank may be in one place
-
-
-def test_ranks_in_the_same_place_are_not_accused(pair: Pair) -> None:
-    for rank in pair.ranks:
-        rank.begin_update("of model 1")
-    assert not pair.over.wait(1.5) and not pair.ended
 
 
 def test_a_rank_that_does_not_answer_any_more_is_not_accused(pair: Pair) -> None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from launcher_variables import HOROVODRUN, HYDRA, MPIJOB, OPEN_MPI, OPENPAI, SBATCH, SRUN, TORCHRUN
 
-from hvdtrain.core.errors import ConfigError, LauncherError
+from hvdtrain.core.errors import LauncherError
 from hvdtrain.core.launchers import LAUNCHERS, Detected, detect, gpus_for, meeting_point
 from hvdtrain.core.slurm import expand, job_hosts, port_of, tasks_per_node
 
@@ -81,25 +81,6 @@ class TestDetect:
                 with pytest.raises(LauncherError, match=f"{name} is missing"):
                     detect(broken)
 
-    @pytest.mark.parametrize("value", ["x", "-1", "1.0", "0x1", "²"])
-    def test_what_is_not_a_count_is_refused(self, value: str) -> None:
-        with pytest.raises(LauncherError, match="HOROVOD_LOCAL_RANK"):
-            detect(HOROVODRUN | {"HOROVOD_LOCAL_RANK": value})
-
-    @pytest.mark.parametrize(
-        "change",
-        [
-            {"HOROVOD_RANK": "4"},
-            {"HOROVOD_SIZE": "0"},
-            {"HOROVOD_LOCAL_RANK": "2"},
-            {"HOROVOD_LOCAL_SIZE": "5"},
-            {"HOROVOD_RANK": "0"},
-        ],
-    )
-    def test_contradictions_are_refused(self, change: dict[str, str]) -> None:
-        with pytest.raises(LauncherError, match="rank < size"):
-            detect(HOROVODRUN | change)
-
     @given(st.dictionaries(st.sampled_from(sorted(HOROVODRUN | SRUN | TORCHRUN | OPENPAI | MPIJOB | HYDRA)),
                            st.sampled_from(["", "0", "1", "2", "7", "a", "2(x3),1", "-1"])))  # fmt: skip
     def test_any_environment_gives_a_sound_world_or_a_launcher_error(self, environ: dict[str, str]) -> None:
@@ -128,53 +109,16 @@ class TestStrangers:
             assert rank in caught.value.received
         assert detect({rank: "0", size: "1"}).launcher == "none"
 
-    def test_known_launchers_set_some_of_these_too(self) -> None:
-        assert detect(SRUN | {"PMIX_RANK": "3"}).launcher == "srun"
-        assert detect(OPEN_MPI | {"PMIX_RANK": "3"}).launcher == "mpirun"
-
 
 class TestSlurm:
     @pytest.mark.parametrize("step", ["batch", "", "4294967291", "4294967290", "extern", "interactive"])
     def test_slurms_own_steps_are_one_process(self, step: str) -> None:
         assert detect(SBATCH | {"SLURM_STEP_ID": step}).launcher == "none"
 
-    def test_the_step_counts_not_the_allocation(self) -> None:
-        smaller = SRUN | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
-                          "SLURM_PROCID": "1", "SLURM_LOCALID": "0"}  # fmt: skip
-        assert detect(smaller | {"SLURM_STEP_NODELIST": "host2"}) == Detected(
-            "srun", 1, 2, 0, 1, 1, f"host2:{port_of('7', '0')}"
-        )
-
-    def test_uneven_nodes(self) -> None:
-        uneven = SRUN | {"SLURM_STEP_NUM_TASKS": "7", "SLURM_STEP_TASKS_PER_NODE": "2(x3),1", "SLURM_PROCID": "6",
-                         "SLURM_LOCALID": "0", "SLURM_NODEID": "3"}  # fmt: skip
-        assert detect(uneven) == Detected("srun", 6, 7, 0, 1, 3, f"host1:{port_of('7', '0')}")
-
-    def test_pmi2_under_srun_is_srun(self) -> None:
-        assert detect(SRUN | {"PMI_RANK": "3", "PMI_SIZE": "4"}).launcher == "srun"
-
-    def test_tasks_per_node_as_an_option(self) -> None:
-        without = {n: v for n, v in SRUN.items() if not n.endswith("TASKS_PER_NODE")}
-        assert detect(without | {"SLURM_NTASKS_PER_NODE": "2"}).local_size == 2
-        with pytest.raises(LauncherError, match="SLURM_STEP_TASKS_PER_NODE is missing"):
-            detect(without)
-
-    def test_a_step_of_one_task_needs_nothing_more(self) -> None:
-        one = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0"}
-        assert detect(one) == Detected("srun", 0, 1, 0, 1, 0, None)
-
     @given(st.lists(st.tuples(st.integers(1, 64), st.integers(1, 5)), min_size=1, max_size=6))
     def test_expansion(self, runs: list[tuple[int, int]]) -> None:
         text = ",".join(f"{count}(x{times})" if times > 1 else str(count) for count, times in runs)
         assert tasks_per_node(text) == [count for count, times in runs for _ in range(times)]
-
-    @pytest.mark.parametrize(
-        ("nodes", "first"),
-        [("host1", "host1"), ("host1,host2", "host1"), ("host[1-2]", "host1"), ("gpu[03,07-09],login", "gpu03"),
-         ("login,gpu[1-2]", "login"), ("rack[0-1]node[2-3]", "rack0node2"), ("a-b.c[010-012]-ib", "a-b.c010-ib")],
-    )  # fmt: skip
-    def test_first_host(self, nodes: str, first: str) -> None:
-        assert expand(nodes)[0] == first
 
     def test_node_lists_are_expanded(self) -> None:
         assert expand("gpu[03-04,07],login") == ["gpu03", "gpu04", "gpu07", "login"]
@@ -199,11 +143,6 @@ class TestSlurm:
     def test_not_a_node_list(self, nodes: str) -> None:
         with pytest.raises(LauncherError, match="SLURM_JOB_NODELIST must be written"):
             expand(nodes)
-
-    @pytest.mark.parametrize("text", ["", "2(x", "x3", "2(x3)1", "2;3"])
-    def test_not_slurms_form(self, text: str) -> None:
-        with pytest.raises(LauncherError, match="SLURM_TASKS_PER_NODE must be written"):
-            tasks_per_node(text)
 
 
 class TestMeetingPoint:
@@ -253,24 +192,6 @@ class TestMeetingPoint:
         assert len(ports) == 9
         assert all(1024 < port < 32768 for port in ports)
 
-    @pytest.mark.parametrize(
-        ("environ", "missing"),
-        [
-            ({n: v for n, v in SRUN.items() if n != "SLURM_STEP_NODELIST"}, "SLURM_STEP_NODELIST"),
-            ({n: v for n, v in SRUN.items() if n != "SLURM_JOB_ID"}, "SLURM_JOB_ID"),
-            (OPEN_MPI, "MASTER_ADDR and MASTER_PORT"),
-            (OPEN_MPI | {"MASTER_ADDR": "host9"}, "MASTER_PORT"),
-            (HOROVODRUN | {"MASTER_PORT": "1234"}, "MASTER_ADDR"),
-        ],
-    )
-    def test_what_is_missing_is_named(self, environ: dict[str, str], missing: str) -> None:
-        with pytest.raises(LauncherError, match=f"^.*to find rank 0\n  received: {missing} missing"):
-            self.at(environ, without_mpi="no mpi4py")
-
-    def test_the_extra_that_would_find_a_port_is_named(self) -> None:
-        with pytest.raises(LauncherError, match=r"missing; by MPI: no mpi4py\n(?s:.*)pip install .*\[mpi\]"):
-            self.at(OPEN_MPI, without_mpi="no mpi4py")
-
     def test_without_mpi4py_ranks_of_one_host_work_it_out(self) -> None:
         here = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}
         one, two = (self.at(OPEN_MPI | here | {"PMIX_NAMESPACE": name}, "no mpi4py") for name in ("1", "2"))
@@ -285,20 +206,11 @@ class TestClusters:
         with pytest.raises(LauncherError, match="mpirun"):
             detect({"K_MPI_JOB_ROLE": "launcher"})
 
-    def test_openpai_without_counts_counts_the_hosts(self) -> None:
-        named = {n: v for n, v in OPENPAI.items() if "COUNT" not in n}
-        assert detect(named) == detect(OPENPAI)
-
     def test_openpai_with_several_gpus_a_task_needs_the_local_rank(self) -> None:
         alone = {n: v for n, v in OPENPAI.items() if not n.startswith("LOCAL_")}
         with pytest.raises(LauncherError, match="LOCAL_RANK is missing"):
             detect(alone)
         assert detect(alone | {"PAI_CURRENT_TASK_ROLE_GPU_COUNT": "1"}).size == 2
-
-    def test_deepspeeds_names(self) -> None:
-        names = {n: v for n, v in TORCHRUN.items() if n not in ("LOCAL_WORLD_SIZE", "GROUP_RANK")}
-        del names["TORCHELASTIC_RUN_ID"]
-        assert detect(names | {"LOCAL_SIZE": "2", "CROSS_RANK": "1"}) == detect(TORCHRUN)
 
 
 class TestGpus:
@@ -327,9 +239,4 @@ class TestGpus:
     @pytest.mark.parametrize("arguments", [(0, 4, 3), (0, 2, 3, 2), (0, 1, 1, 2)])
     def test_too_few(self, arguments: tuple[int, ...]) -> None:
         with pytest.raises(LauncherError, match="GPUs"):
-            gpus_for(*arguments)
-
-    @pytest.mark.parametrize("arguments", [(1, 1, 1), (-1, 1, 1), (0, 1, -1), (0, 1, 1, 0)])
-    def test_arguments_out_of_range(self, arguments: tuple[int, ...]) -> None:
-        with pytest.raises(ConfigError):
             gpus_for(*arguments)

@@ -16,7 +16,7 @@ import pytest
 
 from hvdtrain.comm import elastic
 from hvdtrain.core import variables
-from hvdtrain.core.errors import PREEMPTED_CODE, ConfigError, Preempted
+from hvdtrain.core.errors import PREEMPTED_CODE
 from hvdtrain.watch import preemption
 from hvdtrain.watch.meeting import Tracker
 from hvdtrain.watch.preemption import ASKS, ENDS, Notice, is_preempted, wanted
@@ -91,29 +91,6 @@ def test_a_rank_that_waits_for_the_others_in_vain_ends(monkeypatch: pytest.Monke
     assert tracker.longest_s == pytest.approx(11, abs=0.5)
 
 
-def test_the_launcher_learns_that_a_rank_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[dict[str, object]] = []
-    monkeypatch.setattr(elastic, "_line", SimpleNamespace(dismissed=False, say=lambda **words: said.append(words)))
-    its = notice()
-    its.note(USR1, 5.0)
-    its.note(TERM, 5.5)
-    assert said == [{"do": "told", "signal": USR1}]
-
-
-def test_what_is_handled_or_ignored_is_no_default() -> None:
-    other = signal.SIGUSR2
-    before = signal.getsignal(other)
-    try:
-        for handler in (signal.SIG_DFL, signal.SIG_IGN, lambda *_: None):
-            signal.signal(other, handler)
-            assert preemption.is_default(os.getpid(), other) is (handler is signal.SIG_DFL)
-        faulthandler.register(other)
-        assert not preemption.is_default(os.getpid(), other), "nor is what a library handles in C"
-        faulthandler.unregister(other)
-    finally:
-        signal.signal(other, before)
-
-
 @pytest.mark.parametrize(
     ("says", "variable", "handled", "is_asked"),
     [(ASKS, "on", False, True), (ENDS, "on", False, False), (ASKS, "off", False, False), (ASKS, "on", True, False)],
@@ -134,11 +111,6 @@ def test_it_can_be_switched_off(value: str, on: bool) -> None:
     assert wanted({variables.PREEMPTION: value}) is on
     preemption.watch(0, Tracker(), {variables.PREEMPTION: value})
     assert (signal.getsignal(TERM) is not signal.SIG_DFL) is on
-
-
-def test_another_value_is_refused() -> None:
-    with pytest.raises(ConfigError, match="on or off"):
-        wanted({variables.PREEMPTION: "yes"})
 
 
 def test_signals_are_noted_until_they_are_released(capfd: pytest.CaptureFixture[str]) -> None:
@@ -183,28 +155,3 @@ def test_a_handler_of_the_users_is_not_given_a_second_one_nor_is_one_in_c() -> N
     finally:
         faulthandler.unregister(USR1)
         signal.signal(TERM, before)
-
-
-def test_who_reads_numbers_of_signals_keeps_them() -> None:
-    reader, writer = os.pipe2(os.O_NONBLOCK)
-    signal.set_wakeup_fd(writer)
-    try:
-        preemption.watch(0, Tracker(), {})
-        assert signal.getsignal(TERM) is signal.SIG_DFL
-    finally:
-        assert signal.set_wakeup_fd(-1) == writer
-        os.close(reader)
-        os.close(writer)
-
-
-def test_other_threads_may_not_have_signals_noted() -> None:
-    thread = threading.Thread(target=preemption.watch, args=(0, Tracker(), {}))
-    thread.start()
-    thread.join()
-    assert signal.getsignal(TERM) is signal.SIG_DFL
-
-
-def test_it_is_an_exit_with_a_code_of_its_own() -> None:
-    with pytest.raises(SystemExit) as caught:
-        raise Preempted
-    assert caught.value.code == PREEMPTED_CODE and type(caught.value)(*caught.value.args).code == PREEMPTED_CODE

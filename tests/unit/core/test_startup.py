@@ -11,7 +11,7 @@ import pytest
 
 from hvdtrain.core import flags, launchers
 from hvdtrain.core.errors import ConfigError, LauncherError
-from hvdtrain.core.launchers import ALONE, Detected
+from hvdtrain.core.launchers import Detected
 from hvdtrain.record import folder
 from hvdtrain.world import startup
 
@@ -28,74 +28,12 @@ def test_flag_types() -> None:
             parse(text)
 
 
-def test_parser_errors_are_config_errors() -> None:
-    parser = flags.Parser("some.module", description="", epilog="")
-    parser.add_argument("--n", type=flags.whole(1))
-    with pytest.raises(ConfigError) as caught:
-        parser.parse_args(["--n", "0"])
-    assert "--n" in str(caught.value) and "python -m some.module --help" in caught.value.remedy
-    assert caught.value.shared
-    with pytest.raises(ConfigError, match="Unrecognized arguments: --no"):
-        parser.parse_args(["--no"])
-
-
 def test_missing_modules_are_all_named_before_any_is_imported() -> None:
     needed = {"json": "never", "hvdtrain_no_such": "do a", "horovod_no_such.torch": "do b"}
     with pytest.raises(LauncherError) as caught:
         startup.find_modules(needed)
     assert "no hvdtrain_no_such, horovod_no_such in " + sys.executable in caught.value.received
     assert caught.value.remedy == "do a && do b"
-
-
-def test_horovod_is_built_after_its_frameworks_are_installed() -> None:
-    needed = {"horovod_no_such": "hvdtrain build-horovod", "keras_no_such": "pip install keras"}
-    with pytest.raises(LauncherError) as caught:
-        startup.find_modules(needed)
-    assert caught.value.remedy == "pip install keras && hvdtrain build-horovod"
-
-
-def test_broken_module_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "hvdtrain_broken.py").write_text("raise ImportError('libmpi.so.40: cannot open')")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "0")
-    with pytest.raises(LauncherError) as caught:
-        startup.import_modules({"hvdtrain_broken": "build it"})
-    assert "libmpi.so.40" in caught.value.received and caught.value.remedy == "build it"
-
-
-def test_backends_without_adapter_are_refused() -> None:
-    with pytest.raises(ConfigError, match="jax"):
-        startup.keras_modules("jax", ALONE)
-    assert "horovod" not in startup.keras_modules("torch", ALONE)
-    launched = startup.keras_modules("torch", Detected("mpirun", 0, 2, 0, 2, 0, None))
-    assert list(launched) == ["numpy", "horovod", "torch", "keras", "horovod.torch"]
-
-
-def test_torch_programs_need_what_their_engine_needs() -> None:
-    def needed(engine: str, launcher: str = "none", size: int = 1) -> list[str]:
-        return list(startup.torch_modules(engine, Detected(launcher, 0, size, 0, size, 0, None)))
-
-    alone = ["numpy", "torch", "torchvision"]
-    assert needed("auto") == needed("dataparallel") == needed("ddp", "torchrun", 2) == alone
-    assert needed("auto", "torchrun", 2) == alone  # it starts DDP, not Horovod
-    assert needed("auto", "mpirun", 2) == needed("horovod") == [*alone, "horovod", "horovod.torch"]
-    assert needed("deepspeed", "mpirun", 2) == [*alone, "deepspeed"]
-    assert list(startup.torch_modules("auto", ALONE, torchvision=False)) == ["numpy", "torch"]
-
-
-def test_deepspeed_is_left_to_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It looks for an accelerator, and warns, while it loads: its engine tells it first."""
-    needed = {name: "" for name in startup.torch_modules("deepspeed", ALONE) if name == "deepspeed"}
-    assert needed
-    monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "0")
-    startup.import_modules(needed)
-    assert "deepspeed" not in sys.modules
-
-
-def test_an_engine_that_the_launcher_cannot_start_is_told_once() -> None:
-    with pytest.raises(LauncherError) as caught:
-        startup.torch_modules("horovod", Detected("torchrun", 1, 2, 1, 2, 0, None))
-    assert caught.value.shared and "horovodrun -np 2" in caught.value.remedy
 
 
 def test_cores_are_shared_and_the_users_choice_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,13 +109,6 @@ def test_resume_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         choose(Path("other"), resume=True)
 
 
-def test_runs_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("runs").touch()
-    with pytest.raises(ConfigError, match="--run-dir"):
-        choose()
-
-
 def test_run_directory_is_checked_early(tmp_path: Path) -> None:
     folder.check_run_dir(tmp_path / "new" / "run", resume=False)
     put_run(tmp_path / "ended")
@@ -226,13 +157,6 @@ def test_a_restarted_job_goes_on_with_its_own_run(started_again: pytest.MonkeyPa
         folder.check_run_dir(Path("runs/prog-9"), resume=False)
 
 
-def test_a_job_restarted_before_it_had_a_run_starts_one(started_again: pytest.MonkeyPatch) -> None:
-    assert choose_again() == (Path("runs/prog-1"), False)
-    assert choose_again(Path("own")) == (Path("own"), False)
-    put_run(Path("before"), data_sha256="d")  # by an hvdtrain that did not record the job
-    assert choose_again(Path("before")) == (Path("before"), False)  # which RunLog refuses
-
-
 def test_a_restarted_job_with_several_runs_must_say_which(started_again: pytest.MonkeyPatch) -> None:
     for number in (1, 2):
         put_own_run(Path(f"runs/prog-{number}"), "ours", data_sha256="d")
@@ -240,19 +164,6 @@ def test_a_restarted_job_with_several_runs_must_say_which(started_again: pytest.
         choose_again()
     assert "runs/prog-1, runs/prog-2" in caught.value.received and "--run-dir" in caught.value.remedy
     assert choose_again(Path("runs/prog-2")) == (Path("runs/prog-2"), True)
-
-
-def test_a_restarted_job_without_a_name_takes_the_newest(started_again: pytest.MonkeyPatch) -> None:
-    started_again.setenv("HVDTRAIN_JOB", "")
-    put_run(Path("runs/prog-9"), data_sha256="d")
-    put_own_run(Path("runs/prog-10"), "theirs", data_sha256="d")
-    assert choose_again() == (Path("runs/prog-10"), True)
-
-
-def test_a_restarted_job_on_other_data_is_refused(started_again: pytest.MonkeyPatch) -> None:
-    put_own_run(Path("own"), "ours", data_sha256="e", data="cats")
-    with pytest.raises(ConfigError, match="trained on other data: cats"):
-        choose_again(Path("own"))
 
 
 @pytest.mark.parametrize(
@@ -267,9 +178,3 @@ def test_a_restarted_job_on_other_data_is_refused(started_again: pytest.MonkeyPa
 )
 def test_what_the_environment_says_of_restarts(environ: dict[str, str], count: int, job: str | None) -> None:
     assert (launchers.restarts(environ), launchers.job_of(environ)) == (count, job)
-
-
-@pytest.mark.parametrize("text", ["-1", "x", "1.5", "\u0663"])
-def test_a_restart_count_that_is_no_number_is_refused(text: str) -> None:
-    with pytest.raises(LauncherError, match="HVDTRAIN_RESTART"):
-        launchers.restarts({"HVDTRAIN_RESTART": text})

@@ -101,18 +101,6 @@ def test_a_run_goes_on_within_a_batch_of_the_users() -> None:
     assert heads[0] == heads[1] and heads[0].records == 6
 
 
-def test_what_is_no_place_in_a_stream() -> None:
-    with pytest.raises(ConfigError, match="ends after 5"):
-        steps_of(range(5), 1, 2, 0, begin=6)
-    with pytest.raises(ConfigError, match="before the loop"):
-        steps_of(range(9), 1, 1, 0)[0][0].update(3)
-    with pytest.raises(ConfigError, match="an empty batch"):
-        steps_of([[]], 1, 2, 0, whole_batches=3)
-    for asked in (lambda plan: plan.steps(), lambda plan: plan.total(), lambda plan: plan.order(0)):
-        with pytest.raises(ConfigError, match="not known before its end"):
-            asked(StreamPlan(0, 1, 2, shuffle=False))
-
-
 def test_what_is_read_anew() -> None:
     class Told:
         epoch = 0
@@ -146,13 +134,3 @@ def test_the_head_tells_orders_and_contents_apart_but_not_what_is_drawn() -> Non
         with pytest.raises(ConfigError, match="read twice"):
             head(partial(lambda records: iter(draw.sample(records, 10)), records))
     assert head(lambda: iter(draw.sample(shards, 2)), 2).unstable == {"['text']"}  # two may be alike by chance
-
-
-def test_an_error_says_at_which_record() -> None:
-    def broken() -> Any:
-        yield from range(3)
-        raise ValueError("torn")
-
-    with pytest.raises(ValueError, match="torn") as caught:
-        steps_of(broken(), 1, 2, 0)
-    assert "record 3 of the stream" in str(caught.value.__notes__)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -64,16 +63,6 @@ def test_digits_split_is_fixed_stratified_and_complete() -> None:
     assert load_mnist("digits").fingerprint() == digest
 
 
-def test_enlarge_is_bilinear() -> None:
-    """Against numpy's own interpolation, along one axis and then the other."""
-    pictures = digits.originals()[0][:50].astype(np.float64) * (255 / 16)
-    at = (np.arange(28) + 0.5) * 8 / 28 - 0.5  # np.interp repeats the border
-    rows = np.apply_along_axis(lambda line: np.interp(at, np.arange(8), line), 2, pictures)
-    wanted = np.apply_along_axis(lambda line: np.interp(at, np.arange(8), line), 1, rows)
-    assert np.abs(digits.enlarge(pictures, 28) - wanted).max() <= 0.5 + 1e-9  # rounded to whole grey values
-    assert digits.enlarge(np.full((1, 8, 8), 255.0), 28).min() == 255
-
-
 # ---- where MNIST is looked for
 
 
@@ -89,26 +78,6 @@ def test_auto_takes_the_cache_else_the_digits(keras_home: Path) -> None:
 def test_auto_never_uses_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(download_module, "download", lambda *_, **__: pytest.fail("surprise download"))
     load_mnist("auto")
-
-
-@pytest.mark.parametrize("default_home", [True, False])
-def test_cache_is_where_keras_keeps_it(default_home: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if default_home:
-        monkeypatch.delenv("KERAS_HOME")
-        monkeypatch.setenv("HOME", str(tmp_path))
-        assert mnist.keras_cache() == tmp_path / ".keras/datasets/mnist.npz"
-    else:
-        monkeypatch.setenv("KERAS_HOME", str(tmp_path / "own"))
-        assert mnist.keras_cache() == tmp_path / "own/datasets/mnist.npz"
-
-
-def test_from_npz_by_name_and_by_folder(tmp_path: Path) -> None:
-    file = write_npz(tmp_path / "data" / "mnist.npz")
-    other_name = write_npz(tmp_path / "data" / "other.npz", y_train=small()["y_train"].astype(np.int64))
-    for source in (file, file.parent, str(other_name)):
-        images = load_mnist(source)
-        assert same(images, small()) and images.name == "mnist" and str(source) in images.note
-        assert images.y_train.dtype == np.uint8
 
 
 # ---- what is refused: the message names the file, what was found and the way out, and the file stays
@@ -168,15 +137,6 @@ def test_broken_files_are_refused_and_kept(tmp_path: Path) -> None:
         assert str(path) in str(caught.value), name
         assert caught.value.remedy, name
     assert snapshot(tmp_path) == before
-
-
-def test_flipped_byte_in_the_cache_is_refused_not_replaced(keras_home: Path) -> None:
-    file = write_npz(keras_home / "datasets" / "mnist.npz")
-    file.write_bytes(file.read_bytes()[:-30])
-    for source in ("auto", "mnist"):
-        with pytest.raises(ConfigError, match="mnist.npz \\("):
-            load_mnist(source)
-    assert file.exists()
 
 
 # ---- the download
@@ -247,21 +207,6 @@ def test_download_of_something_else_leaves_nothing(
     assert list(target.parent.iterdir()) == []
     download(serve(body), target, good, **limit)  # the negative twin: the right hash passes
     assert target.read_bytes() == body
-
-
-def test_no_answer_is_an_error_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(download_module, "STALL_AFTER_S", 0.2)
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
-    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(ConfigError, match="timed out"):
-        url = f"http://127.0.0.1:{silent.getsockname()[1]}/x"
-        download(url, tmp_path / "x", "0", size_limit_bytes=1, remedy="")
-
-
-def test_unwritable_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("KERAS_HOME", str(tmp_path / "file"))
-    with pytest.raises(ConfigError, match="cannot be downloaded to"):
-        load_mnist("mnist")
 
 
 def test_the_hash_is_keras_own() -> None:
@@ -343,25 +288,6 @@ def test_one_ranks_failure_reaches_all(monkeypatch: pytest.MonkeyPatch) -> None:
     results = Threads(4, ranks_per_node=4).run(lambda world: load_mnist("mnist", world=world))
     assert all(isinstance(error, ConfigError) and error.shared for error in results)
     assert {str(error) for error in results} == {"no network\n  received: on rank 0 of 4: nothing\n  fix: get one"}
-
-
-def test_a_bug_on_one_rank_reaches_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    read = mnist.read
-    seen = threading.local()
-
-    def sometimes(path: Path) -> Any:
-        if getattr(seen, "rank", 0) == 1:
-            raise MemoryError("no room")
-        return read(path)
-
-    monkeypatch.setattr(mnist, "read", sometimes)
-
-    def work(world: World) -> Any:
-        seen.rank = world.rank
-        return load_mnist(write_npz(mnist.keras_cache().parent / f"{world.rank}" / "mnist.npz"), world=world)
-
-    results = Threads(2, ranks_per_node=2).run(work)
-    assert all("MemoryError" in str(error) and "on rank 1 of 2" in str(error) for error in results)
 
 
 def test_different_data_on_ranks_is_refused(tmp_path: Path) -> None:

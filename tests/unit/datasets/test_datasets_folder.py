@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from test_datasets import Threads
 
-from hvdtrain.core.errors import ConfigError, HvdtrainError, ReplicaError
-from hvdtrain.datasets import Folder, as_rgb, load_digits, load_folder, load_mnist, synthetic
+from hvdtrain.core.errors import ConfigError, ReplicaError
+from hvdtrain.datasets import Folder, as_rgb, load_folder, load_mnist, synthetic
 
 
 def write(root: Path, *files: str) -> Path:
@@ -39,17 +39,6 @@ def test_images_of_each_class(tmp_path: Path) -> None:
     assert "4 image files of 3 classes" in train.note
 
 
-def test_a_folder_of_classes_is_all_for_training(tmp_path: Path) -> None:
-    train, val = load_folder(write(tmp_path, "a/1.jpg", "b/1.jpg"))
-    assert listed(train) == [("a/1.jpg", "a"), ("b/1.jpg", "b")] and val is None
-
-
-@pytest.mark.parametrize("name", ["validation", "valid", "test"])
-def test_other_names_for_val(tmp_path: Path, name: str) -> None:
-    _, val = load_folder(write(tmp_path, "train/a/1.jpg", f"{name}/a/2.jpg"))
-    assert val is not None and listed(val) == [("a/2.jpg", "a")]
-
-
 def test_links_are_followed_and_circles_end(tmp_path: Path) -> None:
     write(tmp_path / "elsewhere", "1.jpg")
     root = write(tmp_path / "data", "a/2.jpg", "b/3.jpg")
@@ -76,13 +65,6 @@ def test_refused(tmp_path: Path, files: tuple[str, ...], message: str) -> None:
         load_folder(write(tmp_path, *files))
 
 
-def test_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no such folder"):
-        load_folder(tmp_path / "gone")
-    with pytest.raises(ConfigError, match="a file"):
-        load_folder(write(tmp_path, "file") / "file")
-
-
 class Ranks(Threads):
     """Threads with a broadcast: the last card that is no request."""
 
@@ -93,12 +75,6 @@ class Ranks(Threads):
         return world
 
 
-def test_ranks_have_one_list(tmp_path: Path) -> None:
-    root = write(tmp_path, "train/a/1.jpg", "train/b/1.jpg", "train/b/2.jpg", "val/a/1.jpg")
-    results = Ranks(3, ranks_per_node=2).run(lambda world: load_folder(root, world=world))
-    assert all(listed(train) == listed(results[0][0]) and len(val) == 1 for train, val in results)
-
-
 def test_ranks_that_see_other_classes_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "0", "train/a/1.jpg", "train/b/1.jpg")
     write(tmp_path / "1", "train/a/1.jpg", "train/c/1.jpg")
@@ -106,23 +82,6 @@ def test_ranks_that_see_other_classes_are_refused(tmp_path: Path) -> None:
     for error in results:
         assert isinstance(error, ReplicaError) and error.shared
         assert "rank 0: a, b" in error.received and "rank 1: a, c" in error.received
-
-
-def test_one_ranks_missing_folder_reaches_all(tmp_path: Path) -> None:
-    write(tmp_path / "0", "a/1.jpg")
-    write(tmp_path / "empty/c", "x.txt")
-    group = Ranks(2, ranks_per_node=1)
-    results = group.run(lambda world: load_folder(tmp_path / f"{world.rank}", world=world))
-    assert all(isinstance(error, ConfigError) and "on rank 1 of 2" in error.received for error in results)
-    results = group.run(lambda world: load_folder(tmp_path / "empty", world=world))
-    assert all(isinstance(error, HvdtrainError) and "every class must have images" in str(error) for error in results)
-
-
-def test_digits_in_colour() -> None:
-    images, grey = load_digits(), load_mnist("digits")
-    assert images.x_train.shape == (1437, 3, 32, 32) and images.x_test.shape == (360, 3, 32, 32)
-    assert (images.x_train == images.x_train[:, :1]).all() and np.array_equal(images.y_test, grey.y_test)
-    assert 200 < images.x_train.max() <= 255 and load_digits(16).x_test.shape == (360, 3, 16, 16)
 
 
 def test_grey_pictures_get_a_border_and_three_channels() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.guard.judge import GuardFinding, Judge
+from hvdtrain.guard.judge import Judge
 from hvdtrain.guard.rates import scaled_twice
 
 HEAD = "import horovod.torch as hvd\nfrom horovod.tensorflow import size\n"
@@ -66,19 +66,10 @@ def test_weights() -> None:
     assert found((0, weights(when="before")), (1, weights(when="before", settings="b"))) == ["settings"]
 
 
-def test_once_apart_an_optimizer_is_told_of_once() -> None:
-    apart = [(0, weights(2)), (1, weights(2, value="b"))]
-    assert found((0, weights()), (1, weights(value="b")), *apart) == ["not-averaged"]
-
-
 def test_what_parts_because_it_was_clipped_too_early_is_told_by_its_cause() -> None:
     apart = [(0, weights(16, clipped=True)), (1, weights(16, value="b"))]
     other = [(0, weights(number=1)), (1, weights(number=1, value="b"))]
     assert found(*apart) == [] and found(*apart, *other) == ["not-averaged"]
-
-
-def test_process_sets_are_compared_within() -> None:
-    assert found((0, weights(ranks=[0])), (1, weights(ranks=[1], value="b"))) == []
 
 
 def data(number: int, value: str) -> dict[str, Any]:
@@ -91,18 +82,3 @@ def test_data() -> None:
     assert found(*same[:3], (1, data(2, "another"))) == []
     constant = [(rank, data(number, "a")) for number in (1, 2) for rank in (0, 1)]
     assert found(*constant) == []  # one batch, again and again: not a stream
-
-
-def test_a_finding_is_told_once_a_line() -> None:
-    report = {
-        "kind": "finding",
-        "name": "x",
-        "line": "a.py:1",
-        "rule": "r",
-        "received": "c",
-        "remedy": "f",
-        "note": False,
-    }
-    judge = Judge()
-    assert isinstance(judge.take(1, report), GuardFinding)
-    assert judge.take(0, report) is None and len(judge.findings) == 1

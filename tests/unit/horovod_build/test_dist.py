@@ -120,14 +120,6 @@ def test_the_index_has_each_wheel_with_its_checksums(tmp_path):
     assert wheels[0].name not in page.read_text() and wheels[1].name in page.read_text()
 
 
-def test_where_a_wheel_runs_is_said_as_it_is():
-    assert "glibc 2.35 or newer; built in the manylinux_2_28 image" in dist.needs(
-        Path("a-1-cp311-cp311-manylinux_2_35_x86_64.whl")
-    )
-    name = Path("a-1-cp311-cp311-manylinux_2_27_x86_64.manylinux_2_28_x86_64.whl")
-    assert dist.needs(name).endswith("glibc 2.27 or newer")
-
-
 # --- the release
 
 
@@ -164,15 +156,6 @@ def test_the_release_builds_what_the_recipe_supports():
     assert (
         support.refuse_unsupported("tensorflow", tensorflow) is support.note_untested("tensorflow", tensorflow) is None
     )
-
-
-def test_the_release_is_built_where_old_machines_are_served():
-    _, job = combinations()
-    assert "manylinux_2_28" in job["container"]
-    commands = "\n".join(step.get("run", "") for step in job["steps"])
-    assert "build-horovod --dist" in commands and "manylinux_2_28" in commands
-    for name in ("python", "torch", "gpu"):
-        assert f"matrix.{name} }}}}" in commands, name
 
 
 def test_an_index_is_of_whole_wheels_in_a_folder_that_is_there(tmp_path):

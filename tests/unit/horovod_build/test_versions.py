@@ -11,14 +11,8 @@ from hvdtrain.horovod_build import support
 
 sys.path.insert(0, str(REPOSITORY / "scripts"))
 import versions
-from versions import Combination
 
 ROWS = versions.read_rows(versions.PAGE.read_text(encoding="utf-8"))
-PAGE = f"before\n\n{versions.HEAD}\nafter\n"
-RECORD = {
-    "Python": "3.13.0", "built with": "gcc 12.2.0, CMake 3.25.1", "controllers": "Gloo, Open MPI 4.1.4", "GPU": "none",
-    "proof": "8 ranks proven, 120 s", "smoke": "6 passed",
-}  # fmt: skip
 
 
 def series(version: str) -> tuple[int, ...]:
@@ -49,44 +43,3 @@ def test_the_pins_have_a_row():
     pinned = (pins["torch"], pins["tensorflow-cpu"], pins["keras"])
     assert pinned in {key[1:4] for key in ROWS}
     assert pinned in {one.key[1:4] for one in versions.COVERING_SET}
-
-
-def test_rows_are_kept_sorted_and_replaced(tmp_path, monkeypatch):
-    page = tmp_path / "versions.md"
-    page.write_text(PAGE)
-    monkeypatch.setattr(versions, "PAGE", page)
-    new, old = Combination("3.13", "2.15.0", "2.21.0", "3.15.1"), Combination("3.10", "2.11.0", None, None, "nccl")
-    rows = {one.key: versions.row_of(one, {**RECORD, "Python": f"{one.python}.0"}) for one in (new, old)}
-    rows[old.key] = versions.row_of(old, {"failed": "**failed**: install (exit code 1)"})
-    versions.write_rows(rows)
-    assert versions.read_rows(page.read_text()) == rows
-    assert list(versions.read_rows(page.read_text())) == [old.key, new.key]
-    assert page.read_text().startswith("before\n") and page.read_text().endswith("after\n")
-
-
-def test_a_run_resumes_after_the_rows_of_its_day():
-    row = versions.row_of(Combination("3.13", "2.15.0", "2.21.0", "3.15.1"), RECORD)
-    day = row.strip(" |").split("| ")[-1]
-    assert versions.done(row, since=day) and versions.done(row, since="2026-01-01")
-    assert not versions.done(row, since="9999-01-01")  # older than asked for
-    assert not versions.done(row.replace("8 ranks proven, 120 s", "**failed**: build"), since=day)
-    assert not versions.done(None, since=day)
-
-
-def test_a_combination_takes_the_place_of_the_pins():
-    lines = versions.requirements(Combination("3.10", "2.11.0", "2.20.0", "3.12.4"))
-    assert {"torch==2.11.0", "torchvision", "tensorflow-cpu==2.20.0", "keras==3.12.4"} <= set(lines)
-    assert [line for line in lines if versions.name_of(line) == "torch"] == ["torch==2.11.0"]
-    without = versions.requirements(Combination("3.14", "2.15.0", None, None))
-    assert not {"keras", "tensorflow-cpu"} & {versions.name_of(line) for line in without}
-    assert "pytest" in {versions.name_of(line) for line in without}, "for the smoke tests"
-
-
-def test_newest_tries_what_the_table_lacks(monkeypatch):
-    one = Combination("3.13", "2.15.0", "2.21.0", "3.15.1")
-    rows = {one.key: "", ("3.14", "2.15.0", "", "", "none"): ""}
-    index = {"torch": "2.15.0", "tensorflow-cpu": "2.21.0", "keras": "3.15.1"}
-    monkeypatch.setattr(versions, "index_version", index.__getitem__)
-    assert versions.newest(rows) == []
-    index["torch"] = "2.16.0"
-    assert versions.newest(rows) == [Combination("3.13", "2.16.0", "2.21.0", "3.15.1")]

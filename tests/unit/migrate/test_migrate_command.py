@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -33,21 +32,6 @@ def test_line_ends_and_encoding_stay(script: Path, tmp_path: Path, capsys: pytes
     )
     assert f"--- {script}\n+++ {tmp_path / 'new.py'}\n" in capsys.readouterr().out
     assert script.read_bytes() == SCRIPT.encode("latin-1")
-
-
-def test_off_horovod(script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert migrate("--to", "ddp", "-o", tmp_path / "new.py", script) == 0
-    new = (tmp_path / "new.py").read_bytes()
-    assert b"import torch.distributed as dist\r\n" in new and b"print('\xe9', dist.get_rank())\r\n" in new
-    assert b"hvd" not in new and "+import torch.distributed as dist" in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        migrate("--to", "lightning", script)
-
-
-def test_without_a_proof_it_says_that_nothing_was_proven(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert migrate(script) == 0
-    said = capsys.readouterr()
-    assert "nothing was proven (--no-prove)" in said.err and "+import hvdtrain" in said.out
 
 
 @pytest.mark.parametrize(
@@ -95,22 +79,6 @@ def test_refusals_have_file_and_line(script: Path, tmp_path: Path, capsys: pytes
     assert migrate("-o", tmp_path / "new.py", script) == 1
     said = capsys.readouterr()
     assert f"{script}:2: ranks with unequal" in said.err and not said.out and not (tmp_path / "new.py").exists()
-
-
-def test_no_script_and_no_updates(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert migrate(script.with_name("none.py")) == 2
-    assert migrate("--updates", "0", script) == 2
-    assert "--updates must be 1 or more" in capsys.readouterr().err
-
-
-def test_without_libcst_it_says_what_to_install(
-    script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name in [name for name in sys.modules if name.startswith("hvdtrain.migrate.")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "libcst", None)
-    assert migrate(script) == 2
-    assert "pip install 'hvdtrain[migrate]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("late", [["-o", "new.py"], ["--out=new.py"], ["x", "--no-prove"], ["--to", "ddp"]])

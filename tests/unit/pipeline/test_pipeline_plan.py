@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.pipeline.plan.costs import Curve, Device, Link, Pool, SegmentCost, device_peak_bytes, stage_costs
+from hvdtrain.pipeline.plan.costs import Curve, Device, SegmentCost, device_peak_bytes, stage_costs
 from hvdtrain.pipeline.plan.schedule import (
     REMATS,
     Action,
@@ -32,6 +32,13 @@ def test_gpipe_and_1f1b_by_hand():
     assert named == ["f0 f1 f2 b2 b1 b0", "f0 f1 b0 f2 b1 b2"]
 
 
+def test_recomputed():
+    gpipe, last = actions("gpipe", 0, 2, 4), actions("1f1b", 1, 2, 4)
+    assert recomputed("never", gpipe) == set() and recomputed("all", gpipe) == {0, 1, 2, 3}
+    assert recomputed("except_last", gpipe) == {0, 1, 2}
+    assert recomputed("except_last", last) == set()  # every backward follows on its forward
+
+
 def in_flight(order: Sequence[Action], remat: Remat = "never") -> int:
     """The most micro-batches whose activations the stage holds at a time."""
     ones = [1] * (max((action.micro for action in order), default=0) + 1)
@@ -47,14 +54,6 @@ def test_in_flight():
             assert in_flight(order, "all") == 1
             assert in_flight(order, "except_last") <= 2  # one kept, one recomputed
     assert in_flight(()) == 0
-
-
-def test_recomputed():
-    gpipe, last = actions("gpipe", 0, 2, 4), actions("1f1b", 1, 2, 4)
-    assert recomputed("never", gpipe) == set() and recomputed("all", gpipe) == {0, 1, 2, 3}
-    assert recomputed("except_last", gpipe) == {0, 1, 2}
-    assert recomputed("except_last", last) == set()  # every backward follows on its forward
-    assert recomputed("all", last) == {0, 1, 2, 3}
 
 
 @given(batch=st.integers(1, 200), micro_batches=st.integers(1, 50))
@@ -94,34 +93,6 @@ def test_curve():
     assert Curve(((4, 8.0),))(1) == 2  # one point: proportional
     assert (curve + Curve.constant(1))(2) == 4 and (2 * curve)(2) == 6 == (curve * 2)(2)
     assert (curve + Curve.per_sample(1))(8) == 17
-
-
-def test_curve_of_noise_stays_sensible():
-    """Fewer samples never cost more, nor less than their share."""
-    falling, steep = Curve(((1, 2.0), (4, 1.0))), Curve(((4, 1.0), (8, 4.0)))
-    assert falling(0.5) == 2 and falling(9) == 1
-    assert steep(2) == 0.5 and steep(0) == 0
-
-
-costs_of_a_curve = st.lists(
-    st.tuples(st.integers(1, 64), st.floats(0, 10)), min_size=1, max_size=4, unique_by=lambda p: p[0]
-)
-
-
-@given(points=costs_of_a_curve, more=costs_of_a_curve)
-def test_curves_add_where_they_were_measured(points, more):
-    a, b = Curve(tuple(points)), Curve(tuple(more))
-    for at, value in points:
-        assert a(at) == pytest.approx(value)
-        assert (a + b)(at) == pytest.approx(value + b(at))
-    assert all(a(at) >= 0 for at in range(100))
-
-
-def test_links_and_pools():
-    assert Link(0.5, 100).seconds(50) == 1 and Link().seconds(1e12) == 0
-    two_cores = Pool((1.0, 0.9))
-    assert [two_cores.speed(n) for n in (1, 2, 3)] == [1, 0.9, pytest.approx(0.6)]
-    assert Pool().speed(4) == 0.25  # one core
 
 
 # ---- memory: an allocator with a device's capacity, and a stage that really allocates
@@ -238,21 +209,6 @@ def test_promised_memory_is_enough_for_uneven_micro_batches(costs, stages, batch
     taken = real_peaks(costs, cut, sizes, schedule, remat, promised)
     for one, most, peak in zip(found, promised, taken, strict=True):
         assert most - one.working_bytes(1) - 1e-6 <= peak <= most
-
-
-def test_an_allocator_that_keeps_everything_is_seen():
-    """Negative twin: a schedule that lets nothing go, as gpipe run with the orders of 1f1b promised, does not fit."""
-    costs = [
-        SegmentCost(name, Curve.constant(0), Curve.constant(0), 10, 10, 0, 0, Curve.per_sample(5)) for name in "ab"
-    ]
-    devices = [Device("0"), Device("1")]
-    promised = [
-        device_peak_bytes([one], actions("1f1b", stage, 2, 8), [4] * 8)
-        for stage, one in enumerate(stage_costs(costs, [1, 1], devices))
-    ]
-    real_peaks(costs, [1, 1], [4] * 8, "1f1b", "never", promised)
-    with pytest.raises(MemoryError):
-        real_peaks(costs, [1, 1], [4] * 8, "gpipe", "never", promised)
 
 
 @given(batch=st.integers(8, 30), micro_batches=st.integers(1, 8), weights=st.tuples(whole, whole), **modes)

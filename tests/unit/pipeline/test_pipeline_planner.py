@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
 
@@ -12,12 +11,11 @@ from hypothesis import strategies as st
 from test_pipeline_plan import real_peaks
 
 from hvdtrain import __main__
-from hvdtrain.core.errors import ConfigError
-from hvdtrain.pipeline.plan.costs import Curve, Device, Link, Pool, SegmentCost, all_reduce_seconds, stage_costs
+from hvdtrain.pipeline.plan.costs import Curve, Device, Link, SegmentCost, stage_costs
 from hvdtrain.pipeline.plan.schedule import Schedule, micro_batch_sizes
-from hvdtrain.pipeline.plan.search import Cluster, ParallelPlan, coarsened, plans
+from hvdtrain.pipeline.plan.search import Cluster, plans
 from hvdtrain.pipeline.plan.simulate import simulate
-from hvdtrain.pipeline.tuning.planner import Speed, as_json, described
+from hvdtrain.pipeline.tuning.planner import described
 
 
 def segment(seconds: float = 0.01, *, weights: int = 1000, kept: float = 10.0, out: float = 1.0, name: str = "s"):
@@ -50,15 +48,6 @@ def test_with_fast_links_and_much_memory_data_parallel_wins():
     }  # fmt: skip
 
 
-def test_with_a_slow_network_one_node_is_enough():
-    """An all-reduce of 8 KB takes more than a minute over it; with slow links as well, only the pipeline needs none."""
-    slow = Cluster(node(4), 2, network=Link(0, 200.0))
-    best = plans(CHAIN, batch=64, cluster=slow)[0]
-    assert (best.stages, best.replicas) == (1, 4)
-    best = plans(CHAIN, batch=64, cluster=replace(slow, links=Link(0, 200.0)))[0]
-    assert (best.stages, best.replicas) == (4, 1)
-
-
 def test_unequal_devices():
     """Replicas wait for the slowest, and are as large as the smallest allows; one alone is on the best."""
     unequal = (Device("old", 1.0, 25_000), Device("new", 3.0, 50_000))
@@ -80,38 +69,6 @@ def test_what_does_not_fit_comes_last_and_says_why():
     assert found[: len(fits)] == fits
     assert all("cuda:0 needs" in plan.reason and "12.21 KiB" in plan.reason for plan in found[len(fits) :])
     assert all(math.isinf(plan.step_s) and not plan.predicted_samples_per_s for plan in found[len(fits) :])
-
-
-def test_a_batch_that_is_too_large_is_taken_in_passes():
-    found = plans(CHAIN, batch=64, cluster=Cluster(node(1, 24_000 + 1_500)))
-    best = found[0]
-    assert best.accumulate > 1 and max(best.memory_bytes) <= 25_500 and best.part * best.accumulate >= 64
-    assert found[1].reason and found[1].accumulate == 1  # in one pass
-    assert str(best) == f"one device, batch {best.part}, {best.accumulate} passes"
-
-
-def test_memory_is_saved_by_recomputing():
-    costs = [segment(kept=1000.0) for _ in range(8)]
-    found = plans(costs, batch=16, cluster=Cluster(node(2)), stages=(2,))
-    assert {plan.remat for plan in found} == {"never", "except_last"}
-    never, again = sorted(found, key=lambda plan: plan.remat != "never")
-    assert never.step_s < again.step_s
-    tight = Cluster(node(2, min(max(again.memory_bytes), max(never.memory_bytes))))
-    assert plans(costs, batch=16, cluster=tight, stages=(2,))[0].reason == ""
-
-
-def test_replicas_on_shared_cores_slow_each_other_down():
-    shared = Cluster(node(2, pool="cpu"), pools={"cpu": Pool((1.0, 0.5))})
-    found = plans(CHAIN, batch=16, cluster=shared)
-    assert found[0].step_s == pytest.approx(16 * 0.08)  # one core's work, however it is shared out
-    free = plans(CHAIN, batch=16, cluster=replace(shared, pools={}))
-    assert free[0].step_s == pytest.approx(8 * 0.08)
-
-
-def test_all_reduce_by_hand():
-    assert all_reduce_seconds(100, 1, Link(1, 1)) == 0
-    assert all_reduce_seconds(100, 2, Link(0, 10)) == pytest.approx(10)  # 2 x 1/2 of the bytes
-    assert all_reduce_seconds(100, 4, Link(0.5, 10)) == pytest.approx(6 * 0.5 + 15)
 
 
 def test_what_the_backward_pass_hides_is_not_counted():
@@ -170,36 +127,7 @@ def test_predictions_are_the_simulators(costs, batch):
         assert plan.bubble == pytest.approx(step.bubble)
 
 
-def test_long_chains_are_looked_at_in_groups():
-    costs = [segment(0.001 * (1 + n % 5), name=str(n)) for n in range(400)]
-    groups = list(coarsened(costs, 64))
-    assert [cost for group in groups for cost in group] == costs and 50 <= len(groups) <= 64
-    for plan in plans(costs, batch=16, cluster=Cluster(node(3)), replicas=(1,)):
-        assert sum(plan.sizes) == 400 and len(plan.sizes) == plan.stages * plan.chunks
-    assert list(coarsened(costs, 400)) == [[cost] for cost in costs]
-
-
-@pytest.mark.parametrize(("batch", "cluster"), [(0, Cluster(node())), (4, Cluster(())), (4, Cluster(node(), nodes=0))])
-def test_nothing_to_plan_is_refused(batch, cluster):
-    with pytest.raises(ConfigError, match="at least one sample, one device and one node"):
-        plans(CHAIN, batch=batch, cluster=cluster)
-
-
 # ---- words and numbers
-
-
-def test_plans_in_words():
-    plan = ParallelPlan(1, 1, 1, 1, "1f1b", "never", 32)
-    assert str(plan) == "one device, batch 32"
-    assert str(replace(plan, replicas=4, accumulate=2)) == "data parallel on 4 devices, batch 4, 2 passes"
-    assert str(replace(plan, stages=2, micro_batches=4)) == "pipeline of 2 stages, 4 micro-batches of 8, 1f1b"
-    both = replace(plan, stages=2, replicas=2, micro_batches=4, remat="except_last", schedule="gpipe")
-    assert str(both) == "2 x pipeline of 2 stages, 4 micro-batches of 4, gpipe, recomputing"
-
-
-def test_a_plan_as_json():
-    told = as_json(plans(CHAIN, batch=8, cluster=Cluster(node(1, 10)))[0])
-    assert json.loads(json.dumps(told, allow_nan=False))["step_s"] is None and "needs" in told["reason"]
 
 
 def test_all_schedules_are_chosen_among():
@@ -225,37 +153,6 @@ def test_devices_in_words():
     assert unequal is not None and [(one.name, one.speed, one.memory_bytes) for one in unequal] == [
         ("device 0", 1.0, 24e9), ("device 1", 2.5, 80 * 2**30),
     ]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "4",
-        "4x",
-        "x24GiB",
-        "4x24",
-        "0x24GiB",
-        "4x0GiB",
-        "4x1GiB@0",
-        "cuda:0,24GiB",
-        "gpu",
-        "99999999x24GiB",
-        "100x1GiB,29x1GiB",
-    ],
-)
-def test_devices_that_are_none(text):
-    with pytest.raises(ConfigError):
-        described(text, reserve_bytes=0.0)
-
-
-def test_speed_makes_costs_of_another_device():
-    costs = [segment(0.3), segment(0.6)]
-    speed = Speed.of(costs, sample_s=0.009, samples=2, launch_s=1e-3)
-    assert speed.factor == pytest.approx(100)
-    first, second = speed.costs(costs)
-    assert first.forward_s(10) == pytest.approx(0.01 + 1e-3) and first.backward_s(10) == pytest.approx(0.02 + 2e-3)
-    assert second.forward_s(0) == pytest.approx(1e-3) and second.parameter_bytes == 1000
 
 
 # ---- the command, and the choice for a program

@@ -15,21 +15,18 @@ from hypothesis import strategies as st
 
 from hvdtrain.pipeline.plan.costs import Link, ring_link
 from hvdtrain.pipeline.plan.scaling import (
-    MOST_RANKS,
     BucketTiming,
     MeasuredStep,
     Network,
     Way,
     exchange,
     exposed,
-    first_below,
     predict,
     remedies,
 )
 
 BETWEEN, INSIDE = Link(30e-6, 1.25e9), Link(5e-6, 12.5e9)
 NETWORK = Network(BETWEEN, INSIDE, per_host=8)
-FREE = Network(Link(), Link())
 WHOLE = (BucketTiming(170e6, 1.0),)
 EVEN = tuple(BucketTiming(17e6, n / 10) for n in range(1, 11))
 
@@ -103,12 +100,6 @@ def test_the_other_ways_by_hand() -> None:
     assert ring_link(8, 8, INSIDE, BETWEEN) == INSIDE and ring_link(8, 1, INSIDE, BETWEEN) == BETWEEN
 
 
-def test_nothing_to_send_or_nobody_to_send_to_costs_nothing() -> None:
-    for network, buckets, ranks in ((FREE, WHOLE, 4096), (NETWORK, (), 512), (NETWORK, WHOLE, 1)):
-        step = predict(MeasuredStep((0.31,), 0.2, buckets, 32), network, ranks)
-        assert step.efficiency == 1 and step.step_s == 0.31 and step.samples_per_s == pytest.approx(ranks * 32 / 0.31)
-
-
 def test_sums_hide_behind_the_backward_pass() -> None:
     """A sum of 17 MB takes 2.4 ms inside a host: the last alone is left; none has a backward pass to hide behind."""
     even = predict(MeasuredStep((0.31,), 0.2, EVEN), NETWORK, 8).exposed_communication_s
@@ -164,16 +155,6 @@ def test_more_ranks_are_never_more_efficient(
     few, many = (predict(training, network, count * per_host) for count in (ranks, ranks + more))
     cycle_s = network.negotiation_s(many.ranks) if backward_s else 0.0
     assert few.efficiency <= 1 and few.step_s <= (many.step_s + cycle_s) * (1 + 1e-9)
-
-
-def test_where_the_efficiency_falls_below() -> None:
-    training, network = MeasuredStep((0.31,), 0.2, EVEN), replace(NETWORK, coordinator_s=1e-6, cycle_s=1e-3)
-    for share in (0.9, 0.75, 0.5):
-        ranks = first_below(training, network, share)
-        assert ranks and ranks % 8 == 0 and predict(training, network, ranks).efficiency < share
-        assert ranks == 8 or predict(training, network, ranks - 8).efficiency >= share
-    assert first_below(training, FREE, 0.9) is None and first_below(MeasuredStep((1.0, 3.0), 0, ()), FREE, 0.9) == 8
-    assert MOST_RANKS >= 4096
 
 
 def test_what_would_help_is_simulated() -> None:

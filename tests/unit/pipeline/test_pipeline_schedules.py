@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import get_args
-from unittest import mock
 
 import pytest
 from hypothesis import assume, given
@@ -14,10 +11,8 @@ from hypothesis import strategies as st
 from stub_pipelines import stage
 
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.pipeline.plan import schedule as schedules
-from hvdtrain.pipeline.plan.costs import Curve, Device, Link, SegmentCost, StageCost
-from hvdtrain.pipeline.plan.partition import partition
-from hvdtrain.pipeline.plan.schedule import Action, Schedule, actions, footprints, of_stage, stage_orders
+from hvdtrain.pipeline.plan.costs import Curve, Device, Link, StageCost
+from hvdtrain.pipeline.plan.schedule import Action, Schedule, actions, of_stage, stage_orders
 from hvdtrain.pipeline.plan.simulate import simulate
 
 # of the rows of devices: which passes there are, by (device, action)
@@ -72,21 +67,6 @@ def test_every_zero_bubble_row_is_a_schedule() -> None:
         assert broken_rules(rows, m, 1, weights=True) == [], (devices, m)
 
 
-def test_broken_rows_are_seen() -> None:
-    """Negative twins."""
-    rows = [actions("interleaved", at, 2, 4, 2) for at in range(2)]
-    assert broken_rules([rows[0][1:], rows[1]], 4, 2, weights=False)
-    assert "waits for itself" in broken_rules([rows[0], rows[1][::-1]], 4, 2, weights=False)
-    zero = [actions("zb-h1", at, 2, 4) for at in range(2)]
-    assert broken_rules([zero[0], zero[1][:-1]], 4, 1, weights=True)
-
-
-def test_one_chunk_is_1f1b() -> None:
-    for devices, m in itertools.product(range(1, 5), range(1, 9)):
-        for at in range(devices):
-            assert actions("interleaved", at, devices, m) == actions("1f1b", at, devices, m)
-
-
 def test_by_hand() -> None:
     """Narayanan et al., figure 4, for 2 devices, 2 chunks, 4 micro-batches; Qi et al., figure 3, for 2 devices."""
     named = [f"{a.kind[0]}{a.micro}{'ab'[a.chunk]}" for a in actions("interleaved", 1, 2, 4, 2)]
@@ -121,26 +101,6 @@ def test_the_bubble_of_zb_h1(devices: int, more: int, forward: int, half: int) -
     assert found.step_s <= plain.step_s and (devices == 1 or found.step_s < plain.step_s)
 
 
-def test_weights_that_wait_for_nothing_are_1f1b() -> None:
-    """Negative twin: were a backward pass not parted, nothing would be gained."""
-    alike = [stage(1, 2)] * 4
-    with mock.patch("hvdtrain.pipeline.plan.simulate.WEIGHT_SHARE", 0.0):
-        whole = simulate(alike, sizes=[1] * 8, schedule="zb-h1").step_s
-    assert simulate(alike, sizes=[1] * 8, schedule="zb-h1").step_s == 8 * 3 + 3 < whole
-    assert whole == simulate(alike, sizes=[1] * 8, schedule="1f1b").step_s
-
-
-def test_what_zb_h1_holds() -> None:
-    """No more than the first device of 1F1B (Qi et al., section 2.2)."""
-    for devices, m in itertools.product(range(1, 6), range(1, 10)):
-        for at in range(devices):
-            held = [
-                sum(count for _, count in moment.activations)
-                for moment in footprints(actions("zb-h1", at, devices, m), [1] * m)
-            ]
-            assert max(held) == min(m, devices)
-
-
 def test_what_interleaved_holds() -> None:
     """(v - 1) s + 2 (s - 1) + 1 small stages' activations on the first device (Narayanan et al.: 1 + (s - 1) / (s v)
     of what 1F1B holds)."""
@@ -160,22 +120,3 @@ def test_transfers_go_round() -> None:
     assert alone.step_s == 6
     with pytest.raises(ConfigError, match="every two neighbouring stages need a link"):
         simulate([stage(1, 1)] * 4, sizes=[1], schedule="interleaved", chunks=2, links=[Link()] * 3)
-
-
-def test_a_cut_for_rounds() -> None:
-    costs = [
-        SegmentCost(str(n), Curve.per_sample(n), Curve.per_sample(2 * n), parameter_bytes=1) for n in (2, 1, 1, 2, 2)
-    ]
-    devices = [Device("a"), Device("b")]
-    found = partition(costs, devices, batch=4, micro_batches=2, schedule="interleaved", chunks=2)
-    assert len(found.sizes) == 4 and found.bottleneck_s == 4 * 6
-    with pytest.raises(ConfigError, match="every stage must fit"):
-        tight = [replace(one, memory_bytes=1.5) for one in devices]
-        partition(costs, tight, batch=4, micro_batches=2, schedule="interleaved", chunks=2)
-
-
-def test_refusals() -> None:
-    for one in ("1f1b", "zb-h1"):
-        with pytest.raises(ConfigError, match="one stage per device"):
-            actions(one, 0, 2, 4, 2)
-    assert set(schedules.SCHEDULES) == set(get_args(Schedule))

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import random
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from limits import Limit
 
-from hvdtrain.core.errors import ConfigError
-from hvdtrain.pipeline.tuning import plots, search_size
+from hvdtrain.pipeline.tuning import search_size
 from hvdtrain.pipeline.tuning.search import Search, climb, race_in_turns
 from hvdtrain.pipeline.tuning.search_size import REFERENCE
 from hvdtrain.record.stats import ratio_of_medians
@@ -82,19 +77,6 @@ def test_a_prediction_that_is_off_costs_rounds_only(believed_s: float) -> None:
     assert true(fastest(Machine(true), wrong)[0]) <= 1.03 * min(map(true, CANDIDATES))
 
 
-@given(overhead_s=st.floats(0, 2), believed_s=st.floats(0, 2), stages=st.integers(2, 8), seed=st.integers(0, 99))
-def test_without_noise_it_is_the_fastest(overhead_s: float, believed_s: float, stages: int, seed: int) -> None:
-    machine = Machine(lambda count: step_time(count, overhead_s=overhead_s, stages=stages), noise=0.0, moody=False)
-    best, _ = fastest(machine, {count: step_time(count, overhead_s=believed_s, stages=stages) for count in CANDIDATES})
-    assert machine.true(best) <= 1.0001 * min(map(machine.true, CANDIDATES))
-    assert machine.runs <= 13 * len(CANDIDATES)
-
-
-def test_says_whether_it_is_settled() -> None:
-    assert fastest(Machine(lambda count: 1 + abs(count - 4), noise=0.001), dict.fromkeys(CANDIDATES, 1.0)) == (4, True)
-    assert not fastest(Machine(lambda count: 1.0, noise=0.3), dict.fromkeys(CANDIDATES, 1.0))[1]
-
-
 def test_one_quick_run_makes_no_winner() -> None:
     true = {2: 1.04, 4: 1.0, 8: 1.06}
     lucky = iter([1.04, 0.93])
@@ -112,13 +94,6 @@ def test_a_challenger_that_cannot_be_run_is_thrown_out() -> None:
     assert fastest(lambda count: math.inf if count > 4 else 8.0 / count, {n: float(n != 4) for n in CANDIDATES})[0] == 4
     verdict = search_of(lambda count: math.inf if count == 2 else 1.0).compared(1, 2, search_size.ROUNDS)
     assert verdict == ("thrown out: it cannot be run", None)
-
-
-def test_stops_when_time_is_up() -> None:
-    machine = Machine(lambda count: 1.0, noise=0.3)
-    search = search_of(machine, 8.0, lambda: machine.spent_s)
-    assert not climb(search, 1, dict.fromkeys(CANDIDATES, 1.0), search_size.ROUNDS)[1]
-    assert machine.spent_s < 8 + 4 * 1.5 * 1.5, "a round that has begun is finished"
 
 
 @pytest.mark.parametrize(("reference_s", "outcome", "runs"), [(0.5, "faster", 5), (2.0, "slower", 2)])
@@ -157,14 +132,6 @@ def test_verdicts_have_the_numbers(limit: Limit) -> None:
     assert alone.split_pays and "does not fit on one device" in alone.verdict
 
 
-def test_result_is_json_and_a_picture() -> None:
-    once = result([1.0], [2.0], "undecided: no time")
-    stored = json.loads(json.dumps(once.as_dict(), allow_nan=False))
-    assert stored["best"] == 4 and stored["trials"][1]["median"] == 1.0 and stored["split_pays"] is False
-    picture = once.picture()
-    assert picture.best == 8 and picture.predicted == {16: 9.5, 8: 1.0, 4: 1.2}
-
-
 @pytest.mark.parametrize("batch", [1, 2, 3, 10, 31, 32, 120])
 def test_default_candidates(batch: int) -> None:
     counts = search_size._counts(None, batch)
@@ -172,33 +139,7 @@ def test_default_candidates(batch: int) -> None:
     assert all(b / a <= 2 for a, b in zip(counts, counts[1:], strict=False)) and batch / counts[-1] < 1.5
 
 
-@pytest.mark.parametrize("candidates", [[], [0], [33], [4, -1], [True]])
-def test_impossible_candidates(candidates: list[int]) -> None:
-    with pytest.raises(ConfigError, match="candidates= must be numbers of micro-batches"):
-        search_size._counts(candidates, 32)
-
-
-def test_sizes_and_counts() -> None:
-    assert [search_size.micro_batches_for(120, size) for size in (1, 7, 20, 120, 200)] == [120, 18, 6, 1, 1]
-    assert search_size.split_size(120, 7) == 18
-
-
 # ---- pictures
-
-
-@pytest.mark.parametrize("empty", [plots.Bars("t", {}), plots.Bars("t", {"one": []}), plots.Timeline("t", [])])
-def test_nothing_to_draw(empty: plots.Bars | plots.Timeline, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="something to draw"):
-        plots.plot(empty, tmp_path / "x.png")
-
-
-def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    import sys
-
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ConfigError, match="pictures need matplotlib") as caught:
-        plots.plot(plots.Bars("t", {"one": [1.0]}), tmp_path / "x.png")
-    assert "pip install" in caught.value.remedy and "plot" in caught.value.remedy
 
 
 # ---- schedules

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from hvdtrain import keras_mnist
-from hvdtrain.core.errors import ConfigError
 
 # ---- what follows from flags and ranks
 
@@ -32,15 +31,6 @@ def test_epochs_are_divided_over_ranks(ranks: int, flags: tuple[str, ...], each:
     assert f"over {keras_mnist.plural(ranks)}: {each} each" in str(plan)
 
 
-def test_work_of_a_rank_is_the_examples() -> None:
-    """Updates a rank makes: as many as where each rank read all the data `each` times."""
-    for ranks in (1, 2, 3, 16):
-        plan = settings(ranks)
-        its_updates = plan.epochs_each * 60_000 / plan.per_rank_batch
-        ours = plan.passes * 60_000 / plan.global_batch
-        assert ours == pytest.approx(its_updates)
-
-
 def test_learning_rate_contract() -> None:
     assert settings(1).lr.peak(settings(1).global_batch) == 1.0
     assert settings(4).lr.peak(settings(4).global_batch) == 2.0
@@ -50,29 +40,3 @@ def test_learning_rate_contract() -> None:
     # half the batch on twice the ranks is the same training
     half = settings(4, "mnist", "--per-rank-batch", "64")
     assert half.lr.peak(half.global_batch) == settings(2).lr.peak(settings(2).global_batch)
-
-
-def test_flags_are_few_and_frozen() -> None:
-    flags = {flag for action in keras_mnist.parser()._actions for flag in action.option_strings}
-    assert flags == {
-        "-h", "--help", "--epochs", "--epochs-divided", "--no-epochs-divided", "--per-rank-batch", "--lr",
-        "--lr-scale", "--seed", "--data", "--run-dir", "--resume", "--backend", "--device", "--compression",
-        "--watch-every",
-    }  # fmt: skip
-
-
-def test_help_fits_and_tells(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        keras_mnist.main(["--help"])
-    text = capsys.readouterr().out
-    assert ended.value.code == 0
-    for part in ("examples:", "horovodrun -np 2 python -m hvdtrain.keras_mnist", "default: MNIST 128, digits 16"):
-        assert part in text
-
-
-def test_wrong_flag_in_process(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ConfigError):
-        keras_mnist.parser().parse_args(["--backend", "jax"])
-    with pytest.raises(SystemExit) as ended:
-        keras_mnist.main(["--epochs", "none"])
-    assert ended.value.code == 2 and "--epochs" in capsys.readouterr().err

@@ -14,34 +14,6 @@ from hvdtrain.world.world import World
 # ---- flags
 
 
-def test_flags_are_frozen() -> None:
-    flags = {flag for action in torch_resnet.parser()._actions for flag in action.option_strings}
-    assert flags == {
-        "-h", "--help", "--model", "--epochs", "--per-rank-batch", "--accumulate", "--optimizer", "--lr", "--schedule",
-        "--warmup-epochs", "--weight-decay", "--label-smoothing", "--clip", "--amp", "--sync-batchnorm", "--seed",
-        "--data", "--image-size", "--workers", "--strict", "--run-dir", "--resume", "--weights", "--save-every",
-        "--decode-whole",
-        "--engine", "--device", "--gpus-per-rank", "--compression", "--channels-last", "--compile", "--watch-every",
-        "--zero", "--pipeline", "--micro-batches", "--pipeline-schedule", "--remat", "--plan",
-    }  # fmt: skip
-
-
-def test_help_fits_and_tells(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        torch_resnet.main(["--help"])
-    text = capsys.readouterr().out
-    assert ended.value.code == 0
-    for part in ("examples:", "horovodrun -np 2 python -m hvdtrain.torch_resnet", "ImageNet's layout", "dataparallel"):
-        assert part in text
-    assert max(map(len, text.splitlines())) <= 120
-
-
-def test_flags_that_contradict_each_other() -> None:
-    with pytest.raises(ConfigError, match="--weights"):
-        torch_resnet.check_flags(torch_resnet.parser().parse_args(["--resume", "--weights", "x"]))
-    torch_resnet.check_flags(torch_resnet.parser().parse_args(["--weights", "x"]))
-
-
 @pytest.mark.parametrize(
     ("flags", "told"),
     [

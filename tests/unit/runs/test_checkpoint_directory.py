@@ -6,7 +6,6 @@ import gc
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -74,18 +73,6 @@ class TestModels:
         if not first_is_gone:
             train(checkpoints, first, 4)
             assert steps(tmp_path) == [4], "the first one goes on"
-
-    def test_negative_twin_what_knows_no_model_takes_the_place_of_the_first(self, tmp_path: Path) -> None:
-        train(synchronous(tmp_path, keep=1), Model(), 1)
-        synchronous(tmp_path, keep=1).save({"model.bin": Blob(b"of another model")}, progress=progress_at(2))
-        assert steps(tmp_path) == [2]
-
-    def test_each_in_its_own_directory(self, tmp_path: Path) -> None:
-        models = {tmp_path / f"fold-{number}": Model() for number in (1, 2, 3)}
-        for step in (1, 2):
-            for folder, model in models.items():
-                train(synchronous(folder), model, step)
-        assert [steps(folder) for folder in models] == [[1, 2]] * 3
 
     def test_the_same_model_saves_through_any_checkpointer_of_the_directory(self, tmp_path: Path) -> None:
         (tmp_path / "real").mkdir()
@@ -184,20 +171,6 @@ class TestPlace:
         train(checkpoints, model, 3)
         assert steps(folder) == [3]
 
-    def test_negative_twin_a_lock_that_knows_no_place_writes_to_it(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(checkpoint_folder.Lock, "holds", lambda lock, directory: True)
-        folder, model = tmp_path / "checkpoints", Model()
-        checkpoints = synchronous(folder)
-        train(checkpoints, model, 1)
-        moved(folder)
-        folder.mkdir()
-        theirs = checkpoint_folder.Lock(folder)
-        train(checkpoints, model, 2)
-        assert steps(folder) == [2], "though another training has it"
-        del theirs
-
 
 def half(manifest: Path) -> None:
     manifest.write_bytes(manifest.read_bytes()[:50])
@@ -238,16 +211,3 @@ class TestManifests:
         assert capsys.readouterr().err.count(f"keeping {first}, which cannot be read: ") == 1
         (first / MANIFEST).write_bytes(kept[0])
         assert step_of(restored(tmp_path, which=first)) == 1, "all of it is still there"
-
-    def test_negative_twin_a_damaged_one_that_counts_as_its_own_goes(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        read = checkpoint_folder.read_info
-
-        def owned(path: Path) -> checkpoint_folder.Info:
-            info = read(path)
-            whose = [its.training for its in map(read, tmp_path.iterdir()) if its.ok]
-            return info if info.ok or not whose else replace(info, training=whose[0])
-
-        monkeypatch.setattr(checkpoint_folder, "read_info", owned)
-        assert not self.save_after(tmp_path, half).exists()

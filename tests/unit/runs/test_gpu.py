@@ -91,12 +91,6 @@ def test_epochs_and_the_verdict_say_how_busy_the_gpu_was(host: Host) -> None:
     assert not samplers() and stand_in.open == 0
 
 
-def test_another_gpu_of_the_host_is_not_taken_for_it(host: Host) -> None:
-    """The twin: the same process on the idle one."""
-    _, printed = host.train(host.put(IDLE, BUSY))
-    assert "GPU busy 0 %, memory 1 of 24 GiB" in printed
-
-
 def test_a_rank_of_two_gpus_says_their_mean_and_the_fuller_one(host: Host) -> None:
     _, printed = host.train(host.put(IDLE, BUSY, busy=(50,)), devices=(0, 1))
     assert printed.splitlines()[-1] == "GPU busy 25 %, memory 12 of 24 GiB"
@@ -135,12 +129,6 @@ def test_what_nvml_refuses_is_said_once_and_ends_nothing(broken: str, host: Host
     assert [epoch["gpus"] for epoch in epochs] == [[{"error": "NVMLError: Driver/library version mismatch"}]] * 2
     assert printed.count("no utilisation of GPUs: NVML on rank 0 says NVMLError: Driver/library") == 1
     assert "verdict: " in printed and "GPU busy" not in printed
-
-
-def test_a_driver_that_is_not_there_is_said(host: Host) -> None:
-    host.put()
-    with pytest.raises(OSError, match="cuDeviceGet: CUDA error 101"):
-        gpu.bus_ids([0])
 
 
 @pytest.mark.parametrize("package", [True, False])

@@ -49,10 +49,6 @@ def steps(folder: Path) -> list[int]:
     return sorted(info.progress.step for info in Checkpointer(folder, asynchronous=False).list())
 
 
-def test_nobody_is_told(part: Trained) -> None:
-    end_if_preempted([Training(False, part.saver)], World.solo())
-
-
 def test_it_saves_as_the_last_time(part: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Checkpointer(tmp_path, asynchronous=False).save({"blob": part}, progress=part.progress)
     part.at = Progress(step=2)

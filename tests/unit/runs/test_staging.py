@@ -8,7 +8,6 @@ import zipfile
 from pathlib import Path
 
 import numpy as np
-import pytest
 from harness import quick_folder
 from hypothesis import given
 from hypothesis import strategies as st
@@ -69,15 +68,3 @@ def test_libraries_write_it(tmp_path: Path) -> None:
         assert zipfile.ZipFile(io.BytesIO(data)).testzip() is None
         file.close()
     assert str(images.file("model.keras")) == "model.keras"
-
-
-@pytest.mark.parametrize("size", [0, 1, 5000])
-def test_an_image_is_copied_to_disk(tmp_path: Path, size: int) -> None:
-    images = StagedFiles()
-    file = images.file("x")
-    file.write(bytes(range(256)) * 20)
-    with StateFile.on_disk(tmp_path / "x") as target:
-        write_image(images.descriptor("x"), size, None, target)
-    assert (tmp_path / "x").read_bytes() == (bytes(range(256)) * 20)[:size]
-    with pytest.raises(FileExistsError):
-        StateFile.on_disk(tmp_path / "x")

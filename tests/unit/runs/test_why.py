@@ -15,8 +15,8 @@ from hvdtrain import __main__
 from hvdtrain.comm import ring
 from hvdtrain.comm.ring import FOLDER, UPDATE, open_ring
 from hvdtrain.commands.why import pages_in_words, why
-from hvdtrain.core.errors import ConfigError, RanksLost
-from hvdtrain.record.log_files import lock, write_json
+from hvdtrain.core.errors import RanksLost
+from hvdtrain.record.log_files import write_json
 
 
 def hang(folder: Path, name: str, received: str, age_s: float = 0.0) -> Path:
@@ -156,29 +156,6 @@ def test_an_error_before_a_hang_is_told_first(tmp_path: Path) -> None:
     lines = why(tmp_path).splitlines()
     assert "ValueError: mine" in lines[0] and "a.json" in lines[1] and "received: rank 1" in lines[3]
     assert not any("later" in line or "RanksLost" in line for line in lines)
-
-
-def test_ranks_of_a_run_that_goes_on_have_not_ended(tmp_path: Path) -> None:
-    begun(tmp_path, "running")
-    falls_silent(tmp_path, 1, at=1000.0)
-    with lock(tmp_path):
-        assert "ended" not in why(tmp_path) and "as they were last heard of" in why(tmp_path)
-
-
-def test_nothing_tells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    begun(tmp_path, "finished")
-    assert __main__.main(["why", str(tmp_path)]) == 1 and "nothing tells why" in capsys.readouterr().out
-    for wrong in (tmp_path / "none", tmp_path / "run.json"):
-        with pytest.raises(ConfigError, match="needs a run's directory"):
-            why(wrong)
-
-
-@pytest.mark.parametrize("attempts", [[1], {"a": 1}, "x", [None]])
-def test_a_damaged_record_is_refused(attempts: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    hang(tmp_path / FOLDER, "a.json", "rank 2")
-    write_json(tmp_path / "run.json", {"attempts": attempts})
-    assert __main__.main(["why", str(tmp_path)]) == 2
-    assert "run.json must list its attempts" in capsys.readouterr().err
 
 
 def test_a_job_that_was_preempted_has_a_signal_or_no_cause(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from limits import Limit
 
-from hvdtrain.core.errors import ConfigError
 from hvdtrain.vision import pictures as image_data
 
 
@@ -44,29 +43,9 @@ def test_a_folder_that_holds_mnist(tmp_path: Path, limit: Limit) -> None:
     limit("K19b", "torch_resnet refuses a folder with MNIST that keras_mnist takes", mended="both take it")
 
 
-def test_a_class_may_be_called_like_a_file_of_cifar(tmp_path: Path) -> None:
-    """ImageNet's layout wins: its two folders are the rarer find."""
-    (tmp_path / "train" / "cat").mkdir(parents=True)
-    (tmp_path / "test_batch").mkdir()
-    assert image_data.kind_of(str(tmp_path)) == "folder"
-
-
-def test_what_is_not_there_is_told_early(tmp_path: Path) -> None:
-    for source in ("auto", "digits", "cifar10", str(tmp_path)):
-        image_data.check(source)
-    with pytest.raises(ConfigError) as caught:
-        image_data.check("cifar")
-    assert "auto, digits, cifar10, mnist, synthetic" in str(caught.value) and "cifar: no such" in caught.value.received
-
-
 def test_mean_and_deviation_of_each_channel() -> None:
     rng = np.random.default_rng(3)
     pictures = rng.integers(0, (50, 100, 256), (40, 5, 7, 3)).astype(np.uint8).transpose(0, 3, 1, 2)
     mean, std = image_data.by_channel(pictures)
     values = pictures / 255
     assert mean == pytest.approx(values.mean((0, 2, 3))) and std == pytest.approx(values.std((0, 2, 3)))
-
-
-def test_one_colour_has_no_deviation_to_divide_by() -> None:
-    mean, std = image_data.by_channel(np.full((2, 3, 4, 4), 51, np.uint8))
-    assert mean == pytest.approx([0.2] * 3) and std == [1.0] * 3

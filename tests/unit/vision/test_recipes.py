@@ -6,10 +6,9 @@ import argparse
 
 import pytest
 
-from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.sharding import Plan, tail_pieces
 from hvdtrain.pipeline.plan.schedule import micro_batch_sizes
-from hvdtrain.vision.recipes import ADAMW_WEIGHT_DECAY, RECIPES, Settings, nearest_batch, smallest_batch
+from hvdtrain.vision.recipes import RECIPES, Settings, nearest_batch, smallest_batch
 
 IMAGENET = 1_281_167
 FLAGS = {
@@ -38,11 +37,6 @@ def test_imagenet_in_an_hour() -> None:
     )
 
 
-def test_one_gpu_at_the_reference_batch_is_not_scaled() -> None:
-    plan = settings(per_rank_batch=256)
-    assert {plan.lr.at(round(epoch * IMAGENET), 256) for epoch in (0, 1, 10, 29)} == {0.1}
-
-
 @pytest.mark.parametrize(
     ("ranks", "per_rank_batch", "accumulate"), [(1, 256, 1), (8, 32, 1), (2, 32, 4), (4, 16, 4), (1, 64, 4)]
 )
@@ -65,34 +59,6 @@ def test_any_number_of_epochs_is_a_whole_schedule(data: str, schedule: str, epoc
     assert plan.lr.warmup_samples <= plan.total_samples / 4 + 1
 
 
-def test_adamw_scales_by_the_square_root() -> None:
-    plan = settings(ranks=128, optimizer="adamw")
-    assert plan.lr.peak(plan.global_batch) == pytest.approx(4 * plan.lr.base)  # 4096 / 256 = 16
-    assert plan.weight_decay == ADAMW_WEIGHT_DECAY
-    assert settings(optimizer="adamw", weight_decay=0.0).weight_decay == 0.0
-
-
-def test_flags_come_before_the_recipe() -> None:
-    plan = settings("digits", 2, 1437, epochs=3, per_rank_batch=8, lr=0.5, schedule="step", weight_decay=0.1,
-                    warmup_epochs=0.0, optimizer="sgd")  # fmt: skip
-    assert (plan.epochs, plan.per_rank_batch, plan.global_batch) == (3, 8, 16)
-    assert (plan.lr.base, plan.lr.schedule, plan.lr.warmup_samples) == (0.5, "step", 0)
-    assert (plan.weight_decay, plan.optimizer) == (0.1, "sgd")
-
-
-def test_it_tells_what_it_does() -> None:
-    text = str(settings("digits", 4, 1437, accumulate=2))
-    assert "batch: 256 an update (4 x 32 x 2 batches); 8 epochs" in text
-    assert "learning rate 0.2 (0.025 at batch 32, scaled by linear), cosine; weight decay 0.0005" in text
-    assert "scaled" not in str(settings("digits", 1, 1437))
-
-
-@pytest.mark.parametrize("schedule", ["step", "cosine"])
-def test_a_warm_up_longer_than_the_training_is_refused(schedule: str) -> None:
-    with pytest.raises(ConfigError, match="warm"):
-        settings(warmup_epochs=4.0, epochs=3, schedule=schedule)
-
-
 @pytest.mark.parametrize("samples", [1, 2, 7, 17, 59, 64])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("per_rank_batch", [1, 2, 5, 8])
@@ -102,12 +68,6 @@ def test_the_smallest_batch_is_that_of_the_plan(samples: int, ranks: int, per_ra
     assert smallest_batch(samples, ranks, per_rank_batch) == min(count for count in counts if count)
     better = nearest_batch(samples, ranks, per_rank_batch)
     assert better is None or smallest_batch(samples, ranks, better) >= 2
-
-
-def test_pieces_of_a_batch() -> None:
-    assert [smallest_batch(8, 1, 8, pieces) for pieces in (1, 2, 3, 4, 5, 9)] == [8, 4, 2, 2, 1, 1]
-    assert smallest_batch(59, 1, 8, 2) == 1 and nearest_batch(59, 1, 8, 2) == 9  # 59 = 6 x 9 + 5: 3 and 2
-    assert nearest_batch(1, 1, 8) is None and nearest_batch(17, 1, 8) == 7
 
 
 def test_the_smallest_micro_batch() -> None:
