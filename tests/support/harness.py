@@ -193,8 +193,7 @@ def _run_once(
             failure = MpirunHangs if _only_mpirun(alive) else HarnessError
             stacks, seconds, left = _stacks(alive), -1.0, []
         finally:
-            kill_all(token)
-            returncode = process.wait()
+            returncode = _killed(process, token)
         if forked:
             tagged = "none" if launcher == "none" else "horovodrun"
             result = _result(tagged, returncode, *_forked_output(tagged, Path(logs)), seconds, logs)
@@ -206,6 +205,14 @@ def _run_once(
     if left:
         raise HarnessError(f"{len(left)} process(es) left behind {grace_s} s after the launcher's end: {shown}")
     return result
+
+
+def _killed(process: subprocess.Popen[bytes] | starter.Run, token: str) -> int:
+    """Kills all processes of a run, also those that a starter forks after its imports; returns the exit code."""
+    while True:
+        kill_all(token)
+        with suppress(subprocess.TimeoutExpired):
+            return process.wait(1.0)
 
 
 def clean_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
