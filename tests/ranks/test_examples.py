@@ -20,7 +20,7 @@ EXAMPLES = {
     "keras": ["tabular", "multi_input"],
 }  # fmt: skip
 ALL = [name for names in EXAMPLES.values() for name in names]
-OFTEN = ("wgan_gp", "moco", "moe", "ema", "tabular")  # the others are thorough
+OFTEN = ("wgan_gp", "moco", "moe", "tabular")  # the others are thorough
 LINES = 120
 TOLERANCE = {"gpt2": 1e-6}  # transformers takes the loss in float32
 Weights = dict[str, np.ndarray]

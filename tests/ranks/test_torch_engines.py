@@ -37,7 +37,7 @@ def quiet(done: Result) -> bool:
     return not any(done.ranks_error.values()) and all(line == "done" or line.startswith("passed ") for line in lines)
 
 
-@pytest.fixture(scope="module", params=["ddp", "deepspeed"])
+@pytest.fixture(scope="module", params=["ddp", pytest.param("deepspeed", marks=pytest.mark.thorough)])
 def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Result, list[Any]]:
     return request.param, *job(request.param, "forked torchrun", tmp_path_factory.mktemp(request.param))
 

@@ -72,9 +72,7 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     scope="module",
     params=[
         ("horovod", 2),
-        pytest.param(("horovod", 4), marks=pytest.mark.thorough),
-        ("ddp", 2),
-        pytest.param(("ddp", 4), marks=pytest.mark.thorough),
+        *(pytest.param(way, marks=pytest.mark.thorough) for way in (("horovod", 4), ("ddp", 2), ("ddp", 4))),
     ],
     ids=lambda param: "-".join(map(str, param)),
 )
