@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import harness
 import pytest
@@ -14,9 +13,9 @@ from test_torch_resnet_ranks import BROKEN, SIDE, make_odd, record, run_program,
 SMALL = ["--model", "resnet18", "--image-size", SIDE, "--per-rank-batch", 4]
 
 
-def refused(flags: list[object], ranks: int = 2, launcher: str = "forked", **options: Any) -> Result:
+def refused(flags: list[object], ranks: int = 2, launcher: str = "forked") -> Result:
     """Runs the program, which must end with an error; returns what it said."""
-    result = run_program(launcher, ranks, *flags, **options)
+    result = run_program(launcher, ranks, *flags)
     assert result.returncode not in (0, None), result.text
     return result
 
@@ -54,7 +53,7 @@ def test_a_batch_that_leaves_one_picture_for_batch_norm(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "run.json").exists()
 
 
-@pytest.mark.parametrize("launcher", ["mpirun", pytest.param("torchrun", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("launcher", ["forked", pytest.param("mpirun", marks=pytest.mark.thorough)])
 def test_folder_without_classes(launcher: str, tmp_path: Path) -> None:
     (tmp_path / "train").mkdir()
     (tmp_path / "val").mkdir()
@@ -62,6 +61,7 @@ def test_folder_without_classes(launcher: str, tmp_path: Path) -> None:
     told_once(refused(["--data", tmp_path], launcher=launcher), str(tmp_path / "train"))
 
 
+@pytest.mark.thorough
 def test_horovod_under_torchrun() -> None:
     told_once(refused(["--engine", "horovod"], launcher="torchrun"), "horovodrun -np 2")
 
@@ -95,7 +95,10 @@ def test_a_broken_file_is_refused_when_strict(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("launcher", "engine"), [("forked", "horovod"), ("forked torchrun", "ddp")])
+@pytest.mark.parametrize(
+    ("launcher", "engine"),
+    [("forked", "horovod"), pytest.param("forked torchrun", "ddp", marks=pytest.mark.thorough)],
+)
 def test_nan_loss_stops_all_ranks_and_keeps_the_last_good_checkpoint(
     launcher: str, engine: str, trained: tuple[Path, Path], tmp_path: Path
 ) -> None:

@@ -21,7 +21,7 @@ JOBS = {
     "deepspeed-zero1": ("forked torchrun", 2, {"DS_ACCELERATOR": "cpu"}),
     "deepspeed-zero2": ("forked torchrun", 2, {"DS_ACCELERATOR": "cpu"}),
 }
-THOROUGH = ("deepspeed", "deepspeed-zero1")
+THOROUGH = set(JOBS) - {"horovod", "dataparallel"}  # another number of ranks, and another engine
 ENGINES = [pytest.param(engine, marks=[pytest.mark.thorough] * (engine in THOROUGH)) for engine in JOBS]
 
 
@@ -51,9 +51,9 @@ def test_program_ends_well(engine: str, results: dict[str, Result]) -> None:
 @pytest.mark.parametrize(
     ("first", "then"),
     [
-        ("deepspeed-zero2", ["solo", "deepspeed-zero1"]),
+        ("deepspeed-zero2", ["solo"]),
         pytest.param("deepspeed-zero1", ["horovod", "ddp", "deepspeed", "solo"], marks=pytest.mark.thorough),
-        pytest.param("deepspeed-zero2", ["horovod", "ddp", "deepspeed"], marks=pytest.mark.thorough),
+        pytest.param("deepspeed-zero2", ["horovod", "ddp", "deepspeed", "deepspeed-zero1"], marks=pytest.mark.thorough),
     ],
 )
 def test_what_has_parts_is_saved_whole(first: str, then: list[str], tmp_path: Path) -> None:
@@ -93,11 +93,6 @@ def test_limits_of_the_state(state: Result, limit: Limit) -> None:
     )
     limit("T12", "a learning rate from numpy makes every checkpoint unreadable", exact=float(errors["t12"]))
     limit(
-        "T13a", "prepare() without data, then model_state(model, optimizer, train): restored at (0, 0)",
-        refused="data= must be the loader that prepare() was given",
-    )  # fmt: skip
-    limit("T13b", "saved before the first update: the batch that is handed out is lost", mended="it comes again")
-    limit(
         "T14a", "a NaN gradient with a finite loss: NaN weights become the newest checkpoint",
         refused="weights that are not finite are not saved: training has diverged",
     )  # fmt: skip
@@ -114,20 +109,14 @@ def test_nothing_prepared_is_left(engine: str, limit: Limit) -> None:
     grown = [float(found) for found in re.findall(r"workers 0, (\S+) MiB", ended.out)]
     assert len(grown) == ranks
     limit(
-        "T16", "5 models in turn: 5 stay, with their worker processes", mended="20 in turn: none, less than 20 MiB more"
+        "T16", "5 models in turn: 5 stay, with their worker processes", mended="12 in turn: none, less than 20 MiB more"
     )
 
 
 KILLED = torch_cases.FOLDER / "killed_at_random.py"
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(200, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("kills", [2, pytest.param(200, marks=pytest.mark.thorough)])
 def test_killed_at_random_instants_a_run_ends_bit_for_bit(kills: int, tmp_path: Path) -> None:
     ended = run_ranks([KILLED, tmp_path, str(kills)], 1, launcher="none", timeout_s=60 + 15 * kills).check()
     assert f"{kills} kills" in ended.out and "all bit-equal" in ended.out
-
-
-@pytest.mark.thorough
-def test_negative_twin_with_torch_save_it_ends_otherwise(tmp_path: Path) -> None:
-    ended = run_ranks([KILLED, tmp_path, "20", "--torch-save"], 1, launcher="none", timeout_s=360)
-    assert ended.returncode == 1 and ("ended otherwise" in ended.err or "failed by itself" in ended.err), ended.text

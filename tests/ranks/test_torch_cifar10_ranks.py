@@ -43,7 +43,7 @@ def result(run_dir: Path) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_it_learns_the_digits_on_two_ranks(tmp_path: Path) -> None:
-    ended = run_program("horovodrun", 2, "--data", "digits", "--run-dir", tmp_path / "run")
+    ended = run_program("forked", 2, "--data", "digits", "--run-dir", tmp_path / "run")
     assert result(tmp_path / "run")["top1"] >= 0.95
     text = ended.ranks_output[0]
     assert "top-1 0.9" in text and "64 pictures an update" in text and re.search(r"\d+\.\d s in all", text)

@@ -15,7 +15,11 @@ def alone() -> dict[str, Result]:
     return {p: run_ranks([torch_cases.FOLDER / p], 1, timeout_s=180) for p in programs}
 
 
-@pytest.fixture(scope="module", params=[("horovod", "forked"), ("ddp", "forked torchrun")], ids=["horovod", "ddp"])
+@pytest.fixture(
+    scope="module",
+    params=[("horovod", "forked"), pytest.param(("ddp", "forked torchrun"), marks=pytest.mark.thorough)],
+    ids=["horovod", "ddp"],
+)
 def two(request: pytest.FixtureRequest) -> Result:
     engine, launcher = request.param
     return run_ranks([torch_cases.FOLDER / "ranks.py", engine], 2, launcher=launcher, timeout_s=180)

@@ -7,7 +7,7 @@ import torch_cases
 from harness import Result, run_ranks
 
 
-@pytest.fixture(scope="module", params=["forked 2", "mpirun 3"])
+@pytest.fixture(scope="module", params=["forked 2", pytest.param("mpirun 3", marks=pytest.mark.thorough)])
 def job(request: pytest.FixtureRequest) -> tuple[Result, int]:
     launcher, ranks = request.param.split()
     return run_ranks([torch_cases.FOLDER / "reducer.py"], int(ranks), launcher=launcher, timeout_s=120), int(ranks)

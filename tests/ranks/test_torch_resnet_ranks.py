@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from harness import PROGRAMS, Result, run_ranks
+from harness import Result, run_ranks
 from PIL import Image
 
 from hvdtrain.record.log import read_events
 
-PROGRAM = PROGRAMS / "torch" / "resnet_that_dies.py"
 BROKEN = "frame/7.jpg"
 SIDE = 40  # a ResNet makes 2x2 of it, so that a batch of one picture can be trained on
 
@@ -62,10 +60,10 @@ def picture(name: str, rng: np.random.Generator) -> np.ndarray:
     return pixels
 
 
-def run_program(launcher: str, ranks: int, *flags: object, program: Path | None = None, **options: Any) -> Result:
-    start = [program] if program else ["-m", "hvdtrain.torch_resnet"]
-    env = {"OMPI_MCA_mpi_yield_when_idle": "1", **options.pop("env", {})}
-    return run_ranks([*start, *map(str, flags)], ranks, launcher=launcher, timeout_s=300, env=env, **options)
+def run_program(launcher: str, ranks: int, *flags: object) -> Result:
+    env = {"OMPI_MCA_mpi_yield_when_idle": "1"}
+    program = ["-m", "hvdtrain.torch_resnet", *map(str, flags)]
+    return run_ranks(program, ranks, launcher=launcher, timeout_s=300, env=env)
 
 
 def record(run_dir: Path) -> dict[str, Any]:
@@ -120,23 +118,18 @@ def check_phases(run_dir: Path) -> None:
 
 
 FORMS = [
-    ("none", 1, ()),
-    pytest.param(
-        "none",
-        1,
-        ("--engine", "dataparallel", "--gpus-per-rank", "2", "--optimizer", "adamw"),
-        marks=pytest.mark.thorough,
-    ),
-    ("mpirun", 2, ("--compression", "fp16", "--accumulate", "2", "--clip", "1")),
-    pytest.param("torchrun", 2, ("--engine", "ddp", "--amp", "bf16", "--sync-batchnorm"), marks=pytest.mark.thorough),
-    pytest.param("torchrun", 2, ("--engine", "deepspeed", "--schedule", "cosine"), marks=pytest.mark.thorough),
     ("forked", 2, ("--pipeline", "cpu,cpu", "--micro-batches", "2", "--accumulate", "2", "--watch-every", "2")),
-    ("forked", 1, ("--plan", "auto", "--pipeline", "cpu,cpu")),
-    pytest.param(
-        "horovodrun",
-        4,
-        ("--channels-last", "--watch-every", "2", "--label-smoothing", "0.1"),
-        marks=pytest.mark.thorough,
+    *(
+        pytest.param(launcher, ranks, flags, marks=pytest.mark.thorough)
+        for launcher, ranks, flags in (
+            ("none", 1, ()),
+            ("none", 1, ("--engine", "dataparallel", "--gpus-per-rank", "2", "--optimizer", "adamw")),
+            ("mpirun", 2, ("--compression", "fp16", "--accumulate", "2", "--clip", "1")),
+            ("torchrun", 2, ("--engine", "ddp", "--amp", "bf16", "--sync-batchnorm")),
+            ("torchrun", 2, ("--engine", "deepspeed", "--schedule", "cosine")),
+            ("forked", 1, ("--plan", "auto", "--pipeline", "cpu,cpu")),
+            ("horovodrun", 4, ("--channels-last", "--watch-every", "2", "--label-smoothing", "0.1")),
+        )
     ),
 ]
 
@@ -163,23 +156,3 @@ def test_launch_forms(launcher: str, ranks: int, flags: tuple[str, ...], picture
         assert chosen and chosen[1].startswith("pipeline of 2 stages" if run["config"]["stages"] else "one device")
     engine = flags[flags.index("--engine") + 1] if "--engine" in flags else ("horovod" if ranks > 1 else "solo")
     assert run["world"]["engine"] == engine
-
-
-@pytest.mark.thorough
-@pytest.mark.slow
-def test_a_killed_run_goes_on_bit_exactly_from_the_middle_of_an_epoch(pictures: Path, tmp_path: Path) -> None:
-    flags = ["--model", "resnet18", "--data", pictures, "--image-size", SIDE, "--per-rank-batch", 4, "--epochs", 2,
-             "--save-every", 3, "--optimizer", "nesterov"]  # fmt: skip
-    straight = run_program("forked", 2, *flags, "--run-dir", tmp_path / "straight")
-    wanted = check_run(straight, tmp_path / "straight", 2)["weights_sha256"]
-    killed = run_program(
-        "forked", 2, *flags, "--run-dir", tmp_path / "parts", program=PROGRAM, env={"DIES_AT_SAVE": "5"}
-    )
-    assert killed.returncode != 0 and "dying at save 5" in killed.text
-    shutil.copytree(tmp_path / "parts", tmp_path / "stages")
-    # whole, and cut into stages: a checkpoint is the same for both, and one micro-batch is the same arithmetic
-    for folder, more in (("parts", []), ("stages", ["--pipeline", "cpu,cpu", "--micro-batches", 1])):
-        rest = run_program("forked", 2, *flags, "--run-dir", tmp_path / folder, "--resume", *more)
-        # 59 pictures, 8 an update: saved at updates 3, 6, 8 (the epoch's end) and 9, a batch into the second epoch
-        assert "resuming after 67 of 118 samples" in rest.text
-        assert check_run(rest, tmp_path / folder, 2)["weights_sha256"] == wanted

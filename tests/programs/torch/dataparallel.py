@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import dataclasses
-import io
 import itertools
 import os
 from collections import OrderedDict
-from collections.abc import Iterator, MutableMapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +15,7 @@ from torch import Tensor, nn
 
 import hvdtrain
 from hvdtrain.torch.engines.base import Pass, Transport
-from hvdtrain.torch.engines.dataparallel import DataParallelEngine, PiecesModel, memory_told, piece_sizes
+from hvdtrain.torch.engines.dataparallel import DataParallelEngine, piece_sizes
 
 
 class Pair(NamedTuple):
@@ -124,23 +119,6 @@ def inside(loss_of: Any) -> Any:
     return float(torch.stack(gaps).max())
 
 
-def case_memory_that_only_the_first_device_holds_is_told_once() -> None:
-    """What is said of GPUs' memory, of which there is none here; and how often."""
-    peaks, said = iter([5 << 30, 4 << 30]), io.StringIO()
-    parameter = nn.Parameter(torch.zeros(1))
-    model = PiecesModel(nn.Module(), torch.optim.SGD([parameter], lr=0.1), [torch.device("cuda", i) for i in (0, 1)])
-    asked, torch.cuda.max_memory_allocated = torch.cuda.max_memory_allocated, lambda device: next(peaks)  # type: ignore[assignment]
-    with contextlib.redirect_stdout(said):
-        model.step()
-        model.step()
-        bound_of(nn.Linear(2, 2), 2).step()
-    torch.cuda.max_memory_allocated = asked
-    uneven, even = said.getvalue(), memory_told({"cuda:0": 41 << 26, "cuda:1": 40 << 26})
-    assert uneven.count("cuda:0 5.00 GiB, cuda:1 4.00 GiB") == 1
-    assert "the first holds more" in uneven and "forward(x, y) returns that of each sample" in uneven
-    assert even == "hvdtrain: most memory up to the first update: cuda:0 2.56 GiB, cuda:1 2.50 GiB"
-
-
 def case_buffers_are_the_first_pieces() -> None:
     """Running statistics are those of the first piece; state dicts have no prefix; dropout repeats."""
     torch.manual_seed(2)
@@ -168,56 +146,6 @@ def case_nested_inputs_and_outputs() -> None:
     assert torch.equal(out["pair"].left, x * 2) and out["pair"].right.tolist() == [1.0, 5.0, 9.0, 13.0, 17.0]
     with refused("outputs must have one row per sample with engine='dataparallel'", kind=hvdtrain.ConfigError):
         bound_of(Strange(), 2).call(x)
-
-
-@dataclass(frozen=True, slots=True)
-class Fields:
-    x: Tensor
-    scale: float
-
-
-class Wrapped(MutableMapping):
-    """A mapping over a dict of its own, without a copy method."""
-
-    def __init__(self, **values: Any) -> None:
-        self.values_by_name = values
-
-    def __getitem__(self, name: str) -> Any:
-        return self.values_by_name[name]
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        self.values_by_name[name] = value
-
-    def __delitem__(self, name: str) -> None:
-        del self.values_by_name[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.values_by_name)
-
-    def __len__(self) -> int:
-        return len(self.values_by_name)
-
-
-class Doubled(nn.Module):
-    """Returns what it is given, with `x` doubled."""
-
-    def forward(self, batch: Any) -> Any:
-        assert len(batch["x"] if isinstance(batch, Wrapped) else batch.x) == 2, "a piece"
-        if isinstance(batch, Wrapped):
-            return Wrapped(x=batch["x"] * 2, scale=batch["scale"])
-        return dataclasses.replace(batch, x=batch.x * 2)
-
-
-def case_containers_of_the_users_own() -> None:
-    """Pieces of a user's own containers; the batch that was given is as it was."""
-    x = torch.arange(4.0)
-    fields, wrapped = Fields(x, 3.0), Wrapped(x=x, scale=3.0)
-    whole = bound_of(Doubled(), 2)
-    one, other = whole.call(fields), whole.call(wrapped)
-    for made, kind, given in ((one, "Fields", fields), (other, "Wrapped", wrapped)):
-        its, own = (value if kind == "Wrapped" else dataclasses.asdict(value) for value in (made, given))
-        assert type(made).__name__ == kind and its["scale"] == 3.0
-        assert its["x"].tolist() == [0.0, 2.0, 4.0, 6.0] and own["x"].tolist() == [0.0, 1.0, 2.0, 3.0]
 
 
 class Strange(nn.Module):

@@ -388,16 +388,6 @@ def case_an_overflow_on_one_rank_skips_the_step_on_all(world: hvdtrain.World) ->
     assert optimizer.skipped_steps == 1 and len(set(world.gather(hvt.fingerprint(model)))) == 1
 
 
-def case_evaluation_counts_each_sample_once(world: hvdtrain.World) -> None:
-    model, _, _ = prepared(world, plain())
-    x, y = points()
-    found = hvt.evaluate(model, (x, y), hvt.classification(top=(1,)), per_rank_batch=4, world=world, workers=0)
-    with torch.no_grad():
-        out = hvt.unwrap(model)(x)
-    assert abs(found["top1"] - float((out.argmax(1) == y).double().mean())) < 1e-6
-    assert abs(found["loss"] - float(cross_entropy(out, y))) < 1e-5
-
-
 # -- two models that meet ---------------------------------------------------------------------------------------------
 def critic() -> nn.Module:
     torch.manual_seed(5)

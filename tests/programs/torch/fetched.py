@@ -9,7 +9,7 @@ from typing import Any
 import datasets
 import numpy as np
 import torch
-from loader_alone import acted, failed, refused
+from loader_alone import SHORT_WAIT, acted, failed, refused
 from passing import run_all
 from torch.utils.data import DataLoader, Dataset, Subset
 
@@ -139,6 +139,7 @@ def case_errors_name_the_sample() -> None:
     refused(lambda: list(train), "__getitems__", "one sample per index", "3 samples for 4 indices", kind=HvdtrainError)
 
 
+@SHORT_WAIT
 def case_a_call_that_hangs_is_named_with_its_first_sample() -> None:
     class Hanging(Asked):
         def one(self, index: int, asked: int) -> Any:
@@ -147,7 +148,7 @@ def case_a_call_that_hangs_is_named_with_its_first_sample() -> None:
             return index, asked
 
     for order in ({}, {"sampler": list(range(SAMPLES))}):
-        train = hvt.loader(Hanging(), 4, world=World.solo(), workers=1, shuffle=False, timeout_s=2, **order)
+        train = hvt.loader(Hanging(), 4, world=World.solo(), workers=1, shuffle=False, timeout_s=1, **order)
         refused(lambda train=train: list(train), "still at sample 4, or another sample", kind=HvdtrainError)
 
 

@@ -170,33 +170,16 @@ def means(**losses: Callable[[Tensor, Batch], Tensor]) -> None:
 
 means(
     cross_entropy=lambda o, b: CE(o, b["y"]),
-    label_smoothing=lambda o, b: CE(o, b["y"], label_smoothing=0.1),
     squares=lambda o, b: F.mse_loss(o, b["real"]),
-    absolute=lambda o, b: F.l1_loss(o, b["real"]),
-    huber=lambda o, b: F.huber_loss(o, b["real"], delta=0.3),
-    smooth=lambda o, b: F.smooth_l1_loss(o, b["real"]),
     binary=lambda o, b: F.binary_cross_entropy_with_logits(o, b["mask"]),
-    probabilities=lambda o, b: F.binary_cross_entropy(o.sigmoid(), b["mask"]),
-    poisson=lambda o, b: F.poisson_nll_loss(o, b["mask"]),
-    gaussian=lambda o, b: F.gaussian_nll_loss(o[:, :2], b["real"][:, :2], F.softplus(o[:, 2:]) + 0.1),
-    hinge=lambda o, b: F.relu(1 - o * (2 * b["mask"] - 1)).mean(),
-    margins=lambda o, b: F.multi_margin_loss(o, b["y"]),
-    many_labels=lambda o, b: F.multilabel_soft_margin_loss(o, b["mask"]),
-    divergence=lambda o, b: F.kl_div(o.log_softmax(1), b["real"].softmax(1), reduction="batchmean"),
     focal=lambda o, b: ((1 - (-(one := CE(o, b["y"], reduction="none"))).exp()) ** 2 * one).mean(),
-    own_class=lambda o, b: -o.log_softmax(1).gather(1, b["y"][:, None]).mean(),
-    cosine=lambda o, b: (1 - F.cosine_similarity(o, b["real"])).mean(),
-    quantile=lambda o, b: torch.maximum(0.9 * (b["real"] - o), 0.1 * (o - b["real"])).mean(),
     sorted_in_a_sample=lambda o, b: (o.sort(1).values - b["real"].sort(1).values).abs().mean(),
-    pairs_in_a_sample=lambda o, b: F.relu(0.5 - (o[:, :, None] - o[:, None, :])).mean(),
-    normalised_in_a_sample=lambda o, b: (F.layer_norm(o, (KINDS,)) - b["real"]).square().mean(),
     prototypes=lambda o, b: torch.cdist(o, CENTRES).amin(1).mean(),
     sum_over_samples=lambda o, b: (o - b["real"]).square().sum() / len(o),
     each_by_itself=lambda o, b: torch.stack([CE(o[i : i + 1], b["y"][i : i + 1]) for i in range(len(o))]).mean(),
     in_place=lambda o, b: (o * 1).sub_(b["real"]).abs_().mean(),
     in_float32=lambda o, b: CE(o.float(), b["y"]).double(),
     noise_from_the_data=lambda o, b: (o + b["noise"] - b["real"]).square().mean(),
-    clipped=lambda o, b: CE(o, b["y"], reduction="none").clamp(max=2).mean(),
     logged_on_the_way=lambda o, b: CE(o, b["y"]) * (1.0 if float(o.detach().sum()) < 1e9 else 2.0),
     distances_in_a_sample=lambda o, b: (torch.cdist(o[:, :, None], o[:, :, None]) * b["real"][:, :, None]).mean(),
     own_backward=lambda o, b: CE(Scaled.apply(o), b["y"]),
@@ -205,7 +188,6 @@ means(
     by_a_sparse_matrix=lambda o, b: torch.sparse.mm(torch.eye(KINDS).to_sparse(), o.T).square().sum() / len(o),
     instance_normalised=lambda o, b: (F.instance_norm(o[:, None])[:, 0] - b["real"]).square().mean(),
     attention_in_a_sample=lambda o, b: CE(attention(o[:, None])[:, 0], b["y"]),
-    einsum=lambda o, b: torch.einsum("nk,nk->n", o, b["real"]).square().mean(),
     statistics_logged=lambda o, b: CE(o, b["y"]) + 0 * o.detach().std(),
     pairs_side_by_side=lambda o, b: F.relu(1 + (o[0::2] - o[1::2]).square().sum(1)).mean(),
     a_dataclass=lambda o, b: CE(o.scores, b["y"]) + 0.1 * o.inner.abs().mean(),
@@ -357,7 +339,6 @@ RIGHT |= {
     "left_out_by_collate": lambda model, b: (CE(model(b["x"]), b["y"]), len(b["y"])),
     "crops": lambda model, b: CE(model(torch.cat([b["x"], 0.5 * b["x"]])), b["y"].repeat(2)),  # batch after batch
     "crops_side_by_side": lambda model, b: CE(model(b["x"].repeat_interleave(2, 0)), b["y"].repeat_interleave(2)),
-    "triplets": lambda model, b: F.triplet_margin_loss(model(b["x"]), model(0.9 * b["x"]), model(-b["x"])),
     "penalised": lambda model, b: CE(model(b["x"]), b["y"]) + 0.01 * sum(p.square().sum() for p in model.parameters()),
     "called_for_each": lambda model, b: torch.stack(
         [CE(model(x[None]), y[None]) for x, y in zip(b["x"], b["y"], strict=True)]
@@ -366,10 +347,8 @@ RIGHT |= {
     "within_the_model": lambda model, b: model(b["x"], b["y"]),
     "over_active_samples": lambda model, b: active(model, b),  # which ones depends on the outputs
     "twins": lambda model, b: F.cosine_embedding_loss(model(b["x"]), model(b["x"].flip(1)), torch.ones(len(b["x"]))),
+    "triplets": lambda model, b: F.triplet_margin_loss(model(b["x"]), model(0.9 * b["x"]), model(-b["x"])),
     "weights_of_a_class": lambda model, b: (CLASSES[b["y"]] / 2 * CE(model(b["x"]), b["y"], reduction="none")).mean(),
-    "positives_weighed": lambda model, b: F.binary_cross_entropy_with_logits(
-        model(b["x"])[:, 0], b["mask"][:, 0], torch.where(b["mask"][:, 0] > 0, 3.0, 1.0)
-    ),
     "labels_overwritten": lambda model, b: CE(target=b["y"].add_(1).remainder_(KINDS), input=model(b["x"])),
     "over_active_samples_as_a_number": lambda model, b: ((found := active(model, b))[0], int(found[1])),
     "in_turn": lambda model, b: InTurn([F.mse_loss(out := model(b["x"]), b["real"]), 0.1 * out.abs().mean()]),

@@ -1,8 +1,8 @@
 """Two ranks that train and save after every update, killed at random instants, until they are through.
 
-Usage: killed_at_random.py FOLDER KILLS [--torch-save]. One rank or both are killed by SIGKILL, and now and then the
+Usage: killed_at_random.py FOLDER KILLS. One rank or both are killed by SIGKILL, and now and then the
 process that writes as well; the next attempt goes on from the newest checkpoint. Ends with the weights of an unbroken
-run, bit for bit, or fails. --torch-save is the negative twin: `torch.save` to one file, as scripts do it.
+run, bit for bit, or fails.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import socket
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
@@ -24,13 +23,12 @@ import hvdtrain
 import hvdtrain.torch as hvt
 
 FOLDER, KILLS = Path(sys.argv[1]), int(sys.argv[2])
-NAIVE = "--torch-save" in sys.argv
-SAMPLES, BATCH, EPOCHS = 256, 4, 3
+SAMPLES, BATCH, EPOCHS = 128, 4, 3
 WIDTH = 300  # 300 kB of weights, 1 MB with Adam's moments
 DRAWN = random.Random(7)
 
 
-def train(rank: int, port: int, folder: Path, saving: bool = True) -> None:
+def train(rank: int, port: int, folder: Path) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2",
                    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "x"}  # fmt: skip
     world = hvdtrain.init("torch", engine="ddp", seed=1)
@@ -41,19 +39,13 @@ def train(rank: int, port: int, folder: Path, saving: bool = True) -> None:
     model, optimizer = hvt.prepare(model, torch.optim.Adam(model.parameters(), 1e-3), data)
     checkpoints = hvdtrain.Checkpointer(folder / "checkpoints", best=None, keep=2)
     state = hvt.model_state(model, optimizer, data)
-    if NAIVE:
-        naive_restore(folder, model, optimizer)
-    else:
-        checkpoints.restore(state)
+    checkpoints.restore(state)
     for _ in data.epochs(EPOCHS):
         for inputs, targets in data:
             optimizer.zero_grad()
             optimizer.backward(nn.functional.mse_loss(model(inputs), targets))
             optimizer.step()
-            if saving and NAIVE and world.is_main:
-                torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, folder / "last.pt")
-            elif saving and not NAIVE:
-                checkpoints.save(state, progress=optimizer.progress)
+            checkpoints.save(state, progress=optimizer.progress)
     checkpoints.wait()
     if world.is_main:
         torch.save(model.state_dict(), folder / "end.part")
@@ -61,14 +53,7 @@ def train(rank: int, port: int, folder: Path, saving: bool = True) -> None:
     world.barrier()
 
 
-def naive_restore(folder: Path, model: Any, optimizer: Any) -> None:
-    if (folder / "last.pt").exists():
-        saved = torch.load(folder / "last.pt")
-        model.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
-
-
-def fork(folder: Path, saving: bool = True) -> list[psutil.Process]:
+def fork(folder: Path) -> list[psutil.Process]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     ranks = []
@@ -77,7 +62,7 @@ def fork(folder: Path, saving: bool = True) -> list[psutil.Process]:
         if pid == 0:
             code = 1
             try:
-                train(rank, port, folder, saving)
+                train(rank, port, folder)
                 code = 0
             except Exception as error:
                 print(f"rank {rank}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)

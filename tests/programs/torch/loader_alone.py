@@ -11,6 +11,7 @@ import threading
 import traceback
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import psutil
@@ -21,10 +22,8 @@ from torch.utils.data import DataLoader, Dataset, StackDataset, TensorDataset
 
 import hvdtrain
 import hvdtrain.torch as hvt
-from hvdtrain.core import sharding
 from hvdtrain.core.errors import ConfigError, HvdtrainError
 from hvdtrain.torch.data import prefetch, processes
-from hvdtrain.torch.data.source import uniforms, words
 from hvdtrain.values.nested import tensors_of
 from hvdtrain.world.world import World
 
@@ -39,6 +38,10 @@ class Acted:
 
     def allgather_bytes(self, data: bytes) -> list[bytes]:
         return [data] * self.size
+
+
+# how long a loader waits for a worker before it ends it: those that hang, in these programs, never come
+SHORT_WAIT = mock.patch("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.1)
 
 
 def acted(rank: int, size: int, seed: int = 0) -> World:
@@ -132,7 +135,7 @@ def all_batches(train: Any) -> Any:
 
 
 def case_ranks_shares_make_up_every_step() -> None:
-    for samples in range(1, 41):
+    for samples in range(1, 27):
         for size in range(1, 5):
             loaders = [hvt.loader(arrays(samples), 3, world=acted(rank, size)) for rank in range(size)]
             read = [[y.tolist() for _, y in train] for train in loaders]
@@ -385,7 +388,7 @@ def case_a_worker_that_hangs_at_its_fork_is_forked_again() -> None:
     hanging.left = 1  # the twin: what a DataLoader starts by itself
     plain = torch.multiprocessing.get_context("fork").Process(target=print)
     plain.start()
-    plain.join(2)
+    plain.join(0.5)
     assert plain.exitcode is None
     plain.kill()
     plain.join()
@@ -393,12 +396,10 @@ def case_a_worker_that_hangs_at_its_fork_is_forked_again() -> None:
 
 def case_workers_that_always_hang_are_given_up() -> None:
     hanging.left = 100
-    patience, processes.PATIENCE_S = processes.PATIENCE_S, (0.1, 0.2)
-    try:
-        train = hvt.loader(Numbers(40), 4, world=World.solo(), workers=2)
+    train = hvt.loader(Numbers(40), 4, world=World.solo(), workers=2)
+    with mock.patch.object(processes, "PATIENCE_S", (0.1, 0.2)):
         refused(lambda: next(iter(train)), "did not start", "0.1 s, 0.2 s", "forkserver", kind=HvdtrainError)
-    finally:
-        hanging.left, processes.PATIENCE_S = 0, patience
+    hanging.left = 0
     assert not psutil.Process().children()
 
 
@@ -448,18 +449,6 @@ def case_what_a_worker_cannot_send_is_said() -> None:
         refused(lambda train=train: list(train), "pickle", "workers=0", kind=ConfigError)
 
 
-def case_a_stop_iteration_of_the_data_set_is_an_error() -> None:
-    class Stops(Numbers):
-        def __getitem__(self, index: int) -> Any:
-            return next(iter(())) if index == 3 else super().__getitem__(index)
-
-    for workers in (0, 1):
-        for order in (None, range(8)):
-            train = hvt.loader(Stops(8), 2, world=World.solo(), workers=workers, shuffle=False, sampler=order)
-            text = failed(lambda train=train: list(train), RuntimeError)
-            assert "StopIteration" in text and "while reading sample 3" in text, text
-
-
 def case_a_pass_that_a_fork_inherits_is_left_alone() -> None:
     train = hvt.loader(Numbers(40), 4, world=World.solo(), workers=1)
     found = train._source.read(train.plan.step_slices(0, rank=0))
@@ -477,6 +466,7 @@ def case_a_pass_that_a_fork_inherits_is_left_alone() -> None:
     found.close()
 
 
+@SHORT_WAIT
 def case_a_worker_that_hangs_is_named_with_its_sample() -> None:
     class Hangs(Numbers):
         def __getitem__(self, index: int) -> Any:
@@ -489,9 +479,8 @@ def case_a_worker_that_hangs_is_named_with_its_sample() -> None:
         signal.pause()
 
     timed: dict[str, Any] = {"world": World.solo(), "timeout_s": 1.0}
-    for workers in (1, 2):
-        train = hvt.loader(Hangs(12), 3, shuffle=False, workers=workers, **timed)
-        refused(lambda train=train: list(train), f"worker {workers - 1 and 0}", "at sample 7", kind=HvdtrainError)
+    train = hvt.loader(Hangs(12), 3, shuffle=False, workers=2, **timed)
+    refused(lambda: list(train), "worker 0", "at sample 7", kind=HvdtrainError)
     train = hvt.loader(Hangs(12), 3, sampler=range(11, -1, -1), **timed)
     refused(lambda: list(train), "worker 0 was still at sample 7", kind=HvdtrainError)
     begun = hvt.loader(lambda epoch: stuck() if epoch else range(9), 2, **timed)
@@ -543,25 +532,6 @@ def case_what_moves_itself_is_moved() -> None:
     ((packed, graphs, kept),) = train
     assert graphs.device.type == "meta" and kept is torch.float32 and graphs.x in tensors_of(graphs)
     assert packed.data.device.type == "meta" and packed.batch_sizes.device.type == "cpu"
-
-
-def case_streams_leave_the_training_generators_alone() -> None:
-    def shuffled() -> Any:
-        order = list(range(30))
-        random.shuffle(order)
-        return ((number, np.random.rand()) for number in order)
-
-    seen = []
-    for workers in (0, 1, 2):
-        train = hvt.loader(shuffled, 4, world=World.solo(seed=3), workers=workers)
-        torch.manual_seed(1)
-        random.seed(1)
-        np.random.seed(1)
-        seen.append([batch[0].tolist() for _ in train.epochs(2) for batch in train])
-        seen[-1].append([float(torch.rand(())), random.random(), np.random.rand()])
-        train.close()
-    assert seen[0] == seen[1] == seen[2]
-    assert sorted(sum(seen[0][:8], [])) == list(range(30)) and seen[0][:8] != seen[0][8:16]
 
 
 def case_workers_tell_a_stream_its_epoch_one_after_the_other() -> None:
@@ -653,41 +623,6 @@ def case_dictionaries_of_all_kinds() -> None:
     (batch,) = hvt.loader(Numbers(2), 2, world=World.solo(), workers=0, collate=collate, shuffle=False)
     assert type(batch["named"]) is Named and batch["named"].kind == "batch" and batch["named"]["x"].tolist() == [0, 1]
     assert batch["lists"]["y"][0].tolist() == [0, 1] and batch["lists"]["new"] == []
-
-
-def case_two_loaders_side_by_side_must_differ() -> None:
-    def pairs(second: Any, first_data: int = 12) -> list[tuple[int, int]]:
-        first = hvt.loader(arrays(first_data), 4, world=World.solo())
-        batches = [(a.tolist(), b.tolist()) for (_, a), (_, b) in zip(first, second, strict=False)]
-        return [pair for a, b in batches for pair in zip(a, b, strict=False)]
-
-    refused(lambda: pairs(hvt.loader(arrays(12), 3, world=World.solo())), "paired with itself", "loader(..., seed=1)")
-    refused(lambda: pairs(hvt.loader(arrays(12), 2, world=World.solo())), "paired with itself")
-    for other in (
-        hvt.loader(arrays(12), 4, world=World.solo(), seed=1),
-        hvt.loader(arrays(13), 4, world=World.solo()),
-        hvt.loader(arrays(12), 4, world=World.solo(), shuffle=False),
-    ):
-        assert sum(a == b for a, b in pairs(other)) < 6
-    first, second = (hvt.loader(arrays(12), 4, world=World.solo()) for _ in range(2))
-    assert [y.tolist() for _, y in first] == [y.tolist() for _, y in second]  # one after the other is no pair
-
-
-def case_random_words_by_position() -> None:
-    plan, larger = (sharding.Plan(samples, 1, 1, seed=5) for samples in (4000, 4001))
-    whole = words(plan, 2, 0, 100, 6, stream=1)
-    parts = [words(plan, 2, first, count, 6, stream=1) for first, count in ((0, 7), (7, 50), (57, 43))]
-    assert (np.concatenate(parts) == whole).all()
-    others = [
-        words(plan, 2, 0, 100, 6, stream=2),
-        words(plan, 3, 0, 100, 6, stream=1),
-        words(larger, 2, 0, 100, 6, stream=1),
-    ]
-    assert all(not np.intersect1d(whole, other).size for other in others)
-    order = sharding.random_words(4000, 5, 2, 4000)
-    assert not np.intersect1d(whole, order).size
-    drawn = uniforms(plan, 0, 0, 10000, 3)
-    assert drawn.min() >= 0 and drawn.max() < 1 and abs(drawn.mean() - 0.5) < 0.01
 
 
 def case_reading_ahead() -> None:

@@ -2,7 +2,7 @@
 
 Runs the cases of `engine_promises` as well.
 
-usage: loops.py ENGINE
+usage: loops.py ENGINE CASE ...
 """
 
 from __future__ import annotations
@@ -476,4 +476,4 @@ def case_updates_without_a_loader(world: hvdtrain.World) -> None:
 if __name__ == "__main__":
     if sys.argv[1] != "deepspeed":
         torch.set_default_dtype(torch.float64)
-    main({**vars(engine_promises), **globals()})
+    main({name: case for name, case in {**vars(engine_promises), **globals()}.items() if name in sys.argv[2:]})

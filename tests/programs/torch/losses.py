@@ -36,26 +36,10 @@ TOKENS = torch.randint(0, KINDS, (SAMPLES, LONG), generator=MADE)
 TOKENS[torch.arange(LONG)[None] >= torch.randint(0, LONG + 1, (SAMPLES, 1), generator=MADE)] = -100
 TOKENS[:3] = -100
 REAL = torch.randn(SAMPLES, KINDS, generator=MADE, dtype=torch.float64)
-SHARES = REAL.softmax(1)
-SIGNS = torch.where(torch.rand(SAMPLES, generator=MADE) < 0.5, -1.0, 1.0).double()
 
 
 def plain() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, KINDS))
-
-
-def normed() -> nn.Module:
-    return nn.Sequential(nn.Linear(WIDTH, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, KINDS))
-
-
-def without_dropout() -> nn.Module:
-    return nn.Sequential(nn.Linear(WIDTH, 8), nn.Dropout(0.5).eval(), nn.Tanh(), nn.Linear(8, KINDS))
-
-
-def unfrozen_head() -> nn.Module:
-    model = plain()
-    model[0].requires_grad_(False)
-    return model
 
 
 def sequence() -> nn.Module:
@@ -71,17 +55,6 @@ def flat_tokens() -> nn.Module:
 def wide() -> nn.Module:
     """[n, WIDTH] to [n, 12]: as wide as a rank of two has samples."""
     return nn.Linear(WIDTH, 12)
-
-
-class OneNumber(nn.Module):
-    """[n, WIDTH] to [n, 1], of one number: with one sample no tensor holds more."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.only = nn.Linear(1, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.only(x[:, :1])
 
 
 def nodes_of_samples(x: Tensor) -> Tensor:
@@ -100,31 +73,6 @@ class Nodes(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         sample = nodes_of_samples(x)
         return torch.tanh(self.only(x[sample]))
-
-
-class Attending(nn.Module):
-    """Attention over a sequence, with a mask that is each sample's own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention, self.last = nn.MultiheadAttention(WIDTH, 2, batch_first=True), nn.Linear(WIDTH, KINDS)
-
-    def forward(self, x: Tensor) -> Tensor:
-        words = torch.stack([x, x.roll(1, 1), x * 2], 1)
-        mask = torch.stack([torch.zeros_like(x[:, 0]), x[:, 0], x[:, 1]], 1) > 0.5
-        return self.last(self.attention(words, words, words, key_padding_mask=mask)[0].mean(1))
-
-
-class Words(nn.Module):
-    """An embedding whose weight is the last layer's, too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.middle = nn.Embedding(KINDS, 4), nn.Linear(4 + WIDTH, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        word = self.words((x[:, 0] > 0).long() + (x[:, 1] > 0).long())
-        return torch.tanh(self.middle(torch.cat([word, x], 1))) @ self.words.weight.T
 
 
 class Unsure(nn.Module):
@@ -212,11 +160,6 @@ def dice(outputs: Tensor, y: Tensor, *_: Any) -> Tensor:
     return 1 - 2 * (chance * hot).sum() / (chance.sum() + hot.sum())
 
 
-def dice_by_sample(outputs: Tensor, y: Tensor, *_: Any) -> Tensor:
-    chance, hot = outputs.softmax(1), F.one_hot(y, KINDS).double()
-    return (1 - 2 * (chance * hot).sum(1) / (chance.sum(1) + hot.sum(1))).mean()
-
-
 def contrastive(outputs: Tensor, *_: Any) -> Tensor:
     unit = F.normalize(outputs, dim=1)
     return F.cross_entropy(unit @ (unit * 1.1).T / 0.1, torch.arange(len(unit)))
@@ -228,27 +171,6 @@ def batch_hard(outputs: Tensor, y: Tensor, *_: Any) -> Tensor:
     far = (gaps * same).max(1).values
     near = torch.where(same, torch.full_like(gaps, 1e3), gaps).min(1).values
     return F.softplus(far - near).mean()
-
-
-def triplet(outputs: Tensor, y: Tensor, model: nn.Module, x: Tensor) -> Tensor:
-    return F.triplet_margin_loss(outputs, model(x * 0.9), model(-x))
-
-
-def cosine(outputs: Tensor, y: Tensor, model: nn.Module, x: Tensor) -> Tensor:
-    return F.cosine_embedding_loss(outputs, model(x * 0.9), y)
-
-
-def penalised(outputs: Tensor, y: Tensor, model: nn.Module, x: Tensor) -> Tensor:
-    """With a penalty on the gradient by the inputs, as of WGAN-GP."""
-    inputs = x.clone().requires_grad_()
-    (slope,) = torch.autograd.grad(model(inputs).sum(), inputs, create_graph=True)
-    return F.cross_entropy(outputs, y) + 10 * ((slope.norm(2, dim=1) - 1) ** 2).mean()
-
-
-def anchored(outputs: Tensor, y: Tensor, model: nn.Module, x: Tensor) -> Tensor:
-    """With a pull to where the weights began, as of elastic weight consolidation, and a norm of a weight."""
-    parts = [((p - 0.1) ** 2 * torch.full_like(p, 0.3).detach()).mean() for p in model.parameters()]
-    return F.cross_entropy(outputs, y) + sum(parts) + 0.1 * next(model.parameters()).norm()
 
 
 def unsure(outputs: Tensor, y: Tensor, model: Any, x: Tensor) -> Tensor:
@@ -305,11 +227,6 @@ def by_graph(outputs: Tensor, y: Tensor, model: nn.Module, x: Tensor) -> Tensor:
     return torch.zeros(len(x)).index_add(0, nodes_of_samples(x), outputs[:, 0]).square().mean()
 
 
-def halves_ranked(outputs: Tensor, y: Tensor, *_: Any) -> Tensor:
-    half = len(y) // 2
-    return F.margin_ranking_loss(outputs[:half, 0], outputs[half : 2 * half, 0], torch.ones(half), margin=1.0)
-
-
 def contrastive_later(outputs: Tensor, y: Tensor, model: nn.Module, x: Tensor) -> Tensor:
     """From the second update on."""
     loss = F.mse_loss(outputs, y)
@@ -360,14 +277,8 @@ CASES = {
     "class weights, ignore_index": weighted(
         of(CE, weight=CLASSES), HOLES, "weight=class_weights[y[y != -100]].sum()", lambda y: CLASSES[y[y != -100]].sum()
     ),
-    "label smoothing": Case(of(CE, label_smoothing=0.1)),
     "label smoothing, ignore_index": weighted(of(CE, label_smoothing=0.1), HOLES, "(y != -100).sum()"),
-    "label smoothing, class weights": weighted(
-        of(CE, label_smoothing=0.1, weight=CLASSES), Y, "class_weights", lambda y: CLASSES[y].sum()
-    ),
-    "probabilities as targets": Case(of(CE), SHARES),
     "sum": refused(of(CE, reduction="sum"), "a sum that nothing divides"),
-    "sum over samples": Case(lambda o, y, *_: CE(o, y, reduction="sum") / len(y)),
     "sum over samples without NaN": Case(lambda o, y, *_: CE(o, y, reduction="none").nansum() / len(y)),
     "sum over samples, by those of an update": refused(
         lambda o, y, *_: CE(o, y, reduction="none").sum() / UPDATE, "as one over the whole update is"
@@ -402,64 +313,23 @@ CASES = {
     "each sample's mean, by its share": weighted(
         mean_by_sample, REAL, "weight=that number", lambda y: (y[:, 0] + 3).abs().sum()
     ),
-    "binary, pos_weight": Case(of(F.binary_cross_entropy_with_logits, pos_weight=CLASSES), SHARES),
     "squares": Case(of(F.mse_loss), REAL),
-    "absolute": Case(of(F.l1_loss), REAL),
-    "Huber": Case(of(F.huber_loss), REAL),
-    "smooth absolute": Case(of(F.smooth_l1_loss), REAL),
-    "root of squares": refused(lambda o, y, *_: F.mse_loss(o, y).sqrt(), ADDED, REAL),
-    "divergence, batchmean": Case(lambda o, y, *_: F.kl_div(o.log_softmax(1), y, reduction="batchmean"), SHARES),
-    "divergence, sum": refused(
-        lambda o, y, *_: F.kl_div(o.log_softmax(1), y, reduction="sum"), "a sum that nothing divides", SHARES
-    ),
     "CTC": Case(ctc, TOKENS, sequence),
     "focal, normalised": weighted(focal, Y, "weight=", lambda y: (y + 1).sum()),
     "dice of the batch": refused(dice, ADDED),
-    "dice of samples": Case(dice_by_sample),
     "contrastive": refused(contrastive, ADDED),
-    "sorted": refused(lambda o, *_: o[:, 0].sort().values.diff().abs().mean(), ADDED),
-    "running maximum": refused(lambda o, *_: o.cummax(0)[0].mean(), ADDED),
-    "against the batch turned round": refused(lambda o, *_: (o - o.flip(0)).abs().mean(), ADDED),
-    "margins of two halves": refused(halves_ranked, ADDED),
-    "all distances": refused(lambda o, *_: torch.cdist(o, o).mean(), ADDED),
-    "all differences": refused(lambda o, *_: (o[:, None] - o[None]).abs().mean(), ADDED),
-    "distance from the mean": refused(lambda o, *_: (o - o.mean(0)).abs().mean(), ADDED),
-    "largest of the batch": refused(lambda o, *_: o.amax(0).mean(), ADDED),
-    "distances from prototypes": Case(lambda o, y, model, x: torch.cdist(o, SHARES[:4], p=1).amin(1).mean()),
-    "differences in a sample": Case(lambda o, *_: (o.sort(1).values.diff() - 0.3).abs().mean() + o.amax(1).mean()),
-    "two parts of a batch": Case(
-        lambda o, y, *_: sum(half.sum() for half in o.abs().sum(1).tensor_split([len(y) // 2])) / len(y)
-    ),
     "scalars, one by one": Case(scalars_one_by_one, REAL),
     "advantages, one by one": Case(advantages_one_by_one, REAL),
     "divisors of their own, one by one": Case(own_divisors_one_by_one, TOKENS, sequence),
-    "one number": Case(lambda o, y, *_: F.mse_loss(o, y[:, :1]), REAL, OneNumber),
     "nodes of graphs": Case(by_graph, REAL, Nodes),
     "contrastive, of chunks": refused(contrastive_in_chunks, ADDED),
     "batch-hard, as wide as the batch": refused(batch_hard, ADDED, Y, wide),
     "normalised over the batch, as wide as it": refused(lambda o, *_: o.softmax(0).square().mean(), ADDED, Y, wide),
     "contrastive, later": refused(contrastive_later, ADDED, REAL),
-    "triplet": Case(triplet),
-    "batch-hard triplet": refused(batch_hard, ADDED),
-    "hardest eighth": refused(lambda o, y, *_: CE(o, y, reduction="none").topk(-(-len(y) // 8)).values.mean(), ADDED),
-    "cosine": Case(cosine, SIGNS),
-    "hinge": Case(lambda o, y, *_: F.hinge_embedding_loss(o[:, 0], y), SIGNS),
-    "margins": Case(of(F.multi_margin_loss)),
-    "Gaussian": Case(lambda o, y, *_: F.gaussian_nll_loss(o[:, :1], y[:, :1], F.softplus(o[:, 1:2])), REAL),
-    "Poisson": Case(of(F.poisson_nll_loss), SHARES),
-    "gradient penalty": Case(penalised),
-    "weight penalty": Case(lambda o, y, model, x: CE(o, y) + 0.01 * sum((p**2).sum() for p in model.parameters())),
-    "anchored weights": Case(anchored),
-    "auxiliary": Case(lambda o, y, *_: CE(o, y) + 0.4 * CE(o * 0.5, y) + 0.1 * (o**2).mean()),
     "two counts": refused(
         lambda o, y, *_: CE(o, y) + CE(o * 0.5, y.clamp_min(0)), "give each mean with its own divisor", HOLES
     ),
     "learned doubt": Case(unsure, Y, Unsure),
-    "attention mask": Case(of(CE), Y, Attending),
-    "layer norm": Case(of(CE), Y, normed),
-    "dropout off": Case(of(CE), Y, without_dropout),
-    "embedding, tied": Case(of(CE), Y, Words),
-    "frozen layer": Case(of(CE), Y, unfrozen_head),
     "one by one": Case(one_by_one),
     "tokens, one by one": weighted(tokens_one_by_one, TOKENS, "weight=", model=sequence),
     "inner product": refused(
@@ -472,7 +342,7 @@ CASES = {
 }
 IN_STAGES = [
     "cross-entropy", "ignore_index", "class weights, ignore_index", "label smoothing, ignore_index", "mask", "selected",
-    "sum", "squares", "focal, normalised", "dice of the batch", "contrastive", "layer norm", "binary, pos_weight",
+    "sum", "squares", "focal, normalised", "dice of the batch", "contrastive",
 ]  # fmt: skip
 
 
@@ -503,9 +373,8 @@ def on_ranks(
     parameters = list(model.parameters())
     optimizer = sgd(model)
     if micro_batches:
-        balance = [2, 1] if case.model is normed else [1, 1]  # segments of a stage: nothing is measured
         micro_batches = min(micro_batches, each)
-        model = hvdtrain.pipeline.split(model, X[:each], ["cpu", "cpu"], micro_batches=micro_batches, balance=balance)
+        model = hvdtrain.pipeline.split(model, X[:each], ["cpu", "cpu"], micro_batches=micro_batches, balance=[1, 1])
     data = hvt.loader((X, case.y), each, world=world, shuffle=False, workers=0)
     with contextlib.redirect_stdout(io.StringIO()) as said:
         model, optimizer = hvt.prepare(model, optimizer, data, world=world, accumulate=accumulate)
@@ -537,12 +406,7 @@ def distance(first: tuple[list[Tensor], list[float]], second: tuple[list[Tensor]
 
 def ways(case: Case, name: str, everything: bool, engine: str) -> Iterator[tuple[str, int]]:
     yield "backward", 0
-    uses_model = case.loss in (
-        triplet,
-        cosine,
-        penalised,
-        contrastive_in_chunks,
-    )  # which the pieces' first look calls with the whole input
+    uses_model = case.loss is contrastive_in_chunks  # which the pieces' first look calls with the whole input
     if (everything or case.verdict != "exact") and not uses_model:
         yield "forward_backward", 0
     if name in IN_STAGES and engine != "ddp":  # which trains no pipeline

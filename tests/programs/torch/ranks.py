@@ -20,7 +20,7 @@ import hvdtrain.torch as hvt
 from hvdtrain.core.errors import ConfigError, ReplicaError
 from hvdtrain.torch.engines import buffers as _buffers
 from hvdtrain.torch.engines.base import Pass
-from hvdtrain.torch.update import amp, start
+from hvdtrain.torch.update import start
 from hvdtrain.torch.update.nonfinite import NonFiniteError
 
 LAST = -1  # the rank at which something is different
@@ -179,18 +179,6 @@ def case_the_watch_names_what_differs(world: hvdtrain.World) -> None:
         optimizer.step()
 
 
-def case_without_the_watch_nobody_notices(world: hvdtrain.World) -> None:
-    """The negative twin: the same divergence, one update later, unseen."""
-    model, optimizer, train = prepared()
-    batches = iter(train)
-    update(model, optimizer, next(batches))
-    if at_last(world):
-        model[2].bias.data[0] += 1.0
-    for batch in batches:
-        update(model, optimizer, batch)
-    assert len(set(world.gather(hvt.fingerprint(model)))) == 2
-
-
 def case_a_step_past_the_adapter_is_refused(world: hvdtrain.World) -> None:
     _, optimizer, _ = prepared()
     with refused("the optimizer that prepare() returned", kind=ConfigError):
@@ -198,48 +186,9 @@ def case_a_step_past_the_adapter_is_refused(world: hvdtrain.World) -> None:
 
 
 # -- precision ----------------------------------------------------------------------------------------------------
-@contextmanager
-def infinite_gradient(model: Any, here: bool) -> Iterator[None]:
-    hook = model[2].bias.register_hook(lambda gradient: gradient * float("inf") if here else gradient)
-    yield
-    hook.remove()
-
-
-def case_looking_for_infinities_before_the_average_lets_ranks_part(world: hvdtrain.World) -> None:
-    """The negative twin: each rank asks its own gradient, and those without an infinity step."""
-    model, optimizer, train = prepared(amp="fp16")
-    batches = iter(train)
-    update(model, optimizer, next(batches))
-    real = amp.MixedPrecision.unscale
-
-    def own_only(precision: Any, stepper: Any) -> None:
-        if not at_last(world):
-            for parameter in model.parameters():
-                parameter.grad.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-        real(precision, stepper)
-
-    with mock.patch.object(amp.MixedPrecision, "unscale", own_only), infinite_gradient(model, at_last(world)):
-        update(model, optimizer, next(batches))
-    assert len(set(world.gather(optimizer.skipped_steps))) == 2
-    assert len(set(world.gather(hvt.fingerprint(model)))) == 2
 
 
 # -- batches that do not count as planned -------------------------------------------------------------------------
-def case_a_padding_batch_leaves_running_statistics_alone(world: hvdtrain.World) -> None:
-    model, optimizer, train = prepared(mlp(norm=True), samples=4 * world.size + 1)  # only rank 0 has one of the last
-    paddings = 0
-    for batch in train:
-        paddings += train.step.padding
-        few, before = train.step.samples_done > 4 * world.size, model[1].running_mean.clone()
-        if few and not train.step.padding:
-            model.eval()  # one sample is too few for batch norm: as a loop with frozen statistics would
-        optimizer.backward(cross_entropy(model(batch[0]), batch[1]))
-        optimizer.step()
-        model.train()
-        assert torch.equal(model[1].running_mean, before) == few
-    assert paddings == (not world.is_main), "a case without a stand-in batch cannot fail"
-    assert optimizer.progress.samples_seen == 4 * world.size + 1
-    assert len(set(world.gather([p.tolist().__repr__() for p in model.parameters()][0]))) == 1
 
 
 def case_a_restored_learning_rate_is_no_other_hand(world: hvdtrain.World) -> None:
@@ -253,17 +202,6 @@ def case_a_restored_learning_rate_is_no_other_hand(world: hvdtrain.World) -> Non
     optimizer.wrapped.param_groups[0]["lr"] = 3.0
     with refused("the learning rate cannot be set elsewhere with lr=", kind=ConfigError):
         update(model, optimizer, next(batches))
-
-
-def case_buffers_become_the_mean(world: hvdtrain.World) -> None:
-    model = mlp(norm=True)
-    model[1].running_mean.fill_(float(world.rank))
-    model[1].num_batches_tracked.fill_(world.rank + 7)
-    constant = torch.full((3,), 0.1)
-    model.register_buffer("constant", constant.clone())
-    _buffers.synchronize(model, world)
-    assert torch.equal(model[1].running_mean, torch.full((8,), (world.size - 1) / 2))
-    assert int(model[1].num_batches_tracked) == 7 and torch.equal(model.constant, constant)
 
 
 # -- NaN ----------------------------------------------------------------------------------------------------------

@@ -104,16 +104,6 @@ def case_sums_over_ranks() -> None:
     raise SystemExit("a local gradient passed for the sum")
 
 
-def case_accumulates_before_it_sums() -> None:
-    module = net()
-    reduce = reducer(module)
-    wanted = expected(module, [module(data(10 * part + rank)).sum() for part in range(3) for rank in range(SIZE)])
-    for part in range(3):
-        reduce.backward(module(data(10 * part + RANK)).sum(), Pass(reduce=part == 2))
-    reduce.finish()
-    check(module, wanted)
-
-
 def case_gradients_on_some_ranks_only() -> None:
     """Layer 2 is used by rank 0 alone; the last one by nobody."""
 
@@ -365,16 +355,6 @@ def case_mixed_types_and_half_precision_on_the_way() -> None:
     assert narrow.weight.grad.eq(SIZE).all() and narrow.weight.grad.dtype == torch.float32
 
 
-def case_refusals() -> None:
-    table = nn.Embedding(5, 2, sparse=True)
-    try:
-        reducer(table).backward(table(torch.tensor([1])).sum(), Pass(reduce=True))
-    except ConfigError as error:
-        assert "sparse=False" in str(error)
-    else:
-        raise SystemExit("a sparse gradient was not refused")
-
-
 def case_buckets() -> None:
     def sizes(numbers: list[int], bucket_bytes: int) -> list[int]:
         parameters = [nn.Parameter(torch.empty(number)) for number in numbers]
@@ -389,17 +369,6 @@ def case_buckets() -> None:
     assert sizes([30_000, 5_000_000, 40_000], 1 << 20) == [40_000, 5_000_000, 30_000], "a larger one has its own"
     assert sizes([10, 5_000_000, 20], 1 << 20) == [5_000_020, 10], "but for a bias or the like"
     assert sizes([], 100) == []
-
-
-def case_bytes_and_floats() -> None:
-    assert ENGINE.allgather_bytes(b"x" * RANK) == [b"x" * rank for rank in range(SIZE)]
-    assert ENGINE.allgather_bytes(b"") == [b""] * SIZE
-    for root in range(SIZE):
-        assert ENGINE.broadcast_bytes(bytes([root]) * 1000 if root == RANK else None, root) == bytes([root]) * 1000
-    assert ENGINE.broadcast_bytes(b"" if RANK == 0 else None, 0) == b""
-    assert ENGINE.sum_floats([0.5, float(RANK)]) == [0.5 * SIZE, sum(range(SIZE))]
-    for dtype in (torch.bool, torch.uint8, torch.int32, torch.float16, torch.bfloat16, torch.float64):
-        assert ENGINE.sum_(torch.ones(3, dtype=dtype)).double().tolist() == [float(dtype == torch.bool or SIZE)] * 3
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Losses in which samples meet, on ranks and over batches of an update, against one process with the global batch.
 
-usage: whole.py ENGINE ACCUMULATE OUT.json
+usage: whole.py ENGINE ACCUMULATE OUT.json LOSS ...
 """
 
 from __future__ import annotations
@@ -466,7 +466,8 @@ def main() -> None:
     torch.set_default_dtype(torch.float64)
     ours: list[Any] = []
     with hvdtrain.init("torch", engine=engine) as world:
-        for name, function in LOSSES.items():
+        for name in sys.argv[4:]:
+            function = LOSSES[name]
             wanted = one_process(function)
             for way in ("loop", "call") if accumulate == 1 else ("call",):
                 found = on_ranks(function, way, accumulate, world)

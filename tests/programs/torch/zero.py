@@ -145,15 +145,13 @@ def case_what_is_dropped_imports_nothing(world: hvdtrain.World) -> None:
 
 
 def case_twenty_updates_equal_one_process(world: hvdtrain.World) -> None:
-    for zero in (1, 2):
-        for make in OPTIMIZERS.values():
-            train(world, zero, make)
+    for zero, name in ((1, "adamw"), (1, "amsgrad"), (2, "nesterov"), (2, "adagrad")):
+        train(world, zero, OPTIMIZERS[name])
 
 
 def case_clipping_and_accumulation(world: hvdtrain.World) -> None:
     for zero in (1, 2):
-        train(world, zero, OPTIMIZERS["nesterov"], clip=0.3)
-        train(world, zero, OPTIMIZERS["adamw"], accumulate=3, clip=0.3)
+        train(world, zero, OPTIMIZERS["nesterov"], accumulate=3, clip=0.3)
         with mock.patch.object(deepspeed, "_BUCKET_BYTES", 64):  # many, of a weight or less each
             train(world, zero, OPTIMIZERS["adamw"], accumulate=3)
 
