@@ -50,7 +50,6 @@ REFUSED = {
     "fit_with_steps": ("ConfigError", "cannot take these arguments", "fit(steps_per_epoch=)", "remove steps_per_epoch"),
     "both_kinds_of_weights": ("ConfigError", "class_weight=", "class_weight= and sample weights", "multiply"),
     "classes_in_text": ("ConfigError", "class_weight={'0': 2.0}", "int(label)"),
-    "a_function_that_sums": ("ReplicaError", "its pieces", "rank 1: loss", "one value per sample", "verify=False"),
     "rate_by_the_logs_of_a_batch": ("ReplicaError", "equal at the end of an epoch", "logs of a batch"),
     "stateful": ("ConfigError", "stateful=True: lstm", "remove stateful="),
     "another_loss": ("ReplicaError", "the same compile.loss", 'rank 0: "mse"', 'rank 1: "mae"'),
@@ -59,7 +58,6 @@ REFUSED = {
     "single_samples": ("ConfigError", "must come in batches", "dataset.batch("),
     "repeated_without_end": ("ConfigError", "must end", "remove .repeat()"),
     "shuffled_by_tensorflow": ("ConfigError", "the tf.data set must give the same", "lambda epoch: dataset.shuffle"),
-    "moved_by_hand": ("ReplicaError", "replicas must be equal after the first step", "kernel"),
 }
 ROWS = {
     "fit_with_y": ("K5c", "fit(loader(...), y=)"),

@@ -23,7 +23,6 @@ ROWS = {
     "weights_zero_on_a_rank": ("K5b", "sample weights, all zero on one rank: loader((x, y, sample_weight))"),
 }
 EXACT = [*ROWS, "mean_of_weights", "two_outputs"]
-MORE = ["lists", "two_losses_in_one"]
 REFUSED = {
     "none": ("ConfigError", "must be one number", "reduction=None in SparseCategoricalCrossentropy"),
     "dice_of_the_batch": ("ReplicaError", "its pieces", "6 samples", "Dice(axis=(1, 2, 3))", "verify=False"),
@@ -66,7 +65,7 @@ def two(request: pytest.FixtureRequest, backend: str, tmp_path_factory: pytest.T
     return run(backend, 2, tmp_path_factory.mktemp("two"), chosen_cases(request))
 
 
-@pytest.mark.parametrize("case", [*EXACT, *(pytest.param(case, marks=pytest.mark.thorough) for case in MORE)])
+@pytest.mark.parametrize("case", EXACT)
 def test_two_ranks_equal_plain_keras(case: str, backend: str, one: Outcome, two: Outcome, limit: Limit) -> None:
     assert "error" not in two[1][case], two[1][case]
     error = max(float(np.abs(x - y).max()) for x, y in zip(one[0][case], two[0][case], strict=True))

@@ -98,7 +98,7 @@ def check_in_plain_keras(saved: Path, tmp_path: Path, ended: dict[str, Any]) -> 
 @pytest.mark.parametrize(
     ("launcher", "ranks", "flags"),
     [
-        ("none", 1, ()),
+        ("none", 1, ("--backend", "torch")),
         pytest.param(
             "mpirun",
             2,
@@ -106,8 +106,7 @@ def check_in_plain_keras(saved: Path, tmp_path: Path, ended: dict[str, Any]) -> 
             marks=pytest.mark.thorough,
         ),
         pytest.param("horovodrun", 4, ("--no-epochs-divided", "--watch-every", "3"), marks=pytest.mark.thorough),
-        pytest.param("none", 1, ("--backend", "torch"), marks=pytest.mark.thorough),
-        ("horovodrun", 2, ("--backend", "torch")),
+        pytest.param("horovodrun", 2, ("--backend", "torch"), marks=pytest.mark.thorough),
     ],
 )
 def test_launch_forms(launcher: str, ranks: int, flags: tuple[str, ...], few_pictures: Path, tmp_path: Path) -> None:

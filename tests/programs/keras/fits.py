@@ -710,7 +710,6 @@ cases(
     fit_with_steps=lambda: trained(net(), steps_per_epoch=1),
     both_kinds_of_weights=lambda: deal(X[:24], Y[:24], np.ones(24), class_weight={0: 2.0}),
     classes_in_text=lambda: deal(X[:24], Y[:24], class_weight={"0": 2.0}),
-    a_function_that_sums=lambda: trained(net(loss=lambda y, p: keras.ops.sum((p - 1.0) ** 2))),
     sparse_tensors=lambda: hvk.loader(tf_dataset(sparse_x=True).batch(4)),
     single_samples=lambda: hvk.loader(tf_dataset()),
     repeated_without_end=lambda: hvk.loader(tf_dataset().batch(4).repeat()),
@@ -718,33 +717,6 @@ cases(
     another_loss=lambda: compiled_apart("mae" if RANK else "mse"),
     other_loss_weights=lambda: compiled_apart(["mse", "mse"], [1.0, 1.0 + RANK]),
 )
-
-
-class ByHand(keras.Model):
-    """A train step that moves a weight by hand, on each rank in its own way."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = dense(3)
-
-    def call(self, x: Any) -> Any:
-        return self.inner(x)
-
-    def train_step(self, data: Any) -> Any:
-        logs = super().train_step(data)
-        kernel = self.inner.trainable_variables[0]
-        kernel.assign(kernel * (1.0 + 0.1 * RANK))
-        return logs
-
-
-@case
-def moved_by_hand() -> str:
-    keras.utils.set_random_seed(1)
-    model = ByHand()
-    model.build((None, 5))
-    model.compile(O.SGD(0.1), sparse())
-    trained(model)
-    return "trained"
 
 
 class Halving(keras.callbacks.Callback):

@@ -211,60 +211,6 @@ def compute_loss_of_ones_own(n: int) -> Any:
     return all_of(model, fit(model, data), data, data[0])
 
 
-class GAN(keras.Model):
-    def __init__(self, discriminator: Any, generator: Any) -> None:
-        super().__init__()
-        self.discriminator = discriminator
-        self.generator = generator
-        self.d_loss_tracker = keras.metrics.Mean(name="d_loss")
-        self.g_loss_tracker = keras.metrics.Mean(name="g_loss")
-        self.built = True
-
-    @property
-    def metrics(self) -> Any:
-        return [self.d_loss_tracker, self.g_loss_tracker]
-
-    def compile(self, d_optimizer: Any, g_optimizer: Any, loss_fn: Any) -> None:
-        super().compile()
-        self.d_optimizer = d_optimizer
-        self.g_optimizer = g_optimizer
-        self.loss_fn = loss_fn
-
-    def train_step(self, real: Any) -> Any:
-        if isinstance(real, tuple):
-            real = real[0]
-        rows = ops.shape(real)[0]
-        noise = ops.sin(7 * real[:, :3])  # in the place of a draw: the same for a sample wherever it is
-        generated = self.generator(noise)
-        combined = ops.concatenate([generated, real], axis=0)
-        labels = ops.concatenate([ops.ones((rows, 1)), ops.zeros((rows, 1))], axis=0)
-
-        def d_loss_of() -> Any:
-            return (self.loss_fn(labels, self.discriminator(combined)),)
-
-        def g_loss_of() -> Any:
-            return (self.loss_fn(ops.zeros((rows, 1)), self.discriminator(self.generator(noise))),)
-
-        (d_loss,) = descend(self.discriminator, self.d_optimizer, self.discriminator.trainable_weights, d_loss_of)
-        (g_loss,) = descend(self.generator, self.g_optimizer, self.generator.trainable_weights, g_loss_of)
-        self.d_loss_tracker.update_state(d_loss)
-        self.g_loss_tracker.update_state(g_loss)
-        return {"d_loss": self.d_loss_tracker.result(), "g_loss": self.g_loss_tracker.result()}
-
-
-@program(25)
-def gan(n: int) -> Any:
-    discriminator = keras.Sequential([keras.Input((5,)), L.Dense(6), L.LeakyReLU(negative_slope=0.2), L.Dense(1)])
-    generator = keras.Sequential([keras.Input((3,)), L.Dense(6, activation="tanh"), L.Dense(5)])
-    model = GAN(discriminator, generator)
-    model.compile(
-        d_optimizer=O.Adam(learning_rate=0.03),
-        g_optimizer=O.Adam(learning_rate=0.03),
-        loss_fn=keras.losses.BinaryCrossentropy(from_logits=True),
-    )
-    return all_of(model, fit(model, (X[:n],)))
-
-
 class WGAN(keras.Model):
     """Of the example of WGAN-GP: several steps of the discriminator, whose penalty is a gradient's norm."""
 

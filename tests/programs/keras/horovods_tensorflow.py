@@ -1,14 +1,11 @@
 """Horovod's own Keras wrapper, as the recipe's wheel has it, on Keras 3's TensorFlow backend against plain Keras of one
 process, in float64.
 
-usage: horovods_tensorflow.py FOLDER [adasum]
-
-With `adasum`, that alone, which needs MPI.
+usage: horovods_tensorflow.py FOLDER
 """
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -54,20 +51,6 @@ def tape() -> float:
     return apart(gradients(model, mine(X), mine(Y), hvd_tf.DistributedGradientTape), gradients(model, X, Y))
 
 
-def adasum() -> dict[str, float]:
-    """Of two ranks' gradients, variable by variable: equation 3 of Maleki et al., "Scaling Distributed Training with
-    Adaptive Summation" (2021). Horovod's DistributedOptimizer for Keras takes no such operation."""
-    model, x, y = dense(), X.reshape(2, -1, 5), Y.reshape(2, -1, 2)
-    one, other = (gradients(model, x[rank], y[rank]) for rank in (0, 1))
-    with tf.GradientTape() as inner:
-        loss = Mse()(y[hvd.rank()], model(x[hvd.rank()]))
-    wrapped = hvd_tf.DistributedGradientTape(inner, op=hvd_tf.Adasum)
-    found = wrapped.gradient(loss, model.trainable_variables)
-    pairs = [(a, b, float((a * b).sum())) for a, b in zip(one, other, strict=True)]
-    wanted = [(1 - ab / (2 * (a * a).sum())) * a + (1 - ab / (2 * (b * b).sum())) * b for a, b, ab in pairs]
-    return {"gap": apart(found, wanted), "mean": apart(found, [(a + b) / 2 for a, b, _ in pairs])}
-
-
 def sync_batch_norm() -> dict[str, float]:
     """Ranks with more and fewer samples, masked and not: statistics and gradients of one process with all of them."""
     rows, steps = np.arange(SAMPLES), RNG.normal(size=(SAMPLES, 3, 5))
@@ -108,7 +91,6 @@ def local_layer_of_a_tape() -> dict[str, float]:
     return found
 
 
-TASKS, TARGETS = RNG.normal(size=(24, 2, 4)), RNG.normal(size=(24, 2, 1)) * 5  # each sample for two tasks
 TABLE_ROWS = RNG.integers(0, 6, (3, 5))  # of each rank
 FIVE = [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0], RNG.normal(size=(6, 2))]
 
@@ -155,45 +137,6 @@ def none_on_some(traced: bool, by_tape: bool, sparse_as_dense: bool = False, **s
         call(step)  # a function is traced anew for another step, on all ranks
     assert np.array_equal(ours[3].numpy(), FIVE[3])
     return apart(ours, wanted)
-
-
-class Tasks(keras.Model):
-    """Two heads of one shape: a rank has samples of one task."""
-
-    def __init__(self, tasks: list[int]) -> None:
-        super().__init__()
-        keras.utils.set_random_seed(1)
-        self.tasks, self.trunk, self.heads = tasks, L.Dense(3), [L.Dense(1), L.Dense(1)]
-        self.trunk.build((None, 4))
-        for head in self.heads:
-            head.build((None, 3))
-        self.built = True
-
-    def train_step(self, data: Any) -> dict[str, Any]:
-        x, y = data
-        with tf.GradientTape() as tape:
-            losses = [
-                tf.reduce_mean((self.heads[task](self.trunk(x[:, n])) - y[:, n]) ** 2)
-                for n, task in enumerate(self.tasks)
-            ]
-            loss = tf.add_n(losses) / len(losses)
-        grads = tape.gradient(loss, [variable.value for variable in self.trainable_variables])
-        self.optimizer.apply_gradients(zip(grads, self.trainable_variables, strict=True))
-        return {"loss": loss}
-
-
-def one_task_each() -> float:
-    tasks = [rank % 2 for rank in range(hvd_keras.size())]
-    ours, plain = Tasks([tasks[hvd_keras.rank()]]), Tasks(tasks)
-    ours.compile(hvd_keras.DistributedOptimizer(O.SGD(0.1)))
-    plain.compile(O.SGD(0.1))
-    mine, fits = (
-        [tasks[hvd_keras.rank()]],
-        {"batch_size": 5, "shuffle": False, "verbose": 0},
-    )  # a last batch of 4: traced anew
-    ours.fit(TASKS[:, mine], TARGETS[:, mine], **fits)
-    plain.fit(TASKS[:, tasks], TARGETS[:, tasks], **fits)
-    return apart(ours.get_weights(), plain.get_weights())
 
 
 def kept() -> dict[str, float]:
@@ -321,19 +264,16 @@ def in_a_set() -> float:
     return apart(ours, [[-1.5], [-1.0]])
 
 
-def main(folder: Path, *only: str) -> None:
+def main(folder: Path) -> None:
     keras.config.set_floatx("float64")
     os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
     hvd.init()
-    if only:
-        (folder / f"{hvd.rank()}.json").write_text(json.dumps(adasum()))
-        return
     batch_norm = sync_batch_norm()
     differs = {"batch norm": batch_norm.pop("alone")}
     nones = {
         "eager": none_on_some(False, False), "function": none_on_some(True, False),
         "tape in a function": none_on_some(True, True), "as dense": none_on_some(True, False, sparse_as_dense=True),
-        "tape, groups": none_on_some(True, True, groups=2), "fit": one_task_each(), "in a set": in_a_set(),
+        "tape, groups": none_on_some(True, True, groups=2), "in a set": in_a_set(),
     }  # fmt: skip
     exact = {
         "fits": optimizers(), "None": nones, "tape": tape(), "local, by a tape": local_layer_of_a_tape(),
@@ -346,4 +286,4 @@ def main(folder: Path, *only: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *sys.argv[2:])
+    main(Path(sys.argv[1]))

@@ -68,13 +68,6 @@ def two_outputs() -> keras.Model:
     return keras.Model(tokens, {"tags": wide(3)(inner), "label": dense(3)(L.GlobalAveragePooling1D()(inner))})
 
 
-def listed() -> keras.Model:
-    """Inputs and outputs in lists."""
-    one, other = L.Input((5,)), L.Input((STEPS,), dtype="int32")
-    inner = L.Concatenate()([one, L.Flatten()(L.Embedding(9, 4)(other))])
-    return keras.Model([one, other], [dense(3)(inner), dense(3)(inner)])
-
-
 class Balance(keras.layers.Layer):
     """Of a mixture of experts: how even the batch as a whole is spread, asked in training only."""
 
@@ -102,11 +95,6 @@ def ce(**arguments: Any) -> keras.losses.Loss:
     return keras.losses.SparseCategoricalCrossentropy(from_logits=True, **arguments)
 
 
-def both(y: Any, p: Any) -> Any:
-    """A function that makes its loss of two, each with its own unit."""
-    return ce(ignore_class=-1)(y, p) + 0.5 * keras.losses.MeanSquaredError()(keras.ops.zeros_like(p), p)
-
-
 def by_what_counts(y: Any, p: Any) -> Any:
     """One value a sample, which all divide by what counts in the batch: everything, in the first one."""
     counts = y[:, 3]
@@ -129,11 +117,6 @@ CASES: dict[str, dict[str, Any]] = {
         "model": two_outputs, "loss": lambda: {"tags": ce(ignore_class=-1), "label": ce()}, "x": TOKENS,
         "y": {"tags": IGNORED, "label": LABEL}, "compile": {"loss_weights": {"tags": 0.7, "label": 2.0}},
     },
-    "lists": {
-        "model": listed, "loss": lambda: [ce(), ce(ignore_class=1)], "x": [X, TOKENS], "y": [LABEL, LABEL[::-1].copy()],
-        "sample_weight": [WEIGHT, HALF_ZERO],
-    },
-    "two_losses_in_one": {"model": tagger, "loss": lambda: both, "x": TOKENS, "y": IGNORED},
     # refused
     "none": {"model": net, "loss": lambda: ce(reduction=None), "y": LABEL},
     "dice_of_the_batch": {"model": segmenter, "loss": keras.losses.Dice, "x": PICTURES, "y": SHAPES},
