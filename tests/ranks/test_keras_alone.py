@@ -16,18 +16,7 @@ PROGRAM = PROGRAMS / "keras" / "alone.py"
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_one_process_trains_exactly_as_plain_keras_and_without_horovod(backend: str, limit: Limit) -> None:
     ended = run_ranks([PROGRAM], 1, env={"KERAS_BACKEND": backend}).check()
-    for line in (
-        "a GPU of its own, memory grows",
-        "bit-equal to plain Keras",
-        "nothing hooked",
-        "order fixed",
-        "x alone as it is",
-        "epochs told apart",
-        "the rest of an epoch, and the next one",
-        "time told apart",
-        "what elastic jobs cannot do is refused",
-    ):
-        assert line in ended.out, ended.text
+    assert "all of it" in ended.out, ended.text
     if backend == "tensorflow":
         limit("K23b", "the same in one process, of a train_step and a test_step", mended="a step gets x as it is")
 

@@ -94,19 +94,14 @@ def check_in_plain_keras(saved: Path, tmp_path: Path, ended: dict[str, Any]) -> 
     assert numbers["loss"] == pytest.approx(ended["loss"], rel=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("launcher", "ranks", "flags"),
     [
         ("none", 1, ("--backend", "torch")),
-        pytest.param(
-            "mpirun",
-            2,
-            ("--compression", "fp16", "--lr-scale", "linear", "--no-epochs-divided"),
-            marks=pytest.mark.thorough,
-        ),
-        pytest.param("horovodrun", 4, ("--no-epochs-divided", "--watch-every", "3"), marks=pytest.mark.thorough),
-        pytest.param("horovodrun", 2, ("--backend", "torch"), marks=pytest.mark.thorough),
+        ("mpirun", 2, ("--compression", "fp16", "--lr-scale", "linear", "--no-epochs-divided")),
+        ("horovodrun", 4, ("--no-epochs-divided", "--watch-every", "3")),
+        ("horovodrun", 2, ("--backend", "torch")),
     ],
 )
 def test_launch_forms(launcher: str, ranks: int, flags: tuple[str, ...], few_pictures: Path, tmp_path: Path) -> None:

@@ -50,8 +50,10 @@ def words() -> Any:
     return keras.Sequential([keras.Input((4,)), L.Embedding(50, 3), L.Flatten(), common.dense(2)])
 
 
-def compiled(model: Any, optimizer: Any) -> Any:
-    model.compile(optimizer(model) if callable(optimizer) else optimizer, Mse(), jit_compile=False)
+def compiled(model: Any, optimizer: Any, traced: bool = False) -> Any:
+    """On TensorFlow tracing takes longer than these steps: it is left to the fits with each optimizer."""
+    eager = common.BACKEND == "tensorflow" and not traced
+    model.compile(optimizer(model) if callable(optimizer) else optimizer, Mse(), jit_compile=False, run_eagerly=eager)
     return model
 
 
@@ -93,10 +95,8 @@ def fitted(model: Any, x: Any, y: Any, batch: int, callbacks: Any = (), epochs: 
 
 def gap(ours: Any, plain: Any, make: Callable[[], Any] = dense, x: np.ndarray = X) -> float:
     """Of the weights of ranks and of one process; on TensorFlow of the losses as well."""
-    model, other = compiled(make(), ours), compiled(make(), plain)
+    model, other = compiled(make(), ours, traced=True), compiled(make(), plain)
     metrics = [hvd.callbacks.MetricAverageCallback()] if common.BACKEND == "tensorflow" else []
-    if common.BACKEND == "tensorflow":
-        other.run_eagerly = True  # tracing takes longer than these steps
     losses = fitted(model, mine(x), mine(Y), BATCH // hvd.size(), metrics)["loss"]
     wanted = fitted(other, x, Y, BATCH)["loss"]
     return apart([*model.get_weights(), *([losses] * len(metrics))], [*other.get_weights(), *([wanted] * len(metrics))])

@@ -93,7 +93,6 @@ CASES: dict[str, dict[str, Any]] = {
     "fp16": {"opt": lambda: O.SGD(0.1), "prepare": {"compression": "fp16"}},
     # low precision rounds with the batch size: the twin of N ranks is one process that accumulates N
     # micro-batches
-    "float32": {"opt": O.Adam, "policy": "float32", "micro": True},
     "mixed_float16": {"opt": O.SGD, "policy": "mixed_float16", "micro": True},
     # negative twin: the same job with the averaging switched off must differ
     "off": {"opt": lambda: O.SGD(0.1), "off": True},
