@@ -23,7 +23,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     run_ranks([FOLDER / "resume.py", "both", folder], 2, env=env, timeout_s=180).check()
     run_ranks([FOLDER / "resume.py", "elsewhere", folder], 1, env=env).check()
     run_ranks([FOLDER / "resume.py", "second", folder], 2, env=env, timeout_s=180).check()
-    plain = [FOLDER / "resume.py", "plain", folder, newest(folder / "parts", 2) / "model.keras"]
+    plain: list[str | Path] = [FOLDER / "resume.py", "plain", folder, newest(folder / "parts", 2) / "model.keras"]
     (folder / "plain.txt").write_text(run_ranks(plain, 1, launcher="none", env=env).check().out)
     return folder
 

@@ -6,6 +6,7 @@ import functools
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -42,7 +43,8 @@ EACH = pytest.mark.parametrize(
 def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     """Of a backend's chosen programs: of plain Keras, with every import of Horovod and hvdtrain blocked, and of two
     ranks."""
-    here = [item.callspec.params for item in request.session.items if item.module is request.module]
+    items: list[Any] = request.session.items
+    here = [item.callspec.params for item in items if item.module is request.module]
 
     @functools.cache
     def of(backend: str) -> tuple[Outcome, Outcome]:

@@ -50,7 +50,8 @@ def run(backend: str, ranks: int, folder: Path, cases: list[str]) -> Outcome:
 @pytest.fixture(scope="module")
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """Returns a backend's chosen cases in one process, with every import of Horovod blocked, and on two ranks."""
-    here = [item.callspec.params for item in request.session.items if item.module is request.module]
+    items: list[Any] = request.session.items
+    here = [item.callspec.params for item in items if item.module is request.module]
 
     @functools.cache
     def of(backend: str) -> tuple[Outcome, Outcome]:
