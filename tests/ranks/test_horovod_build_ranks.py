@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from harness import REPOSITORY
+from harness import REPOSITORY, run_ranks
 
 from hvdtrain.core.errors import HvdtrainError
 from hvdtrain.horovod_build import build, patching, steps, support
@@ -25,7 +25,7 @@ def snapshot(source: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
-@pytest.mark.parametrize("gpu", ["none", "nccl"])
+@pytest.mark.parametrize("gpu", [pytest.param("none", marks=pytest.mark.thorough), "nccl"])
 def test_git_takes_the_patches_in_their_order_and_makes_the_same_of_them(sdist, tmp_path, gpu):
     """The twin: on what is patched already git refuses each."""
     ours, gits = build.unpack(sdist, tmp_path / "ours"), build.unpack(sdist, tmp_path / "git")
@@ -46,14 +46,6 @@ def test_git_takes_the_patches_in_their_order_and_makes_the_same_of_them(sdist, 
     assert {file for file, data in snapshot(ours).items() if data != pristine.get(file)} == {
         file for patch in patching.needed(gpu) for file, _, _ in patch.hunks()
     }
-
-
-def test_a_failed_step_shows_the_end_of_its_log(tmp_path):
-    run = steps.Commands(tmp_path / "log", lambda line: None)
-    program = "for i in range(100): print('line', i)\nraise SystemExit(3)"
-    with pytest.raises(HvdtrainError, match=r"exit code 3(.|\n)*line 99") as caught:
-        run("counting", [sys.executable, "-c", program])
-    assert "line 50" not in str(caught.value) and str(tmp_path / "log") in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -159,14 +151,6 @@ def test_zero_grad_takes_set_to_none():
     assert done.stdout.split() == ["0.0", "None"], done.stderr
 
 
-@pytest.mark.thorough
-def test_horovods_keras_wrapper_of_tensorflow_refuses_another_backend_and_names_the_one_that_takes_it():
-    done = python("import keras, horovod.tensorflow.keras", KERAS_BACKEND="torch")
-    assert done.returncode and "ImportError" in done.stderr and "import horovod.keras;" in done.stderr, done.stderr
-    legacy = python("import horovod.keras as hvd; hvd.init()", KERAS_BACKEND="torch", TF_USE_LEGACY_KERAS="1")
-    assert legacy.returncode == 0, legacy.stderr
-
-
 def extension(framework: str) -> Path:
     """The installed extension's library; found without importing a framework."""
     spec = importlib.util.find_spec("horovod")
@@ -235,11 +219,9 @@ else:
 @pytest.mark.slow
 def test_gloo_names_a_stalled_tensor_and_ends_the_job(tmp_path):
     """Without the patch gloo-stall-check nothing is ever said (seen: 393 s of silence)."""
-    from harness import run_ranks
-
     program = tmp_path / "stall.py"
     program.write_text(STALL)
-    check = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "2", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "6"}
+    check = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "3"}
     result = run_ranks([str(program)], 2, launcher="horovodrun", env=check, timeout_s=50)
     assert result.returncode != 0
     assert "missing ranks" in result.ranks_error[0].lower() and "lonely" in result.ranks_error[0], result.ranks_error[0]
@@ -247,8 +229,6 @@ def test_gloo_names_a_stalled_tensor_and_ends_the_job(tmp_path):
 
 
 def test_horovodrun_leaves_the_failed_ranks_message_readable(tmp_path):
-    from harness import run_ranks
-
     program = tmp_path / "fail.py"
     program.write_text("import sys; sys.exit('the one clear message')")
     result = run_ranks([str(program)], 2, launcher="horovodrun", timeout_s=60)
@@ -289,8 +269,6 @@ def test_what_is_built_in_is_known_without_importing_a_framework():
 def test_waiting_costs_nothing(tmp_path, idle_ms):
     """A rank that waits in synchronize() sleeps (patch torch-wait-sleeps), and ranks without a tensor ask each other
     for work as often as HOROVOD_IDLE_CYCLE_TIME says (patch idle-cycle); the twin without it: every millisecond."""
-    from harness import run_ranks
-
     program = tmp_path / "waiting.py"
     program.write_text(WAITING)
     timeline = tmp_path / "timeline.json"

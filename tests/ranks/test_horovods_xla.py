@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from harness import REPOSITORY, run_ranks
 
 PROGRAM = [REPOSITORY / "tests" / "programs" / "horovods_xla.py"]
@@ -13,6 +14,7 @@ def test_a_compiled_step_of_two_ranks_is_one_processs_step():
         assert float(output.split("worst")[1].split()[0]) < 1e-10, output
 
 
+@pytest.mark.thorough
 def test_without_asking_for_it_the_operation_that_xla_cannot_compile_is_named():
     """The twin. As upstream, XLA's kernels are there when HOROVOD_ENABLE_XLA_OPS asks for them."""
     result = run_ranks(PROGRAM, 2, launcher="horovodrun")

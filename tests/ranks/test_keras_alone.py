@@ -7,31 +7,21 @@ from pathlib import Path
 
 import pytest
 from harness import PROGRAMS, run_ranks
+from keras_cases import BACKENDS
 from limits import Limit
 
 PROGRAM = PROGRAMS / "keras" / "alone.py"
 
 
-@pytest.mark.parametrize("backend", ["tensorflow", "torch"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_one_process_trains_exactly_as_plain_keras_and_without_horovod(backend: str, limit: Limit) -> None:
     ended = run_ranks([PROGRAM], 1, env={"KERAS_BACKEND": backend}).check()
-    for line in (
-        "a GPU of its own, memory grows",
-        "bit-equal to plain Keras",
-        "nothing hooked",
-        "order fixed",
-        "x alone as it is",
-        "epochs told apart",
-        "the rest of an epoch, and the next one",
-        "time told apart",
-        "what elastic jobs cannot do is refused",
-    ):
-        assert line in ended.out, ended.text
+    assert "all of it" in ended.out, ended.text
     if backend == "tensorflow":
         limit("K23b", "the same in one process, of a train_step and a test_step", mended="a step gets x as it is")
 
 
-@pytest.mark.parametrize("backend", ["tensorflow", pytest.param("torch", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_where_fit_begins_and_what_it_leaves(backend: str, tmp_path: Path) -> None:
     """After a restore: with and without callbacks, twice, validating on the training data; nothing stays behind."""
     program = PROGRAMS / "keras" / "places.py"
@@ -52,14 +42,6 @@ def test_where_fit_begins_and_what_it_leaves(backend: str, tmp_path: Path) -> No
     }
 
 
-def test_jax_is_refused_before_keras_is_imported() -> None:
-    code = "import hvdtrain; hvdtrain.init('keras')"
-    ended = run_ranks(["-c", code], 1, launcher="none", env={"KERAS_BACKEND": "jax"})
-    assert ended.returncode != 0
-    assert "hvdtrain.keras needs the tensorflow or torch backend" in ended.err
-    assert "KERAS_BACKEND=jax" in ended.err and "keras.distribution.DataParallel" in ended.err
-
-
 def test_jax_in_keras_json_is_refused_by_name(tmp_path: Path, limit: Limit) -> None:
     (tmp_path / "keras.json").write_text('{"backend": "jax"}')
     code = "import hvdtrain; hvdtrain.init('keras')"
@@ -67,4 +49,5 @@ def test_jax_in_keras_json_is_refused_by_name(tmp_path: Path, limit: Limit) -> N
     assert ended.returncode != 0 and "pip install" not in ended.err, ended.text
     said = "hvdtrain.keras needs the tensorflow or torch backend"
     assert said in ended.err and "KERAS_BACKEND=jax (from keras.json)" in ended.err, ended.text
+    assert "keras.distribution.DataParallel" in ended.err, ended.text
     limit("K16h", "jax in keras.json", refused=f"{said} of Keras 3; received: KERAS_BACKEND=jax (from keras.json)")

@@ -17,7 +17,6 @@ ACCEPTED = {
     "evaluates_as_plain_keras": None,
     "every_optimizer": None,
     "metrics_that_give_several_numbers": None,
-    "weights_and_metrics_step_by_step": None,
     "parts_that_a_step_of_ones_own_calls": ("K23a", "a `train_step` of `loader(x)`: its batch is x, and no tuple"),
     "a_step_that_unpacks_x_and_y": ("K25", "`x, y = data` in a `train_step`, with a rank that has no sample"),
     "keras_own_evaluate_and_predict_of_a_loader": ("K22", "model.evaluate(loader) and model.predict(loader)"),
@@ -32,24 +31,16 @@ ACCEPTED = {
     "nothing_to_train": ("K30f", "a model without trainable weights"),
     "names_metrics_that_follow_batches": None,
     "a_loss_that_is_next_to_nothing": ("K21b", "a right loss that is next to nothing, of which rounding is left"),
-    "validates_on_all_samples_each": None,
-    "means_of_batches_with_a_tail": None,
-    "names_what_does_not_add_up": None,
-    "a_first_batch_that_is_not_finite": None,
     "averages_a_metric_that_says_so": None,
     "normalises_by_live_samples_only": None,
     "goes_on_accumulating": ("K6", "a second fit in the middle of an accumulated update"),
     "counts_every_step_of_an_execution": ("K8d", "watch_every=2 with steps_per_execution=2"),
     "records_the_loss_of_the_global_batch": ("K8c", "the loss of each step in events.jsonl"),
-    "draws_other_masks_on_each_rank": None,
     "halves_before_the_sum": None,
     "prepared_again_with_another_option": ("K8e", "a second prepare() with another option"),
     "schedule_free": ("K17b", "ScheduleFreeAdamW (plain Keras on TensorFlow: right only if built before fit)"),
-    "proves_the_loss_quickly": None,
     "an_average_and_an_epoch_in_two_fits": ("K6b", "use_ema, an epoch that is stopped and resumed"),
     "a_restored_fit_is_one_training_for_callbacks": None,
-    "an_average_and_two_fits": None,
-    "callbacks_in_a_list_of_keras": None,
     "bar_of_rank_0": ("K8f", "the progress bar of fit"),
 }
 REFUSED = {
@@ -59,7 +50,6 @@ REFUSED = {
     "fit_with_steps": ("ConfigError", "cannot take these arguments", "fit(steps_per_epoch=)", "remove steps_per_epoch"),
     "both_kinds_of_weights": ("ConfigError", "class_weight=", "class_weight= and sample weights", "multiply"),
     "classes_in_text": ("ConfigError", "class_weight={'0': 2.0}", "int(label)"),
-    "a_function_that_sums": ("ReplicaError", "its pieces", "rank 1: loss", "one value per sample", "verify=False"),
     "rate_by_the_logs_of_a_batch": ("ReplicaError", "equal at the end of an epoch", "logs of a batch"),
     "stateful": ("ConfigError", "stateful=True: lstm", "remove stateful="),
     "another_loss": ("ReplicaError", "the same compile.loss", 'rank 0: "mse"', 'rank 1: "mae"'),
@@ -68,7 +58,6 @@ REFUSED = {
     "single_samples": ("ConfigError", "must come in batches", "dataset.batch("),
     "repeated_without_end": ("ConfigError", "must end", "remove .repeat()"),
     "shuffled_by_tensorflow": ("ConfigError", "the tf.data set must give the same", "lambda epoch: dataset.shuffle"),
-    "moved_by_hand": ("ReplicaError", "replicas must be equal after the first step", "kernel"),
 }
 ROWS = {
     "fit_with_y": ("K5c", "fit(loader(...), y=)"),
@@ -124,7 +113,3 @@ def test_what_would_be_wrong_is_refused_by_all(case: str, outcomes: Outcomes, li
 
 def test_one_progress_bar(outcomes: Outcomes) -> None:
     assert [int(cases["bars"]) > 0 for cases in outcomes] == [True, False]
-
-
-def test_the_loss_is_proven_in_under_two_seconds(outcomes: Outcomes) -> None:
-    assert float(outcomes[0]["proves_the_loss_quickly"].split()[1]) < 2

@@ -9,22 +9,18 @@ from keras_cases import BACKENDS, Outcomes, passed, ran, refused
 PROGRAM = PROGRAMS / "keras" / "catches.py"
 # case -> kind and parts of each rank's error
 REFUSED = {
-    "unwrapped_verify": ("ReplicaError", "must be averaged over ranks", "prepare(model)"),
     "unwrapped_fit": ("ReplicaError", "must be averaged over ranks", "prepare(model)"),
     "recompiled": ("ReplicaError", "another compile()", "prepare(model)"),
     "cloned_optimizer": ("ReplicaError", "from_config", "prepare(model)"),
     "forgotten_broadcast": ("ReplicaError", "replicas must be equal", "conv2d/kernel", "rank 0: sum", "rank 1: sum",
         "callbacks(model)"),
-    "forgotten_broadcast_verify": ("ReplicaError", "replicas must be equal", "rank 1: sum"),
     "unequal_rate": ("ReplicaError", "learning_rate", "rank 0: 0.1", "rank 1: 0.2", "hvdtrain.LR"),
-    "unequal_momentum": ("ReplicaError", "momentum", "rank 0: 0.5", "rank 1: 0.6"),
     "unequal_model": ("ReplicaError", "same model", "(36, 4)", "(36, 5)"),
     "unhooked_on_one_rank": ("ReplicaError", "averaging hook", "rank 0: True", "rank 1: False"),
     "averaged_then_changed": ("ReplicaError", "mean of all ranks' gradients", "rank 0: off by", "rank 1: off by"),
     "summed": ("ReplicaError", "mean of all ranks' gradients", "off by"),
     "steps_differ": ("ReplicaError", "same number of steps", "'steps per epoch': 2", "'steps per epoch': 3",
         "loader("),
-    "epochs_differ": ("ReplicaError", "same number of steps", "'epochs': 1", "'epochs': 2"),
     "watch_catches": ("ReplicaError", "after step 4", "1 of 14 variables", "first sequential/", "kernel", "element 5"),
     "optimizer_inside_loss_scale": ("ReplicaError", "outermost optimizer must average", "prepare(model)"),
     "accumulation_inside_multi": ("ConfigError", "MultiOptimizer", "gradient_accumulation_steps=2"),
@@ -38,13 +34,16 @@ REFUSED = {
     "data_in_a_list": ("ConfigError", "a list of 2", "(x, y) instead of [x, y]"),
     "not_compiled": ("ConfigError", "compile"),
     "unknown_compression": ("ConfigError", "'int3'"),
+    "stock": ("ReplicaError", "Horovod's own Keras wrapper"),
     "evaluates_replicas_that_differ": ("ReplicaError", "when they are evaluated", "rank 1: sum"),
 }  # fmt: skip
-ACCEPTED = [
-    "right", "restored_after_training", "other_data_order", "watch_silent", "inf_on_one_rank",
-    "inf_while_accumulating", "optimizer_inside_loss_scale_with_callbacks", "rate_follows_samples", "dropout_streams",
-    "evaluates_each_sample_once", "watch_cost", "two_optimizers",
-]  # fmt: skip
+ACCEPTED = {
+    "right": "", "restored_after_training": "", "other_data_order": "", "rate_follows_samples": "",
+    "optimizer_inside_loss_scale_with_callbacks": "",
+    # all ranks skip the step, and halve the same scale
+    "inf_on_one_rank": "scale 16384 updates 3 finite True equal True",
+    "inf_while_accumulating": "scale 16384 updates 1 finite True equal True",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=BACKENDS)
@@ -57,30 +56,6 @@ def test_every_rank_refuses(case: str, outcomes: Outcomes) -> None:
     refused(outcomes, case, *REFUSED[case])
 
 
-@pytest.mark.parametrize("case", ["stock", "stock_adam_fit"])
-def test_horovods_own_wrapper_is_refused_by_name(case: str, outcomes: Outcomes) -> None:
-    refused(outcomes, case, "ReplicaError", "Horovod's own Keras wrapper")
-
-
 @pytest.mark.parametrize("case", ACCEPTED)
 def test_what_is_right_passes(case: str, outcomes: Outcomes) -> None:
-    passed(outcomes, case)
-
-
-def test_every_case_is_judged(outcomes: Outcomes) -> None:
-    assert set(outcomes[0]) == set(outcomes[1]) == {*REFUSED, *ACCEPTED, "stock", "stock_adam_fit"}
-
-
-def test_the_proof_is_exact(outcomes: Outcomes) -> None:
-    assert "max |gradient - mean| = 0 of the largest, replicas equal (sha256 " in outcomes[0]["right"]
-
-
-@pytest.mark.parametrize("case", ["inf_on_one_rank", "inf_while_accumulating"])
-def test_an_overflow_on_one_rank_skips_the_step_on_all(case: str, outcomes: Outcomes) -> None:
-    updates = {"inf_on_one_rank": 3, "inf_while_accumulating": 1}[case]
-    expected = f"passed scale 16384 updates {updates} finite True equal True"
-    assert [cases[case] for cases in outcomes] == [expected, expected]
-
-
-def test_ranks_draw_different_dropout_masks(outcomes: Outcomes) -> None:
-    assert outcomes[0]["dropout_streams"].startswith("passed 2 masks")
+    passed(outcomes, case, ACCEPTED[case])

@@ -23,11 +23,8 @@ VERDICTS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("framework", "backend"),
-    [("torch", ""), *(pytest.param("keras", name, marks=pytest.mark.thorough) for name in ("tensorflow", "torch"))],
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize(("framework", "backend"), [("torch", ""), ("keras", "tensorflow"), ("keras", "torch")])
 def test_the_verdict_names_the_known_cause(framework: str, backend: str, tmp_path: Path) -> None:
     program: list[str | Path] = [PROGRAMS / "core" / "known_causes.py", framework, str(tmp_path)]
     ended = run_ranks(program, 2, env={"KERAS_BACKEND": backend} if backend else {}, timeout_s=180).check()

@@ -1,4 +1,4 @@
-"""TensorFlow imported before PyTorch, and then `torch.compile`: each framework's own LLVM."""
+"""TensorFlow imported before PyTorch, and then the LLVM of `torch.compile`: each framework's own LLVM."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ PROGRAM = """
 import sys, tensorflow, torch, hvdtrain
 if "init" in sys.argv:
     hvdtrain.init("torch", engine="solo")
-double = torch.compile(lambda x: 2 * x)
-print(double(torch.ones(3)).tolist())
+from triton._C.libtriton import llvm  # as torch.compile does; to compile takes a minute
+llvm.init_targets()
+llvm.context()
+print("both")
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "init", [True, pytest.param(False, marks=pytest.mark.thorough)], ids=["hvdtrain.init", "without"]
 )
@@ -33,6 +34,6 @@ def test_torch_compile_after_tensorflow(init):
         capture_output=True, text=True, timeout=280, env={**os.environ, **QUIET, **THREADS},
     )  # fmt: skip
     if init:
-        assert (done.returncode, done.stdout.split("\n")[-2:]) == (0, ["[2.0, 2.0, 2.0]", ""]), done.stderr[-3000:]
+        assert (done.returncode, done.stdout.split("\n")[-2:]) == (0, ["both", ""]), done.stderr[-3000:]
     else:
         assert done.returncode == -signal.SIGSEGV, done.stdout + done.stderr[-3000:]

@@ -96,7 +96,6 @@ def refused_where_ranks_change() -> None:
         assert refusal(fit) == "this fit() needs one fit in the program, of one model"
     finally:
         elastic._ranks = elastic.JobRanks()
-    print("what elastic jobs cannot do is refused")
 
 
 def refusal(case: Callable[[], None]) -> str:
@@ -154,14 +153,11 @@ if __name__ == "__main__":
 
     its_own = [(2,)] if keras.backend.backend() == "torch" else [(["GPU 2"], "GPU"), ("GPU 2", True)]
     assert asked_of_gpus() == its_own, asked_of_gpus()
-    print("a GPU of its own, memory grows")
 
     plain, model = train(False), train(True)
     assert all(a.tobytes() == b.tobytes() for a, b in zip(weights_of(plain), weights_of(model), strict=True))
-    print("bit-equal to plain Keras (with dropout)")
     assert "apply" not in vars(model.optimizer) and "train_step" not in vars(model)
     assert str(hvk.verify(model)) == "averaging: nothing to prove, 1 rank"
-    print("nothing hooked")
 
     x, y = np.arange(20.0).reshape(20, 1), np.arange(20)
     seen: list[list[int]] = []
@@ -186,7 +182,6 @@ if __name__ == "__main__":
     look.fit(data, epochs=2, verbose=0, callbacks=hvk.callbacks(look))  # fit shuffles by default: not ours
     expected = [share.indices.tolist() for epoch in (0, 1) for share in data.plan.step_slices(epoch, rank=0)]
     assert seen == expected, (seen, expected)
-    print("order fixed")
 
     forms: list[type] = []
 
@@ -203,7 +198,6 @@ if __name__ == "__main__":
     of_x.fit(hvk.loader(x, 8), verbose=0, callbacks=hvk.callbacks(of_x))
     hvk.evaluate(of_x, x, per_rank_batch=8)
     assert len(forms) == 6 and tuple not in forms, forms
-    print("x alone as it is")
 
     def another_fit(*_: object) -> None:
         before, other = len(seen), Look()
@@ -216,7 +210,6 @@ if __name__ == "__main__":
     between = keras.callbacks.LambdaCallback(on_epoch_begin=another_fit)
     look.fit(data, epochs=4, initial_epoch=3, verbose=0, callbacks=[*hvk.callbacks(look), between])
     assert seen == [share.indices.tolist() for share in data.plan.step_slices(3, rank=0)]
-    print("epochs told apart")
 
     rest = hvk.loader((x, y), 8, seed=1)
     rest.go_on(1, 8)
@@ -225,12 +218,11 @@ if __name__ == "__main__":
     look.fit(rest, epochs=3, initial_epoch=1, verbose=0, callbacks=hvk.callbacks(look))
     left = [*data.plan.step_slices(1, 8, rank=0), *data.plan.step_slices(2, rank=0)]
     assert seen == [share.indices.tolist() for share in left], seen
-    print("the rest of an epoch, and the next one")
     for slow, kind in (("input", "input bound: "), ("train_step", "compute bound: "), ("other", "")):
         verdict, shares = verdict_of(slow)
         assert shares[slow] == max(shares.values()), (slow, verdict, shares)
         busy = slow != "input" and shares["input"] >= INPUT_SHARE  # with other work: threads that read wait for a core
         assert verdict.startswith(kind) or busy, (verdict, shares)  # of other code that makes the rest unsure
-    print("time told apart")
     refused_where_ranks_change()
     world.comm.shutdown()
+    print("all of it")

@@ -8,18 +8,15 @@ rank 0's part of each batch, as by ranks that are not averaged.
 
 from __future__ import annotations
 
-import csv
 import os
 import sys
-import tempfile
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
-from common import BACKEND, L, block, numpy_of, weights_of
+from common import BACKEND, L, block, weights_of
 from keras import ops
 
 RANKED = int(os.environ.get("HOROVOD_SIZE", "1")) > 1
@@ -50,8 +47,8 @@ LENGTH = 1 + (np.arange(ROWS) % BATCH) * STEPS // BATCH  # ranks' parts of a bat
 TOKENS = np.where(np.arange(STEPS) < LENGTH[:, None], RNG.integers(1, 9, (ROWS, STEPS)), 0)
 NEXT = np.where(np.arange(STEPS) < LENGTH[:, None], RNG.integers(1, 9, (ROWS, STEPS)), 0)
 PICTURES = RNG.uniform(size=(ROWS, 4, 4, 1))
-# in these plain Keras logs other losses of outputs where it is eager, or cannot run a metric of one's own
-TRACED = ("several_inputs_and_outputs", "metric_of_ones_own", "metrics_of_the_whole_batch")
+# in these plain Keras cannot run a metric of one's own where it is eager
+TRACED = ("metrics_of_the_whole_batch",)
 alone = False  # trains on rank 0's part of each batch
 PROGRAMS: dict[str, tuple[Callable[..., Any], int]] = {}
 
@@ -79,24 +76,22 @@ def mine(data: Any) -> Any:
     return keras.tree.map_structure(lambda array: array[here], data), BATCH // RANKS
 
 
-def fit(model: Any, data: tuple[Any, ...], epochs: int = 2, *, val: Any = None, calls: Any = (), **prepare: Any) -> Any:
+def fit(model: Any, data: tuple[Any, ...], epochs: int = 2, *, val: Any = None, **prepare: Any) -> Any:
     """Trains on (x, y), (x, y, sample_weight) or (x,); returns the history."""
     options: dict[str, Any] = {"epochs": epochs, "verbose": 0}
-    weights = {name: prepare.pop(name) for name in ("class_weight",) if name in prepare}
     if not RANKED:
         data, size = mine(data)
         if val is not None:
             options.update(validation_data=val, validation_batch_size=BATCH)
         x, y, sample_weight = (*data, None, None)[:3]
         return model.fit(
-            x, y, sample_weight=sample_weight, batch_size=size, shuffle=False, callbacks=list(calls), **weights,
-            **options,
+            x, y, sample_weight=sample_weight, batch_size=size, shuffle=False, **options,
         ).history  # fmt: skip
-    batches = hvk.loader(data if len(data) > 1 else data[0], BATCH // world.size, shuffle=False, **weights)
+    batches = hvk.loader(data if len(data) > 1 else data[0], BATCH // world.size, shuffle=False)
     hvk.prepare(model, batches, **prepare)
     if val is not None:
         options["validation_data"] = hvk.loader(val, BATCH // world.size, shuffle=False)
-    return model.fit(batches, callbacks=[*hvk.callbacks(model), *calls], **options).history
+    return model.fit(batches, callbacks=hvk.callbacks(model), **options).history
 
 
 def evaluate(model: Any, data: tuple[Any, ...]) -> dict[str, float]:
@@ -141,36 +136,6 @@ def descend(owner: Any, optimizer: Any, weights: Any, loss_of: Callable[[], Any]
 
 
 # -------------------------------------------------------------------- customizing what happens in fit()
-class TrainStep:
-    """No `keras.Model` itself: Keras changes the bases of a class that is once made of inputs and outputs."""
-
-    def train_step(self, data: Any) -> Any:
-        x, y = data
-        if BACKEND == "tensorflow":
-            with tf.GradientTape() as tape:
-                y_pred = self(x, training=True)
-                loss = self.compute_loss(y=y, y_pred=y_pred)
-            gradients = tape.gradient(loss, self.trainable_variables)
-            self.optimizer.apply(gradients, self.trainable_variables)
-        else:
-            self.zero_grad()
-            y_pred = self(x, training=True)
-            loss = self.compute_loss(y=y, y_pred=y_pred)
-            loss.backward()
-            trainable_weights = list(self.trainable_weights)
-            gradients = [v.value.grad for v in trainable_weights]
-            with torch.no_grad():
-                self.optimizer.apply(gradients, trainable_weights)
-        for metric in self.metrics:
-            if metric.name == "loss":
-                metric.update_state(loss)
-            else:
-                metric.update_state(y, y_pred)
-        return {m.name: m.result() for m in self.metrics}
-
-
-class CustomModel(TrainStep, keras.Model):
-    pass
 
 
 def small(kind: Any = keras.Model, units: int = 1, **layer: Any) -> Any:
@@ -178,47 +143,7 @@ def small(kind: Any = keras.Model, units: int = 1, **layer: Any) -> Any:
     return kind(inputs, L.Dense(units, **layer)(L.Dense(6, activation="tanh")(inputs)))
 
 
-@program(25)
-def custom_train_step(n: int) -> Any:
-    model = small(CustomModel)
-    model.compile(optimizer="adam", loss="mse", metrics=["mae"])
-    data = cut((X, VALUE), n)
-    return all_of(model, fit(model, data, 3), data, data[0])
-
-
-class LowerLevel(keras.Model):
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.loss_tracker = keras.metrics.Mean(name="loss")
-        self.mae_metric = keras.metrics.MeanAbsoluteError(name="mae")
-        self.loss_fn = keras.losses.MeanSquaredError()
-
-    def train_step(self, data: Any) -> Any:
-        x, y = data
-
-        def loss_of() -> Any:
-            y_pred = self(x, training=True)
-            return self.loss_fn(y, y_pred), y_pred
-
-        loss, y_pred = descend(self, self.optimizer, self.trainable_variables, loss_of)
-        self.loss_tracker.update_state(loss)
-        self.mae_metric.update_state(y, y_pred)
-        return {"loss": self.loss_tracker.result(), "mae": self.mae_metric.result()}
-
-    @property
-    def metrics(self) -> Any:
-        return [self.loss_tracker, self.mae_metric]
-
-
-@program(29)
-def train_step_of_ones_own_trackers(n: int) -> Any:
-    model = small(LowerLevel)
-    model.compile(optimizer=O.SGD(0.1, momentum=0.9))
-    data = cut((X, VALUE), n)
-    return all_of(model, fit(model, data), None, data[0])
-
-
-class Weighted(keras.Model):
+class Custom(keras.Model):
     def train_step(self, data: Any) -> Any:
         if len(data) == 3:
             x, y, sample_weight = data
@@ -240,40 +165,19 @@ class Weighted(keras.Model):
 
 
 @program(25)
-def train_step_with_sample_weight(n: int) -> Any:
-    model = small(Weighted)
-    model.compile(optimizer=O.Adam(0.02), loss="mse", metrics=["mae"])
-    data = cut((X, VALUE, WEIGHT), n)
+def custom_train_step(n: int) -> Any:
+    model = small(Custom)
+    model.compile(optimizer="adam", loss="mse", metrics=["mae"])
+    data = cut((X, VALUE), n)
     return all_of(model, fit(model, data), data, data[0])
 
 
-@program(29)
-def train_step_with_sample_weight_and_none_given(n: int) -> Any:
-    model = small(Weighted)
-    model.compile(optimizer=O.Adam(0.02), loss="mse", metrics=["mae"])
-    data = cut((X, VALUE), n)
-    return all_of(model, fit(model, data))
-
-
-class OwnTest(TrainStep, keras.Model):
-    def test_step(self, data: Any) -> Any:
-        x, y = data
-        y_pred = self(x, training=False)
-        loss = self.compute_loss(y=y, y_pred=y_pred)
-        for metric in self.metrics:
-            if metric.name == "loss":
-                metric.update_state(loss)
-            else:
-                metric.update_state(y, y_pred)
-        return {m.name: m.result() for m in self.metrics}
-
-
 @program(25)
-def test_step_of_ones_own(n: int) -> Any:
-    model = small(OwnTest)
-    model.compile(optimizer=O.SGD(0.05), loss="mse", metrics=["mae"])
-    data = cut((X, VALUE), n)
-    return all_of(model, fit(model, data, val=data), data)
+def train_step_with_sample_weight(n: int) -> Any:
+    model = small(Custom)
+    model.compile(optimizer=O.Adam(0.02), loss="mse", metrics=["mae"])
+    data = cut((X, VALUE, WEIGHT), n)
+    return all_of(model, fit(model, data), data, data[0])
 
 
 class ComputesLoss(keras.Model):
@@ -305,60 +209,6 @@ def compute_loss_of_ones_own(n: int) -> Any:
     model.compile(optimizer=O.SGD(0.05))
     data = cut((X, VALUE), n)
     return all_of(model, fit(model, data), data, data[0])
-
-
-class GAN(keras.Model):
-    def __init__(self, discriminator: Any, generator: Any) -> None:
-        super().__init__()
-        self.discriminator = discriminator
-        self.generator = generator
-        self.d_loss_tracker = keras.metrics.Mean(name="d_loss")
-        self.g_loss_tracker = keras.metrics.Mean(name="g_loss")
-        self.built = True
-
-    @property
-    def metrics(self) -> Any:
-        return [self.d_loss_tracker, self.g_loss_tracker]
-
-    def compile(self, d_optimizer: Any, g_optimizer: Any, loss_fn: Any) -> None:
-        super().compile()
-        self.d_optimizer = d_optimizer
-        self.g_optimizer = g_optimizer
-        self.loss_fn = loss_fn
-
-    def train_step(self, real: Any) -> Any:
-        if isinstance(real, tuple):
-            real = real[0]
-        rows = ops.shape(real)[0]
-        noise = ops.sin(7 * real[:, :3])  # in the place of a draw: the same for a sample wherever it is
-        generated = self.generator(noise)
-        combined = ops.concatenate([generated, real], axis=0)
-        labels = ops.concatenate([ops.ones((rows, 1)), ops.zeros((rows, 1))], axis=0)
-
-        def d_loss_of() -> Any:
-            return (self.loss_fn(labels, self.discriminator(combined)),)
-
-        def g_loss_of() -> Any:
-            return (self.loss_fn(ops.zeros((rows, 1)), self.discriminator(self.generator(noise))),)
-
-        (d_loss,) = descend(self.discriminator, self.d_optimizer, self.discriminator.trainable_weights, d_loss_of)
-        (g_loss,) = descend(self.generator, self.g_optimizer, self.generator.trainable_weights, g_loss_of)
-        self.d_loss_tracker.update_state(d_loss)
-        self.g_loss_tracker.update_state(g_loss)
-        return {"d_loss": self.d_loss_tracker.result(), "g_loss": self.g_loss_tracker.result()}
-
-
-@program(25)
-def gan(n: int) -> Any:
-    discriminator = keras.Sequential([keras.Input((5,)), L.Dense(6), L.LeakyReLU(negative_slope=0.2), L.Dense(1)])
-    generator = keras.Sequential([keras.Input((3,)), L.Dense(6, activation="tanh"), L.Dense(5)])
-    model = GAN(discriminator, generator)
-    model.compile(
-        d_optimizer=O.Adam(learning_rate=0.03),
-        g_optimizer=O.Adam(learning_rate=0.03),
-        loss_fn=keras.losses.BinaryCrossentropy(from_logits=True),
-    )
-    return all_of(model, fit(model, (X[:n],)))
 
 
 class WGAN(keras.Model):
@@ -491,30 +341,6 @@ def vae(n: int) -> Any:
     return all_of(model, fit(model, (PICTURES[:n],)))
 
 
-class Encoder(L.Layer):
-    """The divergence is added in the layer: `add_loss`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dense_mean = L.Dense(2)
-        self.dense_log_var = L.Dense(2)
-
-    def call(self, inputs: Any) -> Any:
-        z_mean, z_log_var = self.dense_mean(inputs), self.dense_log_var(inputs)
-        kl_loss = -0.5 * ops.mean(z_log_var - ops.square(z_mean) - ops.exp(z_log_var) + 1)
-        self.add_loss(kl_loss)
-        return Sampling()([z_mean, z_log_var, inputs])
-
-
-@program(25)
-def vae_by_add_loss(n: int) -> Any:
-    inputs = keras.Input((5,))
-    model = keras.Model(inputs, L.Dense(5)(L.Dense(6, activation="relu")(Encoder()(inputs))))
-    model.compile(optimizer=O.Adam(learning_rate=0.01), loss=keras.losses.MeanSquaredError())
-    data = X[:n], X[:n]
-    return all_of(model, fit(model, data), data, X[:n])
-
-
 class LogisticEndpoint(L.Layer):
     """Takes targets, and adds the loss: `compile` is given none."""
 
@@ -534,47 +360,6 @@ def endpoint_layer(n: int) -> Any:
     model.compile(optimizer="adam")
     data = {"inputs": X[:n], "targets": np.eye(3)[LABEL[:n]]}
     return all_of(model, fit(model, (data,)), None, data)
-
-
-# -------------------------------------------------------------------- training with the built-in methods
-@program(29)
-def accumulated_gradients(n: int) -> Any:
-    model = small(units=3)
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(optimizer=O.Adam(0.02, gradient_accumulation_steps=2), loss=loss, metrics=["accuracy"])
-    data = cut((X, LABEL), n)
-    return all_of(model, fit(model, data, 3), data)
-
-
-@program(25)
-def several_inputs_and_outputs(n: int) -> Any:
-    """The tickets of the guide to the functional API."""
-    title, body = keras.Input((STEPS,), dtype="int32", name="title"), keras.Input((STEPS,), dtype="int32", name="body")
-    tags = keras.Input((5,), name="tags")
-    features = [L.GlobalAveragePooling1D()(L.Embedding(9, 4)(words)) for words in (title, body)]
-    joined = L.concatenate([*features, tags])
-    priority, department = L.Dense(1, name="priority")(joined), L.Dense(3, name="department")(joined)
-    model = keras.Model([title, body, tags], {"priority": priority, "department": department})
-    model.compile(
-        optimizer=O.RMSprop(1e-2),
-        loss={
-            "priority": keras.losses.BinaryCrossentropy(from_logits=True),
-            "department": keras.losses.CategoricalCrossentropy(from_logits=True),
-        },
-        loss_weights={"priority": 1.0, "department": 0.2},
-        metrics={"department": ["accuracy"]},
-    )
-    x = {"title": TOKENS, "body": NEXT, "tags": X}
-    data = cut((x, {"priority": (VALUE > 0).astype("float64"), "department": np.eye(3)[LABEL]}), n)
-    return all_of(model, fit(model, data), data, data[0])
-
-
-@program(29)
-def class_weight(n: int) -> Any:
-    model = keras.Sequential([keras.Input((5,)), L.Dense(6, activation="relu"), L.Dense(3, activation="softmax")])
-    model.compile(optimizer=O.RMSprop(1e-2), loss="sparse_categorical_crossentropy", metrics=["accuracy"])
-    data = cut((X, LABEL), n)
-    return all_of(model, fit(model, data, class_weight={0: 1.0, 1: 1.0, 2: 3.0}), data)
 
 
 class CategoricalTruePositives(keras.metrics.Metric):
@@ -597,133 +382,7 @@ class CategoricalTruePositives(keras.metrics.Metric):
         self.true_positives.assign(0)
 
 
-@program(25)
-def metric_of_ones_own(n: int) -> Any:
-    model = small(units=3, activation="softmax")
-    model.compile(
-        optimizer=O.RMSprop(learning_rate=1e-2),
-        loss=keras.losses.SparseCategoricalCrossentropy(),
-        metrics=[CategoricalTruePositives()],
-    )
-    data = cut((X, LABEL[:, None]), n)
-    return all_of(model, fit(model, data), data)
-
-
-class EarlyStoppingAtMinLoss(K.Callback):
-    """The guide's own: stops where the loss is at its minimum, and restores those weights."""
-
-    def __init__(self, patience: int = 0) -> None:
-        super().__init__()
-        self.patience = patience
-        self.best_weights: Any = None
-
-    def on_train_begin(self, logs: Any = None) -> None:
-        self.wait = 0
-        self.best = np.inf
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        current = logs.get("loss")
-        if np.less(current, self.best):
-            self.best, self.wait, self.best_weights = current, 0, self.model.get_weights()
-        else:
-            self.wait += 1
-            if self.wait >= self.patience:
-                self.model.stop_training = True
-                self.model.set_weights(self.best_weights)
-
-
-class CustomLearningRateScheduler(K.Callback):
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        rate = float(numpy_of(self.model.optimizer.learning_rate))
-        self.model.optimizer.learning_rate = rate * (2.0 if epoch else 1.0)
-
-
-@program(25)
-def callbacks_of_ones_own(n: int) -> Any:
-    model = small()
-    model.compile(optimizer=O.SGD(0.1), loss="mse")
-    data = cut((X, VALUE), n)
-    return all_of(model, fit(model, data, 9, calls=[CustomLearningRateScheduler(), EarlyStoppingAtMinLoss()]))
-
-
-@program(25)
-def callbacks_of_keras(n: int) -> Any:
-    model = small()
-    model.compile(optimizer=O.SGD(0.3, momentum=0.8), loss="mse", metrics=["mae"])
-    data = cut((X, VALUE), n)
-    with tempfile.TemporaryDirectory() as folder:
-        saved, log = Path(folder, "best.keras"), Path(folder, "log.csv")
-        calls = [
-            K.EarlyStopping(monitor="val_loss", patience=3, restore_best_weights=True),
-            K.ReduceLROnPlateau(monitor="val_loss", factor=0.5, patience=1),
-            K.ModelCheckpoint(saved, monitor="val_loss", save_best_only=True),
-            K.CSVLogger(log),
-        ]
-        found = all_of(model, fit(model, data, 9, val=cut((X[::-1], VALUE[::-1]), 13), calls=calls))
-        if not RANKED or world.is_main:
-            found["saved"] = keras.models.load_model(saved).get_weights()
-            found["log"] = [[float(v) for v in row.values()] for row in csv.DictReader(log.open())]
-    return found
-
-
-class MyModel(keras.Model):
-    """Built by its first batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dense1 = L.Dense(6, activation="relu")
-        self.dense2 = L.Dense(3)
-
-    def call(self, inputs: Any) -> Any:
-        return self.dense2(self.dense1(inputs))
-
-
-class MyCustomModel(TrainStep, MyModel):
-    """The same with a train step."""
-
-
-@program(25)
-def subclassed_model(n: int) -> Any:
-    data, found = cut((X, LABEL), n), {}
-    for kind in (MyModel, MyCustomModel):
-        keras.utils.set_random_seed(3)
-        model = kind()
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile(optimizer=O.Adam(0.02), loss=loss, metrics=["accuracy"])
-        found[kind.__name__] = all_of(model, fit(model, data), data)
-    return found
-
-
-@program(25)
-def outputs_without_a_loss(n: int) -> Any:
-    """Of the example of a miniature GPT: `loss=[loss_fn, None]`."""
-    inputs = keras.Input((STEPS,), dtype="int32")
-    x = L.Embedding(9, 4)(inputs)
-    model = keras.Model(inputs, [L.Dense(9)(x), x])
-    model.compile(optimizer="adam", loss=[keras.losses.SparseCategoricalCrossentropy(from_logits=True), None])
-    data = cut((TOKENS, NEXT), n)
-    return all_of(model, fit(model, data))
-
-
-# -------------------------------------------------------------------- transfer learning and distillation
-@program(29)
-def transfer_learning(n: int) -> Any:
-    normal = L.BatchNormalization
-    base = keras.Sequential([keras.Input((4, 4, 1)), L.Conv2D(3, 3), normal(), L.ReLU(), L.Conv2D(3, 2), normal()])
-    made = np.random.default_rng(2)
-    base.set_weights([np.abs(made.normal(size=weight.shape)) for weight in base.get_weights()])  # as if pretrained
-    base.trainable = False
-    inputs = keras.Input((4, 4, 1))
-    x = base(L.Rescaling(scale=2.0, offset=-1)(inputs), training=False)
-    model = keras.Model(inputs, L.Dense(1)(L.GlobalAveragePooling2D()(x)))
-    loss = keras.losses.BinaryCrossentropy(from_logits=True)
-    data = cut((PICTURES, (VALUE > 0).astype("float64")), n)
-    model.compile(optimizer=O.Adam(0.02), loss=loss, metrics=[keras.metrics.BinaryAccuracy()])
-    first = fit(model, data)
-    base.trainable = True
-    model.compile(optimizer=O.Adam(1e-3), loss=loss, metrics=[keras.metrics.BinaryAccuracy()])
-    # Keras 3.15 trains these layers on the batch's statistics, in spite of training=False
-    return {**all_of(model, fit(model, data, sync_batchnorm=True), data, data[0]), "first": first}
+# -------------------------------------------------------------------- distillation
 
 
 class Distiller(keras.Model):
@@ -776,32 +435,6 @@ def distillation(n: int) -> Any:
 
 
 # -------------------------------------------------------------------- pairs and triplets
-def contrastive(margin: float = 1.0) -> Any:
-    def contrastive_loss(y_true: Any, y_pred: Any) -> Any:
-        square_pred = ops.square(y_pred)
-        margin_square = ops.square(ops.maximum(margin - (y_pred), 0))
-        return ops.mean((1 - y_true) * square_pred + (y_true) * margin_square)
-
-    return contrastive_loss
-
-
-def euclidean_distance(vects: Any) -> Any:
-    x, y = vects
-    sum_square = ops.sum(ops.square(x - y), axis=1, keepdims=True)
-    return ops.sqrt(ops.maximum(sum_square, keras.backend.epsilon()))
-
-
-@program(29)
-def siamese_pairs(n: int) -> Any:
-    """Whose tower and whose output have batch normalisation: over all ranks' samples."""
-    one, other, given = keras.Input((5,)), keras.Input((5,)), keras.Input((5,))
-    tower = keras.Model(given, L.Dense(4, activation="tanh")(L.BatchNormalization()(given)))
-    distance = L.Lambda(euclidean_distance, output_shape=(1,))([tower(one), tower(other)])
-    output = L.Dense(1, activation="sigmoid")(L.BatchNormalization()(distance))
-    model = keras.Model([one, other], output)
-    model.compile(loss=contrastive(1), optimizer=O.RMSprop(1e-2), metrics=["accuracy"])
-    data = cut(((X, X[::-1].copy()), (VALUE > 0).astype("float64")), n)
-    return all_of(model, fit(model, data, sync_batchnorm=True), data, data[0])
 
 
 class SiameseModel(keras.Model):
@@ -885,16 +518,6 @@ class EmbeddingModel(Pairs, keras.Model):
 def embedding_model() -> Any:
     inputs = keras.Input((5,))
     return EmbeddingModel(inputs, L.UnitNormalization()(L.Dense(4)(L.Dense(6, activation="tanh")(inputs))))
-
-
-@program(29)
-def metric_learning(n: int) -> Any:
-    model = embedding_model()
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    if BACKEND == "torch":  # on which plain Keras would build the loss of compile by the data's second part as y
-        model.loss_fn = loss
-    model.compile(optimizer=O.Adam(learning_rate=1e-2), loss=None if BACKEND == "torch" else loss)
-    return all_of(model, fit(model, cut((X, np.roll(X, 3, 0)), n)))
 
 
 @program(29)
@@ -1067,43 +690,7 @@ def masked_language_model(n: int) -> Any:
     return all_of(model, fit(model, cut((TOKENS, NEXT, masked), n)))
 
 
-# -------------------------------------------------------------------- text
-@program(25)
-def text_classification(n: int) -> Any:
-    inputs = keras.Input((STEPS,), dtype="int64")
-    x = L.Embedding(9, 4, mask_zero=True)(inputs)
-    x = L.GlobalAveragePooling1D()(x)
-    model = keras.Model(inputs, L.Dense(1, activation="sigmoid", name="predictions")(L.Dense(4, activation="relu")(x)))
-    model.compile(loss="binary_crossentropy", optimizer=O.Adam(0.02), metrics=["accuracy"])
-    data = cut((TOKENS, (VALUE > 0).astype("float64")), n)
-    return all_of(model, fit(model, data), data, data[0])
-
-
-@program(29)
-def tags_of_masked_text(n: int) -> Any:
-    """Keras' own mask: the loss divides by what is not masked."""
-    model = keras.Sequential([keras.Input((STEPS,), dtype="int32"), L.Embedding(9, 4, mask_zero=True), L.Dense(9)])
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(optimizer=O.Adam(0.02), loss=loss, metrics=["sparse_categorical_accuracy"])
-    data = cut((TOKENS, NEXT), n)
-    return all_of(model, fit(model, data), data)
-
-
-def masked_loss(label: Any, pred: Any) -> Any:
-    mask = label != 0
-    loss_object = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
-    loss = loss_object(label, pred)
-    mask = ops.cast(mask, loss.dtype)
-    return ops.sum(loss * mask) / ops.sum(mask)
-
-
-@program(29)
-def masked_loss_of_the_batch(n: int) -> Any:
-    """A function that divides by the batch's tokens, which `whole=True` is for."""
-    model = keras.Sequential([keras.Input((STEPS,), dtype="int32"), L.Embedding(9, 4), L.Dense(9)])
-    model.compile(optimizer=O.Adam(0.02), loss=masked_loss)
-    data = cut((TOKENS, NEXT), n)
-    return all_of(model, fit(model, data, whole=True), data)
+# -------------------------------------------------------------------- captions
 
 
 class ImageCaptioningModel(keras.Model):

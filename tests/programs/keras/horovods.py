@@ -50,8 +50,10 @@ def words() -> Any:
     return keras.Sequential([keras.Input((4,)), L.Embedding(50, 3), L.Flatten(), common.dense(2)])
 
 
-def compiled(model: Any, optimizer: Any) -> Any:
-    model.compile(optimizer(model) if callable(optimizer) else optimizer, Mse(), jit_compile=False)
+def compiled(model: Any, optimizer: Any, traced: bool = False) -> Any:
+    """On TensorFlow tracing takes longer than these steps: it is left to the fits with each optimizer."""
+    eager = common.BACKEND == "tensorflow" and not traced
+    model.compile(optimizer(model) if callable(optimizer) else optimizer, Mse(), jit_compile=False, run_eagerly=eager)
     return model
 
 
@@ -93,7 +95,7 @@ def fitted(model: Any, x: Any, y: Any, batch: int, callbacks: Any = (), epochs: 
 
 def gap(ours: Any, plain: Any, make: Callable[[], Any] = dense, x: np.ndarray = X) -> float:
     """Of the weights of ranks and of one process; on TensorFlow of the losses as well."""
-    model, other = compiled(make(), ours), compiled(make(), plain)
+    model, other = compiled(make(), ours, traced=True), compiled(make(), plain)
     metrics = [hvd.callbacks.MetricAverageCallback()] if common.BACKEND == "tensorflow" else []
     losses = fitted(model, mine(x), mine(Y), BATCH // hvd.size(), metrics)["loss"]
     wanted = fitted(other, x, Y, BATCH)["loss"]
@@ -160,25 +162,17 @@ def copies() -> dict[str, float]:
         other.compile_from_config(one.get_compile_config())
         return other
 
-    def by(copied: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        return lambda one: compiled(dense(), copied(one.optimizer))
-
-    def pickled(one: Any) -> Any:
-        return pickle.loads(pickle.dumps(one))
-
     ways: dict[str, Callable[[Any], Any]] = {
-        "deepcopy": copy.deepcopy, "pickle": pickled, "compile_from_config": configured,
-        "deepcopy, optimizer": by(copy.deepcopy), "pickle, optimizer": by(pickled),
-        "deserialize": by(lambda one: O.deserialize(O.serialize(one))),
-        "from_config": by(lambda one: type(one).from_config(one.get_config())),
+        "deepcopy": copy.deepcopy, "compile_from_config": configured,
+        "pickle, optimizer": lambda one: compiled(dense(), pickle.loads(pickle.dumps(one.optimizer))),
     }  # fmt: skip
-    fresh, found = {"deserialize": "compile_from_config", "from_config": "compile_from_config"}, {}
+    found = {}
     for name, way in ways.items():
         ours = compiled(dense(), hvd.DistributedOptimizer(O.SGD(0.05), op=hvd.Sum))
         plain = compiled(dense(), O.SGD(0.05 * hvd.size()))
         ours.train_on_batch(mine(X), mine(Y))
         plain.train_on_batch(X, Y)
-        ours, plain = way(ours), ways[fresh.get(name, name)](plain)
+        ours, plain = way(ours), way(plain)
         ours.train_on_batch(mine(X), mine(Y))
         plain.train_on_batch(X, Y)
         found[name] = apart(ours.get_weights(), plain.get_weights())
@@ -241,8 +235,18 @@ def best_checkpoint(folder: Path) -> list[float]:
     return [apart(weights, one) for one in seen[1:]]
 
 
-def elastic() -> tuple[dict[str, Any], int]:
-    """Returns what is synced and restored, and the number of updates that came from rank 0."""
+def first_step() -> float:
+    """Other weights on each rank before they are broadcast: the first step is rank 0's, from all samples."""
+    ours, plain = dense(), dense()
+    ours.set_weights([weight + hvd.rank() for weight in ours.get_weights()])
+    compiled(ours, hvd.DistributedOptimizer(O.Adam(0.1)))
+    compiled(plain, O.Adam(0.1))
+    fitted(ours, mine(X), mine(Y), SAMPLES, [hvd.callbacks.BroadcastGlobalVariablesCallback(0)], 1)
+    fitted(plain, X, Y, SAMPLES, epochs=1)
+    return apart(ours.get_weights(), plain.get_weights())
+
+
+def elastic() -> dict[str, Any]:
     model = compiled(dense(), O.Adam(0.01))
     model.optimizer.build(model.trainable_variables)
     model.set_weights([w * 0 + 1 + hvd.rank() for w in model.get_weights()])
@@ -252,7 +256,8 @@ def elastic() -> tuple[dict[str, Any], int]:
     synced, iterations = float(model.get_weights()[0].max()), int(model.optimizer.iterations.numpy())
     model.set_weights([w * 0 + 7 for w in model.get_weights()])
     state.restore()
-    return {"synced": synced, "restored": float(model.get_weights()[0].max()), "batch": state.batch}, iterations
+    found = {"synced": synced, "restored": float(model.get_weights()[0].max()), "batch": state.batch}
+    return found | ({"iterations": iterations} if common.BACKEND == "torch" else {})
 
 
 def overflow_on_one_rank() -> dict[str, Any]:
@@ -268,3 +273,30 @@ def overflow_on_one_rank() -> dict[str, Any]:
     found = [model.get_weights()[0], np.float32(model.optimizer.dynamic_scale.numpy())]
     every = [numbers(hvd.allgather(np.asarray(one)[None])) for one in found]
     return {"apart": apart([one[0] for one in every], [one[-1] for one in every]), "scale": float(found[1])}
+
+
+def report(folder: Path, exact: dict[str, Any], gradients: Callable[..., list[np.ndarray]], **more: Any) -> None:
+    """Writes FOLDER/RANK.json, with what both backends are asked."""
+    local, saved, seen = local_layer(gradients), loaded(folder), callbacks()
+    of_the_best, of_the_last = best_checkpoint(folder)
+    differs = {"alone": gap(O.SGD(0.1, momentum=0.9), O.SGD(0.1, momentum=0.9)), "local": local.pop("all averaged")}
+    differs |= {"the last": of_the_last, **more.pop("differs", {})}
+    exact |= {
+        "local": local,
+        "loaded": saved.pop("gap"),
+        "omitted": omitted(),
+        "copies": copies(),
+        "first": first_step(),
+    }
+    exact |= {"one more": one_more(), "callbacks": seen.pop("losses"), "the best": of_the_best}
+    fp16 = gap(hvd.DistributedOptimizer(O.SGD(0.1), compression=hvd.Compression.fp16), O.SGD(0.1))
+    found = {"exact": flat(exact), "differs": differs, "fp16": fp16, "plain": saved["plain"], "callbacks": seen}
+    found |= {"overflow": overflow_on_one_rank(), "elastic": elastic(), **{n: make() for n, make in more.items()}}
+    (folder / f"{hvd.rank()}.json").write_text(json.dumps(found))
+
+
+def flat(gaps: dict[str, Any], place: str = "") -> dict[str, float]:
+    found = {}
+    for name, value in gaps.items():
+        found |= flat(value, f"{place}{name}, ") if isinstance(value, dict) else {place + name: value}
+    return found

@@ -13,15 +13,13 @@ from typing import Any
 
 import keras
 import numpy as np
-from accepted import step
 from common import BACKEND, L, cnn, dense, images, loss, numpy_of
-from jobs import CASES, RANK, SIZE, O, case, cases, compiled, data, fit, fitted, hvk, run_cases, world
+from jobs import RANK, SIZE, O, case, cases, compiled, data, fit, fitted, hvk, run_cases, world
 
 import hvdtrain
 from hvdtrain import LR
 from hvdtrain.keras.state.stopping import may_stop
 
-CASES.clear()  # those of `accepted` belong to catches.py
 K = keras.callbacks
 X, Y = images(64)
 X = X.astype("float32")
@@ -68,7 +66,6 @@ cases(
     several_rates=lambda: hvk.prepare(compiled(multi()), lr=LR(0.05, 8), per_rank_batch=8),
     stop_on_one_rank=lambda: stopped([Stop(2, rank=1)]),
     stop_on_one_rank_only_there=lambda: stopped([Stop(2)] if RANK == 1 else []),
-    stop_on_all_ranks=lambda: stopped([Stop(3)]),
     early_stopping_before_ours=lambda: stopped(
         [K.EarlyStopping("loss", patience=0, min_delta=1e9, restore_best_weights=True)]
     ),
@@ -182,6 +179,22 @@ def tensors_and_no_targets() -> str:
 
 
 # -------------------------------------------------------------------- optimizers
+def step(network: Any, optimizer: Any, x: Any, y: Any) -> None:
+    if BACKEND == "tensorflow":
+        import tensorflow as tf
+
+        with tf.GradientTape() as tape:
+            value = keras.ops.mean((network(x) - y) ** 2)
+        optimizer.apply(tape.gradient(value, network.trainable_variables), network.trainable_variables)
+        return
+    import torch
+
+    network.zero_grad()
+    keras.ops.mean((network(x) - y) ** 2).backward()
+    with torch.no_grad():
+        optimizer.apply([v.value.grad for v in network.trainable_variables], network.trainable_variables)
+
+
 class Parts(keras.Model):
     """A GAN's shape: optimizers in a dict, in a list or with a sub-model; or none at all."""
 
@@ -245,10 +258,7 @@ def batches_of_four() -> str:
     if BACKEND == "tensorflow":
         import tensorflow as tf
 
-        rows = tf.data.Dataset.from_generator(
-            lambda: iter(list(rows_)), output_signature=tuple(tf.TensorSpec((8, n)) for n in (6, 6, 4, 1))
-        ) if (rows_ := rows) else None  # fmt: skip
-        rows = rows.repeat()
+        rows = tf.data.Dataset.from_tensor_slices(tuple(map(np.stack, zip(*rows, strict=True)))).repeat()
     else:
         import torch
 

@@ -1,9 +1,9 @@
-"""Trains with dropout, BatchNorm, a schedule and gradient accumulation, and stops, saves or goes on in the
-middle.
+"""Trains with dropout, BatchNorm, a schedule and gradient accumulation, and stops, saves or resumes in the middle.
 
-usage: resume.py PHASE FOLDER    PHASE: both (4 epochs at once, then 2 of 4) | second (epochs 3 and 4, from
-                                    the checkpoint) | elsewhere (restores first's checkpoint at another world
-                                    size)
+usage: resume.py PHASE FOLDER [MODEL.keras]
+    PHASE: both (4 epochs at once, then 2 of 4) | second (epochs 3 and 4, from the checkpoint) | elsewhere (restores
+    first's checkpoint at another world size) | plain (loads a checkpoint's model.keras as anybody would, where neither
+    Horovod nor hvdtrain can be imported, and trains it)
 """
 
 from __future__ import annotations
@@ -14,34 +14,26 @@ from typing import Any
 
 import keras
 import numpy as np
-from common import L, images, numpy_of, report, weights_of
+from common import L, block, images, numpy_of, report, weights_of
 from common import loss as make_loss
 
-import hvdtrain
+PLAIN = sys.argv[1] == "plain"
+if PLAIN:
+    block("horovod", "hvdtrain")
+else:
+    import hvdtrain
 
-world = hvdtrain.init("keras", seed=5)
-import hvdtrain.keras as hvk  # noqa: E402
+    world = hvdtrain.init("keras", seed=5)
+    import hvdtrain.keras as hvk
 
-SAMPLES, PER_RANK = (
-    40,
-    8,
-)  # 2 ranks: 2 full steps and a tail of 4 each; accumulation over 2 steps is open at an epoch's end
+# 2 ranks: 2 full steps and a tail of 4 each; accumulation over 2 steps is open at an epoch's end
+SAMPLES, PER_RANK = 40, 8
 
 
 def build() -> tuple[keras.Model, Any]:
     keras.utils.set_random_seed(11)
-    model = keras.Sequential(
-        [
-            L.Input((6, 6, 1)),
-            L.Flatten(),
-            L.Dense(16),
-            L.BatchNormalization(),
-            L.Dropout(0.4),
-            L.Dense(8, activation="relu"),
-            L.Dropout(0.3, seed=2),
-            L.Dense(4),
-        ]
-    )
+    inner = [L.Flatten(), L.Dense(16), L.BatchNormalization(), L.Dropout(0.4), L.Dense(8, activation="relu")]
+    model = keras.Sequential([L.Input((6, 6, 1)), *inner, L.Dropout(0.3, seed=2), L.Dense(4)])
     optimizer = keras.optimizers.Adam(1e-2, gradient_accumulation_steps=2, use_ema=True, ema_overwrite_frequency=5)
     model.compile(optimizer, make_loss(), metrics=["accuracy"])
     lr = hvdtrain.LR(1e-2, 16, warmup_samples=32, schedule="cosine", total_samples=4 * SAMPLES)
@@ -51,17 +43,11 @@ def build() -> tuple[keras.Model, Any]:
 
 
 def fit(model: keras.Model, data: Any, folder: Path, *, epochs: int, progress: Any = None, extra: Any = None) -> None:
-    checkpointer = hvdtrain.Checkpointer(folder, best=None)
-    with hvdtrain.RunLog(
-        folder / "log", world, config={}, resume=progress is not None, progress=False, tensorboard=False
-    ) as run:
-        model.fit(
-            data,
-            epochs=epochs,
-            initial_epoch=progress.epoch if progress else 0,
-            verbose=0,
-            callbacks=hvk.callbacks(model, checkpointer=checkpointer, run=run, extra=extra),
-        )
+    checkpointer, first = hvdtrain.Checkpointer(folder, best=None), progress.epoch if progress else 0
+    log = {"config": {}, "resume": progress is not None, "progress": False, "tensorboard": False}
+    with hvdtrain.RunLog(folder / "log", world, **log) as run:
+        callbacks = hvk.callbacks(model, checkpointer=checkpointer, run=run, extra=extra)
+        model.fit(data, epochs=epochs, initial_epoch=first, verbose=0, callbacks=callbacks)
 
 
 def store(model: keras.Model, path: Path, progress: Any = None) -> None:
@@ -73,16 +59,15 @@ def store(model: keras.Model, path: Path, progress: Any = None) -> None:
 
 
 def main(phase: str, folder: Path) -> None:
-    if phase in ("whole", "both"):
+    if phase == "both":
         model, data = build()
         fit(model, data, folder / "whole", epochs=4)
         store(model, folder / "whole_end")
-    if phase in ("first", "both"):
         keras.backend.clear_session()
         model, data = build()
         fit(model, data, folder / "parts", epochs=2, extra={"table": np.arange(3.0)})
         store(model, folder / "first_end")
-    if phase in ("second", "elsewhere"):
+    else:
         model, data = build()
         extra = {"table": np.zeros(3)}
         progress = hvdtrain.Checkpointer(folder / "parts", best=None).restore(hvk.model_state(model, extra=extra))
@@ -95,5 +80,20 @@ def main(phase: str, folder: Path) -> None:
     world.comm.shutdown()
 
 
+def plainly(folder: Path, saved: str) -> None:
+    model = keras.models.load_model(saved)
+    weights = weights_of(model)
+    updates = int(numpy_of(model.optimizer.iterations))
+    np.savez(folder / "plain.npz", *weights)
+    x, y = images(16)
+    model.fit(x.astype("float32"), y, epochs=2, verbose=0)
+    moved = max(float(np.abs(a - b).max()) for a, b in zip(weights, weights_of(model), strict=True))
+    print(f"loaded {type(model.optimizer).__name__} updates={updates} moved={moved > 0}")
+    assert not any(name.split(".")[0] in ("horovod", "hvdtrain") for name in sys.modules), "imported after all"
+
+
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    if PLAIN:
+        plainly(Path(sys.argv[2]), sys.argv[3])
+    else:
+        main(sys.argv[1], Path(sys.argv[2]))
