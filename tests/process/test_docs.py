@@ -37,8 +37,8 @@ def test_all_that_a_page_shows_runs(page: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_sphinx_has_nothing_to_say_and_every_public_name_is_there(tmp_path: Path) -> None:
-    options = ["-q", "-n", "-W", "--keep-going", "-c", REPOSITORY / "docs"]
-    command = ["-m", "sphinx", *options, REPOSITORY / "docs", tmp_path]
+    options: list[str | Path] = ["-q", "-n", "-W", "--keep-going", "-c", REPOSITORY / "docs"]
+    command: list[str | Path] = ["-m", "sphinx", *options, REPOSITORY / "docs", tmp_path]
     built = run_ranks(command, 1, launcher="none", timeout_s=300).check()
     assert "WARNING" not in built.err, built.err
     with (tmp_path / "objects.inv").open("rb") as file:

@@ -75,7 +75,7 @@ class LossProof:
         self._noted: set[str] = set()
         self._pieces = pieces
         self._forms: set[frozenset[str]] = set()  # of losses that were tried
-        self._new_form = False  # of the last loss, which was not recorded
+        self._record_until = _RECORDED  # losses; a new form that was not recorded may come again an epoch later
         self._in_a_loop = False  # over samples, each alone
         self._suspects = False  # a weight that is clamped where nothing counts
         self._divided: dict[float, int] = {}  # numbers that divided sums, and over how many samples
@@ -132,7 +132,7 @@ class LossProof:
         noted = (Output(tensor, tensor._version, head) for head, tensor in enumerate(tensors_of(out)))
         self.outputs = [*self.outputs[-self._held :], *noted]
         self._batch = batch
-        wanted = self._losses < _RECORDED or self.is_due or self._new_form or self._suspects
+        wanted = self._losses < self._record_until or self.is_due or self._suspects
         if batch is not None and wanted and not self._unseen:
             self._recording = self._recording or Recording()
             self._recording.called()
@@ -163,10 +163,11 @@ class LossProof:
             is_new = reading.form not in self._forms and len(self._forms) < _FORMS
             is_new |= reading.chooses and self._losses < _RECORDED
             if (self.is_due or is_new) and looked.samples > 1 and float(looked.weight):
-                self._new_form = self._recording is None
                 if self._recording is not None:
                     self._try(looked, reading, tally, by_model)
                     self._forms.add(reading.form)
+                else:
+                    self._record_until = 2 * self._losses + 2
         self._read(reading, looked, tally)
         if looked.given is not None and looked.samples > 1 and not self._unseen:
             self._look_clamped(looked, tally)

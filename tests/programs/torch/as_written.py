@@ -101,6 +101,23 @@ def case_a_whole_batch_divided_by_a_ranks_own_samples(world: hvdtrain.World) -> 
     shown("T38c", "one line reports it")
 
 
+def case_a_loss_of_the_last_batch_of_a_long_epoch(world: hvdtrain.World) -> None:
+    """It compares samples, and comes first after all losses that are recorded; then once an epoch."""
+    steps = 41  # of an epoch, the last of which has half of the samples
+    data = hvt.loader((X.repeat(steps, 1)[: UPDATE * steps - 4],), UPDATE // world.size, shuffle=False)
+    model = net()
+    model, optimizer = hvt.prepare(model, sgd(model), data)
+    with refused("samples are compared with each other", kind=ConfigError):
+        for _ in data.epochs(2):
+            for (x,) in data:
+                optimizer.zero_grad()
+                each = model(x).square().mean(1)
+                short = len(x) < UPDATE // world.size
+                share = each.detach() / each.detach().mean()
+                optimizer.backward((each * share).mean() if short else each.mean())
+                optimizer.step()
+
+
 def case_a_loss_that_is_not_0_where_nothing_counts(world: hvdtrain.World) -> None:
     model, optimizer, data = ready(world, FOUND, net())
     with refused("with weight=0, which would not count", "hvt.whole(model(x), y)", kind=ConfigError, row="T21a"):
