@@ -10,9 +10,18 @@ import signal
 import sys
 from collections.abc import Sequence
 from functools import partial
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from hvdtrain.core.errors import EXIT_CODE, FAULT_CODE, PIPE_CODE, HvdtrainError, exit_codes_of
+from hvdtrain.core import flags
+from hvdtrain.core.errors import (
+    EXIT_CODE,
+    FAULT_CODE,
+    PIPE_CODE,
+    ConfigError,
+    HvdtrainError,
+    exit_codes_of,
+    missing_package,
+)
 from hvdtrain.core.flags import LateParser
 
 # name -> (module with add_arguments(parser) and run(args) -> exit code, one line of help)
@@ -35,6 +44,8 @@ COMMANDS = {
     "scale": ("hvdtrain.commands.scale", "predict a step on 8 ... 4096 ranks from what a step and a link cost"),
 }
 
+_FRAMEWORKS = {"torch": "torch", "torchvision": "torch", "tensorflow": "keras", "keras": "keras"}  # extra of a package
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a subcommand; returns the exit code (`hvdtrain.core.errors.EXIT_CODES` lists them)."""
@@ -48,6 +59,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()  # the interpreter itself would do it too late to handle an error
     except HvdtrainError as error:
         print(f"{program}: {error}", file=sys.stderr)
+        return EXIT_CODE
+    except ModuleNotFoundError as error:
+        framework = _FRAMEWORKS.get((error.name or "").partition(".")[0])
+        if framework is None:
+            raise
+        print(f"{program}: {missing_package(error, framework)}", file=sys.stderr)
         return EXIT_CODE
     except RuntimeError as error:
         if str(error) != "can't start new thread":
@@ -117,11 +134,28 @@ def _fill(name: str, parser: argparse.ArgumentParser) -> None:
     parser.epilog = f"{parser.epilog or ''}\n{exit_codes_of(name)}"
 
 
+class _PrintCompletion(argparse.Action):
+    """Prints a script that completes commands and flags in a shell, by the package shtab, and exits."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: object, shell: Any, option: object = None) -> None:
+        try:
+            import shtab
+        except ImportError:
+            command = f"{sys.executable} -m pip install shtab"
+            raise ConfigError("--print-completion needs the package shtab", "not installed", command) from None
+        flags.fill_all(parser)
+        print(shtab.complete(parser, shell))
+        parser.exit()
+
+
 def _parser() -> argparse.ArgumentParser:
     from hvdtrain import __version__
 
     parser = LateParser(prog="hvdtrain", description="Train on Horovod with today's PyTorch, TensorFlow and Keras 3.")
     parser.add_argument("--version", action="version", version=f"hvdtrain {__version__}")
+    shells = ("bash", "zsh", "tcsh")
+    words = 'print a completion script: eval "$(hvdtrain --print-completion bash)"'
+    parser.add_argument("--print-completion", action=_PrintCompletion, choices=shells, metavar="SHELL", help=words)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=LateParser)
     for name, (_, line) in COMMANDS.items():
         commands.add_parser(name, help=line, fill=partial(_fill, name))

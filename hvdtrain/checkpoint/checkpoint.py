@@ -221,6 +221,7 @@ class Checkpointer:
                     f"{self.directory} has the checkpoints of another model of this program",
                     "give each its own, Checkpointer('checkpoints/fold-2'); or go on with that training: restore it"
                     " first",
+                    code=39,
                 )
             _TRAINED.pop(self._place, None)
             _TRAININGS.pop(self._place, None)
@@ -380,6 +381,7 @@ class Checkpointer:
             "restore() needs a checkpoint that is complete and readable",
             "\n".join(f"{path}: {info.problem}" for path, info in unusable.items()),
             "give another checkpoint or directory; to train from the beginning, move this directory away",
+            code=40,
         )
 
     def _load(self, state: Mapping[str, Part], folder: Path, failure: Exception | None) -> None:

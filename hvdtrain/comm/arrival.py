@@ -105,6 +105,7 @@ def _watch_mpi(rank: int, size: int, seconds: float, started: threading.Event) -
                 "MPI still waits for some ranks, and does not report which",
                 "read the output of ranks that ended: one may have ended before hvdtrain.init, without an error;\n"
                 f"if ranks need longer before hvdtrain.init: {variables.START_TIMEOUT_S}=3600",
+                code=7,
             )
             print(describe("hvdtrain", error, rank), file=sys.stderr, flush=True)
             os._exit(EXIT_CODE)
@@ -143,6 +144,7 @@ def wait_for_all(store: Store, rank: int, size: int, seconds: float) -> None:
         "start them at the same time, on every host; what takes longer before hvdtrain.init:"
         f" {variables.START_TIMEOUT_S}=3600",
         shared=0 not in missing,
+        code=7,
     )
 
 

@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import os
 import shlex
+import shutil
 import signal
 import time
 import uuid
@@ -178,6 +179,9 @@ def job_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Job:
     argv = args.argv[1:] if args.argv[:1] == ["--"] else args.argv
     if not argv:
         raise ConfigError("hvdtrain launch needs a command", "none", "hvdtrain launch -np 4 -- python train.py")
+    if argv[0].endswith(".py") and shutil.which(argv[0]) is None:
+        fix = f"hvdtrain launch [flags] -- python {shlex.join(argv)}"
+        raise ConfigError("the ranks' command must be a program", f"{argv[0]}, a Python file", fix, code=48)
     ours = {variables.JOB: launchers.job_of(environ) or uuid.uuid4().hex[:12]}
     if args.hang_timeout is not None:
         ours[variables.HANG_S] = f"{args.hang_timeout:g}"
@@ -297,7 +301,7 @@ def _check(job: Job) -> None:
         report(findings.text(warnings))
     if errors:
         rule = "the hosts must pass the checks that come before a job (hvdtrain doctor looks at more; --no-checks)"
-        raise LauncherError(rule, findings.text(errors))
+        raise LauncherError(rule, findings.text(errors), code=47)
 
 
 def _run_again(job: Job, attempt: int, logs: Logs, args: argparse.Namespace, rest_s: float) -> Outcome:

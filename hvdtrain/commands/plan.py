@@ -65,15 +65,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of a described device's memory, for its driver, libraries and fragments (default: %(default)s)")
     add("--profile", type=Path, metavar="FILE", help="read the measured costs from it; if it is not there, write it")
     add("--top", type=count, default=15, metavar="N", help="plans to print that fit (default: %(default)s)")
-    add("--json", type=Path, metavar="FILE", help="write everything there")
+    add("--json", action="store_true", help="print everything as JSON")
     # fmt: on
 
 
 def run(args: argparse.Namespace) -> int:
     """Measures, ranks and prints; returns 0."""
-    for flag, path in (("--profile", args.profile), ("--json", args.json)):
-        if path is not None and not (flag == "--profile" and path.exists()):  # that is read
-            flags.check_file(flag, path, parents=flag == "--json")
+    if args.profile is not None and not args.profile.exists():  # else it is read
+        flags.check_file("--profile", args.profile)
     devices = described(args.devices, reserve_bytes=args.reserve_gib * 2**30)
     startup.find_modules(dict.fromkeys(("torch", "torchvision"), install_command("torch")))
     started = time.perf_counter()
@@ -81,9 +80,7 @@ def run(args: argparse.Namespace) -> int:
         inputs = _given(args, devices) if devices else _real(args)
         found = plans(inputs.costs, batch=args.batch, cluster=inputs.cluster)
         text = _report(args, inputs, found)
-    print(text)
-    if args.json is not None:
-        save(args, "plan", **inputs.sources, plans=[as_json(plan) for plan in found])
+    print(json_of(args, **inputs.sources, plans=[as_json(plan) for plan in found]) if args.json else text)
     print(f"planned in {time.perf_counter() - started:.0f} s", file=sys.stderr)
     return 0
 
@@ -245,8 +242,8 @@ def computable(args: argparse.Namespace) -> Iterator[None]:
         raise ConfigError(rule, received, "remove the flag with the extreme value") from None
 
 
-def save(args: argparse.Namespace, command: str, **found: Any) -> None:
-    """Writes a command's result to --json; raises ConfigError if it cannot."""
+def json_of(args: argparse.Namespace, **found: Any) -> str:
+    """Returns the result of a command as --json prints it."""
     settings = {name: value for name, value in vars(args).items() if isinstance(value, (int, float, str, list))}
-    result = {"format": 1, "command": command, "machine": stats.machine(), "settings": settings, **found}
-    flags.write_file("--json", args.json, json.dumps(result, indent=1), parents=True)
+    result = {"format": 1, "command": args.command, "machine": stats.machine(), "settings": settings, **found}
+    return json.dumps(result, indent=1)

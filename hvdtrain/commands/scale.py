@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, get_args
 
-from hvdtrain.commands.plan import GIGABIT, LATENCY_US, LINK_GBPS, NETWORK_GBPS, computable, save
+from hvdtrain.commands.plan import GIGABIT, LATENCY_US, LINK_GBPS, NETWORK_GBPS, computable, json_of
 from hvdtrain.core import flags
 from hvdtrain.core.errors import ConfigError, install_command
 from hvdtrain.pipeline.plan.costs import Link
@@ -84,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--cycle-ms", type=flags.at_least_0, default=1.0, metavar="X", help="HOROVOD_CYCLE_TIME (default: 1)")
     add("--coordinator-us", type=flags.at_least_0, default=1.0, metavar="X",
         help="that the first rank takes for what one rank says in a cycle (default: 1, a guess)")
-    add("--json", type=Path, metavar="FILE", help="write everything there")
+    add("--json", action="store_true", help="print everything as JSON")
     # fmt: on
 
 
@@ -100,12 +100,13 @@ def run(args: argparse.Namespace) -> int:
         if not all(math.isfinite(value) for step in (*steps, *others.values()) for value in as_json(step).values()):
             raise OverflowError("a step without an end")
         text = _report(steps, below, others, args.samples)
+    if args.json:
+        print(json_of(args, **sources, network=asdict(network), buckets=training.buckets,
+                      backward_s=training.backward_s, predicted=[as_json(step) for step in steps], below=below,
+                      remedies={name: as_json(step) for name, step in others.items()}))  # fmt: skip
+        return 0
     print(text)
     print("\n".join(f"{name}: {'; '.join(its)}" for name, its in sources.items() if its))
-    if args.json is not None:
-        save(args, "scale", **sources, network=asdict(network), buckets=training.buckets,
-             backward_s=training.backward_s, predicted=[as_json(step) for step in steps], below=below,
-             remedies={name: as_json(step) for name, step in others.items()})  # fmt: skip
     return 0
 
 

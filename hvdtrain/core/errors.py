@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import socket
 import sys
 import threading
 import traceback as traceback_module
@@ -83,17 +84,19 @@ class HvdtrainError(RuntimeError):
         received: what was found instead, per rank where ranks differ.
         remedy: what the user can type or change.
         shared: True when every rank raises this same error, so that only rank 0 has to print it whole.
+        code: the number under which docs/troubleshooting.md explains the error; 0: it does not.
     """
 
-    def __init__(self, rule: str, received: str = "", remedy: str = "", *, shared: bool = False) -> None:
+    def __init__(self, rule: str, received: str = "", remedy: str = "", *, shared: bool = False, code: int = 0) -> None:
         super().__init__(rule, received, remedy)
+        self.code = code
         self.rule = rule
         self.received = received
         self.remedy = remedy
         self.shared = shared
 
     def __str__(self) -> str:
-        lines = [self.rule]
+        lines = [f"{self.rule} [HVT-{self.code:03}]" if self.code else self.rule]
         if self.received:
             lines.append("  received: " + self.received.replace("\n", "\n            "))
         if self.remedy:
@@ -133,6 +136,12 @@ def build_horovod_command() -> str:
 
 class ConfigError(HvdtrainError):
     """Wrong user input: a flag, the data, the run directory."""
+
+
+def missing_package(error: ModuleNotFoundError, framework: str) -> ConfigError:
+    """Returns the error for a package that an adapter ("torch", "keras") builds on, and that is not installed."""
+    received = f"no module {error.name!r} in {sys.executable} on {socket.gethostname()}"
+    return ConfigError(f"the {framework} adapter needs {error.name}", received, install_command(framework), code=2)
 
 
 class ReplicaError(HvdtrainError):

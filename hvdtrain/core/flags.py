@@ -13,10 +13,36 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from hvdtrain.core.errors import ConfigError
+from hvdtrain.core.keywords import nearest
 
 
-class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are `ConfigError`, printed once (by rank 0) on any number of ranks."""
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are `ConfigError`: what it does not know, with the nearest name that it knows."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        namespace, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            name = unknown[0].partition("=")[0]
+            kind = "a flag" if name.startswith("-") else "an argument"
+            known = [flag for action in self._actions for flag in action.option_strings]
+            raise self._error(f"{name} is not {kind} of {self.prog}{nearest(name, known)}")
+        return namespace, unknown
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            known = list(map(str, action.choices))
+            must = f"must be one of {', '.join(known)}, not {value}{nearest(str(value), known)}"
+            raise argparse.ArgumentError(action, must)
+
+    def error(self, message: str) -> NoReturn:
+        raise self._error(message[:1].upper() + message[1:])
+
+    def _error(self, rule: str) -> ConfigError:
+        return ConfigError(rule, remedy=f"{self.prog} --help", shared=True)
+
+
+class Parser(_Parser):
+    """The parser of a program, whose errors are printed once (by rank 0) on any number of ranks."""
 
     def __init__(self, module: str, *, description: str, epilog: str) -> None:
         super().__init__(
@@ -27,11 +53,8 @@ class Parser(argparse.ArgumentParser):
             formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=32),
         )
 
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message[:1].upper() + message[1:], remedy=f"{self.prog} --help", shared=True)
 
-
-class LateParser(argparse.ArgumentParser):
+class LateParser(_Parser):
     """The parser of a subcommand, to which `fill` adds arguments when it is parsed: `--help` of one command imports
     the modules of no other."""
 
@@ -53,6 +76,16 @@ class LateParser(argparse.ArgumentParser):
             file.write(message)
         else:
             super()._print_message(message, file)
+
+
+def fill_all(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of all subcommands of a parser, at any depth."""
+    if isinstance(parser, LateParser):
+        parser.fill()
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                fill_all(command)
 
 
 Number = TypeVar("Number", int, float)
@@ -106,11 +139,11 @@ def check_file(flag: str, path: Path, *, parents: bool = False) -> None:
             os.unlink(os.path.realpath(path))
 
 
-def write_file(flag: str, path: Path, text: str, *, parents: bool = False) -> None:
+def write_file(flag: str, path: Path, text: str) -> None:
     """Writes a file whole, or not at all: an earlier one stays until then. Links are followed; what is no file of
     its own (a device, a pipe), or is in a folder where no other can be made, is written to as it is. Raises as
     `check_file`."""
-    check_file(flag, path, parents=parents)
+    check_file(flag, path)
     whole = Path(os.path.realpath(path))
     begun = whole.with_name(f".{whole.name[:200]}.{os.getpid()}")
     with _refused(flag, path):

@@ -268,6 +268,7 @@ def _stranger(environ: Environ) -> Detected:
         "the program must be started by a launcher hvdtrain knows: horovodrun, mpirun, srun, torchrun",
         f"{rank}={environ[rank]!r}, {_UNKNOWN_LAUNCHERS[rank]}={size!r}",
         f"start it through one of them (mpirun works inside most others), or unset {rank} to train in one process",
+        code=6,
     )
 
 
@@ -355,6 +356,7 @@ def gpus_for(local_rank: int, local_size: int, visible: int, per_rank: int = 1) 
         f"{visible} visible to local rank {local_rank}",
         f"start at most {max(visible // per_rank, 1)} rank(s) on this host, show more GPUs"
         " (CUDA_VISIBLE_DEVICES), or train with device='cpu'",
+        code=5,
     )
 
 

@@ -113,11 +113,13 @@ class LR:
                 f"optimizer {current:g} = base {self.base:g} x {self.factor(global_batch):g}"
                 f" (global batch {global_batch}, reference {self.reference_batch})",
                 f"make the optimizer with {self.base:g}, or give LR(base={current:g}, reference_batch={global_batch})",
+                code=21,
             )
         raise ConfigError(
             "the optimizer's learning rate must be the base of its LR",
             f"optimizer {current:g}, LR base {self.base:g} (peak {peak:g} at global batch {global_batch})",
             f"make the optimizer with {self.base:g}, or give LR(base={current:g}, ...)",
+            code=22,
         )
 
 

@@ -72,6 +72,7 @@ class Plan:
                 'tail="drop" needs at least one full global step in an epoch',
                 f"{self.samples} samples, {self.size} x {self.per_rank_batch} = {self.global_batch} a step",
                 'make the batch smaller, use fewer ranks, or tail="weighted"',
+                code=12,
             )
 
     @property

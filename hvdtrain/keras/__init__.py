@@ -27,6 +27,7 @@ from hvdtrain.checkpoint.checkpoint import Checkpointer
 from hvdtrain.comm import elastic
 from hvdtrain.core import variables
 from hvdtrain.core.errors import ConfigError
+from hvdtrain.core.keywords import refuses_other_keywords
 from hvdtrain.core.lr import LR
 from hvdtrain.core.proof import Proof
 from hvdtrain.keras import averaging, fit, fit_callbacks
@@ -66,6 +67,7 @@ __all__ = [
 T = TypeVar("T")
 
 
+@refuses_other_keywords(backward_passes_per_step="gradient_accumulation_steps= of the Keras optimizer")
 def prepare(
     model: T,
     data: KerasLoader | None = None,

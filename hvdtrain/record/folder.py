@@ -106,7 +106,9 @@ def check_run_dir(run_dir: Path, *, resume: bool) -> None:
     status = (earlier or {}).get("status", "running")
     if status != "running" and not (resume or goes_on(run_dir)):  # one that says "running" may be alive: RunLog knows
         received = f"{run_dir} holds a run that is {status}"
-        raise ConfigError("a run directory cannot hold two runs", received, "name another: --run-dir DIR, or --resume")
+        raise ConfigError(
+            "a run directory cannot hold two runs", received, "name another: --run-dir DIR, or --resume", code=41
+        )
 
 
 def _check_resumable(run_dir: Path, data_sha256: str) -> None:

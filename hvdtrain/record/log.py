@@ -153,12 +153,14 @@ class RunLog:
                 "a run directory cannot hold two runs",
                 f"{self.run_dir} holds a run from {earlier.get('started')}, {log_files.fate(earlier)}",
                 "give another run directory, or resume this run (--resume)",
+                code=41,
             )
         if earlier is None and (self.run_dir / "events.jsonl").exists():
             raise ConfigError(
                 "a run directory cannot hold two runs",
                 f"{self.run_dir} holds the events of a run (events.jsonl), and no run.json",
                 "give another run directory, or move that one away as it is",
+                code=41,
             )
         return earlier or {}
 

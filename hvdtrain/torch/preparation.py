@@ -14,6 +14,7 @@ from torch import nn
 from hvdtrain.comm import elastic
 from hvdtrain.core import variables
 from hvdtrain.core.errors import ConfigError
+from hvdtrain.core.keywords import refuses_other_keywords
 from hvdtrain.core.lr import LR
 from hvdtrain.torch.engines.base import Staged, Transport, staged_or_none
 from hvdtrain.torch.engines.deepspeed import ZeroModel
@@ -44,6 +45,14 @@ if TYPE_CHECKING:
     from hvdtrain.torch.data.loader import Loader
 
 
+@refuses_other_keywords(
+    backward_passes_per_step="accumulate=",
+    gradient_accumulation_steps="accumulate=",
+    max_grad_norm="clip=",
+    mixed_precision='amp="bf16", or amp="fp16"',
+    precision='amp="bf16", or amp="fp16"',
+    named_parameters="prepare(model, optimizer, data): it reads the names from the model",
+)
 def prepare(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
@@ -178,6 +187,7 @@ def _check_options(options: Options, lr: LR | None, data: Loader | None) -> None
             f"a {type(data).__name__}",
             "train = hvdtrain.torch.loader(dataset, per_rank_batch);\n"
             "or omit the loader, and give every rank the same number of batches of the same size",
+            code=13,
         )
     if lr is not None and data is None:
         raise ConfigError(

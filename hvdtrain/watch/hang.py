@@ -114,6 +114,7 @@ def hung(
         "\n".join(lines),
         _remedy(first, at, verdict.ranks[0] in silent),
         shared=True,
+        code=44,
     )
 
 

@@ -222,6 +222,7 @@ class Tracker:
                 "a function of on_main() must not call a collective operation: only rank 0 runs it",
                 f"{kind}, {user_line()}\nin on_main({self.on_main_now})",
                 "call it on every rank, outside of on_main(); use on_main() only for work with the result",
+                code=46,
             )
 
     # -- training --------------------------------------------------------------------------------------------------
@@ -365,6 +366,7 @@ def out_of_step(states: Sequence[State], remedy: str = "") -> ReplicaError:
         " not under `if world.is_main:`;\nbreak and continue on every rank alike, and give every rank the same number"
         " of batches, as hvdtrain's loaders do",
         shared=True,
+        code=43,
     )
 
 

@@ -27,9 +27,10 @@ from hvdtrain.core.errors import (
     build_horovod_command,
     ended_by,
     exit_with,
-    install_command,
+    missing_package,
     note_exits,
 )
+from hvdtrain.core.keywords import refuses_other_keywords
 from hvdtrain.core.launchers import Detected, detect
 from hvdtrain.core.version import __version__
 from hvdtrain.watch import preemption
@@ -42,6 +43,7 @@ _ENGINES = {"torch": "hvdtrain.torch.engines.engine", "keras": "hvdtrain.keras.b
 _CHOSEN = 2**32  # seeds that a program sets are below it; those that PyTorch draws, of 53 bits, almost never
 
 
+@refuses_other_keywords(backend='engine="horovod", or "ddp"', gpus='device="cpu", "cuda" or "auto"')
 def init(
     framework: Literal["torch", "keras"],
     *,
@@ -231,14 +233,15 @@ def _import_error(error: Exception, framework: str) -> Exception:
     received = f"{what} in {sys.executable} on {socket.gethostname()}"
     if missing.startswith("hvdtrain."):
         return ConfigError(f"this hvdtrain {__version__} must have an adapter for {framework}", what)
-    if missing and missing.split(".")[0] != "horovod":
-        return ConfigError(f"the {framework} adapter needs {missing}", received, install_command(framework))
+    if isinstance(error, ModuleNotFoundError) and missing.split(".")[0] != "horovod":
+        return missing_package(error, framework)
     # an extension that was not built, or for other frameworks: ImportError, OSError or TensorFlow's NotFoundError
     if missing or (not isinstance(error, HvdtrainError) and "horovod" in str(error).lower()):
         return LauncherError(
             "Horovod must be installed on every rank, built for this Python and its frameworks",
             received,
             build_horovod_command(),
+            code=1,
         )
     return error
 
@@ -259,6 +262,7 @@ def _check_engine(detected: Detected, comm: Engine) -> None:
         remedies.get(
             detected.launcher, "unset variables left over from another launcher, and start again through one launcher"
         ),
+        code=8,
     )
 
 
@@ -276,7 +280,7 @@ def _meet(comm: Engine, framework: str, seed: int, detected: Detected) -> tuple[
     for position, name in ((1, "version of hvdtrain"), (2, "framework"), (3, "seed"), (6, "environment")):
         values = [card[position] for card in cards]
         if any(value != values[0] for value in values):
-            raise ReplicaError(f"the {name} must be the same on every rank", per_rank(values), shared=True)
+            raise ReplicaError(f"the {name} must be the same on every rank", per_rank(values), shared=True, code=9)
     if any(card[7] for card in cards):
         if comm.rank == 0:
             print(f"hvdtrain: preempted before the training began: exit code {PREEMPTED_CODE}", file=sys.stderr)

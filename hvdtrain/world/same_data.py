@@ -99,7 +99,9 @@ def check(world: World, mine: Digest) -> None:
         return
     sketches = world.gather(mine.sketch()[:_SKETCH])
     received, fix = _diagnose(cards, sketches)
-    raise ReplicaError("the data must be the same on every rank, in the same order", received, fix, shared=True)
+    raise ReplicaError(
+        "the data must be the same on every rank, in the same order", received, fix, shared=True, code=11
+    )
 
 
 # -------------------------------------------------------------------- what differs

@@ -188,7 +188,9 @@ class Agents:
         others = [f"{name}: {version}" for name, version in versions if version != __version__]
         if others:
             fix = "install the same hvdtrain on every host, or name the Python that has it: --python PATH"
-            raise LauncherError("every host needs the same hvdtrain", f"here {__version__}, {', '.join(others)}", fix)
+            raise LauncherError(
+                "every host needs the same hvdtrain", f"here {__version__}, {', '.join(others)}", fix, code=49
+            )
 
     def close(self, wait_s: float = 0.0, *, look: Callable[[], None] = lambda: None) -> None:
         """Lets every agent go, at once, after `wait_s` at most, and ends what reaches them; then passes on the last

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import select
 import sys
 import time
@@ -21,6 +22,9 @@ from hvdtrain.record.folder import next_folder
 _LOOK_S = 0.1
 LONGEST_LINE = 1000
 RECORD = "launch.json"  # of a job's attempts, in the folder of its logs
+_FRAME = re.compile(r'  File "([^"]*)", line \d+')
+_LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen ", f"{Path(__file__).parents[2]}/")
+_COLOURS = (36, 33, 35, 32, 34, 31)  # cyan, yellow, magenta, green, blue, red
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
@@ -127,6 +131,8 @@ class Display:
         self._logs, self._quiet, self._errors_of_rank_0_only = logs, quiet, False
         self._until_s = float("inf")
         self._mute: set[str] = set()  # streams that take no more
+        colours = not os.environ.get("NO_COLOR")  # https://no-color.org
+        self._coloured = {name for name in ("stdout", "stderr") if colours and getattr(sys, name).isatty()}
 
     def add(self, rank: int, host: Host) -> None:
         """Notes where a rank is."""
@@ -144,6 +150,8 @@ class Display:
         if stream in self._mute or (rank != 0 and (self._quiet or self._errors_of_rank_0_only and stream == "stderr")):
             return
         mark = "" if self._quiet else self._marks[rank]
+        if mark and stream in self._coloured:
+            mark = f"\x1b[{_COLOURS[rank % len(_COLOURS)]}m{mark}\x1b[0m"
         try:
             target = sys.stdout if stream == "stdout" else sys.stderr
             shown = put(target, f"{mark}{line}", lambda: time.monotonic() < self._until_s)
@@ -176,9 +184,30 @@ def failure_block(failure: Failure, folder: Path) -> str:
     lines = [f"{host}{failure.who} failed first, after {failure.after_s:.1f} s: {failure.why}"]
     if failure.lines:
         lines.append("  its last lines:")
-    for line in failure.lines:
+    for line in without_libraries(failure.lines):
         lines.append(f"  | {shortened(line, LONGEST_LINE, f'{len(line)} characters, see the log')}")
     if failure.remedy:
         lines.append(f"  fix: {failure.remedy}")
     lines.append(f"  logs: {log_of(folder, failure.rank) if failure.rank is not None else folder}")
     return "\n".join(lines)
+
+
+def without_libraries(lines: Sequence[str]) -> list[str]:
+    """Returns a rank's lines without the frames of libraries and of hvdtrain that stand below a user's frame in a
+    traceback; with their number in the place of each group."""
+    kept: list[str] = []
+    hidden, below_user, hides = 0, False, False
+    for line in lines:
+        frame = _FRAME.match(line)
+        if frame is not None:
+            library = any(part in frame[1] for part in _LIBRARIES)
+            below_user, hides = below_user or not library, below_user and library
+            hidden += hides
+        elif not line.startswith("    "):
+            below_user = hides = False
+        if not hides:
+            if hidden:
+                kept.append(f"  ... {hidden} frame(s) of libraries, see the log")
+            kept.append(line)
+            hidden = 0
+    return kept

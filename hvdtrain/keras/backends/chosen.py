@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hvdtrain.core.errors import ConfigError
+from hvdtrain.core.errors import ConfigError, missing_package
 
 if TYPE_CHECKING:
     from hvdtrain.keras.backends.tensorflow import TensorFlowBackend
@@ -29,6 +29,7 @@ def _refuse_unsupported(name: str) -> None:
         f"KERAS_BACKEND={name}" + ("" if os.environ.get("KERAS_BACKEND") else " (from keras.json)"),
         "set KERAS_BACKEND=tensorflow or KERAS_BACKEND=torch before Keras is imported"
         + ("; on JAX, Keras has its own keras.distribution.DataParallel" if name == "jax" else ""),
+        code=3,
     )
 
 
@@ -46,7 +47,10 @@ def _choose() -> TensorFlowBackend | TorchBackend:
     """Returns the backend Keras was imported with, or starts with."""
     if "keras" not in sys.modules:
         _refuse_unsupported(_configured())
-    import keras
+    try:
+        import keras
+    except ModuleNotFoundError as error:
+        raise missing_package(error, "keras") from error
 
     name = keras.backend.backend()
     _refuse_unsupported(name)  # a program that imported Keras first may run another one

@@ -25,9 +25,10 @@ def attach(detected: Detected, *, engine: str, device: str, gpus_per_rank: int, 
     visible = 0 if device == "cpu" else BACKEND.visible_gpus()
     if device == "cuda" and visible == 0:
         raise ConfigError(
-            "device=cuda needs a GPU that the Keras backend can see",
+            "device=cuda needs a GPU that the framework can see",
             f"none visible to {BACKEND.name} (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r})",
             "install a CUDA build of the backend, or leave device='auto'",
+            code=4,
         )
     devices = gpus_for(*place_on_host(detected.local_rank, detected.local_size), visible, gpus_per_rank)
     BACKEND.pin(devices, cpu_only=device == "cpu")

@@ -266,6 +266,7 @@ def require_compiled(model: Any) -> None:
             "a model must be compiled before it is prepared",
             f"{type(model).__name__} {getattr(model, 'name', '')!r} without an optimizer",
             "call model.compile(optimizer=..., loss=...) first, or prepare the optimizer itself",
+            code=24,
         )
 
 
@@ -284,6 +285,7 @@ def missing_hook(model_name: str, optimizer: Any) -> ReplicaError:
             "(under Keras 3 it averages no gradients, unless hvdtrain's recipe built its wheel)",
             "give compile() the plain optimizer, then hvdtrain.keras.prepare(model)",
             shared=True,
+            code=26,
         )
     return ReplicaError(
         "gradients must be averaged over ranks: the optimizer that trains must be prepared",
@@ -292,6 +294,7 @@ def missing_hook(model_name: str, optimizer: Any) -> ReplicaError:
         "call hvdtrain.keras.prepare(model) after the last compile() or load, before fit(); an optimizer beside"
         " model.optimizer must be an attribute of the model or of a layer by then, or in a dict or list there",
         shared=True,
+        code=25,
     )
 
 

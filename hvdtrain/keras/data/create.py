@@ -8,6 +8,7 @@ from typing import Any, Literal
 import keras
 
 from hvdtrain.core.errors import ConfigError
+from hvdtrain.core.keywords import refuses_other_keywords
 from hvdtrain.core.sharding import Plan
 from hvdtrain.keras.data.loader import KerasLoader
 from hvdtrain.keras.data.sources import Arrays, BatchSource, DatasetBatches, Items, batch_of, rows_of, stacked
@@ -19,6 +20,7 @@ from hvdtrain.world.streams import StreamPlan
 from hvdtrain.world.world import World, given_or_current
 
 
+@refuses_other_keywords(batch_size="per_rank_batch=, the samples that each rank takes in a step")
 def loader(
     data: Any,
     per_rank_batch: int | None = None,
@@ -61,6 +63,7 @@ def loader(
             "loader() needs per_rank_batch=, the samples of a rank in a step",
             f"per_rank_batch was not given, and a {type(data).__name__} does not come in batches",
             "loader((x, y), per_rank_batch=32)",
+            code=10,
         )
     walked = _walk_of(data, class_weight, seed)
     if walked is not None:
@@ -131,12 +134,14 @@ def _check_tf_dataset(data: Any) -> None:
             "a tf.data set must come in batches, one for each rank in a step",
             f"elements of shapes {', '.join(map(str, shapes))}",
             "dataset.batch(32)",
+            code=15,
         )
     if data.cardinality() == tf.data.INFINITE_CARDINALITY:
         raise ConfigError(
             "an epoch of a tf.data set must end",
             "a set that repeats itself without end",
             "remove .repeat(): each epoch reads the set from its beginning; or .take(batches)",
+            code=16,
         )
 
 

@@ -201,6 +201,7 @@ def _count(data: Any) -> int:
             "x, y and sample weights need the same number of samples",
             f"lengths {lengths}",
             "check how the data was cut",
+            code=17,
         )
     return lengths[0]
 

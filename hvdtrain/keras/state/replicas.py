@@ -167,6 +167,7 @@ def check_finite(model: keras.Model, world: World) -> None:
             "lower the learning rate, clip gradients (clipnorm=1.0 of the optimizer), or stop at a NaN loss"
             " (keras.callbacks.TerminateOnNaN); earlier checkpoints are untouched: restore one, here or in a new run",
             shared=True,
+            code=42,
         )
 
 

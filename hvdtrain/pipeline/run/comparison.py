@@ -164,6 +164,7 @@ class Comparison:
                 "step(..., weight=lambda y: (y != -100).sum()) for ignored labels, (y[:, 1:] != -100).sum()\n"
                 "where the model shifts them (causal language models), weight=len for a mean over samples; or outputs\n"
                 "with an entry for each sample",
+                code=35,
             )
         # such numbers have a gradient of 1, whatever they divide by
         kept = [at for at, tensor in enumerate(whole) if tensor.dim()]
@@ -220,6 +221,7 @@ class Comparison:
             if names
             else "weight=: a function of the targets that counts what the mean is over (tokens, pixels, valid labels,\n"
             "class weights)",
+            code=35,
         )
 
 

@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from hvdtrain.core.errors import ConfigError
+from hvdtrain.core.keywords import refuses_other_keywords
 from hvdtrain.core.sharding import Plan
 from hvdtrain.torch.data.loader import Loader
 from hvdtrain.torch.data.memory import Memory, MemoryRows, memory_of
@@ -97,6 +98,13 @@ def _processes(
     return Processes(max(count, 1) if timeout_s else count, on_gpu, prefetch, timeout_s, init)
 
 
+@refuses_other_keywords(
+    batch_size="per_rank_batch=, the samples that each rank takes in a step",
+    num_workers="workers=",
+    collate_fn="collate=",
+    drop_last='tail="drop"; by default the tail is weighted exactly',
+    generator="seed=",
+)
 def loader(
     data: Any,
     per_rank_batch: int | None = None,
@@ -213,9 +221,10 @@ def _whole_batches(per_rank_batch: int | None, sampler: Any, batch_sampler: Any,
     size = getattr(batch_sampler, "batch_size", None)
     if per_rank_batch is None and not (isinstance(size, int) and size > 0):
         raise ConfigError(
-            "loader() needs per_rank_batch, the samples of one rank in one step",
+            "loader() needs per_rank_batch=, the samples of a rank in a step",
             "per_rank_batch was not given" + (", nor a batch_sampler with batch_size" if batch_sampler else ""),
             "loader(dataset, per_rank_batch=32)",
+            code=10,
         )
     if batch_sampler is None:
         return 0

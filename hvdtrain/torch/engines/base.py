@@ -207,9 +207,10 @@ def pick_devices(detected: Detected, device: str, gpus_per_rank: int) -> tuple[i
     visible = 0 if device == "cpu" else torch.cuda.device_count()
     if device == "cuda" and visible == 0:
         raise ConfigError(
-            "device=cuda needs a GPU that PyTorch can see",
+            "device=cuda needs a GPU that the framework can see",
             f"torch {torch.__version__} sees none (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r})",
             "check nvidia-smi and the driver, or leave device='auto'",
+            code=4,
         )
     devices = gpus_for(*place_on_host(detected.local_rank, detected.local_size), visible, gpus_per_rank)
     if devices:

@@ -88,4 +88,5 @@ def check_equal(module: nn.Module, world: World, when: str) -> None:
         "change parameters on every rank alike, only through optimizer.step();\nload weights before prepare(), or with"
         " Checkpointer.restore",
         shared=True,
+        code=45,
     )

@@ -144,9 +144,10 @@ def refusal(
             "give the scheduler a value that is the same on every rank: the loss of hvdtrain.torch.evaluate(),\n"
             'or world.mean({"loss": loss}, weight=samples)["loss"]',
             shared=True,
+            code=36,
         )
     pairs = enumerate(zip(problems, texts, strict=True))
-    received = "\n".join(f"rank {rank}: {'; '.join(filter(None, pair))}" for rank, pair in pairs)
+    received, code = "\n".join(f"rank {rank}: {'; '.join(filter(None, pair))}" for rank, pair in pairs), 0
     if mixed:
         rule, remedy = "weight= must be given on all ranks, or on none", "give weight= on every rank"
         received = f"weight= was given on {sums[4]:g} of {ranks} ranks"
@@ -158,7 +159,7 @@ def refusal(
             "for a loss that draws random numbers: optimizer.forward_backward(x, y, loss_fn, whole=True)"
         )
     elif any(problems):
-        rule = "the loss of a batch must be the weighted mean of the losses of its pieces"
+        rule, code = "the loss of a batch must be the weighted mean of the losses of its pieces", 50
         remedy = (
             "divide a sum by what it adds up (loss / len(x), (each * w).sum() / w.sum(), or reduction='mean');\n"
             f"several means, each with its own divisor: {_SEVERAL};\n"
@@ -167,9 +168,9 @@ def refusal(
             " trains on each rank's own comparisons"
         )
     else:
-        rule = "weight= must equal the denominator of the mean loss (default: the number of samples)"
+        rule, code = "weight= must equal the denominator of the mean loss (default: the number of samples)", 35
         remedy = _weight_to_type(types)
-    return ConfigError(rule, received, remedy, shared=True)
+    return ConfigError(rule, received, remedy, shared=True, code=code)
 
 
 _SEVERAL = "optimizer.backward([(mean, divisor), ...])"

@@ -71,6 +71,7 @@ class Batches:
                 "the model was called on an earlier batch",
                 "train on each batch within the loader's own loop (for x, y in train: ...);\n"
                 "do not loop over list(train) or a prefetcher: the loader's workers already read ahead",
+                code=33,
             )
         return True in calls
 

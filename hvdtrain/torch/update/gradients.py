@@ -164,6 +164,7 @@ class Gradients:
                 f"gradients must come from {self._call}: it weighs, scales and averages them",
                 "loss.backward() was called, or a pipeline's own step()",
                 f"write {self._call} instead, with the optimizer that prepare() returned",
+                code=27,
             )
         if self.state == "ready":
             raise ConfigError(
@@ -186,6 +187,7 @@ class Gradients:
                 "backward() was called again" + ", for the next batch" * (counted and not same),
                 "call optimizer.backward(loss), then optimizer.step(), or optimizer.skip() to discard the update;\n"
                 + ";\n".join(ways),
+                code=29,
             )
         if self.state != "more" and batch is self.batch:
             raise ConfigError(
@@ -195,6 +197,7 @@ class Gradients:
                 "(not over list(train), a prefetcher, or another loader: torch.utils.data.ConcatDataset joins data);\n"
                 "for several updates of one batch: optimizer.backward(loss, again=True);\nfor several"
                 " losses: optimizer.backward(first, more=True), then optimizer.backward(last); or add them",
+                code=30,
             )
 
     def reopen(self, batch: Batch) -> None:
@@ -253,6 +256,7 @@ class Gradients:
                 "zero_grad() cannot be called between backward() and step()",
                 "zero_grad() before the update was applied",
                 "call zero_grad() before backward(), or after step(); optimizer.skip() discards an update;\n" + TWICE,
+                code=31,
             )
 
 
@@ -310,6 +314,7 @@ def refuse_divided(loss: Tensor, accumulate: int) -> None:
         f"a loss that is divided by {accumulate}, with accumulate={accumulate}",
         "optimizer.backward(loss), undivided, and optimizer.step() on each batch",
         shared=True,
+        code=32,
     )
 
 

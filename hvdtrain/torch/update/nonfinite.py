@@ -109,6 +109,7 @@ class Losses:
             "lower the learning rate or warm it up longer, clip gradients (clip=1.0),\n"
             f'check the inputs and labels named above;\nwith amp="fp16" try amp="bf16"; {GO_BACK}',
             shared=True,
+            code=37,
         )
 
 
@@ -144,6 +145,7 @@ def check_weights(module: nn.Module, world: World) -> None:
             ),
             f"clip gradients (clip=1.0: a gradient that is not finite then ends training at once); {GO_BACK}",
             shared=True,
+            code=42,
         )
 
 

@@ -170,6 +170,7 @@ class Optimizer(BatchPasses, torch.optim.Optimizer):
                 f" {_LOOKED_AT} updates;\nprepare() was given no loader",
                 "train = hvdtrain.torch.loader(dataset, per_rank_batch), given to prepare() and read in the loop",
                 shared=True,
+                code=14,
             )
 
     def _evaluate(self, closure: Callable[[], object]) -> Tensor | None:
@@ -242,6 +243,7 @@ class Optimizer(BatchPasses, torch.optim.Optimizer):
                 if gradients.state == "idle"
                 else "backward(..., more=True) announced another backward()",
                 "write optimizer.backward(loss) instead of loss.backward(), and step() after each",
+                code=28,
             )
         if gradients.state == "ready" and not self._stepper.has_gradients() and gradients.had_some:
             raise ConfigError(
@@ -431,4 +433,5 @@ def _refuse_bare_step(of: ref[Session], optimizer: torch.optim.Optimizer, args: 
             "step() must be called on the optimizer that prepare() returned",
             f"step() of the {type(optimizer).__name__} that was given to prepare()",
             "model, optimizer = prepare(model, optimizer, ...), then step() of the returned optimizer",
+            code=34,
         )

@@ -38,6 +38,7 @@ def check_model(model: nn.Module) -> None:
             "prepare() needs the plain model, without a wrapper",
             f"a model wrapped by {wrapper}",
             "give prepare() " + ("hvdtrain.torch.unwrap(model)" if wrapper == "hvdtrain" else "model.module"),
+            code=18,
         )
     for name, parameter in model.named_parameters():
         if isinstance(parameter, UninitializedParameter):
@@ -79,6 +80,7 @@ def check_held(model: nn.Module, held: Sequence[nn.Parameter]) -> None:
             f"{len(strange)} of {len(held)} are not, the first of shape {strange[0]}",
             "make the optimizer from this model's parameters(), after the model is complete;\na loss with parameters is"
             " a part of the model: model.criterion = criterion, before prepare()",
+            code=19,
         )
 
 
@@ -93,6 +95,7 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
             "every trainable parameter of the model must be in the optimizer",
             f"{', '.join(missing[:3])}{' ...' if len(missing) > 3 else ''} ({len(missing)} in all)",
             "add them to a parameter group, or freeze them: parameter.requires_grad_(False)",
+            code=20,
         )
     if not any(parameter.requires_grad for parameter in held):
         raise ConfigError("there must be something to train", "every parameter is frozen, or there is none")

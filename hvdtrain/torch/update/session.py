@@ -242,6 +242,7 @@ class Rates:
                 "prepare(..., lr=...) cannot be combined with a scheduler: both set the learning rate",
                 "a scheduler of torch.optim.lr_scheduler was made for the same optimizer",
                 "remove the scheduler, or remove lr= and keep the scheduler",
+                code=23,
             )
 
 

@@ -27,6 +27,7 @@ def explained(where: str, sizes: Callable[[], str], remedy: str = _REMEDY) -> It
             f"{sizes()}\n{error}",
             'loader(..., tail="drop") drops a short last batch;\n'
             "or prepare(..., sync_batchnorm=True), which normalises over all ranks",
+            code=51,
         ) from error
     except (RuntimeError, MemoryError) as error:
         if not _to_be_explained(error):
@@ -36,6 +37,7 @@ def explained(where: str, sizes: Callable[[], str], remedy: str = _REMEDY) -> It
             f"training cannot continue: out of memory in the {where}",
             f"{sizes()}\n{text.splitlines()[0][:300] if text else type(error).__name__}",
             remedy,
+            code=38,
         ) from error
 
 
