@@ -18,7 +18,7 @@ project = "hvdtrain"
 version = release = __version__
 copyright = "the hvdtrain authors"
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinxarg.ext"]
 myst_heading_anchors = 4  # as GitHub makes them
 html_theme = "furo"
 pygments_style = "default"  # whose diffs are red and green

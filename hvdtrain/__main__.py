@@ -143,9 +143,15 @@ class _PrintCompletion(argparse.Action):
         except ImportError:
             command = f"{sys.executable} -m pip install shtab"
             raise ConfigError("--print-completion needs the package shtab", "not installed", command) from None
-        flags.fill_all(parser)
-        print(shtab.complete(parser, shell))
+        print(shtab.complete(whole_parser(), shell))
         parser.exit()
+
+
+def whole_parser() -> argparse.ArgumentParser:
+    """Returns the parser of `hvdtrain` with the arguments of all its commands."""
+    parser = _parser()
+    flags.fill_all(parser)
+    return parser
 
 
 def _parser() -> argparse.ArgumentParser:

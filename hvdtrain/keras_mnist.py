@@ -181,27 +181,31 @@ def parser() -> argparse.ArgumentParser:
     count = flags.whole(1)
     # fmt: off
     add = p.add_argument_group("training").add_argument
-    add("--epochs", type=count, metavar="N", help="of all ranks together (default: 12)")
+    add("--epochs", type=count, metavar="N", help="epochs over all ranks (default: 12)")
     add("--epochs-divided", action=argparse.BooleanOptionalAction, default=True,
-        help="each rank does its part of --epochs, rounded up: more ranks, less time (default); with --no-..."
-             " each does all of them: more ranks, more training")
-    add("--per-rank-batch", type=count, metavar="N", help="pictures (default: MNIST 128, digits 16)")
-    add("--lr", type=flags.positive, metavar="RATE", help="Adadelta's, on one rank (default: 1.0)")
+        help="divide --epochs by the ranks, rounded up: more ranks, less time (default); with --no-epochs-divided "
+        "every rank does all of them")
+    add("--per-rank-batch", type=count, metavar="N",
+        help="pictures of a rank in a step (default: MNIST 128, digits 16)")
+    add("--lr", type=flags.positive, metavar="RATE", help="learning rate of Adadelta on one rank (default: 1.0)")
     add("--lr-scale", choices=["sqrt", "linear", "none"], default=LR_SCALE,
-        help="how the rate grows with the effective batch (default: %(default)s)")
-    add("--seed", type=flags.whole(0), default=0, metavar="N", help="of all random numbers (default: 0)")
+        help="how the learning rate grows with the global batch (default: %(default)s)")
+    add("--seed", type=flags.whole(0), default=0, metavar="N", help="seed of all random numbers (default: 0)")
     add = p.add_argument_group("data and files").add_argument
     add("--data", default="auto", metavar="auto|digits|mnist|PATH",
-        help="auto: MNIST if Keras has it in its cache, else the digits; digits: 1,797 real ones, built in;"
-             " mnist: from the cache, or downloaded; PATH: mnist.npz or its folder (default: auto)")
-    add("--run-dir", type=Path, metavar="DIR", help="log, checkpoints (default: the next runs/keras_mnist-N)")
-    add("--resume", action="store_true", help="go on with the run in --run-dir (default: the newest)")
+        help="auto: MNIST if it is in the Keras cache, else the digits; digits: 1,797 real ones, built in; mnist: "
+        "from the cache, or downloaded; PATH: mnist.npz or its folder (default: auto)")
+    add("--run-dir", type=Path, metavar="DIR",
+        help="folder for log and checkpoints (default: the next runs/keras_mnist-N)")
+    add("--resume", action="store_true", help="resume the run in --run-dir (default: the newest)")
     add = p.add_argument_group("machine").add_argument
-    add("--backend", choices=["tensorflow", "torch"], help="Keras' (default: KERAS_BACKEND, else tensorflow)")
-    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="(default: GPUs if there are any)")
-    add("--compression", choices=["none", "fp16"], default="none", help="of gradients sent (default: none)")
+    add("--backend", choices=["tensorflow", "torch"], help="backend of Keras (default: KERAS_BACKEND, else tensorflow)")
+    add("--device", choices=["auto", "cpu", "cuda"], default="auto",
+        help="device to train on (default: GPUs if there are any)")
+    add("--compression", choices=["none", "fp16"], default="none",
+        help="compression of gradients on their way (default: none)")
     add("--watch-every", type=flags.whole(0), default=100, metavar="N",
-        help="steps between checks that the replicas are equal, 0: never (default: %(default)s)")
+        help="steps between comparisons of the replicas; 0: never (default: %(default)s)")
     # fmt: on
     return p
 

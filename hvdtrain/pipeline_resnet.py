@@ -133,35 +133,37 @@ def parser() -> argparse.ArgumentParser:
     count = flags.whole(1)
     # fmt: off
     add = p.add_argument_group("what to do (default: --compare)").add_argument
-    add("--compare", action="store_true", help="one device, the naive split and the pipeline, as bars")
+    add("--compare", action="store_true", help="compare one device, the naive split and the pipeline, as bars")
     add("--sweep", type=count, nargs="*", metavar="SIZE",
-        help=f"time over the split size (default: {' '.join(map(str, SIZES))}, as far as the batch goes)")
-    add("--tune", action="store_true", help="find the split size; after --sweep, compare with it")
+        help=f"draw the time over the split size (default: {' '.join(map(str, SIZES))}, up to the batch)")
+    add("--tune", action="store_true", help="find the best split size; after --sweep, print both")
     add = p.add_argument_group("the model, and how it is cut").add_argument
     add("--model", default="resnet50", metavar="NAME", help="any classifier of torchvision (default: %(default)s)")
     add("--devices", default="auto", metavar="LIST",
-        help="of the stages: cpu,cpu or cuda:0,cuda:1 (default: all GPUs, else cpu,cpu)")
+        help="devices of the stages: cpu,cpu or cuda:0,cuda:1 (default: all GPUs, else cpu,cpu)")
     add("--balance", type=balance, default="time", metavar="time|memory|N,N",
-        help="what the stages share evenly, or the segments of each (default: %(default)s)")
-    add("--micro-batches", type=count, metavar="N", help="of a batch (default: what is found to be best)")
-    add("--schedule", choices=SCHEDULES, default="1f1b", help="(default: %(default)s)")
+        help="what the stages share evenly, or the number of segments of each (default: %(default)s)")
+    add("--micro-batches", type=count, metavar="N", help="micro-batches of a batch (default: the best that is found)")
+    add("--schedule", choices=SCHEDULES, default="1f1b", help="schedule of the pipeline (default: %(default)s)")
     add("--remat", choices=REMATS, default="never", help="recompute activations (default: %(default)s)")
     add("--batch-norm", choices=["batch", "micro"], default="batch",
-        help="what running statistics follow (default: %(default)s)")
+        help="what the running statistics follow (default: %(default)s)")
     add = p.add_argument_group("what is trained, for time only").add_argument
     add("--preset", choices=["tutorial", "toy"], help="PyTorch's tutorial: batch 120 of 128x128, 1000 classes, 3"
         " batches, 10 repeats, MSE, split size 20; or two layers on two devices, by hand and by split")
-    add("--batch", type=count, metavar="N", help=f"pictures (default: {ON_CPU.batch}, on GPUs {ON_GPU.batch})")
+    add("--batch", type=count, metavar="N",
+        help=f"pictures in a batch (default: {ON_CPU.batch}, on GPUs {ON_GPU.batch})")
     add("--image-size", type=flags.whole(8), metavar="N",
-        help=f"pixels on a side (default: {ON_CPU.image_size}, on GPUs {ON_GPU.image_size})")
-    add("--classes", type=flags.whole(2), metavar="N", help=f"(default: {ON_CPU.classes})")
-    add("--loss", choices=["mse", "cross-entropy"], help=f"(default: {ON_CPU.loss}, on one-hot targets)")
+        help=f"side of a picture in pixels (default: {ON_CPU.image_size}, on GPUs {ON_GPU.image_size})")
+    add("--classes", type=flags.whole(2), metavar="N", help=f"number of classes (default: {ON_CPU.classes})")
+    add("--loss", choices=["mse", "cross-entropy"], help=f"loss, on one-hot targets (default: {ON_CPU.loss})")
     add("--batches", type=count, metavar="N",
-        help=f"trained in a repeat (default: {ON_CPU.batches}, on GPUs {ON_GPU.batches})")
-    add("--repeats", type=count, metavar="N", help=f"of each variant, in turns (default: {ON_CPU.repeats})")
+        help=f"batches in a repeat (default: {ON_CPU.batches}, on GPUs {ON_GPU.batches})")
+    add("--repeats", type=count, metavar="N", help=f"repeats of each variant, in turns (default: {ON_CPU.repeats})")
     add("--budget-s", type=flags.positive, metavar="S", help="about how long --compare and --sweep may take each:"
         f" fewer repeats, but 3 (default: {ON_CPU.budget_s:.0f}, on GPUs {ON_GPU.budget_s:.0f}; tutorial: no limit)")
-    add("--out", type=Path, metavar="DIR", help="pictures, JSON (default: the next runs/pipeline_resnet-N)")
+    add("--out", type=Path, metavar="DIR",
+        help="folder for pictures and JSON (default: the next runs/pipeline_resnet-N)")
     # fmt: on
     return p
 

@@ -81,11 +81,13 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--data", default="cifar10", metavar="cifar10|digits|PATH", help=text)
     p.add_argument("--epochs", type=flags.whole(1), default=10, metavar="N", help="(default: 10)")
     p.add_argument("--per-rank-batch", type=flags.whole(1), default=32, metavar="N", help="(default: 32)")
-    p.add_argument("--lr", type=flags.positive, default=0.01, metavar="RATE", help="at batch 32 (default: 0.01)")
+    p.add_argument(
+        "--lr", type=flags.positive, default=0.01, metavar="RATE", help="learning rate at batch 32 (default: 0.01)"
+    )
     p.add_argument("--amp", choices=["bf16", "fp16"], help="mixed precision (default: none)")
-    p.add_argument("--engine", default="auto", help="horovod, ddp, ... (default: what goes with the launcher)")
+    p.add_argument("--engine", default="auto", help="horovod, ddp, ... (default: the one for this launcher)")
     p.add_argument("--run-dir", type=Path, default=Path("runs/torch_cifar10"), metavar="DIR")
-    p.add_argument("--resume", action="store_true", help="go on with the run in --run-dir")
+    p.add_argument("--resume", action="store_true", help="resume the run in --run-dir")
     return p
 
 

@@ -259,52 +259,56 @@ def parser() -> argparse.ArgumentParser:
     # fmt: off
     add = p.add_argument_group("training (defaults follow the data: see hvdtrain/vision/recipes.py)").add_argument
     add("--model", default="resnet50", metavar="NAME", help="any classifier of torchvision (default: %(default)s)")
-    add("--epochs", type=count, metavar="N", help="passes over the data, shared by the ranks")
+    add("--epochs", type=count, metavar="N", help="epochs over all ranks")
     add("--per-rank-batch", type=count, metavar="N", help="pictures of a rank in a batch")
-    add("--accumulate", type=count, default=1, metavar="N", help="batches of an update (default: 1)")
-    add("--optimizer", choices=["sgd", "nesterov", "adamw"], help="SGD with momentum, Nesterov's, or AdamW")
-    add("--lr", type=number, metavar="RATE", help="at the recipe's reference batch; it is scaled to the real one")
-    add("--schedule", choices=["step", "cosine"], help="of the learning rate")
-    add("--warmup-epochs", type=flags.at_least_0, metavar="N", help="until the scaled rate is reached")
-    add("--weight-decay", type=flags.at_least_0, metavar="X", help="not on batch-norm and biases")
-    add("--label-smoothing", type=flags.at_least_0, default=0.0, metavar="X", help="(default: 0)")
-    add("--clip", type=number, metavar="NORM", help="of the averaged gradient (default: no clipping)")
+    add("--accumulate", type=count, default=1, metavar="N", help="batches of one update (default: 1)")
+    add("--optimizer", choices=["sgd", "nesterov", "adamw"], help="SGD with momentum, with Nesterov momentum, or AdamW")
+    add("--lr", type=number, metavar="RATE",
+        help="learning rate at the reference batch of the recipe; it is scaled to the real batch")
+    add("--schedule", choices=["step", "cosine"], help="schedule of the learning rate")
+    add("--warmup-epochs", type=flags.at_least_0, metavar="N", help="epochs until the scaled learning rate is reached")
+    add("--weight-decay", type=flags.at_least_0, metavar="X", help="weight decay, without batch norm and biases")
+    add("--label-smoothing", type=flags.at_least_0, default=0.0, metavar="X", help="label smoothing (default: 0)")
+    add("--clip", type=number, metavar="NORM", help="maximum norm of the averaged gradient (default: no clipping)")
     add("--amp", choices=["bf16", "fp16"], help="mixed precision (default: none)")
-    add("--sync-batchnorm", action="store_true", help="statistics over the batch of all ranks")
-    add("--seed", type=flags.whole(0), default=0, metavar="N", help="of all random numbers (default: 0)")
+    add("--sync-batchnorm", action="store_true", help="batch norm over the batch of all ranks")
+    add("--seed", type=flags.whole(0), default=0, metavar="N", help="seed of all random numbers (default: 0)")
     add = p.add_argument_group("data and files").add_argument
     add("--data", default="auto", metavar="auto|digits|cifar10|mnist|synthetic|DIR",
         help="DIR: ImageNet's layout, train/CLASS/*.jpg and val/CLASS/*.jpg; auto: the digits, 1,797 real ones, built"
              " in (default: auto)")
-    add("--image-size", type=flags.whole(8), metavar="N", help="of a folder's or synthetic pictures (default: 224)")
-    add("--workers", type=flags.whole(0), metavar="N", help="loader processes of a rank (default: what fits)")
-    add("--strict", action="store_true", help="refuse pictures that cannot be read, instead of leaving them out")
-    add("--decode-whole", action="store_true", help="decode JPEGs at all of their pixels, where a fraction would do")
-    add("--run-dir", type=Path, metavar="DIR", help="log, checkpoints (default: the next runs/torch_resnet-N)")
-    add("--resume", action="store_true", help="go on with the run in --run-dir (default: the newest)")
+    add("--image-size", type=flags.whole(8), metavar="N", help="side in pixels, for DIR and synthetic (default: 224)")
+    add("--workers", type=flags.whole(0), metavar="N", help="loader processes of a rank (default: as many as fit)")
+    add("--strict", action="store_true", help="refuse pictures that cannot be read, instead of skipping them")
+    add("--decode-whole", action="store_true", help="decode JPEGs at full resolution, even if a fraction would do")
+    add("--run-dir", type=Path, metavar="DIR",
+        help="folder for log and checkpoints (default: the next runs/torch_resnet-N)")
+    add("--resume", action="store_true", help="resume the run in --run-dir (default: the newest)")
     add("--weights", type=Path, metavar="DIR", help="start from the weights of a checkpoint")
-    add("--save-every", type=flags.whole(0), default=0, metavar="N", help="updates between checkpoints (default:"
-        " one after each epoch)")
+    add("--save-every", type=flags.whole(0), default=0, metavar="N",
+        help="updates between checkpoints (default: one after each epoch)")
     add = p.add_argument_group("machine").add_argument
     add("--engine", choices=["auto", *ENGINES], default="auto",
-        help="what connects the ranks (default: what goes with the launcher)")
-    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="(default: GPUs if there are any)")
+        help="engine that connects the ranks (default: the one for this launcher)")
+    add("--device", choices=["auto", "cpu", "cuda"], default="auto",
+        help="device to train on (default: GPUs if there are any)")
     add("--gpus-per-rank", type=count, default=1, metavar="N",
-        help="for --pipeline (default: its stages) and --engine dataparallel (default: all)")
-    add("--compression", choices=["fp16", "bf16"], help="of gradients sent (default: none)")
+        help="GPUs of a rank, for --pipeline (default: its stages) and --engine dataparallel (default: all)")
+    add("--compression", choices=["fp16", "bf16"], help="compression of gradients on their way (default: none)")
     add("--zero", type=int, choices=[0, 1, 2], default=0,
-        help="of --engine deepspeed: ranks have parts of the optimizer's state (1), of gradients too (2) (default: 0)")
-    add("--channels-last", action="store_true", help="the memory layout that GPUs prefer for mixed precision")
-    add("--compile", action="store_true", help="torch.compile the model")
+        help="with --engine deepspeed: split the optimizer's state over the ranks (1), and the gradients (2) "
+        "(default: 0)")
+    add("--channels-last", action="store_true", help="memory layout that GPUs prefer for mixed precision")
+    add("--compile", action="store_true", help="compile the model with torch.compile")
     add("--watch-every", type=flags.whole(0), default=100, metavar="N",
-        help="steps between checks that the replicas are equal, 0: never (default: %(default)s)")
+        help="steps between comparisons of the replicas; 0: never (default: %(default)s)")
     add = p.add_argument_group("a model cut into stages, over the devices of each rank").add_argument
-    add("--pipeline", metavar="N|DEVICES", help="N stages, or their devices: cpu,cpu or cuda:0,cuda:1")
+    add("--pipeline", metavar="N|DEVICES", help="number of stages, or their devices: cpu,cpu or cuda:0,cuda:1")
     add("--micro-batches", type=pipelines.micro_batches, metavar="auto|N",
-        help="of a rank's batch (default: auto, the fastest by measured times)")
-    add("--pipeline-schedule", choices=SCHEDULES, help="(default: 1f1b)")
+        help="micro-batches of a batch (default: auto, the fastest by measured times)")
+    add("--pipeline-schedule", choices=SCHEDULES, help="schedule of the pipeline (default: 1f1b)")
     add("--remat", choices=REMATS, help="recompute activations instead of keeping them (default: never)")
-    add("--plan", choices=["auto"], help="measure, and choose whether and how to cut, micro-batches and accumulation")
+    add("--plan", choices=["auto"], help="measure, and choose cut, micro-batches and accumulation")
     # fmt: on
     return p
 

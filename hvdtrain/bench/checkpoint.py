@@ -41,10 +41,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     count = whole(1)
     add = parser.add_argument
     add("--arms", nargs="+", choices=list(ARMS), default=list(ARMS), metavar="ARM", help=f"(default: {' '.join(ARMS)})")
-    add("--megabytes", type=count, default=400, metavar="N", help="of weights and momentum (default: %(default)s)")
-    add("--rounds", type=count, default=7, metavar="N", help="of one save in each way (default: %(default)s)")
-    add("--steps", type=count, default=10, metavar="N", help="updates alone in a round (default: %(default)s)")
-    add("--directory", type=Path, metavar="DIR", help="on the disk to write to (default: temporary files')")
+    add("--megabytes", type=count, default=400, metavar="N", help="size of weights and momentum (default: %(default)s)")
+    add(
+        "--rounds",
+        type=count,
+        default=7,
+        metavar="N",
+        help="rounds, each with one save in each way (default: %(default)s)",
+    )
+    add("--steps", type=count, default=10, metavar="N", help="updates without a save in a round (default: %(default)s)")
+    add("--directory", type=Path, metavar="DIR", help="folder on the disk to write to (default: the temporary folder)")
     add("--out", type=Path, default=Path("bench-checkpoint.json"), metavar="FILE", help="(default: %(default)s)")
 
 

@@ -48,17 +48,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     count = whole(1)
     add = parser.add_argument
     add("--framework", choices=["torch", "keras"], default="torch", help="(default: %(default)s)")
-    add("--backend", choices=["tensorflow", "torch"], help="Keras' (default: KERAS_BACKEND, else tensorflow)")
-    add("--data", type=Path, metavar="DIR", help="images, one folder a class, or train/ with them (default: made up)")
+    add("--backend", choices=["tensorflow", "torch"], help="backend of Keras (default: KERAS_BACKEND, else tensorflow)")
+    add(
+        "--data",
+        type=Path,
+        metavar="DIR",
+        help="folder of images, one folder a class, or one with train/ (default: made-up images)",
+    )
     size = "of made-up files (default: 500 375, ImageNet's average)"
     add("--picture-size", type=count, nargs=2, default=MADE_UP_SIZE, metavar=("W", "H"), help=size)
     add("--workers", type=whole(0), nargs="+", default=[0, 2, 4, 8], metavar="N", help="(default: 0 2 4 8)")
-    add("--per-rank-batch", type=count, default=128, metavar="N", help="in memory; of files a quarter (default: 128)")
-    add("--image-size", type=count, default=224, metavar="N", help="of files, after the crop (default: %(default)s)")
-    add("--seconds", type=float, default=2.0, metavar="S", help="of a block (default: %(default)s)")
+    add(
+        "--per-rank-batch",
+        type=count,
+        default=128,
+        metavar="N",
+        help="images in a batch in memory; of files a quarter (default: 128)",
+    )
+    add(
+        "--image-size",
+        type=count,
+        default=224,
+        metavar="N",
+        help="side in pixels after the crop, for files (default: %(default)s)",
+    )
+    add("--seconds", type=float, default=2.0, metavar="S", help="seconds of a block (default: %(default)s)")
     add("--rounds", type=count, default=3, metavar="N", help="blocks of each variant (default: %(default)s)")
     add("--cores", type=count, metavar="N", help="cores to use (default: all that this process may use)")
-    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="where batches go (default: %(default)s)")
+    add(
+        "--device",
+        choices=["auto", "cpu", "cuda"],
+        default="auto",
+        help="device that gets the batches (default: %(default)s)",
+    )
     add("--out", type=Path, default=Path("bench-input.json"), metavar="FILE", help="(default: %(default)s)")
 
 

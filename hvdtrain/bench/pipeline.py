@@ -42,8 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `hvdtrain bench pipeline`."""
     count = whole(1)
     add = parser.add_argument
-    add("--model", default="resnet50", metavar="NAME", help="of torchvision (default: %(default)s)")
-    add("--batch", type=count, default=64, metavar="N", help="pictures (default: %(default)s)")
+    add("--model", default="resnet50", metavar="NAME", help="a model of torchvision (default: %(default)s)")
+    add("--batch", type=count, default=64, metavar="N", help="pictures in a batch (default: %(default)s)")
     add("--image-size", type=count, default=128, metavar="N", help="(default: %(default)s)")
     add("--stages", type=count, default=2, metavar="N", help="(default: %(default)s)")
     add("--micro-batches", type=count, nargs="+", default=[4, 8], metavar="N", help="(default: 4 8)")

@@ -126,26 +126,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `hvdtrain bench train`."""
     count = flags.whole(1)
     add = parser.add_argument
-    add("--all", action="store_true", help="PyTorch's, Keras' and everybody's ways with one model")
+    add("--all", action="store_true", help="compare all ways of PyTorch, Keras and other libraries with one model")
     add("--framework", choices=["keras", "torch"], help="(default: keras; with --all: both)")
     backend = "Keras' (default: KERAS_BACKEND, else tensorflow; --all: both)"
     add("--backend", choices=["tensorflow", "torch"], help=backend)
-    add("--per-rank-batch", type=count, metavar="N", help="pictures (default: Keras 128, PyTorch 16)")
+    add(
+        "--per-rank-batch",
+        type=count,
+        metavar="N",
+        help="pictures of a rank in a step (default: Keras 128, PyTorch 16)",
+    )
     add("--steps", type=count, metavar="N", help="updates in a block (default: Keras 20, PyTorch 5)")
     add("--blocks", type=count, default=10, metavar="N", help="blocks of each way (default: %(default)s)")
-    add("--ranks", "-np", type=count, default=2, metavar="N", help="1: only one process (default: %(default)s)")
+    add(
+        "--ranks",
+        "-np",
+        type=count,
+        default=2,
+        metavar="N",
+        help="number of ranks; 1: only one process (default: %(default)s)",
+    )
     add("--launcher", choices=["horovodrun", "mpirun"], default="horovodrun", help="(default: %(default)s, on Gloo)")
     models = "torchvision's, of Keras mnist or Keras' own (default: mnist; PyTorch resnet18 resnet50; --all: resnet50)"
     add("--models", nargs="+", metavar="NAME", help=models)
-    add("--pixels", type=count, default=64, metavar="N", help="side of a picture (default: %(default)s)")
-    add("--device", choices=["cpu", "cuda"], default="cpu", help="torch: (default: %(default)s)")
+    add("--pixels", type=count, default=64, metavar="N", help="side of a picture in pixels (default: %(default)s)")
+    add("--device", choices=["cpu", "cuda"], default="cpu", help="device, for PyTorch (default: %(default)s)")
     at_once = "processes in memory (default: all; --all: one for each 2 GiB free)"
     add("--at-once", type=count, metavar="N", help=at_once)
     add("--tune", action="store_true", help="find faster settings for COMMAND, or for a model of --models")
-    add("--budget", type=flags.positive, default=300.0, metavar="S", help="--tune: seconds (default: %(default)g)")
-    add("--allow-compression", action="store_true", help="--tune: also try float16 gradients, which change results")
-    add("--out", type=Path, metavar="FILE", help="(default: bench-train.json; --tune: tuned.json)")
-    add("argv", nargs=argparse.REMAINDER, metavar="-- COMMAND ...", help="--tune: what every rank runs")
+    add("--budget", type=flags.positive, default=300.0, metavar="S", help="seconds for --tune (default: %(default)g)")
+    add("--allow-compression", action="store_true", help="let --tune also try float16 gradients, which change results")
+    add("--out", type=Path, metavar="FILE", help="file to write (default: bench-train.json; with --tune tuned.json)")
+    add("argv", nargs=argparse.REMAINDER, metavar="-- COMMAND ...", help="command that every rank runs, for --tune")
 
 
 def run(args: argparse.Namespace) -> int:

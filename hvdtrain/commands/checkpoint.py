@@ -15,14 +15,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = __doc__
     ways = parser.add_subparsers(dest="way", metavar="WAY", required=True)
     out = ways.add_parser("export", help="write a run's checkpoint in another format")
-    out.add_argument("run_dir", type=Path, metavar="RUN", help="a run, its checkpoints, or one of them")
-    out.add_argument("--to", choices=("torch", "safetensors"), required=True, help="safetensors: the weights alone")
+    out.add_argument(
+        "run_dir", type=Path, metavar="RUN", help="directory of a run, of its checkpoints, or one checkpoint"
+    )
+    out.add_argument(
+        "--to", choices=("torch", "safetensors"), required=True, help="format; safetensors has the weights only"
+    )
     out.add_argument("target", type=Path, metavar="DIR", help="a new directory")
     out.add_argument("--which", choices=("latest", "best"), default="latest")
     into = ways.add_parser("import", help="make a run's checkpoint of a PyTorch file or of safetensors")
     into.add_argument("source", type=Path, metavar="SOURCE", help="a PyTorch file, a safetensors file or a directory")
-    into.add_argument("--into", type=Path, required=True, metavar="RUN", help="its checkpoints get one more")
-    into.add_argument("--optimizer", metavar="CLASS", help="of the optimizer whose state it is: AdamW")
+    into.add_argument("--into", type=Path, required=True, metavar="RUN", help="run whose checkpoints get this one")
+    into.add_argument("--optimizer", metavar="CLASS", help="class of the optimizer in SOURCE, for example AdamW")
     for name in PROGRESS:
         into.add_argument(f"--{name.replace('_', '-')}", type=int, help="where the training stands, if known")
 

@@ -39,13 +39,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     # fmt: off
     host_flags.add(parser, "hosts", "hostfile", "np")
-    add("--run-dir", type=Path, metavar="DIR", help="that runs are written to, and that hosts share (default: runs,"
-        " which they need not)")
+    add("--run-dir", type=Path, metavar="DIR",
+        help="folder of the runs, which all hosts must share (default: runs, which need not be shared)")
     host_flags.add(parser, "network")
-    add("--fast", action="store_true", help="only what hvdtrain launch checks before it starts a job")
-    add("--no-live", action="store_true", help="no all-reduce, which imports a framework on every host")
+    add("--fast", action="store_true", help="run only the checks that hvdtrain launch makes before a job")
+    add("--no-live", action="store_true", help="skip the all-reduce, which imports a framework on every host")
     add("--timeout", type=flags.seconds, default=6.0, metavar="S",
-        help="that a host may take to answer (default: %(default)g)")
+        help="seconds for a host to answer (default: %(default)g)")
     host_flags.add(parser, "python", "ssh_port", "identity")
     add("--json", action="store_true", help="print everything as JSON")
     # fmt: on

@@ -14,17 +14,18 @@ from hvdtrain.cluster.launch.job import Job
 from hvdtrain.core import flags
 
 _FLAGS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
-    "np": (("-np", "--np"), {"type": flags.whole(1), "metavar": "N", "help": "ranks (default: one a slot)"}),
-    "hosts": (("-H", "--hosts"), {"metavar": "LIST", "help": "host1:4,host2:4: names and slots (default: those of the"
-              " Slurm job this runs in, else this machine)"}),
-    "hostfile": (("--hostfile",), {"type": Path, "metavar": "FILE", "help": "lines like: host1 slots=4"}),
-    "network": (("--network",), {"metavar": "NET", "help": "to talk through: 10.0.0.0/24, or an address in it (default:"
-                " chosen)"}),
-    "python": (("--python",), {"default": sys.executable, "metavar": "PATH", "help": "the interpreter with hvdtrain on"
-               " the hosts (default: this one)"}),
-    "ssh_port": (("--ssh-port",), {"type": flags.whole(1), "metavar": "N", "help": "of the hosts' sshd (default: as ssh"
-                 " is configured)"}),
-    "identity": (("--identity",), {"metavar": "FILE", "help": "a private key (default: as ssh is configured)"}),
+    "np": (("-np", "--np"), {"type": flags.whole(1), "metavar": "N", "help": "number of ranks (default: one a slot)"}),
+    "hosts": (("-H", "--hosts"), {"metavar": "LIST", "help": "hosts with their slots: host1:4,host2:4 (default:"
+              " those of the Slurm job around this, else this machine)"}),
+    "hostfile": (("--hostfile",), {"type": Path, "metavar": "FILE", "help": "file with a line for each host: host1"
+                 " slots=4"}),
+    "network": (("--network",), {"metavar": "NET", "help": "network for the ranks: 10.0.0.0/24, or an address in it"
+                " (default: chosen)"}),
+    "python": (("--python",), {"default": sys.executable, "metavar": "PATH", "help": "Python interpreter with hvdtrain"
+               " on the hosts (default: this one)"}),
+    "ssh_port": (("--ssh-port",), {"type": flags.whole(1), "metavar": "N", "help": "port of sshd on the hosts (default:"
+                 " as ssh is configured)"}),
+    "identity": (("--identity",), {"metavar": "FILE", "help": "private key for ssh (default: as ssh is configured)"}),
 }  # fmt: skip
 
 

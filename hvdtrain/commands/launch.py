@@ -1,7 +1,7 @@
-"""`hvdtrain launch`: runs a command as N ranks on many hosts, for Horovod, and ends every one of them with the job.
+"""`hvdtrain launch`: runs a command as N Horovod ranks on many hosts, and ends all of them with the job.
 
-Checks the hosts first, finds the network by address (interface names may differ), starts an agent a host over ssh, and
-through it the ranks. The first rank that fails ends all, and its last words are shown last.
+It checks the hosts, finds their network by address (interface names may differ), and starts one agent on each host over
+ssh. The agents start the ranks. The first rank that fails ends the job; its last lines are printed last.
 """
 
 from __future__ import annotations
@@ -49,43 +49,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     # fmt: off
     host_flags.add(parser, "np", "hosts", "hostfile")
-    add("-x", dest="variables", action="append", default=[], metavar="NAME[=VALUE]", help="pass this variable to the"
-        " ranks, too; all get the same: this environment without what looks secret or belongs to this host")
-    add("--env-file", type=Path, metavar="FILE", help="pass the variables in it, too: NAME=VALUE, a line each")
-    add("--tuned", type=Path, metavar="FILE", help="pass the settings that hvdtrain bench train --tune found, where the"
-        f" environment does not say otherwise (default: {variables.TUNED})")
+    add("-x", dest="variables", action="append", default=[], metavar="NAME[=VALUE]",
+        help="also pass this variable to the ranks. Every rank gets this environment, without what looks secret or "
+        "belongs to this host")
+    add("--env-file", type=Path, metavar="FILE", help="also pass the variables in this file, one NAME=VALUE a line")
+    add("--tuned", type=Path, metavar="FILE",
+        help="pass the settings that hvdtrain bench train --tune found; the environment wins (default: "
+        f"{variables.TUNED})")
     host_flags.add(parser, "network")
     add("--min-np", type=flags.whole(1), metavar="N",
-        help="go on without ranks that are lost, as long as so many are left (elastic; default: 1)")
+        help="continue with the remaining ranks if at least N are left (elastic; default: 1)")
     add("--max-np", type=flags.whole(1), metavar="N",
-        help="grow to so many ranks where there are slots (elastic; default: all slots of -H)")
-    add("--host-discovery", metavar="COMMAND", help="prints the hosts that may be used now, host1:4, a line each;"
-        " asked every second (elastic)")
+        help="add ranks up to N when slots are free (elastic; default: all slots of -H)")
+    add("--host-discovery", metavar="COMMAND",
+        help="a command that prints the usable hosts, one host1:4 a line; it runs every second (elastic)")
     add("--elastic-timeout", type=flags.seconds_or_0, default=600.0, metavar="S",
-        help="how long fewer than --min-np are borne (default: %(default)g)")
-    add("--quiet", action="store_true", help="show rank 0's output only, unmarked")
-    add("--log-dir", type=Path, metavar="DIR", help="a log a rank goes there (default: the next runs/launch-N)")
+        help="seconds to run with fewer than --min-np ranks (default: %(default)g)")
+    add("--quiet", action="store_true", help="show the output of rank 0 only, without marks")
+    add("--log-dir", type=Path, metavar="DIR", help="folder for one log a rank (default: the next runs/launch-N)")
     add("--trace", type=flags.whole(1), metavar="N",
-        help="trace the first N updates of a run that is recorded, for hvdtrain report --trace")
+        help="trace the first N updates of a recorded run, for hvdtrain report --trace")
     add("--max-restarts", type=flags.whole(0), default=0, metavar="N",
-        help="start the job again when it failed, up to N times in a row without progress (default: 0: never)")
+        help="restart a failed job up to N times in a row without progress (default: 0, never)")
     add("--restart-wait", type=flags.seconds_or_0, default=60.0, metavar="S",
-        help="that hosts have until they pass the checks for a restart (default: %(default)g)")
+        help="seconds for hosts to pass the checks before a restart (default: %(default)g)")
     add("--grace", type=flags.seconds_or_0, default=limits.grace_s, metavar="S",
-        help="that ranks have to end when asked to, before they are killed (default: %(default)g)")
+        help="seconds between SIGTERM and SIGKILL (default: %(default)g)")
     add("--lost-after", type=_silence, default=limits.lost_s, metavar="S",
-        help="a host that says nothing for so long is lost (default: %(default)g)")
+        help="seconds of silence after which a host is lost (default: %(default)g)")
     add("--stopped-after", type=flags.seconds, default=limits.stopped_s, metavar="S",
-        help="a rank that is stopped (SIGSTOP) for so long ends the job (default: %(default)g)")
+        help="seconds after which a stopped rank (SIGSTOP) ends the job (default: %(default)g)")
     add("--hang-timeout", type=flags.seconds_or_0, metavar="S",
-        help="a rank that lets others wait for so long ends the job, named"
-        f" (default: 28, or {variables.HANG_S}; 0: never)")
+        help="seconds after which a rank that blocks the others ends the job, with its name (default: 28, or "
+        f"{variables.HANG_S}; 0: never)")
     add("--start-timeout", type=flags.seconds, default=limits.start_s, metavar="S",
-        help="that hosts have to answer, to the checks and to the launcher (default: %(default)g)")
+        help="seconds for hosts to answer the checks and the launcher (default: %(default)g)")
     host_flags.add(parser, "python", "ssh_port", "identity")
-    add("--no-checks", action="store_true", help="start without looking at the hosts first")
-    add("--dry-run", action="store_true", help="print what would run where, with what, and end")
-    add("argv", nargs=argparse.REMAINDER, metavar="COMMAND ...", help="what every rank runs")
+    add("--no-checks", action="store_true", help="start without checking the hosts")
+    add("--dry-run", action="store_true", help="print what would run on which host, and exit")
+    add("argv", nargs=argparse.REMAINDER, metavar="COMMAND ...", help="the command that every rank runs")
     # fmt: on
 
 

@@ -45,26 +45,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     # fmt: off
     add("--model", default="resnet50", metavar="NAME", help="any classifier of torchvision (default: %(default)s)")
-    add("--batch", type=count, default=256, metavar="N", help="samples of an update, all devices (default: 256)")
-    add("--devices", default="4x24GiB", metavar="LIST", help="of one node: 4x24GiB, unequal ones 2x24GiB,2x80GiB@2.5"
-        " (times as fast), or those of this machine: cuda:0,cuda:1 or cpu,cpu (default: %(default)s)")
-    add("--nodes", type=count, default=1, metavar="N", help="that have such devices each (default: 1)")
+    add("--batch", type=count, default=256, metavar="N", help="samples in an update, over all devices (default: 256)")
+    add("--devices", default="4x24GiB", metavar="LIST",
+        help="devices of one node: 4x24GiB; unequal ones 2x24GiB,2x80GiB@2.5 (@: times as fast); or devices of this "
+        "machine: cuda:0,cuda:1 or cpu,cpu (default: %(default)s)")
+    add("--nodes", type=count, default=1, metavar="N", help="number of such nodes (default: 1)")
     add("--image-size", type=flags.whole(8), default=224, metavar="N", help="(default: 224)")
     add("--classes", type=count, default=1000, metavar="N", help="(default: 1000)")
-    add("--optimizer", choices=sorted(OPTIMIZER_COPIES), default="sgd", help="its memory counts (default: sgd)")
-    add("--samples-per-s", type=number, metavar="X", help="that one device trains, as you measured it (default: from"
-        " --tflops)")
-    add("--tflops", type=number, default=TFLOPS, metavar="X", help="that one device keeps up (default: %(default)s)")
+    add("--optimizer", choices=sorted(OPTIMIZER_COPIES), default="sgd", help="optimizer, for its memory (default: sgd)")
+    add("--samples-per-s", type=number, metavar="X",
+        help="measured training speed of one device (default: from --tflops)")
+    add("--tflops", type=number, default=TFLOPS, metavar="X",
+        help="sustained speed of one device (default: %(default)s)")
     add("--launch-us", type=flags.at_least_0, default=LAUNCH_US, metavar="X",
-        help="that a device takes to begin a forward pass of one part (default: %(default)s)")
+        help="microseconds to start one forward pass of a part (default: %(default)s)")
     add("--link-gbps", type=number, metavar="X",
-        help=f"gigabits a second between devices of a node (default: as measured, or {LINK_GBPS:g})")
-    add("--all-reduce-gbps", type=number, default=NETWORK_GBPS, metavar="X", help="between nodes (default: 10)")
-    add("--latency-us", type=flags.at_least_0, default=LATENCY_US, metavar="X", help="of a message (default: 30)")
+        help=f"gigabits a second between the devices of a node (default: measured, or {LINK_GBPS:g})")
+    add("--all-reduce-gbps", type=number, default=NETWORK_GBPS, metavar="X",
+        help="gigabits a second between nodes (default: 10)")
+    add("--latency-us", type=flags.at_least_0, default=LATENCY_US, metavar="X",
+        help="latency of a message in microseconds (default: 30)")
     add("--reserve-gib", type=flags.at_least_0, default=RESERVE_GIB, metavar="X",
-        help="of a described device's memory, for its driver, libraries and fragments (default: %(default)s)")
-    add("--profile", type=Path, metavar="FILE", help="read the measured costs from it; if it is not there, write it")
-    add("--top", type=count, default=15, metavar="N", help="plans to print that fit (default: %(default)s)")
+        help="memory of each described device for driver, libraries and fragmentation (default: %(default)s)")
+    add("--profile", type=Path, metavar="FILE", help="file with measured costs: read if it exists, else written")
+    add("--top", type=count, default=15, metavar="N", help="number of fitting plans to print (default: %(default)s)")
     add("--json", action="store_true", help="print everything as JSON")
     # fmt: on
 

@@ -45,17 +45,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "hvdtrain rehearse -np N [flags] (SCRIPT | -m MODULE) ..."
     add = parser.add_argument
     # fmt: off
-    add("-np", type=flags.whole(1), required=True, metavar="N", help="ranks")
-    add("--per-host", type=flags.whole(1), metavar="N", help="on each host, as ranks are told (default: all on one)")
+    add("-np", type=flags.whole(1), required=True, metavar="N", help="number of ranks")
+    add("--per-host", type=flags.whole(1), metavar="N",
+        help="ranks a host, as the ranks see it (default: all on one host)")
     add("--updates", type=flags.whole(0), default=UPDATES, metavar="N",
-        help="end once each rank has done so many; 0: at the script's end (default: %(default)s)")
+        help="stop when each rank has done N updates; 0: at the end of the script (default: %(default)s)")
     add("--limit", type=flags.seconds, default=LIMIT_S, metavar="S",
-        help="end after so long, with what was seen (default: %(default)g)")
-    add("--log-dir", type=Path, metavar="DIR", help="a log a rank, and what hvdtrain writes, goes there (default: the"
-        " next runs/rehearsal-N)")
-    add("-m", dest="module", action="store_true", help="SCRIPT is a module's name")
-    add("script", metavar="SCRIPT", help="what each rank runs")
-    add("argv", nargs=argparse.REMAINDER, metavar="...", help="the script's own arguments")
+        help="stop after S seconds, with a report so far (default: %(default)g)")
+    add("--log-dir", type=Path, metavar="DIR",
+        help="folder for one log a rank and for hvdtrain's files (default: the next runs/rehearsal-N)")
+    add("-m", dest="module", action="store_true", help="SCRIPT is the name of a module")
+    add("script", metavar="SCRIPT", help="the script that each rank runs")
+    add("argv", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
     # fmt: on
 
 

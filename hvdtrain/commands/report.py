@@ -26,8 +26,13 @@ _SETTINGS = ("versions", "world", "launcher", "effective_batch", "config")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `hvdtrain report`."""
     parser.description = __doc__
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="a run's directory, or one that holds runs")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="(default: RUN/report.html; of several report.html)")
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="directory of a run, or of several runs")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="file to write (default: RUN/report.html; for several runs report.html)",
+    )
     what = "write RUN/trace.json instead, for ui.perfetto.dev: where the time went"
     what = f"{what}, update by update where {variables.TRACE} or `hvdtrain launch --trace` was set"
     parser.add_argument("--trace", action="store_true", help=what)

@@ -63,27 +63,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = __doc__
     add, seconds = parser.add_argument, flags.positive
     # fmt: off
-    add("run_dir", nargs="?", type=Path, metavar="RUN", help="a run's directory: seconds by phase, rank and step")
-    add("--step", type=seconds, metavar="S", help="of one rank alone, where there is no run")
-    add("--backward", type=seconds, metavar="S", help="of it (default: as logged, or two thirds)")
-    add("--gradients", type=some_bytes, metavar="SIZE", help="97.5MB; they come evenly")
-    add("--model", metavar="NAME", help="torchvision's: its gradients come as its layers' operations do")
-    add("--samples", type=seconds, metavar="N", help="of a rank's step (default: as logged)")
-    add("--link", nargs=2, type=seconds, metavar=("GB/S", "US"), help="between hosts, and a message's latency"
-        f" (default: {NETWORK_GBPS / 8:g} {LATENCY_US:g}, as `hvdtrain plan`)")
-    add("--host-link", nargs=2, type=seconds, metavar=("GB/S", "US"), help="inside a host"
-        f" (default: {LINK_GBPS / 8:g} {LATENCY_US:g})")
-    add("--comm", type=Path, metavar="FILE", help="of `hvdtrain bench comm`: its ring's link is the one inside a host")
-    add("--per-host", type=flags.whole(1), default=8, metavar="N", help="ranks (default: 8)")
+    add("run_dir", nargs="?", type=Path, metavar="RUN",
+        help="directory of a run, with the seconds by phase, rank and step")
+    add("--step", type=seconds, metavar="S", help="seconds of one step of one rank alone, instead of RUN")
+    add("--backward", type=seconds, metavar="S",
+        help="seconds of its backward pass (default: as logged, or two thirds of the step)")
+    add("--gradients", type=some_bytes, metavar="SIZE",
+        help="size of all gradients, for example 97.5MB; they arrive evenly")
+    add("--model", metavar="NAME", help="a model of torchvision: its gradients arrive in the order of its layers")
+    add("--samples", type=seconds, metavar="N", help="samples of one rank in a step (default: as logged)")
+    add("--link", nargs=2, type=seconds, metavar=("GB/S", "US"),
+        help=f"bandwidth between hosts, and latency of a message (default: {NETWORK_GBPS / 8:g} {LATENCY_US:g}, as "
+        "in hvdtrain plan)")
+    add("--host-link", nargs=2, type=seconds, metavar=("GB/S", "US"),
+        help=f"the same inside a host (default: {LINK_GBPS / 8:g} {LATENCY_US:g})")
+    add("--comm", type=Path, metavar="FILE", help="JSON of hvdtrain bench comm; its ring gives the link inside a host")
+    add("--per-host", type=flags.whole(1), default=8, metavar="N", help="ranks a host (default: 8)")
     add("--ranks", type=flags.whole(1), nargs="+", default=[8, 64, 512, 4096], metavar="N",
-        help="(default: 8 64 512 4096)")
-    add("--way", choices=get_args(Way), default="ring", help="to sum (default: ring)")
-    add("--bucket", type=some_bytes, default=25 * 2.0**20, metavar="SIZE", help="of gradients (default: 25MiB)")
-    add("--fusion", type=size_bytes, default=0.0, metavar="SIZE", help="of buckets by Horovod (default: 0, as hvdtrain"
-        " sets it)")
+        help="numbers of ranks to predict (default: 8 64 512 4096)")
+    add("--way", choices=get_args(Way), default="ring", help="algorithm of the sum (default: ring)")
+    add("--bucket", type=some_bytes, default=25 * 2.0**20, metavar="SIZE",
+        help="size of a bucket of gradients (default: 25MiB)")
+    add("--fusion", type=size_bytes, default=0.0, metavar="SIZE",
+        help="size up to which Horovod fuses buckets (default: 0, as hvdtrain sets it)")
     add("--cycle-ms", type=flags.at_least_0, default=1.0, metavar="X", help="HOROVOD_CYCLE_TIME (default: 1)")
     add("--coordinator-us", type=flags.at_least_0, default=1.0, metavar="X",
-        help="that the first rank takes for what one rank says in a cycle (default: 1, a guess)")
+        help="microseconds of the coordinator for one rank in a cycle (default: 1, a guess)")
     add("--json", action="store_true", help="print everything as JSON")
     # fmt: on
 

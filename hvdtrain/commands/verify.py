@@ -51,11 +51,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     host_flags.add(parser, np="ranks (default: one a slot; on this machine one a GPU, and 2 where there are fewer"
         " than 2)")
     host_flags.add(parser, "hosts", "hostfile")
-    add("--framework", action="append", choices=FRAMEWORKS, help="only this one (default: all that are installed here)")
+    add("--framework", action="append", choices=FRAMEWORKS,
+        help="verify only this framework (default: all that are installed here)")
     add("--limit", type=flags.seconds, default=LIMIT_S, metavar="S",
-        help="for one framework (default: %(default)g); cold file systems make imports slow")
-    add("--device", choices=["auto", "cpu"], default="auto", help="cpu: leave GPUs alone (default: auto; ranks that"
-        " share a GPU are refused)")
+        help="seconds for one framework (default: %(default)g); cold file systems make imports slow")
+    add("--device", choices=["auto", "cpu"], default="auto",
+        help="cpu: do not use GPUs (default: auto; ranks that share a GPU are refused)")
     host_flags.add(parser, "network", "python", "ssh_port", "identity")
     add("--json", action="store_true", help="print the findings as JSON")
     # fmt: on

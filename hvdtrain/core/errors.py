@@ -11,7 +11,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import socket
 import sys
 import threading
 import traceback as traceback_module
@@ -140,7 +139,7 @@ class ConfigError(HvdtrainError):
 
 def missing_package(error: ModuleNotFoundError, framework: str) -> ConfigError:
     """Returns the error for a package that an adapter ("torch", "keras") builds on, and that is not installed."""
-    received = f"no module {error.name!r} in {sys.executable} on {socket.gethostname()}"
+    received = f"no module {error.name!r} in {sys.executable} on {os.uname().nodename}"
     return ConfigError(f"the {framework} adapter needs {error.name}", received, install_command(framework), code=2)
 
 

@@ -25,13 +25,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "hvdtrain guard [--warn] [--report FILE] [--every N] (SCRIPT | -m MODULE) ..."
     add = parser.add_argument
     # fmt: off
-    add("--warn", action="store_true", help="tell each finding once, and go on")
-    add("--report", type=Path, metavar="FILE", help="rank 0 writes there, as JSON, what was found and what was proven")
+    add("--warn", action="store_true", help="print each finding once, and continue")
+    add("--report", type=Path, metavar="FILE", help="JSON file for the findings and the proofs; rank 0 writes it")
     add("--every", type=int, default=100, metavar="N",
-        help="compare the replicas after every N updates, beside the first two (default: %(default)s)")
-    add("-m", dest="module", action="store_true", help="SCRIPT is a module's name")
-    add("script", metavar="SCRIPT", help="what each rank runs")
-    add("argv", nargs=argparse.REMAINDER, metavar="...", help="the script's own arguments")
+        help="compare the replicas every N updates, and after the first two (default: %(default)s)")
+    add("-m", dest="module", action="store_true", help="SCRIPT is the name of a module")
+    add("script", metavar="SCRIPT", help="the script that each rank runs")
+    add("argv", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
     # fmt: on
 
 

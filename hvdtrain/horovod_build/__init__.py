@@ -36,24 +36,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("what to build").add_argument
     what = "GPU support (auto: NCCL if PyTorch is a CUDA build; without PyTorch, beside tensorflow[and-cuda])"
     add("--gpu", choices=["auto", "none", "nccl"], default="auto", help=what)
-    add("--mpi", choices=["auto", "on", "off"], default="auto", help="MPI (auto: if mpicxx is found)")
+    add("--mpi", choices=["auto", "on", "off"], default="auto", help="build with MPI (auto: if mpicxx is found)")
     what = "CUDA compiler (auto: a toolkit of PyTorch's version, for TensorFlow alone of 13.0; else PyPI's wheels)"
     add("--cuda", default="auto", metavar="auto|wheels|DIR", help=what)
-    add("--sdist", type=Path, metavar="FILE", help="horovod-0.28.1.tar.gz, instead of PyPI")
+    add("--sdist", type=Path, metavar="FILE", help="horovod-0.28.1.tar.gz, instead of a download from PyPI")
     add = parser.add_argument_group("what to do with it").add_argument
     add("--install", action="store_true", help="install the wheel into this environment")
     add("--output", type=Path, metavar="DIR", help="copy the wheel to DIR")
-    add("--dist", type=Path, metavar="DIR", help="make a wheel of hvdtrain-horovod in DIR, and the index of DIR")
-    add("--ready", metavar="DIR|URL", help="build nothing: install the wheel of hvdtrain-horovod there that fits")
-    add("--index", type=Path, metavar="DIR", help="build nothing: list the wheels of hvdtrain-horovod in DIR again")
+    add("--dist", type=Path, metavar="DIR", help="write a wheel of hvdtrain-horovod to DIR, and update its index")
+    add("--ready", metavar="DIR|URL", help="do not build: install a matching wheel of hvdtrain-horovod from there")
+    add("--index", type=Path, metavar="DIR", help="do not build: write the index of the wheels in DIR again")
     kept = f"keep wheels in DIR (default: ${variables.CACHE} or ~/.cache/hvdtrain)"
     add("--cache", type=Path, metavar="DIR", help=kept)
     add("--rebuild", action="store_true", help="build even if the cache has a wheel")
-    add("--jobs", type=int, metavar="N", help="compiler processes at once (default: by cores and memory)")
+    add("--jobs", type=int, metavar="N", help="parallel compiler processes (default: by cores and memory)")
     add = parser.add_argument_group("only look").add_argument
-    add("--check", action="store_true", help="say what would be built, or why it cannot be")
-    add("--edits", action="store_true", help="print what is changed in Horovod's sources, and why")
-    add("--record", action="store_true", help="print the cached build's record (versions, edits, proof) as JSON")
+    add("--check", action="store_true", help="print what would be built, or why it cannot be built")
+    add("--edits", action="store_true", help="print the changes to Horovod's sources, with their reasons")
+    add("--record", action="store_true", help="print the record of the cached build (versions, edits, proof) as JSON")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -40,15 +40,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "hvdtrain migrate [--to NAME] [--no-prove | --updates N] [--in-place | -o FILE] SCRIPT [ARGS ...]"
     add = parser.add_argument
     # fmt: off
-    add("--to", choices=("hvdtrain", "ddp"), default="hvdtrain", help="ddp: off Horovod, to plain PyTorch")
-    add("--no-prove", action="store_true", help="convert only: run neither script, and prove nothing")
-    add("--updates", type=int, default=20, metavar="N", help="updates that the proof compares (default: %(default)s)")
-    add("--timeout-s", type=float, default=600.0, metavar="S", help="for each run of it (default: %(default)g)")
+    add("--to", choices=("hvdtrain", "ddp"), default="hvdtrain",
+        help="ddp: convert to plain PyTorch instead of hvdtrain")
+    add("--no-prove", action="store_true", help="convert only, without running the scripts")
+    add("--updates", type=int, default=20, metavar="N", help="updates to compare (default: %(default)s)")
+    add("--timeout-s", type=float, default=600.0, metavar="S",
+        help="seconds for each run of the proof (default: %(default)g)")
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("--in-place", action="store_true", help="write the new script, and keep the old as SCRIPT.orig")
-    where.add_argument("-o", "--out", type=Path, metavar="FILE", help="write the new script to FILE, a new one")
-    add("script", metavar="SCRIPT", type=Path, help="a script that trains on horovod.torch, or on Horovod's Keras")
-    add("argv", nargs=argparse.REMAINDER, metavar="ARGS", help="the script's own arguments, for the proof")
+    where.add_argument("--in-place", action="store_true",
+        help="replace the script, and keep the old one as SCRIPT.orig")
+    where.add_argument("-o", "--out", type=Path, metavar="FILE", help="write the new script to this new file")
+    add("script", metavar="SCRIPT", type=Path, help="a script for horovod.torch, or for the Keras of Horovod")
+    add("argv", nargs=argparse.REMAINDER, metavar="ARGS", help="arguments of the script, for the proof")
     # fmt: on
 
 

@@ -28,7 +28,7 @@ def test_the_command_ranks(told):
     assert "samples/s" in text and "of best" in text and "100%" in text and "2 x pipeline of 2 stages" in text
     assert "assumed: 10 TFLOP/s on one device" in text and "10 Gbit/s between nodes" in text
     assert "measured: bytes, and each part's share of the time" in text
-    data = json.loads((told["folder"] / "plans.json").read_text())
+    data = json.loads(told["json"]["out"])
     best = [plan["step_s"] for plan in data["plans"] if not plan["reason"]]
     assert best == sorted(best) and data["plans"][0]["samples_per_s"] == pytest.approx(64 / best[0])
     assert data["settings"]["model"] == "resnet18" and data["assumed"]

@@ -37,12 +37,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `hvdtrain bench comm`."""
     count = whole(1)
     add = parser.add_argument
-    add("-np", "--ranks", type=whole(2), nargs="+", default=[2, 4], metavar="N", help="(default: 2 4)")
+    add("-np", "--ranks", type=whole(2), nargs="+", default=[2, 4], metavar="N", help="numbers of ranks (default: 2 4)")
     add("--launchers", nargs="+", choices=list(JOBS), default=list(JOBS), help="Open MPI, Gloo (default: both)")
-    add("--smallest", type=count, default=1, metavar="KIB", help="array (default: %(default)s)")
-    add("--largest", type=count, default=256, metavar="MIB", help="array; each has twice the last one (default: 256)")
-    add("--rounds", type=count, default=5, metavar="N", help="of all sizes and ways (default: %(default)s)")
-    add("--device", choices=["cpu", "cuda"], default="cpu", help="Horovod's arrays (default: %(default)s)")
+    add("--smallest", type=count, default=1, metavar="KIB", help="size of the smallest array (default: %(default)s)")
+    add(
+        "--largest",
+        type=count,
+        default=256,
+        metavar="MIB",
+        help="size of the largest array; each is twice the previous one (default: 256)",
+    )
+    add("--rounds", type=count, default=5, metavar="N", help="rounds of all sizes and ways (default: %(default)s)")
+    add("--device", choices=["cpu", "cuda"], default="cpu", help="device of Horovod's arrays (default: %(default)s)")
     add("--out", type=Path, default=Path("bench-comm.json"), metavar="FILE", help="(default: %(default)s)")
 
 

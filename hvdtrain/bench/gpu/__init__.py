@@ -114,10 +114,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     names = [check.name for check in CHECKS]
     add("--only", nargs="+", choices=names, metavar="CHECK", help=f"of {', '.join(names)} (default: all)")
     add("--device", choices=["cuda", "cpu"], default="cuda", help="(default: %(default)s)")
-    add("--tiny", action="store_true", help="small models, few steps: to see that every check runs; no time is judged")
-    add("--seconds", type=whole(1), default=520, metavar="S", help="for all of it (default: %(default)s)")
-    add("--jobs", type=whole(1), metavar="N", help="checks at once that time nothing (default: by cores, at most 4)")
-    add("--dry-run", action="store_true", help="print what would run, and end")
+    add("--tiny", action="store_true", help="small models and few steps: shows that every check runs; judges no time")
+    add("--seconds", type=whole(1), default=520, metavar="S", help="seconds for all checks (default: %(default)s)")
+    add(
+        "--jobs",
+        type=whole(1),
+        metavar="N",
+        help="parallel checks, among those that time nothing (default: by cores, at most 4)",
+    )
+    add("--dry-run", action="store_true", help="print what would run, and exit")
     add("--out", type=Path, default=Path("bench-gpu.json"), metavar="FILE", help="(default: %(default)s)")
 
 

@@ -34,19 +34,9 @@ def command(case: str, *flags: str) -> None:
 
 SMALL = ["--model", "resnet18", "--image-size", "32", "--batch", "64", "--classes", "10"]
 SAVED = ["--profile", str(FOLDER / "profile.json"), "--reserve-gib", "0"]
-command(
-    "given",
-    *SMALL,
-    *SAVED,
-    "--devices",
-    "2x0.3GiB",
-    "--nodes",
-    "2",
-    "--json",
-    str(FOLDER / "plans.json"),
-    "--top",
-    "50",
-)
+GIVEN = [*SMALL, *SAVED, "--devices", "2x0.3GiB", "--nodes", "2", "--top", "50"]
+command("given", *GIVEN)
+command("json", *GIVEN, "--json")
 command("tight", *SMALL, *SAVED, "--devices", "2x140MiB", "--samples-per-s", "500")
 command("other", *SMALL, *SAVED, "--image-size", "64")
 command("here", *SMALL, "--devices", "cpu,cpu")
