@@ -70,7 +70,8 @@ def _curves(name: str, title: str, x: str, y: str, each: Sequence[tuple[str, Cur
     colors = [RUNS[at % len(RUNS)] for at in range(len(curves))]
     dashes = [DASHES[at // len(RUNS) % len(DASHES)] for at in range(len(curves))]
     runs, x_s, y_s = zip(*curves, strict=True)
-    plot, hover = _plot(x, y, [("run", "@run"), (x, "$snap_x{0,0}"), (y, "$snap_y{0,0.[0000]}")])
+    plot, hover = _plot(x, y, [("run", "@run"), (x, "$snap_x{0,0}"), (y, "$snap_y{%.6g}")])
+    hover.formatters = {"$snap_y": "printf"}
     plot.xaxis.ticker.min_interval = 1
     source = {"run": runs, "x": x_s, "y": y_s, "color": colors, "dash": dashes}
     hover.renderers = [plot.multi_line("x", "y", color="color", line_dash="dash", line_width=2, source=source)]
@@ -112,28 +113,25 @@ def _by_time(run: Run, at: int, of_run: str) -> Chart:
 
 def _bars(
     name: str, title: str, note: str, labels: Sequence[str], times: Mapping[str, Sequence[float]],
-    place: Mapping[str, Sequence[float]], words: tuple[str, str, str], **size: Any,
+    place: Mapping[str, Sequence[float]], axes: tuple[str, str, str], **size: Any,
 ) -> Chart:  # fmt: skip
-    """Returns a chart of bars stacked by phase, which lie if they have no place; `words` are x, y and the unit."""
+    """Returns a chart of bars stacked by phase, horizontal ones without `place`; `axes` are x, y and the unit."""
     from bokeh.models import ColumnDataSource
 
-    (x, y, unit), spent = words, {phase: values for phase, values in times.items() if any(values)}
+    (x, y, unit), spent = axes, {phase: values for phase, values in times.items() if any(values)}
     head, every = (x, -(-len(labels) // _TABLE_ROWS)) if place else (y, 1)
     tooltip = [(head, "@label"), *((phase, f"@{phase}{{0,0.00}} {unit}") for phase in spent)]
     plot, hover = _plot(x, y, tooltip, **size)
-    style = {
-        "color": [OF_PHASE[phase] for phase in spent],
-        "source": ColumnDataSource({"label": labels, **place, **spent}),
-    }
+    colors, source = [OF_PHASE[phase] for phase in spent], ColumnDataSource({"label": labels, **place, **spent})
+    style = {"color": colors, "source": source}
     if place:
         plot.y_range.start = 0
         hover.renderers = plot.vbar_stack(list(spent), x="middle", width="width", **style)[:1]
     else:
         hover.update(renderers=plot.hbar_stack(list(spent), y="label", height=0.8, **style)[:1], mode="hline")
-    rows = [
-        (labels[at], *(f"{values[at]:.2f}" for values in spent.values())) for at in range(0, len(labels), every or 1)
-    ]
-    legend = [(phase, OF_PHASE[phase], "solid") for phase in spent]
+    shown = range(0, len(labels), every or 1)
+    rows = [(labels[at], *(f"{values[at]:.2f}" for values in spent.values())) for at in shown]
+    legend = [(phase, color, "solid") for phase, color in zip(spent, colors, strict=True)]
     head_row = (head, *(f"{phase} ({unit})" for phase in spent))
     if len(labels) < 2:
         return Chart(name, title, "", None, [], head_row, rows)

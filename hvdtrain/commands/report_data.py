@@ -113,7 +113,7 @@ def _other_events(events: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, s
     for event in events:
         more = {name: value for name, value in event.items() if name not in ("time", "kind", "config")}
         if event.get("kind") not in _CHARTED:
-            text = ", ".join(f"{name} {value}" for name, value in more.items() if value is not None)
+            text = ", ".join(f"{name}: {value}" for name, value in more.items() if value is not None)
             rows.append((moment(event.get("time", 0.0)), str(event.get("kind")), text))
     return rows
 
@@ -148,7 +148,10 @@ def curves_of(runs: Sequence[Run]) -> Iterator[tuple[str, str, str, str, list[tu
     for at, name in enumerate(dict.fromkeys(name for each in metrics for name in each)):
         curves = [(run.name, each.get(name, ([], []))) for run, each in zip(runs, metrics, strict=True)]
         yield f"metric-{at}", f"{name} by epoch", "epoch", name, curves
-    for name, title in (("blocked_s", "training paused by checkpoints"), ("sealed_s", "time to write checkpoints")):
+    for name, title in (
+        ("blocked_s", "training paused by checkpoints (s)"),
+        ("sealed_s", "time to write checkpoints (s)"),
+    ):
         yield name, title, "step", "seconds", [(run.name, curve(run.saves, "step", name)) for run in runs]
 
 

@@ -80,7 +80,7 @@ def test_a_short_run_has_numbers_and_no_chart_or_advice_of_one_value(tmp_path: P
     assert "No advice: the run is too short." in page and "input bound" not in page
     assert rows(page)["training loss"] == ["1"] and rows(page)["learning rate"] == ["0.1"]
     assert rows(page)["samples per second of all ranks"] == ["100"] and rows(page)["result.top1"] == ["0"]
-    assert rows(page)["training paused by checkpoints"] == ["0.25"] and rows(page)["failed checkpoints"] == ["0"]
+    assert rows(page)["training paused by checkpoints (s)"] == ["0.25"] and rows(page)["failed checkpoints"] == ["0"]
     page = shown(write(tmp_path / "fast", [*steps(*range(1, 99)), epoch({"forward": 0.4})], result=verdict))
     assert "No advice" in page
     page = shown(write(tmp_path / "long", [*steps(*range(1, 99)), epoch(EVEN)], result=verdict))  # the twin
@@ -108,7 +108,7 @@ def test_a_step_that_a_resumed_run_repeats_counts_once(tmp_path: Path) -> None:
     page = shown(write(tmp_path / "run", resumed, attempts=[{}, {}]))
     loss = charts(page)["loss"]
     assert loss["x"] == [[8, 16, 24, 32]] and loss["y"] == [[1, 0.5, 7, 7]]
-    assert "earlier_status killed" in page and rows(page)["starts"] == ["2"]
+    assert "earlier_status: killed" in page and rows(page)["starts"] == ["2"]
 
 
 def test_several_runs_show_what_differs_first(tmp_path: Path) -> None:
