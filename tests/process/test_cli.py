@@ -75,7 +75,7 @@ def test_help_imports_no_subcommand():
 def test_no_help_imports_what_is_heavy():
     """Each `--help` answers in under 0.3 s; a framework alone takes seconds."""
     commands = [*COMMANDS, *(f"bench {name}" for name in BENCHES)]
-    assert not {*HEAVY, "matplotlib", "jinja2", "plotly", "libcst"} - {"multiprocessing"} & imported_by(commands)
+    assert not {*HEAVY, "matplotlib", "jinja2", "bokeh", "libcst"} - {"multiprocessing"} & imported_by(commands)
 
 
 def test_the_help_of_one_command_imports_no_other():

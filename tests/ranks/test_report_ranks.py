@@ -1,8 +1,13 @@
-"""`hvdtrain report` of real runs."""
+"""`hvdtrain report` of real runs, in a real browser."""
 
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +16,8 @@ from harness import PROGRAMS, run_ranks
 from hvdtrain.commands.report_trace import HOROVOD
 
 FOUND = {"straggler": "waiting for rank 1", "input": "input bound"}
+BROWSER = shutil.which("chromium")
+LOOK = PROGRAMS / "torch" / "report_in_browser.py"
 
 
 def traced(run: Path) -> dict[tuple[int, str], list[tuple[float, float]]]:
@@ -46,12 +53,42 @@ def test_without_the_variable_nothing_is_traced(tmp_path: Path) -> None:
     assert traced(tmp_path) == {} and not (tmp_path / "horovod-timeline.json").exists()
 
 
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    for how in FOUND:
+        run_ranks([PROGRAMS / "torch" / "reported.py", folder / how, how], 2, timeout_s=120).check()
+    return folder
+
+
+def reported(*arguments: str | Path) -> str:
+    out = Path(arguments[-1])
+    run_ranks(["-m", "hvdtrain", "report", *arguments[:-1], "--out", out], 1, launcher="none").check()
+    return out.read_text()
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("how", FOUND)
-def test_what_held_a_run_up_is_named(how: str, tmp_path: Path) -> None:
-    run_ranks([PROGRAMS / "torch" / "reported.py", tmp_path / "run", how], 2, timeout_s=120).check()
-    out = tmp_path / "report.html"
-    run_ranks(["-m", "hvdtrain", "report", tmp_path / "run", "--out", out], 1, launcher="none").check()
-    page = out.read_text()
+def test_what_held_a_run_up_is_named(how: str, runs: Path, tmp_path: Path) -> None:
+    page = reported(runs / how, tmp_path / "report.html")
     assert FOUND[how] in page
     assert how == "input" or FOUND["input"] not in page  # while a busy machine makes ranks uneven, too
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(BROWSER is None, reason="chromium is not installed (apt-get install chromium)")
+@pytest.mark.parametrize("which", ["straggler", "all"])
+def test_in_a_browser(which: str, runs: Path, tmp_path: Path) -> None:
+    """Both themes, wide and narrow: no error, no request, nothing wider than the page, no serious finding of axe."""
+    reported(runs if which == "all" else runs / which, tmp_path / "report.html")
+    process = subprocess.Popen(
+        [sys.executable, LOOK, tmp_path / "report.html", BROWSER or ""], stdout=subprocess.PIPE, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        out, _ = process.communicate(timeout=120)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    assert process.returncode == 0 and out.count("fine") == 4, out

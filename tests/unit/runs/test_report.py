@@ -1,4 +1,4 @@
-"""`hvdtrain report`: what the page tells of runs, by their files."""
+"""Tests `hvdtrain report`: the page and the trace of runs, from their files."""
 
 from __future__ import annotations
 
@@ -40,74 +40,114 @@ def shown(*folders: Path) -> str:
     return report.page([report_data.read(one, name) for one, name in zip(folders, names, strict=True)])
 
 
-def figures(page: str) -> dict[str, Any]:
-    (text,) = re.findall(r'<script type="application/json" id="figures">(.*?)</script>', page)
-    return json.loads(text)["charts"]
+def charts(page: str) -> dict[str, Any]:
+    """Returns the columns of each chart's data."""
+    (text,) = re.findall(r'<script type="application/json" id="plots">(.*?)</script>', page)
+    return {plot["target_id"]: columns(plot["doc"]["roots"][0]["attributes"]) for plot in json.loads(text)}
 
 
-def test_curves_are_the_runs(tmp_path: Path) -> None:
+def columns(attributes: dict[str, Any]) -> dict[str, Any]:
+    sources = [renderer["attributes"]["data_source"] for renderer in attributes["renderers"]]
+    return dict(sources[0]["attributes"]["data"]["entries"])
+
+
+def rows(page: str) -> dict[str, list[str]]:
+    """Returns the values of the page's tables by the name of their row."""
+    found = re.findall(r'<tr><th scope="row"[^>]*>(.*?)</th>(.*?)</tr>', page)
+    return {name: re.findall("<td[^>]*>(.*?)</td>", values) for name, values in found}
+
+
+def test_charts_have_the_data_of_the_run(tmp_path: Path) -> None:
     page = shown(write(tmp_path / "a", [{"time": 0.0, "kind": "start", "size": 2}, *steps(1, 2, 4), epoch(EVEN, EVEN)]))
-    charts = figures(page)
-    assert charts["loss"]["data"][0]["x"] == [8, 16, 32] and charts["loss"]["data"][0]["y"] == [1, 0.5, 0.25]
-    assert {"lr", "samples_per_s", "metric-0", "ranks-0", "time-0"} <= set(charts) and "saves" not in charts
-    assert charts["lr"]["layout"]["yaxis"]["rangemode"] == "tozero", "a constant one would seem to be 0"
-    by_rank = {trace["name"]: trace["x"] for trace in charts["ranks-0"]["data"]}
-    assert by_rank["backward"] == [2.0, 2.0]
-    assert sum(trace["y"][0] for trace in charts["time-0"]["data"]) == pytest.approx(3500.0)
+    found = charts(page)
+    assert found["loss"]["x"] == [[8, 16, 32]] and found["loss"]["y"] == [[1, 0.5, 0.25]]
+    assert set(found) == {"loss", "lr", "samples_per_s", "ranks-0", "time-0"}
+    assert found["ranks-0"]["backward"] == [2.0, 2.0] and found["ranks-0"]["label"] == ["0", "1"]
+    assert sum(found["time-0"][phase][0] for phase in EVEN) == pytest.approx(3500.0)
+    assert rows(page)["top1 by epoch"] == ["0.5"] and rows(page)["samples/s (median)"] == ["100"]
+    assert page.count('"attributes": {"start": 0}') == 3, "the y axis of lr, samples/s and step time"
+
+
+def test_a_short_run_has_numbers_and_no_chart_or_advice_of_one_value(tmp_path: Path) -> None:
+    save = {"time": 8.0, "kind": "checkpoint", "step": 1, "blocked_s": 0.25, "sealed_s": 0.5}
+    verdict = {"verdict": "input bound: 90 %", "top1": 0}
+    page = shown(write(tmp_path / "a", [*steps(1), save, epoch(EVEN)], result=verdict))
+    assert charts(page) == {} and "median" not in page.split("<script>")[0]
+    assert "No advice: the run is too short." in page and "input bound" not in page
+    assert rows(page)["training loss"] == ["1"] and rows(page)["learning rate"] == ["0.1"]
+    assert rows(page)["samples per second of all ranks"] == ["100"] and rows(page)["result.top1"] == ["0"]
+    assert rows(page)["training paused by checkpoints (s)"] == ["0.25"] and rows(page)["failed checkpoints"] == ["0"]
+    page = shown(write(tmp_path / "fast", [*steps(*range(1, 99)), epoch({"forward": 0.4})], result=verdict))
+    assert "No advice" in page
+    page = shown(write(tmp_path / "long", [*steps(*range(1, 99)), epoch(EVEN)], result=verdict))  # the twin
+    assert "No advice" not in page and "input bound: 90 %" in page
 
 
 def test_a_straggler_and_a_slow_input_are_named(tmp_path: Path) -> None:
     slow = EVEN | {"backward": 4.0, "communication": 0.3}
     waits = EVEN | {"communication": 2.3}
-    page = shown(write(tmp_path / "straggler", [*steps(1), epoch(waits, waits, slow)]))
+    trained = steps(*range(1, 11))
+    page = shown(write(tmp_path / "straggler", [*trained, epoch(waits, waits, slow)]))
     assert "spent waiting for rank 2" in page
-    page = shown(write(tmp_path / "hungry", [*steps(1), epoch(EVEN | {"input": 3.0}, EVEN | {"input": 3.0})]))
+    page = shown(write(tmp_path / "hungry", [*trained, epoch(EVEN | {"input": 3.0}, EVEN | {"input": 3.0})]))
     assert "input bound" in page
-    page = shown(write(tmp_path / "even", [*steps(1), epoch(EVEN, EVEN)]))  # the twin
+    page = shown(write(tmp_path / "even", [*trained, epoch(EVEN, EVEN)]))  # the twin
     assert "waiting for rank" not in page and "input bound" not in page
     # one slow epoch among good ones
     hungry = EVEN | {"input": 3.0}
     many = [*[epoch(EVEN, EVEN)] * 20, epoch(hungry, hungry, number=2)]
-    assert "epoch 3: input bound" in shown(write(tmp_path / "late", [*steps(1), *many]))
+    assert "epoch 3: input bound" in shown(write(tmp_path / "late", [*trained, *many]))
 
 
-def test_what_a_resumed_run_did_again_counts_once(tmp_path: Path) -> None:
+def test_a_step_that_a_resumed_run_repeats_counts_once(tmp_path: Path) -> None:
     resumed = [*steps(1, 2, 3), {"time": 5.0, "kind": "resume", "earlier_status": "killed"}, *steps(3, 4, loss=7.0)]
     page = shown(write(tmp_path / "run", resumed, attempts=[{}, {}]))
-    loss = figures(page)["loss"]["data"][0]
-    assert loss["x"] == [8, 16, 24, 32] and loss["y"] == [1, 0.5, 7, 7]
-    assert "earlier_status killed" in page
+    loss = charts(page)["loss"]
+    assert loss["x"] == [[8, 16, 24, 32]] and loss["y"] == [[1, 0.5, 7, 7]]
+    assert "earlier_status: killed" in page and rows(page)["starts"] == ["2"]
 
 
-def test_several_runs_are_told_apart(tmp_path: Path) -> None:
+def test_several_runs_show_what_differs_first(tmp_path: Path) -> None:
     folders = [
-        write(tmp_path / name / "run", steps(1, 2, samples_per_s=rate), config={"lr": lr, "epochs": 3})
+        write(tmp_path / name / "run", steps(1, 2, 3, samples_per_s=rate), config={"lr": lr, "epochs": 3})
         for name, rate, lr in (("x", 100.0, 0.1), ("y", 250.0, 0.2))
     ]
     page = shown(*folders)
-    assert [trace["name"] for trace in figures(page)["loss"]["data"]] == ["x/run", "y/run"]
-    assert "<td>2.50</td>" in page
-    assert re.search(r'class="differs"><th scope="row">config.lr<', page)
-    assert re.search(r'<tr><th scope="row">config.epochs<', page)
+    assert charts(page)["loss"]["run"] == ["x/run", "y/run"]
+    differences, same = page.split("Advice</h2>")[0], page.split('id="settings"')[1]
+    assert rows(differences)["speed relative to x/run"] == ["1.00", "2.50"]
+    assert rows(differences)["config.lr"] == ["0.1", "0.2"] and "config.epochs" not in differences
+    assert rows(same)["config.epochs"] == ["3"] and rows(same)["steps"] == ["3"] and "config.lr" not in same
+    assert same.split("<table")[0].count("<details>") == 1, "folded away"
 
 
 def test_texts_of_a_run_stay_text(tmp_path: Path) -> None:
     bad = "</script><img src=x onerror=alert(1)>"
-    events = [*steps(1), {"time": 3.0, "kind": bad, "text": bad}, epoch(EVEN) | {"metrics": {bad: 1.0}}]
+    metrics = [epoch(EVEN, number=number) | {"metrics": {bad: 1.0}} for number in (0, 1)]
+    events = [*steps(1), {"time": 3.0, "kind": bad, "text": bad}, *metrics]
     page = shown(write(tmp_path / "run", events, config={"name": bad}, result={"verdict": bad}))
-    assert "<img src=x" not in page and figures(page)["metric-0"]["layout"]["yaxis"]["title"]["text"] == bad
+    assert "<img src=x" not in page and "metric-0" in charts(page) and "unsafe-eval" not in page.split("<script>")[0]
     assert "Content-Security-Policy" in page and "default-src 'none'" in page
 
 
 def test_odd_runs_have_a_page(tmp_path: Path) -> None:
-    assert figures(shown(write(tmp_path / "empty", []))) == {}
-    assert figures(shown(write(tmp_path / "nan", [*steps(1, loss="nan"), *steps(2, loss=None)])))["loss"]
+    assert charts(shown(write(tmp_path / "empty", []))) == {}
+    odd = [*steps(1, 2), *steps(3, loss="nan"), *steps(4, loss="-inf"), *steps(5, loss=None)]
+    nan = {"type": "number", "value": "nan"}  # Bokeh draws no chart that has an infinity
+    assert charts(shown(write(tmp_path / "nan", odd)))["loss"]["y"] == [[1, 0.5, nan, nan]]
+    page = shown(write(tmp_path / "diverged", steps(1, 2, 3, loss="nan")))
+    assert "loss" not in charts(page) and rows(page)["training loss"] == ["nan"]
     failed = shown(write(tmp_path / "failed", steps(1), status="failed", error="ValueError: at the gate"))
-    assert "ValueError: at the gate" in failed and "why it ended" in failed
-    many = shown(write(tmp_path / "many", [*steps(*range(1, 5001)), epoch(*[EVEN] * 100)]))
-    charts = figures(many)
-    assert len(charts["loss"]["data"][0]["x"]) <= report_data.MOST_POINTS
-    assert len(charts["ranks-0"]["data"][0]["x"]) == 64 and "first 64 of 100 ranks" in many
+    assert "ValueError: at the gate" in failed and "cause of the failure" in failed
+
+
+def test_the_page_of_a_long_run_is_small(tmp_path: Path) -> None:
+    trained = [its | {"loss": 1 / 3 + its["step"], "lr": its["step"] / 7} for its in steps(*range(1, 5001))]
+    page = shown(write(tmp_path / "many", [*trained, epoch(*[EVEN] * 100)]))
+    found = charts(page)
+    assert 250 < len(found["loss"]["x"][0]) <= report_data.MOST_POINTS
+    assert len(found["ranks-0"]["label"]) == 64 and "first 64 of 100 ranks" in page
+    assert len(page.encode()) <= 1_500_000
 
 
 def of_rank(events: list[dict[str, Any]], rank: int, row: int) -> list[tuple[str, float, float]]:
@@ -168,14 +208,15 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     write(tmp_path / "runs" / "a", steps(1))
     write(tmp_path / "runs" / "b", steps(1))
     assert main(["report", "runs/a"]) == 0 and (tmp_path / "runs/a/report.html").is_file()
-    assert main(["report", "runs"]) == 0 and "x a" in (tmp_path / "report.html").read_text()
+    assert main(["report", "runs"]) == 0
+    assert "<bdi>a</bdi>, <bdi>b</bdi></h1>" in (tmp_path / "report.html").read_text()
     capsys.readouterr()
     (tmp_path / "runs" / "c").mkdir()
     (tmp_path / "runs" / "c" / "run.json").write_text("{")
     assert main(["report", "runs/c"]) == 2 and "must be JSON" in capsys.readouterr().err
     assert main(["report", "runs", "--trace"]) == 0
     said = capsys.readouterr()
-    assert "left out: runs/c/run.json" in said.err and len(said.out.split()) == 2
+    assert "skipped: runs/c/run.json" in said.err and len(said.out.split()) == 2
     for folder in said.out.split():
         assert json.loads(Path(folder).read_text())["traceEvents"]
     assert main(["report", "runs/a", "--trace", "--out", "x"]) == 2 and "RUN/trace.json" in capsys.readouterr().err
