@@ -31,7 +31,7 @@ _JOBS = "launch guard rehearse"
 
 
 class ExitCode(NamedTuple):
-    """A row of the table of exit codes that each command's --help and docs/cluster.md show."""
+    """A row of the table of exit codes that each command's --help and docs/exit-codes.md show."""
 
     code: str  # as people write it
     commands: str  # that end with it; "": every one

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from harness import REPOSITORY
 
+from hvdtrain.core import variables
+
 SPEC = importlib.util.spec_from_file_location("structure", REPOSITORY / "scripts" / "structure.py")
 assert SPEC is not None and SPEC.loader is not None
 structure = importlib.util.module_from_spec(SPEC)
@@ -109,6 +111,13 @@ def spelled_variables(found: dict[str, Path]) -> list[str]:
             if isinstance(node.value, str) and "HVDTRAIN_" in node.value and name != "hvdtrain.core.variables"
         ]
     return places
+
+
+def test_a_page_has_every_environment_variable() -> None:
+    page = (REPOSITORY / "docs" / "variables.md").read_text(encoding="utf-8")
+    ours = {value for value in vars(variables).values() if isinstance(value, str) and value.startswith("HVDTRAIN_")}
+    of_scripts = {"HVDTRAIN_WHEELS", "HVDTRAIN_VENV"}
+    assert set(re.findall(r"HVDTRAIN_[A-Z0-9_]+", page)) == ours | of_scripts and len(ours) > 25
 
 
 def test_environment_variables_are_named_in_one_place(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from hvdtrain.core.errors import EXIT_CODES, PIPE_CODE
 
 
 def test_the_page_has_the_table() -> None:
-    page = (REPOSITORY / "docs" / "cluster.md").read_text(encoding="utf-8")
-    rows = page.partition("### Exit codes")[2].partition("|---|---|---|\n")[2].partition("\n\n")[0].splitlines()
+    page = (REPOSITORY / "docs" / "exit-codes.md").read_text(encoding="utf-8")
+    rows = page.partition("|---|---|---|\n")[2].partition("\n\n")[0].splitlines()
     assert rows == [
         f"| {code} | {', '.join(f'`{name}`' for name in commands.split()) or 'all'} | {meaning} |"
         for code, commands, meaning in EXIT_CODES
