@@ -27,9 +27,11 @@ def holds(result: Result, *frameworks: str, launcher: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_alone_it_verifies_each_framework() -> None:
-    result = run_ranks(["-m", "hvdtrain", "verify", "--json"], 1, launcher="none", timeout_s=200).check()
-    found = holds(result, "torch", "keras", launcher="horovodrun")
+@pytest.mark.parametrize("names", [["torch"], pytest.param(["torch", "keras"], marks=pytest.mark.thorough)])
+def test_alone_it_verifies_each_framework(names: list[str]) -> None:
+    flags = [flag for name in names for flag in ("--framework", name)]
+    result = run_ranks(["-m", "hvdtrain", "verify", "--json", *flags], 1, launcher="none", timeout_s=200).check()
+    found = holds(result, *names, launcher="horovodrun")
     assert found["seconds"] < 120  # 60 on a machine with nothing else to do
 
 

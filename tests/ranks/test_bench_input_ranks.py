@@ -13,6 +13,7 @@ from hvdtrain.bench import keras_input
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_tiny_bench(tmp_path: Path) -> None:
     root = write_folder(tmp_path / "images")
     (root / "train" / "bee" / CORRUPT).unlink()  # torchvision's ImageFolder ends at it

@@ -59,17 +59,17 @@ def check_run(result: Result, run_dir: Path, ranks: int) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_two_ranks_reach_the_accuracy_and_plain_keras_agrees(tmp_path: Path, limit: Limit) -> None:
-    flags = ["--epochs", 4, "--run-dir", tmp_path / "run", "--data", "digits"]
+    flags = ["--epochs", 2, "--run-dir", tmp_path / "run", "--data", "digits"]
     result = run_program("horovodrun", 2, *flags, env={"HVDTRAIN_TRACE": "4"})
     (marks,) = [event["ranks"] for event in read_events(tmp_path / "run") if event["kind"] == "marks"]
     assert [sum(name == "train_step" for _, name in its) for its in marks] == [4, 4]
     assert (tmp_path / "run" / "horovod-timeline.json").stat().st_size > 0
     ended = check_run(result, tmp_path / "run", 2)
-    assert ended["top1"] >= 0.95 and {"loss", "top1", "weights_sha256"} <= ended.keys()
+    assert ended["top1"] >= 0.9 and {"loss", "top1", "weights_sha256"} <= ended.keys()
     limit(
         "K19a", "run.json says test_accuracy (Keras) and top1 (PyTorch) for one thing", mended="loss and top1 in both"
     )
-    assert "epochs: 4 over 2 ranks: 2 each" in result.ranks_output[0]
+    assert "epochs: 2 over 2 ranks: 1 each" in result.ranks_output[0]
     saved = re.search(r"load_model\('(.+)'\)", result.ranks_output[0])
     assert saved is not None
     check_in_plain_keras(Path(saved[1]), tmp_path, ended)

@@ -16,7 +16,8 @@ BOUNDS = {"tensorflow": 1e-10, "torch": 1e-6}  # Keras on PyTorch takes losses i
 
 
 @pytest.mark.parametrize(
-    ("backend", "ranks"), [("tensorflow", 2), ("torch", 3), pytest.param("torch", 1, marks=pytest.mark.thorough)]
+    ("backend", "ranks"),
+    [("tensorflow", 2), *(pytest.param("torch", ranks, marks=pytest.mark.thorough) for ranks in (3, 1))],
 )
 def test_losses_of_the_whole_batch_are_those_of_plain_keras(
     backend: str, ranks: int, tmp_path: Path, limit: Limit
