@@ -127,7 +127,7 @@ def run_ranks(
     """Run a Python program on `np` ranks and return what it printed.
 
     Where every rank has ended and mpirun alone has not, it is said as a warning and run once more: PMIx 4.2.2 may wait
-    for ever in PMIx_server_finalize at the end of a job that failed (docs/cluster.md, "When something fails").
+    for ever in PMIx_server_finalize at the end of a job that failed (docs/how-hung.md, "What it does not see").
 
     Args:
         what: a module name, or the interpreter's arguments (["script.py", "--flag"] or ["-m", "module",

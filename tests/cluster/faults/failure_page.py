@@ -27,14 +27,14 @@ befalls where nothing else is said. The hosts are network namespaces with mounts
 {torch}), two jobs at a time. Jobs were started by `hvdtrain launch` with its default limits, but for the flags that are shown.
 
 - **seconds**: single runs, from the fault until the launcher had ended and no process of the job ran on any host; of a job that goes on the longest time without a completed update, from the fault to the job's end
-  (an update takes 0.1 s here, 0.2 to 0.4 s in elastic jobs). *At most*: what the tests demand, of which they allow 5 s more, for a busy machine; those of jobs that end are the sums of [cluster.md](cluster.md#when-something-fails).
+  (an update takes 0.1 s here, 0.2 to 0.4 s in elastic jobs). *At most*: what the tests demand, of which they allow 5 s more, for a busy machine; those of jobs that end are the sums of [launching.md](launching.md#when-a-job-ends).
 - **left**: processes of the job on any host, 30 s after the launcher's end.
 - **lost**: samples that were skipped or trained twice in either epoch by the updates that are in the final weights, which are compared with those that numpy computes from the same global batches (float64: 1e-10). A job
   that the fault ended was started again by the same command, which goes on from the newest checkpoint.
 - **blamed**: whom the launcher names as the first that failed, or as lost; of a rank that hangs it is the one that found it out, in whose words is who hangs, and where.
 - **said**: the first line that names it, without paths.
 
-{rows} The tests: `tests/cluster/faults` (`scripts/test.sh -m "" tests/cluster/faults`); how to read more of a failure: [cluster.md](cluster.md#when-something-fails).
+{rows} The tests: `tests/cluster/faults` (`scripts/test.sh -m "" tests/cluster/faults`); how to read more of a failure: [how-hung.md](how-hung.md).
 """  # noqa: E501
 
 

@@ -13,7 +13,7 @@ GRACE_S = 5.0  # --grace, --lost-after, --stopped-after and --hang-timeout as th
 LOST_S = STOPPED_S = 15.0
 HANG_S = 28.0
 SOON = ("--hang-timeout", "5")
-ONE_ENDS_S = GRACE_S + 2  # docs/cluster.md has these sums
+ONE_ENDS_S = GRACE_S + 2  # docs/launching.md has these sums
 HOST_LOST_S = LOST_S + GRACE_S + 2
 HUNG_S = 5 + GRACE_S + 8
 NO_LINK_S = 60 + 10 + ONE_ENDS_S  # Gloo gives up, and the agents try the links

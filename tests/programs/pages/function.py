@@ -1,4 +1,4 @@
-"""A function on ranks: docs/cluster.md."""
+"""A function on ranks: docs/how-notebook.md."""
 
 import hvdtrain
 

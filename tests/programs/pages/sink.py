@@ -1,4 +1,4 @@
-"""An entry point that follows a run: docs/runs.md, with a wandb that notes what it is told."""
+"""An entry point that follows a run: docs/events.md, with a wandb that notes what it is told."""
 
 from types import SimpleNamespace
 
