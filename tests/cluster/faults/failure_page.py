@@ -20,22 +20,38 @@ from failure_run import Row  # noqa: E402
 VARIABLE = "HVDTRAIN_FAILURES"  # names the file that rows are added to, one JSON object a line
 PAGE = ROOT / "docs" / "failures.md"
 INTRODUCTION = """\
-# Failures: what happens, and within how many seconds
+# Failures: what happens, and after how many seconds
 
-Written by `scripts/failures.sh` from {count} real runs: do not edit. Each is a training with PyTorch of 403 samples and 2 epochs by 2 ranks, one a host; rank 1 on host2 is whom the fault
-befalls where nothing else is said. The hosts are network namespaces with mounts, processes and an sshd of their own, on one machine with {cores} cores (Linux {kernel}, Python {python}, PyTorch
-{torch}), two jobs at a time. Jobs were started by `hvdtrain launch` with its default limits, but for the flags that are shown.
+`scripts/failures.sh` wrote this page from {count} real runs. Do not edit it. Each run is a training
+with PyTorch on 2 ranks, one on each host: 403 samples, 2 epochs. The fault hits rank 1 on host2,
+unless the row names another place. {rows}
 
-- **seconds**: single runs, from the fault until the launcher had ended and no process of the job ran on any host; of a job that goes on the longest time without a completed update, from the fault to the job's end
-  (an update takes 0.1 s here, 0.2 to 0.4 s in elastic jobs). *At most*: what the tests demand, of which they allow 5 s more, for a busy machine; those of jobs that end are the sums of [launching.md](launching.md#when-a-job-ends).
-- **left**: processes of the job on any host, 30 s after the launcher's end.
-- **lost**: samples that were skipped or trained twice in either epoch by the updates that are in the final weights, which are compared with those that numpy computes from the same global batches (float64: 1e-10). A job
-  that the fault ended was started again by the same command, which goes on from the newest checkpoint.
-- **blamed**: whom the launcher names as the first that failed, or as lost; of a rank that hangs it is the one that found it out, in whose words is who hangs, and where.
-- **said**: the first line that names it, without paths.
+`hvdtrain launch` started the jobs with its default limits and the flags shown. How to read a
+failure of your own job: [why it hung](how-hung.md). The tests are in
+`tests/cluster/faults`; `scripts/test.sh -m "" tests/cluster/faults` runs them.
 
-{rows} The tests: `tests/cluster/faults` (`scripts/test.sh -m "" tests/cluster/faults`); how to read more of a failure: [how-hung.md](how-hung.md).
-"""  # noqa: E501
+| column | meaning |
+|---|---|
+| what happens | the job ends, and the same command resumes it; or the job goes on |
+| seconds | from the fault until no process of the job ran on any host |
+| at most | the limit in the tests, which allow 5 s more |
+| left | processes of the job on any host, 30 s after the launcher's end |
+| lost | samples that were skipped or trained twice in an epoch |
+| blamed | what the launcher names as the first failure, or as lost |
+| said | the first line that names the cause, without paths |
+
+- **Seconds** of a job that goes on: the longest time without a completed update, from the fault to
+  the end of the job. An update takes 0.1 s here, in elastic jobs 0.2 to 0.4 s.
+- **At most**, for jobs that end: the sums of the [limits](launching.md#when-a-job-ends).
+- **Lost** is computed from the final weights. They are compared with those that numpy computes from
+  the same global batches (float64, to 1e-10). A job that ended was resumed from the newest
+  checkpoint.
+- **Blamed**, for a rank that hangs: the rank that noticed it. Its message names the rank that hangs,
+  and the line.
+
+The hosts are network namespaces with their own mounts, processes and sshd. They ran on one machine
+with {cores} cores (Linux {kernel}, Python {python}, PyTorch {torch}), two jobs at a time.
+"""
 
 
 def note(row: Row) -> None:
@@ -52,7 +68,7 @@ def render(rows: list[Row]) -> str:
     lines = [
         INTRODUCTION.format(
             count=len(rows), cores=os.cpu_count(), kernel=platform.release(), python=platform.python_version(),
-            torch=torch, rows=f"{sum(fault.goes_on for fault in FAULTS)} of the {len(FAULTS)} go on by themselves.",
+            torch=torch, rows=f"{sum(fault.goes_on for fault in FAULTS)} of the {len(FAULTS)} jobs go on without help.",
         )
     ]  # fmt: skip
     for kind in dict.fromkeys(fault.kind for fault in FAULTS):

@@ -1,4 +1,4 @@
-"""A model cut and tuned: docs/pipeline.md."""
+"""A model cut and tuned: docs/how-split.md."""
 
 from pathlib import Path
 

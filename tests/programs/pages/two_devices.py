@@ -1,4 +1,4 @@
-"""The smallest split: docs/pipeline.md."""
+"""The smallest split: docs/how-split.md."""
 
 import torch
 
