@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import math
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -31,11 +32,17 @@ class _Parser(argparse.ArgumentParser):
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
             known = list(map(str, action.choices))
-            must = f"must be one of {', '.join(known)}, not {value}{nearest(str(value), known)}"
-            raise argparse.ArgumentError(action, must)
+            hint = nearest(str(value), known)
+            if isinstance(action, argparse._SubParsersAction):
+                raise self._error(f"{value} is not a command of {self.prog}{hint}")
+            raise argparse.ArgumentError(action, f"must be one of {', '.join(known)}, not {value}{hint}")
 
     def error(self, message: str) -> NoReturn:
-        raise self._error(message[:1].upper() + message[1:])
+        """Raises `ConfigError`, in plainer words than argparse's."""
+        text = re.sub(r"^argument (\S+): must ", r"\1 must ", message)
+        text = re.sub(r"^argument (\S+): expected ", r"\1 needs ", text)
+        text = text.replace("the following arguments are required:", f"{self.prog} needs")
+        raise self._error(text[:1].upper() + text[1:])
 
     def _error(self, rule: str) -> ConfigError:
         return ConfigError(rule, remedy=f"{self.prog} --help", shared=True)

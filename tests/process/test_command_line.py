@@ -21,14 +21,20 @@ from hvdtrain.core.keywords import refuses_other_keywords
 @pytest.mark.parametrize(
     "arguments, expected, fix",
     [
-        ("lanch -np 2", "did you mean launch?", "hvdtrain --help"),
+        ("lanch -np 2", "lanch is not a command of hvdtrain; did you mean launch?", "hvdtrain --help"),
         ("launch --hots a:1 python t.py", "--hots is not a flag of hvdtrain launch; did you mean --hosts?", "launch"),
         ("scale --jsn", "--jsn is not a flag of hvdtrain scale; did you mean --json?", "hvdtrain scale --help"),
         ("bench tran", "did you mean train?", "hvdtrain bench --help"),
-        ("bench train --framework keas", "did you mean keras?", "hvdtrain bench train --help"),
+        (
+            "bench train --framework keas",
+            "--framework must be one of keras, torch, not keas; did you mean keras?",
+            "hvdtrain bench train --help",
+        ),
         ("doctor --zzzzz", "--zzzzz is not a flag of hvdtrain doctor\n", "hvdtrain doctor --help"),
         ("launch -np 2 train.py 3", "the ranks' command must be a program", "[flags] -- python train.py 3"),
-        ("launch -np 0 true", "must be a whole number >= 1", "hvdtrain launch --help"),
+        ("launch -np 0 true", "-np/--np must be a whole number >= 1, not '0'", "hvdtrain launch --help"),
+        ("launch -np", "-np/--np needs one argument", "hvdtrain launch --help"),
+        ("checkpoint export", "hvdtrain checkpoint export needs RUN, --to, DIR", "hvdtrain checkpoint export --help"),
     ],
 )
 def test_a_mistyped_name_is_refused_with_the_nearest(
