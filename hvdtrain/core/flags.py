@@ -41,8 +41,7 @@ class _Parser(argparse.ArgumentParser):
         """Raises `ConfigError`, in plainer words than argparse's."""
         text = re.sub(r"^argument (\S+): must ", r"\1 must ", message)
         text = re.sub(r"^argument (\S+): expected ", r"\1 needs ", text)
-        text = text.replace("the following arguments are required:", f"{self.prog} needs")
-        raise self._error(text[:1].upper() + text[1:])
+        raise self._error(text.replace("the following arguments are required:", f"{self.prog} needs"))
 
     def _error(self, rule: str) -> ConfigError:
         return ConfigError(rule, remedy=f"{self.prog} --help", shared=True)
