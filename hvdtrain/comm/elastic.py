@@ -366,7 +366,8 @@ def hint() -> str:
         return ""
     return (
         "a rank that has joined began at the program's top: what the loop counts and keeps in variables must follow"
-        " from epoch and optimizer.progress, or be given to extra=\n(docs/torch.md#ranks-that-come-and-go); else "
+        " from epoch and optimizer.progress, or be given to extra=\n"
+        "(docs/torch-reference.md#ranks-that-come-and-go); else "
     )
 
 

@@ -78,11 +78,11 @@ def test_what_is_wrong_is_seen(text: str, tmp_path: Path) -> None:
 
 
 def test_pages_that_the_code_names_are_there() -> None:
-    """In messages and comments: `docs/torch.md#zero`."""
+    """In messages and comments: `docs/torch-reference.md#zero`."""
     files = [file for folder in ("hvdtrain", "scripts", "tests") for file in (REPOSITORY / folder).rglob("*.*")]
     texts = [file.read_text(encoding="utf-8") for file in files if file.suffix in (".py", ".sh", ".toml")]
     named = {found for text in texts for found in re.findall(r"\bdocs/([a-z-]+\.md)(?:#([a-z-]+))?", text)}
-    assert ("torch.md", "ranks-that-come-and-go") in named
+    assert ("torch-reference.md", "ranks-that-come-and-go") in named
     pages = {page.name: page for page in PAGES}
     lost = {
         page for page, anchor in named if page not in pages or anchor and anchor not in snippets.anchors(pages[page])

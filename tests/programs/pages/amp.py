@@ -1,4 +1,4 @@
-"""Mixed precision in PyTorch: docs/mixed-precision.md."""
+"""Mixed precision in PyTorch: docs/how-mixed-precision.md."""
 
 import torch
 

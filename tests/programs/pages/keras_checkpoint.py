@@ -1,4 +1,4 @@
-"""A Keras fit that goes on: docs/checkpoints.md."""
+"""A Keras fit that goes on: docs/how-resume.md."""
 
 import keras
 import numpy as np

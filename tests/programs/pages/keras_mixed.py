@@ -1,4 +1,4 @@
-"""Mixed precision in Keras: docs/mixed-precision.md."""
+"""Mixed precision in Keras: docs/how-mixed-precision.md."""
 
 import keras
 import numpy as np

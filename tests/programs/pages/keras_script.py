@@ -1,4 +1,4 @@
-"""The diff of README.md and docs/keras.md, on real digits."""
+"""The diff of README.md, on real digits."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The diff of README.md and docs/torch.md, on real digits."""
+"""The diff of README.md, on real digits."""
 
 import torch
 from torch import nn

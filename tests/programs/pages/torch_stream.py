@@ -1,4 +1,4 @@
-"""Records of tar files as a stream: docs/data.md."""
+"""Records of tar files as a stream: docs/how-data.md."""
 
 import glob
 import io
