@@ -3,7 +3,7 @@
 import sys
 from types import CodeType
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Keeps the working directory off sys.path, where a user's random.py would hide Python's own. Python 3.10 lacks it.
 SAFE_PATH = ("-P",) if sys.version_info >= (3, 11) else ()
