@@ -429,7 +429,7 @@ def nothing_to_train() -> str:
 def a_loss_that_is_next_to_nothing() -> str:
     """Rounding is all that is left of it: other pieces of the batch have another rounding."""
     keras.utils.set_random_seed(1)
-    model = keras.Sequential([L.Input((5,)), dense(4), dense(1)])
+    model = keras.Sequential([L.Input((5,)), dense(500), dense(1)])  # wide: so that pieces do have another rounding
     model.compile(O.SGD(0.01), "mse", jit_compile=False)
     first, bias, second, its = weights_of(model)
     data = deal(X, np.asarray(X @ (first @ second) + (bias @ second + its)))
