@@ -17,6 +17,10 @@ from hvdtrain.core.errors import ConfigError
 _SAME_RATE = 1e-5
 
 
+# to type where a number was given
+NOT_LR = "lr=hvdtrain.LR(base=0.1, reference_batch=32); or omit lr=, and keep the optimizer's own rate"
+
+
 @dataclass(frozen=True)
 class LR:
     """A learning rate that was tuned at `reference_batch`, carried to any global batch.

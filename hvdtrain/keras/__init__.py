@@ -28,7 +28,7 @@ from hvdtrain.comm import elastic
 from hvdtrain.core import variables
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.keywords import refuses_other_keywords
-from hvdtrain.core.lr import LR
+from hvdtrain.core.lr import LR, NOT_LR
 from hvdtrain.core.proof import Proof
 from hvdtrain.keras import averaging, fit, fit_callbacks
 from hvdtrain.keras.backends.session import (
@@ -280,6 +280,8 @@ def _batch_of(data: KerasLoader | None, lr: LR | None, per_rank_batch: int | Non
             f"data of {data.per_rank_batch} samples a rank, per_rank_batch={per_rank_batch}",
             "remove per_rank_batch=",
         )
+    if lr is not None and not isinstance(lr, LR):
+        raise ConfigError("lr= must be an hvdtrain.LR", f"lr={lr!r}", NOT_LR)
     if lr is not None and data is None and per_rank_batch is None:
         raise ConfigError(
             "lr= needs data or per_rank_batch=: it depends on the global batch",

@@ -11,6 +11,7 @@ import numpy as np
 
 from hvdtrain.comm.elastic import repeated
 from hvdtrain.core.errors import ConfigError
+from hvdtrain.core.keywords import refuses_other_keywords
 from hvdtrain.core.sharding import check_evaluation
 from hvdtrain.keras import averaging
 from hvdtrain.keras.backends.session import KEY, KerasSession, Prepared, hook, session_of
@@ -21,6 +22,7 @@ from hvdtrain.keras.state import metric_states, replicas
 from hvdtrain.world.world import World, given_or_current
 
 
+@refuses_other_keywords(batch_size="per_rank_batch=, the samples that each rank takes at a time")
 @repeated
 def evaluate(
     model: keras.Model, data: Any, *, per_rank_batch: int | None = None, world: World | None = None
@@ -65,6 +67,7 @@ def evaluate(
         return {log: found[log] for log in logs}
 
 
+@refuses_other_keywords(batch_size="per_rank_batch=, the samples that each rank takes at a time")
 def predict(
     model: keras.Model,
     data: Any,

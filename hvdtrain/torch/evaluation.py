@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from hvdtrain.comm.elastic import repeated
 from hvdtrain.core.errors import ConfigError, ReplicaError
+from hvdtrain.core.keywords import refuses_other_keywords
 from hvdtrain.core.sharding import Step, check_evaluation
 from hvdtrain.torch.collectives import gather_in_order, lengths, reordered, wrong_length
 from hvdtrain.torch.data.create import loader
@@ -37,6 +38,7 @@ Metrics = Callable[[Any, Any], Mapping[str, Any]]
 _VERBS = ("update", "compute", "reset")
 
 
+@refuses_other_keywords(batch_size="per_rank_batch=, the samples that each rank takes at a time")
 @repeated
 def evaluate(
     model: nn.Module,
@@ -111,6 +113,7 @@ def one_pass(
         CLOCK.enter(before)
 
 
+@refuses_other_keywords(batch_size="per_rank_batch=, the samples that each rank takes at a time")
 @repeated
 def predict(
     model: nn.Module,
@@ -259,6 +262,9 @@ class _Kept(Protocol):
 
 def _kept(metrics: Any, device: torch.device) -> list[_Kept]:
     """Returns what keeps each of the metrics; raises `ConfigError` for what is none of the kinds of `evaluate`."""
+    if metrics is classification:
+        fix = "hvdtrain.torch.classification(), or classification(top=(1, 5))"
+        raise ConfigError("classification must be called: it returns the metrics", "the function itself", fix)
     if isinstance(metrics, (list, tuple)):
         return [kept for part in metrics for kept in _kept(part, device)]
     if isinstance(metrics, Corpus):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 from weakref import ref
 
 import torch
@@ -15,7 +15,7 @@ from hvdtrain.comm import elastic
 from hvdtrain.core import variables
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.keywords import refuses_other_keywords
-from hvdtrain.core.lr import LR
+from hvdtrain.core.lr import LR, NOT_LR
 from hvdtrain.torch.engines.base import Staged, Transport, staged_or_none
 from hvdtrain.torch.engines.deepspeed import ZeroModel
 from hvdtrain.torch.engines.engine import engine_of
@@ -43,6 +43,12 @@ from hvdtrain.world.world import World, given_or_current
 
 if TYPE_CHECKING:
     from hvdtrain.torch.data.loader import Loader
+
+
+_NO_LOADER = (
+    "hvdtrain: prepare() was given no loader: hvdtrain cannot check that each rank reads its own samples, and each"
+    " sample once an epoch; hvdtrain.torch.loader(dataset, per_rank_batch) does both"
+)
 
 
 @refuses_other_keywords(
@@ -138,12 +144,28 @@ def prepare(
         proof = prove(session)
         if world.is_main and world.size > 1:
             print(f"hvdtrain: {proof}", flush=True)
+            if data is None:
+                print(_NO_LOADER, flush=True)
     start.split_streams(world)
     if world.size > 1:
         world.tracker.phase = lambda: CLOCK.phase
     CLOCK.use(session.engine.device)
     CLOCK.take()  # setting up is no part of a step
-    return wrapped_model, wrapped_optimizer
+    return _Prepared((wrapped_model, wrapped_optimizer))
+
+
+class _Prepared(tuple[Any, Any]):
+    """The prepared model and optimizer; not a model, which is what one name for both would take them for."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        self.__getattr__("()")
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        what = name if name == "()" else f".{name}"
+        fix = "model, optimizer = hvdtrain.torch.prepare(model, optimizer, ...)"
+        raise ConfigError("prepare() returns two values, which need two names", f"prepare(...){what}", fix)
 
 
 def _checked(
@@ -186,9 +208,11 @@ def _check_options(options: Options, lr: LR | None, data: Loader | None) -> None
             "prepare() needs a loader that hvdtrain.torch.loader() made",
             f"a {type(data).__name__}",
             "train = hvdtrain.torch.loader(dataset, per_rank_batch);\n"
-            "or omit the loader, and give every rank the same number of batches of the same size",
+            "or omit the loader, and give each rank as many batches of its own samples, of the same size",
             code=13,
         )
+    if lr is not None and not isinstance(lr, LR):
+        raise ConfigError("lr= must be an hvdtrain.LR", f"lr={lr!r}", NOT_LR)
     if lr is not None and data is None:
         raise ConfigError(
             "lr= needs a loader, which counts the samples that the learning rate depends on",

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
-from weakref import finalize, ref
+from weakref import WeakKeyDictionary, finalize, ref
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from hvdtrain.torch.update.several import Several, members_of
 from hvdtrain.torch.values.clock import CLOCK
 from hvdtrain.torch.values.out_of_memory import explained
 from hvdtrain.values.nested import tensors_of
+from hvdtrain.world.world import current
 
 _LOOKED_AT = 2  # updates, where no loader deals the data
 
@@ -65,9 +66,8 @@ class Optimizer(BatchPasses, torch.optim.Optimizer):
         held = None if session.in_parts is None else session.in_parts.parts.tensors
         self._stepper = ScalerAdapter(self.wrapped, partial(_step_engine, session), held)
         # nothing that stays on model and optimizer may refer to this one: when it is dropped, they are plain again
-        refuse = partial(_refuse_bare_step, ref(session))
-        guards = [member.register_step_pre_hook(refuse) for member in members_of(self.wrapped)]
-        self._closing = finalize(self, _close, guards, session.gradients, session.engine_model)
+        self._guard = _Guard(session, members_of(self.wrapped))
+        self._closing = finalize(self, _close, self._guard, session.gradients, session.engine_model)
         self._closing.atexit = False
 
     # -- one update ------------------------------------------------------------------------------------------
@@ -253,6 +253,7 @@ class Optimizer(BatchPasses, torch.optim.Optimizer):
             )
 
     def _advance(self) -> None:
+        self._guard.used = True
         batch = self.session.gradients.batch
         assert batch is not None
         epoch, in_epoch = self.session.batches.applied(batch)
@@ -404,6 +405,7 @@ class Optimizer(BatchPasses, torch.optim.Optimizer):
 
         With zero= collective: the optimizer gets its whole state back (not when it is dropped: ranks drop it alone).
         """
+        self._guard.used = True
         if self._closing.alive and self.session.parted is not None:
             state = self.state_dict()
             self._closing()
@@ -419,19 +421,50 @@ def _step_engine(session: Session, closure: Callable[[], object] | None = None) 
         session.stepping = False
 
 
-def _close(guards: list[RemovableHandle], gradients: Gradients, model: EngineModel) -> None:
-    for guard in guards:
-        guard.remove()
+def _close(guard: _Guard, gradients: Gradients, model: EngineModel) -> None:
+    guard.close()
     gradients.close()
     model.close()
 
 
-def _refuse_bare_step(of: ref[Session], optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    session = of()
-    if session is not None and session.world.size > 1 and not session.stepping:
+_guards: WeakKeyDictionary[torch.optim.Optimizer, _Guard] = WeakKeyDictionary()  # by plain optimizer
+
+
+class _Guard:
+    """Refuses calls of the plain optimizers where the prepared one must be called; also after a prepared one was
+    dropped that never made an update: `prepare(...)` whose result was not assigned."""
+
+    def __init__(self, session: Session, members: Sequence[torch.optim.Optimizer]) -> None:
+        self._session, self.used = ref(session), False
+        self._members = list(map(ref, members))
+        self._hooks: list[RemovableHandle] = []
+        for member in members:
+            if (earlier := _guards.pop(member, None)) is not None:
+                earlier.remove()
+            _guards[member] = self
+            self._hooks.append(member.register_step_pre_hook(lambda optimizer, *_: self._refuse("step", optimizer)))
+            vars(member)["backward"] = partial(self._refuse, "backward", ref(member))
+
+    def _refuse(self, call: str, optimizer: Any, *_: object, **__: object) -> None:
+        session, world = self._session(), current()
+        ours = session is None or (session.stepping and call == "step")
+        if world is None or world.size == 1 or (ours and (self.used or session is not None)):
+            return
+        optimizer = optimizer() if isinstance(optimizer, ref) else optimizer
         raise ConfigError(
-            "step() must be called on the optimizer that prepare() returned",
-            f"step() of the {type(optimizer).__name__} that was given to prepare()",
-            "model, optimizer = prepare(model, optimizer, ...), then step() of the returned optimizer",
+            f"{call}() must be called on the optimizer that prepare() returned",
+            f"{call}() of the {type(optimizer).__name__} that was given to prepare()",
+            f"model, optimizer = prepare(model, optimizer, ...), then {call}() of the returned optimizer",
             code=34,
         )
+
+    def close(self) -> None:
+        """Takes the guard off, unless no update was made."""
+        if self.used:
+            self.remove()
+
+    def remove(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        for member in self._members:
+            vars(member() or self).pop("backward", None)

@@ -101,6 +101,26 @@ def case_a_whole_batch_divided_by_a_ranks_own_samples(world: hvdtrain.World) -> 
     shown("T38c", "one line reports it")
 
 
+def case_prepare_whose_result_is_not_assigned(world: hvdtrain.World) -> None:
+    """The plain optimizer's calls are refused until an update was made by a prepared one, and not afterwards."""
+    model = net()
+    optimizer = sgd(model)
+    data = hvt.loader((X, Y), UPDATE // world.size, shuffle=False)
+    hvt.prepare(model, optimizer, data)
+    for x, y in data:
+        CE(model(x), y).backward()
+        with refused("step() must be called on the optimizer that prepare() returned", kind=ConfigError):
+            optimizer.step()
+        with refused("backward() must be called on the optimizer", kind=ConfigError):
+            optimizer.backward(CE(model(x), y))  # type: ignore[attr-defined]
+    with refused("prepare() returns two values, which need two names", kind=ConfigError):
+        hvt.prepare(model, optimizer, data)(X)  # type: ignore[operator]
+    prepared, own = hvt.prepare(model, optimizer, data)
+    train(prepared, own, data, plain_loss)
+    del prepared, own
+    optimizer.step()
+
+
 def case_a_loss_of_the_last_batch_of_a_long_epoch(world: hvdtrain.World) -> None:
     """It compares samples, and comes first after all losses that are recorded; then once an epoch."""
     steps = 41  # of an epoch, the last of which has half of the samples
