@@ -433,7 +433,7 @@ class Members:
         if self._broken_s is None or self._asked is not None or any(its.state == "in" for its in members):
             return
         if all(its.empty for its in members):
-            self._fail(f"no worker of formation {self.formation} remains that has the trained weights")
+            self._fail(f"no worker of formation {self.formation} remains that has the training state")
             return
         if self._must_look(members):
             return
