@@ -27,8 +27,8 @@ from hvdtrain.core.flags import LateParser
 # name -> (module with add_arguments(parser) and run(args) -> exit code, one line of help)
 COMMANDS = {
     "launch": ("hvdtrain.commands.launch", "run a command on N ranks of many hosts, and end them together"),
-    "doctor": ("hvdtrain.commands.doctor", "say what is wrong with this machine or cluster, and the fix"),
-    "why": ("hvdtrain.commands.why", "say why a run hung or was killed: who, where, and what to do"),
+    "doctor": ("hvdtrain.commands.doctor", "print what is wrong with this machine or cluster, and the fix"),
+    "why": ("hvdtrain.commands.why", "print why a run hung or was killed: which rank, which line, and what to do"),
     "rehearse": ("hvdtrain.commands.rehearse", "try your script on as many ranks as it shall have, on this machine"),
     "guard": ("hvdtrain.guard", "run your Horovod script, and name what in it would train wrong, with file and line"),
     "migrate": ("hvdtrain.migrate", "convert your Horovod script to hvdtrain, and prove that both train the same"),

@@ -171,7 +171,7 @@ examples:
   horovodrun -np 2 python -m hvdtrain.keras_mnist         two ranks on this machine
   horovodrun -np 16 -H server1:4,server2:4,server3:4,server4:4 python -m hvdtrain.keras_mnist --data mnist
   mpirun -np 2 python -m hvdtrain.keras_mnist --backend torch
-  python -m hvdtrain.keras_mnist --resume --epochs 24     the newest run goes on
+  python -m hvdtrain.keras_mnist --resume --epochs 24     the newest run continues
 """
 
 

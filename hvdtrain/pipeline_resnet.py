@@ -44,7 +44,7 @@ def explore(args: argparse.Namespace) -> None:
     described = hardware(devices)
     print("\n".join(described), flush=True)
     if os.getloadavg()[0] > BUSY * len(os.sched_getaffinity(0)):
-        print("note: others use this machine's cores: what is measured now says little", flush=True)
+        print("note: other programs use this machine's cores: these measurements are unreliable", flush=True)
     job = prepare(args, settings_of(args, devices), devices, out)
     job.result["hardware"] = described
     best: int | None = None

@@ -228,7 +228,7 @@ def conclude(
     run.facts = RunFacts(workers, free_cores, world.local_size, args.compression, plan.accumulate)
     if skipped:
         first = "".join(f"\n  {name}: {reason}" for name, reason in skipped[:5])
-        print(f"left out: {len(skipped)} picture{'s' * (len(skipped) > 1)} that cannot be read{first}")
+        print(f"skipped: {len(skipped)} picture{'s' * (len(skipped) > 1)} that cannot be read{first}")
     last, best = job.checkpoints.latest(), job.checkpoints.best()
     if last and best:
         print(f"checkpoints: last {last.path}, best {best.path} (top-1 {best.metrics[BEST]:.4f})")
@@ -247,7 +247,7 @@ examples:
   horovodrun -np 2 python -m hvdtrain.torch_resnet --model resnet18      two ranks on this machine
   horovodrun -np 16 -H server1:4,server2:4,server3:4,server4:4 python -m hvdtrain.torch_resnet --data /data/imagenet
   torchrun --nproc-per-node 2 -m hvdtrain.torch_resnet --engine ddp --data cifar10
-  python -m hvdtrain.torch_resnet --resume --epochs 20                   the newest run goes on
+  python -m hvdtrain.torch_resnet --resume --epochs 20                   the newest run continues
   horovodrun -np 2 python -m hvdtrain.torch_resnet --pipeline 2          each rank cuts the model over 2 of its devices
 """
 

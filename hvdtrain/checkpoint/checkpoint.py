@@ -219,8 +219,8 @@ class Checkpointer:
                 raise CheckpointError(
                     "a checkpoint directory belongs to one training: this model must not save there",
                     f"{self.directory} has the checkpoints of another model of this program",
-                    "give each its own, Checkpointer('checkpoints/fold-2'); or go on with that training: restore it"
-                    " first",
+                    "give each its own, Checkpointer('checkpoints/fold-2'); or call restore() first, to"
+                    " continue that training",
                     code=39,
                 )
             _TRAINED.pop(self._place, None)
@@ -248,7 +248,7 @@ class Checkpointer:
                 with writer.lock:
                     return self._submit(writer, state, written, noted), self.folder.training
             except OSError as error:
-                print(f"hvdtrain: this checkpoint is written before training goes on: {error}", file=sys.stderr)
+                print(f"hvdtrain: this checkpoint is written before training continues: {error}", file=sys.stderr)
         self._settle()
         path = self.folder.add(written, name_of(written.progress), {name: part.write for name, part in state.items()})
         return path if noted is None else noted.sealed(path), self.folder.training

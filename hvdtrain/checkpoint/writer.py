@@ -238,8 +238,8 @@ def _died(process: subprocess.Popen[bytes]) -> list[str]:
     return [
         "a checkpoint must be written whole",
         f"the process that wrote it {how}",
-        "earlier checkpoints are untouched; SIGKILL may be the kernel's, for want of memory:"
-        " Checkpointer(..., asynchronous=False) takes none besides",
+        "earlier checkpoints are unchanged; if the kernel sent SIGKILL because memory ran out:"
+        " Checkpointer(..., asynchronous=False) needs no extra memory",
     ]
 
 

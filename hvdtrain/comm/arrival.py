@@ -140,7 +140,7 @@ def wait_for_all(store: Store, rank: int, size: int, seconds: float) -> None:
     missing = _missing(store, missing)
     raise LauncherError(
         f"all {size} ranks must start within {seconds:.0f} s",
-        f"{names_of(missing)} did not come, says rank {rank}",
+        f"{names_of(missing)} did not arrive, rank {rank} reports",
         "start them at the same time, on every host; what takes longer before hvdtrain.init:"
         f" {variables.START_TIMEOUT_S}=3600",
         shared=0 not in missing,

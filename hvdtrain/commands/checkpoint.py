@@ -44,5 +44,5 @@ def run(args: argparse.Namespace) -> int:
     path = exchange.import_(args.source, args.into, optimizer_class=args.optimizer, progress=place)
     its = read_info(path).progress
     where = f"epoch {its.epoch}, counted from 0, after {its.step} updates of {its.samples_seen} samples"
-    print(f"{args.source} is in {path}: a run that restores it goes on with {where}")
+    print(f"{args.source} is in {path}: a run that restores it continues with {where}")
     return 0

@@ -160,6 +160,6 @@ def _verdict(found: DoctorReport) -> str:
     hosts, ranks = len(found.job.ranks), found.job.np
     what = f"{hosts} host(s), {ranks} rank(s), examined in {found.seconds:.1f} s"
     if not found.findings:
-        return f"nothing to say: {what}"
+        return f"nothing found: {what}"
     counts = Counter(finding.severity for finding in found.findings)
     return ", ".join(f"{counts[name]} {name}(s)" for name in findings.EXIT_CODES if counts[name]) + f": {what}"

@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"{variables.TUNED})")
     host_flags.add(parser, "network")
     add("--min-np", type=flags.whole(1), metavar="N",
-        help="continue with the remaining ranks if at least N are left (elastic; default: 1)")
+        help="continue if at least N ranks remain (elastic; default: 1)")
     add("--max-np", type=flags.whole(1), metavar="N",
         help="add ranks up to N when slots are free (elastic; default: all slots of -H)")
     add("--host-discovery", metavar="COMMAND",
@@ -157,7 +157,7 @@ def _report_end(outcome: Outcome, folder: Path) -> None:
     if outcome.interrupted is not None:  # also while a job that had failed was ending
         report(f"ended by {signal.Signals(outcome.interrupted).name}")
     if outcome.failed is None and outcome.preempted:
-        words = "whether anything was saved, from which they can go on, is in their words above"
+        words = "the output of the ranks above shows whether a checkpoint was saved"
         report(f"the job was preempted: exit code {PREEMPTED_CODE}; {words}")
 
 
@@ -166,7 +166,7 @@ def _again_s(failed: Failure, outcome: Outcome, restarts: Restarts) -> float | N
     if outcome.interrupted is not None:
         return None
     if outcome.told is not None:
-        report(f"not started again: {signal.Signals(outcome.told).name} told it to end")
+        report(f"not started again: the job got {signal.Signals(outcome.told).name}")
         return None
     wait_s, text = restarts.after(failed, outcome.updates)
     if wait_s is not None:
@@ -347,7 +347,7 @@ def _dry_run(plan: JobPlan) -> str:
         lines += [f"  {name}={value}" for name, value in sorted(environment.of_host(chosen).items())]
         unless = sorted(set(plan.defaults(host).items()) - {(name, value) for name, value in job.env.items()})
         lines += [f"  {name}={value}   (unless set there)" for name, value in unless if name not in job.env]
-    lines += ["", "every rank, besides its HOROVOD_RANK, _SIZE, _LOCAL_RANK, ...:"]
+    lines += ["", "every rank, in addition to HOROVOD_RANK, _SIZE, _LOCAL_RANK, ...:"]
     job_wide = environment.of_job(plan.first, 0, 0)
     shown = {name: "(free port)" if name.endswith("_PORT") else value for name, value in job_wide.items()} | {
         name: "(not shown)" if environment.is_secret(name, value) else value for name, value in job.env.items()

@@ -5,7 +5,7 @@ refuses, proves and watches while it trains is found here, before a cluster is w
 another at different places, that hang, or take another number of steps; that train on the same data; rates and
 memory at that size. A plain Horovod script is watched as `hvdtrain guard` does it.
 
-What hvdtrain would write (run logs, checkpoints) goes into the rehearsal's folder, and no checkpoint is gone on from.
+What hvdtrain would write (run logs, checkpoints) goes into the rehearsal's folder. No checkpoint is restored.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ def _show(ranks: Ranks, shown: int) -> int:
 
 def _well(ranks: Ranks, done: list[int], memory: Mapping[int, tuple[int, int]], over: bool) -> int:
     came = "to the script's end" if over else f"for {min(done)} update(s)"
-    say(f"{ranks.np} ranks went on together {came}, and nothing was found in {time.monotonic() - ranks.began_s:.0f} s")
+    say(f"{ranks.np} ranks ran together {came}, and nothing was found in {time.monotonic() - ranks.began_s:.0f} s")
     for line in (*_rates(ranks.folder), *_memory(memory)):
         say(line)
     if not over:

@@ -172,7 +172,7 @@ _FIXES = {
     "ranks": "start every rank through one launcher, and unset the variables of others; no host twice in -H",
     "broadcast": f"hvdtrain doctor, with the same -H; then {build_horovod_command()} on every host",
     "averaging": f"hvdtrain doctor, with the same -H; then {build_horovod_command()} on every host",
-    "training": "the first of the other checks that fails says why; if none does, please report it with --json",
+    "training": "the first of the other checks that fails shows why; if none fails, please report it with --json",
     "replicas": "the same frameworks, drivers and kinds of GPU on every host: hvdtrain doctor, with the same -H",
 }
 

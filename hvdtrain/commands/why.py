@@ -23,10 +23,10 @@ from hvdtrain.record.log import read_events, read_run, run_status
 _READS = "hvdtrain why needs a run's directory, a launcher's folder of logs, or the file of a hang"
 _TOGETHER_S = 2.0  # pages are written once a second
 _SILENT = (
-    "ranks that have ended without a word: killed (as by SIGKILL, or for memory: dmesg tells), or by os._exit,"
-    " or by a crash of native code"
+    "ranks that ended without a message: killed (by SIGKILL, or because memory ran out: see dmesg), or ended by"
+    " os._exit, or by a crash of native code"
 )
-_GOES_ON = "ranks, as they were last heard of"
+_GOES_ON = "the last report of each rank"
 _TOLD = 4  # errors
 _PREEMPTED = "the job was preempted"
 _UNKNOWN = "the signal (SIGTERM or SIGUSR1) and the save, if any, are not recorded here; see the output of the ranks"
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints the cause; returns the exit code: 1 if the cause is unknown."""
     text = why(args.where)
-    print(text or f"{args.where}: nothing tells why: no hang, no rank that ended without a word, no failed run")
+    print(text or f"{args.where}: no cause is recorded: no hang, no rank that ended without a message, no failed run")
     return 0 if text and _UNKNOWN not in text else 1
 
 
@@ -150,7 +150,7 @@ def _causes(words: Sequence[Page], silent: Sequence[Page], head: str) -> str:
     if lost is not None and (own or before):
         told.append(f"  after it: rank {lost['rank']}: {lost['error'].splitlines()[0]}")
     if after:
-        told.append(f"  after it: {names_of(after)} ended without a word: a launcher ends the others")
+        told.append(f"  after it: {names_of(after)} ended without a message: a launcher ends the others")
     return "\n".join(filter(None, told))
 
 
@@ -181,7 +181,7 @@ def pages_in_words(pages: Sequence[Page], head: str = _SILENT) -> str:
         known += [f"in phase {page['phase']}"] if page.get("phase") else []
         known += [f"in on_main({page['on_main']})"] if page.get("on_main") else []
         known += [page["line"]] if page.get("line") else []
-        lines.append(f"  {_name(page)}: last heard of {moment(page.get('time', 0.0))}: {', '.join(known)}")
+        lines.append(f"  {_name(page)}: last report {moment(page.get('time', 0.0))}: {', '.join(known)}")
     if len(order) > 1 and order[1].get("time", 0.0) - order[0].get("time", 0.0) > _TOGETHER_S:
         hosts = len({page.get("host") for page in order})
         doubt = " (by its own host's clock)" if hosts > 1 else ""

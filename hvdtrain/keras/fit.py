@@ -189,7 +189,7 @@ def _begin(call: FitCall) -> bool:
         data.go_on(first, progress.samples_in_epoch if restored else 0)
     elif data is None and restored and progress.samples_in_epoch:
         call.session.prepared.say(
-            f"goes on after {progress.samples_in_epoch} samples of epoch {first}: the data must skip those"
+            f"continues after {progress.samples_in_epoch} samples of epoch {first}: the data must skip those"
         )
     elif data is None:
         place.progress = replace(progress, samples_in_epoch=0)
@@ -309,7 +309,7 @@ def _name_what_is_not_saved(call: FitCall) -> None:
     counting = [type(c).__name__ for c in call.callbacks if isinstance(c, (_K.EarlyStopping, _K.ReduceLROnPlateau))]
     if counting:
         call.session.prepared.say(
-            f"{' and '.join(counting)}: a run that is resumed from a checkpoint begins to count there anew; the best"
+            f"{' and '.join(counting)}: a run that is resumed from a checkpoint begins to count there again; the best"
             " value so far and the epochs without a better one are in no checkpoint",
             once="counting",
         )

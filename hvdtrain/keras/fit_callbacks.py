@@ -230,7 +230,7 @@ class Count(Callback):
         if left > 0 and self.place.saves:
             self.session.prepared.say(
                 f"epoch {epoch} was stopped {left} step(s) before its end: with data that hvdtrain does not deal its"
-                " checkpoint is that of a whole epoch, so a resumed run goes on with the next"
+                " checkpoint is that of a whole epoch, so a resumed run continues with the next"
             )
         self.place.progress = Progress(now.epoch + 1, now.step, now.samples_seen, 0)
 
@@ -439,8 +439,8 @@ class Save(Callback):
             self._save({})
         elif told and data is None:
             self.session.prepared.say(
-                "preempted: data that hvdtrain does not deal has no place within an epoch, so this one goes on first,"
-                " and is saved",
+                "preempted: data that hvdtrain does not deal has no place within an epoch, so this epoch is completed"
+                " first, and saved",
                 once="told",
             )
 

@@ -55,7 +55,7 @@ def _convert(text: str, target: Target) -> Conversion:
             keras_calls.move_rest(plan, keras_wrapping.move_wraps(plan))
     for node in find(source.module, cst.SimpleString):
         if node.evaluated_value == "horovod":
-            plan.refuse(node, "'horovod' as text: a library that trains on Horovod by itself (Lightning's strategy)")
+            plan.refuse(node, "'horovod' as text: a library that calls Horovod itself (Lightning's strategy)")
     own = sorted({"hvt", "hvk", "hvdtrain"} & plan.needs & source.names())
     for name in ddp.names_taken(plan) if target is DDP else own:
         plan.refuse(imports[0], f"the new script needs the name {name}, which the script uses itself")
@@ -130,6 +130,6 @@ def _move_passes(plan: Rewrite, optimizers: training.Optimizers) -> None:
     elif passes and not (plan.refused or torch_calls.averages_by_hand(plan.source)):
         plan.note(
             passes[0],
-            "no optimizer is wrapped in this file, and backward() is left as it is; where another file prepares it,"
+            "no optimizer is wrapped in this file, and backward() is not changed; if another file prepares it,"
             " write optimizer.backward(loss)",
         )

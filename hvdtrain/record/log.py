@@ -318,7 +318,7 @@ class RunLog:
         if failed and self._talks and not self._warned_of_gpus:
             self._warned_of_gpus = True
             rank, error = next(iter(failed.items()))
-            log_files.say(f"hvdtrain: no utilisation of GPUs: NVML on rank {rank} says {error}", sys.stderr)
+            log_files.say(f"hvdtrain: no utilisation of GPUs: NVML on rank {rank} reports {error}", sys.stderr)
 
     def _add_phases(self, seconds: Mapping[str, float]) -> None:
         for phase, value in seconds.items():

@@ -28,7 +28,7 @@ class Interval:
 
     def __str__(self) -> str:
         if self.high > 100 * self.value:
-            return f"{self.value:.3f} (too few rounds to say how sure)"
+            return f"{self.value:.3f} (too few rounds for an interval)"
         return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
 

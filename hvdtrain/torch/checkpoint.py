@@ -303,9 +303,9 @@ class TrainingPart(Part):
         if saved.get("loop_goes_on") and self.data is not None and world.is_main:
             last, now = saved["loader"]["epoch"] - 1, saved["loader"]["epoch"]
             print(
-                f"hvdtrain: goes on with epoch {now}: the checkpoint was saved after the last batch of epoch {last},"
+                f"hvdtrain: continues with epoch {now}: the checkpoint was saved after the last batch of epoch {last},"
                 " within its loop. What the program does once that loop is over (validation, a scheduler's step) is not"
-                " in it, and is not done for that epoch: save after that, too",
+                " in it, and is not done for that epoch: also save after the loop",
                 flush=True,
             )
         same_size = len(saved["streams"]) == world.size
@@ -330,8 +330,8 @@ def put_others(others: Iterable[Loader], places: Iterable[dict[str, Any]], *, te
         if tell and (done or epoch > 1 and place["shuffle"]):  # 1: a look at a batch, by a loader that is gone
             print(
                 f"hvdtrain: the checkpoint has the place of a second loader, of {place['samples']} samples (epoch"
-                f" {epoch}, {done} samples done), and there is none of the same data and seed yet that could go on"
-                " there: one that is made later begins with its first epoch; make it before the restore",
+                f" {epoch}, {done} samples done), and no loader of the same data and seed exists yet that could"
+                " continue there: one that is made later begins with its first epoch; make it before the restore",
                 flush=True,
             )
 
@@ -346,8 +346,8 @@ def _place(session: Session) -> dict[str, Any] | None:
     if left is not None and session.world.is_main:
         whole = data.plan.samples or "its"  # a stream's
         print(
-            f"hvdtrain: epoch {left[0]} was left after {left[1]} of {whole} samples: a run restored from"
-            f" this checkpoint begins epoch {left[0] + 1}, as this one would (to go on there, save within the loop)",
+            f"hvdtrain: epoch {left[0]} ended after {left[1]} of {whole} samples: a run restored from"
+            f" this checkpoint begins epoch {left[0] + 1}, as this one would (to continue there, save within the loop)",
             flush=True,
         )
     return session.batches.state()

@@ -148,7 +148,7 @@ def gather_in_order(batches: Iterable[tuple[Step | None, Any]], *, world: World 
     if not problem and len(set(places)) < len(places):
         problem = "a batch twice: from two ranks, or from two loops over one epoch"
         if elastic.ranks().may_change:
-            problem += ",\nor a batch was repeated when ranks changed (values of the lost ranks are missing, too)"
+            problem += ",\nor a batch was repeated when ranks changed (values of the lost ranks are then also missing)"
     if problem or not pieces:
         raise ConfigError(
             "gather_in_order() needs (step, values) of each batch once, with a value for each sample",

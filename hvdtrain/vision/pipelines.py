@@ -156,7 +156,7 @@ def _apply_plan(
     if chosen.stages == 1:
         left = len(set(devices)) - 1
         if world.is_main and left:
-            print(f"whole on one device: {left} of this rank's are left idle; start a rank for each", flush=True)
+            print(f"whole on one device: {left} of this rank's devices stay idle; start a rank for each", flush=True)
         return None, plan
     return split(network, example[: plan.per_rank_batch], devices[: chosen.stages], **_cut(chosen.sizes, chosen)), plan
 

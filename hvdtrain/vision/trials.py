@@ -258,7 +258,7 @@ def sweep(job: SplitJob, sizes: Sequence[int]) -> int:
     batch, its = job.settings.batch, job.settings
     counts, left_out = counts_of(sizes, batch)
     if left_out:
-        print(f"\nsweep: left out {'; '.join(left_out)}", flush=True)
+        print(f"\nsweep: skipped {'; '.join(left_out)}", flush=True)
     began = time.perf_counter()
     prediction, update_s = predict(job.pipe, *job.batches[0], job.loss), job.update_s()
     predicting_s = time.perf_counter() - began

@@ -179,7 +179,7 @@ def notes(verdict: Verdict, known: Mapping[int, Report], hang_s: float) -> str:
     """Returns the note that rank 0 prints if a rank is late but the job continues; pure."""
     if verdict.kind == "debugged":
         why = "; ".join(f"rank {rank}: {known[rank]['debugger']}" for rank in verdict.ranks)
-        return f"hvdtrain: ranks wait for longer than {hang_s:g} s, and are left alone: {why}"
+        return f"hvdtrain: ranks wait for longer than {hang_s:g} s, and are not ended: {why}"
     where = "\n  ".join(who_does_not_come(rank, known[rank])[0] for rank in verdict.ranks)
     late = f"{names_of(verdict.waiting)} wait{'s' * (len(verdict.waiting) == 1)} for longer than {hang_s:g} s"
     return f"hvdtrain: {late}; the job continues, because the late ranks still move:\n  {where}"

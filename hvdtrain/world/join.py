@@ -257,8 +257,8 @@ def _check_engine(detected: Detected, comm: Engine) -> None:
     }
     raise LauncherError(
         "the launcher and the engine must see the same world",
-        f"{detected.launcher} says rank {detected.rank} of {detected.size},"
-        f" {comm.name} says rank {comm.rank} of {comm.size}",
+        f"{detected.launcher} reports rank {detected.rank} of {detected.size},"
+        f" {comm.name} reports rank {comm.rank} of {comm.size}",
         remedies.get(
             detected.launcher, "unset variables left over from another launcher, and start again through one launcher"
         ),

@@ -160,7 +160,7 @@ def walk(
 
 
 def _skip(records: CountedRecords, plan: StreamPlan, begin: int, digest: int | None) -> None:
-    rule, kind = "a run goes on where it stopped, in the data and the order it began with", plan.kind
+    rule, kind = "a resumed run must read the same data in the same order", plan.kind
     done = 0
     while done < begin and (record := next(records, _END)) is not _END:
         done += len(record) if plan.whole_batches else 1

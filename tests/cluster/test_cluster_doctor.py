@@ -77,7 +77,7 @@ def test_this_machine(c: Cluster) -> None:
     """Without -H there is no ssh, and nothing but this machine."""
     with c.sshd("host1", "stop"):
         done = c.run("host1", [sys.executable, "-m", "hvdtrain", "doctor"]).check()
-    assert "nothing to say: 1 host(s), 1 rank(s)" in done.out
+    assert "nothing found: 1 host(s), 1 rank(s)" in done.out
     assert "live all-reduce: 2 ranks" in done.out
 
 

@@ -130,7 +130,7 @@ def test_ranks_are_lost_and_replaced_and_the_others_go_on(tmp_path):
     assert [its["workers"] for its in found["formations"]] == [[0, 2], [0, 2, 3], [2, 3], [2, 3, 4]], ended.text
     assert [(its["worker"], its["formation"]) for its in found["lost"]] == [(1, 1), (0, 3)]
     assert "worker 1 on localhost lost: ended by SIGKILL" in ended.err
-    assert "going on with 2 ranks (formation 2; localhost: 2)" in ended.err
+    assert "continuing with 2 ranks (formation 2; localhost: 2)" in ended.err
     updates = [int(line.split()[2]) for line in ended.of(2) if line.startswith("first")]
     assert updates == sorted(updates) and updates[1] == 20, "the update that was not done is done again"
     assert ended.of(3)[0] == "answers what rank 0 recorded"
@@ -153,8 +153,8 @@ def test_a_rank_that_is_stopped_is_left(tmp_path):
     ("todo", "flags", "code", "said"),
     [
         (("1:1.10:exit=2",), ("--min-np=1",), 2, "rank 1 on localhost failed first"),
-        (("*:1.10:raise",), ("--min-np=1",), 1, "no worker of formation 1 is left"),
-        (("1:1.10:exit=3",), ("--min-np=3", "--elastic-timeout=0"), 3, "fewer than 3 workers (--min-np) are left"),
+        (("*:1.10:raise",), ("--min-np=1",), 1, "no worker of formation 1 remains"),
+        (("1:1.10:exit=3",), ("--min-np=3", "--elastic-timeout=0"), 3, "fewer than 3 workers (--min-np) remain"),
     ],
 )
 def test_what_ends_an_elastic_job(tmp_path, todo, flags, code, said):

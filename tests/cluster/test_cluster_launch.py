@@ -296,7 +296,7 @@ def test_a_job_that_was_told_to_end_is_not_started_again(tmp_path, how, code, by
             job.process.send_signal(signal.SIGUSR1)
         ended = job.end()
     assert ended.code == code, ended.text
-    assert "not started again: SIGUSR1 told it to end" in ended.err, ended.text
+    assert "not started again: the job got SIGUSR1" in ended.err, ended.text
     assert ("restart 1 of 1" in ended.err) is (by == "somebody else"), ended.text
 
 
@@ -376,7 +376,9 @@ def test_a_rank_that_ends_well_while_others_go_on_is_blamed(tmp_path):
     ended = launch(tmp_path, "leaves", program=EARLY)
     assert ended.code == 1, ended.text
     assert "rank 1 on localhost failed first" in ended.err, ended.text
-    assert "ended with exit code 0 while others went on; rank 0 on localhost, which lacked it: exit code 1" in ended.err
+    assert (
+        "ended with exit code 0 while others continued; rank 0 on localhost, which lacked it: exit code 1" in ended.err
+    )
 
 
 # ---- refusals, and what would run

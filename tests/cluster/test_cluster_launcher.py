@@ -88,7 +88,7 @@ def test_an_agent_that_never_says_hello(tmp_path):
 def test_an_agent_that_falls_silent(tmp_path):
     outcome = run_with(tmp_path, "say('hello', **hello()); until('never')", lost_s=1.0)
     assert outcome.exit_code == 255 and outcome.failed is not None
-    assert "said nothing for 1 s" in outcome.failed.why
+    assert "sent nothing for 1 s" in outcome.failed.why
 
 
 def test_an_agent_that_does_not_end(tmp_path):

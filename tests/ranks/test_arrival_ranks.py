@@ -25,7 +25,7 @@ def test_a_rank_that_comes_late_and_one_that_does_not_come() -> None:
     )
     assert done.returncode != 0 and done.seconds < 45
     assert "all 2 ranks must start within 1 s" in done.ranks_error[0], done.text
-    assert "rank 1 did not come, says rank 0" in done.ranks_error[0]
+    assert "rank 1 did not arrive, rank 0 reports" in done.ranks_error[0]
 
 
 @pytest.mark.thorough

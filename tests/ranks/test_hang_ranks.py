@@ -101,7 +101,7 @@ def test_a_rank_that_is_killed_leaves_its_page(tmp_path: Path) -> None:
         done = start(TORCH, ["horovod", "endless_loop"], tmp_path, **{variables.HANG_S: "60"})
     assert done.returncode != 0 and RULE not in done.text
     said = why(tmp_path)
-    assert re.search(r"rank 1 \(host \S+, process \d+\): last heard of .*: 2 update\(s\) done", said), said
+    assert re.search(r"rank 1 \(host \S+, process \d+\): last report .*: 2 update\(s\) done", said), said
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ REFUSED = {
     "none": ("ConfigError", "must be one number", "reduction=None in SparseCategoricalCrossentropy"),
     "dice_of_the_batch": ("ReplicaError", "its pieces", "6 samples", "Dice(axis=(1, 2, 3))", "verify=False"),
     "balance_in_training": ("ReplicaError", "its pieces", "6 samples"),
-    "added_to_the_whole": ("ReplicaError", "its pieces", "6 samples", "with whole=True too"),
+    "added_to_the_whole": ("ReplicaError", "its pieces", "6 samples", "also with whole=True"),
     "batchnorm_of_ones_own": ("ReplicaError", "its pieces", "keras.layers.BatchNormalization"),
     "contrast_of_single_samples": ("ReplicaError", "its pieces", "2 samples"),
     "divides_otherwise_later": ("ReplicaError", "its pieces", "6 samples", "whole=True"),

@@ -53,7 +53,7 @@ def check_named(done: Result, way: str) -> None:
 @pytest.mark.thorough
 def test_a_clean_script_is_not_complained_of_and_trains_as_real_ranks_do(tmp_path: Path) -> None:
     done = rehearse(tmp_path, "-np", 4, "--updates", 0, PARTED)
-    assert done.returncode == 0 and "4 ranks went on together to the script's end" in done.err, done.text
+    assert done.returncode == 0 and "4 ranks ran together to the script's end" in done.err, done.text
     real = run_ranks([PARTED], 4, launcher="horovodrun").check()
     forked = words_of(tmp_path, 4)
     assert forked == [real.ranks_output[rank].split() for rank in range(4)], "bit for bit, at the same places"

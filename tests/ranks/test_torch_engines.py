@@ -161,7 +161,11 @@ def test_refusals() -> None:
         "taken": ["rank 0 must be able to listen on localhost", "address already in use", "MASTER_PORT"],
         "unreachable": ["rank 1 must be able to reach rank 0 at localhost", "Connection refused"],
         "unknown host": ["reach rank 0 at nowhere.invalid", "not known"],
-        "absent": ["all 2 ranks must start within 1 s", "rank 1 did not come, says rank 0", "HVDTRAIN_START_TIMEOUT_S"],
+        "absent": [
+            "all 2 ranks must start within 1 s",
+            "rank 1 did not arrive, rank 0 reports",
+            "HVDTRAIN_START_TIMEOUT_S",
+        ],
         "no port": ["MASTER_PORT is missing"],
         "pieces": ["HVDTRAIN_CPU_DEVICES must be a whole number >= 1", "'two'"],
         "sync over pieces": ["dataparallel with 2 devices", "remove sync_batchnorm"],

@@ -33,7 +33,7 @@ def test_no_workers_are_left_behind() -> None:
 
 def test_unreadable_files_are_named_as_they_come() -> None:
     lines = output_of("loader_alone.py").splitlines()
-    assert "hvdtrain: rank 0 leaves out file 3: broken" in lines
+    assert "hvdtrain: rank 0 skips file 3: broken" in lines
     assert not any("file 8: broken" in line for line in lines)  # after a few, the list at the end must do
 
 

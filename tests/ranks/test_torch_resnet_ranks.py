@@ -148,7 +148,7 @@ def test_launch_forms(launcher: str, ranks: int, flags: tuple[str, ...], picture
     assert run["effective_batch"] == (16 if "--accumulate" in flags else 8)
     assert "3 classes" in result.ranks_output[0]
     assert [Path(name).parts[-2:] for name in ended["skipped"]] == [tuple(BROKEN.split("/"))]
-    assert "left out: 1 picture that cannot be read" in result.ranks_output[0]
+    assert "skipped: 1 picture that cannot be read" in result.ranks_output[0]
     if "--pipeline" in flags and "--plan" not in flags:
         assert "2 micro-batches" in run["config"]["stages"]
     if "--plan" in flags:  # what is chosen is obeyed

@@ -178,4 +178,4 @@ class TestRanks:
         done = run_ranks(["-c", code], 2, launcher="horovodrun", env={"PYTHONPATH": f"{FOLDER}:{REPOSITORY}"})
         assert done.returncode != 0
         # whichever rank ends first takes the other with it
-        assert re.search(r"horovodrun says rank [01] of 2, blind says rank 0 of 1", done.text), done.text
+        assert re.search(r"horovodrun reports rank [01] of 2, blind reports rank 0 of 1", done.text), done.text

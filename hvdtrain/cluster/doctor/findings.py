@@ -148,7 +148,7 @@ _WHY_SSH: dict[Kind, str] = {
     "unreachable": "no rank can be started there, and the others would wait for its ranks for ever",
     "refused": "ranks on other hosts are started by ssh",
     "unknown_name": "the launcher cannot find the host",
-    "unknown_host_key": "whoever answers at that address could be another machine; ssh refuses rather than trust it",
+    "unknown_host_key": "another machine could answer at that address, so ssh refuses to connect",
     "changed_host_key": "the machine that answers is not the one that was trusted",
     "denied": "the launcher cannot answer questions: it needs a key that works without a password",
     "timeout": "a job would hang at its start, waiting for this host",

@@ -78,7 +78,7 @@ def checked(live: Live | None) -> Iterator[Finding]:
             "all-reduce-failed", "error", (live.host,) if live.host else (),
             f"an all-reduce over {live.size} ranks by Horovod for {live.framework} failed: {live.failed}",
             "a job on these hosts would fail, or hang, in the same way",
-            "the lines above say where; hvdtrain verify -H ... tries each framework by itself",
+            "the lines above show where; hvdtrain verify -H ... tests each framework separately",
         )  # fmt: skip
 
 

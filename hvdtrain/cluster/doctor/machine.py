@@ -157,8 +157,8 @@ def _order(host: str, facts: Facts, names: list[str]) -> Iterator[Finding]:
         listed = ", ".join(f"{number} {name}" for number, name in enumerate(names))
         yield Finding(
             "gpu-order", "warning", (host,), f"unlike GPUs, along the PCI bus: {listed}; CUDA_DEVICE_ORDER={order!r}",
-            "hvdtrain's ranks count them like that (unless the variable says otherwise); other programs there call the"
-            " fastest one 0, and CUDA_VISIBLE_DEVICES means another one to them",
+            "hvdtrain's ranks count GPUs along the PCI bus (unless the variable is set otherwise); other programs there"
+            " call the fastest GPU 0, so CUDA_VISIBLE_DEVICES selects another GPU for them",
             "export CUDA_DEVICE_ORDER=PCI_BUS_ID in the shell's start-up files there",
         )  # fmt: skip
 
@@ -268,7 +268,7 @@ def _limits(cluster: ClusterFacts, host: str, facts: Facts) -> Iterator[Finding]
         yield Finding(
             "few-open-files", "warning", (host,), f"{soft} open files a process (ulimit -n), wanted are {need}",
             f"a rank keeps connections to all {cluster.size} ranks open, and its loaders' files",
-            'there: echo "* - nofile 65536" >> /etc/security/limits.conf, and log in anew: ulimit -n',
+            'there: echo "* - nofile 65536" >> /etc/security/limits.conf, and log in again: ulimit -n',
         )  # fmt: skip
     address_space = limits["as"][0]
     if address_space is not None:

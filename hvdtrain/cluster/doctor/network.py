@@ -149,7 +149,7 @@ def _interfaces(cluster: ClusterFacts, links: Links) -> Iterator[Finding]:
 
 
 _REACH: dict[str, tuple[str, str]] = {
-    "no route": ("no-route", "{} has no route to {}, or a firewall says so"),
+    "no route": ("no-route", "{} has no route to {}, or a firewall reports that it has none"),
     "refused": ("closed-port", "{} is refused by {}: a firewall, as a port was open"),
     "timeout": ("closed-port", "{} gets no answer from {}: packets are dropped"),
     "forbidden": ("closed-port", "{} may not connect to {}: its own firewall"),
@@ -192,7 +192,7 @@ def _no_way(cluster: ClusterFacts, links: Links, culprit: str, kind: str, pairs:
         f" {cluster.on(end, 'iptables', '-I', 'INPUT', '-p', 'tcp', '-s', others, '-j', 'ACCEPT')}"
         f"\n(firewalld: firewall-cmd --zone=trusted --add-source={others.partition(',')[0]}); or use another network:"
         " --network",
-        "silent-network": f"{_ping(cluster, start, address)} tells the size that passes; lower the MTU to it",
+        "silent-network": f"{_ping(cluster, start, address)} shows the size that passes; lower the MTU to it",
     }
     hosts = tuple(dict.fromkeys((culprit, *(host for pair in pairs for host in pair))))
     return Finding(id_, "error", hosts, what, _WHY_REACH, fixes[id_])
@@ -211,7 +211,7 @@ def _speed(cluster: ClusterFacts, links: Links) -> Iterator[Finding]:
                 "bulk-stalls", "error", (start, end),
                 f"{start} connects to {end}, but a stream of data stops: {flow['text']}",
                 "short messages pass, gradients hang: most often packets larger than the network takes are dropped",
-                f"{_ping(cluster, start, address)} tells the size that passes; lower the MTU to it",
+                f"{_ping(cluster, start, address)} shows the size that passes; lower the MTU to it",
             )  # fmt: skip
     rates = links.rates()
     for start, end in links.slow():
@@ -273,6 +273,6 @@ def folder(cluster: ClusterFacts, found: RunFolder) -> Iterator[Finding]:
         yield Finding(
             "run-dir-not-shared", "warning" if found.asked else "note", tuple(apart),
             f"{found.path} is not the same folder as on {first}",
-            f"checkpoints and records are on {first} only: a job that goes on elsewhere does not find them",
+            f"checkpoints and records are on {first} only: a job that resumes on another host does not find them",
             f"put it on a file system that all hosts mount (NFS): --run-dir DIR; or always start on {first} first",
         )  # fmt: skip

@@ -55,7 +55,7 @@ def _python(cluster: ClusterFacts, host: str, facts: Facts) -> Iterator[Finding]
     yield Finding(
         "python-unsupported", "error", (host,),
         f"Python {python['version']} ({python['executable']}) is not supported: the oldest is {supported.oldest}",
-        supported.why, f"name another: --python PATH; {cluster.on(host, 'python3', '--version')} tells the usual one",
+        supported.why, f"name another: --python PATH; {cluster.on(host, 'python3', '--version')} prints the usual one",
     )  # fmt: skip
 
 
@@ -100,7 +100,7 @@ def _same_packages(cluster: ClusterFacts) -> Iterator[Finding]:
         command = ["-m", "pip", *(["install", install] if usual != "missing" else ["uninstall", "-y", name])]
         fixes = [cluster.on(host, cluster.python_on(host), *command) for host in list(others)[:3]]
         if name in ("torch", *_TENSORFLOW):
-            fixes.append("then build Horovod anew there, as it fits one version only: hvdtrain build-horovod --install")
+            fixes.append("then build Horovod again there, since it fits one version: hvdtrain build-horovod --install")
         yield Finding(
             f"{name}-differs", "error", tuple(others),
             f"{name} {listed(others)}; {_of_the_others(cluster, others)} {usual}", _WHY_SAME, "\n".join(fixes),

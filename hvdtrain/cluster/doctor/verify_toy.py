@@ -179,7 +179,7 @@ def distinct(ranks: Sequence[Measured], expected_size: int | None = None) -> Toy
     """Checks that every rank is a separate process, knows its place, and shares no device on its host."""
     cards = [rank.card for rank in ranks]
     size = len(cards) if expected_size is None else expected_size
-    wrong = [f"rank {card['rank']} says {card['size']} ranks" for card in cards if card["size"] != size]
+    wrong = [f"rank {card['rank']} reports {card['size']} ranks" for card in cards if card["size"] != size]
     numbers = [card["rank"] for card in cards]
     wrong += [f"the ranks are {numbers}"] * (numbers != list(range(size)))
     processes = {(card["host"], card["pid"]) for card in cards}

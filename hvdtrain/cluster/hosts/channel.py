@@ -101,7 +101,7 @@ class Channel:
         if not self.local or found.kind not in ("other", "timeout"):
             return found
         how = "does not answer" if returncode is None else f"ended with {returncode}"
-        what = f"{self._python} on this machine {how}: {said[-2000:] or 'it said nothing'}"
+        what = f"{self._python} on this machine {how}: {said[-2000:] or 'it printed nothing'}"
         return SshProblem(found.kind, what, f"try: {shlex.join(self._process.args)}")  # type: ignore[arg-type]
 
     def close(self, wait_s: float) -> None:

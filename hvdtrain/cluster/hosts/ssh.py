@@ -158,7 +158,7 @@ def explain(
         return SshProblem("other", what, fix)
     fix = f"try: ssh{port} {host} true"
     if returncode != 255 and not answered:
-        fix += "; where that fails, too, a start-up file there ends the shell (~/.bashrc)"
+        fix += "; if that also fails, a start-up file there ends the shell (~/.bashrc)"
     return SshProblem("other", f"ssh to {host} failed with exit code {returncode}: {last}", fix)
 
 
@@ -260,8 +260,8 @@ _HANGS = (
 _SSH_PROBLEMS: tuple[_Problem, ...] = (
     (
         "changed_host_key", r"^@ *WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED|^Host key for .* has changed",
-        "{host}'s host key is not the one in known_hosts: it was set up anew, or it is another machine",
-        "ask its administrator for the key's fingerprint; if it was set up anew: ssh-keygen -R {known}, then"
+        "{host}'s host key is not the one in known_hosts: it was set up again, or it is another machine",
+        "ask its administrator for the key's fingerprint; if it was set up again: ssh-keygen -R {known}, then"
         " scripts/ssh_setup.sh {host}",
     ),
     (

@@ -21,7 +21,7 @@ TIMEOUT_S = 10.0
 
 def command_in(text: str) -> tuple[str, ...]:
     """Returns the words of a command, which runs without a shell; raises ConfigError if it cannot be split."""
-    words, why = [], "no words"
+    words, why = [], "the command is empty"
     try:
         words = shlex.split(text)
     except ValueError as error:
@@ -54,7 +54,7 @@ def asked(command: Sequence[str], timeout_s: float = TIMEOUT_S, closed: threadin
             raise _no_list(command, f"not done in {timeout_s:g} s")
         said, complained = ((file.seek(0), file.read().decode(errors="replace"))[1] for file in (out, err))
     if process.returncode != 0:
-        raise _no_list(command, f"exit code {process.returncode}: {complained.strip()[-500:] or 'it said nothing'}")
+        raise _no_list(command, f"exit code {process.returncode}: {complained.strip()[-500:] or 'it printed nothing'}")
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     try:
         return parse_hosts(",".join(lines)) if lines else []

@@ -299,7 +299,7 @@ class ElasticRunning(Running):
         hosts = {slot.host.name: slot.local_size for slot in formed.slots}
         where = ", ".join(f"{name}: {count}" for name, count in hosts.items())
         ranks = f"{size} rank{'s' * (size > 1)}"
-        self._heard.say(f"going on with {ranks} (formation {formed.formation}; {where})")
+        self._heard.say(f"continuing with {ranks} (formation {formed.formation}; {where})")
         record = {"formation": formed.formation, "workers": list(formed.numbers), "hosts": hosts}
         self.outcome.formations.append({**record, "after_s": self._after_s(), "took_s": round(formed.after_s, 3)})
         self._forget_cuts()

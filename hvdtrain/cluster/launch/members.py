@@ -433,7 +433,7 @@ class Members:
         if self._broken_s is None or self._asked is not None or any(its.state == "in" for its in members):
             return
         if all(its.empty for its in members):
-            self._fail(f"no worker of formation {self.formation} is left that has what was trained")
+            self._fail(f"no worker of formation {self.formation} remains that has the training state")
             return
         if self._must_look(members):
             return
@@ -472,7 +472,7 @@ class Members:
             self._short_s = None
             return
         self._short_s = now if self._short_s is None else self._short_s
-        few = f"fewer than {minimum} workers (--min-np) are left"
+        few = f"fewer than {minimum} workers (--min-np) remain"
         if not self._answers:
             self._fail(f"{few}, and none can join before the first update")
         elif sum(host.slots for host in self._hosts) < minimum and not self._limits.open:

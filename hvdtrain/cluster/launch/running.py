@@ -254,7 +254,7 @@ class Running:
                 then(look.in_words(pairs), pairs)
         for its in self._agents.connections:
             if not (its.ended or its.closed) and its.silent_s() > self._job.timeouts.lost_s:
-                self._host_is_lost(its, f"{its.host.name} said nothing for {its.silent_s():.0f} s")
+                self._host_is_lost(its, f"{its.host.name} sent nothing for {its.silent_s():.0f} s")
             elif (its.ended or its.closed) and self._ranks_left(its):  # gone before its ranks were started
                 self._host_is_lost(its, its.why_left or its.problem().what)
 
@@ -271,8 +271,8 @@ class Running:
             why = described(first.code, first.host) if first.code else "ended with exit code 0 before that"
             if blamed is not None:
                 why = (
-                    f"ended with exit code 0 while others went on; rank {first.rank} on {first.host}, which lacked it:"
-                    f" {why}"
+                    f"ended with exit code 0 while others continued; rank {first.rank} on {first.host}, which lacked"
+                    f" it: {why}"
                 )
             blamed = blamed or first
             if blamed.is_consequence and (found := self._missing_link()) is not None:

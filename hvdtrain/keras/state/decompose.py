@@ -31,14 +31,14 @@ ROWS = 16  # of the first batch: enough to decide, cheap for large models
 ROUNDING = 0.05  # of the bound: of the loss of outputs that are 0, where the loss itself is next to nothing
 
 _ADDED = (
-    "what layers add (add_loss) is of each rank's own rows, with whole=True too: add a mean over samples; or return"
-    " what it is made of, and compute it in compute_loss, or in a train_step of what hvk.whole(...) gives; if each"
-    " rank's own is meant, prepare(model, verify=False)"
+    "what layers add (add_loss) is computed on each rank's own rows, also with whole=True: add a mean over samples; or"
+    " return the tensors it is computed from, and compute it in compute_loss, or in a train_step from what"
+    " hvk.whole(...) returns; if each rank's own value is meant, prepare(model, verify=False)"
 )
 _REMEDY = (
     "prepare(model, data, whole=True): the loss of the global batch, whatever it is, but for what layers add"
     " (add_loss); or a loss that returns one value per sample (Dice(axis=(1, 2, 3)), no ops.sum or ops.mean over the"
-    " batch) and layers that look at each sample by itself (batch normalisation: keras.layers.BatchNormalization); if"
+    " batch) and layers that look at each sample separately (batch normalisation: keras.layers.BatchNormalization); if"
     " each rank's own is meant, or this is a false alarm, prepare(model, verify=False)"
 )
 

@@ -93,13 +93,13 @@ def go_on(model: keras.Model, session: KerasSession, callbacks: Sequence[Any], *
         BACKEND.put_back(variables, last.values)
         _not_swapped(callbacks)
         session.prepared.say(
-            "use_ema: goes on with the weights themselves, as one fit would; Keras had written the average over them at"
-            " the end of the last fit, which ended or began within an epoch"
+            "use_ema: continues with the weights themselves, as one fit would; Keras had written the average over them"
+            " at the end of the last fit, which ended or began within an epoch"
         )
     elif variables and place.saves:
         session.prepared.say(
-            "use_ema: goes on from the average, which Keras wrote over the weights at the end of the last fit; a run"
-            " that is resumed from the last checkpoint of a fit goes on with the weights themselves, as in one fit:"
+            "use_ema: continues from the average, which Keras wrote over the weights at the end of the last fit; a run"
+            " that is resumed from the last checkpoint of a fit continues with the weights themselves, as in one fit:"
             " train in one fit(epochs=...), and both are the same",
             once="average",
         )

@@ -240,8 +240,8 @@ def _move_load(plan: Rewrite, call: cst.Call, *, accumulates: bool) -> set[str]:
         more.append(f"{model}.optimizer.gradient_accumulation_steps = None")
         plan.note(
             call,
-            "hvd.load_model forgets backward_passes_per_step, and so does the new script: take the line with"
-            " gradient_accumulation_steps = None out to go on accumulating",
+            "hvd.load_model forgets backward_passes_per_step, and so does the new script: remove the line with"
+            " gradient_accumulation_steps = None to continue accumulating",
         )
     plan.then(statement, [*more, _prepare(plan, model, arguments)])
     return {tail(target)}

@@ -438,7 +438,7 @@ class Loader(Dealt):
             if name not in known:
                 self.skipped.append((name, reason))
                 if len(self.skipped) <= WARNED_FILES:
-                    print(f"hvdtrain: rank {self.world.rank} leaves out {name}: {reason}", file=sys.stderr, flush=True)
+                    print(f"hvdtrain: rank {self.world.rank} skips {name}: {reason}", file=sys.stderr, flush=True)
 
 
 class Epoch:

@@ -326,7 +326,7 @@ class LossProof:
     def _note(self, what: str) -> None:
         if what not in self._noted and self._world.is_main:
             self._noted.add(what)
-            print(f"hvdtrain: {what}; hvdtrain.torch.check(step, batch) tells whether that is right", flush=True)
+            print(f"hvdtrain: {what}; hvdtrain.torch.check(step, batch) checks whether that is right", flush=True)
 
     def explain(self, tally: Tally, sums: Tensor, rates: Callable[[], list[float]]) -> Callable[[], HvdtrainError]:
         """Returns what makes the error of an update that is refused, collective when it is called."""

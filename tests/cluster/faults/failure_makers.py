@@ -238,27 +238,27 @@ def said(job: Job, *texts: str) -> None:
 
 def goes_on_alone(job: Job) -> None:
     power_off(job)
-    said(job, "going on with 1 rank")
+    said(job, "continuing with 1 rank")
     job.trained(5)
 
 
 def goes_on_without_host3(job: Job) -> None:
     cut_between(job)
-    said(job, "going on with 2 ranks")
+    said(job, "continuing with 2 ranks")
     job.trained(5)
 
 
 def comes_back(job: Job) -> None:
     goes_on_alone(job)
     boot(job)
-    said(job, "going on with 2 ranks (formation 3")
+    said(job, "continuing with 2 ranks (formation 3")
     job.trained(5)
 
 
 def is_replaced(job: Job) -> None:
     job.happens()
     kill(rank_1(job))
-    said(job, "going on with 1 rank", "going on with 2 ranks (formation 3")
+    said(job, "continuing with 1 rank", "continuing with 2 ranks (formation 3")
     job.trained(5)
 
 
@@ -268,5 +268,5 @@ def dies_while_they_meet(job: Job) -> None:
     kill(first)
     said(job, "lost: ended by SIGKILL")
     kill(second)
-    said(job, "going on with 1 rank")
+    said(job, "continuing with 1 rank")
     job.trained(5)

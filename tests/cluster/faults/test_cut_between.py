@@ -42,7 +42,7 @@ def parted(hosts: Cluster, folder: Path, *, pace_s: float) -> Job:
     job.trained(3)
     job.happens()
     hosts.cut_between("host2", "host3")
-    said(job, f"host host3 is lost: {NO_LINK}", "going on with 2 ranks (formation 2; host1: 1, host2: 1)")
+    said(job, f"host host3 is lost: {NO_LINK}", "continuing with 2 ranks (formation 2; host1: 1, host2: 1)")
     job.trained(3)
     return job
 
@@ -69,7 +69,7 @@ def test_an_elastic_job_takes_a_host_back_once_it_reaches_the_others(hosts: Clus
     before = hosts.sshd_log("host3").count("Accepted")
     job.until(lambda: hosts.sshd_log("host3").count("Accepted") >= before + 2)  # it has been tried, and is again
     hosts.join_again("host2", "host3")
-    said(job, "going on with 3 ranks (formation 3; host1: 1, host2: 1, host3: 1)")
+    said(job, "continuing with 3 ranks (formation 3; host1: 1, host2: 1, host3: 1)")
     job.trained(3)
     ends_well(job, [[0, 1], [0, 1, 3]])
 

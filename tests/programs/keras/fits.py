@@ -637,7 +637,7 @@ def an_average_and_an_epoch_in_two_fits() -> str:
         for model in (stopped, new, restored):
             ours(model, whole, 3, initial_epoch=2)
             gaps.append(between(model, plain))
-    assert notes.getvalue().count("goes on with the weights themselves") == (RANK == 0) * 3, notes.getvalue()
+    assert notes.getvalue().count("continues with the weights themselves") == (RANK == 0) * 3, notes.getvalue()
     return near(*gaps)
 
 

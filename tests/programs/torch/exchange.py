@@ -253,7 +253,7 @@ def from_a_plain_script(engine: str) -> None:
     ]
     with contextlib.redirect_stdout(io.StringIO()) as said:
         assert hvdtrain_main(told) == 0
-    assert "goes on with epoch 2, counted from 0, after 3 updates of 0 samples" in said.getvalue()
+    assert "continues with epoch 2, counted from 0, after 3 updates of 0 samples" in said.getvalue()
     model, optimizer, _, progress = restored(run, plain_model())
     assert (progress.epoch, progress.step) == (2, 3)
     whole, of_optimizer = torch.load(source / "whole.pt", weights_only=True)

@@ -333,7 +333,7 @@ def test_new_workers_cannot_go_on_where_nobody_has_given_them_what_was_trained()
     for number in world.formation[1:]:
         assert not world.failed
         world.do(world.members.waits(number, world.members.formation, world.now + 1, empty=True))
-    assert "what was trained" in world.failed
+    assert "training state" in world.failed
 
 
 def test_ten_formations_without_an_update_are_the_end():

@@ -43,7 +43,7 @@ def test_who_does_not_come_is_named_by_all(missing: list[int], capsys: pytest.Ca
     there = [rank for rank in range(4) if rank not in missing]
     for error in come(Memory(), there, 4, 0.2):
         assert isinstance(error, LauncherError) and variables.START_TIMEOUT_S in error.remedy
-        named = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} did not come"
+        named = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} did not arrive"
         assert named in error.received, error
         assert error.shared == (0 not in missing), "rank 0 speaks for all where it is there"
 

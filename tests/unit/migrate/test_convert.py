@@ -211,7 +211,7 @@ def test_metrics_and_objects(old: str, new: str) -> None:
         ("h = hvd.allreduce_async_(p.grad)", "the call that waits"),
         ("a = hvd.alltoall(t)", "hvd.alltoall has no counterpart"),
         ("f(hvd)", "hvd as a value"),
-        ("Trainer(strategy='horovod')", "a library that trains on Horovod by itself"),
+        ("Trainer(strategy='horovod')", "a library that calls Horovod itself"),
         ("import horovod\nhorovod.run(f, min_np=2)", "horovod.run must be called"),
         ("hvd.allreduce(*args)", "the arguments of hvd.allreduce are not known"),
         ("hvd.allreduce(t, prescale_factor=2.0)", "prescale_factor"),

@@ -127,7 +127,7 @@ def test_what_nvml_refuses_is_said_once_and_ends_nothing(broken: str, host: Host
     epochs, printed = host.train()
     assert not of_threads[0].is_alive() and stand_in.open == 0
     assert [epoch["gpus"] for epoch in epochs] == [[{"error": "NVMLError: Driver/library version mismatch"}]] * 2
-    assert printed.count("no utilisation of GPUs: NVML on rank 0 says NVMLError: Driver/library") == 1
+    assert printed.count("no utilisation of GPUs: NVML on rank 0 reports NVMLError: Driver/library") == 1
     assert "verdict: " in printed and "GPU busy" not in printed
 
 

@@ -60,7 +60,7 @@ def test_pages_of_killed_ranks_are_told(tmp_path: Path) -> None:
         page.note(UPDATE, 40 + rank, 3, 40 + rank)
     said = why(tmp_path)
     assert (
-        said.startswith(f"{tmp_path}: no end is recorded\nranks that have ended without a word: killed (")
+        said.startswith(f"{tmp_path}: no end is recorded\nranks that ended without a message: killed (")
         and "40 update(s) done, in an update, in phase forward" in said
     )
     assert why(tmp_path / FOLDER / "rank-0.ring").count("update(s) done") == 1
@@ -74,7 +74,7 @@ def test_who_fell_silent_first() -> None:
     assert pages_in_words(pages).startswith("rank 2 fell silent first, and is likely the cause\n  rank 2")
     assert pages_in_words(pages).count(": 4 update(s) done") == 3  # a proof's is none of the training
     assert "(by its own host's clock)" in pages_in_words([pages[0], {**pages[1], "host": "other"}])
-    assert pages_in_words([{**page, "time": 5.0} for page in pages]).startswith("ranks that have ended without a word")
+    assert pages_in_words([{**page, "time": 5.0} for page in pages]).startswith("ranks that ended without a message")
 
 
 def fails(folder: Path, rank: int, error: BaseException, at: float | None = None) -> None:
@@ -130,11 +130,11 @@ def test_the_first_error_that_is_not_of_another_ranks_is_told(tmp_path: Path) ->
     assert said.count("later") == 1 and "SystemExit: 3" in said
     assert said.splitlines()[3:] == [
         "  after it: rank 0: ValueError: training failed",
-        "  after it: rank 4 ended without a word: a launcher ends the others",
+        "  after it: rank 4 ended without a message: a launcher ends the others",
     ]
     falls_silent(tmp_path, 5, at=990.0)
     assert [line.split(": ")[0] for line in why(tmp_path).splitlines()[1:3]] == [
-        "ranks that have ended without a word", "  rank 5 (host node, process 7)",
+        "ranks that ended without a message", "  rank 5 (host node, process 7)",
     ]  # fmt: skip
 
 
