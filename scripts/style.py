@@ -18,17 +18,6 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[1]
 DICTIONARY = REPOSITORY / "scripts" / "style.txt"
 RESULTS = ("limits.md", "failures.md", "documents.md", "benchmarks.md")  # tables that tests and programs write
-BEING_REWRITTEN = (  # exceptions, "being rewritten": remove each with its new page
-    "architecture.md",
-    "checkpoints.md",
-    "data.md",
-    "exactness.md",
-    "keras.md",
-    "learning-rate.md",
-    "mixed-precision.md",
-    "start.md",
-    "torch.md",
-)
 PHRASES = {  # regular expressions, each with what to write
     "as ever": "nothing",
     "by itself|by themselves": "separately, alone, automatically",
@@ -58,7 +47,7 @@ def findings(text: str) -> list[str]:
 def pages() -> list[Path]:
     """Returns the pages that are checked."""
     docs = sorted((REPOSITORY / "docs").glob("*.md"))
-    return [REPOSITORY / "README.md", *(page for page in docs if page.name not in RESULTS + BEING_REWRITTEN)]
+    return [REPOSITORY / "README.md", *(page for page in docs if page.name not in RESULTS)]
 
 
 def texts(tree: ast.Module) -> Iterator[tuple[int, str]]:
