@@ -27,10 +27,10 @@ def told_once(result: Result, *parts: str) -> None:
 @pytest.mark.parametrize(
     ("flags", "part"),
     [
-        (["--per-rank-batch", "0"], "--per-rank-batch: must be a whole number >= 1, not '0'"),
+        (["--per-rank-batch", "0"], "--per-rank-batch must be a whole number >= 1, not '0'"),
         (["--accumulate", "-1"], "--accumulate"),
-        (["--label-smoothing", "-0.1"], "--label-smoothing: must be a number >= 0"),
-        (["--clip", "0"], "--clip: must be a number > 0"),
+        (["--label-smoothing", "-0.1"], "--label-smoothing must be a number >= 0"),
+        (["--clip", "0"], "--clip must be a number > 0"),
         (["--engine", "mpi"], "--engine"),
         (["--amp", "fp8"], "--amp"),
         (["--resume", "--weights", "somewhere"], "--weights"),

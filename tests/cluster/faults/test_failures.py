@@ -28,4 +28,5 @@ def test_the_page_shows_every_fault() -> None:
     page = PAGE.read_text(encoding="utf-8")
     shown = [re.escape(its.what.replace("|", "\\|")) for its in FAULTS]
     assert [what for what in shown if not re.search(rf"^\| {what}[,|]? ", page, re.MULTILINE)] == []
-    assert page.count("\n| ") == len(FAULTS) + len({its.kind for its in FAULTS}), "run scripts/failures.sh"
+    rows = page.partition("\n## ")[2].count("\n| ")  # after the table that explains the columns
+    assert rows == len(FAULTS) + len({its.kind for its in FAULTS}), "run scripts/failures.sh"
