@@ -227,7 +227,7 @@ class Count(Callback):
         if data is not None and not data.complete(self._next_batch):
             return  # a stop left samples of the epoch
         left = (self.params.get("steps") or 0) - self._next_batch
-        if left > 0 and self.place.saves:
+        if data is None and left > 0 and self.place.saves:  # a loader knows that the epoch is complete
             self.session.prepared.say(
                 f"epoch {epoch} was stopped {left} step(s) before its end: with data that hvdtrain does not deal its"
                 " checkpoint is that of a whole epoch, so a resumed run continues with the next"
