@@ -447,8 +447,8 @@ class _Guard:
 
     def _refuse(self, call: str, optimizer: Any, *_: object, **__: object) -> None:
         session, world = self._session(), current()
-        ours = session is None or (session.stepping and call == "step")
-        if world is None or world.size == 1 or (ours and (self.used or session is not None)):
+        engine_steps = session is not None and session.stepping and call == "step"
+        if engine_steps or world is None or world.size == 1:
             return
         optimizer = optimizer() if isinstance(optimizer, ref) else optimizer
         raise ConfigError(
@@ -466,5 +466,5 @@ class _Guard:
     def remove(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        for member in self._members:
-            vars(member() or self).pop("backward", None)
+        for member in filter(None, (its() for its in self._members)):
+            vars(member).pop("backward", None)
