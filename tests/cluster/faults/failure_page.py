@@ -32,15 +32,15 @@ failure of your own job: [why it hung](how-hung.md). The tests are in
 
 | column | meaning |
 |---|---|
-| what happens | the job ends, and the same command resumes it; or the job goes on |
+| what happens | the job ends, and the same command resumes it; or the job continues |
 | seconds | from the fault until no process of the job ran on any host |
 | at most | the limit in the tests, which allow 5 s more |
 | left | processes of the job on any host, 30 s after the launcher's end |
 | lost | samples that were skipped or trained twice in an epoch |
 | blamed | what the launcher names as the first failure, or as lost |
-| said | the first line that names the cause, without paths |
+| message | the first line that names the cause, without paths |
 
-- **Seconds** of a job that goes on: the longest time without a completed update, from the fault to
+- **Seconds** of a job that continues: the longest time without a completed update, from the fault to
   the end of the job. An update takes 0.1 s here, in elastic jobs 0.2 to 0.4 s.
 - **At most**, for jobs that end: the sums of the [limits](launching.md#when-a-job-ends).
 - **Lost** is computed from the final weights. They are compared with those that numpy computes from
@@ -68,14 +68,14 @@ def render(rows: list[Row]) -> str:
     lines = [
         INTRODUCTION.format(
             count=len(rows), cores=os.cpu_count(), kernel=platform.release(), python=platform.python_version(),
-            torch=torch, rows=f"{sum(fault.goes_on for fault in FAULTS)} of the {len(FAULTS)} jobs go on without help.",
+            torch=torch, rows=f"{sum(fault.goes_on for fault in FAULTS)} of the {len(FAULTS)} jobs continue without help.",
         )
     ]  # fmt: skip
     for kind in dict.fromkeys(fault.kind for fault in FAULTS):
         lines += [
             f"## {kind[0].upper()}{kind[1:]}",
             "",
-            "| fault | what happens | seconds | at most | exit code | left | lost | blamed | said |",
+            "| fault | what happens | seconds | at most | exit code | left | lost | blamed | message |",
             "|---|---|---|---|---|---|---|---|---|",
             *(_line(fault, found[fault.name]) for fault in FAULTS if fault.kind == kind),
             "",
@@ -86,7 +86,7 @@ def render(rows: list[Row]) -> str:
 def _line(fault: Fault, row: Row) -> str:
     code = signal.Signals(-row.code).name if row.code < 0 else row.code
     what = fault.what + (f", `{' '.join(fault.flags)}`" if fault.flags else "")
-    happens = "goes on" if fault.goes_on else "ends; resumed"
+    happens = "continues" if fault.goes_on else "ends; resumed"
     said = f"`{row.said}`" if row.said else ""
     seconds = f"{row.seconds:.1f}", f"{fault.within_s:g}"
     cells = (what, happens, *seconds, code, len(row.left), row.lost, row.blamed, said)
