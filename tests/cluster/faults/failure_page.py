@@ -68,7 +68,8 @@ def render(rows: list[Row]) -> str:
     lines = [
         INTRODUCTION.format(
             count=len(rows), cores=os.cpu_count(), kernel=platform.release(), python=platform.python_version(),
-            torch=torch, rows=f"{sum(fault.goes_on for fault in FAULTS)} of the {len(FAULTS)} jobs continue without help.",
+            torch=torch,
+            rows=f"{sum(fault.goes_on for fault in FAULTS)} of the {len(FAULTS)} jobs continue without help.",
         )
     ]  # fmt: skip
     for kind in dict.fromkeys(fault.kind for fault in FAULTS):
