@@ -29,7 +29,7 @@ from hvdtrain.keras.backends.session import (
     require_compiled,
     session_of,
 )
-from hvdtrain.keras.state import moving_average, replicas, rng
+from hvdtrain.keras.state import counts, moving_average, replicas, rng
 from hvdtrain.private.keras import BaseOptimizer, H5IOStore, saving_lib
 from hvdtrain.world.world import World
 
@@ -200,23 +200,26 @@ def _optimizer_in(compiled: Any) -> str | None:
 
 
 class RandomPart(Part):
-    """`random.npz`: the random state of every rank, as plain arrays (nothing is unpickled); what the place in the data
-    is a place in; the variables of layers with LoRA, of which `model.keras` has the product alone (Keras would go
-    on from factors of zero, for ever); and those of optimizers that it does not have.
+    """`random.npz`, what `model.keras` does not have, as plain arrays (nothing is unpickled): the random state of every
+    rank, the data's identity, what Keras' callbacks have counted, variables of layers with LoRA (`model.keras` has
+    their product only: Keras would continue from factors of zero), and unlisted variables of optimizers.
     """
 
     def __init__(self, model: keras.Model, place: TrainingPlace, world: World) -> None:
         self.model, self.place, self.world = model, place, world
         self.states: list[dict[str, np.ndarray]] = []
+        self.counts: list[Any] = []
 
     def collect(self) -> None:
         self.states = self.world.gather(rng.capture(self.model))
+        self.counts = counts.saved_of(self.place.callbacks)
 
     def write(self, file: StateFile) -> None:
         arrays = {f"{rank}/{key}": value for rank, state in enumerate(self.states) for key, value in state.items()}
         kept = {f"kept.{i}": keras.ops.convert_to_numpy(v) for i, v in enumerate(_not_in_file(self.model))}
         order = {} if self.place.order is None else {"order": np.array(self.place.order)}
-        np.savez(file, world_size=np.array(len(self.states)), **order, **arrays, **kept)  # type: ignore[arg-type]
+        counted = {"counts": _as_bytes(_packed(self.counts, arrays, "callbacks"))}
+        np.savez(file, world_size=np.array(len(self.states)), **order, **arrays, **kept, **counted)  # type: ignore[arg-type]
 
     def load(self, path: Path) -> None:
         """Puts this rank's state back; at another world size, streams that follow from rank 0's."""
@@ -227,11 +230,13 @@ class RandomPart(Part):
             for index, variable in enumerate(_not_in_file(self.model)):
                 variable.assign(stored[f"kept.{index}"])
             self.place.order = str(stored["order"]) if "order" in stored.files else None
+            counted = _unpacked(json.loads(stored["counts"].tobytes()), stored)
         rng.restore(self.model, state)
         if not same_size:
             rng.apply_derived(self.model, state, self.world.rank)
             state = rng.capture(self.model)
         self.place.restored_random = state
+        self.place.restored_counts = {(name, index): values for name, index, values in counted}
 
     def restored(self, progress: Progress) -> None:
         self.place.progress = progress
@@ -271,12 +276,15 @@ class KerasExtra(ExtraPart):
 
     def write(self, file: StateFile) -> None:
         arrays: dict[str, np.ndarray] = {}
-        text = json.dumps(_packed(self.states(), arrays, "extra"))
-        np.savez(file, structure=np.frombuffer(text.encode(), np.uint8), **arrays)  # type: ignore[arg-type]
+        np.savez(file, structure=_as_bytes(_packed(self.states(), arrays, "extra")), **arrays)  # type: ignore[arg-type]
 
     def load(self, path: Path) -> None:
         with np.load(path, allow_pickle=False) as stored:
             self.restore(_unpacked(json.loads(stored["structure"].tobytes()), stored))
+
+
+def _as_bytes(packed: Any) -> np.ndarray:
+    return np.frombuffer(json.dumps(packed).encode(), np.uint8)
 
 
 def _has_variables(value: Any) -> bool:

@@ -31,7 +31,7 @@ from hvdtrain.world import same_data
 from hvdtrain.world.world import World
 
 _K = keras.callbacks
-_SET = (_K.ReduceLROnPlateau, _K.LambdaCallback)  # of Keras' own, those that may set something at an epoch's end
+_SET = (_K.EarlyStopping, _K.LambdaCallback, _K.ReduceLROnPlateau)  # they may set something at an epoch's end
 _UNREAD = ("class_weight", "validation_split", "steps_per_epoch")
 
 
@@ -212,6 +212,7 @@ def _add_callbacks(call: FitCall, *, within: bool) -> None:
         for late in (False, True)
     )
     call.callbacks[:] = [*first, *others[:swaps], *last, *others[swaps:]]
+    session.place.callbacks = call.callbacks
     if not session.prepared.alone:
         _write_on_main(call)
 
@@ -303,16 +304,9 @@ def _check_counts(call: FitCall) -> None:
 
 
 def _name_what_is_not_saved(call: FitCall) -> None:
-    """Prints what a checkpoint lacks: what Keras' callbacks count, and what is set after `SwapEMAWeights`."""
+    """Prints what a checkpoint lacks: what callbacks set after `SwapEMAWeights`."""
     if not call.session.place.saves:
         return
-    counting = [type(c).__name__ for c in call.callbacks if isinstance(c, (_K.EarlyStopping, _K.ReduceLROnPlateau))]
-    if counting:
-        call.session.prepared.say(
-            f"{' and '.join(counting)}: a run that is resumed from a checkpoint begins to count there again; the best"
-            " value so far and the epochs without a better one are in no checkpoint",
-            once="counting",
-        )
     after = call.others[_first_swap(call.others) + 1 :]
     late = [
         type(callback).__name__ for callback in after
@@ -397,4 +391,4 @@ def _running(session: KerasSession) -> Iterator[None]:
     finally:
         if data is not None:
             data.leave_nothing_out()
-        session.fit, session.place.restored_random = RunningFit(), None
+        session.fit, session.place.restored_random, session.place.restored_counts = RunningFit(), None, None

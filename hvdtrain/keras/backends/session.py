@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -77,6 +77,8 @@ class TrainingPlace:
     step_random: OwnRandom | None = None  # Python's and numpy's generators of this rank within a train step
     restored_random: Mapping[str, np.ndarray] | None = None  # of a checkpoint, until training starts from it
     loaded: bool = False  # a checkpoint was loaded since the last `fit`
+    callbacks: Sequence[Any] = ()  # of the last `fit`
+    restored_counts: Mapping[tuple[str, int], Any] | None = None  # of its callbacks, until training starts from them
     kept_weights: Any = None  # that Keras wrote an average over as `fit` ended (`moving_average.KeptWeights`)
     saves: bool = False  # this run writes checkpoints
     records: bool = False  # it writes steps to a run log

@@ -575,13 +575,32 @@ def case_an_average_of_one_of_two_optimizers_knows_its_weights() -> None:
 
 
 @case
-def case_what_a_checkpoint_lacks_is_said() -> None:
-    notes, data = io.StringIO(), batches()
-    with folder() as path, contextlib.redirect_stdout(notes):
+def case_what_callbacks_of_keras_have_counted_is_in_the_checkpoint() -> None:
+    """A loss whose maximum is the first epoch's: the best epoch, the rate and the stop are those of an unbroken run."""
+
+    def run(path: Path, file: Path, first: int, last: int) -> tuple[int, float, list[np.ndarray]]:
         model = prepared(model=small())
-        ours = hvk.callbacks(model, checkpointer=hvdtrain.Checkpointer(path, best=None))
-        fit(model, [*ours, keras.callbacks.EarlyStopping("loss", patience=3)], 1, data)
-    assert notes.getvalue().count("EarlyStopping: a run that is resumed") == (RANK == 0), notes.getvalue()
+        checkpoints = hvdtrain.Checkpointer(path, best=None)
+        if first:
+            assert checkpoints.restore(hvk.model_state(model)).epoch == first
+        options: dict[str, Any] = {"monitor": "loss", "mode": "max"}
+        stopping = keras.callbacks.EarlyStopping(**options, patience=4, restore_best_weights=True)
+        others = [
+            stopping, keras.callbacks.ReduceLROnPlateau(**options, factor=0.5, patience=3),
+            keras.callbacks.ModelCheckpoint(file, save_best_only=True, **options),
+        ]  # fmt: skip
+        ours = hvk.callbacks(model, checkpointer=checkpoints)
+        model.fit(batches(), initial_epoch=first, epochs=last, verbose=0, callbacks=[*ours, *others])
+        return stopping.stopped_epoch, float(numpy_of(model.optimizer.learning_rate)), weights_of(model)
+
+    with folder() as whole, folder() as parts:
+        stopped, rate, best = run(whole, whole / "best.keras", 0, 20)
+        assert stopped == 4
+        run(parts, parts / "first.keras", 0, 2)
+        again = run(parts, parts / "second.keras", 2, 20)
+        assert again[:2] == (stopped, rate) and apart(again[2], best) == 0, (again[:2], stopped, rate)
+        world.barrier()
+        assert (parts / "first.keras").exists() and not (parts / "second.keras").exists()
 
 
 def run_all() -> int:
