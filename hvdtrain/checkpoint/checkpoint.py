@@ -34,6 +34,7 @@ from hvdtrain.checkpoint.writer import Writer, running, started
 from hvdtrain.comm import elastic
 from hvdtrain.comm.elastic import repeated
 from hvdtrain.core.errors import CheckpointError, ConfigError, HvdtrainError, MainRankError
+from hvdtrain.core.keywords import refuses_other_keywords
 from hvdtrain.record.folder import place_of
 from hvdtrain.record.log import RunLog
 from hvdtrain.world.world import World, current
@@ -50,6 +51,7 @@ def _models_of(state: Mapping[str, Part]) -> list[object]:
     return [model for part in state.values() if (model := part.trained) is not None]
 
 
+@refuses_other_keywords(monitor='best="val_loss", the metric that decides', save_best_only="keep=1")
 class Checkpointer:
     """Saves and restores the state of training in `directory`.
 
@@ -128,6 +130,7 @@ class Checkpointer:
             raise self.folder.not_written(error) from error
 
     # -- saving ----------------------------------------------------------------------------------------------
+    @refuses_other_keywords(progress="progress=optimizer.progress, for a prepared optimizer of PyTorch")
     def save(
         self, state: Mapping[str, Part], *, progress: Progress, metrics: Mapping[str, float] | None = None
     ) -> Path:

@@ -9,6 +9,7 @@ can raise nothing. A job that was preempted ends with 85 (`Preempted`).
 from __future__ import annotations
 
 import atexit
+import builtins
 import contextlib
 import os
 import sys
@@ -245,10 +246,11 @@ _exits: list[object] = []  # codes other than 0 that this program has wanted to 
 
 
 def note_exits() -> None:
-    """Has `sys.exit` note codes other than 0, which Python makes known to nothing that runs at its end."""
-    if isinstance(sys.exit, _NotingExit):
-        return
-    sys.exit = _NotingExit(sys.exit)
+    """Has `sys.exit`, `exit` and `quit` note codes other than 0: Python shows them to nothing that runs at its end."""
+    for module, name in ((sys, "exit"), (builtins, "exit"), (builtins, "quit")):
+        plain = getattr(module, name, None)  # `python -S` has two of them not
+        if plain is not None and not isinstance(plain, _NotingExit):
+            setattr(module, name, _NotingExit(plain))
 
 
 class _NotingExit:
@@ -258,6 +260,9 @@ class _NotingExit:
     def __call__(self, status: object = None, /) -> NoReturn:
         note_exit(status)
         self._exit_plainly(status)
+
+    def __repr__(self) -> str:
+        return repr(self._exit_plainly)
 
 
 def note_exit(status: object) -> None:

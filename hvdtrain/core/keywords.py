@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar, cast
 
 from hvdtrain.core.errors import ConfigError
@@ -20,25 +20,37 @@ def nearest(word: str, names: Iterable[str]) -> str:
 
 
 def refuses_other_keywords(**instead: str) -> Callable[[F], F]:
-    """Has a function raise `ConfigError` for a keyword that it does not take.
+    """Has a function or class raise `ConfigError` for a keyword that it does not take, and for one that is missing.
 
     Args:
-        instead: a keyword of other libraries, and what to type here: `batch_size="per_rank_batch=, ..."`.
+        instead: a keyword of other libraries, or a missing one, and what to type: `batch_size="per_rank_batch=, ..."`.
     """
 
     def decorate(function: F) -> F:
-        taken = list(inspect.signature(function).parameters)
-
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            for name in kwargs:
-                if name not in taken:
-                    hint = "" if name in instead else nearest(name, taken)
-                    rule = f"{function.__name__}() does not take {name}={hint}"
-                    remedy = instead.get(name) or f"one of {', '.join(f'{one}=' for one in taken)}"
-                    raise ConfigError(rule, f"{function.__name__}(..., {name}={kwargs[name]!r})"[:100], remedy)
-            return function(*args, **kwargs)
-
-        return cast(F, call)
+        if isinstance(function, type):
+            called = cast(Any, function)
+            called.__init__ = _checked(called.__init__, function.__name__, instead)
+            return function
+        return cast(F, _checked(function, function.__name__, instead))
 
     return decorate
+
+
+def _checked(function: Callable[..., Any], name: str, instead: Mapping[str, str]) -> Callable[..., Any]:
+    signature = inspect.signature(function)
+    taken = [parameter for parameter in signature.parameters if parameter != "self"]
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        for key in kwargs:
+            if key not in taken:
+                hint = "" if key in instead else nearest(key, taken)
+                rule = f"{name}() does not take {key}={hint}"
+                remedy = instead.get(key) or f"one of {', '.join(f'{one}=' for one in taken)}"
+                raise ConfigError(rule, f"{name}(..., {key}={kwargs[key]!r})"[:100], remedy)
+        for key in instead:
+            if key in taken and key not in signature.bind_partial(*args, **kwargs).arguments:
+                raise ConfigError(f"{name}() needs {key}=", f"{name}() without it", instead[key])
+        return function(*args, **kwargs)
+
+    return call

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hvdtrain.core.errors import ConfigError
+from hvdtrain.core.keywords import refuses_other_keywords
 
 # optimizers keep the rate in float32
 _SAME_RATE = 1e-5
@@ -21,6 +22,14 @@ _SAME_RATE = 1e-5
 NOT_LR = "lr=hvdtrain.LR(base=0.1, reference_batch=32); or omit lr=, and keep the optimizer's own rate"
 
 
+@refuses_other_keywords(
+    base="LR(base=0.1, reference_batch=32): the rate that is right at 32 samples per update",
+    reference_batch="reference_batch=32: the samples per update that base= was tuned for",
+    batch="reference_batch=32: the samples per update that base= was tuned for",
+    lr="base=0.1: the rate that is right at reference_batch=",
+    warmup_epochs="warmup_samples=5 * len(dataset)",
+    epochs="total_samples=90 * len(dataset)",
+)
 @dataclass(frozen=True)
 class LR:
     """A learning rate that was tuned at `reference_batch`, carried to any global batch.

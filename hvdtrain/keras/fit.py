@@ -17,7 +17,7 @@ import keras
 import numpy as np
 
 from hvdtrain.comm import elastic
-from hvdtrain.core.errors import ConfigError
+from hvdtrain.core.errors import ConfigError, by_rank
 from hvdtrain.keras import fit_callbacks
 from hvdtrain.keras.backends.chosen import BACKEND
 from hvdtrain.keras.backends.session import KEY, KerasSession, RunningFit, hook
@@ -349,11 +349,21 @@ def _compare_ranks(call: FitCall) -> None:
     session.proofs.compared.clear()
     data = _arrays(call)
     card = None if data is None else same_data.of_arrays(data).card
-    reports = world.gather((card, any(may_stop(callback) for callback in call.others)))
-    if card is not None and all(other == card for other, _ in reports):
+    reports = world.gather(
+        (card, any(may_stop(callback) for callback in call.others), call.has(fit_callbacks.EndOfEpoch))
+    )
+    ours = [has for _, _, has in reports]
+    if any(ours) and not all(ours):
+        raise ConfigError(
+            "hvdtrain.keras.callbacks(model) must be given to fit() on every rank",
+            by_rank(["with them" if has else "without them" for has in ours]),
+            "model.fit(..., callbacks=hvk.callbacks(model)) on every rank, not under `if world.is_main:`",
+            shared=True,
+        )
+    if card is not None and all(other == card for other, _, _ in reports):
         raise same_work(f"fit() was given the same {card[1][0]} samples on all {world.size} ranks")
     session.proofs.first_batch = None if data is not None or session.fit.data is not None else False
-    kind = fit_callbacks.LastOfBatch if any(stops for _, stops in reports) else fit_callbacks.Last
+    kind = fit_callbacks.LastOfBatch if any(stops for _, stops, _ in reports) else fit_callbacks.Last
     call.callbacks.append(kind(session, call.first_epoch))
 
 

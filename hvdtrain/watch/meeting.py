@@ -380,10 +380,11 @@ def waiting(state: State, absent: Sequence[int], seconds: float) -> str:
 
 def described(state: State) -> str:
     """Returns where a rank is, in words; pure."""
-    done = f"after {state.get('steps', state['updates'])} update(s)"  # of the training: not a proof's, before the first
+    steps = state.get("steps", state["updates"])  # of the training: a proof before the first is none
+    done = f"after {steps} update(s)"
     if state["kind"] == END:
         return f"{state['line']}, {done}"
     what = f"{state['kind']}{' for ' * bool(state['key'])}{state['key']}, {done}"
     if state["kind"] == "update":
-        what = " ".join(filter(None, ["update", str(state["number"]), state["key"]]))
+        what = " ".join(filter(None, ["update", str(steps + 1), state["key"]]))
     return f"in {what}: {state['line']}"

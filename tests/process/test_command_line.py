@@ -16,6 +16,7 @@ from hvdtrain.__main__ import main
 from hvdtrain.cluster.launch.output import without_libraries
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.keywords import refuses_other_keywords
+from hvdtrain.core.lr import LR
 
 
 @pytest.mark.parametrize(
@@ -55,6 +56,10 @@ def test_a_keyword_of_another_library_is_refused_with_the_one_to_write() -> None
         loader("x", batch_size=8)  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match=r"does not take shufle=; did you mean shuffle\?"):
         loader("x", shufle=True)  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match=r"LR\(\) does not take batch=\n.*batch=8\)\n.*reference_batch="):
+        LR(0.1, batch=8)  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match=r"LR\(\) needs reference_batch="):
+        LR(0.1)  # type: ignore[call-arg]
 
 
 def test_a_shell_completes_commands_and_flags(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ ENDS = {
     "pass": ("finished", None, 0),
     "sys.exit(0)": ("finished", None, 0),
     "sys.exit(3)": ("failed", "SystemExit: 3", 3),
+    "exit(3)": ("failed", "SystemExit: 3", 3),
     "raise ValueError('no data')": ("failed", "ValueError: no data", 1),
     "raise Preempted": ("preempted", None, 85),
     "os._exit(0)": ("killed", None, 0),  # the twin: it could not say anything

@@ -29,6 +29,7 @@ REFUSED = {
     "rate_without_batch": ("ConfigError", "per_rank_batch"),
     "callbacks_made_after_fit_is_looked_up": ("ConfigError", "of a model that was not prepared before",
         "callbacks=ours"),
+    "callbacks_of_one_rank": ("ConfigError", "on every rank", "rank 0: with them", "rank 1: without them"),
     "batch_said_twice": ("ConfigError", "batch size must be set once", "per_rank_batch=8", "remove per_rank_batch="),
     "prepared_with_arrays": ("ConfigError", "a loader of hvdtrain.keras.loader", "a tuple"),
     "data_in_a_list": ("ConfigError", "a list of 2", "(x, y) instead of [x, y]"),

@@ -47,6 +47,7 @@ def _choose() -> TensorFlowBackend | TorchBackend:
     """Returns the backend Keras was imported with, or starts with."""
     if "keras" not in sys.modules:
         _refuse_unsupported(_configured())
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")  # TensorFlow's C++ prints warnings and errors, no notes
     try:
         import keras
     except ModuleNotFoundError as error:

@@ -56,6 +56,13 @@ def callbacks_made_after_fit_is_looked_up() -> str:
 
 
 @case
+def callbacks_of_one_rank() -> str:
+    model = hvk.prepare(compiled())
+    model.fit(data(), verbose=0, callbacks=hvk.callbacks(model) if RANK == 0 else [])
+    return "trained"
+
+
+@case
 def recompiled() -> str:
     model = hvk.prepare(compiled())
     model.compile(O.SGD(0.1), loss())
