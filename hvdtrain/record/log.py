@@ -152,7 +152,7 @@ class RunLog:
             raise ConfigError(
                 "a run directory cannot hold two runs",
                 f"{self.run_dir} holds a run from {earlier.get('started')}, {log_files.fate(earlier)}",
-                "give another run directory, or resume this run (--resume)",
+                "give another run directory; or resume this run: RunLog(..., resume=True), --resume of a program",
                 code=41,
             )
         if earlier is None and (self.run_dir / "events.jsonl").exists():
