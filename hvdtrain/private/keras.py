@@ -38,7 +38,7 @@ ATTRIBUTES = {
     "optimizer": "_accumulated_gradients _clip_gradients _iterations _learning_rate _model_variables_moving_average"
     " _trainable_variables",
     "epoch iterator": "_current_iterator _distributed_dataset _enumerate_iterator _get_iterator _num_batches",
-    "callback": "_ema_weights_in_model _is_default _model _params",
+    "callback": "_batches_seen_since_last_saving _ema_weights_in_model _is_default _last_batch_seen _model _params",
     "batch normalization": "_moments _reduction_axes",
     "HDF5 store": "_get_h5_file",
 }
