@@ -40,3 +40,8 @@ TORCH_CXX_STANDARD = "HVDTRAIN_TORCH_CXX_STANDARD"  # that PyTorch was built wit
 TURNS_ADDRESS = "HVDTRAIN_TURNS_ADDRESS"  # socket of a benchmark whose jobs take turns; `comm.turns`
 TURNS_KEY = "HVDTRAIN_TURNS_KEY"  # of that socket; `comm.turns`
 TURNS_TRAINING = "HVDTRAIN_TURNS_TRAINING"  # set: prepared trainings take turns; `comm.turns`
+
+
+def without_none(value: str | None) -> str | None:
+    """Returns None for a variable that is empty or "none", which overrides a tuned setting; else its value."""
+    return None if value in ("", "none") else value

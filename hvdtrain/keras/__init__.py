@@ -116,7 +116,7 @@ def prepare(
         ConfigError: the model is not compiled; an option is unknown; the learning rate has no batch size, is scaled
             twice, or comes with a schedule.
     """
-    compression = compression or os.environ.get(variables.COMPRESSION) or None
+    compression = compression or variables.without_none(os.environ.get(variables.COMPRESSION))
     _check_options(model, compression, watch_every, whole=whole, sync_batchnorm=sync_batchnorm)
     world = given_or_current(world, "keras")
     prepared = Prepared(

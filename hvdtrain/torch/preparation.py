@@ -113,7 +113,7 @@ def prepare(
             learning rate is scaled twice.
         ReplicaError: on every rank; the ranks differ in model, optimizer or options, or gradients are not averaged.
     """
-    wire: Any = compression or os.environ.get(variables.COMPRESSION) or None
+    wire: Any = compression or variables.without_none(os.environ.get(variables.COMPRESSION))
     options = Options(accumulate, clip, amp, wire, sync_batchnorm, channels_last, compile, verify, watch_every, zero)
     _check_options(options, lr, data)
     world = given_or_current(world, "torch")
