@@ -1,9 +1,7 @@
-"""Errors a user can act on: the rule that was broken, what came instead, and what to type next.
+"""Errors that a user can act on: the rule that was broken, what was received, and what to type next.
 
-Programs print them without a traceback and end with exit code 2, with anything else that fails with 1 (`exit_with`):
-so `hvdtrain launch --max-restarts` knows what would be refused again. Ranks that wait for one another at different
-places end with 76, those that wait for one that hangs with 75 (`hvdtrain.watch.watch`): they are blocked, and
-can raise nothing. A job that was preempted ends with 85 (`Preempted`).
+Programs print them without a traceback and end with exit code 2, any other error with 1 (`exit_with`), so that
+`hvdtrain launch --max-restarts` does not repeat what would be refused again. docs/exit-codes.md lists all codes.
 """
 
 from __future__ import annotations
@@ -284,14 +282,19 @@ def ended_by() -> BaseException | None:
 
 
 def exit_with(program: str, error: BaseException, rank: int) -> NoReturn:
-    """Prints one clear block on standard error and ends this process: with exit code 2 for an `HvdtrainError`, else 1.
+    """Prints an error on standard error and ends this process with exit code 2 for an `HvdtrainError`, else 1.
 
-    With a collective engine up the process ends at once (`end_now`); the launcher ends the others when it sees this
-    rank gone. Clean up (run log, files) before you call this.
+    In a job of several ranks it ends at once (`end_now`), and the launcher ends the others. So close your files first.
+
+    Example:
+        try:
+            train()
+        except Exception as error:
+            hvdtrain.exit_with("train.py", error, rank=world.rank)
 
     Args:
-        program: the name to blame, for example "hvdtrain.keras_mnist".
-        error: what happened.
+        program: the program's name, for the first line.
+        error: the error to print.
         rank: this process's rank.
     """
     with contextlib.suppress(OSError):  # a reader that went away must not hide the error

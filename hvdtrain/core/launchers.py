@@ -1,8 +1,8 @@
-"""Which launcher started this process, as which rank, with which GPUs, and how often: read from the environment.
+"""Reads from the environment which launcher started this process, as which rank, and with which GPUs.
 
-Launchers nest: `mpirun` inside a Slurm allocation, `horovodrun` inside `srun`, `torchrun` inside OpenPAI. Variables of
-the outer one stay visible, so the table is ordered from the one that is always innermost to the outermost, and the
-first that left its marks wins. A launcher that left only some of its variables is an error, never a world of one.
+Launchers nest: `mpirun` inside a Slurm allocation, `horovodrun` inside `srun`, `torchrun` inside OpenPAI. The outer
+one's variables stay visible, so the table goes from the innermost to the outermost, and the first match wins. A
+launcher that left only some of its variables is an error, never a world of one.
 """
 
 from __future__ import annotations
@@ -39,8 +39,15 @@ ALONE = Detected("none", 0, 1, 0, 1, 0, None)
 
 
 def detect(environ: Environ) -> Detected:
-    """Returns the place that the innermost launcher in `environ` gives; pure. Raises `LauncherError` if some of a
-    launcher's variables are missing, which are named, or contradict each other."""
+    """Returns this process's place from the variables of the innermost launcher in `environ`; pure.
+
+    Example:
+        place = hvdtrain.detect(os.environ)
+        print(place.launcher, place.rank, place.size)
+
+    Raises:
+        LauncherError: variables of a launcher are missing or contradict each other; the message names them.
+    """
     for _, started, read in _TABLE:
         if started(environ):
             return _checked(read(environ))
@@ -331,14 +338,17 @@ def meeting_point(
 
 
 def gpus_for(local_rank: int, local_size: int, visible: int, per_rank: int = 1) -> tuple[int, ...]:
-    """Returns the GPUs of one rank as indices among the visible ones, empty where none is visible; pure.
+    """Returns the GPUs of one rank, as indices among the visible GPUs; empty if none is visible; pure.
 
-    Two rules cover what launchers do: all of a host's ranks see all its GPUs, then rank r takes the r-th group; or the
-    launcher masks (`srun --gpus-per-task`, CUDA_VISIBLE_DEVICES per rank), then a rank sees exactly its own.
+    If all ranks of a host see all its GPUs, rank r takes the r-th group. If the launcher masks them (`srun
+    --gpus-per-task`, CUDA_VISIBLE_DEVICES per rank), a rank sees exactly its own.
+
+    Example:
+        gpus = hvdtrain.gpus_for(local_rank=1, local_size=2, visible=4, per_rank=2)  # (2, 3)
 
     Raises:
         LauncherError: too few GPUs for the ranks on this host.
-        ConfigError: an argument out of range.
+        ConfigError: an argument is out of range.
     """
     if per_rank < 1 or visible < 0 or not 0 <= local_rank < local_size:
         raise ConfigError(

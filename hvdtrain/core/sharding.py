@@ -37,17 +37,21 @@ ROUNDS = 8  # of the Feistel network; with 4 independent rounds it passes as ran
 class Plan:
     """The division of an epoch of `samples` samples over `size` ranks.
 
+    Example:
+        plan = hvdtrain.Plan(samples=len(x), size=world.size, per_rank_batch=32)
+        for step in plan.step_slices(epoch=0, rank=world.rank):
+            batch = x[step.indices]
+
     Attributes:
         samples: samples in the data set.
         size: ranks.
-        per_rank_batch: samples a rank takes in a full step.
-        seed: of the order; the same on every rank.
+        per_rank_batch: samples of a rank in a full step.
+        seed: the seed of the order; the same on every rank.
         shuffle: False keeps the data set's order.
-        tail: what happens to the last samples when they do not fill a global step: "weighted" deals them out
-            as evenly as possible (ranks may get one less, or none; weight gradients by live samples), "drop"
-            discards them.
-        whole: samples of all ranks in a full step, if ranks left or joined since it was the sum of their batches;
-            they are dealt out like a tail. 0: `size * per_rank_batch`.
+        tail: for the last samples, if they do not fill a global step: "weighted" deals them as evenly as possible
+            (ranks may get one less, or none; weight gradients by samples), "drop" skips them.
+        whole: samples of all ranks in a full step, if ranks left or joined: they are dealt like a tail. 0:
+            `size * per_rank_batch`.
     """
 
     samples: int
@@ -104,15 +108,14 @@ class Plan:
         return left // self.global_batch if self.tail == "drop" else -(-left // self.global_batch)
 
     def order(self, epoch: int, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Returns the samples at positions start..stop of the epoch's order; equal on every rank and at every size.
+        """Returns the samples at positions `start` to `stop` of an epoch's order; equal on every rank, at every size.
 
-        Only these positions are computed. All words come from Philox, which numpy guarantees never to change
-        (NEP 19); its `permutation` may change between versions, and a resumed epoch would then repeat and skip
-        samples.
+        Computes only these positions, with words from Philox: numpy guarantees never to change them (NEP 19), unlike
+        its `permutation`.
 
         Args:
             epoch: counted from 0.
-            start, stop: positions, as of a slice; by default all.
+            start, stop: positions, as of a slice; default: all.
 
         Returns:
             int64 [stop - start], each sample of the data set at most once.
@@ -130,15 +133,15 @@ class Plan:
         return _feistel(np.arange(start, stop, dtype=np.uint64), self.samples, keys).astype(np.int64)
 
     def step_slices(self, epoch: int, consumed: int = 0, *, rank: int) -> Steps:
-        """Returns rank's part of every step that remains in the epoch, as a sequence; a step is made when it is read.
+        """Returns `rank`'s part of every step that remains in the epoch: a sequence that makes a step when it is read.
 
         Args:
             epoch: counted from 0.
             consumed: samples of all ranks already done in this epoch.
-            rank: whose steps.
+            rank: the rank whose steps to return.
 
         Raises:
-            ConfigError: `rank` or `consumed` out of range.
+            ConfigError: `rank` or `consumed` is out of range.
         """
         if not 0 <= rank < self.size:
             raise ConfigError(f"rank must be below {self.size}", f"rank={rank}")
@@ -342,7 +345,11 @@ def tail_pieces(samples: int, full: int, pieces: int) -> int:
 
 
 def contiguous(samples: int, rank: int, size: int) -> slice:
-    """Returns rank's contiguous piece of `samples`: each sample in exactly one, their sizes differ by at most 1."""
+    """Returns `rank`'s slice of `samples` items: each item is in one slice, and sizes differ by at most 1.
+
+    Example:
+        mine = files[hvdtrain.contiguous(len(files), world.rank, world.size)]
+    """
     if samples < 0 or not 0 <= rank < size:
         raise ConfigError("need samples >= 0 and 0 <= rank < size", f"samples={samples}, rank={rank}, size={size}")
     each, extra = divmod(samples, size)

@@ -1,5 +1,5 @@
-"""Data sets as numpy arrays, for any framework: MNIST and CIFAR-10 from wherever they lie, the embedded digits, made-up
-pictures; and folders of image files as lists.
+"""Data sets as numpy arrays, for any framework: MNIST, CIFAR-10, embedded digits, random pictures; and folders of image
+files as lists.
 """
 
 from hvdtrain.datasets.cifar10 import load_cifar10

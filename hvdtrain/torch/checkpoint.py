@@ -1,9 +1,8 @@
-"""The parts of a checkpoint: the same files on every engine, none of which can run code when it is loaded.
+"""The parts of a checkpoint: the same files on every engine. None of them can run code when it is loaded.
 
-`model.safetensors` is the user's plain module: `safetensors.torch.load_model(module, path)` opens it anywhere.
-`training.pt` holds everything else that a run needs to resume exactly: the optimizer's state, the gradient scaler, the
-place in the data, and every rank's random numbers. `extra.pt` holds the user's own objects. Both are read with
-`torch.load(weights_only=True)`, and saving tries that.
+`model.safetensors` is the plain module: `safetensors.torch.load_model(module, path)` opens it anywhere. `training.pt`
+holds what an exact resume also needs: the optimizer's state, the gradient scaler, the place in the data, and every
+rank's random state. `extra.pt` holds the user's objects. Both are read with `torch.load(weights_only=True)`.
 """
 
 from __future__ import annotations
@@ -47,28 +46,31 @@ def model_state(
     extra: MutableMapping[str, Any] | None = None,
     world: World | None = None,
 ) -> Mapping[str, Part]:
-    """Returns what a checkpoint consists of, for `Checkpointer.save` and `restore`.
+    """Returns the parts of a checkpoint, for `Checkpointer.save` and `restore`.
 
-    `save` takes the state of that moment, on every rank: it makes the ranks' buffers equal (as the checkpoint will have
-    them), gathers their random states, and refuses weights that are not finite (`NonFiniteError`). After such an error
-    `restore` takes model and optimizer back to an earlier checkpoint.
+    `save` takes the current state on every rank. It makes the ranks' buffers equal, gathers random states, and refuses
+    weights that are not finite (`NonFiniteError`). `restore` then goes back to an earlier checkpoint.
+
+    Example:
+        state = hvt.model_state(model, optimizer, extra={"scheduler": scheduler})
+        checkpoints.save(state, progress=optimizer.progress)
 
     Args:
         model: prepared, or plain (to load weights for use).
         optimizer: as `prepare` returned it; without it only the model is a part.
-        data: the training loader; a restore puts it where the saved run was. By default the one `prepare` was given.
-            With it go the places of other loaders that are made before the restore, after their last batch.
-        extra: objects of your own, as rank 0 has them: name to what has `state_dict` and `load_state_dict` (an average
-            of weights, a scheduler), or to numbers, text, tensors, arrays, and dicts and lists of those. A restore
-            loads objects, tensors and arrays in place and puts other values into this dict.
-        world: the ranks; by default those of the optimizer, or of `hvdtrain.init`, or one process.
+        data: the training loader, whose place is saved and restored; default: the loader that `prepare` was given. The
+            places of other loaders are saved with it, after their last batch, and restored if they exist by then.
+        extra: your own objects, as rank 0 has them, by name: with `state_dict` and `load_state_dict` (a scheduler,
+            averaged weights), or numbers, text, tensors, arrays, and dicts and lists of those. A restore loads objects,
+            tensors and arrays in place and puts other values into this dict.
+        world: the ranks; default: those of the optimizer, or of `hvdtrain.init`, or one process.
 
     Returns:
         `{"model.safetensors": ...}`, with an optimizer `"training.pt"`, with extra `"extra.pt"`.
 
     Raises:
-        ConfigError: the optimizer was not prepared, or the loader is not the one that it was prepared with. While
-            saving: an update is complete but not applied, or something cannot be saved safely; it is named.
+        ConfigError: the optimizer was not prepared, or not with this loader. While saving: an update is complete but
+            not applied, or an object cannot be saved safely; the message names it.
     """
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         raise ConfigError(

@@ -32,11 +32,14 @@ def working_directory() -> str:
 class Timeouts:
     """The time limits after which the launcher ends a job, in seconds.
 
+    Example:
+        hvdtrain.run(train, np=2, timeouts=hvdtrain.Timeouts(start_s=60, grace_s=10))
+
     Attributes:
         start_s: until every host's agent answers.
         lost_s: how long a host, or the launcher, may send nothing.
         stopped_s: how long a rank may be stopped (SIGSTOP).
-        grace_s: from asking a rank to end (SIGTERM) until the agent kills it.
+        grace_s: between SIGTERM and SIGKILL.
     """
 
     start_s: float = 20.0

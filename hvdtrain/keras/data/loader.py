@@ -1,4 +1,4 @@
-"""A rank's batches for `fit` and `evaluate`, of what is read by index: every sample exactly once."""
+"""A rank's batches for `fit` and `evaluate`, of data that is read by index: every sample exactly once."""
 
 from __future__ import annotations
 
@@ -25,12 +25,14 @@ known: WeakSet[KerasLoader] = WeakSet()
 
 
 class KerasLoader(Dealt, keras.utils.PyDataset, DataAdapter):
-    """A rank's batches; made by `loader`. It deals samples, or whole batches of the data's own.
+    """A rank's batches, made by `loader`: a `keras.utils.PyDataset` for `fit`.
 
-    It is its own data adapter, which `fit` uses unchanged. The adapter that Keras makes for a `PyDataset`
-    shuffles the batches again (`fit(shuffle=True)` is the default) with Python's generator, in another order
-    on every rank. Ranks would not work on the same global batch, and a resumed epoch not on the remaining
-    samples. Weights are given to `loader`: `fit` refuses weights of its own with it.
+    It is its own data adapter: Keras' adapter for a `PyDataset` would shuffle the batches again, in another order on
+    every rank. Give weights to `loader`: `fit` refuses its own with this loader.
+
+    Example:
+        data = hvk.loader((x_train, y_train), per_rank_batch=32)
+        model.fit(data, epochs=3, callbacks=hvk.callbacks(model))
 
     Attributes:
         plan: the `hvdtrain.Plan` that deals samples, or batches.
@@ -59,17 +61,17 @@ class KerasLoader(Dealt, keras.utils.PyDataset, DataAdapter):
 
     @property
     def samples(self) -> int:
-        """Samples in the data set, as they are counted."""
+        """The number of samples in the data set."""
         return self.plan.total() * self.unit
 
     @property
     def per_rank_batch(self) -> int:
-        """Samples that a rank takes in a full step."""
+        """The number of samples of a rank in a full step."""
         return self.plan.per_rank_batch * self.unit
 
     @property
     def global_batch(self) -> int:
-        """Samples of all ranks in a full step."""
+        """The number of samples of all ranks in a full step."""
         return self.plan.global_batch * self.unit
 
     def go_on(self, epoch: int, samples_in_epoch: int) -> None:

@@ -1,4 +1,4 @@
-"""The state that makes replicas: which variables, are they equal, make them equal."""
+"""The state that makes replicas: which variables belong to it; compares them, and makes them equal."""
 
 from __future__ import annotations
 
@@ -97,10 +97,12 @@ def path_of(variable: Any) -> str:
 
 # -------------------------------------------------------------------- equal?
 def fingerprint(model: keras.Model) -> str:
-    """Returns the SHA-256 (hex) of all the model's weights, moving statistics included; local, not
-    collective.
+    """Returns the SHA-256 (hex) of all the model's weights, moving statistics included; local, not collective.
 
-    Equal on all ranks whenever the replicas are equal: after every epoch, and after `fit`.
+    It is equal on all ranks after every epoch and after `fit`.
+
+    Example:
+        world.agree("model", hvk.fingerprint(model))
     """
     digest = hashlib.sha256()
     for variable in model.weights:

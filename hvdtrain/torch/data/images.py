@@ -1,4 +1,4 @@
-"""Image files as training samples, decoded as a viewer shows them, whatever they are; the unreadable are named."""
+"""Image files as training samples, decoded as a viewer shows them; unreadable files are named."""
 
 from __future__ import annotations
 
@@ -42,29 +42,28 @@ class Files(Protocol):
 
 
 class ImageFiles(torch.utils.data.Dataset[Any]):
-    """A data set of `(uint8 [3, size, size], label)`; the loader normalises whole batches with `augment`.
+    """A data set of samples `(uint8 [3, size, size], label)`; the loader normalises whole batches with `augment`.
 
-    For training: a random part of 8 % to 100 % of the area, scaled to the size, mirrored or not (Szegedy et al. 2015).
+    For training: a random part of 8 % to 100 % of the area, scaled to `size`, mirrored or not (Szegedy et al. 2015).
     Otherwise: the shorter side scaled to `resize`, and the centre.
 
-    libjpeg decodes a JPEG that has at least twice the needed pixels on a side at a half, a quarter or an eighth of
-    them. The decoded picture is never enlarged for that afterwards. The random part is the same, to fractions of a
-    pixel.
+    libjpeg decodes a JPEG that has at least twice the needed pixels per side at a half, a quarter or an eighth of them.
+    Grey, palette and CMYK images become RGB. Images of a turned camera (EXIF) are turned back.
 
-    Grey, palette and CMYK images become RGB, and images that were taken with a turned camera (EXIF) are turned back.
-    The loader skips, names and counts a file that cannot be read, or refuses it.
+    Example:
+        files, validation_files = load_folder("imagenet")
+        train = hvt.loader(hvt.ImageFiles(files, train=True), per_rank_batch=32)
 
     Args:
         files: for example `hvdtrain.datasets.load_folder(path)[0]`.
-        train: random parts, or the centre.
+        train: True for random parts, False for the centre.
         size: height and width of the samples, in pixels.
         resize: length of the shorter side, in pixels, before the centre is cut; default: size · 256 / 224.
-        strict: a file that cannot be read is an error.
+        strict: True raises an error for a file that cannot be read; False skips, names and counts it.
         transform: replaces crops and scaling: a function of a uint8 picture [3, H, W], for example one of
             `torchvision.transforms.v2`. Its random numbers depend only on the sample's place in the epoch.
         augment: the loader's operation on whole batches; default: normalises by ImageNet's mean and deviation.
-        reduced: large JPEGs are decoded at a fraction of their pixels; False: always at all of them. With a
-            `transform`, which gets the whole picture, it has no effect.
+        reduced: False decodes every JPEG at all its pixels, as always with a `transform`.
     """
 
     def __init__(

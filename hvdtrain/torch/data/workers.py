@@ -1,9 +1,8 @@
-"""Data sets that are read sample by sample, in worker processes or in this one: the same batches either way.
+"""Reads data sets sample by sample, in worker processes or in this one: the batches are the same.
 
-Each sample has a seed of its own, made of its place in the epoch: Python's, numpy's and PyTorch's generators are set to
-it before the sample is read. So random transforms do not depend on how many workers and ranks there are, nor on where
-a resumed epoch began, and never touch the streams of the training process. A data set that reads a whole batch in one
-call (`__getitems__`) is asked to, as PyTorch's loader does, unless it draws random numbers there.
+Each sample has its own seed, made of its place in the epoch, for Python's, numpy's and PyTorch's generators. So random
+transforms do not depend on the number of workers and ranks, and never change the random state of training. A data set
+with `__getitems__` reads whole batches, unless it draws random numbers there.
 """
 
 from __future__ import annotations
@@ -34,12 +33,17 @@ REFUSED, NOTHING = "refused", "nothing can be read"  # in place of a batch
 
 @dataclass(frozen=True)
 class Unreadable:
-    """A data set's answer for a sample that cannot be read: the loader skips, names and counts it.
+    """A data set returns it for a sample that cannot be read: the loader skips, names and counts the sample.
+
+    Example:
+        def __getitem__(self, index):
+            path, label = self.samples[index]
+            return (read(path), label) if is_image(path) else hvt.Unreadable(path, "not an image")
 
     Attributes:
         name: the file's name.
         reason: why it cannot be read.
-        fatal: True if it is refused, not skipped.
+        fatal: True raises an error instead.
     """
 
     name: str

@@ -19,10 +19,13 @@ _PIECE = 1 << 20  # elements at a time: their products, and the factors, take 8 
 
 
 def fingerprint(model: nn.Module) -> str:
-    """Returns the SHA-256 of the model's state: names, types, shapes and bits of parameters and buffers.
+    """Returns the SHA-256 (hex) of names, types, shapes and bits of the model's parameters and buffers; local.
 
-    Buffers such as running statistics are each rank's own while it trains; `evaluate` and `Checkpointer.save` make
+    During training, buffers such as running statistics differ between ranks; `evaluate` and `Checkpointer.save` make
     them equal.
+
+    Example:
+        world.agree("model", hvt.fingerprint(model))
     """
     digest = hashlib.sha256()
     for name, tensor in sorted(unwrap(model).state_dict().items()):

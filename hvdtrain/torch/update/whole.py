@@ -1,9 +1,8 @@
-"""The outputs and targets of the global batch, for losses in which samples meet: nothing about the loss is guessed.
+"""The outputs and targets of the global batch, for losses in which samples meet.
 
-Every rank computes one and the same loss of what all ranks' models gave. It differentiates that loss down to the
-outputs, keeps the rows that are its own, and takes them through its own model; the sum over ranks is then the gradient
-of one process (as GradCache does over micro-batches, arXiv 2101.06983). What the loss takes from the parameters
-themselves (a learned temperature) every rank has in full, and counts by its share.
+Every rank computes the same loss of all ranks' outputs and differentiates it down to them. It keeps its own rows and
+takes them through its own model; the sum over ranks is the gradient of one process (GradCache over micro-batches, arXiv
+2101.06983). Every rank has the whole gradient of parameters that the loss itself reads, and counts its share.
 """
 
 from __future__ import annotations
@@ -53,27 +52,25 @@ _owns: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # by joined tensor
 
 
 def whole(*values: Any, world: World | None = None) -> Any:
-    """Returns values of the global batch: what all ranks have of them, joined in the order of the data; collective.
+    """Returns values of the global batch, all ranks' joined in the order of the data; collective.
 
-    For losses that need all samples at once (contrastive ones, dice of a batch, a common divisor):
+    For losses that need all samples at once (contrastive losses, dice of a batch, a common divisor). The loss is the
+    same on every rank, and its gradient is that of one process with the global batch.
 
-    ::
-
+    Example:
         outputs, targets = hvt.whole(model(x), y)
-        loss = loss_fn(outputs, targets)     # any loss, on the global batch
-        optimizer.backward(loss)             # knows that the loss is of the global batch
-
-    The loss is the same on every rank, and its gradient that of one process with the global batch.
+        loss = loss_fn(outputs, targets)  # any loss
+        optimizer.backward(loss)
 
     Args:
         values: outputs and targets, nested in tuples, lists, mappings and data classes. Tensors and arrays [n, ...] are
-            joined along their first dimension, whatever n is on each rank; so are lists (and tuples of texts and
-            numbers) with one item a sample. Other lists and tuples are parts of a value. Scalars and other plain values
-            must be the same on every rank, and stay one.
-        world: the ranks; by default those of `hvdtrain.init`.
+            joined along their first dimension; n may differ between ranks. So are lists (and tuples of texts and
+            numbers) with one item per sample. Other lists and tuples are parts of a value. Scalars and other plain
+            values must be the same on every rank.
+        world: the ranks; default: those of `hvdtrain.init`.
 
     Returns:
-        One value where one was given, else a tuple. Outputs have a gradient where the ranks' own have one.
+        One value if one was given, else a tuple. Outputs have a gradient if the ranks' own have one.
 
     Raises:
         ConfigError: on every rank; values of another kind or form, rows of other shapes, or scalars that differ.
