@@ -308,8 +308,7 @@ class Checkpointer:
 
         Raises:
             CheckpointError: no checkpoint is good, the one at `which` is not, none has the metric of "best", it lacks a
-                file that `state` names, or a rank could not load it (`MainRankError` on the other ranks if only rank 0
-                failed).
+                file that `state` names, or a rank could not load it. If rank 0 failed, others raise `MainRankError`.
         """
         while True:
             try:

@@ -119,8 +119,7 @@ def by_rank(texts: Sequence[str]) -> str:
 
 
 def install_command(*extras: str) -> str:
-    """Returns the command that installs the packages of these extras for the Python that runs this, which `pip` on
-    the PATH often does not belong to; from a checkout it installs that checkout, in place."""
+    """Returns the command that installs these extras for this Python (`pip` may be another's); a checkout in place."""
     checkout = Path(__file__).resolve().parents[2]
     editable = (checkout / "setup.cfg").is_file()
     name = f"-e '{checkout}[{','.join(extras)}]'" if editable else f"'hvdtrain[{','.join(extras)}]'"
@@ -187,9 +186,8 @@ class Preempted(SystemExit):
 
 
 def describe(program: str, error: BaseException, rank: int) -> str:
-    """Returns the block of text that `exit_with` prints for `error` on this rank. Rank 0 prints an error that every
-    rank raises in full, and the others a line, should rank 0 be killed before. An error that is not hvdtrain's is a
-    bug, and has its traceback."""
+    """Returns the text that `exit_with` prints for `error` on this rank. Of an error that every rank raises, rank 0
+    prints all and the others a line, in case rank 0 is killed before. Other errors have a traceback."""
     who = f"{program}: rank {rank}: "
     if not isinstance(error, HvdtrainError):
         text = "".join(traceback_module.format_exception(error)).rstrip()
@@ -264,8 +262,7 @@ class _NotingExit:
 
 
 def note_exit(status: object) -> None:
-    """Notes the code that this program ends with, unless it catches `SystemExit`; one that was preempted has not
-    failed."""
+    """Notes the exit code of this program, unless it catches `SystemExit`; a preempted program has not failed."""
     if status and status != PREEMPTED_CODE:
         _exits.append(status)
 

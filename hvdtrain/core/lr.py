@@ -1,7 +1,6 @@
-"""The learning-rate contract: scaling, warm-up and schedule as one pure function of samples seen.
+"""The learning rate: scaling, warm-up and schedule as one pure function of samples seen.
 
-Counting samples (not steps or epochs) makes the rate the same at any world size, per-rank batch and
-accumulation that give the same global batch, and lets a job resume at another size without a jump.
+It is the same at any world size with the same global batch, so a job resumes at another size without a jump.
 """
 
 from __future__ import annotations

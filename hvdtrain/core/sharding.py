@@ -1,11 +1,9 @@
 """Deals samples to ranks: the same global order at any world size, from any point in an epoch.
 
 The epoch is one permutation of all samples, a pure function of their number, the seed and the epoch. A global step
-takes the next `size * per_rank_batch` samples of it, and rank r the r-th contiguous piece. So N ranks x B see the
-samples of one process x N·B step by step. A job that stops after `consumed` samples resumes at any other size without
-repeating or skipping a sample.
-
-The permutation of a large data set is never stored: each position is computed when a step needs it (see `_feistel`).
+takes its next `size * per_rank_batch` samples, and rank r the r-th contiguous piece, so N ranks x B see the samples of
+one process x N·B. A job resumes at any size without repeating or skipping a sample. The permutation is never stored:
+each position is computed when a step needs it (see `_feistel`).
 """
 
 from __future__ import annotations
@@ -110,8 +108,7 @@ class Plan:
     def order(self, epoch: int, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Returns the samples at positions `start` to `stop` of an epoch's order; equal on every rank, at every size.
 
-        Computes only these positions, with words from Philox: numpy guarantees never to change them (NEP 19), unlike
-        its `permutation`.
+        Computes only these positions, with words from Philox, which numpy never changes (NEP 19).
 
         Args:
             epoch: counted from 0.
@@ -210,10 +207,7 @@ class Step:
         return self.plan.place_after(self.epoch, self.samples_done)
 
     def update(self, accumulate: int) -> tuple[int, bool]:
-        """Returns the samples of all ranks in the update that this step belongs to, and whether it is its last.
-
-        An update takes `accumulate` steps, counted from where the loop began; the last of an epoch maybe fewer.
-        """
+        """Returns all ranks' samples in this step's update of `accumulate` steps, and True if the step is its last."""
         steps = self.plan.steps(self.begin)
         left = min(self.plan.samples - self.begin, steps * self.plan.global_batch)
         window = accumulate * self.plan.global_batch
@@ -247,7 +241,7 @@ class Steps(Sequence[Step]):
 def random_words(samples: int, seed: int, epoch: int, count: int, *, block: int = 0, stream: int = 0) -> np.ndarray:
     """Returns uint64 [count], from the `block`th four words of a stream on; each number of samples has its own words.
 
-    Philox is a function of key and counter (Salmon et al. 2011); numpy promises its words never to change (NEP 19).
+    Words are Philox's (Salmon et al. 2011), a function of key and counter.
     """
     import numpy as np
 
@@ -266,10 +260,9 @@ def _small_order(samples: int, seed: int, epoch: int) -> np.ndarray:
 def _feistel(positions: np.ndarray, samples: int, keys: np.ndarray) -> np.ndarray:
     """Returns where a permutation of 0..samples-1 takes `positions`, uint64 [n].
 
-    A position is a place (row, column) in a rectangle of just over `samples` cells. Each round turns every row, or
-    every column, by an amount that is a random function of its number: a Feistel network on whole numbers, which is
-    a permutation whatever the function (Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains"). A cell
-    beyond the samples is sent through again until it lands within ("cycle walking", same source); few are.
+    A position is a cell of a rectangle of just over `samples` cells. Each round turns every row, or every column, by a
+    random function of its number: a Feistel network, which is a permutation whatever the function (Black and Rogaway
+    2002, "Ciphers with Arbitrary Finite Domains"). A cell beyond the samples is sent through again ("cycle walking").
     """
     import numpy as np
 
@@ -339,8 +332,7 @@ def check_evaluation(data: Any, per_rank_batch: int | None) -> None:
 
 
 def tail_pieces(samples: int, full: int, pieces: int) -> int:
-    """Returns into how many pieces a tail of 1 sample or more is cut so that none is larger than those of a full
-    batch."""
+    """Returns into how many pieces a tail is cut so that none is larger than those of a full batch."""
     return -(-samples // -(-full // pieces))
 
 
@@ -358,8 +350,7 @@ def contiguous(samples: int, rank: int, size: int) -> slice:
 
 
 def weight_number(weight: Any, example: str) -> float:
-    """Returns what a batch counts by, of a number or of a tensor or array with one element; raises `ConfigError`,
-    with `example` as the remedy, for what is no single number >= 0."""
+    """Returns a weight from a number or an array of one element; else raises `ConfigError` with `example`."""
     shape = getattr(weight, "shape", None)
     single = not isinstance(weight, (str, bytes)) if shape is None else math.prod(shape) == 1
     try:

@@ -1,6 +1,4 @@
-"""Data sets as numpy arrays, for any framework: MNIST, CIFAR-10, embedded digits, random pictures; and folders of image
-files as lists.
-"""
+"""Data sets as numpy arrays, for any framework; and folders of image files as lists."""
 
 from hvdtrain.datasets.cifar10 import load_cifar10
 from hvdtrain.datasets.folder import Folder, load_folder

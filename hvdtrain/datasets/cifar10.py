@@ -72,11 +72,7 @@ def cache() -> Path:
 
 
 def read(path: Path) -> Images:
-    """Returns the pictures of an archive or folder.
-
-    Raises:
-        ConfigError: missing, incomplete, corrupt, or something else.
-    """
+    """Returns the pictures of an archive or folder. Raises `ConfigError` if it is missing, incomplete or corrupt."""
     import numpy as np
 
     try:
@@ -112,8 +108,7 @@ def _find(path: Path) -> Path:
 
 
 def _batches(place: Path) -> Iterator[tuple[str, str, bytes]]:
-    """Yields each batch of a folder or archive: name, place, content. No member of an archive is unpacked, so that
-    none can write anywhere."""
+    """Yields each batch of a folder or archive: name, place, content. Unpacks no member of an archive to disk."""
     if place.is_dir():
         for file in (place / name for name in BATCHES):
             if file.is_file():

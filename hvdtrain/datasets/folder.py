@@ -133,11 +133,8 @@ def _no_classes(folder: Path) -> ConfigError:
 
 
 def scan(folder: Path, classes: list[str], *, present: list[str] | None = None) -> Folder:
-    """Lists the image files of each class below `folder`, sorted; links are followed, each folder once.
-
-    Raises:
-        ConfigError: a class of those `present` (None: of all) has no image files.
-    """
+    """Lists the image files of each class below `folder`, sorted; follows links, each folder once. Raises `ConfigError`
+    if a class of those `present` (None: of all) has none."""
     import numpy as np
 
     below = [[os.fsencode(os.path.relpath(file, folder)) for file in _images_below(folder / one)] for one in classes]

@@ -73,16 +73,11 @@ def as_rgb(images: Images, size: int = 32) -> Images:
 def synthetic(samples: int = 1280, *, classes: int = 1000, size: int = 224, seed: int = 0) -> Images:
     """Returns random colour pictures, the same on every machine for the same arguments.
 
-    Each class has its own tint, so that the loss can fall. A tenth of the samples (at least one) is for testing.
+    Each of the `classes` has its own tint, so that the loss can fall, and as many samples as any other. A tenth of the
+    samples (at least one) is for testing. `size`: height and width in pixels; `seed`: of the noise.
 
     Example:
         images = synthetic(1280, classes=10, size=32)
-
-    Args:
-        samples: for training and testing together.
-        classes: each has as many samples as any other.
-        size: height and width in pixels.
-        seed: of the noise.
     """
     import numpy as np
 

@@ -98,14 +98,8 @@ def _mnist(path: Path, *, published: bool) -> Images:
 
 
 def read(path: Path) -> dict[str, np.ndarray]:
-    """Returns the arrays `ARRAYS` of a `mnist.npz`, or of a folder with one.
-
-    Returns:
-        `x_*` uint8 `[N, 28, 28]` and `y_*` uint8 `[N]` with values 0..9.
-
-    Raises:
-        ConfigError: a missing, incomplete, corrupt or different file.
-    """
+    """Returns the arrays of a `mnist.npz` or of a folder with one: `x_*` uint8 `[N, 28, 28]`, `y_*` uint8 `[N]` from 0
+    to 9. Raises `ConfigError` for a missing, incomplete, corrupt or different file."""
     import numpy as np
 
     file = path / NAME if path.is_dir() else path

@@ -102,13 +102,11 @@ def prepare(
             HVDTRAIN_COMPRESSION.
         sparse_as_dense: reduce `IndexedSlices` as dense tensors.
         sync_batchnorm: batch-norm layers normalise over the samples of all ranks, as layers with `synchronized=True`
-            always do. Each layer needs one all-reduce forward and one backward. In training all ranks must call the
-            same layers.
+            do. Each needs one all-reduce forward and one backward. In training all ranks must call the same layers.
         verify: prove before the first step that gradients are averaged (under a second; see `verify`).
         watch_every: compare the replicas every so many steps; 0: never.
         whole: `compute_loss` (and so every loss given to `compile`) gets the global batch's `y`, `y_pred` and
-            `sample_weight`, in the order of the data: any loss is then that of one process. Metrics still get each
-            rank's own rows.
+            `sample_weight`, in the order of the data: any loss is then that of one process. Metrics get a rank's rows.
 
     Raises:
         ConfigError: the model is not compiled; an option is unknown; the learning rate has no batch size, is scaled

@@ -200,10 +200,9 @@ def _optimizer_in(compiled: Any) -> str | None:
 
 
 class RandomPart(Part):
-    """`random.npz`, what `model.keras` does not have, as plain arrays (nothing is unpickled): the random state of every
-    rank, the data's identity, what Keras' callbacks have counted, variables of layers with LoRA (`model.keras` has
-    their product only: Keras would continue from factors of zero), and unlisted variables of optimizers.
-    """
+    """`random.npz`: what `model.keras` lacks, as plain arrays: every rank's random state, the data's identity, the
+    counts of Keras' callbacks, variables of layers with LoRA (`model.keras` has their product), unlisted ones of
+    optimizers."""
 
     def __init__(self, model: keras.Model, place: TrainingPlace, world: World) -> None:
         self.model, self.place, self.world = model, place, world

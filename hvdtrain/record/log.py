@@ -210,12 +210,8 @@ class RunLog:
                 self._guarded(self._write_event, kind, fields)
 
     def checkpoint(self, fields: Mapping[str, Any]) -> None:
-        """Writes the event of a save; any thread may call it.
-
-        Args:
-            fields: step, epoch; blocked_s: seconds that training waited; sealed_s: seconds until it was on disk, None
-                if it failed; otherwise also bytes and path.
-        """
+        """Writes the event of a save; any thread may call it. `fields`: step, epoch; blocked_s: seconds that training
+        waited; sealed_s: seconds until it was on disk, None if it failed; otherwise also bytes and path."""
         self._saves.append(fields)
         self.event("checkpoint", **fields)
 

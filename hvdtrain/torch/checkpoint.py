@@ -98,8 +98,8 @@ def _loader_of(optimizer: Optimizer, data: Loader | None) -> Loader | None:
 
 
 class ModelPart(Part):
-    """Parameters and persistent buffers of a plain module. Names that share a tensor are stored once; the others'
-    names are in the file's metadata, as `safetensors.torch.save_model` writes them."""
+    """The parameters and persistent buffers of a plain module. A tensor of several names is stored once, and the other
+    names in the file's metadata (`safetensors.torch.save_model`)."""
 
     def __init__(self, model: nn.Module, world: World) -> None:
         self.model = model
@@ -284,8 +284,7 @@ class TrainingPart(Part):
             self.optimizer.session.parted.parts.check_state(saved["optimizer"])
 
     def load(self, path: Path) -> None:
-        """Takes up where the saved run was; at another world size with random streams of its own. Raises
-        `CheckpointError` for another data set's place."""
+        """Resumes as saved; with own random streams at another size. Raises `CheckpointError` for other data."""
         saved, self._read = self._read, {}
         session, own = self.optimizer.session, _described(self.optimizer)
         self.optimizer.wrapped.load_state_dict(saved["optimizer"])
@@ -339,8 +338,7 @@ def put_others(others: Iterable[Loader], places: Iterable[dict[str, Any]], *, te
 
 
 def _place(session: Session) -> dict[str, Any] | None:
-    """Returns where the loader continues: after the last batch that is in the weights, however many were handed out
-    since."""
+    """Returns where the loader continues: after the last batch that is in the weights."""
     data = session.batches.data
     if data is None:
         return None
@@ -388,8 +386,7 @@ def _described(optimizer: Optimizer) -> list[Described]:
 
 
 def _keep_precision(saved: Mapping[str, Any], own: list[Described], optimizer: torch.optim.Optimizer) -> None:
-    """PyTorch casts what it loads to the type of the parameter: of masters and moments that are wider, take the saved
-    ones."""
+    """Restores masters and moments that are wider than their parameter, to whose dtype PyTorch casts them."""
     order = [index for group in saved["optimizer"]["param_groups"] for index in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, parameter, before, now in zip(order, parameters, saved.get("parameters", ()), own, strict=False):

@@ -364,8 +364,7 @@ def corpus_metrics(function: Callable[[Any, Any], Mapping[str, float]]) -> Corpu
         scores = hvt.evaluate(model, validation, auc, per_rank_batch=100)
 
     Args:
-        function: called once, on rank 0, with the outputs and targets of all samples, in order, on the CPU; returns
-            numbers by name.
+        function: called once, on rank 0, with all outputs and targets, in order, on the CPU; returns numbers by name.
     """
     return Corpus(function)
 
@@ -396,8 +395,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def classification(top: tuple[int, ...] = (1, 5), label_smoothing: float = 0.0) -> Metrics:
     """Returns metrics of class scores: "loss" (cross-entropy) and "top1", "top5", ...
 
-    "topk" is 1 if the target's score is among the k highest. Equal scores rank in the order of classes; NaN is never
-    right.
+    "topk" is 1 if the target is among the k highest scores. Equal scores rank in class order; NaN is never right.
 
     Example:
         scores = hvt.evaluate(model, validation, hvt.classification(top=(1, 5)), per_rank_batch=100)

@@ -80,7 +80,7 @@ def prepare(
     """Makes a model and its optimizer train on all ranks, and returns both; collective.
 
     Moves the model to this rank's device, checks that the ranks train the same, broadcasts rank 0's parameters, buffers
-    and optimizer state, and proves that gradients are averaged. To prepare a model again, give `unwrap(model)` and
+    and optimizer state, and proves that gradients are averaged. Prepare again with `unwrap(model)`,
     `optimizer.wrapped`.
 
     Example:
@@ -91,8 +91,7 @@ def prepare(
         model: plain, complete; the same on every rank, except for its values. Or the result of `torch.compile`. Or a
             `hvdtrain.pipeline.Pipeline`, cut in the same places on every rank: it stays on its devices and trains with
             `Optimizer.forward_backward`.
-        optimizer: plain; holds the model's trainable parameters. Or several that do so together, `[muon, adamw]`;
-            they step as one.
+        optimizer: plain; holds the model's trainable parameters. Or several, `[muon, adamw]`, which step as one.
         data: the training loader; it sets the weight of each rank's batch. Without it all batches have the same weight,
             and samples are not counted.
         world: the ranks; default: those of `hvdtrain.init`.

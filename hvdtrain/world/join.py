@@ -209,8 +209,7 @@ def _let_it_change(world: World, its: Elastic, framework: str) -> None:
 
 
 def _leave_at_exit(world: World, pid: int) -> None:
-    """Waits for the other ranks at the end of a program that has not left its world and has not failed: else the engine
-    would go down under ranks that still talk."""
+    """Waits for the other ranks at the end of a program that has not failed, so that the engine stays up for them."""
     if current() is not world or os.getpid() != pid:
         return
     failure = ended_by()
@@ -271,11 +270,8 @@ def _check_engine(detected: Detected, comm: Engine) -> None:
 
 
 def _meet(comm: Engine, framework: str, seed: int, detected: Detected) -> tuple[int, Tracker]:
-    """Has every rank introduce itself; returns the index of this rank's host, and what keeps the ranks in step.
-
-    The first collective of the job: what must not differ is compared before anything is trained. Hosts are numbered
-    in the order of their lowest rank, which no launcher's variable gives when hosts have unequal slots.
-    """
+    """Has every rank introduce itself; returns the index of this rank's host, and what keeps the ranks in step. The
+    first collective of the job: it compares settings. Hosts are numbered in the order of their lowest rank."""
     listener, where = listen(detected, os.environ) if comm.rank == 0 and comm.size > 1 else (None, None)
     settings = {name: os.environ[name] for name in SAME_ON_ALL if name in os.environ}
     asked = preemption.asked(os.environ)

@@ -102,15 +102,15 @@ class World:
         )
 
     def in_step(self, kind: str, key: object = "", *, value: float | None = None) -> AbstractContextManager[float]:
-        """Returns a context that every rank enters together, for what is collective; entering it is collective.
+        """Returns a context that every rank enters together; collective.
 
         Args:
-            kind: what is done in it.
+            kind: the work in it.
             key: what else must be the same on all ranks.
-            value: the context gives its sum over ranks, which costs nothing more; None on every rank: 0.
+            value: the context returns its sum over ranks; None on every rank: 0.
 
         Raises:
-            ReplicaError: on every rank, with the line of each, when they are not about to do the same.
+            ReplicaError: on every rank, with the line of each, if they are about to do different things.
         """
         return self.tracker.meeting(self.comm, kind, str(key), value)
 
@@ -191,16 +191,8 @@ class World:
             )
 
     def agree_all(self, mine: Mapping[str, object], rule: str, remedy: Callable[[str], str]) -> None:
-        """Checks that every rank has an equal mapping, of which only a digest travels where it has.
-
-        Args:
-            mine: what must be the same, by name, the most telling first.
-            rule: of the error, with {} for the name.
-            remedy: of the error, given the name.
-
-        Raises:
-            ReplicaError: on every rank, naming the first that differs, with each rank's value.
-        """
+        """Checks that every rank has an equal mapping, by a digest. `rule` (with {} for the name) and `remedy` are the
+        error's. Raises `ReplicaError` on every rank, with the first name that differs and each rank's value."""
         digest = hashlib.sha256(repr(list(mine.items())).encode()).hexdigest()
         if len(set(self.gather(digest))) == 1:
             return

@@ -75,11 +75,7 @@ class KerasLoader(Dealt, keras.utils.PyDataset, DataAdapter):
         return self.plan.global_batch * self.unit
 
     def go_on(self, epoch: int, samples_in_epoch: int) -> None:
-        """Makes the next `fit` begin there; restoring a checkpoint does so.
-
-        Raises:
-            ConfigError: the data has no such place.
-        """
+        """Makes the next `fit` begin there, as a restore does. Raises `ConfigError` if the data has no such place."""
         if samples_in_epoch % self.unit:
             raise ConfigError(
                 "a run cannot resume within a batch of the data",
@@ -102,10 +98,8 @@ class KerasLoader(Dealt, keras.utils.PyDataset, DataAdapter):
         return plan.tail == "weighted" and any(0 < tail < plan.size for tail in tails)
 
     def identity(self) -> str:
-        """Returns the identity of the samples' order, for a place within an epoch; equal identities mean equal orders.
-
-        It omits the number and the size of a `PyDataset`'s batches if they keep their order.
-        """
+        """Returns the identity of the samples' order; equal identities mean equal orders. It omits the number and the
+        size of a `PyDataset`'s batches if they keep their order."""
         if self.plan.shuffle:
             return f"{self.plan.total()} {self._dealt()}, shuffled by seed {self.plan.seed}"
         return f"{self.plan.total()} samples, in order" if self.unit == 1 else "in order"
@@ -127,13 +121,8 @@ class KerasLoader(Dealt, keras.utils.PyDataset, DataAdapter):
         self.epoch = epoch
 
     def redeal(self, world: World, whole: int = 0, place: tuple[int, int] | None = None) -> None:
-        """Deals to the ranks that are there, after a change.
-
-        Args:
-            world: its ranks.
-            whole: the global batch, where it stays what it was.
-            place: (epoch, steps of it that are done) of training; None: the data is read from its beginning.
-        """
+        """Deals to the changed ranks of `world`. `whole`: the global batch, if it stays; `place`: (epoch, steps of it
+        that are done) of training; None: from the beginning."""
         self.plan, self.rank = replace(self.plan, size=world.size, whole=whole), world.rank
         if place is not None:
             self._entered = place
@@ -197,10 +186,8 @@ class KerasLoader(Dealt, keras.utils.PyDataset, DataAdapter):
         return x, y, weights if live else map_leaves(lambda weight: weight * NO_SAMPLE, weights)
 
     def batches(self) -> Generator[tuple[Any, ...], None, None]:
-        """Yields this rank's batches of the remaining epoch; closing it ends its readers.
-
-        Keras' own threads are not used: they keep what they have read when `fit` leaves an epoch for the next one.
-        """
+        """Yields this rank's batches of the remaining epoch; closing it ends its readers. Keras' own threads are not
+        used: they would keep what they have read when `fit` leaves an epoch."""
         workers = self.source.workers or 1
         epoch, done = self._entered
         steps = islice(self._steps, done if epoch == self.epoch else 0, None)

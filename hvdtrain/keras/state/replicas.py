@@ -212,12 +212,8 @@ def average(variables: Sequence[Any], world: World) -> None:
 
 
 def average_statistics(model: keras.Model, world: World) -> None:
-    """Makes what is not trained equal on all ranks: the mean of moving statistics (BatchNorm's), rank 0's value of
-    anything else that differs; collective.
-
-    Statistics follow each rank's own samples. Averaged, the replicas are equal as a whole, and a checkpoint that
-    rank 0 writes is the state of every rank. What is equal already (frozen layers) does not travel.
-    """
+    """Makes untrained state equal on all ranks: the mean of moving statistics (BatchNorm's), rank 0's value of anything
+    else that differs; collective. Then the checkpoint of rank 0 is the state of every rank."""
     variables = untrained(model)
     if world.size == 1 or not variables:
         return

@@ -130,10 +130,8 @@ def as_it_is(live: LiveBatch) -> Iterator[None]:
 
 
 def _means_of_batches(session: KerasSession, live: LiveBatch) -> AbstractContextManager[None]:
-    """Counts one number for a batch in a `Mean` as this rank's part of the global batch while open.
-
-    So does a value for each row of what `whole` joined, and an output's loss that Keras weighs by its rows.
-    """
+    """Counts a batch's number in a `Mean` as this rank's part of the global batch while open; also a value for each row
+    of what `whole` joined, and an output's loss that Keras weighs by its rows."""
 
     def update_state(original: Any, self: Any, values: Any, sample_weight: Any = None) -> Any:
         shape, here = getattr(values, "shape", ()), not BACKEND.in_branch() and BACKEND.usable_here(live.samples)

@@ -277,10 +277,9 @@ class _Search:
         }
 
     def _exposed_all_reduce(self, plan: ParallelPlan, cut: Partition, step: Simulation) -> float:
-        """Returns how much later than the backward pass the averaged gradients are there.
+        """Returns the seconds from the end of the backward pass until the averaged gradients are there.
 
-        A stage's gradients are sent while its last backward pass computes them; the stages of a node share its network,
-        and take turns on it. The last bucket can only follow.
+        A stage sends gradients during its last backward pass; the stages of a node share its network.
         """
         if plan.replicas == 1:
             return 0.0

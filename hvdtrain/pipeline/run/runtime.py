@@ -132,9 +132,9 @@ class Pipeline(nn.Module):
     ) -> Any:
         """Runs a batch forward and backward, in micro-batches, and returns its mean loss.
 
-        Gradients add up in `p.grad`, and in those of arguments with `requires_grad`. The gradient is `factor * sum(w_i
-        * g_i) / sum(w_i)`: that of `factor` times the mean loss over the batch, where the mean loss of micro-batch i
-        divides by w_i.
+        Adds `factor * sum(w_i * g_i) / sum(w_i)` to `p.grad`, and to the gradients of arguments with `requires_grad`:
+        the gradient of `factor` times the mean loss over the batch, where w_i is the divisor of micro-batch i's mean
+        loss.
 
         Args:
             x: the model's argument, or a tuple of its arguments. Tensors [batch, ...] are cut; tensors of another
@@ -151,8 +151,8 @@ class Pipeline(nn.Module):
             outputs: True also returns the model's outputs, for metrics.
 
         Returns:
-            The mean loss over the batch, detached, without the factor; on the last stage's device. With `outputs` a
-            tuple of it and the model's outputs, detached.
+            The mean loss, detached, without the factor; on the last stage's device. With `outputs` a tuple of it and
+            the outputs, detached.
 
         Raises:
             ConfigError: fewer samples than micro-batches, targets of another length, a loss that is not a scalar, a
@@ -322,8 +322,7 @@ class Pipeline(nn.Module):
         return [*groups, [p for p in self.module.parameters() if id(p) not in seen]]
 
     def finishing(self, group: int) -> bool:
-        """Returns True if a stage (see `owned_parameters`) is in the backward pass that completes its gradients; for
-        gradient hooks. Those of shared parameters are complete only when the step ends."""
+        """Returns True if a stage (see `owned_parameters`) completes its gradients; shared ones' only after a step."""
         return group < len(self._finishing) and self._finishing[group]
 
     def close(self) -> None:
@@ -343,8 +342,7 @@ class Pipeline(nn.Module):
         return self.module.load_state_dict(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        """A plain copy of the unsplit model, as `torch.optim.swa_utils.AveragedModel` wants; its parts lie where the
-        stages have theirs."""
+        """Returns a copy of the unsplit model on its devices, as `torch.optim.swa_utils.AveragedModel` needs."""
         return copy.deepcopy(self.module, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -261,8 +261,7 @@ def _apart(parts: Sequence[Segment], count: int) -> list[list[int]]:
 def _together(
     bench: SegmentBench, some: Sequence[Any], stretches: Sequence[Sequence[int]], inputs: Sequence[Any], times: int = 1
 ) -> list[float]:
-    """Seconds of each stretch while all of them run side by side, for a part of the time if there are several `times`:
-    the lower quartile, as others may disturb."""
+    """Returns each stretch's seconds while all run side by side: of several `times` the lower quartile."""
     ready, enough = threading.Barrier(len(stretches)), threading.Event()
 
     def work(indices: Sequence[int]) -> float:

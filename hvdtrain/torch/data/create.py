@@ -57,8 +57,7 @@ def _dataset_of(data: Any) -> Any:
 def source_of(
     data: Any, device: torch.device, processes: Processes, collate: Callable[[list[Any]], Any] | None, *, auto: bool
 ) -> Memory | Workers:
-    """Returns what serves `data` by index; `auto`: rows of arrays are read without processes. Raises `ConfigError`
-    for what are not arrays, and no map-style data set."""
+    """Returns what serves `data` by index; "auto" reads arrays in this process. Raises `ConfigError` for other data."""
     memory = memory_of(data, device if collate is None else torch.device("cpu"))
     if memory is not None and collate is None:
         return memory

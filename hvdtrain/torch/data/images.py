@@ -151,8 +151,7 @@ def _reason(error: Exception, path: str) -> str:
 
 
 class Picture:
-    """A file's picture: of known `size` (height and width, upright, in pixels) before it is decoded, and then in RGB
-    and upright. Raises one of `UNREADABLE`; `decode` likewise."""
+    """The picture of a file, of known `size` (height and width, upright, in pixels); raises one of `UNREADABLE`."""
 
     def __init__(self, path: str) -> None:
         with open(path, "rb") as file:
@@ -169,9 +168,8 @@ class Picture:
         self.size = (width, height) if self._turned >= 5 else (height, width)
 
     def decode(self, reduction: int = 1) -> Tensor:
-        """Returns uint8 [3, H, W]; a JPEG with a `reduction` of 2, 4 or 8 has that fraction of the pixels on each
-        side, rounded up. JPEGs are decoded by torchvision, which saves a copy or two; pillow does what torchvision
-        cannot, and gives the same pixels, as both use libjpeg."""
+        """Returns uint8 [3, H, W]; a JPEG with a `reduction` of 2, 4 or 8 has that fraction of the pixels per side,
+        rounded up. torchvision decodes JPEGs, without a copy or two; pillow the others, to the same pixels."""
         if _JPEG is not None and reduction == 1 and self._turned == 1 and self._data.startswith(JPEG_START):
             buffer = torch.frombuffer(bytearray(self._data), dtype=torch.uint8)
             with suppress(RuntimeError):  # a kind of JPEG that it does not know (CMYK, in some versions), or broken

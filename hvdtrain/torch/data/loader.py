@@ -130,8 +130,7 @@ class Loader(Dealt):
         return bool(self.followers) and self.differentiated is None
 
     def _after_loop(self) -> tuple[int, int]:
-        """Returns where the next loop begins if this one does not continue: there again, if it only looked at the
-        data."""
+        """Returns where the next loop begins if this one ends here: there again if it only looked at the data."""
         over = self._trained() or not self.followers
         return (self._epoch + 1, 0) if over else (self._epoch, self._begin)
 
@@ -166,11 +165,7 @@ class Loader(Dealt):
         return self._left
 
     def go_on(self, epoch: int, samples_in_epoch: int) -> None:
-        """Makes the next loop begin there; the world may have another size than the one that got there.
-
-        Raises:
-            ConfigError: no such place in this data.
-        """
+        """Makes the next loop begin there, at any world size. Raises `ConfigError` if the data has no such place."""
         if epoch < 0:
             raise ConfigError("epoch must be >= 0", f"epoch={epoch}")
         place = self.plan.place_after(epoch, samples_in_epoch)
@@ -186,8 +181,7 @@ class Loader(Dealt):
         return self.step is not None and self._step_of_deal != self._deals
 
     def redeal(self, state: Mapping[str, Any]) -> None:
-        """Deals the samples from a place on to the ranks that are there now, in the same steps. A training loop
-        continues; a new rank begins at that place."""
+        """Deals the samples from a place on to the present ranks, in the same steps, for this loop or a new rank."""
         self.plan = self.plan.of(self.world.size)
         self._deals += 1
         if not self.followers:  # no training: each loop is from the beginning
@@ -215,8 +209,7 @@ class Loader(Dealt):
         return self._state(self.position, self.step)
 
     def state_of_weights(self) -> dict[str, Any]:
-        """Returns the state from which a restored run continues: after the last batch that is in any model's
-        weights."""
+        """Returns the state to resume from: after the last batch that is in any model's weights."""
         return self._state(self._position_of_weights(), self.in_weights)
 
     def state_of_next_loop(self) -> dict[str, Any]:
@@ -228,8 +221,7 @@ class Loader(Dealt):
         return self.running and self._position_of_weights()[0] > self._epoch
 
     def others(self, kept: Iterable[object]) -> list[Loader]:
-        """Returns the other loaders that no model trains on and that are not in `kept`, the newest first: a loader of
-        an earlier run of this program may still exist."""
+        """Returns the other loaders that no model trains on, without `kept`, also of earlier runs; newest first."""
         keeps = {id(self), *map(id, kept)}
         others = [its for its in known if its.world is self.world and id(its) not in keeps]
         untrained = [its for its in others if not its.followers and its.differentiated is None]
@@ -378,11 +370,7 @@ class Loader(Dealt):
         return step
 
     def one_pass(self, *, padded: bool = False) -> Generator[tuple[Any, Step], None, None]:
-        """Yields every batch of an epoch once, apart from training: position, `step` and the clock stay as they are.
-
-        Args:
-            padded: in each step, on every rank: where it has no samples left, with a batch that counts nothing.
-        """
+        """Yields every batch of an epoch once, apart from training. `padded`: also padding batches."""
         with closing(self._ready(0, 0)) as items:
             for batch, step in items:
                 if padded or not step.padding:
@@ -447,8 +435,8 @@ class Loader(Dealt):
 
 
 class Epoch:
-    """The loop over the rest of one epoch; `padding` is the step of the batch last handed out, if that counts
-    nothing. The loader only knows it weakly: when it is gone, the loop was left."""
+    """The loop over the rest of an epoch; `padding` is the step of the current batch, if that is a padding batch. The
+    loader only knows it weakly: when it is gone, the loop was left."""
 
     running: WeakSet[Epoch] = WeakSet()
 
@@ -508,10 +496,7 @@ class Epoch:
             )
 
     def _refuse_twins(self) -> None:
-        """Two loaders side by side must not serve the same order: pairs of a sample with itself.
-
-        Side by side is what goes along, batch for batch, several times in a row: a loop that was interrupted does not.
-        """
+        """Refuses two loaders that serve the same order side by side, batch for batch, several times in a row."""
         mine = self._loader
         Epoch.running.add(self)
         for other in Epoch.running:

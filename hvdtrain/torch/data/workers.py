@@ -103,8 +103,7 @@ def together_of(dataset: Any) -> Together | None:
 def _read_together(
     together: Together | None, names: list[int], seeds: list[int], reader: ProcessReader
 ) -> tuple[Any, Exception | None]:
-    """Returns the samples, as one call gives them, or why it fails; neither where they are to be read one by one, as
-    where random numbers are drawn in the call: they would depend on the ranks."""
+    """Returns the samples of one call, or why it fails; neither if it draws random numbers: ranks would differ."""
     if together is None or not names or reader.one_by_one:
         return None, None
     reader.at(names[0])
@@ -257,10 +256,9 @@ class ReadByProcesses:
 class Workers(ReadByProcesses):
     """A `Source` of a map-style data set.
 
-    Workers are started for each pass, as PyTorch's own loader does by default: they read the data set as it is then,
-    as this process does where there are none. They are started in the way `torch.multiprocessing` is set to (by
-    default a fork, see `processes`; on InfiniBand, where forked processes can corrupt memory, call
-    `torch.multiprocessing.set_start_method("forkserver")` first, as Horovod's examples do).
+    Each pass starts new workers, like PyTorch's loader, in the way that `torch.multiprocessing` is set to (default: a
+    fork, see `processes`). Forked processes can corrupt memory on InfiniBand: there call
+    `torch.multiprocessing.set_start_method("forkserver")` first.
     """
 
     def __init__(self, dataset: Any, processes: Processes, collate: Callable[[list[Any]], Any] | None) -> None:

@@ -52,8 +52,7 @@ def pattern(index: int, parameter: Tensor) -> Tensor:
 
 
 class ModelShell(nn.Module):
-    """The shell; the engine binds and calls it like any module. Data goes through `call`: the module, or its
-    compiled form."""
+    """The shell that the engine binds and calls like any module. Data goes through `call`, compiled or not."""
 
     def __init__(self, module: nn.Module, call: Callable[..., Any] | None = None) -> None:
         super().__init__()

@@ -1,8 +1,7 @@
 """Proves, on the user's own model and engine, that gradients are averaged and replicas are equal.
 
 Sends known gradients, different on every rank, through the path of a training step (the engine's forward, backward and
-reduction), and compares the result with their weighted mean. Runs no user module; touches no parameter, buffer or
-optimizer state.
+reduction), and compares the result with their weighted mean. Changes no state.
 """
 
 from __future__ import annotations

@@ -297,8 +297,7 @@ class Optimizer(BatchPasses, torch.optim.Optimizer):
     def preempted(self) -> bool:
         """Returns True if a rank was preempted (SIGTERM, SIGUSR1): on all ranks after one update (on a GPU two later).
 
-        A loop over a `Loader` need not check it: the loader saves and ends the run. Any other loop must save, and raise
-        `hvdtrain.Preempted`.
+        A loop over a `Loader` saves and ends the run. Any other loop must save, and raise `hvdtrain.Preempted`.
         """
         return self.session.preempted
 
@@ -433,8 +432,7 @@ _guards: WeakKeyDictionary[torch.optim.Optimizer, _Guard] = WeakKeyDictionary() 
 
 
 class _Guard:
-    """Refuses calls of the plain optimizers where the prepared one must be called; also after a prepared one was
-    dropped that never made an update: `prepare(...)` whose result was not assigned."""
+    """Refuses calls of the plain optimizers after `prepare(...)`, also if its result was not assigned."""
 
     def __init__(self, session: Session, members: Sequence[torch.optim.Optimizer]) -> None:
         self._session, self.used = ref(session), False

@@ -85,7 +85,7 @@ class BatchPasses:
         """Runs the model on this rank's batch, forward and backward, and returns the mean loss; also for a pipeline.
 
         For other models it is `backward(loss(model(x, **kwargs), y))`. A pipeline runs its micro-batches; its last
-        stages send gradients while the first ones still compute.
+        stages send gradients while the first ones still compute. The errors are those of `backward`.
 
         Args:
             x: the model's input; a tuple is its positional arguments. Tensors have samples along dimension 0.
@@ -103,9 +103,6 @@ class BatchPasses:
         Returns:
             The mean loss of the batch, detached; a scalar; 0 for a pipeline's padding batch. With `whole` that of the
             global batch; None before the update's last batch. With `outputs` a tuple of it and the outputs, detached.
-
-        Raises:
-            As `backward`.
         """
         arguments = Arguments(x if isinstance(x, tuple) else (x,), dict(kwargs or {}))
         kept: list[Any] = []
@@ -237,8 +234,7 @@ class BatchPasses:
     def _gradients_of(
         self, one: _MicroBatch, tensors: list[Tensor], found: list[Tensor], *, rest: bool
     ) -> tuple[dict[int, Tensor], list[tuple[nn.Parameter, Tensor]]]:
-        """Returns the gradients by a batch's outputs, by their number; with the `rest` those by the parameters that
-        the loss itself reads."""
+        """Returns the gradients by a batch's outputs, by number; with `rest` those by the loss's own parameters."""
         place = {id(leaf): index for index, leaf in enumerate(tensors_of(one.outputs))}
         pairs = list(zip(tensors, found, strict=True))
         by_output = {place[id(tensor)]: gradient for tensor, gradient in pairs if id(tensor) in place}
@@ -514,8 +510,7 @@ class BatchPasses:
 
     @contextmanager
     def _others_wait(self, reduces: bool) -> Iterator[None]:
-        """Notes that a pass failed where its gradients are other ranks' as well: sums under way have them, or lack
-        them, and would be taken for those of a later pass."""
+        """Notes that a pass failed on whose gradients other ranks wait: they could be mistaken for later ones."""
         try:
             yield
         except RanksLost:
@@ -568,13 +563,9 @@ class BatchPasses:
         counts: bool,
         outputs: Sequence[Tensor] = (),
     ) -> None:
-        """Runs one backward pass of a scalar loss, which is multiplied with the coefficient; of weight 0, nothing comes
-        of it, even if it is NaN. `sums` travel with the gradients of an update's last pass; `counts`: the rank has
-        samples.
-
-        What else meets in the model's outputs (other ranks' gradients, by the statistics of batch norm that this
-        rank's samples have a part in) goes through them even where the loss has a weight of 0.
-        """
+        """Runs one backward pass of a scalar loss times the coefficient; of weight 0 nothing comes, even if it is NaN,
+        but other ranks' gradients (by batch norm's statistics) still go through the outputs. `sums` travel with the
+        gradients of an update's last pass; `counts`: the rank has samples."""
         session, gradients = self.session, self.session.gradients
         reduce = sums is not None
         if reduce and self._recomputes is None:
@@ -604,8 +595,7 @@ class BatchPasses:
                 self._layer = first_bad_layer(session.module, args, kwargs, call)
 
     def _settle_update(self, batch: Batch, sums: Tensor) -> None:
-        """Checks loss and weights once the gradients are there, divides by the real sum of the weights (samples may
-        have been skipped), and removes the scale."""
+        """Checks loss and weights of an update, divides by the real sum of the weights, and removes the scale."""
         session, tally = self.session, self.session.gradients.tally
         every, weight = sums[0], sums[1]
         skips = session.options.amp == "fp16"

@@ -40,8 +40,7 @@ _lists: WeakKeyDictionary[Session, dict[str, bool]] = WeakKeyDictionary()  # are
 
 @dataclass(frozen=True)
 class _Own:
-    """This rank's part of a joined tensor: its rows from `start` to `stop`; None: the whole tensor, the same on every
-    rank."""
+    """This rank's part of a joined tensor: rows `start` to `stop`; None: the whole tensor, the same on every rank."""
 
     output: Tensor  # what this rank's model gave, with its graph
     start: int | None
@@ -91,8 +90,8 @@ def whole(*values: Any, world: World | None = None) -> Any:
 
 
 def joined(own: Sequence[Any], steps: Sequence[Step | None], world: World, session: Session | None) -> Any:
-    """Returns the values of all ranks and of their micro-batches, in the order of the data; collective. `own` are
-    this rank's, of each micro-batch of an update, as many as on every rank; `steps` the loader's, which they are of."""
+    """Returns the values of all ranks and micro-batches, in the order of the data; collective. `own` and `steps`: of
+    each micro-batch of this rank, as many on every rank."""
     mine: list[tuple[_Node, list[Tensor]]] = []
     problem = ""
     absent = [step is not None and step.padding for step in steps]
@@ -139,8 +138,7 @@ def _of_all_ranks(own: _Report, world: World, known: dict[str, tuple[Any, bytes,
 
 @dataclass(frozen=True)
 class _Node:
-    """A rank's value at one place of the values; a list may be read `as_items`, one a sample, or `as_parts` of a
-    value."""
+    """A rank's value at one place; a list may be read `as_items`, one per sample, or `as_parts` of a value."""
 
     kind: str  # "rows", "scalar" (a tensor without dimensions), "array", "items", "parts", "plain"
     path: str  # for messages
@@ -206,8 +204,7 @@ class _Piece:
 
 
 class _Joiner:
-    """Puts pieces together. `lists`: whether lists were parts of a value before, by line and path; `bytes`: of
-    outputs with a gradient, all ranks'."""
+    """Puts pieces together. `lists`: True if a list was parts before, by line and path; `bytes`: of all outputs."""
 
     def __init__(self, pieces: Sequence[_Piece], lists: dict[str, bool]) -> None:
         self._lists = lists
@@ -426,9 +423,8 @@ class _Given(torch.autograd.Function):
 def gradients_of(
     loss: Tensor, module: nn.Module, size: int, retain_graph: bool
 ) -> tuple[list[Tensor], list[Tensor]] | None:
-    """Returns where a loss of the whole batch enters this rank's graph, and its gradients there; None for another
-    loss. It may reach the module's parameters past the outputs. Gradients will be averaged over `size` ranks;
-    `retain_graph` as torch's, of the part of the graph from the loss to the joined outputs."""
+    """Returns where a loss of the whole batch enters this rank's graph, and its gradients there, also by the module's
+    parameters; None for another loss. They will be averaged over `size` ranks. `retain_graph`: above the outputs."""
     if not len(_owns):
         return None
     reached = leaves_of(loss)
