@@ -31,7 +31,6 @@ default_role = "literal"  # docstrings write `code` as Markdown does
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 autodoc_inherit_docstrings = False  # PyTorch's refer to its own pages
-autodoc_default_options = {"members": True}
 python_maximum_signature_line_length = 88
 napoleon_numpy_docstring = False
 napoleon_attr_annotations = False
@@ -49,11 +48,15 @@ def keep_text(app: Sphinx, what: str, name: str, obj: object, options: object, l
     """Keeps napoleon from taking what stands before a colon for a type, which the annotation has already.
 
     It does so in the first line of a property and of Returns; an empty type before it leaves the text whole.
+    Also makes a code block of what follows `Example:`.
     """
     for number, line in enumerate(lines):
         begins = lines[number - 1].strip() in ("Returns:", "Yields:") if number else what in ("property", "attribute")
         if begins:
             lines[number] = re.sub(r"(?=\S)", ": ", line, count=1)
+    if "Example:" in lines:
+        at = lines.index("Example:")
+        lines[at : at + 1] = ["Example::", ""]
 
 
 def setup(app: Sphinx) -> None:

@@ -1,8 +1,7 @@
-"""Checkpoints that a kill at any instant, a full disk or a flipped bit cannot turn into a loss.
+"""Checkpoints that survive a kill at any instant, a full disk or a flipped bit.
 
-How they lie on disk: `hvdtrain.checkpoint.checkpoint_folder`. What does not match its checksum is passed over for the
-last good one, with a message. Training waits for a copy of its state in memory; a process of its own writes it
-(`hvdtrain.checkpoint.writer`).
+The files: `hvdtrain.checkpoint.checkpoint_folder`. A checkpoint that does not match its checksum is skipped, with a
+message. Training waits for a copy of its state in memory; a separate process (`hvdtrain.checkpoint.writer`) writes it.
 """
 
 from __future__ import annotations
@@ -53,21 +52,27 @@ def _models_of(state: Mapping[str, Part]) -> list[object]:
 
 @refuses_other_keywords(monitor='best="val_loss", the metric that decides', save_best_only="keep=1")
 class Checkpointer:
-    """Saves and restores the state of training in `directory`.
+    """Saves and restores the state of training in a directory.
+
+    Example:
+        checkpoints = hvdtrain.Checkpointer("run/checkpoints", best="top1")
+        state = hvt.model_state(model, optimizer)
+        progress = checkpoints.restore(state)  # None if there is no checkpoint
+        checkpoints.save(state, progress=optimizer.progress, metrics=scores)
 
     Args:
         directory: created at the first save. One training holds it at a time (a lock that ends with the process); other
-            programs can read it. Checkpoints of an earlier training that this one did not restore stay there.
-        world: default: the world of the last `init()`, else one process.
-        keep: how many of the newest to keep.
-        best: the metric whose best checkpoint is also kept, however old; None: no such checkpoint.
-        asynchronous: training continues while a checkpoint is written. Rank 0 needs memory for one more state, or for
-            two if the disk is slower than the saves. False: training waits.
-        run: the run's record, which gets an event for every save: how long training waited, when it was on disk, bytes.
+            programs can read it. It keeps checkpoints of an earlier training that this one did not restore.
+        world: the ranks; default: those of the last `init()`, else one process.
+        keep: how many of the newest checkpoints to keep.
+        best: the metric whose best checkpoint is also kept, whatever its age; None: no such checkpoint.
+        asynchronous: training continues during the write. Rank 0 needs memory for one more state, or for two if the
+            disk is slower than the saves. False: training waits.
+        run: the run's record; each save adds an event with its bytes and seconds.
         mode: the better direction of `best`, "min" or "max"; None: by name (losses and errors "min", accuracies "max").
 
     Raises:
-        ConfigError: an argument is wrong, or the metric's name does not show which way is better.
+        ConfigError: an argument is wrong, or the metric's name does not show which direction is better.
     """
 
     def __init__(
@@ -134,24 +139,21 @@ class Checkpointer:
     def save(
         self, state: Mapping[str, Part], *, progress: Progress, metrics: Mapping[str, float] | None = None
     ) -> Path:
-        """Takes one checkpoint; collective: the parts bring their state together, and rank 0 copies it.
+        """Saves a checkpoint and returns its directory; collective.
 
-        It is there once its directory is; `wait` waits for that, and so does whatever looks for checkpoints on rank 0,
-        and the end of the program. Where two are still being written, the first of them is waited for.
+        The directory appears when the checkpoint is complete. `wait`, every search for checkpoints on rank 0, and the
+        end of the program wait for that. If two earlier ones are being written, `save` waits for the first of them.
 
         Args:
-            state: file name to what goes into it.
-            progress: where training stands.
-            metrics: of all ranks together; `best` is looked up here.
-
-        Returns:
-            The checkpoint's directory.
+            state: file name to the part that it stores, as `model_state` returns it.
+            progress: the progress of training.
+            metrics: of all ranks together, by name; `best` is one of them.
 
         Raises:
-            CheckpointError: it, or an earlier one, could not be written; others are untouched (`MainRankError` on ranks
-                other than 0). After an earlier one failed, this one is not taken: save again.
-            NonFiniteError: weights are not finite: nothing is written, earlier ones are untouched.
-            ReplicaError: ranks are not at the same point of the training.
+            CheckpointError: this or an earlier checkpoint could not be written (`MainRankError` on ranks other than 0);
+                others are untouched. After an earlier one failed, this one is not saved: save again.
+            NonFiniteError: weights are not finite; nothing is written.
+            ReplicaError: ranks are at different points of the training.
         """
         path = self._save_all(state, progress, {name: float(value) for name, value in (metrics or {}).items()})
         remember(self, state)
@@ -265,7 +267,7 @@ class Checkpointer:
         return writer.submit(images, files, self.folder, written, noted=noted)
 
     def wait(self) -> None:
-        """Waits until every checkpoint that was taken is on disk; collective.
+        """Waits until every saved checkpoint is on disk; collective.
 
         Raises:
             CheckpointError: one could not be written (`MainRankError` on ranks other than 0).
@@ -281,7 +283,7 @@ class Checkpointer:
 
     # -- looking ---------------------------------------------------------------------------------------------
     def list(self) -> list[Info]:
-        """Returns the checkpoints this process can see, oldest first; damaged ones too, with `ok=False`."""
+        """Returns the checkpoints that this process can see, oldest first; damaged ones have `ok=False`."""
         self._settle()
         return self.folder.list()
 
@@ -290,28 +292,23 @@ class Checkpointer:
         return next(iter(self.folder.ranking("latest", self.list())), None)
 
     def best(self) -> Info | None:
-        """Returns the good checkpoint with the best `best` metric (the newer of equals), or None."""
+        """Returns the good checkpoint with the best value of `best` (the newer of equals), or None."""
         return next(iter(self.folder.ranking("best", self.list())), None)
 
     # -- restoring -------------------------------------------------------------------------------------------
     def restore(self, state: Mapping[str, Part], *, which: str | os.PathLike[str] = "latest") -> Progress | None:
-        """Loads one checkpoint on every rank; collective.
+        """Loads one checkpoint on every rank and returns its progress, or None if there is no checkpoint; collective.
 
-        Rank 0 chooses the checkpoint for all ranks. It sends the bytes to ranks that do not see that checkpoint (no
-        shared file system, or a stale one). If another program saves into the directory and has deleted the
+        Rank 0 chooses the checkpoint, and sends it to ranks that cannot see it. If another program has deleted that
         checkpoint, rank 0 chooses a newer one.
 
         Args:
             state: file name to the part that loads its content; other files of the checkpoint are ignored.
             which: "latest", "best", or the path of one checkpoint.
 
-        Returns:
-            The progress, or None when there is no checkpoint at all.
-
         Raises:
-            CheckpointError: none of the checkpoints is good, the one at `which` is not, none has the metric
-                for "best", it lacks a file that `state` names, or a rank could not load it (`MainRankError`
-                on ranks other than 0 where rank 0 found out).
+            CheckpointError: no checkpoint is good, the one at `which` is not, none has the metric of "best", it lacks a
+                file that `state` names, or a rank could not load it. If rank 0 failed, others raise `MainRankError`.
         """
         while True:
             try:

@@ -1,9 +1,7 @@
-"""Errors a user can act on: the rule that was broken, what came instead, and what to type next.
+"""Errors that a user can act on: the rule that was broken, what was received, and what to type next.
 
-Programs print them without a traceback and end with exit code 2, with anything else that fails with 1 (`exit_with`):
-so `hvdtrain launch --max-restarts` knows what would be refused again. Ranks that wait for one another at different
-places end with 76, those that wait for one that hangs with 75 (`hvdtrain.watch.watch`): they are blocked, and
-can raise nothing. A job that was preempted ends with 85 (`Preempted`).
+Programs print them without a traceback and end with exit code 2, any other error with 1 (`exit_with`), so that
+`hvdtrain launch --max-restarts` does not repeat what would be refused again. docs/exit-codes.md lists all codes.
 """
 
 from __future__ import annotations
@@ -121,8 +119,7 @@ def by_rank(texts: Sequence[str]) -> str:
 
 
 def install_command(*extras: str) -> str:
-    """Returns the command that installs the packages of these extras for the Python that runs this, which `pip` on
-    the PATH often does not belong to; from a checkout it installs that checkout, in place."""
+    """Returns the command that installs these extras for this Python (`pip` may be another's); a checkout in place."""
     checkout = Path(__file__).resolve().parents[2]
     editable = (checkout / "setup.cfg").is_file()
     name = f"-e '{checkout}[{','.join(extras)}]'" if editable else f"'hvdtrain[{','.join(extras)}]'"
@@ -189,9 +186,8 @@ class Preempted(SystemExit):
 
 
 def describe(program: str, error: BaseException, rank: int) -> str:
-    """Returns the block of text that `exit_with` prints for `error` on this rank. Rank 0 prints an error that every
-    rank raises in full, and the others a line, should rank 0 be killed before. An error that is not hvdtrain's is a
-    bug, and has its traceback."""
+    """Returns the text that `exit_with` prints for `error` on this rank. Of an error that every rank raises, rank 0
+    prints all and the others a line, in case rank 0 is killed before. Other errors have a traceback."""
     who = f"{program}: rank {rank}: "
     if not isinstance(error, HvdtrainError):
         text = "".join(traceback_module.format_exception(error)).rstrip()
@@ -266,8 +262,7 @@ class _NotingExit:
 
 
 def note_exit(status: object) -> None:
-    """Notes the code that this program ends with, unless it catches `SystemExit`; one that was preempted has not
-    failed."""
+    """Notes the exit code of this program, unless it catches `SystemExit`; a preempted program has not failed."""
     if status and status != PREEMPTED_CODE:
         _exits.append(status)
 
@@ -284,14 +279,19 @@ def ended_by() -> BaseException | None:
 
 
 def exit_with(program: str, error: BaseException, rank: int) -> NoReturn:
-    """Prints one clear block on standard error and ends this process: with exit code 2 for an `HvdtrainError`, else 1.
+    """Prints an error on standard error and ends this process with exit code 2 for an `HvdtrainError`, else 1.
 
-    With a collective engine up the process ends at once (`end_now`); the launcher ends the others when it sees this
-    rank gone. Clean up (run log, files) before you call this.
+    In a job of several ranks it ends at once (`end_now`), and the launcher ends the others. So close your files first.
+
+    Example:
+        try:
+            train()
+        except Exception as error:
+            hvdtrain.exit_with("train.py", error, rank=world.rank)
 
     Args:
-        program: the name to blame, for example "hvdtrain.keras_mnist".
-        error: what happened.
+        program: the program's name, for the first line.
+        error: the error to print.
         rank: this process's rank.
     """
     with contextlib.suppress(OSError):  # a reader that went away must not hide the error

@@ -1,8 +1,8 @@
-"""Which launcher started this process, as which rank, with which GPUs, and how often: read from the environment.
+"""Reads from the environment which launcher started this process, as which rank, and with which GPUs.
 
-Launchers nest: `mpirun` inside a Slurm allocation, `horovodrun` inside `srun`, `torchrun` inside OpenPAI. Variables of
-the outer one stay visible, so the table is ordered from the one that is always innermost to the outermost, and the
-first that left its marks wins. A launcher that left only some of its variables is an error, never a world of one.
+Launchers nest: `mpirun` inside a Slurm allocation, `horovodrun` inside `srun`, `torchrun` inside OpenPAI. The outer
+one's variables stay visible, so the table goes from the innermost to the outermost, and the first match wins. A
+launcher that left only some of its variables is an error, never a world of one.
 """
 
 from __future__ import annotations
@@ -39,8 +39,15 @@ ALONE = Detected("none", 0, 1, 0, 1, 0, None)
 
 
 def detect(environ: Environ) -> Detected:
-    """Returns the place that the innermost launcher in `environ` gives; pure. Raises `LauncherError` if some of a
-    launcher's variables are missing, which are named, or contradict each other."""
+    """Returns this process's place from the variables of the innermost launcher in `environ`; pure.
+
+    Example:
+        place = hvdtrain.detect(os.environ)
+        print(place.launcher, place.rank, place.size)
+
+    Raises:
+        LauncherError: variables of a launcher are missing or contradict each other; the message names them.
+    """
     for _, started, read in _TABLE:
         if started(environ):
             return _checked(read(environ))
@@ -208,9 +215,8 @@ def _openpai(environ: Environ) -> Detected:
 
 # -- srun ----------------------------------------------------------------------------------------------------
 def _in_slurm_step(environ: Environ) -> bool:
-    """Returns True if `srun` started this process. `sbatch` and `salloc` also set SLURM_PROCID=0 and SLURM_NTASKS for
-    their own shell, where one process must stay one process: only a numbered step is srun's. Steps numbered from
-    0xfffffff0 up are Slurm's own (batch script, interactive shell)."""
+    """Returns True if `srun` started this process. `sbatch` and `salloc` also set SLURM_PROCID and SLURM_NTASKS, for
+    their own shell: only a numbered step is srun's. Steps from 0xfffffff0 up are Slurm's own (batch script, shell)."""
     step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", ""))
     return step.isdigit() and int(step) < 0xFFFFFFF0
 
@@ -294,14 +300,12 @@ _JOB_VARIABLES = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")  # mpirun's: what
 def meeting_point(
     environ: Environ, detected: Detected, *, without_mpi: str = "", join: int = 0
 ) -> tuple[str, int] | Literal["rendezvous", "mpi"]:
-    """Returns the host and port where rank 0 of a torch.distributed group listens, or how it sends them to the others;
-    pure.
+    """Returns the host and port at which rank 0 of a torch.distributed group listens, or how it sends them; pure.
 
-    The launcher's own rendezvous where it has one for its ranks (torchrun, OpenPAI, srun), else MASTER_ADDR and
-    MASTER_PORT. Else rank 0 listens on a free port, and sends it through the server of their launcher (horovodrun,
-    `hvdtrain launch`) or through MPI; without it (`without_mpi` is the reason), with all ranks on this host, on a
-    port of this job's `join`th group: the store of the last one may not be gone yet. Raises `LauncherError` with the
-    variables that are missing.
+    It is the launcher's own rendezvous (torchrun, OpenPAI, srun), else MASTER_ADDR and MASTER_PORT. Else rank 0 listens
+    on a free port and sends it through the launcher's server (horovodrun, `hvdtrain launch`) or MPI. Without MPI
+    (`without_mpi` is the reason), if all ranks are on this host, it is a port of the `join`th group: the last group's
+    store may still exist. Raises `LauncherError` with the missing variables.
     """
     if detected.rendezvous is not None and detected.launcher != "horovodrun":  # there it is the launcher's own server
         address, _, port = detected.rendezvous.rpartition(":")
@@ -331,14 +335,17 @@ def meeting_point(
 
 
 def gpus_for(local_rank: int, local_size: int, visible: int, per_rank: int = 1) -> tuple[int, ...]:
-    """Returns the GPUs of one rank as indices among the visible ones, empty where none is visible; pure.
+    """Returns the GPUs of one rank, as indices among the visible GPUs; empty if none is visible; pure.
 
-    Two rules cover what launchers do: all of a host's ranks see all its GPUs, then rank r takes the r-th group; or the
-    launcher masks (`srun --gpus-per-task`, CUDA_VISIBLE_DEVICES per rank), then a rank sees exactly its own.
+    If all ranks of a host see all its GPUs, rank r takes the r-th group. If the launcher masks them (`srun
+    --gpus-per-task`, CUDA_VISIBLE_DEVICES per rank), a rank sees exactly its own.
+
+    Example:
+        gpus = hvdtrain.gpus_for(local_rank=1, local_size=2, visible=4, per_rank=2)  # (2, 3)
 
     Raises:
         LauncherError: too few GPUs for the ranks on this host.
-        ConfigError: an argument out of range.
+        ConfigError: an argument is out of range.
     """
     if per_rank < 1 or visible < 0 or not 0 <= local_rank < local_size:
         raise ConfigError(
@@ -363,9 +370,8 @@ def gpus_for(local_rank: int, local_size: int, visible: int, per_rank: int = 1) 
 # A job that Slurm requeues after a preemption, or that `hvdtrain launch --max-restarts` starts again after a failure,
 # runs the same command line as before: the programs go on with the job's own run without being told to.
 def restarts(environ: Environ) -> int:
-    """Returns how often this job was started again, 0 for the first time; pure. HVDTRAIN_RESTART counts where it is
-    set, else SLURM_RESTART_COUNT, which sbatch sets from the first requeue on. Raises `LauncherError` for no whole
-    number."""
+    """Returns how often this job was restarted; pure. HVDTRAIN_RESTART counts, else sbatch's SLURM_RESTART_COUNT.
+    Raises `LauncherError` unless it is a whole number."""
     name = next((name for name in (variables.RESTART, "SLURM_RESTART_COUNT") if environ.get(name, "") != ""), None)
     if name is None:
         return 0

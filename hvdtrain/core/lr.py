@@ -1,7 +1,6 @@
-"""The learning-rate contract: scaling, warm-up and schedule as one pure function of samples seen.
+"""The learning rate: scaling, warm-up and schedule as one pure function of samples seen.
 
-Counting samples (not steps or epochs) makes the rate the same at any world size, per-rank batch and
-accumulation that give the same global batch, and lets a job resume at another size without a jump.
+It is the same at any world size with the same global batch, so a job resumes at another size without a jump.
 """
 
 from __future__ import annotations
@@ -34,18 +33,20 @@ NOT_LR = "lr=hvdtrain.LR(base=0.1, reference_batch=32); or omit lr=, and keep th
 class LR:
     """A learning rate that was tuned at `reference_batch`, carried to any global batch.
 
+    Example:
+        lr = hvdtrain.LR(base=0.1, reference_batch=256, warmup_samples=5 * len(dataset))
+        model, optimizer = hvt.prepare(model, optimizer, train, lr=lr)
+
     Attributes:
-        base: the rate that is right at `reference_batch`, and what the optimizer is made with.
+        base: the rate that is right at `reference_batch`; make the optimizer with it.
         reference_batch: samples per update that `base` was tuned for.
         scale: how the peak grows with the global batch: "linear" (Goyal et al., arXiv 1706.02677), "sqrt"
             (Krizhevsky, arXiv 1404.5997; for Adam-like optimizers) or "none".
-        warmup_samples: samples over which the rate goes linearly from `base` to the peak (gradual warm-up,
-            Goyal et al. 2.2: 5 epochs). A global batch at or under the reference needs none and gets none.
-        schedule: what follows: "constant", "step" or "cosine" (Loshchilov & Hutter, arXiv 1608.03983, one
-            cycle).
-        total_samples: where the cosine ends, counted from the first sample of training; the rate stays there.
-        milestones: samples at which "step" multiplies the rate by `gamma`.
-        gamma: see `milestones`.
+        warmup_samples: samples over which the rate goes linearly from `base` to the peak (Goyal et al. 2.2: 5 epochs).
+            A global batch of at most `reference_batch` has no warm-up.
+        schedule: what follows: "constant", "step" or "cosine" (Loshchilov & Hutter, arXiv 1608.03983, one cycle).
+        total_samples: the end of the cosine, in samples from the start of training; the rate stays there.
+        milestones, gamma: at each of these numbers of samples, "step" multiplies the rate by `gamma`.
         final: the cosine's last rate as a fraction of the peak.
     """
 
@@ -98,8 +99,11 @@ class LR:
         return self.base * self.factor(global_batch)
 
     def at(self, samples_seen: int, global_batch: int) -> float:
-        """Returns the rate of the update that begins after `samples_seen` samples of all ranks; pure. Raises
-        `ConfigError` for a count that is not a whole number in range."""
+        """Returns the rate of the update after `samples_seen` samples of all ranks; pure.
+
+        Raises:
+            ConfigError: `samples_seen` is not a whole number in range.
+        """
         _check(_whole(samples_seen, 0), "samples_seen must be samples >= 0", samples_seen=samples_seen)
         peak = self.peak(global_batch)
         if samples_seen < self.warmup_samples:
@@ -115,8 +119,7 @@ class LR:
         return peak
 
     def check_optimizer(self, current: float, global_batch: int) -> None:
-        """Raises `ConfigError` unless the user's optimizer was made with `base`: this contract does the scaling,
-        once."""
+        """Raises `ConfigError` unless the optimizer was made with `base`: only LR scales it."""
         peak = self.peak(global_batch)
         if math.isclose(current, self.base, rel_tol=_SAME_RATE):
             return

@@ -1,11 +1,9 @@
 """Deals samples to ranks: the same global order at any world size, from any point in an epoch.
 
 The epoch is one permutation of all samples, a pure function of their number, the seed and the epoch. A global step
-takes the next `size * per_rank_batch` samples of it, and rank r the r-th contiguous piece. So N ranks x B see the
-samples of one process x N·B step by step. A job that stops after `consumed` samples resumes at any other size without
-repeating or skipping a sample.
-
-The permutation of a large data set is never stored: each position is computed when a step needs it (see `_feistel`).
+takes its next `size * per_rank_batch` samples, and rank r the r-th contiguous piece, so N ranks x B see the samples of
+one process x N·B. A job resumes at any size without repeating or skipping a sample. The permutation is never stored:
+each position is computed when a step needs it (see `_feistel`).
 """
 
 from __future__ import annotations
@@ -37,17 +35,21 @@ ROUNDS = 8  # of the Feistel network; with 4 independent rounds it passes as ran
 class Plan:
     """The division of an epoch of `samples` samples over `size` ranks.
 
+    Example:
+        plan = hvdtrain.Plan(samples=len(x), size=world.size, per_rank_batch=32)
+        for step in plan.step_slices(epoch=0, rank=world.rank):
+            batch = x[step.indices]
+
     Attributes:
         samples: samples in the data set.
         size: ranks.
-        per_rank_batch: samples a rank takes in a full step.
-        seed: of the order; the same on every rank.
+        per_rank_batch: samples of a rank in a full step.
+        seed: the seed of the order; the same on every rank.
         shuffle: False keeps the data set's order.
-        tail: what happens to the last samples when they do not fill a global step: "weighted" deals them out
-            as evenly as possible (ranks may get one less, or none; weight gradients by live samples), "drop"
-            discards them.
-        whole: samples of all ranks in a full step, if ranks left or joined since it was the sum of their batches;
-            they are dealt out like a tail. 0: `size * per_rank_batch`.
+        tail: for the last samples, if they do not fill a global step: "weighted" deals them as evenly as possible
+            (ranks may get one less, or none; weight gradients by samples), "drop" skips them.
+        whole: samples of all ranks in a full step, if ranks left or joined: they are dealt like a tail. 0:
+            `size * per_rank_batch`.
     """
 
     samples: int
@@ -104,15 +106,13 @@ class Plan:
         return left // self.global_batch if self.tail == "drop" else -(-left // self.global_batch)
 
     def order(self, epoch: int, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Returns the samples at positions start..stop of the epoch's order; equal on every rank and at every size.
+        """Returns the samples at positions `start` to `stop` of an epoch's order; equal on every rank, at every size.
 
-        Only these positions are computed. All words come from Philox, which numpy guarantees never to change
-        (NEP 19); its `permutation` may change between versions, and a resumed epoch would then repeat and skip
-        samples.
+        Computes only these positions, with words from Philox, which numpy never changes (NEP 19).
 
         Args:
             epoch: counted from 0.
-            start, stop: positions, as of a slice; by default all.
+            start, stop: positions, as of a slice; default: all.
 
         Returns:
             int64 [stop - start], each sample of the data set at most once.
@@ -130,15 +130,15 @@ class Plan:
         return _feistel(np.arange(start, stop, dtype=np.uint64), self.samples, keys).astype(np.int64)
 
     def step_slices(self, epoch: int, consumed: int = 0, *, rank: int) -> Steps:
-        """Returns rank's part of every step that remains in the epoch, as a sequence; a step is made when it is read.
+        """Returns `rank`'s part of every step that remains in the epoch: a sequence that makes a step when it is read.
 
         Args:
             epoch: counted from 0.
             consumed: samples of all ranks already done in this epoch.
-            rank: whose steps.
+            rank: the rank whose steps to return.
 
         Raises:
-            ConfigError: `rank` or `consumed` out of range.
+            ConfigError: `rank` or `consumed` is out of range.
         """
         if not 0 <= rank < self.size:
             raise ConfigError(f"rank must be below {self.size}", f"rank={rank}")
@@ -207,10 +207,7 @@ class Step:
         return self.plan.place_after(self.epoch, self.samples_done)
 
     def update(self, accumulate: int) -> tuple[int, bool]:
-        """Returns the samples of all ranks in the update that this step belongs to, and whether it is its last.
-
-        An update takes `accumulate` steps, counted from where the loop began; the last of an epoch maybe fewer.
-        """
+        """Returns all ranks' samples in this step's update of `accumulate` steps, and True if the step is its last."""
         steps = self.plan.steps(self.begin)
         left = min(self.plan.samples - self.begin, steps * self.plan.global_batch)
         window = accumulate * self.plan.global_batch
@@ -244,7 +241,7 @@ class Steps(Sequence[Step]):
 def random_words(samples: int, seed: int, epoch: int, count: int, *, block: int = 0, stream: int = 0) -> np.ndarray:
     """Returns uint64 [count], from the `block`th four words of a stream on; each number of samples has its own words.
 
-    Philox is a function of key and counter (Salmon et al. 2011); numpy promises its words never to change (NEP 19).
+    Words are Philox's (Salmon et al. 2011), a function of key and counter.
     """
     import numpy as np
 
@@ -263,10 +260,9 @@ def _small_order(samples: int, seed: int, epoch: int) -> np.ndarray:
 def _feistel(positions: np.ndarray, samples: int, keys: np.ndarray) -> np.ndarray:
     """Returns where a permutation of 0..samples-1 takes `positions`, uint64 [n].
 
-    A position is a place (row, column) in a rectangle of just over `samples` cells. Each round turns every row, or
-    every column, by an amount that is a random function of its number: a Feistel network on whole numbers, which is
-    a permutation whatever the function (Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains"). A cell
-    beyond the samples is sent through again until it lands within ("cycle walking", same source); few are.
+    A position is a cell of a rectangle of just over `samples` cells. Each round turns every row, or every column, by a
+    random function of its number: a Feistel network, which is a permutation whatever the function (Black and Rogaway
+    2002, "Ciphers with Arbitrary Finite Domains"). A cell beyond the samples is sent through again ("cycle walking").
     """
     import numpy as np
 
@@ -336,13 +332,16 @@ def check_evaluation(data: Any, per_rank_batch: int | None) -> None:
 
 
 def tail_pieces(samples: int, full: int, pieces: int) -> int:
-    """Returns into how many pieces a tail of 1 sample or more is cut so that none is larger than those of a full
-    batch."""
+    """Returns into how many pieces a tail is cut so that none is larger than those of a full batch."""
     return -(-samples // -(-full // pieces))
 
 
 def contiguous(samples: int, rank: int, size: int) -> slice:
-    """Returns rank's contiguous piece of `samples`: each sample in exactly one, their sizes differ by at most 1."""
+    """Returns `rank`'s slice of `samples` items: each item is in one slice, and sizes differ by at most 1.
+
+    Example:
+        mine = files[hvdtrain.contiguous(len(files), world.rank, world.size)]
+    """
     if samples < 0 or not 0 <= rank < size:
         raise ConfigError("need samples >= 0 and 0 <= rank < size", f"samples={samples}, rank={rank}, size={size}")
     each, extra = divmod(samples, size)
@@ -351,8 +350,7 @@ def contiguous(samples: int, rank: int, size: int) -> slice:
 
 
 def weight_number(weight: Any, example: str) -> float:
-    """Returns what a batch counts by, of a number or of a tensor or array with one element; raises `ConfigError`,
-    with `example` as the remedy, for what is no single number >= 0."""
+    """Returns a weight from a number or an array of one element; else raises `ConfigError` with `example`."""
     shape = getattr(weight, "shape", None)
     single = not isinstance(weight, (str, bytes)) if shape is None else math.prod(shape) == 1
     try:

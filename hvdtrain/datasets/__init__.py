@@ -1,6 +1,4 @@
-"""Data sets as numpy arrays, for any framework: MNIST and CIFAR-10 from wherever they lie, the embedded digits, made-up
-pictures; and folders of image files as lists.
-"""
+"""Data sets as numpy arrays, for any framework; and folders of image files as lists."""
 
 from hvdtrain.datasets.cifar10 import load_cifar10
 from hvdtrain.datasets.folder import Folder, load_folder

@@ -1,7 +1,7 @@
-"""CIFAR-10 for every rank: from an archive or folder, the cache, or a download that is checked against its hash.
+"""CIFAR-10 for every rank: from an archive or folder, the cache, or a download with a checked hash.
 
-It is the "python version", which Keras and torchvision also keep. Its files are pickles, which can run code: an
-unpickler reads them that makes arrays, numbers and text, and refuses anything else.
+It is the "python version", which Keras and torchvision also keep. Its files are pickles, which can run code, so an
+unpickler reads them that makes only arrays, numbers and text.
 """
 
 from __future__ import annotations
@@ -39,13 +39,16 @@ BATCHES = (*TRAIN, TEST)
 
 
 def load_cifar10(source: str | os.PathLike[str] = "auto", *, world: World | None = None) -> Images:
-    """Loads the data on every rank; collective.
+    """Loads CIFAR-10 on every rank; collective.
+
+    Example:
+        images = load_cifar10("cifar10", world=world)
 
     Args:
-        source: the path of an archive (Python version, `.tar.gz` or `.tar`) or of a folder that holds one,
-            unpacked or not; "auto" (the cache, never the network) or "cifar10" (the cache, or a download into
-            it by one rank per node).
-        world: the ranks; None is this process alone.
+        source: "auto" (the cache, never the network), "cifar10" (the cache, or a download into it by one rank per
+            node), or the path of an archive (Python version, `.tar.gz` or `.tar`) or of a folder that holds one,
+            unpacked or not.
+        world: the ranks; None: this process alone.
 
     Returns:
         uint8 `[50000|10000, 3, 32, 32]` red, green, blue, and labels in the order of `CLASSES`.
@@ -69,11 +72,7 @@ def cache() -> Path:
 
 
 def read(path: Path) -> Images:
-    """Returns the pictures of an archive or folder.
-
-    Raises:
-        ConfigError: missing, incomplete, corrupt, or something else.
-    """
+    """Returns the pictures of an archive or folder. Raises `ConfigError` if it is missing, incomplete or corrupt."""
     import numpy as np
 
     try:
@@ -109,8 +108,7 @@ def _find(path: Path) -> Path:
 
 
 def _batches(place: Path) -> Iterator[tuple[str, str, bytes]]:
-    """Yields each batch of a folder or archive: name, place, content. No member of an archive is unpacked, so that
-    none can write anywhere."""
+    """Yields each batch of a folder or archive: name, place, content. Unpacks no member of an archive to disk."""
     if place.is_dir():
         for file in (place / name for name in BATCHES):
             if file.is_file():

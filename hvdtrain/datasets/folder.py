@@ -1,4 +1,4 @@
-"""Folders of image files, one folder a class: listed once, the same list on every rank."""
+"""Folders of image files, one folder per class: the same list on every rank."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ TRAIN_NAME, VAL_NAMES = "train", ("val", "validation", "valid", "test")
 
 @dataclass(frozen=True, eq=False)
 class Folder:
-    """The image files below a folder with one folder a class.
+    """The image files below a folder that has one folder per class.
 
     Attributes:
         root: the folder with the classes.
-        classes: names of the class folders, sorted; a label is a place in it.
-        files: paths below `root`, as bytes one after the other with a zero byte after each: a list of a million strings
-            would be copied by every worker process that counts references to them.
+        classes: names of the class folders, sorted; a label is an index into it.
+        files: paths below `root`, as bytes with a zero byte after each. Worker processes that count references would
+            copy a list of strings.
         starts: int64 [N + 1], where each path begins in `files`.
         labels: int64 [N].
     """
@@ -53,17 +53,21 @@ class Folder:
 
 
 def load_folder(path: str | os.PathLike[str], *, world: World | None = None) -> tuple[Folder, Folder | None]:
-    """Lists the files for training and for validation; collective. Rank 0 walks the tree, every rank sees its classes.
+    """Lists the files for training and for validation; collective. Rank 0 reads the tree; every rank checks its
+    classes.
+
+    Example:
+        training, validation = load_folder("imagenet", world=world)
 
     Args:
-        path: a folder with `train` and (if there is one) `val`, each with a folder a class; or a folder with a
-            folder a class, then there is no validation part.
-        world: the ranks; None is this process alone.
+        path: a folder with `train` and, optionally, `val`, each with one folder per class; or a folder with one folder
+            per class: then validation is None.
+        world: the ranks; None: this process alone.
 
     Raises:
-        ConfigError: on every rank: no such folder on one of them, no classes, a class without files, or classes for
-            validation that are not trained.
-        ReplicaError: on every rank, when ranks see different classes.
+        ConfigError: on every rank: no such folder on one of them, no classes, a class without files, or validation
+            classes that are not trained.
+        ReplicaError: on every rank, if ranks see different classes.
     """
     world = world or World.solo()
     top = Path(os.path.expanduser(os.fspath(path)))
@@ -129,11 +133,8 @@ def _no_classes(folder: Path) -> ConfigError:
 
 
 def scan(folder: Path, classes: list[str], *, present: list[str] | None = None) -> Folder:
-    """Lists the image files of each class below `folder`, sorted; links are followed, each folder once.
-
-    Raises:
-        ConfigError: a class of those `present` (None: of all) has no image files.
-    """
+    """Lists the image files of each class below `folder`, sorted; follows links, each folder once. Raises `ConfigError`
+    if a class of those `present` (None: of all) has none."""
     import numpy as np
 
     below = [[os.fsencode(os.path.relpath(file, folder)) for file in _images_below(folder / one)] for one in classes]

@@ -1,6 +1,4 @@
-"""Pictures in memory, and how ranks load them together: at the end all ranks hold the same pictures, or all raise; and
-the messages about files that are not pictures, or incomplete.
-"""
+"""Pictures in memory: ranks load the same pictures, or all raise; and messages about broken files."""
 
 from __future__ import annotations
 
@@ -38,7 +36,7 @@ class Images:
     note: str
 
     def fingerprint(self) -> str:
-        """SHA-256 over all pictures and labels: equal where ranks hold the same data."""
+        """Returns the SHA-256 (hex) of all pictures and labels: equal if ranks hold the same data."""
         digest = hashlib.sha256()
         for array in (self.x_train, self.y_train, self.x_test, self.y_test):
             digest.update(repr(array.shape).encode())
@@ -49,10 +47,13 @@ class Images:
 def as_rgb(images: Images, size: int = 32) -> Images:
     """Returns grey square pictures `[N, S, S]` as `[N, 3, size, size]` for networks that take colour.
 
-    A black border makes them bigger (MNIST's 28 to 32); smaller they do not get.
+    Adds a black border (from MNIST's 28 to 32); never makes pictures smaller.
+
+    Example:
+        images = as_rgb(load_mnist(), size=32)
 
     Raises:
-        ConfigError: not grey pictures, or bigger than `size`.
+        ConfigError: the pictures are not grey, or larger than `size`.
     """
     import numpy as np
 
@@ -72,14 +73,11 @@ def as_rgb(images: Images, size: int = 32) -> Images:
 def synthetic(samples: int = 1280, *, classes: int = 1000, size: int = 224, seed: int = 0) -> Images:
     """Returns random colour pictures, the same on every machine for the same arguments.
 
-    Each class has a tint of its own, so that training has something to learn and the loss falls. A tenth (one sample at
-    least) is for testing.
+    Each of the `classes` has its own tint, so that the loss can fall, and as many samples as any other. A tenth of the
+    samples (at least one) is for testing. `size`: height and width in pixels; `seed`: of the noise.
 
-    Args:
-        samples: all of them.
-        classes: labels go round, so each has as many samples as any other.
-        size: height and width in pixels.
-        seed: of the noise.
+    Example:
+        images = synthetic(1280, classes=10, size=32)
     """
     import numpy as np
 

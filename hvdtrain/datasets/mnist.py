@@ -1,7 +1,4 @@
-"""MNIST for every rank: from a file, the Keras cache or a download, else the embedded digits.
-
-Ranks decide together: either all of them hold the same pictures at the end, or all of them raise.
-"""
+"""MNIST for every rank: from a file, the Keras cache or a download, else the embedded digits."""
 
 from __future__ import annotations
 
@@ -33,13 +30,16 @@ IMAGE_SIZE, CLASSES = 28, 10
 
 
 def load_mnist(source: str | os.PathLike[str] = "auto", *, world: World | None = None) -> Images:
-    """Loads the data on every rank; collective.
+    """Loads MNIST on every rank; collective.
+
+    Example:
+        images = load_mnist("mnist", world=world)
 
     Args:
-        source: "auto" (the Keras cache if every rank has it, else the digits; never the network), "digits"
-            (built in), "mnist" (the Keras cache, or a download into it by one rank per node), or the path of
-            a `mnist.npz` or of a folder with one.
-        world: the ranks; None is this process alone.
+        source: "auto" (the Keras cache if every rank has it, else the digits; never the network), "digits" (built in),
+            "mnist" (the Keras cache, or a download into it by one rank per node), or the path of a `mnist.npz` or of a
+            folder with one.
+        world: the ranks; None: this process alone.
 
     Raises:
         ConfigError: on every rank, if one of them cannot have the data.
@@ -70,7 +70,12 @@ def keras_cache() -> Path:
 
 
 def load_digits(size: int = 32) -> Images:
-    """Returns the embedded digits in colour, uint8 `[N, 3, size, size]`, for networks made for photographs."""
+    """Returns the embedded digits in colour, uint8 `[N, 3, size, size]`, for networks made for photographs.
+
+    Example:
+        digits = load_digits()
+        x_train, y_train = digits.x_train / 255, digits.y_train
+    """
     return as_rgb(_digits(size, f"3x{size}x{size}"), size)
 
 
@@ -93,14 +98,8 @@ def _mnist(path: Path, *, published: bool) -> Images:
 
 
 def read(path: Path) -> dict[str, np.ndarray]:
-    """Returns the arrays `ARRAYS` of a `mnist.npz`, or of a folder with one.
-
-    Returns:
-        `x_*` uint8 `[N, 28, 28]` and `y_*` uint8 `[N]` with values 0..9.
-
-    Raises:
-        ConfigError: a missing, incomplete, corrupt or different file.
-    """
+    """Returns the arrays of a `mnist.npz` or of a folder with one: `x_*` uint8 `[N, 28, 28]`, `y_*` uint8 `[N]` from 0
+    to 9. Raises `ConfigError` for a missing, incomplete, corrupt or different file."""
     import numpy as np
 
     file = path / NAME if path.is_dir() else path

@@ -1,17 +1,16 @@
-"""Keras 3 on Horovod, for the TensorFlow and the PyTorch backend: gradients averaged, and proven to be.
+"""Keras 3 on Horovod, for the TensorFlow and the PyTorch backend: N ranks train like one process.
 
 ::
 
     world = hvdtrain.init("keras")
     model.compile(optimizer=keras.optimizers.SGD(0.1), loss=...)
-    data = hvdtrain.keras.loader((x, y), per_rank_batch=32)
-    hvdtrain.keras.prepare(model, data, lr=hvdtrain.LR(base=0.1, reference_batch=32))
-    model.fit(data, epochs=3, callbacks=hvdtrain.keras.callbacks(model))
-    print(hvdtrain.keras.evaluate(model, (x_test, y_test), per_rank_batch=32))
+    data = hvk.loader((x, y), per_rank_batch=32)
+    hvk.prepare(model, data, lr=hvdtrain.LR(base=0.1, reference_batch=32))
+    model.fit(data, epochs=3, callbacks=hvk.callbacks(model))
+    print(hvk.evaluate(model, (x_test, y_test), per_rank_batch=32))
 
-Horovod's own Keras wrapper trains without averaging under Keras 3, and raises no error; this package uses
-only Horovod's primitive operations. A model stays a plain Keras model: its files load without Horovod and
-without hvdtrain.
+Horovod's own Keras wrapper trains without averaging under Keras 3, and raises no error; this package uses only
+Horovod's primitive operations. Model files load without Horovod and without hvdtrain.
 """
 
 from __future__ import annotations
@@ -82,35 +81,32 @@ def prepare(
     watch_every: int = 0,
     whole: bool = False,
 ) -> T:
-    """Makes a compiled model (or an optimizer) average its gradients over all ranks; in place.
+    """Makes a compiled model (or an optimizer) average its gradients over all ranks, in place; returns it.
 
-    Covers dense and sparse gradients, mixed precision with loss scaling, gradient accumulation (one reduction
-    an update), clipping (after the average), EMA, `steps_per_execution`, `run_eagerly` and custom train
-    steps. Batches of unequal size are weighted exactly, by their samples. In a world of one rank nothing is
-    hooked.
+    Also covers sparse gradients, mixed precision with loss scaling, gradient accumulation (one reduction per update),
+    clipping (after the average), EMA, `steps_per_execution`, `run_eagerly` and custom train steps. Each rank's batch is
+    weighted by its samples. A single rank trains unchanged.
+
+    Example:
+        data = hvk.loader((x_train, y_train), per_rank_batch=32)
+        hvk.prepare(model, data, lr=hvdtrain.LR(base=0.1, reference_batch=32))
 
     Args:
-        model: a compiled model; or an optimizer, to be given to `compile` (then `fit` needs
-            `callbacks`, made before it).
+        model: a compiled model; or an optimizer, to be given to `compile` (then call `callbacks` before `fit`).
         data: the loader that you give to `fit`; the learning rate is computed from its batch size.
-        world: the ranks; by default those of `hvdtrain.init`.
+        world: the ranks; default: those of `hvdtrain.init`.
         lr: the learning rate as a function of samples seen; `callbacks` set it before each batch.
-        per_rank_batch: samples of a rank in a full step of data that hvdtrain does not deal; needed with `lr` then.
-        compression: `"fp16"` sends gradients as float16, divided by the number of ranks before the cast, so
-            that the sum overflows only where one rank's gradient would. Gradients below 6e-8 x ranks vanish.
-            Default: the value of HVDTRAIN_COMPRESSION.
+        per_rank_batch: samples of a rank in a full step; needed for `lr` if there is no `data`.
+        compression: `"fp16"` sends gradients as float16, divided by the number of ranks before the cast, so that the
+            sum overflows only if one rank's gradient would. Gradients below 6e-8 x ranks vanish. Default: the value of
+            HVDTRAIN_COMPRESSION.
         sparse_as_dense: reduce `IndexedSlices` as dense tensors.
-        sync_batchnorm: batch-norm layers normalise over all ranks' live samples, not each rank's own. Layers with
-            `synchronized=True` always do. Each layer needs one all-reduce forward and one backward. In training
-            all ranks must call the same layers.
+        sync_batchnorm: batch-norm layers normalise over the samples of all ranks, as layers with `synchronized=True`
+            do. Each needs one all-reduce forward and one backward. In training all ranks must call the same layers.
         verify: prove before the first step that gradients are averaged (under a second; see `verify`).
         watch_every: compare the replicas every so many steps; 0: never.
         whole: `compute_loss` (and so every loss given to `compile`) gets the global batch's `y`, `y_pred` and
-            `sample_weight`, of all ranks, in the order of the data: any loss is then that of one process. Metrics get
-            each rank's own rows, as without `whole`.
-
-    Returns:
-        The same object.
+            `sample_weight`, in the order of the data: any loss is then that of one process. Metrics get a rank's rows.
 
     Raises:
         ConfigError: the model is not compiled; an option is unknown; the learning rate has no batch size, is scaled
@@ -173,17 +169,20 @@ def callbacks(
     save_every: int = 0,
     extra: MutableMapping[str, Any] | None = None,
 ) -> list[keras.callbacks.Callback]:
-    """Returns the callbacks that `fit` needs on every rank. `fit` runs them before your own. They apply the options of
-    `prepare`.
+    """Returns the callbacks that `fit` needs on every rank; it runs them before your own.
 
-    They compare the ranks' settings, give all ranks rank 0's weights, optimizer and random state, prove the
-    averaging, compute epoch logs over all ranks' samples, set the learning rate, watch the replicas, and write
-    the record and the checkpoints. `EarlyStopping` and other callbacks that may end training belong on every rank
-    (if one rank stops, all ranks stop after the same step). Callbacks of Keras that write files
-    (`ModelCheckpoint`, `CSVLogger`, `TensorBoard`, and their subclasses) write on rank 0 only.
+    They compare the ranks' settings, broadcast rank 0's weights, optimizer and random state, prove the averaging,
+    compute epoch logs over all ranks' samples, set the learning rate, compare the replicas, and write the record and
+    the checkpoints. Give every rank `EarlyStopping` and other callbacks that may end training: if one rank stops, all
+    stop after the same step. Keras' callbacks that write files (`ModelCheckpoint`, `CSVLogger`, `TensorBoard`, and
+    their subclasses) write on rank 0 only.
 
-    After `Checkpointer.restore(model_state(model))` training resumes where the checkpoint was taken, which may be
-    within an epoch: also give `fit` `initial_epoch=progress.epoch`. Otherwise it continues from the model's last `fit`.
+    After `Checkpointer.restore(model_state(model))` training resumes at the checkpoint, even within an epoch: also give
+    `fit` `initial_epoch=progress.epoch`. Otherwise it continues from the model's last `fit`.
+
+    Example:
+        checkpoints = hvdtrain.Checkpointer("run/checkpoints")
+        model.fit(data, epochs=10, callbacks=hvk.callbacks(model, checkpointer=checkpoints))
 
     Args:
         model: compiled; prepared itself, or compiled with a prepared optimizer.
@@ -226,20 +225,19 @@ def callbacks(
 def verify(model: keras.Model, *, world: World | None = None) -> Proof:
     """Proves that this model's gradients are averaged over ranks and its replicas are equal; collective.
 
-    Applies one update with known gradients, different on every rank, through the model's own optimizer,
-    compares it with the update of their mean, and puts everything back bit for bit: weights, slots, counters,
-    metrics, random state.
+    Applies one update with known gradients, different on every rank, through the model's own optimizer, compares it
+    with the update of their mean, and restores weights, slots, counters, metrics and random state bit for bit.
+
+    Example:
+        print(hvk.verify(model))
 
     Args:
         model: compiled and built.
-        world: the ranks; by default those of `hvdtrain.init`.
-
-    Returns:
-        The proof; `str(proof)` is one line.
+        world: the ranks; default: those of `hvdtrain.init`.
 
     Raises:
-        ReplicaError: on every rank; not averaged (no hook, or Horovod's own wrapper), replicas or settings
-            that differ.
+        ReplicaError: on every rank, if gradients are not averaged (no hook, or Horovod's own wrapper), or replicas or
+            settings differ.
     """
     require_keras(model)
     require_compiled(model)

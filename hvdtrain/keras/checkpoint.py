@@ -1,4 +1,4 @@
-"""The parts of a checkpoint: the model as plain Keras saves it, every rank's random state, and what the user adds."""
+"""The parts of a checkpoint: the model as Keras saves it, every rank's random state, and the user's objects."""
 
 from __future__ import annotations
 
@@ -200,10 +200,9 @@ def _optimizer_in(compiled: Any) -> str | None:
 
 
 class RandomPart(Part):
-    """`random.npz`, what `model.keras` does not have, as plain arrays (nothing is unpickled): the random state of every
-    rank, the data's identity, what Keras' callbacks have counted, variables of layers with LoRA (`model.keras` has
-    their product only: Keras would continue from factors of zero), and unlisted variables of optimizers.
-    """
+    """`random.npz`: what `model.keras` lacks, as plain arrays: every rank's random state, the data's identity, the
+    counts of Keras' callbacks, variables of layers with LoRA (`model.keras` has their product), unlisted ones of
+    optimizers."""
 
     def __init__(self, model: keras.Model, place: TrainingPlace, world: World) -> None:
         self.model, self.place, self.world = model, place, world
@@ -336,21 +335,24 @@ def model_state(model: keras.Model, *, extra: MutableMapping[str, Any] | None = 
     """Returns the parts of this model's checkpoint, for `Checkpointer.save` and `restore`.
 
     `save` takes the current state on every rank. It averages state that differs between ranks (moving statistics and
-    accumulated gradients), so that all ranks continue from what rank 0 writes. It gathers random states, and refuses
-    weights that are not finite (`NonFiniteError`).
+    accumulated gradients) and gathers random states. It refuses weights that are not finite (`NonFiniteError`).
+
+    Example:
+        progress = checkpoints.restore(hvk.model_state(model))
+        model.fit(data, epochs=10, initial_epoch=progress.epoch if progress else 0, callbacks=hvk.callbacks(model))
 
     Args:
         model: compiled and prepared.
-        extra: objects of your own, as rank 0 has them: name to a Keras model, layer, metric, optimizer or variable, to
-            what has `state_dict` and `load_state_dict`, or to numbers, text, arrays, and dicts and lists of those.
-            A restore loads objects and arrays in place and puts other values into this dict.
+        extra: your own objects, as rank 0 has them, by name: a Keras model, layer, metric, optimizer or variable, an
+            object with `state_dict` and `load_state_dict`, or numbers, text, arrays, and dicts and lists of those. A
+            restore loads objects and arrays in place and puts other values into this dict.
 
     Returns:
         `{"model.keras": ..., "random.npz": ...}`, with extra `"extra.npz"`.
 
     Raises:
-        ConfigError: the model has no optimizer, or is not prepared. While saving: something in extra cannot be saved
-            safely; it is named.
+        ConfigError: the model has no optimizer, or is not prepared. While saving: an object of extra cannot be saved
+            safely; the message names it.
     """
     require_compiled(model)
     session: KerasSession | None = session_of(model)

@@ -27,20 +27,21 @@ from hvdtrain.world.world import World, given_or_current
 def evaluate(
     model: keras.Model, data: Any, *, per_rank_batch: int | None = None, world: World | None = None
 ) -> dict[str, float]:
-    """Evaluates on all ranks together, every sample exactly once; collective.
+    """Returns loss and metrics over all samples, each counted once, the same numbers on every rank; collective.
+
+    Example:
+        scores = hvk.evaluate(model, (x_test, y_test), per_rank_batch=100)
+        print(scores["loss"], scores["accuracy"])
 
     Args:
-        model: compiled; equal on all ranks (they are, after `fit` with our callbacks).
+        model: compiled; equal on all ranks, as after `fit` with our callbacks.
         data: the same on every rank: what `loader` takes, or a `KerasLoader`.
-        per_rank_batch: samples a rank takes at a time; not needed with a `KerasLoader`, and data that comes in batches.
-        world: the ranks; by default those of `hvdtrain.init`.
-
-    Returns:
-        Loss and metrics of all samples, the same numbers on every rank.
+        per_rank_batch: samples of a rank per step; not needed with a `KerasLoader` or data in batches.
+        world: the ranks; default: those of `hvdtrain.init`.
 
     Raises:
         ConfigError: arrays of different lengths, data of another kind, or no batch size.
-        ReplicaError: replicas, data or sets of metrics that differ.
+        ReplicaError: replicas, data or sets of metrics differ.
     """
     world = given_or_current(world, "keras")
     data = _loader_of(data, per_rank_batch, world)
@@ -76,15 +77,18 @@ def predict(
     world: World | None = None,
     on_main: bool = False,
 ) -> Any:
-    """Returns the outputs of `model.predict` for all samples, in the data's order, each once; collective.
+    """Returns the outputs of `model.predict` for all samples, in the data's order; collective.
+
+    Example:
+        outputs = hvk.predict(model, x_test, per_rank_batch=100)
 
     Args:
-        model: equal on all ranks (they are, after `fit` with our callbacks).
-        data: the same on every rank: what `loader` takes (`x` alone is enough; an array for each of the model's inputs,
-            as `model.predict` takes them), or a `KerasLoader`.
-        per_rank_batch: samples a rank takes at a time; not needed with a `KerasLoader`, and data that comes in batches.
-        world: the ranks; by default those of `hvdtrain.init`.
-        on_main: rank 0 alone gets them; None elsewhere.
+        model: equal on all ranks, as after `fit` with our callbacks.
+        data: the same on every rank: what `loader` takes (`x` alone is enough; several inputs as `model.predict` takes
+            them), or a `KerasLoader`.
+        per_rank_batch: samples of a rank per step; not needed with a `KerasLoader` or data in batches.
+        world: the ranks; default: those of `hvdtrain.init`.
+        on_main: True returns None on ranks other than 0.
 
     Returns:
         Numpy arrays with all samples along axis 0, nested as the model's outputs.
@@ -92,7 +96,7 @@ def predict(
     Raises:
         ConfigError: arrays of different lengths, data of another kind, no batch size, or outputs without a row for each
             sample.
-        ReplicaError: replicas or data that differ.
+        ReplicaError: replicas or data differ.
     """
     world = given_or_current(world, "keras")
     inputs = getattr(model, "inputs", None) or []

@@ -1,4 +1,4 @@
-"""A model split over the local devices of one process: traced, cut where it pays, run as a pipeline.
+"""Splits a model over the local devices of one process, and trains it as a pipeline.
 
 ::
 
@@ -8,7 +8,7 @@
         loss = pipe.step(x, y, loss_fn)      # forward and backward of all micro-batches
         optimizer.step()
 
-The model stays the user's: its parameters, their names and its state dict are those of the unsplit model.
+Parameters, their names and state dicts are those of the unsplit model.
 """
 
 from __future__ import annotations

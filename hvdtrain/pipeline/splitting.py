@@ -1,4 +1,4 @@
-"""`split`: a model, an example and devices become a pipeline."""
+"""`split`: makes a pipeline of a model, an example and devices."""
 
 from __future__ import annotations
 
@@ -46,37 +46,39 @@ def split(
 ) -> Pipeline:
     """Splits a model over local devices and returns it as a pipeline.
 
+    Example:
+        pipe = hvdtrain.pipeline.split(model, example, ["cuda:0", "cuda:1"])
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+
     Args:
-        model: any module that `torch.fx` can follow, or with `modules` any at all. Its parameters and buffers move to
-            the stages' devices, as `model.to()` would move them; do not call the model itself any more.
-        example: a batch of the size that will be trained with: a tensor [batch, ...], or a tuple of arguments.
-        devices: one for each stage (but see `stages_per_device`): ["cuda:0", "cuda:1"] or "cuda:0,cuda:1"; "cpu,cpu" is
-            two stages on the CPU, each with its share of the cores (`hvdtrain.init` before the model is built: see
-            `hvdtrain.world.resources`).
+        model: a module that `torch.fx` can trace, or with `modules` any module. Its parameters and buffers move to the
+            stages' devices, as `model.to()` would move them; do not call the model itself any more.
+        example: a batch of the size that you will train with: a tensor [batch, ...], or a tuple of arguments.
+        devices: one per stage (but see `stages_per_device`): ["cuda:0", "cuda:1"] or "cuda:0,cuda:1"; "cpu,cpu" is two
+            stages on the CPU, each with its share of the cores (call `hvdtrain.init` before you build the model).
         micro_batches: parts that a batch is cut into; "auto": the number that the measured costs predict to be fastest.
         balance: which segments a stage gets: "time" measures them and makes the slowest stage as fast as possible,
             "memory" makes the fullest stage as small as possible; or the number of segments of each stage.
         schedule: "1f1b", "gpipe", "zb-h1" or "interleaved"; see `hvdtrain.pipeline.plan.schedule.actions`.
-        remat: which activations are computed again instead of kept; `hvdtrain.pipeline.plan.schedule.recomputed`.
+        remat: the activations to recompute instead of keeping them: `hvdtrain.pipeline.plan.schedule.recomputed`.
         batch_norm: "batch": running statistics are those of whole batches; "micro": of micro-batches, one by one.
-        modules: the model's parts in order, each called with what the one before returns, for models that cannot be
-            traced; strings name submodules.
-        chunk: for each argument 0 (tensors that are as long as the batch are cut along dimension 0) or None (it goes to
-            every micro-batch as it is): for inputs that may be as long as the batch by chance, like a mask. A dict sets
-            it for some, by keyword or place; a list or dict in place of a 0 sets it for parts of a nested argument.
+        modules: for models that cannot be traced: the model's parts in order, each called with the result of the one
+            before; strings name submodules.
+        chunk: for each argument 0 (tensors as long as the batch are cut along dimension 0) or None (every micro-batch
+            gets it whole): for inputs that may be as long as the batch by chance, like a mask. A dict sets it for some,
+            by keyword or place; a list or dict in place of a 0 sets it for parts of a nested argument.
         kwargs: the example's keyword arguments; steps and calls take the same ones.
-        offload: GPUs copy what they keep for backward passes to the host's memory, and back when needed. Plans do not
-            count on it.
+        offload: GPUs copy what they keep for backward passes to the host's memory, and back. Plans do not count it.
         stages_per_device: for "interleaved", 2 or more (default: 2); for "gpipe" any number: stage i of the model is on
             device i % (number of devices).
-        initialise: for a model on the meta device, whose stages get memory here, each on its device: called with each
-            module that has parameters or buffers, children first, to fill them in place; by default its
-            `reset_parameters()`. A state dict can be loaded afterwards.
+        initialise: for a model on the meta device, whose stages get memory here: called on the device with each module
+            that has parameters or buffers, children first, to fill them in place; default: its `reset_parameters()`.
+            You can load a state dict afterwards.
 
     Raises:
-        ConfigError: outputs for the two halves of the example differ from those of the whole; or, before anything is
-            moved: a device that does not exist, more stages than segments, a balance that
-            does not add up, fewer samples than micro-batches, an unknown setting, a model that cannot be traced.
+        ConfigError: outputs for the two halves of the example differ from those of the whole. Or, before anything is
+            moved: a device that does not exist, more stages than segments, a balance that does not add up, fewer
+            samples than micro-batches, an unknown setting, a model that cannot be traced.
     """
     places = parse_devices(devices)
     for name, value in (("schedule", schedule), ("remat", remat), ("batch_norm", batch_norm)):

@@ -48,23 +48,27 @@ _RECORDED_VERSIONS = ("hvdtrain", "horovod", "numpy", "torch", "tensorflow", "te
 class RunLog:
     """The record of a run. Use it as a context manager: an exception marks the run failed, and propagates.
 
-    A successful run ends with a verdict on its bottleneck: in run.json's result and, with `progress`, as the last line.
-    If a rank has GPUs and nvidia-ml-py is installed, each epoch's event records how busy and how full they were.
+    A successful run ends with a verdict on its bottleneck: in run.json and, with `progress`, as the last line. If
+    nvidia-ml-py is installed, each epoch's event records the use of the GPUs. `HVDTRAIN_TRACE=N` (`hvdtrain launch
+    --trace`) traces the first N updates, for `hvdtrain report --trace`.
 
-    With `HVDTRAIN_TRACE=N` (`hvdtrain launch --trace`) the first N updates are traced, for `hvdtrain report --trace`:
-    each rank's changes of phase, and Horovod's timeline.
+    Example:
+        with hvdtrain.RunLog("run", world, config={"lr": 0.1, "per_rank_batch": 32}) as run:
+            run.step(**optimizer.record())  # after each optimizer.step()
+            run.epoch(epoch, scores, seconds=12.5)
+            run.result(top1=scores["top1"])
 
     Args:
         run_dir: made if missing; belongs to one run at a time (a lock that ends with the process).
         world: the ranks; rank 0 writes.
-        config: the user's choices. run.json repeats `lr` and, from `global_batch` or `per_rank_batch` (and
-            `accumulate`), the effective batch; the progress bar ends at `total_samples`.
+        config: your settings. run.json repeats `lr` and the effective batch, from `global_batch` or `per_rank_batch`
+            (and `accumulate`). The progress bar ends at `total_samples`.
         resume: resume the run in `run_dir`, and append to its events.
         progress: show progress on rank 0.
         tensorboard: write TensorBoard scalars.
 
     Attributes:
-        facts: the basis of the verdict's advice (`hvdtrain.record.bottleneck.RunFacts`); set it where it is known.
+        facts: the basis of the verdict's advice (`hvdtrain.record.bottleneck.RunFacts`).
 
     Raises:
         ConfigError: `run_dir` cannot be written, is in use by another run, or holds another run and `resume` is
@@ -196,22 +200,18 @@ class RunLog:
         self.event("resume" if earlier else "start", size=world.size, config=config, **was)
 
     def path(self, *parts: str) -> Path:
-        """Returns a path within the run directory (the same on every rank; does not create it)."""
+        """Returns a path within the run directory, the same on every rank; does not create it."""
         return self.run_dir.joinpath(*parts)
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Writes one event; rank 0 only, a no-op elsewhere."""
+        """Writes one event on rank 0; does nothing on other ranks."""
         with self._writing:
             if self._events is not None:
                 self._guarded(self._write_event, kind, fields)
 
     def checkpoint(self, fields: Mapping[str, Any]) -> None:
-        """Writes the event of a save; any thread may call it.
-
-        Args:
-            fields: step, epoch; blocked_s: seconds that training waited; sealed_s: seconds until it was on disk, None
-                if it failed; otherwise also bytes and path.
-        """
+        """Writes the event of a save; any thread may call it. `fields`: step, epoch; blocked_s: seconds that training
+        waited; sealed_s: seconds until it was on disk, None if it failed; otherwise also bytes and path."""
         self._saves.append(fields)
         self.event("checkpoint", **fields)
 
@@ -246,13 +246,13 @@ class RunLog:
         samples: int,
         seconds: Mapping[str, float],
     ) -> None:
-        """Notes one update; cheap, so call it every time, on every rank.
+        """Records one update. Call it after every update, on every rank: it is cheap.
 
         Args:
-            step: updates done, this one included.
+            step: updates done, including this one.
             epoch: counted from 0.
             samples_seen: samples of all ranks since the start of training.
-            loss, lr: of this update; None where unknown.
+            loss, lr: of this update; None if unknown.
             samples: samples of all ranks in this update.
             seconds: phase name (see `clock`) to this rank's seconds, for example {"input": 0.01, "forward": 0.2}.
         """
@@ -275,12 +275,12 @@ class RunLog:
     def epoch(
         self, epoch: int, metrics: Mapping[str, float], seconds: float, phases: Mapping[str, float] | None = None
     ) -> None:
-        """Notes the end of an epoch, with every rank's seconds by phase and GPUs; collective: call it on every rank.
+        """Records the end of an epoch, with every rank's seconds by phase and GPUs; collective.
 
         Args:
             epoch: counted from 0.
-            metrics: of all ranks together.
-            seconds: wall-clock of the epoch.
+            metrics: of all ranks together, by name.
+            seconds: wall-clock seconds of the epoch.
             phases: this rank's seconds by phase since the last `step`: evaluation, checkpoint.
 
         Raises:
@@ -341,10 +341,10 @@ class RunLog:
             self._guarded(self._board.add, known, step)
 
     def result(self, **fields: Any) -> None:
-        """Merges `fields` into the result in run.json; rank 0 only, a no-op elsewhere.
+        """Merges `fields` into the result in run.json on rank 0; does nothing on other ranks.
 
         Raises:
-            ConfigError: the run has ended: its directory may be another run's.
+            ConfigError: the run has ended; another run may use its directory.
         """
         if self._ended:
             raise ConfigError("run.result() must come before the end of the run", f"{sorted(fields)}, after finish()")
@@ -359,7 +359,7 @@ class RunLog:
         self._guarded(log_files.write_json, self.run_dir / "run.json", self._run)
 
     def finish(self, status: str = "finished", error: str | None = None) -> None:
-        """Writes how the run ended, with the verdict, and lets go of the directory; the second call does nothing."""
+        """Writes how the run ended, with the verdict, and releases the directory; a second call does nothing."""
         atexit.unregister(self._at_exit)
         if os.getpid() != self._pid:
             return  # a forked child, whose parent goes on

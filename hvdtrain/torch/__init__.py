@@ -1,4 +1,4 @@
-"""PyTorch on every engine: gradients averaged and proven to be, uneven batches weighted exactly, one loop for all.
+"""PyTorch: a training loop whose N ranks train like one process, on every engine.
 
 ::
 
@@ -12,9 +12,8 @@
                 optimizer.backward(loss)
                 optimizer.step()
 
-The model stays the user's: what is saved has plain names and loads without hvdtrain. One that was cut into stages
-(`hvdtrain.pipeline.split`) is prepared like any other, and trained with `optimizer.forward_backward(x, y, loss_fn)`,
-which models that are whole take as well.
+The saved model has plain names and loads without hvdtrain. A pipeline (`hvdtrain.pipeline.split`) trains with
+`optimizer.forward_backward(x, y, loss_fn)`, which takes any other model as well.
 """
 
 from __future__ import annotations

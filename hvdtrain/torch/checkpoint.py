@@ -1,9 +1,8 @@
-"""The parts of a checkpoint: the same files on every engine, none of which can run code when it is loaded.
+"""The parts of a checkpoint: the same files on every engine. None of them can run code when it is loaded.
 
-`model.safetensors` is the user's plain module: `safetensors.torch.load_model(module, path)` opens it anywhere.
-`training.pt` holds everything else that a run needs to resume exactly: the optimizer's state, the gradient scaler, the
-place in the data, and every rank's random numbers. `extra.pt` holds the user's own objects. Both are read with
-`torch.load(weights_only=True)`, and saving tries that.
+`model.safetensors` is the plain module: `safetensors.torch.load_model(module, path)` opens it anywhere. `training.pt`
+holds what an exact resume also needs: the optimizer's state, the gradient scaler, the place in the data, and every
+rank's random state. `extra.pt` holds the user's objects. Both are read with `torch.load(weights_only=True)`.
 """
 
 from __future__ import annotations
@@ -47,28 +46,31 @@ def model_state(
     extra: MutableMapping[str, Any] | None = None,
     world: World | None = None,
 ) -> Mapping[str, Part]:
-    """Returns what a checkpoint consists of, for `Checkpointer.save` and `restore`.
+    """Returns the parts of a checkpoint, for `Checkpointer.save` and `restore`.
 
-    `save` takes the state of that moment, on every rank: it makes the ranks' buffers equal (as the checkpoint will have
-    them), gathers their random states, and refuses weights that are not finite (`NonFiniteError`). After such an error
-    `restore` takes model and optimizer back to an earlier checkpoint.
+    `save` takes the current state on every rank. It makes the ranks' buffers equal, gathers random states, and refuses
+    weights that are not finite (`NonFiniteError`). `restore` then goes back to an earlier checkpoint.
+
+    Example:
+        state = hvt.model_state(model, optimizer, extra={"scheduler": scheduler})
+        checkpoints.save(state, progress=optimizer.progress)
 
     Args:
         model: prepared, or plain (to load weights for use).
         optimizer: as `prepare` returned it; without it only the model is a part.
-        data: the training loader; a restore puts it where the saved run was. By default the one `prepare` was given.
-            With it go the places of other loaders that are made before the restore, after their last batch.
-        extra: objects of your own, as rank 0 has them: name to what has `state_dict` and `load_state_dict` (an average
-            of weights, a scheduler), or to numbers, text, tensors, arrays, and dicts and lists of those. A restore
-            loads objects, tensors and arrays in place and puts other values into this dict.
-        world: the ranks; by default those of the optimizer, or of `hvdtrain.init`, or one process.
+        data: the training loader, whose place is saved and restored; default: the loader that `prepare` was given. The
+            places of other loaders are saved with it, after their last batch, and restored if they exist by then.
+        extra: your own objects, as rank 0 has them, by name: with `state_dict` and `load_state_dict` (a scheduler,
+            averaged weights), or numbers, text, tensors, arrays, and dicts and lists of those. A restore loads objects,
+            tensors and arrays in place and puts other values into this dict.
+        world: the ranks; default: those of the optimizer, or of `hvdtrain.init`, or one process.
 
     Returns:
         `{"model.safetensors": ...}`, with an optimizer `"training.pt"`, with extra `"extra.pt"`.
 
     Raises:
-        ConfigError: the optimizer was not prepared, or the loader is not the one that it was prepared with. While
-            saving: an update is complete but not applied, or something cannot be saved safely; it is named.
+        ConfigError: the optimizer was not prepared, or not with this loader. While saving: an update is complete but
+            not applied, or an object cannot be saved safely; the message names it.
     """
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         raise ConfigError(
@@ -96,8 +98,8 @@ def _loader_of(optimizer: Optimizer, data: Loader | None) -> Loader | None:
 
 
 class ModelPart(Part):
-    """Parameters and persistent buffers of a plain module. Names that share a tensor are stored once; the others'
-    names are in the file's metadata, as `safetensors.torch.save_model` writes them."""
+    """The parameters and persistent buffers of a plain module. A tensor of several names is stored once, and the other
+    names in the file's metadata (`safetensors.torch.save_model`)."""
 
     def __init__(self, model: nn.Module, world: World) -> None:
         self.model = model
@@ -282,8 +284,7 @@ class TrainingPart(Part):
             self.optimizer.session.parted.parts.check_state(saved["optimizer"])
 
     def load(self, path: Path) -> None:
-        """Takes up where the saved run was; at another world size with random streams of its own. Raises
-        `CheckpointError` for another data set's place."""
+        """Resumes as saved; with own random streams at another size. Raises `CheckpointError` for other data."""
         saved, self._read = self._read, {}
         session, own = self.optimizer.session, _described(self.optimizer)
         self.optimizer.wrapped.load_state_dict(saved["optimizer"])
@@ -337,8 +338,7 @@ def put_others(others: Iterable[Loader], places: Iterable[dict[str, Any]], *, te
 
 
 def _place(session: Session) -> dict[str, Any] | None:
-    """Returns where the loader continues: after the last batch that is in the weights, however many were handed out
-    since."""
+    """Returns where the loader continues: after the last batch that is in the weights."""
     data = session.batches.data
     if data is None:
         return None
@@ -386,8 +386,7 @@ def _described(optimizer: Optimizer) -> list[Described]:
 
 
 def _keep_precision(saved: Mapping[str, Any], own: list[Described], optimizer: torch.optim.Optimizer) -> None:
-    """PyTorch casts what it loads to the type of the parameter: of masters and moments that are wider, take the saved
-    ones."""
+    """Restores masters and moments that are wider than their parameter, to whose dtype PyTorch casts them."""
     order = [index for group in saved["optimizer"]["param_groups"] for index in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, parameter, before, now in zip(order, parameters, saved.get("parameters", ()), own, strict=False):

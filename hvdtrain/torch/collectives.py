@@ -1,4 +1,4 @@
-"""Tensors of all ranks, for what a script computes beside its training: metrics, predictions, a flag of rank 0's."""
+"""Tensors of all ranks, for what a script computes beside its training: metrics, predictions, flags."""
 
 from __future__ import annotations
 
@@ -23,22 +23,24 @@ _NUMBERS = (bool, int, float, complex, np.generic)
 
 @elastic.repeated
 def reduce(tensor: Tensor, op: Literal["mean", "sum", "min", "max"] = "mean", *, world: World | None = None) -> Tensor:
-    """Returns the mean (sum, smallest, largest) of a tensor over ranks, element by element; collective.
+    """Returns the mean, sum, smallest or largest of a tensor over ranks, element by element; collective.
 
-    It is for metrics, and has no gradient: `Optimizer.backward` averages a loss over ranks already.
+    It is for metrics and has no gradient: `Optimizer.backward` already averages a loss over ranks.
+
+    Example:
+        right = hvt.reduce((outputs.argmax(1) == y).sum(), "sum")
 
     Args:
-        tensor: of one shape and dtype on every rank; detached, or under `no_grad`. Integers have a whole mean, rounded
-            down.
-        op: what is made of the ranks' values.
-        world: the ranks; by default those of `hvdtrain.init`.
+        tensor: of one shape and dtype on every rank; detached, or under `no_grad`. A mean of integers is rounded down.
+        op: "mean", "sum", "min" or "max".
+        world: the ranks; default: those of `hvdtrain.init`.
 
     Returns:
         A new tensor on the same device, the same on every rank.
 
     Raises:
-        ConfigError: another op, or a tensor that a gradient would have to go through.
-        ReplicaError: on every rank; shapes or dtypes differ.
+        ConfigError: another op, or a tensor that needs a gradient.
+        ReplicaError: on every rank, if shapes or dtypes differ.
     """
     if op not in _OPS:
         raise ConfigError(f"op must be one of {', '.join(_OPS)}", f"op={op!r}")
@@ -59,12 +61,15 @@ def reduce(tensor: Tensor, op: Literal["mean", "sum", "min", "max"] = "mean", *,
 def gather(tensor: Tensor, *, world: World | None = None) -> Tensor:
     """Returns the ranks' tensors, joined along their first dimension in rank order; collective.
 
+    Example:
+        distances = hvt.gather(distances)  # [n, ...] of each rank to [sum of n, ...]
+
     Args:
-        tensor: [n, ...], with an n of each rank's own; detached, or under `no_grad`.
-        world: the ranks; by default those of `hvdtrain.init`.
+        tensor: [n, ...]; n may differ between ranks. Detached, or under `no_grad`.
+        world: the ranks; default: those of `hvdtrain.init`.
 
     Raises:
-        ConfigError: a tensor of no dimension, or one that a gradient would have to go through.
+        ConfigError: a tensor without dimensions, or one that needs a gradient.
     """
     if not tensor.dim():
         raise ConfigError("tensors must have a dimension to join", "a tensor of no dimension", "tensor.reshape(1)")
@@ -74,11 +79,14 @@ def gather(tensor: Tensor, *, world: World | None = None) -> Tensor:
 
 @elastic.repeated
 def broadcast(tensor: Tensor, root: int = 0, *, world: World | None = None) -> Tensor:
-    """Returns root's tensor, on this rank's device; collective. It has root's shape only if all ranks' have it.
+    """Returns rank `root`'s tensor, on this rank's device; collective.
+
+    Example:
+        centers = hvt.broadcast(centers if world.is_main else torch.empty_like(centers))
 
     Raises:
-        ConfigError: a tensor that a gradient would have to go through.
-        ReplicaError: on every rank; shapes or dtypes differ.
+        ConfigError: a tensor that needs a gradient.
+        ReplicaError: on every rank, if shapes or dtypes differ.
     """
     world = _entered("broadcast", tensor, world)
     found = tensor.detach().clone(memory_format=torch.contiguous_format)
@@ -107,22 +115,20 @@ def _of_all(tensor: Tensor, world: World) -> list[Tensor]:
 
 
 def gather_in_order(batches: Iterable[tuple[Step | None, Any]], *, world: World | None = None) -> Any:
-    """Returns the values kept from each batch of a loop, joined over all ranks; the same on every rank; collective.
-    Each sample comes once, in the loader's order, which is the data's order with `shuffle=False`.
+    """Returns the values that ranks kept from their batches, joined; the same on every rank; collective.
 
-    ::
+    Each sample comes once, in the loader's order: the data's order with `shuffle=False`.
 
-        kept = []
+    Example:
         with torch.no_grad():
-            for x, y in validation:
-                kept.append((validation.step, (model(x), y)))
+            kept = [(validation.step, (model(x), y)) for x, y in validation]
         outputs, targets = hvt.gather_in_order(kept)
 
     Args:
         batches: for each batch the loader's `step` and its values: tensors and arrays [samples, ...] or lists with one
-            item a sample, also within tuples, mappings and data classes; one number for a batch stands for each of its
-            samples. Batches that only keep a rank in step are skipped.
-        world: the ranks; by default those of `hvdtrain.init`.
+            item per sample, also within tuples, mappings and data classes. A number for a batch stands for each of its
+            samples. Padding batches are skipped.
+        world: the ranks; default: those of `hvdtrain.init`.
 
     Returns:
         The values of all samples, nested as for one batch; tensors are on the CPU.

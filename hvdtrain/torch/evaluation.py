@@ -53,27 +53,29 @@ def evaluate(
 ) -> dict[str, float]:
     """Returns metrics over all samples, each counted once, the same numbers on every rank; collective.
 
-    Makes the replicas' buffers equal first. The model runs in evaluation mode; afterwards each of its parts has its
-    earlier mode.
+    Makes the replicas' buffers equal first, and runs the model in evaluation mode.
+
+    Example:
+        scores = hvt.evaluate(model, validation, hvt.classification(top=(1, 5)), per_rank_batch=100)
+        print(scores["loss"], scores["top1"])
 
     Args:
         model: called with all parts of a batch except the last, which is the targets; or with a dict's values by name,
             as models of transformers take them (the targets are then the dict itself).
         data: the same on every rank: what `loader` takes, or a `Loader`.
-        metrics: a function of (outputs, targets), for example `classification()`, that returns {name: [n], one value
-            a sample}, whose means are taken, or pairs (values, weights) of any shape (for example of tokens). Or
-            objects with `update(outputs, targets)`, `compute()` and `reset()`, as torchmetrics has them (one, a
-            collection, or by name); their states are joined. Or `corpus_metrics(function)` for metrics of all
-            predictions at once. Or a list of these.
-        forward: called with model and batch, returns outputs and targets.
-        per_rank_batch: samples a rank takes at a time; not needed with a `Loader`.
-        world: the ranks; by default those of `hvdtrain.init`.
+        metrics: one of these, or a list of them. A function of (outputs, targets) that returns, by name, one value per
+            sample [n], or pairs (values, weights) of any shape (for example of tokens): `classification()`. Objects
+            with `update(outputs, targets)`, `compute()` and `reset()`, as in torchmetrics: one, a collection, or by
+            name. `corpus_metrics(function)`.
+        forward: called with model and batch; returns outputs and targets.
+        per_rank_batch: samples of a rank per step; not needed with a `Loader`.
+        world: the ranks; default: those of `hvdtrain.init`.
         workers: as of `loader`.
-        augment: as of `loader`; here for what turns samples into inputs (`normalise`).
+        augment: as of `loader`, for example `normalise`.
 
     Raises:
-        ConfigError: no samples, batches without targets, or metrics that are none of the above.
-        ReplicaError: on every rank, when ranks report different metrics.
+        ConfigError: no samples, batches without targets, or metrics of another kind.
+        ReplicaError: on every rank, if ranks return different metrics.
     """
     world = given_or_current(world, "torch")
     with one_pass(model, data, per_rank_batch, world, workers, augment) as batches:
@@ -126,26 +128,29 @@ def predict(
     inputs: Callable[[Any], Any] = lambda batch: batch,
     on_main: bool = False,
 ) -> Any:
-    """Returns the model's outputs for all samples, on the CPU, in the data's order, each once; collective.
+    """Returns the model's outputs for all samples, on the CPU, in the data's order; collective.
 
-    Replicas' buffers are made equal first. The model is in evaluation mode while it runs, without gradients.
+    Makes the replicas' buffers equal first, and runs the model in evaluation mode, without gradients.
+
+    Example:
+        outputs = hvt.predict(model, (x_test, y_test), per_rank_batch=100, inputs=lambda batch: batch[0])
 
     Args:
-        model: called with a batch; with its parts where it is a tuple or list.
+        model: called with a batch; with its parts if it is a tuple or list.
         data: the same on every rank: what `loader` takes, or a `Loader`.
-        per_rank_batch: samples a rank takes at a time; not needed with a `Loader`.
-        world: the ranks; by default those of `hvdtrain.init`.
+        per_rank_batch: samples of a rank per step; not needed with a `Loader`.
+        world: the ranks; default: those of `hvdtrain.init`.
         workers: as of `loader`.
-        augment: as of `loader`; here for what turns samples into inputs (`normalise`).
-        inputs: makes of a batch what the model is called with; of data with targets `lambda batch: batch[0]`.
-        on_main: rank 0 alone gets them; None elsewhere.
+        augment: as of `loader`, for example `normalise`.
+        inputs: returns the model's input for a batch; for data with targets `lambda batch: batch[0]`.
+        on_main: True returns None on ranks other than 0.
 
     Returns:
-        What the model returns, with all samples: tensors and arrays along dimension 0, lists with one item a sample, or
-        tuples, dicts, dataclasses of them.
+        The model's outputs with all samples: tensors and arrays along dimension 0, lists with one item per sample, or
+        tuples, dicts, data classes of them.
 
     Raises:
-        ConfigError: no samples, some that cannot be read, or outputs that have no row for each sample.
+        ConfigError: no samples, samples that cannot be read, or outputs without a row for each sample.
     """
     world = given_or_current(world, "torch")
     kept: list[tuple[Step, Any]] = []
@@ -191,19 +196,22 @@ def _problem(outputs: Any, samples: int) -> str:
 
 @repeated
 def update_bn(data: Any, model: nn.Module, *, per_rank_batch: int | None = None, world: World | None = None) -> None:
-    """Takes the running statistics of batch normalisation again, over all ranks' batches; collective.
+    """Computes the running statistics of batch normalisation again, over all ranks' batches; collective.
 
-    As `torch.optim.swa_utils.update_bn` (Izmailov et al., arXiv 1803.05407, section 3.2): for averaged weights, or such
-    that were never trained with. The statistics are the mean of those of the global batches, on every rank.
+    Like `torch.optim.swa_utils.update_bn` (Izmailov et al., arXiv 1803.05407, section 3.2), for averaged weights. The
+    statistics are the mean of those of the global batches, the same on every rank.
+
+    Example:
+        hvt.update_bn(train, averaged.module)
 
     Args:
-        data: as of `evaluate`; of a batch in a tuple or list the model takes the first part.
+        data: as of `evaluate`; the model takes the first part of a batch that is a tuple or list.
         model: with its new weights, the same on every rank.
         per_rank_batch, world: as of `evaluate`.
 
     Raises:
-        ConfigError: as of `evaluate`, or batch-norm layers of a kind that is not known.
-        ReplicaError: the model is not the same on every rank.
+        ConfigError: as of `evaluate`, or a batch-norm layer of an unknown kind.
+        ReplicaError: the model differs between ranks.
     """
     world = given_or_current(world, "torch")
     module = unwrap(model)
@@ -343,17 +351,22 @@ def _sum_and_weight(name: str, value: Any, samples: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Metrics for `evaluate` that need all predictions at once (F1, AUC, BLEU): `function(outputs, targets)` is called
-    once, on rank 0, with those of all samples in order, on the CPU, and returns numbers by name.
-
-    Args:
-        function: for example `lambda outputs, targets: {"auc": roc_auc_score(targets, outputs)}`.
-    """
+    """The metrics of `corpus_metrics`."""
 
     function: Callable[[Any, Any], Mapping[str, float]]
 
 
-corpus_metrics = Corpus
+def corpus_metrics(function: Callable[[Any, Any], Mapping[str, float]]) -> Corpus:
+    """Returns metrics for `evaluate` that need all predictions at once (F1, AUC, BLEU).
+
+    Example:
+        auc = hvt.corpus_metrics(lambda outputs, targets: {"auc": roc_auc_score(targets, outputs)})
+        scores = hvt.evaluate(model, validation, auc, per_rank_batch=100)
+
+    Args:
+        function: called once, on rank 0, with all outputs and targets, in order, on the CPU; returns numbers by name.
+    """
+    return Corpus(function)
 
 
 class _Predictions:
@@ -380,14 +393,15 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def classification(top: tuple[int, ...] = (1, 5), label_smoothing: float = 0.0) -> Metrics:
-    """Returns metrics of class scores: "loss" (cross-entropy) and "top1", "top5", ... (1 where the target's score is
-    among the k highest).
+    """Returns metrics of class scores: "loss" (cross-entropy) and "top1", "top5", ...
 
-    Equal scores count in the order of classes, as `argmax` does on most devices; a score that is not a number is
-    never right.
+    "topk" is 1 if the target is among the k highest scores. Equal scores rank in class order; NaN is never right.
+
+    Example:
+        scores = hvt.evaluate(model, validation, hvt.classification(top=(1, 5)), per_rank_batch=100)
 
     Args:
-        top: which k.
+        top: the values of k.
         label_smoothing: as of `torch.nn.functional.cross_entropy`.
     """
     if any(isinstance(k, bool) or not isinstance(k, int) or k < 1 for k in top):

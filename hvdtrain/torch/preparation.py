@@ -77,41 +77,41 @@ def prepare(
     watch_every: int = 0,
     zero: Literal[0, 1, 2] = 0,
 ) -> tuple[Model, Optimizer]:
-    """Makes a model and its optimizer train on all ranks; collective.
+    """Makes a model and its optimizer train on all ranks, and returns both; collective.
 
-    Moves the model to this rank's device, checks that the ranks train the same, gives all of them rank 0's parameters,
-    buffers and optimizer state, and proves that gradients are averaged. A model can be prepared again
-    (`unwrap(model)`, `optimizer.wrapped`).
+    Moves the model to this rank's device, checks that the ranks train the same, broadcasts rank 0's parameters, buffers
+    and optimizer state, and proves that gradients are averaged. Prepare again with `unwrap(model)`,
+    `optimizer.wrapped`.
+
+    Example:
+        train = hvt.loader(dataset, per_rank_batch=32)
+        model, optimizer = hvt.prepare(model, optimizer, train, accumulate=2, clip=1.0)
 
     Args:
-        model: plain, complete; the same on every rank, except for its values. Or an `hvdtrain.pipeline.Pipeline` of
-            such a model, cut in the same places on every rank: it stays on its devices, and is trained with
-            `Optimizer.forward_backward`. Or the result of `torch.compile`.
-        optimizer: plain; holds the model's trainable parameters. Or several that do so together, `[muon, adamw]`; they
-            step as one.
-        data: the loader that training reads; it sets the weight of each rank's batch. Without it all batches have the
-            same weight, and samples are not counted.
-        world: the ranks; by default those of `hvdtrain.init`.
+        model: plain, complete; the same on every rank, except for its values. Or the result of `torch.compile`. Or a
+            `hvdtrain.pipeline.Pipeline`, cut in the same places on every rank: it stays on its devices and trains with
+            `Optimizer.forward_backward`.
+        optimizer: plain; holds the model's trainable parameters. Or several, `[muon, adamw]`, which step as one.
+        data: the training loader; it sets the weight of each rank's batch. Without it all batches have the same weight,
+            and samples are not counted.
+        world: the ranks; default: those of `hvdtrain.init`.
         lr: the learning rate as a function of samples seen; `step` sets it. Each group keeps its ratio to the base.
         accumulate: micro-batches of an update; their gradients are reduced once.
-        clip: the largest norm of an update's gradient, taken after the average.
-        amp: the forward pass in "bf16", or in "fp16" with a gradient scaler; parameters stay as they are.
-        compression: gradients travel as "fp16" or "bf16"; default: the value of HVDTRAIN_COMPRESSION.
+        clip: the largest norm of an update's averaged gradient.
+        amp: "bf16" or "fp16" for the forward pass, "fp16" with a gradient scaler; parameters keep their dtype.
+        compression: sends gradients as "fp16" or "bf16"; default: the value of HVDTRAIN_COMPRESSION.
         sync_batchnorm: batch normalisation over the batches of all ranks.
-        channels_last: images and weights in the memory format that convolutions on GPUs like.
-        compile: `torch.compile` the model.
+        channels_last: images and weights in the memory format that GPUs prefer for convolutions.
+        compile: compile the model with `torch.compile`.
         verify: prove before the first step that gradients are averaged (see `verify`).
         watch_every: compare the replicas every so many updates; 0: never.
-        zero: DeepSpeed's ZeRO, on its engine: each rank keeps a part of the optimizer's state (1), and of the gradients
-            (2: `p.grad` cannot be read). For float32 weights, and torch.optim's optimizers that work by element.
-
-    Returns:
-        The model and the optimizer to train with.
+        zero: ZeRO, on the deepspeed engine: each rank keeps a part of the optimizer's state (1), and of the gradients
+            (2: `p.grad` cannot be read). For float32 weights and torch.optim's element-wise optimizers.
 
     Raises:
-        ConfigError: something is wrapped already, parameters and optimizer do not match, an option is wrong, or the
+        ConfigError: the model is already wrapped, parameters and optimizer do not match, an option is wrong, or the
             learning rate is scaled twice.
-        ReplicaError: on every rank; the ranks differ in model, optimizer or options, or gradients are not averaged.
+        ReplicaError: on every rank, if the ranks differ in model, optimizer or options, or gradients are not averaged.
     """
     wire: Any = compression or variables.without_none(os.environ.get(variables.COMPRESSION))
     options = Options(accumulate, clip, amp, wire, sync_batchnorm, channels_last, compile, verify, watch_every, zero)

@@ -52,24 +52,28 @@ def init(
     gpus_per_rank: int = 1,
     seed: int | None = None,
 ) -> World:
-    """Joins the ranks the launcher started; pins this rank's GPU(s); seeds Python, numpy and the framework.
+    """Joins the ranks that the launcher started, pins this rank's GPUs, and seeds Python, numpy and the framework.
+
+    Example:
+        with hvdtrain.init("torch") as world:
+            print(f"rank {world.rank} of {world.size}")
 
     Args:
-        framework: whose adapter carries the data.
-        engine: "auto" is "solo" for one process without a launcher, else "horovod", or "ddp" where the launcher cannot
+        framework: the framework that trains the model, "torch" or "keras".
+        engine: "auto" is "solo" for one process without a launcher, else "horovod", or "ddp" if the launcher cannot
             start Horovod (torchrun, OpenPAI). `hvdtrain.comm.engines.ENGINES` lists them all.
-        device: "auto" takes GPUs where there are any, "cpu" none, "cuda" insists.
-        gpus_per_rank: how many GPUs a rank uses (with "dataparallel" on a CPU: into how many pieces it cuts a batch).
-        seed: the same on every rank; by default 0. It takes the place of a seed that was set before.
+        device: "auto" uses GPUs if there are any, "cpu" uses none, "cuda" requires them.
+        gpus_per_rank: the GPUs of each rank; with "dataparallel" on a CPU, the pieces that it cuts a batch into.
+        seed: the same on every rank; default: 0. It replaces a seed that you set before.
 
     Returns:
-        The world; use it as a context manager, so that a clean end shuts the engine down.
+        The world. Use it as a context manager: its end shuts the engine down.
 
     Raises:
-        LauncherError: launcher variables are incomplete, the launcher cannot drive the engine, Horovod is
-            missing, or the engine sees another world than the launcher.
-        ConfigError: an argument is wrong, the framework has no such engine, or is not installed.
-        ReplicaError: ranks run different versions of hvdtrain, or with different seeds.
+        LauncherError: launcher variables are incomplete, the launcher cannot start the engine, Horovod is missing, or
+            the engine reports another world than the launcher.
+        ConfigError: an argument is wrong, or the framework has no such engine or is not installed.
+        ReplicaError: ranks have different versions of hvdtrain or different seeds.
         Preempted: the job was preempted before it began.
     """
     replaced, seed = _seeded() if seed is None else None, 0 if seed is None else seed
@@ -205,8 +209,7 @@ def _let_it_change(world: World, its: Elastic, framework: str) -> None:
 
 
 def _leave_at_exit(world: World, pid: int) -> None:
-    """Waits for the other ranks at the end of a program that has not left its world and has not failed: else the engine
-    would go down under ranks that still talk."""
+    """Waits for the other ranks at the end of a program that has not failed, so that the engine stays up for them."""
     if current() is not world or os.getpid() != pid:
         return
     failure = ended_by()
@@ -267,11 +270,8 @@ def _check_engine(detected: Detected, comm: Engine) -> None:
 
 
 def _meet(comm: Engine, framework: str, seed: int, detected: Detected) -> tuple[int, Tracker]:
-    """Has every rank introduce itself; returns the index of this rank's host, and what keeps the ranks in step.
-
-    The first collective of the job: what must not differ is compared before anything is trained. Hosts are numbered
-    in the order of their lowest rank, which no launcher's variable gives when hosts have unequal slots.
-    """
+    """Has every rank introduce itself; returns the index of this rank's host, and what keeps the ranks in step. The
+    first collective of the job: it compares settings. Hosts are numbered in the order of their lowest rank."""
     listener, where = listen(detected, os.environ) if comm.rank == 0 and comm.size > 1 else (None, None)
     settings = {name: os.environ[name] for name in SAME_ON_ALL if name in os.environ}
     asked = preemption.asked(os.environ)

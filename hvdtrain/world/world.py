@@ -1,7 +1,4 @@
-"""Who am I among the ranks: `World` is what programs hold and talk through.
-
-One process is a world of one (`SoloEngine`): programs never ask whether they are distributed.
-"""
+"""`World`: the ranks of a job, as programs use them. One process is a world of one (`SoloEngine`)."""
 
 from __future__ import annotations
 
@@ -29,12 +26,17 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class World:
-    """The ranks of one job, seen from this process.
+    """The ranks of one job, seen from this process; `hvdtrain.init` returns it.
+
+    Example:
+        world.on_main(print, "rank 0 prints this")
+        totals = world.sum({"right": right, "samples": len(y)})
+        world.agree("vocabulary size", len(vocabulary))
 
     Attributes:
         rank, size: this process's rank, and the number of ranks.
         local_rank, local_size: the same within this host.
-        node: index of this host in the order of its lowest rank.
+        node: the index of this host; hosts are in the order of their lowest ranks.
         launcher: the launcher that started the ranks ("horovodrun", "mpirun", ... or "none").
         engine: the engine that carries data between the ranks ("horovod", "solo", ...).
         devices: GPUs of this process, as indices among the visible ones; empty on CPU.
@@ -67,19 +69,19 @@ class World:
 
     @property
     def mpi(self) -> Any:
-        """Returns MPI's communicator of these ranks, as in mpi4py, for your own collectives on numpy arrays.
+        """Returns mpi4py's communicator of these ranks, for your own collectives on numpy arrays.
 
-        It is `mpi4py.MPI.COMM_WORLD`, of which Horovod uses only its own duplicates. It ends with the world.
+        It is `mpi4py.MPI.COMM_WORLD`; Horovod uses duplicates of it. It ends with the world.
 
         Raises:
             LauncherError: MPI does not carry this job, or mpi4py belongs to another MPI than the launcher.
-            ConfigError: no mpi4py or no MPI, the world was left, or MPI was started without threads.
+            ConfigError: mpi4py or MPI is missing, the world has ended, or MPI was started without threads.
         """
         return mpi_communicator(self.rank, self.size, self.launcher, self.engine)
 
     @classmethod
     def solo(cls, *, seed: int = 0) -> World:
-        """Returns a world of one that needs no framework; for tools and tests."""
+        """Returns a world of one rank that needs no framework, for tools and tests."""
         return World.on(SoloEngine(), ALONE, seed=seed, node=0)
 
     @classmethod
@@ -100,29 +102,29 @@ class World:
         )
 
     def in_step(self, kind: str, key: object = "", *, value: float | None = None) -> AbstractContextManager[float]:
-        """Returns a context that every rank enters together, for what is collective; entering it is collective.
+        """Returns a context that every rank enters together; collective.
 
         Args:
-            kind: what is done in it.
+            kind: the work in it.
             key: what else must be the same on all ranks.
-            value: the context gives its sum over ranks, which costs nothing more; None on every rank: 0.
+            value: the context returns its sum over ranks; None on every rank: 0.
 
         Raises:
-            ReplicaError: on every rank, with the line of each, when they are not about to do the same.
+            ReplicaError: on every rank, with the line of each, if they are about to do different things.
         """
         return self.tracker.meeting(self.comm, kind, str(key), value)
 
     @repeated
     def barrier(self) -> None:
-        """Waits until every rank is here."""
+        """Waits until every rank has called it."""
         with self.in_step(BARRIER):
             self.comm.barrier()
 
     @repeated
     def broadcast(self, obj: T, root: int = 0) -> T:
-        """Returns root's `obj` (picklable) on every rank; the others' is ignored.
+        """Returns rank `root`'s `obj` (picklable) on every rank, and ignores those of the other ranks.
 
-        A rank that gives None may do so on another line of the same function, as in the branches of an `if`.
+        A rank that gives None may call it on another line of the same function, as in the branches of an `if`.
         """
         if not 0 <= root < self.size:
             raise ConfigError(f"the root of a broadcast must be a rank below {self.size}", f"root={root}")
@@ -136,21 +138,21 @@ class World:
 
     @repeated
     def gather(self, obj: T) -> list[T]:
-        """Returns every rank's `obj` (picklable), in rank order, on every rank."""
+        """Returns a list of every rank's `obj` (picklable), in rank order, on every rank."""
         data = _pickled(obj)
         with self.in_step("gather", _asking()):
             return [pickle.loads(data) for data in self.comm.allgather_bytes(data)]
 
     def mean(self, values: Mapping[str, float], weight: float = 1.0) -> dict[str, float]:
-        """Returns the mean of each value over ranks, weighted; bit-equal on every rank.
+        """Returns the weighted mean of each value over ranks; bit-equal on every rank.
 
         Args:
             values: name to value; the same names on every rank.
-            weight: how much this rank's values count, usually its number of samples. A rank of weight 0 takes
-                part but does not count, whatever its values (even NaN, or none at all).
+            weight: the weight of this rank's values, usually its number of samples. A rank of weight 0 takes part but
+                does not count, even if its values are NaN or missing.
 
         Raises:
-            ReplicaError: on every rank, when names differ, or a weight is negative or not finite.
+            ReplicaError: on every rank, if names differ, or a weight is negative or not finite.
         """
         reports = self.gather(({name: float(value) for name, value in values.items()}, float(weight)))
         if not all(math.isfinite(its_weight) and its_weight >= 0 for _, its_weight in reports):
@@ -168,7 +170,7 @@ class World:
         """Returns the sum of each value over ranks; bit-equal on every rank.
 
         Raises:
-            ReplicaError: on every rank, when names differ.
+            ReplicaError: on every rank, if names differ.
         """
         reports = self.gather({name: float(value) for name, value in values.items()})
         return {name: fsum(its_values[name] for its_values in reports) for name in _same_names(reports)}
@@ -177,7 +179,7 @@ class World:
         """Checks that every rank has an equal `value` (picklable).
 
         Raises:
-            ReplicaError: on every rank, listing the value per rank.
+            ReplicaError: on every rank, with each rank's value, if they differ.
         """
         values = self.gather(value)
         if not all(_equal(other, values[0]) for other in values[1:]):
@@ -189,16 +191,8 @@ class World:
             )
 
     def agree_all(self, mine: Mapping[str, object], rule: str, remedy: Callable[[str], str]) -> None:
-        """Checks that every rank has an equal mapping, of which only a digest travels where it has.
-
-        Args:
-            mine: what must be the same, by name, the most telling first.
-            rule: of the error, with {} for the name.
-            remedy: of the error, given the name.
-
-        Raises:
-            ReplicaError: on every rank, naming the first that differs, with each rank's value.
-        """
+        """Checks that every rank has an equal mapping, by a digest. `rule` (with {} for the name) and `remedy` are the
+        error's. Raises `ReplicaError` on every rank, with the first name that differs and each rank's value."""
         digest = hashlib.sha256(repr(list(mine.items())).encode()).hexdigest()
         if len(set(self.gather(digest))) == 1:
             return
@@ -211,8 +205,8 @@ class World:
     def on_main(self, fn: Callable[..., T], *args: Any, **kw: Any) -> T:
         """Runs `fn(*args, **kw)` on rank 0 and returns its (picklable) result on every rank.
 
-        Nobody is stranded: when `fn` fails, rank 0 raises that very exception and every other rank raises
-        `MainRankError` with its message and traceback. `fn` must not call what is collective: no other rank is in it.
+        If `fn` fails, rank 0 raises its exception, and every other rank raises `MainRankError` with the message and the
+        traceback. `fn` must not call anything collective: only rank 0 runs it.
         """
         return self._on_main(
             functools.lru_cache(maxsize=1)(lambda: fn(*args, **kw)), getattr(fn, "__qualname__", repr(fn))
@@ -335,7 +329,11 @@ _current: World | None = None
 
 
 def current() -> World | None:
-    """Returns the world of the last `init()` that was not left, or None."""
+    """Returns the world of the last `init()`; None if there is none, or if it has ended.
+
+    Example:
+        world = hvdtrain.current() or hvdtrain.World.solo()
+    """
     return _current
 
 

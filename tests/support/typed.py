@@ -40,6 +40,12 @@ OTHERS = {
     "tensorboard": {"--logdir": True},
 }  # fmt: skip
 SHORT = {"hvt": "hvdtrain.torch", "hvk": "hvdtrain.keras", "hvdtrain": "hvdtrain"}
+# variables that hold one of our objects in pages and examples
+OBJECTS = {
+    "world": "hvdtrain.World", "checkpoints": "hvdtrain.Checkpointer", "run": "hvdtrain.RunLog",
+    "plan": "hvdtrain.Plan", "train": "hvdtrain.torch.Loader", "optimizer": "hvdtrain.torch.Optimizer",
+    "pipe": "hvdtrain.pipeline.Pipeline",
+}  # fmt: skip
 
 
 class Wrong(AssertionError):
@@ -187,6 +193,12 @@ def check_python(text: str) -> None:
 def check_keywords(call: ast.Call) -> None:
     owner, _, name = ast.unparse(call.func).rpartition(".")
     given = {keyword.arg for keyword in call.keywords if keyword.arg}
+    if not owner and name in names_of("hvdtrain.datasets"):
+        owner = "hvdtrain.datasets"
+    if owner in OBJECTS:
+        takes = method_keywords(OBJECTS[owner], name)
+        if takes is not None and not given <= takes:
+            raise Wrong(f"{owner}.{name} takes no {', '.join(sorted(given - takes))}")
     if given and owner.split(".")[0] in SHORT:
         unknown = given - keywords_of(SHORT.get(owner, owner), name)
         if unknown:
@@ -208,6 +220,49 @@ def keywords_of(package: str, name: str) -> frozenset[str]:
                 makers = [part for part in node.body if isinstance(part, ast.FunctionDef) and part.name == "__init__"]
                 found |= {argument for maker in makers for argument in arguments(maker)}
     return frozenset(found)
+
+
+def definition(module: str, name: str) -> tuple[str, ast.FunctionDef | ast.ClassDef] | None:
+    """Returns the module and the node that define a function or class, by the source; None if it is not ours."""
+    path = REPOSITORY / module.replace(".", "/")
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        match node:
+            case ast.FunctionDef() | ast.ClassDef() if node.name == name:
+                return module, node
+            case ast.ImportFrom(module=str(source), names=names) if source.startswith("hvdtrain"):
+                for alias in names:
+                    if (alias.asname or alias.name) == name:
+                        return definition(source, alias.name)
+            case ast.Call(func=ast.Name("public"), args=[_, homes]):
+                for home, public in ast.literal_eval(homes).items():
+                    if name in public.split():
+                        return definition(f"{module}.{home}", name)
+    return None
+
+
+@functools.cache
+def method_keywords(owner: str, name: str) -> set[str] | None:
+    """Returns the arguments of a method of our class `owner`; None if they are unknown: it is inherited, or takes any.
+
+    Raises:
+        Wrong: the class, all of whose bases are ours, has no such method or attribute.
+    """
+    module, _, kind = owner.rpartition(".")
+    waiting, known = [definition(module, kind)], True
+    while waiting:
+        if (found := waiting.pop()) is None:
+            known = False
+            continue
+        module, node = found
+        assert isinstance(node, ast.ClassDef)
+        for part in node.body:
+            if isinstance(part, ast.FunctionDef) and part.name == name:
+                return None if part.args.kwarg else arguments(part)
+        waiting += [definition(module, base.id) if isinstance(base, ast.Name) else None for base in node.bases]
+    if known:
+        raise Wrong(f"{owner} has no {name}()")
+    return None
 
 
 def arguments(function: ast.FunctionDef) -> set[str]:

@@ -6,10 +6,12 @@ import argparse
 import ast
 import importlib
 import re
+import textwrap
 
 import pytest
+import snippets
 from harness import REPOSITORY
-from typed import names_of
+from typed import Wrong, definition, names_of
 
 import hvdtrain
 from hvdtrain.__main__ import COMMANDS
@@ -28,6 +30,13 @@ BOTH = {
 }
 PACKAGES = ("hvdtrain", "hvdtrain.torch", "hvdtrain.keras", "hvdtrain.pipeline", "hvdtrain.datasets")
 LIST = REPOSITORY / "tests" / "public.txt"
+# what users neither construct nor call: results, errors, constants
+WITHOUT_EXAMPLE = re.compile(
+    r"Check|Detected|Folder|Images|Progress|Proof|Step|Trial|Tuning|\w+Error|Preempted|[A-Z0-9_]+_(MEAN|STD)|__version__"
+)
+WITH_EXAMPLE = [
+    (package, name) for package in PACKAGES for name in names_of(package) if not WITHOUT_EXAMPLE.fullmatch(name)
+]
 
 
 def flags_of(command: str) -> list[str]:
@@ -92,3 +101,68 @@ def test_public_names_are_there_and_others_are_attribute_errors() -> None:
     assert [name for name in hvdtrain.__all__ if getattr(hvdtrain, name) is None or name not in dir(hvdtrain)] == []
     with pytest.raises(AttributeError, match="no attribute 'Trainer'"):
         hvdtrain.Trainer  # noqa: B018
+
+
+# ---- docstrings and the pages that show them
+
+
+def example_of(docstring: str) -> str:
+    """Returns the code below the line `Example:`; raises `Wrong` unless it is one to four lines."""
+    found = re.search(r"^Example:\n((?: {4}.*\n)+)", docstring + "\n", re.MULTILINE)
+    code = textwrap.dedent(found[1]) if found else ""
+    if not 1 <= len(code.splitlines()) <= 4:
+        raise Wrong(f"an example has one to four lines, not {len(code.splitlines())}")
+    return code
+
+
+def check_example(where: str, docstring: str) -> str:
+    """Returns the example, which Python compiles and whose calls our functions take."""
+    code = example_of(docstring)
+    try:
+        compile(code, where, "exec")
+    except SyntaxError as error:
+        raise Wrong(f"{where}: {error}") from error
+    snippets.check(snippets.Block(where, "python", code))
+    return code
+
+
+@pytest.mark.parametrize(("package", "name"), WITH_EXAMPLE)
+def test_what_users_call_has_an_example(package: str, name: str) -> None:
+    found = definition(package, name)
+    assert found is not None
+    code = check_example(f"{package}.{name}", ast.get_docstring(found[1]) or "")
+    assert isinstance(found[1], ast.ClassDef) or re.search(rf"\b{name}\(", code), code
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Returns 1.",
+        "Returns 1.\n\nExample:\n\nArgs:\n    x: a number.",
+        "Example:\n    hvt.loader(x",
+        "Example:\n    hvt.loader(x, batch=3)",
+        "Example:\n    hvt.load(x)",
+        "Example:\n    hvdtrain.pipeline.split(model, example, ['cpu'], parts=2)",
+        "Example:\n    load_digits(width=3)",
+        "Example:\n    optimizer.backward(loss, scale=2)",
+        "Example:\n    world.allreduce(x)",
+        "Example:\n" + 5 * "    x = 1\n",
+    ],
+)
+def test_an_example_that_is_wrong_is_seen(text: str) -> None:
+    with pytest.raises(Wrong):
+        check_example("twin", text)
+
+
+def shown(page: str) -> list[str]:
+    """Returns the names that a page of docs/api shows."""
+    lines = re.findall(r"^\.\. (?:auto(?:function|class|exception|data)|py:data):: (\S+)$", page, re.MULTILINE)
+    return sorted(line.rpartition(".")[2] for line in lines)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_page_of_a_package_shows_each_public_name_once(package: str) -> None:
+    page = (REPOSITORY / "docs" / "api" / f"{package}.md").read_text(encoding="utf-8")
+    assert shown(page) == names_of(package)
+    name = names_of(package)[-1]
+    assert shown(re.sub(rf"(?m)^.*:: (\S+\.)?{name}$", "", page)) == names_of(package)[:-1], "negative twin"

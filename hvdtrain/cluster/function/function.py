@@ -1,4 +1,4 @@
-"""`hvdtrain.run`: calls a function on N ranks, from a program or a notebook, and returns what each of them returned."""
+"""`hvdtrain.run`: calls a function on N ranks, from a program or a notebook."""
 
 from __future__ import annotations
 
@@ -44,31 +44,35 @@ def run(
     identity: str | None = None,
     timeouts: Timeouts | None = None,
 ) -> list[Any]:
-    """Calls `function(*args, **kwargs)` on every rank of a new job; returns what each returned, in rank order.
+    """Calls `function(*args, **kwargs)` on every rank of a new job; returns the list of their results, in rank order.
 
-    The ranks are separate processes. `run` starts them as `hvdtrain launch` does, in this process's working directory.
-    When one fails, all end. cloudpickle transfers the function, its arguments and its results. So the function may be
-    defined in a notebook's cell or in a script without an `if __name__ == "__main__"`, or be a lambda. Objects of that
-    cell or script that it refers to are pickled with it; a rank imports modules. Read large data within the function
-    instead of passing it.
+    The ranks are separate processes, which `run` starts as `hvdtrain launch` does. If one fails, all end. cloudpickle
+    transfers the function, its arguments and its results. So the function may be a lambda, or be defined in a cell of a
+    notebook or in a script without `if __name__ == "__main__"`. Objects there that it refers to are pickled with it.
+    Read large data in the function instead of passing it.
+
+    Example:
+        def train(epochs):
+            with hvdtrain.init("torch") as world:
+                return world.rank
+        ranks = hvdtrain.run(train, args=(3,), np=2)
 
     Args:
-        function: the function that every rank calls; begins with `hvdtrain.init(...)`.
+        function: the function that every rank calls; it begins with `hvdtrain.init(...)`.
         args, kwargs: its arguments, the same on every rank.
-        np: the number of ranks; None: one a slot of the hosts, which you must then give.
+        np: the number of ranks; None: one per slot of `hosts` or `hostfile`.
         hosts: "host1:4,host2:4"; None: the hosts of the current Slurm job, else this machine.
         hostfile: a file with lines like "host1 slots=4", in place of `hosts`.
-        env: variables for the ranks, added to this process's own (of which other hosts get none that look secret).
-        output: the ranks whose output is shown here: "all" (with the rank in front), "main" (rank 0) or "none".
+        env: variables for the ranks, added to those of this process (other hosts get none that look secret).
+        output: the ranks whose output is shown here: "all" (each line with its rank), "main" (rank 0) or "none".
         network, python, ssh_port, identity: as the flags of `hvdtrain launch`.
-        timeouts: when to end the job; an `hvdtrain.Timeouts`.
+        timeouts: the job's time limits.
 
     Raises:
-        ConfigError: this process is itself a rank; an argument is wrong; the function cannot be pickled.
+        ConfigError: this process is itself a rank, an argument is wrong, or the function cannot be pickled.
         LauncherError: the job could not be started, a rank failed, or a result cannot be read here. The message names
             the rank that failed first, with its last lines. `__cause__` is that rank's error if it can be pickled.
-        KeyboardInterrupt: the user ended the job. All ranks have ended in any case; then a SIGTERM or SIGHUP has its
-            usual effect on this process.
+        KeyboardInterrupt: you ended the job; all ranks have ended.
     """
     _need_cloudpickle()
     _refuse_within_a_job()

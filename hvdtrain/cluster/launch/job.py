@@ -32,11 +32,14 @@ def working_directory() -> str:
 class Timeouts:
     """The time limits after which the launcher ends a job, in seconds.
 
+    Example:
+        hvdtrain.run(train, np=2, timeouts=hvdtrain.Timeouts(start_s=60, grace_s=10))
+
     Attributes:
         start_s: until every host's agent answers.
         lost_s: how long a host, or the launcher, may send nothing.
         stopped_s: how long a rank may be stopped (SIGSTOP).
-        grace_s: from asking a rank to end (SIGTERM) until the agent kills it.
+        grace_s: between SIGTERM and SIGKILL.
     """
 
     start_s: float = 20.0
@@ -57,13 +60,9 @@ class ElasticOptions:
 
 @dataclass(frozen=True)
 class Job:
-    """The job to run.
-
-    Attributes:
-        given: the data that every rank reads from its standard input; None: no input. With it each rank may also write
-            lines to the descriptor in HVDTRAIN_RESULT_FD, which arrive as stream "result". The rank has failed unless
-            the last of them is `rank.RETURNED`.
-    """
+    """The job to run. `given`: the data that every rank reads from its standard input; None: no input. With it each
+    rank may also write lines to the descriptor in HVDTRAIN_RESULT_FD, which arrive as stream "result". The rank has
+    failed unless the last of them is `rank.RETURNED`."""
 
     argv: Sequence[str]  # the command of every rank
     hosts: Sequence[Host]  # in the order that ranks are assigned
@@ -146,17 +145,9 @@ class JobPlan:
 def make_plan(
     job: Job, hellos: Mapping[str, Message], reached: Mapping[str, str], local: Collection[str] = ()
 ) -> JobPlan:
-    """Returns the plan for a job on hosts whose agents have sent their hello; pure.
-
-    Args:
-        job: what to run.
-        hellos: each host's first message.
-        reached: the address by which a host was reached, as far as known.
-        local: the name of this machine, if it is one of the hosts.
-
-    Raises:
-        ConfigError: no network that all hosts have; an interface for Gloo that one of them lacks.
-    """
+    """Returns the plan for a job on hosts whose agents have sent their `hellos`; pure. `reached`: the known addresses
+    of hosts; `local`: the name of this machine, if it is one of them. Raises `ConfigError` if the hosts share no
+    network, or one lacks the interface for Gloo."""
     found = {name: interfaces(hello["interfaces"]) for name, hello in hellos.items()}
     for name, hello in hellos.items() if job.horovod else ():
         check_interface(job.env, name, hello.get("interface_names", list(found[name])))

@@ -1,4 +1,4 @@
-"""From what the user gives as data to the loader that serves it."""
+"""Makes a loader of the user's data."""
 
 from __future__ import annotations
 
@@ -31,26 +31,28 @@ def loader(
     seed: int | None = None,
     class_weight: Mapping[int, float] | None = None,
 ) -> KerasLoader:
-    """Returns this rank's training batches: each sample once an epoch over all ranks, in an order that does not depend
-    on how many ranks there are; collective.
+    """Returns this rank's loader of training batches, for `prepare` and `fit`; collective.
+
+    Each sample comes once an epoch over all ranks, in an order that does not depend on the number of ranks. `fit` also
+    needs `callbacks`, which set the loader's epoch.
+
+    Example:
+        data = hvk.loader((x_train, y_train), per_rank_batch=32)
+        model.fit(data, epochs=3, callbacks=hvk.callbacks(model))
 
     Args:
         data: the same on every rank: arrays or tensors of all samples (or nested structures of them), first axis
             samples, as a tuple `(x, y)` or `(x, y, sample_weight)`; or `x` alone, for a model without targets. Or a
-            PyTorch `Dataset` of such samples. Or data that already comes in batches, one for each rank in a step: a
+            PyTorch `Dataset` of such samples. Or data in batches, one for each rank in a step: a
             `keras.utils.PyDataset` (a rank reads only its own), a `tf.data.Dataset`, a PyTorch `DataLoader`, or a
-            function (of the epoch, or of nothing) that begins a generator or returns one of these; every rank walks
-            these, and their length need not be known.
-        per_rank_batch: samples a rank takes in a full step; not given for data in batches.
-        world: the ranks; by default those of `hvdtrain.init`.
-        shuffle: False keeps the data's order; data that every rank walks has its own order.
-        tail: samples that do not fill a global step are dealt and weighed exactly ("weighted"), or skipped ("drop").
+            function (of the epoch, or of nothing) that returns a generator or one of these. Every rank reads all of
+            these; their length may be unknown.
+        per_rank_batch: samples of a rank in a full step; not given for data in batches.
+        world: the ranks; default: those of `hvdtrain.init`.
+        shuffle: False keeps the data's order; data that every rank reads has its own order.
+        tail: samples that fill no global step are dealt and weighed exactly ("weighted"), or skipped ("drop").
         seed: the seed of the order; default: the world's.
         class_weight: class to weight, as `fit` takes it: for one output, whose `y` are class numbers or one-hot.
-
-    Returns:
-        A `keras.utils.PyDataset` with `.plan`, to be given to `prepare` and `fit`; give `fit` also
-        `hvdtrain.keras.callbacks`, which set its epoch.
 
     Raises:
         ConfigError: arrays of different lengths, data of another kind, an argument out of range, both kinds of weights.

@@ -1,4 +1,4 @@
-"""A rank's batches for `fit` and `evaluate`, of what is read by index: every sample exactly once."""
+"""A rank's batches for `fit` and `evaluate`, of data that is read by index: every sample exactly once."""
 
 from __future__ import annotations
 
@@ -25,12 +25,14 @@ known: WeakSet[KerasLoader] = WeakSet()
 
 
 class KerasLoader(Dealt, keras.utils.PyDataset, DataAdapter):
-    """A rank's batches; made by `loader`. It deals samples, or whole batches of the data's own.
+    """A rank's batches, made by `loader`: a `keras.utils.PyDataset` for `fit`.
 
-    It is its own data adapter, which `fit` uses unchanged. The adapter that Keras makes for a `PyDataset`
-    shuffles the batches again (`fit(shuffle=True)` is the default) with Python's generator, in another order
-    on every rank. Ranks would not work on the same global batch, and a resumed epoch not on the remaining
-    samples. Weights are given to `loader`: `fit` refuses weights of its own with it.
+    It is its own data adapter: Keras' adapter for a `PyDataset` would shuffle the batches again, in another order on
+    every rank. Give weights to `loader`: `fit` refuses its own with this loader.
+
+    Example:
+        data = hvk.loader((x_train, y_train), per_rank_batch=32)
+        model.fit(data, epochs=3, callbacks=hvk.callbacks(model))
 
     Attributes:
         plan: the `hvdtrain.Plan` that deals samples, or batches.
@@ -59,25 +61,21 @@ class KerasLoader(Dealt, keras.utils.PyDataset, DataAdapter):
 
     @property
     def samples(self) -> int:
-        """Samples in the data set, as they are counted."""
+        """The number of samples in the data set."""
         return self.plan.total() * self.unit
 
     @property
     def per_rank_batch(self) -> int:
-        """Samples that a rank takes in a full step."""
+        """The number of samples of a rank in a full step."""
         return self.plan.per_rank_batch * self.unit
 
     @property
     def global_batch(self) -> int:
-        """Samples of all ranks in a full step."""
+        """The number of samples of all ranks in a full step."""
         return self.plan.global_batch * self.unit
 
     def go_on(self, epoch: int, samples_in_epoch: int) -> None:
-        """Makes the next `fit` begin there; restoring a checkpoint does so.
-
-        Raises:
-            ConfigError: the data has no such place.
-        """
+        """Makes the next `fit` begin there, as a restore does. Raises `ConfigError` if the data has no such place."""
         if samples_in_epoch % self.unit:
             raise ConfigError(
                 "a run cannot resume within a batch of the data",
@@ -100,10 +98,8 @@ class KerasLoader(Dealt, keras.utils.PyDataset, DataAdapter):
         return plan.tail == "weighted" and any(0 < tail < plan.size for tail in tails)
 
     def identity(self) -> str:
-        """Returns the identity of the samples' order, for a place within an epoch; equal identities mean equal orders.
-
-        It omits the number and the size of a `PyDataset`'s batches if they keep their order.
-        """
+        """Returns the identity of the samples' order; equal identities mean equal orders. It omits the number and the
+        size of a `PyDataset`'s batches if they keep their order."""
         if self.plan.shuffle:
             return f"{self.plan.total()} {self._dealt()}, shuffled by seed {self.plan.seed}"
         return f"{self.plan.total()} samples, in order" if self.unit == 1 else "in order"
@@ -125,13 +121,8 @@ class KerasLoader(Dealt, keras.utils.PyDataset, DataAdapter):
         self.epoch = epoch
 
     def redeal(self, world: World, whole: int = 0, place: tuple[int, int] | None = None) -> None:
-        """Deals to the ranks that are there, after a change.
-
-        Args:
-            world: its ranks.
-            whole: the global batch, where it stays what it was.
-            place: (epoch, steps of it that are done) of training; None: the data is read from its beginning.
-        """
+        """Deals to the changed ranks of `world`. `whole`: the global batch, if it stays; `place`: (epoch, steps of it
+        that are done) of training; None: from the beginning."""
         self.plan, self.rank = replace(self.plan, size=world.size, whole=whole), world.rank
         if place is not None:
             self._entered = place
@@ -195,10 +186,8 @@ class KerasLoader(Dealt, keras.utils.PyDataset, DataAdapter):
         return x, y, weights if live else map_leaves(lambda weight: weight * NO_SAMPLE, weights)
 
     def batches(self) -> Generator[tuple[Any, ...], None, None]:
-        """Yields this rank's batches of the remaining epoch; closing it ends its readers.
-
-        Keras' own threads are not used: they keep what they have read when `fit` leaves an epoch for the next one.
-        """
+        """Yields this rank's batches of the remaining epoch; closing it ends its readers. Keras' own threads are not
+        used: they would keep what they have read when `fit` leaves an epoch."""
         workers = self.source.workers or 1
         epoch, done = self._entered
         steps = islice(self._steps, done if epoch == self.epoch else 0, None)

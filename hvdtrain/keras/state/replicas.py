@@ -1,4 +1,4 @@
-"""The state that makes replicas: which variables, are they equal, make them equal."""
+"""The state that makes replicas: which variables belong to it; compares them, and makes them equal."""
 
 from __future__ import annotations
 
@@ -97,10 +97,12 @@ def path_of(variable: Any) -> str:
 
 # -------------------------------------------------------------------- equal?
 def fingerprint(model: keras.Model) -> str:
-    """Returns the SHA-256 (hex) of all the model's weights, moving statistics included; local, not
-    collective.
+    """Returns the SHA-256 (hex) of all the model's weights, moving statistics included; local, not collective.
 
-    Equal on all ranks whenever the replicas are equal: after every epoch, and after `fit`.
+    It is equal on all ranks after every epoch and after `fit`.
+
+    Example:
+        world.agree("model", hvk.fingerprint(model))
     """
     digest = hashlib.sha256()
     for variable in model.weights:
@@ -210,12 +212,8 @@ def average(variables: Sequence[Any], world: World) -> None:
 
 
 def average_statistics(model: keras.Model, world: World) -> None:
-    """Makes what is not trained equal on all ranks: the mean of moving statistics (BatchNorm's), rank 0's value of
-    anything else that differs; collective.
-
-    Statistics follow each rank's own samples. Averaged, the replicas are equal as a whole, and a checkpoint that
-    rank 0 writes is the state of every rank. What is equal already (frozen layers) does not travel.
-    """
+    """Makes untrained state equal on all ranks: the mean of moving statistics (BatchNorm's), rank 0's value of anything
+    else that differs; collective. Then the checkpoint of rank 0 is the state of every rank."""
     variables = untrained(model)
     if world.size == 1 or not variables:
         return

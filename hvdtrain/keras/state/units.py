@@ -1,16 +1,14 @@
-"""What each loss divides by: the unit in which ranks are weighed.
+"""The divisor of each loss: the unit in which ranks are weighed.
 
-A mean over samples needs the samples of each rank only, and those weigh the gradients when they are averaged
-(`reduce.weigh`). A mean over something else (labels that are not ignored, steps that are not masked, sample weights,
-positions of sequences whose length varies) needs more: while a step runs, every Keras loss that divides by such a
-number is multiplied by
+A mean over samples needs only each rank's samples, which weigh the gradients in the average (`reduce.weigh`). A mean
+over something else (labels that are not ignored, unmasked steps, sample weights, positions of sequences) needs more:
+during a step, every Keras loss that divides by such a number is multiplied by
 
     (divisor here / divisor of all ranks) x (samples of all ranks / samples here)
 
-Together with the weight of the samples that makes the loss, its gradient and the loss that is logged those of the
-global batch, each output's loss in its own unit. Regularisation and `add_loss` keep theirs: once a batch.
-
-Keras reduces every loss in one function, `reduce_weighted_values`, and nothing public shows what it divided by.
+With the weight of the samples, the loss, its gradient and the logged loss are those of the global batch, each output's
+loss in its own unit. Regularisation and `add_loss` count once a batch. Keras reduces every loss in one function,
+`reduce_weighted_values`; nothing public shows the divisor.
 """
 
 from __future__ import annotations
@@ -132,10 +130,8 @@ def as_it_is(live: LiveBatch) -> Iterator[None]:
 
 
 def _means_of_batches(session: KerasSession, live: LiveBatch) -> AbstractContextManager[None]:
-    """Counts one number for a batch in a `Mean` as this rank's part of the global batch while open.
-
-    So does a value for each row of what `whole` joined, and an output's loss that Keras weighs by its rows.
-    """
+    """Counts a batch's number in a `Mean` as this rank's part of the global batch while open; also a value for each row
+    of what `whole` joined, and an output's loss that Keras weighs by its rows."""
 
     def update_state(original: Any, self: Any, values: Any, sample_weight: Any = None) -> Any:
         shape, here = getattr(values, "shape", ()), not BACKEND.in_branch() and BACKEND.usable_here(live.samples)
@@ -203,17 +199,21 @@ def of_step(session: KerasSession, *, trains: bool = True) -> Iterator[None]:
 
 
 def whole(*values: Any) -> Any:
-    """Returns values of the global batch: what all ranks have of them, joined in the order of the data; collective.
+    """Returns values of the global batch, all ranks' joined in the order of the data; collective.
 
-    For a `train_step` of one's own that computes its loss itself; `prepare(model, data, whole=True)` does it for
-    `compute_loss`. Metrics may be given what it returns: each sample counts once. Outside of a prepared model's step,
-    and in one process, values are returned as they are.
+    For your own `train_step` that computes its loss itself; `prepare(model, data, whole=True)` does it for
+    `compute_loss`. Metrics may also take the result: each sample counts once. Outside of a prepared model's step, and
+    in one process, returns the values unchanged.
+
+    Example:
+        y, y_pred = hvk.whole(y, self(x, training=True))
+        loss = loss_fn(y, y_pred)
 
     Args:
         values: outputs and targets, nested; tensors [n, ...] whose other dimensions are those of all ranks.
 
     Returns:
-        One value where one was given, else a tuple. Outputs have a gradient.
+        One value if one was given, else a tuple. Outputs have a gradient.
     """
     found = values if len(values) != 1 else values[0]
     session = _steps[-1] if _steps else None

@@ -117,15 +117,21 @@ def plans(
     replicas: Sequence[int] | None = None,
     schedules: Sequence[Schedule] = SCHEDULES,
 ) -> list[ParallelPlan]:
-    """The best plan of each kind, the fastest first; those that fit nowhere last, with the reason.
+    """Returns the best plan of each kind, the fastest first; last those that do not fit, with the reason.
 
-    A kind is how many stages and replicas, and whether memory is saved: by passes over parts of the batch on a single
-    device, by recomputation in a pipeline.
+    A kind is a number of stages and replicas, and how memory is saved: on a single device by passes over parts of the
+    batch, in a pipeline by recomputation.
+
+    Example:
+        measured = hvdtrain.pipeline.profile(model, example, ["cuda:0", "cuda:1"])
+        cluster = Cluster(measured.devices, links=measured.links)  # of hvdtrain.pipeline.plan.search
+        print(hvdtrain.pipeline.plans(measured.costs, batch=256, cluster=cluster)[0])
 
     Args:
         costs: of the model's segments; `Device.speed` is against the device they were measured on.
         batch: samples of an update, all devices together.
-        stages, replicas: numbers to look at; by default all that make sense.
+        cluster: the devices, and the links between them.
+        stages, replicas: numbers to try; default: all that make sense.
         schedules: of pipelines.
 
     Raises:
@@ -271,10 +277,9 @@ class _Search:
         }
 
     def _exposed_all_reduce(self, plan: ParallelPlan, cut: Partition, step: Simulation) -> float:
-        """Returns how much later than the backward pass the averaged gradients are there.
+        """Returns the seconds from the end of the backward pass until the averaged gradients are there.
 
-        A stage's gradients are sent while its last backward pass computes them; the stages of a node share its network,
-        and take turns on it. The last bucket can only follow.
+        A stage sends gradients during its last backward pass; the stages of a node share its network.
         """
         if plan.replicas == 1:
             return 0.0

@@ -1,4 +1,4 @@
-"""A split model: runs its stages side by side over micro-batches, and looks like the model it was made of."""
+"""A split model: runs its stages side by side over micro-batches, and looks like the unsplit model."""
 
 from __future__ import annotations
 
@@ -50,23 +50,28 @@ _PARTS = (
 class Pipeline(nn.Module):
     """A model that `hvdtrain.pipeline.split` has cut into stages.
 
-    Parameters, buffers, their names and state dicts are those of the unsplit model, which they belong to.
+    Parameters, buffers, their names and state dicts are those of the unsplit model.
+
+    Example:
+        loss = pipe.step(x, y, loss_fn)
+        with torch.no_grad():
+            outputs = pipe(x)
 
     Attributes:
-        module: the unsplit model; its parts lie on the stages' devices.
+        module: the unsplit model; its parts are on the stages' devices.
         stages, segments: the parts that it was cut into.
         devices: of the stages: number i is on device i % len(devices).
-        micro_batches, schedule, remat: how a batch goes through; they may be changed between steps.
+        micro_batches, schedule, remat: how a batch passes through; they may be changed between steps.
         batch_norm: "batch": running statistics follow whole batches; "micro": micro-batches.
         profile: the measurement behind the cut; None if the cut was given.
         chunk: which arguments have samples; see `split`.
         names: of the arguments that are given by keyword.
         offload: True keeps what backward passes need in the host's memory.
-        counts: attributes of modules that each pass in training changes again, and whose they are.
+        counts: attributes of modules that each training pass changes, with their modules.
         proofs: False skips the check in a loss's first steps that its mean is that of micro-batches.
-        batch_is_part: a batch is one of several of an update, of ranks or of an accumulation.
+        batch_is_part: True if a batch is one of several of an update, of ranks or of an accumulation.
         overlap: False lets one stage work at a time (to compare with).
-        timeline: with `record`, what the last call did: (stage, kind, micro-batch, start, end), in seconds.
+        timeline: with `record`, the last call's work: (stage, kind, micro-batch, start, end), in seconds.
     """
 
     holds_users_module = True
@@ -125,30 +130,29 @@ class Pipeline(nn.Module):
         whole: bool = False,
         outputs: bool = False,
     ) -> Any:
-        """Forward and backward pass of a batch, in micro-batches; gradients add up in `p.grad`, and in those of
-        arguments with `requires_grad`.
+        """Runs a batch forward and backward, in micro-batches, and returns its mean loss.
 
-        The gradient is `factor * sum(w_i * g_i) / sum(w_i)`: that of `factor` times the mean loss over the batch,
-        where w_i is what the mean loss of micro-batch i divides by.
+        Adds `factor * sum(w_i * g_i) / sum(w_i)` to `p.grad`, and to the gradients of arguments with `requires_grad`:
+        the gradient of `factor` times the mean loss over the batch, where w_i is the divisor of micro-batch i's mean
+        loss.
 
         Args:
             x: the model's argument, or a tuple of its arguments. Tensors [batch, ...] are cut; tensors of another
                 length go to every micro-batch whole.
             y: the targets, nested in any way; every tensor is [batch, ...].
-            loss: `loss(output, target)`: the mean over what it is given.
+            loss: `loss(output, target)`: the mean over its samples.
             kwargs: the model's keyword arguments: those that it was split with.
-            weight: what that mean divides by. None: samples. Else a function of the targets, called with those of each
-                micro-batch, that adds up over them: `lambda y: (y != -100).sum()`. A micro-batch of weight 0 counts
-                nothing, whatever is in it, and its loss is not called. With one micro-batch a number will do. The step
-                waits for weights that are computed on a GPU.
+            weight: the divisor of that mean. None: samples. Else a function of the targets that adds up over
+                micro-batches: `lambda y: (y != -100).sum()`. A micro-batch of weight 0 does not count, and its loss is
+                not called. With one micro-batch a number is enough. A step waits for weights that a GPU computes.
             factor: of the gradient.
-            whole: the loss is called once, with the outputs and targets of the whole batch (a contrastive loss): all
-                forward passes come before it, as in "gpipe".
-            outputs: return them as well, for metrics.
+            whole: the loss is called once, with the outputs and targets of the whole batch (a contrastive loss), after
+                all forward passes, as in "gpipe".
+            outputs: True also returns the model's outputs, for metrics.
 
         Returns:
-            The mean loss over the batch, detached, without the factor; on the last stage's device. With `outputs` a
-            tuple of it and the model's outputs, detached.
+            The mean loss, detached, without the factor; on the last stage's device. With `outputs` a tuple of it and
+            the outputs, detached.
 
         Raises:
             ConfigError: fewer samples than micro-batches, targets of another length, a loss that is not a scalar, a
@@ -201,14 +205,14 @@ class Pipeline(nn.Module):
         return Head(loss, [y], [1.0], factor, loss_key(loss), outputs=kept, sizes=sizes)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The outputs for a batch, without gradients.
+        """Returns the outputs for a batch, without gradients.
 
         Args:
             args, kwargs: the model's; see `step`. A batch smaller than the number of micro-batches is cut into single
                 samples.
 
         Raises:
-            ConfigError: in training with gradients enabled, where `step` is meant; other keyword arguments.
+            ConfigError: in training with gradients enabled (use `step`), or for other keyword arguments.
             StageError: a stage failed.
         """
         if torch.is_grad_enabled() and self.module.training:
@@ -318,12 +322,11 @@ class Pipeline(nn.Module):
         return [*groups, [p for p in self.module.parameters() if id(p) not in seen]]
 
     def finishing(self, group: int) -> bool:
-        """Returns True if a stage (see `owned_parameters`) is in the backward pass that completes its gradients; for
-        gradient hooks. Those of shared parameters are complete only when the step ends."""
+        """Returns True if a stage (see `owned_parameters`) completes its gradients; shared ones' only after a step."""
         return group < len(self._finishing) and self._finishing[group]
 
     def close(self) -> None:
-        """Ends the threads of the stages, as the end of the pipeline does; the next call begins new ones."""
+        """Ends the threads of the stages; the next call starts new ones."""
         self._places.close()
 
     # -- like the unsplit model ------------------------------------------------------------------------------
@@ -339,8 +342,7 @@ class Pipeline(nn.Module):
         return self.module.load_state_dict(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        """A plain copy of the unsplit model, as `torch.optim.swa_utils.AveragedModel` wants; its parts lie where the
-        stages have theirs."""
+        """Returns a copy of the unsplit model on its devices, as `torch.optim.swa_utils.AveragedModel` needs."""
         return copy.deepcopy(self.module, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -1,6 +1,6 @@
 """The pictures of a pipeline, drawn from measured seconds: bars, time over split size, and who works when.
 
-`plot` takes what to draw and where to write it. matplotlib is imported only then (`pip install hvdtrain[plot]`).
+Only `plot` imports matplotlib (`pip install hvdtrain[plot]`).
 """
 
 from __future__ import annotations
@@ -155,14 +155,14 @@ class Drawable(Protocol):
 
 
 def plot(what: Bars | SplitCurve | Timeline | Drawable, path: str | Path) -> Path:
-    """Draws a picture and writes it; the file's ending selects the format (`.png`, `.svg`, `.pdf`).
+    """Draws a picture, writes it and returns its path; the ending selects the format (`.png`, `.svg`, `.pdf`).
+
+    Example:
+        hvdtrain.pipeline.plot(tuning, "split.png")
 
     Args:
-        what: what to draw; a `Tuning` draws its split sizes.
+        what: a `Tuning` for its split sizes, or another picture of this module.
         path: the file to write; its folder is made.
-
-    Returns:
-        The path.
 
     Raises:
         ConfigError: nothing to draw; matplotlib is missing; the file cannot be written.

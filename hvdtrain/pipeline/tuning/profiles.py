@@ -1,4 +1,4 @@
-"""What a model's segments cost on the real devices: seconds, bytes, transfers, and how CPU stages slow each other."""
+"""Measures a model's segments on the real devices: seconds, bytes, transfers, and how CPU stages slow each other."""
 
 from __future__ import annotations
 
@@ -33,7 +33,11 @@ TRANSFERS_BYTES = (2**14, 2**24)
 
 @dataclass(frozen=True)
 class Profile:
-    """Measured costs of a model.
+    """The measured costs of a model, made by `profile`.
+
+    Example:
+        measured.save("profile.json")
+        measured = hvdtrain.pipeline.Profile.load("profile.json")
 
     Attributes:
         costs: of each segment, on the first device.
@@ -50,12 +54,12 @@ class Profile:
     samples: tuple[int, ...] = ()
 
     def save(self, path: str | Path) -> None:
-        """Writes it as JSON."""
+        """Writes the profile as JSON."""
         Path(path).write_text(json.dumps(dataclasses.asdict(self), indent=1, default=str), encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:
-        """Reads what `save` wrote; raises `ConfigError` for another file."""
+        """Reads a file of `save`; raises `ConfigError` for another file."""
         try:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
             return cls(
@@ -86,18 +90,21 @@ def profile(
     repeats: int = 3,
     timed: bool = True,
 ) -> Profile:
-    """Measures what each segment of a model costs, forward and backward.
+    """Measures the costs of each segment of a model, forward and backward.
 
-    Each segment is run in training mode on the first device, in a thread with the cores that a stage has there; its
-    times are scaled so that they add up to the time of the whole model in one run. The model, its gradients, buffers
-    and the random state stay as they are; autocast counts if it is on.
+    Runs each segment in training mode on the first device, in a thread with a stage's cores, and scales the times so
+    that they add up to the time of the whole model. The model, its gradients, buffers and the random state do not
+    change; autocast counts if it is on.
+
+    Example:
+        measured = hvdtrain.pipeline.profile(model, example, ["cuda:0", "cuda:1"])
 
     Args:
         model: the model, or its segments.
         example: a batch: a tensor [batch, ...] or a tuple of arguments.
-        devices: one for each stage, as for `hvdtrain.pipeline.split`.
-        sizes: samples of the micro-batches that are measured; by default a sixteenth and a quarter of the batch.
-        optimizer_copies: what the optimizer keeps, in parameters a parameter: SGD with momentum 1, Adam 2.
+        devices: one per stage, as for `hvdtrain.pipeline.split`.
+        sizes: samples of the micro-batches that are measured; default: a sixteenth and a quarter of the batch.
+        optimizer_copies: the optimizer's values per parameter: SGD with momentum 1, Adam 2.
         repeats: of each measurement, at most; large ones take fewer.
         timed: False measures bytes only, no times.
 
@@ -254,8 +261,7 @@ def _apart(parts: Sequence[Segment], count: int) -> list[list[int]]:
 def _together(
     bench: SegmentBench, some: Sequence[Any], stretches: Sequence[Sequence[int]], inputs: Sequence[Any], times: int = 1
 ) -> list[float]:
-    """Seconds of each stretch while all of them run side by side, for a part of the time if there are several `times`:
-    the lower quartile, as others may disturb."""
+    """Returns each stretch's seconds while all run side by side: of several `times` the lower quartile."""
     ready, enough = threading.Barrier(len(stretches)), threading.Event()
 
     def work(indices: Sequence[int]) -> float:

@@ -93,7 +93,7 @@ class Tuning:
 
     @property
     def single_s(self) -> float | None:
-        """The median of steps on one device alone; None: the model does not fit on it."""
+        """The median seconds of steps on one device alone; None: the model does not fit on it."""
         return statistics.median(self.unsplit_s) if self.unsplit_s else None
 
     @property
@@ -103,7 +103,7 @@ class Tuning:
 
     @property
     def one_is_faster(self) -> bool:
-        """Returns True if one device is shown to be faster. If neither is shown to be, the rounds did not suffice."""
+        """Returns True if one device is shown to be faster. If neither is, there were too few rounds."""
         return self.ratio is not None and self.one_device == "faster"
 
     @property
@@ -164,23 +164,23 @@ def tune(
 ) -> Tuning:
     """Finds the micro-batch count that makes a step fastest, and sets `pipe.micro_batches` to it.
 
-    A few short steps of parts of the batch give what each stage takes over the samples of a micro-batch; from these
-    the step time of every candidate is predicted (`hvdtrain.pipeline.plan.simulate`). From the predicted minimum on,
-    the best so far and the candidates beside it then take turns, until it is known which is faster. At last the best
-    one and the unsplit model on one device take turns.
+    Predicts the step time of every candidate from a few short steps (`hvdtrain.pipeline.plan.simulate`). Then the
+    best and its neighbours take turns until the fastest is known. Last, it takes turns with the unsplit model on one
+    device. Weights do not change; gradients, buffers and random state are restored.
 
-    Weights do not change; gradients, buffers and random state are restored.
+    Example:
+        tuning = hvdtrain.pipeline.tune(pipe, x, y, loss_fn, budget_s=60)
+        print(tuning.verdict)
 
     Args:
         pipe: a split model.
         x, y, loss: a batch like those of training; as in `Pipeline.step`.
-        candidates: micro-batch counts (default: 1, 2, 3, 4, 6, 8, 12, ... up to the batch).
+        candidates: micro-batch counts; default: 1, 2, 3, 4, 6, 8, 12, ... up to the batch.
         confidence: of the intervals.
-        budget_s: about how long it may take; more rounds are only begun within it (default: as long as needed).
-        schedules: to try at that count, in turns with the pipeline's own, which stays unless another is shown to be
-            faster; then `pipe.schedule` is set to it.
+        budget_s: seconds after which no further round begins; None: as long as needed.
+        schedules: also tried at that count, in turns with the pipeline's own; sets `pipe.schedule` if one is faster.
         kwargs: the model's keyword arguments, as in `Pipeline.step`.
-        require: raise an error, instead of a verdict only, when one device alone is shown to be faster.
+        require: raises an error if one device alone is shown to be faster.
 
     Raises:
         ConfigError: a candidate that is no count of micro-batches of this batch.

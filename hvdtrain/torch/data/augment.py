@@ -17,11 +17,7 @@ IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 class Normalise:
-    """`(x / 255 - mean) / std` of uint8 images, `(x - mean) / std` of floating ones; float32 [n, C, H, W].
-
-    Args:
-        mean, std: by channel, of values from 0 to 1.
-    """
+    """The augmentation of `normalise`."""
 
     draws = 0
 
@@ -55,11 +51,7 @@ class Normalise:
 
 
 class CropFlip(Normalise):
-    """Shifts each image by up to `pad` pixels (black comes in), mirrors half of them, and normalises.
-
-    The standard augmentation of CIFAR (Lee et al. 2015, He et al. 2016): what torchvision's `RandomCrop(size,
-    padding=pad)` and `RandomHorizontalFlip()` do.
-    """
+    """The augmentation of `crop_flip`: torchvision's `RandomCrop(size, padding=pad)` and `RandomHorizontalFlip()`."""
 
     draws = 3  # down, right, mirror
 
@@ -114,10 +106,23 @@ def _mirrored_cpu(batch: Tensor, mirror: Tensor) -> Tensor:
 
 
 def normalise(mean: Sequence[float], std: Sequence[float]) -> Normalise:
-    """Returns an `augment` that only normalises; see `Normalise`."""
+    """Returns an `augment` that normalises images [n, C, H, W] to float32 `(x - mean) / std`, uint8 ones with x / 255.
+
+    Example:
+        train = hvt.loader((x, y), per_rank_batch=32, augment=hvt.normalise(hvt.CIFAR10_MEAN, hvt.CIFAR10_STD))
+
+    Args:
+        mean, std: one value per channel, of pixels from 0 to 1.
+    """
     return Normalise(mean, std)
 
 
 def crop_flip(mean: Sequence[float], std: Sequence[float], *, pad: int = 4, flip: bool = True) -> CropFlip:
-    """Returns the standard augmentation of small images; see `CropFlip`."""
+    """Returns the standard augmentation of small images (Lee et al. 2015, He et al. 2016).
+
+    It shifts each by up to `pad` pixels, mirrors half of them (unless `flip` is False), and normalises (`normalise`).
+
+    Example:
+        train = hvt.loader((x, y), per_rank_batch=32, augment=hvt.crop_flip(hvt.CIFAR10_MEAN, hvt.CIFAR10_STD))
+    """
     return CropFlip(mean, std, pad=pad, flip=flip)

@@ -1,4 +1,4 @@
-"""From what the user gives as data to the loader that serves it."""
+"""Makes a loader of the user's data."""
 
 from __future__ import annotations
 
@@ -57,8 +57,7 @@ def _dataset_of(data: Any) -> Any:
 def source_of(
     data: Any, device: torch.device, processes: Processes, collate: Callable[[list[Any]], Any] | None, *, auto: bool
 ) -> Memory | Workers:
-    """Returns what serves `data` by index; `auto`: rows of arrays are read without processes. Raises `ConfigError`
-    for what are not arrays, and no map-style data set."""
+    """Returns what serves `data` by index; "auto" reads arrays in this process. Raises `ConfigError` for other data."""
     memory = memory_of(data, device if collate is None else torch.device("cpu"))
     if memory is not None and collate is None:
         return memory
@@ -123,31 +122,35 @@ def loader(
     prefetch_factor: int = 2,
     timeout_s: float = 0.0,
 ) -> Loader:
-    """Returns this rank's training batches: each sample once an epoch over all ranks, in an order that does not depend
-    on how many ranks there are; collective.
+    """Returns this rank's loader of training batches; collective.
+
+    Each sample comes once an epoch over all ranks, in an order that does not depend on the number of ranks.
+
+    Example:
+        train = hvt.loader(dataset, per_rank_batch=32, workers=4)
+        stream = hvt.loader(lambda epoch: open("train.jsonl"), per_rank_batch=32, decode=json.loads)
 
     Args:
         data: the same on every rank: arrays or tensors of all samples, as a tuple `(x, y, ...)` (served in whole
             batches from memory, the GPU's if they fit), or a map-style `torch.utils.data.Dataset`. Or a stream, which
             keeps its order: an `IterableDataset`, any other iterable that can be read again (`set_epoch(epoch)` is
-            called if it has one), or a function `records(epoch)` that returns one. Every rank walks all of it.
-        per_rank_batch: samples a rank takes in a full step.
-        world: the ranks; by default those of `hvdtrain.init`.
-        shuffle: False keeps the data's order; a stream and a sampler have an order of their own.
-        tail: samples that do not fill a global step are dealt and weighed exactly ("weighted"), or skipped ("drop").
-        workers: processes that read a `Dataset` or a stream (each walks it); "auto" sizes them to the cores that this
-            rank really has.
-        augment: called with each batch's first part, on the device, and `augment.draws` uniform numbers a sample,
-            which depend on the sample's place in the epoch only; by default `data.augment` if there is one.
-        seed: of order and augmentation; by default the world's. Loaders of as many samples with the same seed have the
-            same order: two of them in one loop are refused.
-        collate: makes a batch of a list of samples (of arrays: of their rows); by default
+            called if it has one), or a function `records(epoch)` that returns one. Every rank reads all of a stream.
+        per_rank_batch: samples of a rank in a full step.
+        world: the ranks; default: those of `hvdtrain.init`.
+        shuffle: False keeps the data's order; a stream and a sampler have their own order.
+        tail: samples that fill no global step are dealt and weighed exactly ("weighted"), or skipped ("drop").
+        workers: processes that read a `Dataset` or a stream; "auto" fits them to the cores of this rank.
+        augment: called with each batch's first part, on the device, and `augment.draws` uniform numbers per sample,
+            which depend only on the sample's place in the epoch; default: `data.augment` if there is one.
+        seed: the seed of order and augmentation; default: the world's. Loaders of equal length in one loop need
+            different seeds.
+        collate: makes a batch of a list of samples (of arrays: of their rows); default:
             `torch.utils.data.default_collate`.
-        decode: makes a sample of a stream's record; called for this rank's own only. Its random numbers depend on the
-            record's place in the epoch only.
-        sampler: the order of a data set's indices, as `DataLoader` takes it, of all ranks: an iterable, or a function
-            of the epoch. Generators are set by `seed` and epoch before it is asked.
-        batch_sampler: the order as global batches: lists of indices, which are dealt to the ranks in contiguous pieces
+        decode: makes a sample of a stream's record; called for this rank's records only. Its random numbers depend only
+            on the record's place in the epoch.
+        sampler: the order of all ranks, as indices, as `DataLoader` takes it: an iterable, or a function of the epoch.
+            Its generators are set by `seed` and epoch.
+        batch_sampler: the order as lists of indices: each is one global batch, dealt to the ranks in contiguous pieces
             and weighed by their lengths. The learning rate is then computed from `per_rank_batch`; default: from the
             sampler's `batch_size`.
         worker_init_fn: called in each worker process with its number, before it reads.
@@ -156,7 +159,7 @@ def loader(
 
     Raises:
         ConfigError: an argument is wrong, or the data has no samples.
-        ReplicaError: ranks gave different data, or the same in another order, or different batches, seeds or orders.
+        ReplicaError: ranks gave different data, the same data in another order, or different batches, seeds or orders.
     """
     world = given_or_current(world, "torch")
     seed = world.seed if seed is None else seed

@@ -1,4 +1,4 @@
-"""Image files as training samples, decoded as a viewer shows them, whatever they are; the unreadable are named."""
+"""Image files as training samples, decoded as a viewer shows them; unreadable files are named."""
 
 from __future__ import annotations
 
@@ -42,29 +42,28 @@ class Files(Protocol):
 
 
 class ImageFiles(torch.utils.data.Dataset[Any]):
-    """A data set of `(uint8 [3, size, size], label)`; the loader normalises whole batches with `augment`.
+    """A data set of samples `(uint8 [3, size, size], label)`; the loader normalises whole batches with `augment`.
 
-    For training: a random part of 8 % to 100 % of the area, scaled to the size, mirrored or not (Szegedy et al. 2015).
+    For training: a random part of 8 % to 100 % of the area, scaled to `size`, mirrored or not (Szegedy et al. 2015).
     Otherwise: the shorter side scaled to `resize`, and the centre.
 
-    libjpeg decodes a JPEG that has at least twice the needed pixels on a side at a half, a quarter or an eighth of
-    them. The decoded picture is never enlarged for that afterwards. The random part is the same, to fractions of a
-    pixel.
+    libjpeg decodes a JPEG that has at least twice the needed pixels per side at a half, a quarter or an eighth of them.
+    Grey, palette and CMYK images become RGB. Images of a turned camera (EXIF) are turned back.
 
-    Grey, palette and CMYK images become RGB, and images that were taken with a turned camera (EXIF) are turned back.
-    The loader skips, names and counts a file that cannot be read, or refuses it.
+    Example:
+        files, validation_files = load_folder("imagenet")
+        train = hvt.loader(hvt.ImageFiles(files, train=True), per_rank_batch=32)
 
     Args:
         files: for example `hvdtrain.datasets.load_folder(path)[0]`.
-        train: random parts, or the centre.
+        train: True for random parts, False for the centre.
         size: height and width of the samples, in pixels.
         resize: length of the shorter side, in pixels, before the centre is cut; default: size · 256 / 224.
-        strict: a file that cannot be read is an error.
+        strict: True raises an error for a file that cannot be read; False skips, names and counts it.
         transform: replaces crops and scaling: a function of a uint8 picture [3, H, W], for example one of
             `torchvision.transforms.v2`. Its random numbers depend only on the sample's place in the epoch.
         augment: the loader's operation on whole batches; default: normalises by ImageNet's mean and deviation.
-        reduced: large JPEGs are decoded at a fraction of their pixels; False: always at all of them. With a
-            `transform`, which gets the whole picture, it has no effect.
+        reduced: False decodes every JPEG at all its pixels, as always with a `transform`.
     """
 
     def __init__(
@@ -152,8 +151,7 @@ def _reason(error: Exception, path: str) -> str:
 
 
 class Picture:
-    """A file's picture: of known `size` (height and width, upright, in pixels) before it is decoded, and then in RGB
-    and upright. Raises one of `UNREADABLE`; `decode` likewise."""
+    """The picture of a file, of known `size` (height and width, upright, in pixels); raises one of `UNREADABLE`."""
 
     def __init__(self, path: str) -> None:
         with open(path, "rb") as file:
@@ -170,9 +168,8 @@ class Picture:
         self.size = (width, height) if self._turned >= 5 else (height, width)
 
     def decode(self, reduction: int = 1) -> Tensor:
-        """Returns uint8 [3, H, W]; a JPEG with a `reduction` of 2, 4 or 8 has that fraction of the pixels on each
-        side, rounded up. JPEGs are decoded by torchvision, which saves a copy or two; pillow does what torchvision
-        cannot, and gives the same pixels, as both use libjpeg."""
+        """Returns uint8 [3, H, W]; a JPEG with a `reduction` of 2, 4 or 8 has that fraction of the pixels per side,
+        rounded up. torchvision decodes JPEGs, without a copy or two; pillow the others, to the same pixels."""
         if _JPEG is not None and reduction == 1 and self._turned == 1 and self._data.startswith(JPEG_START):
             buffer = torch.frombuffer(bytearray(self._data), dtype=torch.uint8)
             with suppress(RuntimeError):  # a kind of JPEG that it does not know (CMYK, in some versions), or broken

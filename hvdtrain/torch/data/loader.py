@@ -1,4 +1,4 @@
-"""The training data of a rank: deterministic, weighted exactly in uneven tails, and able to resume from any sample."""
+"""The training data of a rank: deterministic, weighted exactly in uneven tails, and able to resume at any sample."""
 
 from __future__ import annotations
 
@@ -46,19 +46,24 @@ class Follower(Training, Protocol):
 
 
 class Loader(Dealt):
-    """A rank's batches; made by `loader`. A loop over it is one epoch, and the next loop the next epoch.
+    """A rank's batches, made by `loader`. A loop over it is one epoch; the next loop is the next epoch.
 
-    Each sample comes once. In the last step of an epoch some ranks may have no sample. There a loop that trains the
-    model prepared with this loader gets a batch of other samples, which count nothing (`step.padding`) and keep the
-    ranks in step. Any other loop, and one under `torch.no_grad()`, ends one batch earlier on these ranks.
+    Each sample comes once. In the last step of an epoch some ranks may have no sample. A loop that trains then gets a
+    padding batch, which does not count (`step.padding`). Other loops, also under `torch.no_grad()`, end earlier there.
+
+    Example:
+        train = hvt.loader((x, y), per_rank_batch=32)
+        for epoch in train.epochs(10):
+            for inputs, targets in train:
+                ...
 
     Attributes:
         plan: the `hvdtrain.Plan` that deals the samples.
-        step: the step of the batch last handed out; None before the first.
-        skipped: files of this rank that could not be read, with the reason, each once.
+        step: the `hvdtrain.Step` of the current batch; None before the first.
+        skipped: this rank's files that could not be read, with the reason, each once.
         device: the device of the batches.
         followers: prepared models that train on these batches.
-        differentiated: the step of the last batch that had its backward pass.
+        differentiated: the step of the last batch whose backward pass is done.
         in_weights: the step of the last batch that is in the weights of one of them.
     """
 
@@ -91,15 +96,15 @@ class Loader(Dealt):
 
     @property
     def workers(self) -> int:
-        """Worker processes of this rank; 0 is none."""
+        """The number of this rank's worker processes."""
         return self._source.workers
 
     @property
     def position(self) -> tuple[int, int]:
-        """(epoch, samples of all ranks handed out in it): where the loop is, or the next one begins.
+        """Returns (epoch, samples of all ranks done in it) of the current loop, or of the beginning of the next one.
 
-        After a loop that was left early that is the next epoch; a loop that trained on nothing is no epoch. A
-        checkpoint holds where *training* is (`model_state`).
+        After a loop that was left early that is the next epoch; a loop that did not train does not count. A checkpoint
+        holds the position of *training* (`model_state`).
         """
         self._notice_end()
         if not self._begun and self._only_looked_at():
@@ -125,8 +130,7 @@ class Loader(Dealt):
         return bool(self.followers) and self.differentiated is None
 
     def _after_loop(self) -> tuple[int, int]:
-        """Returns where the next loop begins if this one does not continue: there again, if it only looked at the
-        data."""
+        """Returns where the next loop begins if this one ends here: there again if it only looked at the data."""
         over = self._trained() or not self.followers
         return (self._epoch + 1, 0) if over else (self._epoch, self._begin)
 
@@ -161,11 +165,7 @@ class Loader(Dealt):
         return self._left
 
     def go_on(self, epoch: int, samples_in_epoch: int) -> None:
-        """Makes the next loop begin there; the world may have another size than the one that got there.
-
-        Raises:
-            ConfigError: no such place in this data.
-        """
+        """Makes the next loop begin there, at any world size. Raises `ConfigError` if the data has no such place."""
         if epoch < 0:
             raise ConfigError("epoch must be >= 0", f"epoch={epoch}")
         place = self.plan.place_after(epoch, samples_in_epoch)
@@ -181,8 +181,7 @@ class Loader(Dealt):
         return self.step is not None and self._step_of_deal != self._deals
 
     def redeal(self, state: Mapping[str, Any]) -> None:
-        """Deals the samples from a place on to the ranks that are there now, in the same steps. A training loop
-        continues; a new rank begins at that place."""
+        """Deals the samples from a place on to the present ranks, in the same steps, for this loop or a new rank."""
         self.plan = self.plan.of(self.world.size)
         self._deals += 1
         if not self.followers:  # no training: each loop is from the beginning
@@ -206,12 +205,11 @@ class Loader(Dealt):
             self._items = (item for item in list[tuple[Any, Step]]())
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position, and what it is a position in."""
+        """Returns the position, and the identity of the data that it is a position in."""
         return self._state(self.position, self.step)
 
     def state_of_weights(self) -> dict[str, Any]:
-        """Returns the state from which a restored run continues: after the last batch that is in any model's
-        weights."""
+        """Returns the state to resume from: after the last batch that is in any model's weights."""
         return self._state(self._position_of_weights(), self.in_weights)
 
     def state_of_next_loop(self) -> dict[str, Any]:
@@ -223,8 +221,7 @@ class Loader(Dealt):
         return self.running and self._position_of_weights()[0] > self._epoch
 
     def others(self, kept: Iterable[object]) -> list[Loader]:
-        """Returns the other loaders that no model trains on and that are not in `kept`, the newest first: a loader of
-        an earlier run of this program may still exist."""
+        """Returns the other loaders that no model trains on, without `kept`, also of earlier runs; newest first."""
         keeps = {id(self), *map(id, kept)}
         others = [its for its in known if its.world is self.world and id(its) not in keeps]
         untrained = [its for its in others if not its.followers and its.differentiated is None]
@@ -235,7 +232,7 @@ class Loader(Dealt):
         return {"epoch": place[0], "samples_in_epoch": place[1], **self.identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from a saved position.
+        """Continues at a saved position.
 
         Raises:
             ConfigError: it is a position in other data, or in another order of it: samples would be repeated or missed.
@@ -264,13 +261,13 @@ class Loader(Dealt):
         return {"samples": self.plan.samples, "seed": self.plan.seed, "shuffle": self.plan.shuffle, "order": rule}
 
     def epochs(self, total: int) -> Iterator[int]:
-        """Yields the numbers of the remaining epochs until `total` are done; a restored run's first may be partial.
+        """Yields the numbers of the remaining epochs, up to `total`; after a restore the first epoch may be partial.
 
-        An epoch whose loop was left early, or that was not read at all, counts as done. A loop that trains on nothing
-        (accuracy, under `torch.no_grad()`; a look at a batch) does not count.
+        An epoch whose loop was left early, or did not start, counts as done. A loop that does not train (accuracy under
+        `torch.no_grad()`, a look at one batch) does not count.
 
         Raises:
-            ConfigError: an epoch had two training loops: its end, and where a restored run resumes, are undefined.
+            ConfigError: an epoch had two training loops; then its end, and where to resume, are undefined.
         """
         its = elastic.ranks() if self.followers else elastic.JobRanks()
         while True:
@@ -373,11 +370,7 @@ class Loader(Dealt):
         return step
 
     def one_pass(self, *, padded: bool = False) -> Generator[tuple[Any, Step], None, None]:
-        """Yields every batch of an epoch once, apart from training: position, `step` and the clock stay as they are.
-
-        Args:
-            padded: in each step, on every rank: where it has no samples left, with a batch that counts nothing.
-        """
+        """Yields every batch of an epoch once, apart from training. `padded`: also padding batches."""
         with closing(self._ready(0, 0)) as items:
             for batch, step in items:
                 if padded or not step.padding:
@@ -389,7 +382,7 @@ class Loader(Dealt):
         return sorted(found.items())
 
     def close(self) -> None:
-        """Ends the worker processes; they end with this process in any case."""
+        """Ends the worker processes; the end of this process does the same."""
         self._stop()
         self._source.close()
 
@@ -442,8 +435,8 @@ class Loader(Dealt):
 
 
 class Epoch:
-    """The loop over the rest of one epoch; `padding` is the step of the batch last handed out, if that counts
-    nothing. The loader only knows it weakly: when it is gone, the loop was left."""
+    """The loop over the rest of an epoch; `padding` is the step of the current batch, if that is a padding batch. The
+    loader only knows it weakly: when it is gone, the loop was left."""
 
     running: WeakSet[Epoch] = WeakSet()
 
@@ -503,10 +496,7 @@ class Epoch:
             )
 
     def _refuse_twins(self) -> None:
-        """Two loaders side by side must not serve the same order: pairs of a sample with itself.
-
-        Side by side is what goes along, batch for batch, several times in a row: a loop that was interrupted does not.
-        """
+        """Refuses two loaders that serve the same order side by side, batch for batch, several times in a row."""
         mine = self._loader
         Epoch.running.add(self)
         for other in Epoch.running:

@@ -1,9 +1,8 @@
-"""Data sets that are read sample by sample, in worker processes or in this one: the same batches either way.
+"""Reads data sets sample by sample, in worker processes or in this one: the batches are the same.
 
-Each sample has a seed of its own, made of its place in the epoch: Python's, numpy's and PyTorch's generators are set to
-it before the sample is read. So random transforms do not depend on how many workers and ranks there are, nor on where
-a resumed epoch began, and never touch the streams of the training process. A data set that reads a whole batch in one
-call (`__getitems__`) is asked to, as PyTorch's loader does, unless it draws random numbers there.
+Each sample has its own seed, made of its place in the epoch, for Python's, numpy's and PyTorch's generators. So random
+transforms do not depend on the number of workers and ranks, and never change the random state of training. A data set
+with `__getitems__` reads whole batches, unless it draws random numbers there.
 """
 
 from __future__ import annotations
@@ -34,12 +33,17 @@ REFUSED, NOTHING = "refused", "nothing can be read"  # in place of a batch
 
 @dataclass(frozen=True)
 class Unreadable:
-    """A data set's answer for a sample that cannot be read: the loader skips, names and counts it.
+    """A data set returns it for a sample that cannot be read: the loader skips, names and counts the sample.
+
+    Example:
+        def __getitem__(self, index):
+            path, label = self.samples[index]
+            return (read(path), label) if is_image(path) else hvt.Unreadable(path, "not an image")
 
     Attributes:
         name: the file's name.
         reason: why it cannot be read.
-        fatal: True if it is refused, not skipped.
+        fatal: True raises an error instead.
     """
 
     name: str
@@ -99,8 +103,7 @@ def together_of(dataset: Any) -> Together | None:
 def _read_together(
     together: Together | None, names: list[int], seeds: list[int], reader: ProcessReader
 ) -> tuple[Any, Exception | None]:
-    """Returns the samples, as one call gives them, or why it fails; neither where they are to be read one by one, as
-    where random numbers are drawn in the call: they would depend on the ranks."""
+    """Returns the samples of one call, or why it fails; neither if it draws random numbers: ranks would differ."""
     if together is None or not names or reader.one_by_one:
         return None, None
     reader.at(names[0])
@@ -253,10 +256,9 @@ class ReadByProcesses:
 class Workers(ReadByProcesses):
     """A `Source` of a map-style data set.
 
-    Workers are started for each pass, as PyTorch's own loader does by default: they read the data set as it is then,
-    as this process does where there are none. They are started in the way `torch.multiprocessing` is set to (by
-    default a fork, see `processes`; on InfiniBand, where forked processes can corrupt memory, call
-    `torch.multiprocessing.set_start_method("forkserver")` first, as Horovod's examples do).
+    Each pass starts new workers, like PyTorch's loader, in the way that `torch.multiprocessing` is set to (default: a
+    fork, see `processes`). Forked processes can corrupt memory on InfiniBand: there call
+    `torch.multiprocessing.set_start_method("forkserver")` first.
     """
 
     def __init__(self, dataset: Any, processes: Processes, collate: Callable[[list[Any]], Any] | None) -> None:

@@ -19,10 +19,12 @@ _PIECE = 1 << 20  # elements at a time: their products, and the factors, take 8 
 
 
 def fingerprint(model: nn.Module) -> str:
-    """Returns the SHA-256 of the model's state: names, types, shapes and bits of parameters and buffers.
+    """Returns the SHA-256 (hex) of names, types, shapes and bits of the model's parameters and buffers; local.
 
-    Buffers such as running statistics are each rank's own while it trains; `evaluate` and `Checkpointer.save` make
-    them equal.
+    In training, running statistics differ between ranks; `evaluate` and `Checkpointer.save` make them equal.
+
+    Example:
+        world.agree("model", hvt.fingerprint(model))
     """
     digest = hashlib.sha256()
     for name, tensor in sorted(unwrap(model).state_dict().items()):
@@ -69,8 +71,7 @@ def _factors(device: torch.device) -> Tensor:
 
 
 def check_equal(module: nn.Module, world: World, when: str) -> None:
-    """Raises `ReplicaError`, on every rank, if parameters differ between ranks: with the first one, and the ranks
-    that differ from rank 0; collective."""
+    """Raises `ReplicaError` on every rank if parameters differ, with the first one and its ranks; collective."""
     if world.size == 1:
         return
     mine = checksums(dict(module.named_parameters()))

@@ -52,8 +52,7 @@ def pattern(index: int, parameter: Tensor) -> Tensor:
 
 
 class ModelShell(nn.Module):
-    """The shell; the engine binds and calls it like any module. Data goes through `call`: the module, or its
-    compiled form."""
+    """The shell that the engine binds and calls like any module. Data goes through `call`, compiled or not."""
 
     def __init__(self, module: nn.Module, call: Callable[..., Any] | None = None) -> None:
         super().__init__()
@@ -73,8 +72,11 @@ def is_compiled(module: object) -> bool:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """Returns the user's own module, plain and whole; a module that was not prepared is returned as it is. Of a
-    pipeline it is the module that it was made of."""
+    """Returns the plain module of a prepared model or of a pipeline; returns any other module as it is.
+
+    Example:
+        world.on_main(torch.save, hvt.unwrap(model).state_dict(), "model.pt")
+    """
     if getattr(type(model), "holds_users_module", False):
         model = vars(model)["module"]
     if is_compiled(model):

@@ -1,8 +1,7 @@
-"""Proves, on the user's own model and the engine it is tied to, that gradients are averaged and replicas are equal.
+"""Proves, on the user's own model and engine, that gradients are averaged and replicas are equal.
 
-Known gradients, different on every rank, are sent through the very path of a training step (the engine's forward,
-backward and reduction), and what comes out is compared with their weighted mean. The user's module is not run and no
-parameter, buffer or optimizer state is touched.
+Sends known gradients, different on every rank, through the path of a training step (the engine's forward, backward and
+reduction), and compares the result with their weighted mean. Changes no state.
 """
 
 from __future__ import annotations
@@ -31,16 +30,16 @@ _TOLERANCE = {None: 1e-5, "fp16": 4e-3, "bf16": 4e-2}
 def verify(model: nn.Module, optimizer: torch.optim.Optimizer, world: World | None = None) -> Proof:
     """Proves that this model's gradients are averaged over ranks and its replicas are equal; collective.
 
+    Example:
+        print(hvt.verify(model, optimizer))
+
     Args:
         model, optimizer: as `prepare` returned them, between two updates.
-        world: only to compare with theirs.
-
-    Returns:
-        The proof; `str(proof)` is one line.
+        world: checked to be the world that they were prepared with.
 
     Raises:
-        ConfigError: not prepared, not together, or in the middle of an update.
-        ReplicaError: on every rank; not averaged, or replicas that differ.
+        ConfigError: not prepared, not prepared together, or in the middle of an update.
+        ReplicaError: on every rank, if gradients are not averaged or replicas differ.
     """
     prepared = isinstance(model, Model) and isinstance(optimizer, Optimizer)
     if not prepared or vars(model)["session"] is not vars(optimizer)["session"]:

@@ -1,4 +1,4 @@
-"""The user's module as training calls it: through the engine, under autocast; everything else is the module's own."""
+"""The user's module as training calls it: through the engine, under autocast."""
 
 from __future__ import annotations
 
@@ -31,12 +31,16 @@ _OWN = ("module", "session", "training")
 
 
 class Model(nn.Module):
-    """The model that `prepare` returns: call it, train it, save it like the module it holds.
+    """The model that `prepare` returns: call, train and save it like the module that it holds.
 
-    Attributes, methods, parameter names and state dicts are those of the user's module, without any prefix.
+    Attributes, methods, parameter names and state dicts are those of your module, without any prefix.
+
+    Example:
+        outputs = model(images)
+        world.on_main(torch.save, model.state_dict(), "model.pt")
 
     Attributes:
-        module: the user's module, or the pipeline that it was cut into.
+        module: your module, or the pipeline that it was cut into.
     """
 
     holds_users_module = True
@@ -80,7 +84,7 @@ class Model(nn.Module):
     forward = __call__
 
     def check_entered(self) -> None:
-        """Raises `ConfigError` where mixed precision was asked for, and no forward pass went through this model."""
+        """Raises `ConfigError` if mixed precision is on and no forward pass went through this model."""
         if self.session.precision.amp is not None and not self.session.entered:
             raise ConfigError(
                 "mixed precision needs a call of the prepared model, or of one of its methods",
@@ -98,7 +102,7 @@ class Model(nn.Module):
         self.module.train(mode)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears gradients like the optimizer's; raises ConfigError between a closing backward and its step."""
+        """Zeroes gradients like the optimizer's `zero_grad`."""
         optimizer = prepared_optimizers[self.session.module]()
         if optimizer is not None:
             optimizer.before_zero_grad()

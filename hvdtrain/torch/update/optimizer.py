@@ -1,4 +1,4 @@
-"""The optimizer of a training loop: step, and what leads to it, in the right order."""
+"""The optimizer of a training loop: `step`, and the calls that lead to it."""
 
 from __future__ import annotations
 
@@ -35,11 +35,17 @@ _LOOKED_AT = 2  # updates, where no loader deals the data
 
 
 class Optimizer(BatchPasses, torch.optim.Optimizer):
-    """The optimizer that `prepare` returns; schedulers, scalers and checkpoints accept it as one.
+    """The optimizer that `prepare` returns. Schedulers and checkpoints accept it as an optimizer of PyTorch.
+
+    Example:
+        optimizer.zero_grad()
+        loss = loss_fn(model(inputs), targets)
+        optimizer.backward(loss)
+        optimizer.step()
 
     Attributes:
-        wrapped: the user's optimizer; for a list, one that steps them all.
-        progress: the progress of training after the last update; skipped updates are counted.
+        wrapped: your optimizer; for a list, one that steps them all.
+        progress: the progress of training after the last update, also a skipped one.
     """
 
     # a fused optimizer would be given the scale to divide by, which this one keeps to itself: scalers divide first
@@ -75,7 +81,7 @@ class Optimizer(BatchPasses, torch.optim.Optimizer):
         """Scales the gradients of the update so that their norm is at most `max_norm`.
 
         Returns:
-            Their norm before; None while the update is not complete: then there is nothing to clip.
+            Their norm before; None if the update is not complete: then nothing is clipped.
 
         Raises:
             ConfigError: no backward before.
@@ -105,22 +111,20 @@ class Optimizer(BatchPasses, torch.optim.Optimizer):
         return norm
 
     def step(self, closure: Callable[[], object] | None = None) -> Tensor | None:  # type: ignore[override]
-        """Applies the update: clips, sets the learning rate, steps. Before the update is complete it does nothing.
+        """Applies the update: clips, sets the learning rate, steps. Does nothing before the update is complete.
 
         Args:
             closure: for optimizers that compute the loss several times (LBFGS, SAM): calls the model and
-                `optimizer.backward(loss)` on the batch at hand.
+                `optimizer.backward(loss)` on the current batch.
 
         Returns:
-            With a closure: the mean loss of all ranks, float64, as it was when the optimizer first asked for it (as
-            PyTorch's optimizers return it).
+            With a closure: the mean loss of all ranks, float64, when the optimizer first asked for it.
 
         Raises:
-            ConfigError: no backward before, or gradients that were thrown away; a closure under accumulation, with
-                amp="fp16", for several optimizers, or on DeepSpeed.
+            ConfigError: no backward before, or its gradients were discarded; a closure with accumulation, amp="fp16",
+                several optimizers, or DeepSpeed.
             NonFiniteError: the norm of the gradients is not finite.
-            ReplicaError: after the first update, an epoch's first, and every `watch_every` updates, when replicas
-                differ.
+            ReplicaError: replicas differ; compared after the first update of an epoch and every `watch_every` updates.
         """
         session, gradients = self.session, self.session.gradients
         if self._void:
@@ -192,8 +196,8 @@ class Optimizer(BatchPasses, torch.optim.Optimizer):
         return self._mean
 
     def skip(self) -> None:
-        """Leaves out the update that `backward` has completed: weights and the optimizer's state stay as they are, the
-        samples count as seen. Call it on every rank: `p.grad` is the same there, and so is what it decides.
+        """Discards the update that `backward` completed: weights and state stay as they are, its samples count as seen.
+        Call it on every rank.
 
         Raises:
             ConfigError: no update is complete.
@@ -263,7 +267,7 @@ class Optimizer(BatchPasses, torch.optim.Optimizer):
         updated(self.session, self.progress.step)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Zeroes `p.grad`. Partial sums of an update that is being gathered are not touched.
+        """Zeroes `p.grad`; keeps the partial sums of an incomplete update.
 
         Raises:
             ConfigError: an update is complete and not applied.
@@ -281,25 +285,24 @@ class Optimizer(BatchPasses, torch.optim.Optimizer):
     # -- looking ---------------------------------------------------------------------------------------------
     @property
     def lr(self) -> float:
-        """The learning rate of the first group, in the last update."""
+        """The learning rate of the first group in the last update."""
         return rates_of(self.wrapped)[0]
 
     @property
     def skipped_steps(self) -> int:
-        """Updates skipped because a gradient was infinite (amp="fp16")."""
+        """The number of updates skipped because a gradient was infinite (amp="fp16")."""
         return self.session.precision.skipped_steps
 
     @property
     def preempted(self) -> bool:
         """Returns True if a rank was preempted (SIGTERM, SIGUSR1): on all ranks after one update (on a GPU two later).
 
-        A loop over a `Loader` need not check it: when asked for the next batch, the loader saves and ends the run.
-        Any other loop must save, and raise `hvdtrain.Preempted`.
+        A loop over a `Loader` saves and ends the run. Any other loop must save, and raise `hvdtrain.Preempted`.
         """
         return self.session.preempted
 
     def record(self) -> dict[str, Any]:
-        """Returns the arguments of `RunLog.step`, for the batch just done.
+        """Returns the arguments of `RunLog.step` for the last batch.
 
         The loss is the mean over all ranks' samples of the update (on a GPU: of an update some steps ago, so that
         nothing waits). For a micro-batch that completed no update, samples is 0 and the loss None.
@@ -316,8 +319,7 @@ class Optimizer(BatchPasses, torch.optim.Optimizer):
         }
 
     def phases(self) -> dict[str, float]:
-        """Returns this rank's seconds by phase since the last `record`: for `RunLog.epoch`, after an evaluation and a
-        checkpoint."""
+        """Returns this rank's seconds by phase since the last `record`, for `RunLog.epoch` after an evaluation."""
         return CLOCK.take()
 
     # -- being an optimizer ----------------------------------------------------------------------------------
@@ -334,7 +336,7 @@ class Optimizer(BatchPasses, torch.optim.Optimizer):
         return self.wrapped.defaults
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's; with zero= put together of all ranks' parts, and collective."""
+        """Returns the wrapped optimizer's state; with zero= it joins all ranks' parts, and is collective."""
         parted = self.session.parted
         if parted is None:
             return self.wrapped.state_dict()
@@ -342,7 +344,7 @@ class Optimizer(BatchPasses, torch.optim.Optimizer):
             return parted.parts.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Into the wrapped optimizer; give every rank the same."""
+        """Loads a state into the wrapped optimizer; give every rank the same."""
         if self.session.parted is not None:
             self.session.parted.parts.check_state(state_dict)
         self.wrapped.load_state_dict(state_dict)
@@ -362,8 +364,7 @@ class Optimizer(BatchPasses, torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group to the wrapped optimizer, between two updates: parameters of the model that were frozen.
 
-        Call it on every rank: an update whose ranks have different rates is refused. With `prepare(..., lr=...)` the
-        group's rate is its base.
+        Call it on every rank, with the same rate. With `prepare(..., lr=...)` the group's rate is its base.
 
         Raises:
             ConfigError: the parameters are not the model's, an update is incomplete, or zero= is set.
@@ -401,9 +402,9 @@ class Optimizer(BatchPasses, torch.optim.Optimizer):
         return copy.deepcopy(self.wrapped, memo)
 
     def close(self) -> None:
-        """Takes the hooks off model and optimizer, which are plain again; dropping this optimizer does it too.
+        """Removes the hooks from model and optimizer, which are plain again; deleting this optimizer does the same.
 
-        With zero= collective: the optimizer gets its whole state back (not when it is dropped: ranks drop it alone).
+        With zero= it is collective, and gives the optimizer its whole state back (deleting does not).
         """
         self._guard.used = True
         if self._closing.alive and self.session.parted is not None:
@@ -431,8 +432,7 @@ _guards: WeakKeyDictionary[torch.optim.Optimizer, _Guard] = WeakKeyDictionary() 
 
 
 class _Guard:
-    """Refuses calls of the plain optimizers where the prepared one must be called; also after a prepared one was
-    dropped that never made an update: `prepare(...)` whose result was not assigned."""
+    """Refuses calls of the plain optimizers after `prepare(...)`, also if its result was not assigned."""
 
     def __init__(self, session: Session, members: Sequence[torch.optim.Optimizer]) -> None:
         self._session, self.used = ref(session), False

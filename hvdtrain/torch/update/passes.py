@@ -82,32 +82,27 @@ class BatchPasses:
         outputs: bool = False,
         whole: bool = False,
     ) -> Any:
-        """Runs the model on this rank's batch, forward and backward; the loop for whole models and pipelines alike.
+        """Runs the model on this rank's batch, forward and backward, and returns the mean loss; also for a pipeline.
 
-        For a whole model it is `backward(loss(model(x, **kwargs), y))`; a pipeline runs micro-batch by micro-batch, and
-        gradients of its last stages travel while the first ones still compute.
+        For other models it is `backward(loss(model(x, **kwargs), y))`. A pipeline runs its micro-batches; its last
+        stages send gradients while the first ones still compute. The errors are those of `backward`.
 
         Args:
-            x: what the model takes; a tuple is its positional arguments. Tensors have samples along dimension 0.
+            x: the model's input; a tuple is its positional arguments. Tensors have samples along dimension 0.
             y: the targets.
-            loss: called with outputs and targets; the mean over what it is given.
+            loss: called with outputs and targets; returns their mean loss, a scalar.
             kwargs: the model's keyword arguments; of a pipeline those that it was split with.
-            weight: what that mean divides by: as of `backward`, or a function of the targets that adds up over pieces,
+            weight: the divisor of that mean: as of `backward`, or a function of the targets that adds up over pieces,
                 `lambda y: (y != -100).sum()`, which a pipeline calls for each micro-batch.
             again: as of `backward`.
-            outputs: return the model's outputs as well, for metrics.
-            whole: the loss is called once an update, with the outputs and targets of the global batch, as of
-                `hvdtrain.torch.whole`: of all ranks, and with accumulate= of all batches of the update, each of which
-                the model then sees twice (GradCache, arXiv 2101.06983). It may be any loss, and draws the same random
-                numbers on every rank.
+            outputs: True also returns the model's outputs, for metrics.
+            whole: the loss is called once per update, with the outputs and targets of the global batch, as of
+                `hvdtrain.torch.whole`; with accumulate= of all its batches, each of which the model then runs twice
+                (GradCache, arXiv 2101.06983). It may be any loss, and draws the same random numbers on every rank.
 
         Returns:
-            The mean loss of the batch, detached; a scalar. Of a pipeline on a rank that has no samples left: 0. With
-            `whole` that of the global batch; None before the update's last batch. With `outputs` a tuple of it and the
-            outputs, detached (None on such a rank).
-
-        Raises:
-            As `backward`.
+            The mean loss of the batch, detached; a scalar; 0 for a pipeline's padding batch. With `whole` that of the
+            global batch; None before the update's last batch. With `outputs` a tuple of it and the outputs, detached.
         """
         arguments = Arguments(x if isinstance(x, tuple) else (x,), dict(kwargs or {}))
         kept: list[Any] = []
@@ -239,8 +234,7 @@ class BatchPasses:
     def _gradients_of(
         self, one: _MicroBatch, tensors: list[Tensor], found: list[Tensor], *, rest: bool
     ) -> tuple[dict[int, Tensor], list[tuple[nn.Parameter, Tensor]]]:
-        """Returns the gradients by a batch's outputs, by their number; with the `rest` those by the parameters that
-        the loss itself reads."""
+        """Returns the gradients by a batch's outputs, by number; with `rest` those by the loss's own parameters."""
         place = {id(leaf): index for index, leaf in enumerate(tensors_of(one.outputs))}
         pairs = list(zip(tensors, found, strict=True))
         by_output = {place[id(tensor)]: gradient for tensor, gradient in pairs if id(tensor) in place}
@@ -347,30 +341,28 @@ class BatchPasses:
         After the batch that completes an update, `p.grad` is the gradient of the mean loss over all ranks and
         micro-batches, sum(weight x gradient) / sum(weight), unscaled. Before, `p.grad` is None.
         On ddp and deepspeed clone a gradient to keep it: the next update reuses its memory, as PyTorch's own does.
-        At updates 1, 2, 4, 8 ..., and an epoch's first, hvdtrain tries the loss: its operations run again with other
-        outputs for half of the samples (on a GPU this waits, and needs the loss's memory a second time). It does
-        not find factors of the targets alone, which autograd does not see (weights divided by their batch mean):
-        `hvdtrain.torch.check(step, batch)` does.
+        At updates 1, 2, 4, 8 ..., and an epoch's first, hvdtrain checks the loss: its operations run again with other
+        outputs for half of the samples (a GPU then waits, and needs the loss's memory a second time). The check does
+        not find factors of the targets alone (weights divided by their batch mean); `hvdtrain.torch.check` does.
 
         Args:
             loss: a scalar, the mean over this rank's batch: of its samples, or of what `weight` counts; not a sum
                 that is divided by the samples of all ranks. For a sum of several means, each with its own divisor, a
-                list of (mean, divisor): `[(class_loss, len(y)), (box_loss, matched)]` is their sum, each over all that
-                it counts on all ranks. A mean whose divisor is 0 does not count. Or a loss of the values that
-                `hvdtrain.torch.whole` returned.
-            weight: the divisor of that mean, if it is not the samples: a number, or a scalar (which may be on a GPU:
-                nothing waits for it). `(y != -100).sum()` with `ignore_index`, `class_weights[y].sum()` with class
-                weights, `mask.sum()` for tokens. A batch of weight 0 does not count, even if its loss is NaN.
+                list of (mean, divisor): `[(class_loss, len(y)), (box_loss, matched)]`. A mean whose divisor is 0 does
+                not count. Or a loss of the values that `hvdtrain.torch.whole` returned.
+            weight: the divisor of that mean, if it is not the samples: a number, or a scalar (also on a GPU: nothing
+                waits for it). `(y != -100).sum()` with `ignore_index`, `class_weights[y].sum()` with class weights,
+                `mask.sum()` for tokens. A batch of weight 0 does not count, even if its loss is NaN.
             more: another backward for the same batch follows, of another loss; they add up.
             retain_graph: as torch's: another backward goes through the same graph.
-            again: the batch was differentiated before, and is again: for another update (several a batch), or to
-                replace the present gradients. Not needed if the model is called on tensors that the loader handed out.
+            again: the batch was differentiated before, and is again: for another update (several per batch), or to
+                replace the gradients. Not needed if the model is called on the loader's own tensors.
 
         Raises:
             ConfigError: no batch, a second backward for one batch, backward instead of step, no scalar, a pipeline, or
                 a failed backward pass is tried again although there are other ranks.
                 On every rank: the divisor of the loss is not its weight, or no weight makes it right.
-            NonFiniteError: on every rank, when the loss of one is NaN or infinite.
+            NonFiniteError: on every rank, if the loss of one is NaN or infinite.
             HvdtrainError: out of memory.
         """
         session = self.session
@@ -518,8 +510,7 @@ class BatchPasses:
 
     @contextmanager
     def _others_wait(self, reduces: bool) -> Iterator[None]:
-        """Notes that a pass failed where its gradients are other ranks' as well: sums under way have them, or lack
-        them, and would be taken for those of a later pass."""
+        """Notes that a pass failed on whose gradients other ranks wait: they could be mistaken for later ones."""
         try:
             yield
         except RanksLost:
@@ -572,13 +563,9 @@ class BatchPasses:
         counts: bool,
         outputs: Sequence[Tensor] = (),
     ) -> None:
-        """Runs one backward pass of a scalar loss, which is multiplied with the coefficient; of weight 0, nothing comes
-        of it, even if it is NaN. `sums` travel with the gradients of an update's last pass; `counts`: the rank has
-        samples.
-
-        What else meets in the model's outputs (other ranks' gradients, by the statistics of batch norm that this
-        rank's samples have a part in) goes through them even where the loss has a weight of 0.
-        """
+        """Runs one backward pass of a scalar loss times the coefficient; of weight 0 nothing comes, even if it is NaN,
+        but other ranks' gradients (by batch norm's statistics) still go through the outputs. `sums` travel with the
+        gradients of an update's last pass; `counts`: the rank has samples."""
         session, gradients = self.session, self.session.gradients
         reduce = sums is not None
         if reduce and self._recomputes is None:
@@ -608,8 +595,7 @@ class BatchPasses:
                 self._layer = first_bad_layer(session.module, args, kwargs, call)
 
     def _settle_update(self, batch: Batch, sums: Tensor) -> None:
-        """Checks loss and weights once the gradients are there, divides by the real sum of the weights (samples may
-        have been skipped), and removes the scale."""
+        """Checks loss and weights of an update, divides by the real sum of the weights, and removes the scale."""
         session, tally = self.session, self.session.gradients.tally
         every, weight = sums[0], sums[1]
         skips = session.options.amp == "fp16"

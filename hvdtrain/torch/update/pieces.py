@@ -1,7 +1,6 @@
 """`check`: runs a step on a whole batch and on two pieces of it, and names what differs.
 
-Gradients are taken with `torch.autograd.grad`: nothing reaches a `.grad`, a buffer, an optimizer or a random
-stream that is not put back.
+Takes gradients with `torch.autograd.grad`: no `.grad`, buffer, optimizer or random state changes.
 """
 
 from __future__ import annotations
@@ -65,23 +64,21 @@ class Check:
 
 
 def check(step: Callable[[Any], Tensor], batch: Any, *, weight: Weight = None) -> Check:
-    """Checks whether N ranks can train with this step as one process does: runs it on a batch and on two pieces of it.
+    """Checks if N ranks can train with this step as one process does: runs it on a batch and on two pieces of it.
 
-    Dropout and batch normalisation are in evaluation mode during the check: they differ between pieces for good
-    reasons, which are noted. Training continues unchanged.
+    Dropout and batch normalisation are in evaluation mode during the check. It leaves the training unchanged.
+
+    Example:
+        print(hvt.check(lambda batch: loss_fn(model(batch[0]), batch[1]), (x, y)))
 
     Args:
-        step: takes a batch and returns the loss, a scalar; it refers to the model, prepared or plain. It
-            calls no backward().
+        step: takes a batch and returns the loss, a scalar; calls the model, prepared or plain, but no backward().
         batch: as from the loader; tensors in it, in tuples, lists and dicts, are cut along dimension 0.
         weight: the divisor of the mean loss: a function of the batch. None: the samples, and if those do not fit, the
             divisor that the loss's graph shows.
 
-    Returns:
-        The result; its `str()` is one line.
-
     Raises:
-        ConfigError: a batch of fewer than two samples, or a step that gives no scalar.
+        ConfigError: a batch of fewer than two samples, or a step that returns no scalar.
     """
     samples = batch_size(batch)
     if samples < 2:

@@ -1,9 +1,8 @@
-"""The outputs and targets of the global batch, for losses in which samples meet: nothing about the loss is guessed.
+"""The outputs and targets of the global batch, for losses in which samples meet.
 
-Every rank computes one and the same loss of what all ranks' models gave. It differentiates that loss down to the
-outputs, keeps the rows that are its own, and takes them through its own model; the sum over ranks is then the gradient
-of one process (as GradCache does over micro-batches, arXiv 2101.06983). What the loss takes from the parameters
-themselves (a learned temperature) every rank has in full, and counts by its share.
+Every rank computes the same loss of all ranks' outputs and differentiates it down to them. It keeps its own rows and
+takes them through its own model; the sum over ranks is the gradient of one process (GradCache over micro-batches, arXiv
+2101.06983). Every rank has the whole gradient of parameters that the loss itself reads, and counts its share.
 """
 
 from __future__ import annotations
@@ -41,8 +40,7 @@ _lists: WeakKeyDictionary[Session, dict[str, bool]] = WeakKeyDictionary()  # are
 
 @dataclass(frozen=True)
 class _Own:
-    """This rank's part of a joined tensor: its rows from `start` to `stop`; None: the whole tensor, the same on every
-    rank."""
+    """This rank's part of a joined tensor: rows `start` to `stop`; None: the whole tensor, the same on every rank."""
 
     output: Tensor  # what this rank's model gave, with its graph
     start: int | None
@@ -53,27 +51,25 @@ _owns: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # by joined tensor
 
 
 def whole(*values: Any, world: World | None = None) -> Any:
-    """Returns values of the global batch: what all ranks have of them, joined in the order of the data; collective.
+    """Returns values of the global batch, all ranks' joined in the order of the data; collective.
 
-    For losses that need all samples at once (contrastive ones, dice of a batch, a common divisor):
+    For losses that need all samples at once (contrastive losses, dice of a batch, a common divisor). The loss is the
+    same on every rank, and its gradient is that of one process with the global batch.
 
-    ::
-
+    Example:
         outputs, targets = hvt.whole(model(x), y)
-        loss = loss_fn(outputs, targets)     # any loss, on the global batch
-        optimizer.backward(loss)             # knows that the loss is of the global batch
-
-    The loss is the same on every rank, and its gradient that of one process with the global batch.
+        loss = loss_fn(outputs, targets)  # any loss
+        optimizer.backward(loss)
 
     Args:
         values: outputs and targets, nested in tuples, lists, mappings and data classes. Tensors and arrays [n, ...] are
-            joined along their first dimension, whatever n is on each rank; so are lists (and tuples of texts and
-            numbers) with one item a sample. Other lists and tuples are parts of a value. Scalars and other plain values
-            must be the same on every rank, and stay one.
-        world: the ranks; by default those of `hvdtrain.init`.
+            joined along their first dimension; n may differ between ranks. So are lists (and tuples of texts and
+            numbers) with one item per sample. Other lists and tuples are parts of a value. Scalars and other plain
+            values must be the same on every rank.
+        world: the ranks; default: those of `hvdtrain.init`.
 
     Returns:
-        One value where one was given, else a tuple. Outputs have a gradient where the ranks' own have one.
+        One value if one was given, else a tuple. Outputs have a gradient if the ranks' own have one.
 
     Raises:
         ConfigError: on every rank; values of another kind or form, rows of other shapes, or scalars that differ.
@@ -94,8 +90,8 @@ def whole(*values: Any, world: World | None = None) -> Any:
 
 
 def joined(own: Sequence[Any], steps: Sequence[Step | None], world: World, session: Session | None) -> Any:
-    """Returns the values of all ranks and of their micro-batches, in the order of the data; collective. `own` are
-    this rank's, of each micro-batch of an update, as many as on every rank; `steps` the loader's, which they are of."""
+    """Returns the values of all ranks and micro-batches, in the order of the data; collective. `own` and `steps`: of
+    each micro-batch of this rank, as many on every rank."""
     mine: list[tuple[_Node, list[Tensor]]] = []
     problem = ""
     absent = [step is not None and step.padding for step in steps]
@@ -142,8 +138,7 @@ def _of_all_ranks(own: _Report, world: World, known: dict[str, tuple[Any, bytes,
 
 @dataclass(frozen=True)
 class _Node:
-    """A rank's value at one place of the values; a list may be read `as_items`, one a sample, or `as_parts` of a
-    value."""
+    """A rank's value at one place; a list may be read `as_items`, one per sample, or `as_parts` of a value."""
 
     kind: str  # "rows", "scalar" (a tensor without dimensions), "array", "items", "parts", "plain"
     path: str  # for messages
@@ -209,8 +204,7 @@ class _Piece:
 
 
 class _Joiner:
-    """Puts pieces together. `lists`: whether lists were parts of a value before, by line and path; `bytes`: of
-    outputs with a gradient, all ranks'."""
+    """Puts pieces together. `lists`: True if a list was parts before, by line and path; `bytes`: of all outputs."""
 
     def __init__(self, pieces: Sequence[_Piece], lists: dict[str, bool]) -> None:
         self._lists = lists
@@ -429,9 +423,8 @@ class _Given(torch.autograd.Function):
 def gradients_of(
     loss: Tensor, module: nn.Module, size: int, retain_graph: bool
 ) -> tuple[list[Tensor], list[Tensor]] | None:
-    """Returns where a loss of the whole batch enters this rank's graph, and its gradients there; None for another
-    loss. It may reach the module's parameters past the outputs. Gradients will be averaged over `size` ranks;
-    `retain_graph` as torch's, of the part of the graph from the loss to the joined outputs."""
+    """Returns where a loss of the whole batch enters this rank's graph, and its gradients there, also by the module's
+    parameters; None for another loss. They will be averaged over `size` ranks. `retain_graph`: above the outputs."""
     if not len(_owns):
         return None
     reached = leaves_of(loss)
