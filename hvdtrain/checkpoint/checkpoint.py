@@ -224,8 +224,8 @@ class Checkpointer:
                 raise CheckpointError(
                     "a checkpoint directory belongs to one training: this model must not save there",
                     f"{self.directory} has the checkpoints of another model of this program",
-                    "give each its own, Checkpointer('checkpoints/fold-2'); or call restore() first, to"
-                    " continue that training",
+                    "give each its own: Checkpointer('checkpoints/fold-2');\n"
+                    "or call restore() first, to continue that training",
                     code=39,
                 )
             _TRAINED.pop(self._place, None)

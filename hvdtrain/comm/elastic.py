@@ -253,8 +253,8 @@ class Elastic(JobRanks):
             raise ConfigError(
                 "an elastic job needs prepare() and a loop over the epochs of its loader",
                 "a loop over epochs without a prepared model",
-                "hvt.prepare(model, optimizer, train), then for epoch in train.epochs(...); or"
-                " hvdtrain.keras.prepare(model, data), then model.fit(data, ...)",
+                "PyTorch: hvt.prepare(model, optimizer, train), then for epoch in train.epochs(...);\n"
+                "Keras: hvdtrain.keras.prepare(model, data), then model.fit(data, ...)",
             )
         cut = lost is not None
         while True:

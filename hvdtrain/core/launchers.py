@@ -273,7 +273,7 @@ def _stranger(environ: Environ) -> Detected:
     raise LauncherError(
         "the program must be started by a launcher hvdtrain knows: horovodrun, mpirun, srun, torchrun",
         f"{rank}={environ[rank]!r}, {_UNKNOWN_LAUNCHERS[rank]}={size!r}",
-        f"start it through one of them (mpirun works inside most others), or unset {rank} to train in one process",
+        f"start it by one of them (mpirun works inside most others), or unset {rank} to train alone",
         code=6,
     )
 
@@ -328,8 +328,9 @@ def meeting_point(
     raise LauncherError(
         f"a torch.distributed group under {detected.launcher} needs {' and '.join(needed)}, to find rank 0",
         f"{' and '.join(missing)} missing" + (f"; by MPI: {without_mpi}" if without_mpi else ""),
-        "start the ranks through torchrun, or export MASTER_ADDR=<the host of rank 0> MASTER_PORT=29500 on every rank"
-        " (mpirun: -x MASTER_ADDR -x MASTER_PORT)"
+        "start the ranks through torchrun;\n"
+        "or on every rank: export MASTER_ADDR=<the host of rank 0> MASTER_PORT=29500\n"
+        "(mpirun: -x MASTER_ADDR -x MASTER_PORT)"
         + (f", or let MPI find a port, on every host: {install_command('mpi')}" if without_mpi else ""),
     )
 
@@ -361,8 +362,8 @@ def gpus_for(local_rank: int, local_size: int, visible: int, per_rank: int = 1) 
     raise LauncherError(
         f"{local_size} ranks on a host with {per_rank} GPU(s) each need {local_size * per_rank} GPUs",
         f"{visible} visible to local rank {local_rank}",
-        f"start at most {max(visible // per_rank, 1)} rank(s) on this host, show more GPUs"
-        " (CUDA_VISIBLE_DEVICES), or train with device='cpu'",
+        f"start at most {max(visible // per_rank, 1)} rank(s) on this host,\n"
+        "or show more GPUs (CUDA_VISIBLE_DEVICES), or train with device='cpu'",
         code=5,
     )
 

@@ -284,6 +284,6 @@ def _batch_of(data: KerasLoader | None, lr: LR | None, per_rank_batch: int | Non
         raise ConfigError(
             "lr= needs data or per_rank_batch=: it depends on the global batch",
             "lr= without a batch size",
-            "prepare(model, data, lr=...), with data = hvdtrain.keras.loader(...); or prepare(..., per_rank_batch=)",
+            "data = hvdtrain.keras.loader(...); prepare(model, data, lr=...)\nor prepare(..., per_rank_batch=)",
         )
     return per_rank_batch if data is None else data.per_rank_batch

@@ -47,8 +47,9 @@ def check_saveable(model: keras.Model) -> None:
         raise ConfigError(
             "a model cannot be saved if Keras cannot serialize its class",
             f"{type(model).__name__} {model.name!r}: {text[:300]}",
-            "give the class named there get_config(), with the arguments of its __init__ (and"
-            " @keras.saving.register_keras_serializable()); see https://keras.io/guides/serialization_and_saving",
+            "give that class get_config(), which returns the arguments of its __init__,\n"
+            "and @keras.saving.register_keras_serializable();\n"
+            "see https://keras.io/guides/serialization_and_saving",
             shared=True,
         ) from error
 

@@ -141,7 +141,7 @@ def _refuse_unread(given: dict[str, Any]) -> None:
         raise ConfigError(
             "fit(loader) cannot take these arguments: loader() has labels, weights and steps",
             f"fit({', '.join(f'{name}=' for name in unread)})",
-            "give them to hvdtrain.keras.loader((x, y, sample_weight), ..., class_weight=); remove steps_per_epoch=\n"
+            "hvdtrain.keras.loader((x, y, sample_weight), ..., class_weight=); remove steps_per_epoch=\n"
             "(endless data: loader(lambda: itertools.islice(batches(), steps * ranks)) makes an epoch of a part)",
             shared=True,
         )
@@ -171,8 +171,9 @@ def _begin(call: FitCall) -> bool:
             "a restored run must resume in the epoch that it stopped in",
             f"progress is in epoch {progress.epoch}, fit(initial_epoch={first})",
             f"fit(..., initial_epoch=progress.epoch, epochs={progress.epoch + 1} or more);\n"
-            'to start a new training from these weights, restore only them: Checkpointer.restore({"model.keras":'
-            ' state["model.keras"]}), with state = hvdtrain.keras.model_state(model)',
+            "to start a new training from these weights, restore only them:\n"
+            "state = hvdtrain.keras.model_state(model)\n"
+            'Checkpointer.restore({"model.keras": state["model.keras"]})',
             shared=True,
         )
     order = None if data is None else data.identity()
@@ -180,8 +181,8 @@ def _begin(call: FitCall) -> bool:
         raise ConfigError(
             "a run that resumes within an epoch needs the data and the order it began with",
             f"saved with {place.order}; now {order}",
-            "give the same data, seed and shuffle (a PyDataset: the same batches, whatever the ranks), or start a new"
-            " run directory",
+            "give the same data, seed and shuffle (a PyDataset: the same batches on any number of ranks);\n"
+            "or start a new run directory",
             shared=True,
         )
     place.order = order
@@ -230,7 +231,8 @@ def _write_on_main(call: FitCall) -> None:
             raise ConfigError(
                 "BackupAndRestore cannot resume a training on several ranks",
                 type(callback).__name__,
-                "callbacks=hvk.callbacks(model, checkpointer=hvdtrain.Checkpointer(DIR)), and its restore() before fit",
+                "callbacks=hvk.callbacks(model, checkpointer=hvdtrain.Checkpointer(DIR));\n"
+                "call its restore() before fit",
             )
         if isinstance(callback, _WRITES) and vars(callback).get(KEY) is not world:
             vars(callback)[KEY] = world
@@ -297,8 +299,7 @@ def _check_counts(call: FitCall) -> None:
         raise ConfigError(
             "a run that resumes within an epoch must have counted the samples that its data skips",
             f"{progress}, and data that skips {left_out} samples of epoch {epoch}",
-            "restore the checkpoint after prepare(): Checkpointer.restore(hvdtrain.keras.model_state(model)) puts"
-            " counts and data where it was taken",
+            "after prepare(): Checkpointer.restore(hvdtrain.keras.model_state(model))",
             shared=True,
         )
 

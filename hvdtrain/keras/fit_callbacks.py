@@ -74,8 +74,8 @@ class StartOfFit(Callback):
             raise ConfigError(
                 "callbacks(model) must be called before model.fit is looked up: it replaces fit()",
                 "model.fit(..., callbacks=hvdtrain.keras.callbacks(model)) of a model that was not prepared before",
-                "prepare the compiled model first; with a prepared optimizer make the callbacks first: ours ="
-                " hvdtrain.keras.callbacks(model), then model.fit(..., callbacks=ours)",
+                "prepare the compiled model first; or, with a prepared optimizer, make the callbacks first:\n"
+                "ours = hvdtrain.keras.callbacks(model); model.fit(..., callbacks=ours)",
                 shared=True,
             )
         proofs = self.session.proofs
@@ -564,11 +564,9 @@ class Last(Callback):
         if "steps" in self.params and length["steps per epoch"] is None and self.data is None:
             raise ReplicaError(
                 "every rank must take the same number of steps, so it must be known",
-                "data of unknown length (a generator, or a tf.data.Dataset such as TFRecords): a rank that ends first"
-                " would leave the others waiting",
-                "data = hvdtrain.keras.loader(dataset), or loader(lambda: generator()), of all the data on every rank,"
-                " then fit(data); or fit(steps_per_epoch=...) of each rank's own data, which does not end before:"
-                " dataset.repeat(), or `while True` in the generator",
+                "data of unknown length: a generator, or a tf.data.Dataset such as TFRecords",
+                "data = hvdtrain.keras.loader(dataset), or loader(lambda: generator()), then fit(data);\n"
+                "or give fit() each rank's own endless data (dataset.repeat()) and steps_per_epoch=",
                 shared=True,
             )
         if self.place.elastic is not None:

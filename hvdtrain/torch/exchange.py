@@ -90,7 +90,8 @@ def _state_of(path: Path) -> dict[str, Any]:
             raise ConfigError(
                 "each parameter of the optimizer needs a name in the model",
                 f"{order.count('')} of {len(order)} have none",
-                "save again, with the model's own parameters in the optimizer; or export the weights: --to safetensors",
+                "save again, with the model's own parameters in the optimizer;\n"
+                "or export the weights only: --to safetensors",
             )
     torch.save(rest, packed := io.BytesIO())
     return {**state, OURS: _bytes(packed.getvalue())}

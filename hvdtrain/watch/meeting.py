@@ -362,9 +362,10 @@ def out_of_step(states: Sequence[State], remedy: str = "") -> ReplicaError:
         by_rank(list(map(described, states))),
         remedy
         or elastic.hint()
-        + "call what is collective (evaluate, save, gather ...) on every rank, in the same order, on the same line:"
-        " not under `if world.is_main:`;\nbreak and continue on every rank alike, and give every rank the same number"
-        " of batches, as hvdtrain's loaders do",
+        + "call collective functions (evaluate, save, gather ...) on every rank, in the same order,\n"
+        "on the same line, and not under `if world.is_main:`;\n"
+        "break and continue on every rank alike; give every rank the same number of batches,\n"
+        "as hvdtrain's loaders do",
         shared=True,
         code=43,
     )

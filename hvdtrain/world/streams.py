@@ -175,8 +175,8 @@ def _skip(records: CountedRecords, plan: StreamPlan, begin: int, digest: int | N
     if digest not in (None, records.digest):
         raise ConfigError(
             rule,
-            f"{kind.name} has other {kind.many} than the saved run had among the first {begin} samples of the epoch:"
-            f" digest {digest:08x} when it was saved, {records.digest:08x} now",
+            f"{kind.name} has other {kind.many} than before, among the first {begin} samples of the epoch\n"
+            f"(digest {digest:08x} when the run was saved, {records.digest:08x} now)",
             f"give the same data (unchanged files, in the same order) and seed; {kind.again};\nor start a new"
             " run directory",
         )

@@ -28,7 +28,7 @@ def _refuse_unsupported(name: str) -> None:
         "hvdtrain.keras needs the tensorflow or torch backend of Keras 3",
         f"KERAS_BACKEND={name}" + ("" if os.environ.get("KERAS_BACKEND") else " (from keras.json)"),
         "set KERAS_BACKEND=tensorflow or KERAS_BACKEND=torch before Keras is imported"
-        + ("; on JAX, Keras has its own keras.distribution.DataParallel" if name == "jax" else ""),
+        + (";\non JAX, Keras has its own keras.distribution.DataParallel" if name == "jax" else ""),
         code=3,
     )
 

@@ -291,10 +291,10 @@ def missing_hook(model_name: str, optimizer: Any) -> ReplicaError:
         )
     return ReplicaError(
         "gradients must be averaged over ranks: the optimizer that trains must be prepared",
-        f"{kind.__name__} {optimizer.name!r} of model {model_name!r} is not (load_model, clone_model, from_config and"
-        " another compile() give a new optimizer)",
-        "call hvdtrain.keras.prepare(model) after the last compile() or load, before fit(); an optimizer beside"
-        " model.optimizer must be an attribute of the model or of a layer by then, or in a dict or list there",
+        f"{kind.__name__} {optimizer.name!r} of model {model_name!r} is not prepared\n"
+        "(load_model, clone_model, from_config and another compile() give a new optimizer)",
+        "call hvdtrain.keras.prepare(model) after the last compile() or load, and before fit();\n"
+        "a second optimizer must be an attribute of the model or of a layer by then",
         shared=True,
         code=25,
     )

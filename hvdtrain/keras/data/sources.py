@@ -173,8 +173,8 @@ def arrays(data: Any, name: str) -> Any:
             raise ConfigError(
                 f"{name} must hold numbers: text and Python objects are not dealt",
                 f"{type(leaf).__module__}.{type(leaf).__qualname__} of {kind}",
-                "turn text into numbers first (keras.layers.TextVectorization or StringLookup on the whole data), rows"
-                " of other lengths into one array (keras.utils.pad_sequences)",
+                "turn text into numbers: keras.layers.TextVectorization or StringLookup on the whole data;\n"
+                "turn rows of different lengths into one array: keras.utils.pad_sequences",
             )
         if leaf is None or isinstance(leaf, np.ndarray) and leaf.ndim:
             return leaf
@@ -184,11 +184,11 @@ def arrays(data: Any, name: str) -> Any:
         if kinds & _TENSORS and len(leaf.shape):
             return same_data.as_array(leaf)
         raise ConfigError(
-            f"{name} must be a numpy array or a tensor, or nested dicts, lists and tuples of them, first axis samples",
+            f"{name} must be arrays or tensors, also in dicts, lists and tuples, with samples along axis 0",
             f"{type(leaf).__module__}.{type(leaf).__qualname__}"
             + (f" in {type(data).__name__}" if leaf is not data else ""),
-            f"give np.asarray({name}); what does not fit into memory is given as a tf.data.Dataset, a"
-            " keras.utils.PyDataset or a function that begins a generator of batches",
+            f"give np.asarray({name}); for data larger than memory a tf.data.Dataset,\n"
+            "a keras.utils.PyDataset, or a function that begins a generator of batches",
         )
 
     return keras.tree.map_structure(one, data)
@@ -224,7 +224,8 @@ def weights_of(y: Any, sample_weight: Any, class_weight: Mapping[int, float] | N
         raise ConfigError(
             "class_weight= must be a dict from the number of a class, as in y, to its weight",
             f"class_weight={class_weight!r}",
-            "class_weight={0: 1.0, 1: 5.0}; of a list: dict(enumerate(...)); of text: {int(label): weight for ...}",
+            "class_weight={0: 1.0, 1: 5.0}; from a list: dict(enumerate(...));\n"
+            "from text: {int(label): weight for ...}",
         )
     classes, where = np.unique(np.round(labels).astype(np.int64), return_inverse=True)  # 0.9 is class 1, as in Keras
     each = np.array([class_weight.get(label, 1.0) for label in classes.tolist()], keras.backend.floatx())

@@ -75,7 +75,7 @@ def _not_averaged(model: keras.Model, off: Sequence[float], own: Sequence[float]
         "one update must use the mean of all ranks' gradients",
         "\n".join(f"rank {rank}: off by {value:.6g} (tolerance {tolerance:.3g})" for rank, value in enumerate(off))
         + ("\nevery rank applied its own gradient" if local else ""),
-        "prepare the optimizer that trains, once, with hvdtrain.keras.prepare(model), and leave its apply() alone",
+        "hvdtrain.keras.prepare(model), once, with the optimizer that trains; do not change its apply()",
         shared=True,
     )
 

@@ -133,9 +133,9 @@ def check_equal(
     raise ReplicaError(
         f"replicas must be equal {when}: {differing.size} of {len(variables)} variables differ, first {path_of(first)}",
         "\n".join(lines),
-        "start all ranks from rank 0's state: fit(callbacks=[*hvdtrain.keras.callbacks(model), ...]), and change"
-        " weights and learning rates on every rank alike or on none (a callback on rank 0 only does not; nor does one"
-        " that goes by the logs of a batch, which are each rank's own: world.mean(logs) is the same on all)",
+        "fit(callbacks=[*hvdtrain.keras.callbacks(model), ...]) starts all ranks from rank 0's state;\n"
+        "change weights and learning rates alike on every rank: not in a callback of rank 0 only,\n"
+        "and not by the logs of a batch, which are each rank's own (world.mean(logs) is the same on all)",
         shared=True,
     )
 
@@ -166,8 +166,9 @@ def check_finite(model: keras.Model, world: World) -> None:
         raise NonFiniteError(
             "weights that are not finite are not saved: training has diverged",
             "\n".join(f"rank {rank}: {', '.join(names[:3])}" for rank, names in enumerate(reports) if names),
-            "lower the learning rate, clip gradients (clipnorm=1.0 of the optimizer), or stop at a NaN loss"
-            " (keras.callbacks.TerminateOnNaN); earlier checkpoints are untouched: restore one, here or in a new run",
+            "lower the learning rate, or clip gradients (clipnorm=1.0 of the optimizer),\n"
+            "or stop at a NaN loss (keras.callbacks.TerminateOnNaN);\n"
+            "then restore an earlier checkpoint: they are untouched",
             shared=True,
             code=42,
         )

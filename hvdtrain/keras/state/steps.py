@@ -157,10 +157,9 @@ def ended_early(model: keras.Model, session: KerasSession, steps: int | None) ->
     if executions < expected:
         raise ReplicaError(
             "every rank must take the same number of steps",
-            f"rank {session.prepared.world.rank}: the data ended after {executions} of {expected} steps of an epoch (or"
-            " steps_per_execution of them); ranks with more data wait for this one",
-            "data = hvdtrain.keras.loader(dataset) of all the data, of any length; or each rank's own that does not end"
-            " before steps_per_epoch: dataset.repeat(), or `while True` in the generator",
+            f"rank {session.prepared.world.rank}: the data ended after {executions} of {expected} steps of an epoch",
+            "data = hvdtrain.keras.loader(dataset), of all the data;\n"
+            "or give each rank endless data: dataset.repeat(), or `while True` in the generator",
         )
 
 
@@ -169,7 +168,6 @@ def same_work(received: str) -> ReplicaError:
     return ReplicaError(
         "each rank must train on samples of its own",
         received + ": the same work as many times, for what one rank alone would learn",
-        "data = hvdtrain.keras.loader((x, y), per_rank_batch=...), or loader(dataset) of what comes in batches, and"
-        " model.fit(data)",
+        "data = hvdtrain.keras.loader((x, y), per_rank_batch=...), or loader(dataset) of batches;\nmodel.fit(data)",
         shared=True,
     )

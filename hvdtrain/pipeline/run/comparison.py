@@ -205,7 +205,8 @@ class Comparison:
             raise ConfigError(
                 "the loss of a batch must be the weighted mean of the losses of its micro-batches",
                 "a loss whose gradient for one sample depends on the other samples of the batch",
-                "step(..., whole=True), which calls it once; micro_batches=1; or a mean over samples, tokens or pixels",
+                "step(..., whole=True), which calls it once; or micro_batches=1;\n"
+                "or a loss that is a mean over samples, tokens or pixels",
             )
         if kind == "is a sum":
             raise ConfigError(

@@ -127,8 +127,8 @@ class Unmade:
             raise ConfigError(
                 "a model on the meta device needs values for all parameters and buffers",
                 f"{', '.join(empty[:8])}{f' and {len(empty) - 8} more' if len(empty) > 8 else ''}: without a value",
-                "initialise=function(module) that fills those of a module in place, by default reset_parameters();"
-                " a state dict is loaded afterwards, with model.load_state_dict",
+                "initialise=function, which fills a module's in place (default: its reset_parameters());\n"
+                "load a state dict afterwards, with model.load_state_dict",
             )
 
 

@@ -62,7 +62,8 @@ def marked(arguments: tuple[Any, ...], chunk: Chunk, names: Sequence[str] = ()) 
             f"chunk={dict(chunk) if isinstance(chunk, Mapping) else list(chunk)} for {len(arguments)} argument(s):"
             f" {', '.join(keys)}",
             "chunk={name: ...} for some arguments; [...] or {...} for the parts of a nested argument;\n"
-            "a model that takes [sequence, batch, ...]: split one that takes [batch, sequence, ...] and transposes",
+            "for a model that takes [sequence, batch, ...], split one that takes [batch, sequence, ...]\n"
+            "and transposes it",
         ) from None
 
 
@@ -257,6 +258,6 @@ def _refuse_argument(name: str, received: str, fixed: str) -> None:
     raise ConfigError(
         "arguments that are no tensors, and whether one is None, cannot change after a model is split",
         f"{name}: {received} instead of {fixed}",
-        "split the model with an example that has such a value, and give one in each step; or, in place of None,\n"
-        "a value that changes nothing (a mask that hides nothing)",
+        "split the model with an example that has such a value, and give one in each step;\n"
+        "or, instead of None, give a value that changes nothing (a mask that hides nothing)",
     )

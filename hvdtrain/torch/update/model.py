@@ -164,7 +164,7 @@ class Model(nn.Module):
         raise ConfigError(
             "a prepared model cannot be pickled",
             "torch.save(model), or the model was sent to another process",
-            "save hvdtrain.torch.unwrap(model).state_dict(), or use hvdtrain.torch.model_state with a Checkpointer",
+            "save hvdtrain.torch.unwrap(model).state_dict();\nor use hvdtrain.torch.model_state with a Checkpointer",
         )
 
 

@@ -71,8 +71,8 @@ def updated(session: Session, updates: int) -> None:
         raise ConfigError(
             "an elastic job must be able to restore the scheduler when it repeats a batch",
             "a scheduler of torch.optim.lr_scheduler that no checkpointer knows",
-            "prepare(..., lr=hvdtrain.LR(...));\nor checkpoints.on_preemption(hvt.model_state(model, optimizer,"
-            ' extra={"scheduler": scheduler})) before the loop',
+            "prepare(..., lr=hvdtrain.LR(...)); or before the loop:\n"
+            'checkpoints.on_preemption(hvt.model_state(model, optimizer, extra={"scheduler": scheduler}))',
             shared=True,
         )
 

@@ -63,8 +63,8 @@ def _check_devices(staged: Staged, engine: TorchEngine) -> None:
     raise ConfigError(
         "a rank's pipeline must run on the rank's own devices",
         f"stages on {', '.join(map(str, staged.devices))}; rank {engine.rank} has {', '.join(map(str, own))}",
-        f'hvdtrain.init("torch", gpus_per_rank={max(count, 2)}), and split over'
-        ' [f"cuda:{index}" for index in world.devices]'
+        f'world = hvdtrain.init("torch", gpus_per_rank={max(count, 2)})\n'
+        'split over [f"cuda:{index}" for index in world.devices]'
         if of_type
         else f"split(model, example, {[str(own[0])] * 2}), or hvdtrain.init(device={strange[0].type!r})",
     )
