@@ -1,4 +1,4 @@
-"""The first line of every error says what is wrong: it must, cannot, needs or is not. No line exceeds 100 characters."""
+"""The first line of every error says what is wrong: it must, cannot, needs or is not. No line has over 100 letters."""
 
 from __future__ import annotations
 
