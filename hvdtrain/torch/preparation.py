@@ -20,7 +20,7 @@ from hvdtrain.torch.engines.base import Staged, Transport, staged_or_none
 from hvdtrain.torch.engines.deepspeed import ZeroModel
 from hvdtrain.torch.engines.engine import engine_of
 from hvdtrain.torch.engines.shell import ModelShell, is_compiled, unwrap
-from hvdtrain.torch.engines.sync_batchnorm import convert, revert
+from hvdtrain.torch.engines.sync_batchnorm import convert, count_unsynchronized, revert
 from hvdtrain.torch.losses.loss_proof import LossProof
 from hvdtrain.torch.trained import Trained
 from hvdtrain.torch.update import start
@@ -48,6 +48,11 @@ if TYPE_CHECKING:
 _NO_LOADER = (
     "hvdtrain: prepare() was given no loader: hvdtrain cannot check that each rank reads its own samples, and each"
     " sample once an epoch; hvdtrain.torch.loader(dataset, per_rank_batch) does both"
+)
+
+_OWN_BATCH = (
+    "hvdtrain: {} batch-norm layer(s) use each rank's own batch;"
+    " for the global batch: prepare(..., sync_batchnorm=True)"
 )
 
 
@@ -146,6 +151,8 @@ def prepare(
             print(f"hvdtrain: {proof}", flush=True)
             if data is None:
                 print(_NO_LOADER, flush=True)
+            if layers := count_unsynchronized(model):
+                print(_OWN_BATCH.format(layers), flush=True)
     start.split_streams(world)
     if world.size > 1:
         world.tracker.phase = lambda: CLOCK.phase

@@ -40,6 +40,13 @@ def synchronize(model: keras.Model, session: KerasSession) -> None:
             )
     session.moments = [(layer, _hook_of(layer, session, index)) for index, layer in enumerate(_layers(model))]
     of_step(session)
+    own = sum(hook is None for _, hook in session.moments)
+    if own and not session.prepared.alone:
+        session.prepared.say(
+            f"{own} batch-norm layer(s) use each rank's own batch;"
+            " for the global batch: prepare(..., sync_batchnorm=True)",
+            once="batch norm",
+        )
 
 
 def of_step(session: KerasSession) -> None:

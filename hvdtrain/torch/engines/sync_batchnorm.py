@@ -69,6 +69,12 @@ def revert(layers: Iterable[nn.Module]) -> None:
             layer.__class__ = next((plain for plain, kind in _KINDS.items() if kind is type(layer)), type(layer))
 
 
+def count_unsynchronized(model: nn.Module) -> int:
+    """Returns how many batch-norm layers normalise over the batch of their own rank."""
+    layers = {layer for layer in model.modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm)}
+    return len(layers - set(_engines))
+
+
 @contextmanager
 def converted(model: nn.Module, engine: TorchEngine) -> Iterator[None]:
     """Makes every batch-norm layer of `model` normalise over all ranks (see `convert`) while the context is open."""

@@ -187,7 +187,7 @@ class Reader:
             if other is None or term.element or (isinstance(other, Tensor) and other.dim()):
                 return [(children[one], term)]  # a mask, or a number for each sample
             if name == "Div":
-                return [(children[one], replace(term.by(other), what="the number that divides it", weight=UNNAMED))]
+                return [(children[one], replace(term.by(other), what="a number of its own", weight=UNNAMED))]
             if isinstance(other, Tensor) and other.device.type != "cpu":
                 return [(children[one], replace(term, divisor=term.divisor / other.detach()))]
             number = float(other.detach() if isinstance(other, Tensor) else other)

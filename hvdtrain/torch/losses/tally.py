@@ -178,7 +178,10 @@ _SEVERAL = "optimizer.backward([(mean, divisor), ...])"
 
 def _weight_to_type(types: list[str]) -> str:
     if len(types) > 1:
-        return f"give each mean with its own divisor: {_SEVERAL}"
+        return (
+            f"give each mean with its own divisor: {_SEVERAL};\n"
+            "a product of means (a balance of experts) needs all samples: hvt.whole(...) of what it reads"
+        )
     text = (
         f"optimizer.backward(loss, {types[0]}), or optimizer.forward_backward(x, y, loss_fn, weight=lambda y: ...);"
         f" a sum of means with other divisors: {_SEVERAL}"

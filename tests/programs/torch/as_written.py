@@ -147,7 +147,7 @@ def case_a_loss_that_is_not_0_where_nothing_counts(world: hvdtrain.World) -> Non
 
 def case_the_first_advice_names_the_whole_batch(world: hvdtrain.World) -> None:
     model, optimizer, data = ready(world, FOUND, net())
-    with refused("the number that divides it", "hvt.whole(model(x), y)", kind=ConfigError):
+    with refused("a number of its own", "hvt.whole(model(x), y)", kind=ConfigError):
         train(model, optimizer, data, detection)
 
 
