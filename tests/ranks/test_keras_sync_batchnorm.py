@@ -11,7 +11,7 @@ PROGRAM = PROGRAMS / "keras" / "sync_batchnorm.py"
 PASSED = [
     "a_rank_without_samples", "masks", "accumulated_called_twice_and_renormalised",
     "plain_files_and_plain_again", "models_that_share_a_layer",
-    "of_a_pytorch_module", pytest.param("mixed_precision", marks=pytest.mark.thorough),
+    "of_a_pytorch_module", "a_ranks_own_batch_is_reported", pytest.param("mixed_precision", marks=pytest.mark.thorough),
 ]  # fmt: skip
 REFUSED = {
     "statistics_of_its_own": ("ConfigError", "own is a Own", "remove synchronized=True"),

@@ -5,6 +5,8 @@ usage: sync_batchnorm.py FOLDER        writes FOLDER/sync_batchnorm.rankR.json: 
 
 from __future__ import annotations
 
+import contextlib
+import io
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -256,6 +258,16 @@ def of_a_pytorch_module() -> str:
         before = torch.stack(ends).mean(0)
     assert apart(everyones[0], before) < EXACT, (everyones[0], before)
     return f"{apart(everyones[0], before):.1e}"
+
+
+@case
+def a_ranks_own_batch_is_reported() -> str:
+    for options in ({}, {"sync_batchnorm": True}):
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            fitted(net([norm()]), X[:BATCH], Y[:BATCH], **options)
+        own = "1 batch-norm layer(s) use each rank's own batch" in out.getvalue()
+        assert own is (RANK == 0 and not options), out.getvalue()
+    return "passed"
 
 
 @case

@@ -101,6 +101,14 @@ def case_a_whole_batch_divided_by_a_ranks_own_samples(world: hvdtrain.World) -> 
     shown("T38c", "one line reports it")
 
 
+def case_batch_norm_of_a_ranks_own_batch_is_reported(world: hvdtrain.World) -> None:
+    for options in ({}, {"sync_batchnorm": True}):
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            ready(world, Y, normed(), **options)
+        own = "1 batch-norm layer(s) use each rank's own batch" in out.getvalue()
+        assert own is (world.is_main and not options), out.getvalue()
+
+
 def case_prepare_whose_result_is_not_assigned(world: hvdtrain.World) -> None:
     """The plain optimizer's calls are refused until an update was made by a prepared one, and not afterwards."""
     model = net()
