@@ -29,7 +29,7 @@ from hvdtrain.keras.backends.session import (
     require_compiled,
     session_of,
 )
-from hvdtrain.keras.state import counts, moving_average, replicas, rng
+from hvdtrain.keras.state import counts, metric_states, moving_average, replicas, rng
 from hvdtrain.private.keras import BaseOptimizer, H5IOStore, saving_lib
 from hvdtrain.world.world import World
 
@@ -211,7 +211,10 @@ class RandomPart(Part):
         self.counts: list[Any] = []
 
     def collect(self) -> None:
-        self.states = self.world.gather(rng.capture(self.model))
+        mine = rng.capture(self.model)
+        if self.place.progress.samples_in_epoch:
+            mine |= {f"metric.{i}": array for i, (_, array) in enumerate(metric_states.states(self.model))}
+        self.states = self.world.gather(mine)
         self.counts = counts.saved_of(self.place.callbacks)
 
     def write(self, file: StateFile) -> None:
@@ -224,7 +227,12 @@ class RandomPart(Part):
     def load(self, path: Path) -> None:
         """Puts this rank's state back; at another world size, streams that follow from rank 0's."""
         with np.load(path, allow_pickle=False) as stored:
-            same_size = int(stored["world_size"]) == self.world.size
+            size = int(stored["world_size"])
+            same_size = size == self.world.size
+            count = sum(key.startswith("0/metric.") for key in stored.files)
+            metrics = [[stored[f"{rank}/metric.{i}"] for i in range(count)] for rank in range(size)]
+            sums = [np.sum(arrays, axis=0) * int(self.world.is_main) for arrays in zip(*metrics, strict=True)]
+            self.place.restored_metrics = metrics[self.world.rank] if same_size else sums
             mine = self.world.rank if same_size else 0
             state = {key.partition("/")[2]: stored[key] for key in stored.files if key.startswith(f"{mine}/")}
             for index, variable in enumerate(_not_in_file(self.model)):

@@ -207,6 +207,7 @@ def _add_callbacks(call: FitCall, *, within: bool) -> None:
     call.callbacks.append(fit_callbacks.EpochOfLoaders(session))
     if within and session.place.restored_random is not None:
         call.callbacks.append(fit_callbacks.RateOfRestored(session))
+        call.callbacks.insert(0, fit_callbacks.MetricsOfRestored(session))
     others, swaps = call.others, _first_swap(call.others)
     first, last = (
         [c for c in call.callbacks if isinstance(c, fit_callbacks.Callback) and c.comes_last is late]
@@ -402,4 +403,5 @@ def _running(session: KerasSession) -> Iterator[None]:
     finally:
         if data is not None:
             data.leave_nothing_out()
-        session.fit, session.place.restored_random, session.place.restored_counts = RunningFit(), None, None
+        session.fit, session.place.restored_random = RunningFit(), None
+        session.place.restored_counts, session.place.restored_metrics = None, ()

@@ -336,7 +336,7 @@ class Record(Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self.epoch_started = time.perf_counter()
-        self._seen = (0.0, 0.0)
+        self._seen = tuple(map(float, self.place.restored_metrics[:2])) or (0.0, 0.0)  # of the loss, the first metric
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         self.clock.enter("other")
@@ -536,6 +536,15 @@ class RateOfRestored(Callback):
         for optimizer, rate in self._rates:
             optimizer.learning_rate = rate
         self._rates = []
+
+
+class MetricsOfRestored(Callback):
+    """Adds the metrics of the samples that an epoch had seen when it was saved, once its first step has made them."""
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if self.place.restored_metrics:
+            metric_states.add(self.model, self.place.restored_metrics)
+            self.place.restored_metrics = ()
 
 
 class Last(Callback):

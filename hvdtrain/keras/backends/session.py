@@ -79,6 +79,7 @@ class TrainingPlace:
     loaded: bool = False  # a checkpoint was loaded since the last `fit`
     callbacks: Sequence[Any] = ()  # of the last `fit`
     restored_counts: Mapping[tuple[str, int], Any] | None = None  # of its callbacks, until training starts from them
+    restored_metrics: Sequence[np.ndarray] = ()  # of this rank, of a checkpoint within an epoch
     kept_weights: Any = None  # that Keras wrote an average over as `fit` ended (`moving_average.KeptWeights`)
     saves: bool = False  # this run writes checkpoints
     records: bool = False  # it writes steps to a run log

@@ -7,7 +7,7 @@ averaged.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -26,6 +26,18 @@ States = list[tuple[Any, np.ndarray]]
 def states(model: keras.Model) -> States:
     """Returns the metric variables of a model with this rank's values; local."""
     return [(v, BACKEND.to_numpy(v).copy()) for metric in model.metrics for v in metric.variables]
+
+
+def add(model: keras.Model, earlier: Sequence[np.ndarray]) -> None:
+    """Adds what this rank's metrics held when their epoch was saved; a model with other metrics keeps its own."""
+    now = states(model)
+    if [array.shape for _, array in now] == [array.shape for array in earlier]:
+        summed = [(v, array + before) for (v, array), before in zip(now, earlier, strict=True) if not _is_mean(v)]
+        _assign(summed)
+
+
+def _is_mean(variable: Any) -> bool:
+    return bool(getattr(variable, "aggregation", "sum") == "mean")
 
 
 def computed(model: keras.Model) -> dict[str, np.ndarray]:
@@ -129,7 +141,7 @@ def results(model: keras.Model, local: States, world: World, samples: float, *, 
 def _sum(local: States, world: World, samples: float, *, all_means: bool) -> States:
     if not local:
         return []
-    means = [all_means or getattr(v, "aggregation", "sum") == "mean" for v, _ in local]
+    means = [all_means or _is_mean(v) for v, _ in local]
     known = any(means) and reduce.summed([np.array(samples)], world, "samples of metrics")[0] > 0
     samples = float(samples) if known else 1.0
     weighted = [

@@ -575,6 +575,29 @@ def case_an_average_of_one_of_two_optimizers_knows_its_weights() -> None:
 
 
 @case
+def case_metrics_of_a_resumed_epoch_are_those_of_all_its_samples() -> None:
+    def history(path: Path, which: Path | None = None) -> dict[str, list[float]]:
+        model = prepared(model=small())
+        model.compile(keras.optimizers.SGD(0.1), model.loss, metrics=["accuracy"], run_eagerly=True)
+        hvk.prepare(model, verify=False)
+        checkpoints, epoch = hvdtrain.Checkpointer(path, best=None, keep=20), 0
+        if which is not None:
+            epoch = checkpoints.restore(hvk.model_state(model), which=which).epoch
+        saves = {"checkpointer": checkpoints, "save_every": 1} if which is None else {}
+        ours = hvk.callbacks(model, **saves)
+        return model.fit(batches(48), initial_epoch=epoch, epochs=2, verbose=0, callbacks=ours).history
+
+    with folder() as path:
+        whole = history(path)
+        saved = [info for info in hvdtrain.Checkpointer(path, best=None, keep=20).list() if info.progress.epoch == 1]
+        within = [info.path for info in saved if info.progress.samples_in_epoch]
+        assert len(within) == 2, saved
+        for which in within:
+            again = history(path, which)
+            assert all(abs(again[name][-1] - whole[name][-1]) <= 1e-6 for name in ("loss", "accuracy")), (whole, again)
+
+
+@case
 def case_what_callbacks_of_keras_have_counted_is_in_the_checkpoint() -> None:
     """A loss whose maximum is the first epoch's: the best epoch, the rate and the stop are those of an unbroken run."""
 
