@@ -181,6 +181,10 @@ def job_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Job:
     argv = args.argv[1:] if args.argv[:1] == ["--"] else args.argv
     if not argv:
         raise ConfigError("hvdtrain launch needs a command", "none", "hvdtrain launch -np 4 -- python train.py")
+    words = shlex.split(argv[0]) if len(argv) == 1 and shutil.which(argv[0]) is None else []
+    if len(words) > 1 and shutil.which(words[0]) is not None:
+        fix = f"hvdtrain launch [flags] -- {shlex.join(words)}"
+        raise ConfigError("the ranks' command must not be one quoted text", repr(argv[0]), fix)
     if argv[0].endswith(".py") and shutil.which(argv[0]) is None:
         fix = f"hvdtrain launch [flags] -- python {shlex.join(argv)}"
         raise ConfigError("the ranks' command must be a program", f"{argv[0]}, a Python file", fix, code=48)

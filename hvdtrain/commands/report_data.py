@@ -56,7 +56,11 @@ def find_runs(given: Sequence[Path]) -> list[Path]:
     for path in given:
         folders = [path] if read_run(path) is not None else list(_readable(path))
         if not folders:
-            raise ConfigError("hvdtrain report needs directories of runs", f"no run.json in {path} or below it")
+            raise ConfigError(
+                "hvdtrain report needs directories of runs",
+                f"no run.json in {path} or below it",
+                "give the directory of a RunLog or of a program's --run-dir; logs of a launcher: hvdtrain why",
+            )
         found += folders
     return list(dict.fromkeys(found))
 

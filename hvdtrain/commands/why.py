@@ -21,6 +21,7 @@ from hvdtrain.core.errors import PREEMPTED_CODE, ConfigError, HvdtrainError
 from hvdtrain.record.log import read_events, read_run, run_status
 
 _READS = "hvdtrain why needs a run's directory, a launcher's folder of logs, or the file of a hang"
+_FIX = "hvdtrain why runs/launch-1 (the folder that the launcher printed as logs:), or a --run-dir"
 _TOGETHER_S = 2.0  # pages are written once a second
 _SILENT = (
     "ranks that ended without a message: killed (by SIGKILL, or because memory ran out: see dmesg), or ended by"
@@ -61,7 +62,7 @@ def why(where: Path) -> str:
     if run is None and launched is not None:
         return launched
     if not where.is_dir():
-        raise ConfigError(_READS, f"no {where}")
+        raise ConfigError(_READS, f"no {where}", _FIX)
     others = () if run is not None else (path for path in where.glob("*.json") if path.name != RECORD)
     found = sorted([*where.glob(f"{FOLDER}/*.json"), *others], key=_age)
     attempts = (run or {}).get("attempts") or [{}]
@@ -124,7 +125,7 @@ def _hang(path: Path) -> str:
         found = json.loads(path.read_text(encoding="utf-8"))
         error = HvdtrainError(found["rule"], found["received"], found["remedy"])
     except (OSError, ValueError, KeyError, TypeError) as problem:
-        raise ConfigError(_READS, f"{path} is no file of a hang: {problem!r}") from None
+        raise ConfigError(_READS, f"{path} is no file of a hang: {problem!r}", _FIX) from None
     return f"{path}, {moment(found['time'])}:\n{error}"
 
 

@@ -142,6 +142,7 @@ def _refuse_unread(given: dict[str, Any]) -> None:
             "fit(loader) cannot take these arguments: loader() has labels, weights and steps",
             f"fit({', '.join(f'{name}=' for name in unread)})",
             "hvdtrain.keras.loader((x, y, sample_weight), ..., class_weight=); remove steps_per_epoch=\n"
+            "validation_data=hvdtrain.keras.loader((x_val, y_val), ...) instead of validation_split=\n"
             "(endless data: loader(lambda: itertools.islice(batches(), steps * ranks)) makes an epoch of a part)",
             shared=True,
         )

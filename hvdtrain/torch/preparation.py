@@ -16,6 +16,7 @@ from hvdtrain.core import variables
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.keywords import refuses_other_keywords
 from hvdtrain.core.lr import LR, NOT_LR
+from hvdtrain.torch.engines import unprepared
 from hvdtrain.torch.engines.base import Staged, Transport, staged_or_none
 from hvdtrain.torch.engines.deepspeed import ZeroModel
 from hvdtrain.torch.engines.engine import engine_of
@@ -122,6 +123,7 @@ def prepare(
     options = Options(accumulate, clip, amp, wire, sync_batchnorm, channels_last, compile, verify, watch_every, zero)
     _check_options(options, lr, data)
     world = given_or_current(world, "torch")
+    unprepared.stop()
     _check_zero(options, world)
     compiled = model if is_compiled(model) else None
     model, optimizer, staged = _checked(model, optimizer, options, world)

@@ -280,7 +280,8 @@ def _meet(comm: Engine, framework: str, seed: int, detected: Detected) -> tuple[
     for position, name in ((1, "version of hvdtrain"), (2, "framework"), (3, "seed"), (6, "environment")):
         values = [card[position] for card in cards]
         if any(value != values[0] for value in values):
-            raise ReplicaError(f"the {name} must be the same on every rank", per_rank(values), shared=True, code=9)
+            fix = f'hvdtrain.init("{framework}", seed=0) on every rank' if name == "seed" else ""
+            raise ReplicaError(f"the {name} must be the same on every rank", per_rank(values), fix, shared=True, code=9)
     if any(card[7] for card in cards):
         if comm.rank == 0:
             print(f"hvdtrain: preempted before the training began: exit code {PREEMPTED_CODE}", file=sys.stderr)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import keras
 import numpy as np
@@ -13,6 +15,8 @@ from hvdtrain.comm.engines import Engine, HorovodCollectives, SoloEngine
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.launchers import Detected, gpus_for
 from hvdtrain.keras.backends.chosen import BACKEND
+from hvdtrain.keras.backends.session import session_of
+from hvdtrain.world.world import current
 
 
 def attach(detected: Detected, *, engine: str, device: str, gpus_per_rank: int, seed: int) -> Engine:
@@ -35,7 +39,33 @@ def attach(detected: Detected, *, engine: str, device: str, gpus_per_rank: int, 
     keras.utils.set_random_seed(seed)
     if engine == "solo":
         return SoloEngine(devices=devices)
+    if "fit" not in vars(_Reported):
+        _Reported.fit = keras.Model.fit
+        keras.Model.fit = _fit
     return KerasHorovodEngine.join(BACKEND.hvd, detected, devices)
+
+
+class _Reported:
+    """Keras' own `fit`, and whether a model without `prepare` was reported."""
+
+    fit: Any
+    done = False
+
+
+@functools.wraps(keras.Model.fit)
+def _fit(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
+    """Reports the first model that is fitted on several ranks without `prepare`: each rank trains alone."""
+    world = current()
+    prepared = session_of(model) is not None or session_of(getattr(model, "optimizer", None)) is not None
+    if world is not None and world.size > 1 and not prepared and not _Reported.done:
+        _Reported.done = True
+        if world.is_main:
+            print(
+                f"hvdtrain: fit() on {world.size} ranks of a model that is not prepared: hvdtrain averages nothing\n"
+                "  fix: hvdtrain.keras.prepare(model, data) before fit(data, callbacks=hvk.callbacks(model))",
+                flush=True,
+            )
+    return _Reported.fit(model, *args, **kwargs)
 
 
 class KerasHorovodEngine(HorovodCollectives):

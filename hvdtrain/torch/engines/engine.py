@@ -8,6 +8,7 @@ import torch
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.launchers import Detected
+from hvdtrain.torch.engines import unprepared
 from hvdtrain.torch.engines.base import TorchEngine
 from hvdtrain.torch.engines.solo import Solo
 from hvdtrain.world.resources import keep_freed_memory
@@ -27,6 +28,7 @@ def attach(detected: Detected, *, engine: str, device: str, gpus_per_rank: int, 
     if started.device.type == "cpu":
         keep_freed_memory()
     torch.manual_seed(seed)  # of all devices
+    unprepared.watch(started.rank, started.size)
     return started
 
 

@@ -52,6 +52,12 @@ class Optimizer(BatchPasses, torch.optim.Optimizer):
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """False, for `GradScaler.step`, which reads it first; raises `ConfigError` if gradients are incomplete."""
+        if self.session.options.amp == "fp16":
+            raise ConfigError(
+                "a GradScaler of your own cannot be used with amp='fp16', which scales the loss itself",
+                "scaler.step(optimizer) of an optimizer prepared with amp='fp16'",
+                "remove the GradScaler: optimizer.backward(loss); optimizer.step()",
+            )
         if self.session.gradients.state == "partial":
             raise ConfigError(
                 "a GradScaler of your own cannot step after a batch that completes no update",

@@ -109,6 +109,17 @@ def case_batch_norm_of_a_ranks_own_batch_is_reported(world: hvdtrain.World) -> N
         assert own is (world.is_main and not options), out.getvalue()
 
 
+def case_a_scaler_beside_amp_fp16(world: hvdtrain.World) -> None:
+    model, optimizer, data = ready(world, Y, net(), amp="fp16")
+    scaler = torch.amp.GradScaler("cpu")
+    for x, y in data:
+        optimizer.zero_grad()
+        optimizer.backward(scaler.scale(CE(model(x), y)))
+        with refused("cannot be used with amp='fp16'", "remove the GradScaler", kind=ConfigError):
+            scaler.step(optimizer)
+        break
+
+
 def case_prepare_whose_result_is_not_assigned(world: hvdtrain.World) -> None:
     """The plain optimizer's calls are refused until an update was made by a prepared one, and not afterwards."""
     model = net()
