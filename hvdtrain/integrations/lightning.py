@@ -86,7 +86,7 @@ class HorovodStrategy(ParallelStrategy):
         self._optimizer: Any = None
         self._accumulate = 1
         self._loss: tuple[Any, Any] = (None, None)  # of the batch at hand, with its weight
-        self._proven = False
+        self._updating = self._proven = False
         self._compared = -1  # the epoch in which replicas were compared last
 
     # -- the ranks -------------------------------------------------------------------------------------------------
@@ -200,8 +200,9 @@ class HorovodStrategy(ParallelStrategy):
                     "use fewer ranks, or more samples",
                 )  # fmt: skip
             return EvaluationData(loader, steps, self)
-        if trainer.current_epoch:
-            loader.go_on(trainer.current_epoch, 0)
+        done = trainer.fit_loop.epoch_progress.current.processed  # a checkpoint's current_epoch lags behind
+        if done:
+            loader.go_on(done, 0)
         assert steps is not None
         again, self._train = self._prepared is not None, TrainingData(loader, steps, trainer)
         if again:
@@ -339,7 +340,7 @@ class HorovodStrategy(ParallelStrategy):
         self._optimizer.backward(scaled, weight=weight)
         assert self._train is not None and self._train.loader.step is not None
         found = self.precision_plugin.post_backward(whole, self._module)
-        if not self._train.loader.step.update(self._accumulate)[1]:
+        if not self._updating and not self._train.loader.step.update(self._accumulate)[1]:
             self._optimizer.step()  # completes no update
         self._loss = None, None
         return found
@@ -351,7 +352,11 @@ class HorovodStrategy(ParallelStrategy):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         before = self._optimizer.progress.step
         steps = _Steps(optimizer, self._optimizer)
-        found = super().optimizer_step(steps, closure, model, **kwargs)  # type: ignore[arg-type]
+        self._updating = True
+        try:
+            found = super().optimizer_step(steps, closure, model, **kwargs)  # type: ignore[arg-type]
+        finally:
+            self._updating = False
         if not steps.stepped:
             self._optimizer.skip()  # a gradient scaler has found an infinite gradient
         if self._optimizer.progress.step == before:
