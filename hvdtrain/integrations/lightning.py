@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Any
@@ -194,7 +194,7 @@ class HorovodStrategy(ParallelStrategy):
         loader, steps = _dealt(dataloader, self.world, trains=trains)
         self._loaders.append(loader)
         if not trains:
-            if steps is not None and loader.samples < self.world.size:
+            if loader.samples < self.world.size:
                 raise ConfigError(
                     "an evaluation needs a sample for each rank", f"{loader.samples} samples, {self.world.size} ranks",
                     "use fewer ranks, or more samples",
@@ -203,7 +203,6 @@ class HorovodStrategy(ParallelStrategy):
         done = trainer.fit_loop.epoch_progress.current.processed  # a checkpoint's current_epoch lags behind
         if done:
             loader.go_on(done, 0)
-        assert steps is not None
         again, self._train = self._prepared is not None, TrainingData(loader, steps, trainer)
         if again:
             self._prepare()
@@ -517,12 +516,10 @@ class TrainingData:
 class EvaluationData:
     """A rank's batches of an evaluation: each sample once over all ranks; the last steps may have no batch here."""
 
-    def __init__(self, loader: hvt.Loader, steps: int | None, strategy: HorovodStrategy) -> None:
+    def __init__(self, loader: hvt.Loader, steps: int, strategy: HorovodStrategy) -> None:
         self._loader, self._steps, self._strategy = loader, steps, strategy
 
     def __len__(self) -> int:
-        if self._steps is None:
-            raise TypeError("the number of batches is not known")
         return self._steps
 
     def __iter__(self) -> Iterator[Any]:
@@ -531,36 +528,33 @@ class EvaluationData:
             yield batch
 
 
-def _dealt(data: Any, world: World, *, trains: bool) -> tuple[hvt.Loader, int | None]:
-    """Returns hvdtrain's loader of the same samples, and its steps in an epoch; None: not known."""
+def _dealt(data: Any, world: World, *, trains: bool) -> tuple[hvt.Loader, int]:
+    """Returns hvdtrain's loader of the same samples, and its steps in an epoch."""
     if isinstance(data, hvt.Loader):
         return data, data.plan.steps()
     rule, fix = "hvdtrain deals the samples of a DataLoader to the ranks", "DataLoader(dataset, batch_size=...)"
     if not isinstance(data, DataLoader):
         raise ConfigError(rule, f"a {type(data).__name__}", fix)
     batches: Any = data.batch_sampler
-    batch, drop = getattr(batches, "batch_size", data.batch_size), getattr(batches, "drop_last", data.drop_last)
-    is_stream = isinstance(data.dataset, IterableDataset)
-    if batch is None:
-        raise ConfigError(rule, "a DataLoader without batch_size", fix)
-    if trains and is_stream:
-        raise ConfigError(rule, "an IterableDataset to train on, whose end is not known", "a data set with len()")
-    if trains and type(batches) is not BatchSampler:
-        raise ConfigError(rule, f"batch_sampler={type(batches).__name__}(...)", "sampler=, with batch_size=")
-    sampler = getattr(batches, "sampler", None)
-    shuffles = isinstance(sampler, RandomSampler) and not sampler.replacement
-    shuffles = shuffles and len(sampler) == len(data.dataset)  # type: ignore[arg-type]
-    in_order = is_stream or isinstance(sampler, SequentialSampler) or (shuffles and not trains)
-    collate = None if data.collate_fn is default_collate or is_stream else data.collate_fn
+    batch, drop = getattr(batches, "batch_size", data.batch_size), trains and getattr(batches, "drop_last", False)
+    sampler: Any = getattr(batches, "sampler", None)
+    received = ""
+    if isinstance(data.dataset, IterableDataset) or not hasattr(sampler, "__len__"):
+        received = f"{type(data.dataset).__name__}, whose end is not known"
+    elif batch is None or (trains and type(batches) is not BatchSampler):
+        received = f"batch_sampler={type(batches).__name__}(...)"
+    if received:
+        raise ConfigError(rule, received, fix)
+    shuffles = isinstance(sampler, RandomSampler) and not sampler.replacement and len(sampler) == len(data.dataset)
+    given = None if shuffles or isinstance(sampler, SequentialSampler) else sampler
     loader = hvt.loader(
-        data.dataset, batch, world=world, shuffle=shuffles and trains, tail="drop" if drop and trains else "weighted",
-        workers=data.num_workers, collate=collate, sampler=None if in_order or shuffles else sampler,
-        worker_init_fn=data.worker_init_fn, prefetch_factor=data.prefetch_factor or 2, timeout_s=data.timeout,
+        data.dataset, batch, world=world, shuffle=shuffles and trains, tail="drop" if drop else "weighted",
+        workers=data.num_workers, collate=None if data.collate_fn is default_collate else data.collate_fn,
+        sampler=given, worker_init_fn=data.worker_init_fn, prefetch_factor=data.prefetch_factor or 2,
+        timeout_s=data.timeout,
     )  # fmt: skip
-    if is_stream:
-        return loader, None
-    every = len(data.dataset) if in_order or shuffles else len(sampler)
-    return loader, every // loader.global_batch if drop and trains else -(-every // loader.global_batch)
+    every, whole = len(sampler), loader.global_batch
+    return loader, every // whole if drop else -(-every // whole)
 
 
 # ---- steps
@@ -634,7 +628,8 @@ def _synchronised(given: dict[str, Any], step: Step | None, trainer: pl.Trainer)
     if step.padding and not isinstance(given["value"], Metric):
         given["batch_size"] = 0
         name = getattr(given["reduce_fx"], "__name__", given["reduce_fx"])
-        given["value"] = {"min": float("inf"), "max": float("-inf")}.get(name, 0.0)
+        value, neutral = given["value"], {"min": float("inf"), "max": float("-inf")}.get(name, 0.0)
+        given["value"] = torch.full_like(value, neutral) if isinstance(value, Tensor) else neutral
     return float(given["batch_size"])
 
 
