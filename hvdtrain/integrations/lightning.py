@@ -21,8 +21,8 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.utils.data import (
     BatchSampler,
@@ -75,7 +75,7 @@ class HorovodStrategy(ParallelStrategy):
         )
         place = torch.device("cuda", self.world.devices[0]) if self.world.devices else torch.device("cpu")
         super().__init__(parallel_devices=[place], cluster_environment=Ranks(self.world), **options)
-        rank_zero_only.rank = self.world.rank
+        rank_zero_only.rank = self.world.rank  # type: ignore[attr-defined]
         self._options = {"compression": compression, "verify": verify, "watch_every": watch_every}
         self._loaders: list[hvt.Loader] = []
         self._train: TrainingData | None = None
@@ -153,8 +153,21 @@ class HorovodStrategy(ParallelStrategy):
         if self._module.automatic_optimization:
             rows = tensor if tensor.dim() else tensor.reshape(1)
             return hvt.whole(rows, world=self.world).reshape(self.world.size, *tensor.shape)
-        gathered: Tensor = _Gather.apply(tensor, self.world)  # type: ignore[no-untyped-call]
+        gathered: Tensor = _Gather.apply(tensor, self.world)
         return gathered
+
+    def same_on_all(self, value: Tensor, reduce_op: Any = None, group: Any = None) -> Tensor:
+        """Returns a value that was logged after an evaluation's batches; raises `ConfigError` if ranks differ."""
+        values = self.world.gather(value.detach().cpu())
+        if any(not torch.equal(its, values[0]) for its in values):
+            raise ConfigError(
+                "a value that is logged outside of validation_step must be the same on every rank",
+                f"by rank: {[its.tolist() for its in values]}",
+                "log it in validation_step: hvdtrain weighs it by samples; or a torchmetrics.Metric;\n"
+                "or compute it of all outputs (self.all_gather); or sync_dist=True for the mean of the ranks",
+                shared=True,
+            )
+        return value
 
     def _check_group(self, group: Any) -> None:
         if group is not None and group is not torch.distributed.group.WORLD:
@@ -200,7 +213,8 @@ class HorovodStrategy(ParallelStrategy):
                     "use fewer ranks, or more samples",
                 )  # fmt: skip
             return EvaluationData(loader, steps, self)
-        done = trainer.fit_loop.epoch_progress.current.processed  # a checkpoint's current_epoch lags behind
+        progress: Any = trainer.fit_loop.epoch_progress.current
+        done = progress.processed  # a checkpoint's current_epoch lags behind
         if done:
             loader.go_on(done, 0)
         again, self._train = self._prepared is not None, TrainingData(loader, steps, trainer)
@@ -209,10 +223,10 @@ class HorovodStrategy(ParallelStrategy):
         return self._train
 
     def on_train_start(self) -> None:
-        trainer = self._module.trainer
-        if self._train is None or trainer.train_dataloader is not self._train:
+        given: Any = self._module.trainer.train_dataloader
+        if self._train is None or given is not self._train:
             raise ConfigError(
-                "training needs one data loader", f"{type(trainer.train_dataloader).__name__} of several loaders",
+                "training needs one data loader", f"a {type(given).__name__} of several loaders",
                 "one data set that gives all parts of a sample: torch.utils.data.StackDataset(a=..., b=...)",
             )  # fmt: skip
         if self._module.automatic_optimization:
@@ -266,7 +280,7 @@ class HorovodStrategy(ParallelStrategy):
         self._close()
         for loader in self._loaders:
             loader.close()
-        self._loaders, self._train, self._step = [], None, None
+        self._loaders, self._train, self._compared = [], None, -1
         if self.lightning_module is not None:
             vars(self.lightning_module).pop("log", None)
         super().teardown()
@@ -329,7 +343,7 @@ class HorovodStrategy(ParallelStrategy):
             return self._backward_by_hand(closure_loss, *args, **kwargs)
         given, weight = self._loss
         whole = closure_loss * self._accumulate if isinstance(given, (list, tuple)) else given
-        scaled = self.precision_plugin.pre_backward(whole, self._module)
+        scaled: Any = self.precision_plugin.pre_backward(whole, self._module)
         if isinstance(given, (list, tuple)):
             if scaled is not whole:
                 raise ConfigError(
@@ -545,7 +559,7 @@ def _dealt(data: Any, world: World, *, trains: bool) -> tuple[hvt.Loader, int]:
         received = f"batch_sampler={type(batches).__name__}(...)"
     if received:
         raise ConfigError(rule, received, fix)
-    shuffles = isinstance(sampler, RandomSampler) and not sampler.replacement and len(sampler) == len(data.dataset)
+    shuffles = isinstance(sampler, RandomSampler) and not sampler.replacement and len(sampler) == len(data.dataset)  # type: ignore[arg-type]
     given = None if shuffles or isinstance(sampler, SequentialSampler) else sampler
     loader = hvt.loader(
         data.dataset, batch, world=world, shuffle=shuffles and trains, tail="drop" if drop else "weighted",
@@ -604,19 +618,23 @@ def _logs(strategy: HorovodStrategy, log: Callable[..., None]) -> Callable[..., 
     def logs(*args: Any, **kwargs: Any) -> None:
         call = signature.bind(*args, **kwargs)
         call.apply_defaults()
-        strategy._log_weight = _synchronised(call.arguments, strategy._step, strategy._module.trainer)
+        trainer, step = strategy._module.trainer, strategy._step
+        strategy._log_weight = 1.0
+        if step is not None and not call.arguments.get("rank_zero_only"):
+            strategy._log_weight = _synchronised(call.arguments, step, trainer)
+        elif trainer.evaluating and not call.arguments["sync_dist"]:
+            call.arguments["sync_dist"], vars(strategy)["reduce"] = True, strategy.same_on_all
         try:
             log(*call.args, **call.kwargs)
         finally:
             strategy._log_weight = None
+            vars(strategy).pop("reduce", None)
 
     return logs
 
 
-def _synchronised(given: dict[str, Any], step: Step | None, trainer: pl.Trainer) -> float:
+def _synchronised(given: dict[str, Any], step: Step, trainer: pl.Trainer) -> float:
     """Changes the arguments of `self.log` for ranks; returns how many samples the value is of."""
-    if step is None or given.get("rank_zero_only"):
-        return 1.0
     if trainer.evaluating and given.get("on_step"):
         raise ConfigError(
             "on_step=True is not supported in an evaluation: ranks may have different numbers of batches",
@@ -678,5 +696,5 @@ class _Gather(torch.autograd.Function):
         return hvt.gather(tensor.detach().reshape(1, -1), world=world).reshape(world.size, *tensor.shape)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return hvt.reduce(gradient.detach(), "sum", world=ctx.world)[ctx.world.rank], None

@@ -460,7 +460,16 @@ def case_what_is_refused(world: hvdtrain.World) -> None:
                 self.net[0].weight += world.rank
             return super().training_step(batch, batch_idx)
 
+    class Outside(Classifier):
+        def validation_step(self, batch: Any, batch_idx: int) -> Any:
+            self.last = self(batch[0]).mean()
+
+        def on_validation_epoch_end(self) -> None:
+            self.log("mine", self.last)
+
     small = data(BATCH // world.size, X, Y)
+    with refused("must be the same on every rank", row="L15h"):
+        trainer(world).validate(Outside(), data(2, XV, YV), verbose=False)
     with refused("cannot average the gradients", "backward is overridden", row="L15a"):
         trainer(world).fit(Own(), small)
     with refused("whose end is not known", row="L15b"):
