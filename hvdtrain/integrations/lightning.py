@@ -19,26 +19,17 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins import ClusterEnvironment
+from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    default_collate,
-)
+from torch.utils import data as torch_data
 from torchmetrics import Metric
 
 import hvdtrain
 import hvdtrain.torch as hvt
 from hvdtrain import ConfigError, ReplicaError, Step, World
 
-_OPS = {"avg": "mean", "mean": "mean", "sum": "sum", "min": "min", "max": "max"}
 _STATISTICS = ("running_mean", "running_var")
 _ABSENT = object()
 _PROJECTED = 1e-4, 1e-9  # by how much a projection of summed gradients may be off: float32, float64
@@ -51,32 +42,20 @@ class HorovodStrategy(ParallelStrategy):
 
     Args:
         engine, device: as of `hvdtrain.init`.
-        compression, verify, watch_every: as of `hvdtrain.torch.prepare`.
-        options: of Lightning's strategies: `accelerator`, `checkpoint_io`, `precision_plugin`.
+        options: of `hvdtrain.torch.prepare`: `compression`, `verify`, `watch_every`.
 
     Raises:
         ConfigError: the module or its data cannot train the same on several ranks.
         ReplicaError: gradients are not averaged, or replicas differ.
     """
 
-    def __init__(
-        self,
-        *,
-        engine: str = "auto",
-        device: str = "auto",
-        compression: Any = None,
-        verify: bool = True,
-        watch_every: int = 0,
-        **options: Any,
-    ) -> None:
-        seed = os.environ.get("PL_GLOBAL_SEED")
-        self.world: World = hvdtrain.current() or hvdtrain.init(
-            "torch", engine=engine, device=device, seed=None if seed is None else int(seed)
-        )
-        place = torch.device("cuda", self.world.devices[0]) if self.world.devices else torch.device("cpu")
-        super().__init__(parallel_devices=[place], cluster_environment=Ranks(self.world), **options)
-        rank_zero_only.rank = self.world.rank  # type: ignore[attr-defined]
-        self._options = {"compression": compression, "verify": verify, "watch_every": watch_every}
+    def __init__(self, *, engine: str = "auto", device: str = "auto", **options: Any) -> None:
+        seed = int(os.environ["PL_GLOBAL_SEED"]) if "PL_GLOBAL_SEED" in os.environ else None
+        world = hvdtrain.current() or hvdtrain.init("torch", engine=engine, device=device, seed=seed)
+        place = torch.device("cuda", world.devices[0]) if world.devices else torch.device("cpu")
+        super().__init__(parallel_devices=[place], cluster_environment=LightningRanks(world))
+        self.world: World = world
+        self._options = options
         self._loaders: list[hvt.Loader] = []
         self._train: TrainingData | None = None
         self._step: Step | None = None  # of the batch whose training_step or validation_step runs
@@ -123,10 +102,7 @@ class HorovodStrategy(ParallelStrategy):
         if not isinstance(tensor, Tensor):
             return tensor
         self._check_group(group)
-        name = getattr(reduce_op, "name", str(reduce_op)).lower()
-        if name not in _OPS:
-            raise ConfigError("reduce_op must be mean, sum, min or max", f"reduce_op={reduce_op!r}")
-        op: Any = _OPS[name]
+        op: Any = getattr(reduce_op, "name", str(reduce_op)).lower().replace("avg", "mean")
         tensor = tensor.detach()
         if op == "mean" and not tensor.is_floating_point():
             tensor = tensor.double()  # Lightning's own mean of integers is rounded down
@@ -171,7 +147,9 @@ class HorovodStrategy(ParallelStrategy):
 
     def _check_group(self, group: Any) -> None:
         if group is not None and group is not torch.distributed.group.WORLD:
-            raise ConfigError("collectives are of all ranks", f"group={group!r}", "remove group=, sync_dist_group=")
+            raise ConfigError(
+                "collectives must be of all ranks", f"group={group!r}", "remove group= and sync_dist_group="
+            )
 
     # -- setting up ------------------------------------------------------------------------------------------------
     def connect(self, model: pl.LightningModule) -> None:
@@ -236,10 +214,9 @@ class HorovodStrategy(ParallelStrategy):
         self._train.follow()
 
     def _prepare(self) -> None:
-        trainer = self._module.trainer
         assert self._train is not None
         self._close()
-        self._accumulate = trainer.accumulate_grad_batches
+        self._accumulate = self._module.trainer.accumulate_grad_batches
         self._prepared, self._optimizer = hvt.prepare(
             self._module, self.optimizers[0], self._train.loader, world=self.world, accumulate=self._accumulate,
             sync_batchnorm=self._layer_sync is not None, **self._options,
@@ -256,11 +233,8 @@ class HorovodStrategy(ParallelStrategy):
             self._train.finish()
         with torch.no_grad():
             for name, buffer in self._module.named_buffers() if self.world.size > 1 else ():
-                mean = name.endswith(_STATISTICS) and buffer.is_floating_point()
-                found = (
-                    hvt.reduce(buffer, "mean", world=self.world) if mean else hvt.broadcast(buffer, world=self.world)
-                )
-                buffer.copy_(found)
+                combine = hvt.reduce if name.endswith(_STATISTICS) else hvt.broadcast
+                buffer.copy_(combine(buffer, world=self.world))
 
     def on_validation_start(self) -> None:
         if self._train is not None:
@@ -294,7 +268,6 @@ class HorovodStrategy(ParallelStrategy):
         uncounted = step.padding and self.world.size > 1
         with self._in_step(step), self.precision_plugin.train_step_context(), _kept_metrics(module, uncounted):
             if module.automatic_optimization:
-                self._check_accumulation(module.trainer)
                 with _forward_through(module, self._prepared):
                     return self._note_loss(module.training_step(*args, **kwargs))
             with _kept_buffers(module, uncounted):
@@ -322,14 +295,6 @@ class HorovodStrategy(ParallelStrategy):
         finally:
             self._step = None
 
-    def _check_accumulation(self, trainer: pl.Trainer) -> None:
-        if trainer.accumulate_grad_batches != self._accumulate:
-            raise ConfigError(
-                "accumulate_grad_batches cannot change during training",
-                f"{self._accumulate}, then {trainer.accumulate_grad_batches} (GradientAccumulationScheduler)",
-                "Trainer(accumulate_grad_batches=...) with one number",
-            )
-
     def _note_loss(self, output: Any) -> Any:
         """Keeps the loss as hvdtrain takes it, with its weight; returns what Lightning takes."""
         loss, weight = (output.get("loss"), output.get("weight")) if isinstance(output, Mapping) else (output, None)
@@ -341,21 +306,25 @@ class HorovodStrategy(ParallelStrategy):
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         if not self._module.automatic_optimization:
             return self._backward_by_hand(closure_loss, *args, **kwargs)
-        given, weight = self._loss
-        whole = closure_loss * self._accumulate if isinstance(given, (list, tuple)) else given
+        (given, weight), step = self._loss, None if self._train is None else self._train.loader.step
+        assert step is not None
+        terms = given if isinstance(given, (list, tuple)) else None
+        whole = given if terms is None else closure_loss * self._accumulate  # undivided
         scaled: Any = self.precision_plugin.pre_backward(whole, self._module)
-        if isinstance(given, (list, tuple)):
-            if scaled is not whole:
-                raise ConfigError(
-                    "a list of means needs precision without a scaler", "16-mixed", 'precision="bf16-mixed"'
-                )
-            scaled = given
-        self._optimizer.backward(scaled, weight=weight)
-        assert self._train is not None and self._train.loader.step is not None
+        if terms is not None and scaled is not whole:
+            raise ConfigError("a list of means needs precision without a scaler", "16-mixed", 'use "bf16-mixed"')
+        self._optimizer.backward(scaled if terms is None else terms, weight=weight)
         found = self.precision_plugin.post_backward(whole, self._module)
-        if not self._updating and not self._train.loader.step.update(self._accumulate)[1]:
-            self._optimizer.step()  # completes no update
-        self._loss = None, None
+        completes, self._loss = step.update(self._accumulate)[1], (None, None)
+        if completes != self._updating:
+            raise ConfigError(
+                "an update must have accumulate_grad_batches batches, or end with its epoch",
+                f"Lightning ends it elsewhere than after {self._accumulate} batches: limit_train_batches,"
+                " overfit_batches,\nGradientAccumulationScheduler, or a checkpoint that was saved within an update",
+                "one accumulate_grad_batches, and limits that are multiples of it",
+            )
+        if not completes:
+            self._optimizer.step()
         return found
 
     def optimizer_step(
@@ -363,22 +332,14 @@ class HorovodStrategy(ParallelStrategy):
     ) -> Any:
         if self._optimizer is None:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
-        before = self._optimizer.progress.step
-        steps = _Steps(optimizer, self._optimizer)
+        steps: Any = _Steps(optimizer, self._optimizer)
         self._updating = True
         try:
-            found = super().optimizer_step(steps, closure, model, **kwargs)  # type: ignore[arg-type]
+            found = super().optimizer_step(steps, closure, model, **kwargs)
         finally:
             self._updating = False
         if not steps.stepped:
             self._optimizer.skip()  # a gradient scaler has found an infinite gradient
-        if self._optimizer.progress.step == before:
-            raise ConfigError(
-                "an update must have accumulate_grad_batches batches, or be the epoch's last",
-                f"Lightning steps before {self._accumulate} batches are done: limit_train_batches, overfit_batches,"
-                " or a checkpoint that was saved within an update",
-                "choose a multiple of accumulate_grad_batches",
-            )
         return found
 
     # -- manual optimization ---------------------------------------------------------------------------------------
@@ -386,9 +347,7 @@ class HorovodStrategy(ParallelStrategy):
         """Differentiates this rank's share of the loss, and adds the sum over ranks to `p.grad`."""
         step = self._step
         if step is None:
-            raise ConfigError(
-                "manual_backward() must be called in training_step()", "a call elsewhere", "move it there"
-            )
+            raise ConfigError("manual_backward() must be called in training_step()", "a call elsewhere", "move it")
         parameters = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
         earlier = [parameter.grad for parameter in parameters]
         for parameter in parameters:
@@ -419,7 +378,7 @@ class HorovodStrategy(ParallelStrategy):
 
     def _prove(self, own: Tensor, total: Tensor) -> None:
         """Compares a random projection of the first summed gradients with the sum of the ranks' projections."""
-        if self._proven or not self._options["verify"]:
+        if self._proven or not self._options.get("verify", True):
             return
         self._proven = True
         made = torch.Generator().manual_seed(1)
@@ -428,9 +387,7 @@ class HorovodStrategy(ParallelStrategy):
         expected, scale = (sum(its[at] for its in reports) for at in (0, 1))
         found = float(total.double() @ direction)
         if not abs(found - expected) <= _PROJECTED[own.dtype == torch.float64] * scale:
-            raise ReplicaError(
-                "gradients must be summed over ranks", f"{found:g} in place of {expected:g}", shared=True
-            )
+            raise ReplicaError("gradients must be summed over ranks", f"{found:g}, not {expected:g}", shared=True)
         if self.world.is_main:
             print(f"hvdtrain: averaging proven: {self.world.size} ranks, manual optimization", flush=True)
 
@@ -446,37 +403,25 @@ class HorovodStrategy(ParallelStrategy):
             kept[:] = [batch for batches in rounds for batch in batches if batch is not _ABSENT]
 
 
-class Ranks(ClusterEnvironment):
+class LightningRanks(LightningEnvironment):
     """The ranks of an hvdtrain world, as Lightning asks for them."""
 
-    def __init__(self, world: World) -> None:
-        self._world = world
-
     creates_processes_externally = True
-    main_address = "127.0.0.1"  # Lightning starts no process group
-    main_port = 0
 
-    @staticmethod
-    def detect() -> bool:
-        return hvdtrain.current() is not None
-
-    def world_size(self) -> int:
-        return self._world.size
-
-    def set_world_size(self, size: int) -> None:
-        pass
-
-    def global_rank(self) -> int:
-        return self._world.rank
-
-    def set_global_rank(self, rank: int) -> None:
-        pass
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self._world = world
+        self.set_world_size(world.size)
+        self.set_global_rank(world.rank)
 
     def local_rank(self) -> int:
         return self._world.local_rank
 
     def node_rank(self) -> int:
         return self._world.node
+
+    def teardown(self) -> None:
+        """Leaves the launcher's variables as they are."""
 
 
 # ---- data
@@ -546,24 +491,28 @@ def _dealt(data: Any, world: World, *, trains: bool) -> tuple[hvt.Loader, int]:
     """Returns hvdtrain's loader of the same samples, and its steps in an epoch."""
     if isinstance(data, hvt.Loader):
         return data, data.plan.steps()
-    rule, fix = "hvdtrain deals the samples of a DataLoader to the ranks", "DataLoader(dataset, batch_size=...)"
-    if not isinstance(data, DataLoader):
+    rule, fix = (
+        "hvdtrain deals the samples of a torch_data.DataLoader to the ranks",
+        "DataLoader(dataset, batch_size=...)",
+    )
+    if not isinstance(data, torch_data.DataLoader):
         raise ConfigError(rule, f"a {type(data).__name__}", fix)
     batches: Any = data.batch_sampler
     batch, drop = getattr(batches, "batch_size", data.batch_size), trains and getattr(batches, "drop_last", False)
     sampler: Any = getattr(batches, "sampler", None)
     received = ""
-    if isinstance(data.dataset, IterableDataset) or not hasattr(sampler, "__len__"):
+    if isinstance(data.dataset, torch_data.IterableDataset) or not hasattr(sampler, "__len__"):
         received = f"{type(data.dataset).__name__}, whose end is not known"
-    elif batch is None or (trains and type(batches) is not BatchSampler):
+    elif batch is None or (trains and type(batches) is not torch_data.BatchSampler):
         received = f"batch_sampler={type(batches).__name__}(...)"
     if received:
         raise ConfigError(rule, received, fix)
-    shuffles = isinstance(sampler, RandomSampler) and not sampler.replacement and len(sampler) == len(data.dataset)  # type: ignore[arg-type]
-    given = None if shuffles or isinstance(sampler, SequentialSampler) else sampler
+    shuffles = isinstance(sampler, torch_data.RandomSampler) and not sampler.replacement
+    shuffles = shuffles and len(sampler) == len(data.dataset)  # type: ignore[arg-type]
+    given = None if shuffles or isinstance(sampler, torch_data.SequentialSampler) else sampler
     loader = hvt.loader(
         data.dataset, batch, world=world, shuffle=shuffles and trains, tail="drop" if drop else "weighted",
-        workers=data.num_workers, collate=None if data.collate_fn is default_collate else data.collate_fn,
+        workers=data.num_workers, collate=None if data.collate_fn is torch_data.default_collate else data.collate_fn,
         sampler=given, worker_init_fn=data.worker_init_fn, prefetch_factor=data.prefetch_factor or 2,
         timeout_s=data.timeout,
     )  # fmt: skip
@@ -600,12 +549,12 @@ class _Steps:
 def _forward_through(module: pl.LightningModule, prepared: Any) -> Iterator[None]:
     """Sends `self(x)` of a step through the prepared module, which sees the outputs that a loss is made of."""
     given = vars(module).get("forward")
-    vars(module)["_own_forward"] = module.forward
-    vars(module)["forward"] = lambda *args, **kwargs: prepared._own_forward(*args, **kwargs)
+    vars(module)["hvdtrain_forward"] = module.forward
+    vars(module)["forward"] = lambda *args, **kwargs: prepared.hvdtrain_forward(*args, **kwargs)
     try:
         yield
     finally:
-        for name, value in (("forward", given), ("_own_forward", None)):
+        for name, value in (("forward", given), ("hvdtrain_forward", None)):
             vars(module).pop(name)
             if value is not None:
                 vars(module)[name] = value

@@ -474,11 +474,11 @@ def case_what_is_refused(world: hvdtrain.World) -> None:
         trainer(world).fit(Own(), small)
     with refused("whose end is not known", row="L15b"):
         trainer(world).fit(Classifier(), DataLoader(Stream(), batch_size=2))
-    with refused("deals the samples of a DataLoader", "a Stream", row="L15c"):
+    with refused("must be a DataLoader", "a Stream", row="L15c"):
         trainer(world).fit(Classifier(), Stream())
     with refused("training needs one data loader", row="L15d"):
         trainer(world).fit(Classifier(), {"a": small, "b": small})
-    with refused("accumulate_grad_batches cannot change", row="L15e"):
+    with refused("an update must have accumulate_grad_batches batches", row="L15e"):
         schedule = GradientAccumulationScheduler({0: 1, 1: 2})
         trainer(world, callbacks=[schedule]).fit(Classifier(), small)
     with refused("replicas must be equal", row="L15f"):
