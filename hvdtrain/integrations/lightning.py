@@ -491,10 +491,7 @@ def _dealt(data: Any, world: World, *, trains: bool) -> tuple[hvt.Loader, int]:
     """Returns hvdtrain's loader of the same samples, and its steps in an epoch."""
     if isinstance(data, hvt.Loader):
         return data, data.plan.steps()
-    rule, fix = (
-        "hvdtrain deals the samples of a torch_data.DataLoader to the ranks",
-        "DataLoader(dataset, batch_size=...)",
-    )
+    rule, fix = "data must be a DataLoader of samples that can be dealt to the ranks", "DataLoader(dataset, batch_size=8)"
     if not isinstance(data, torch_data.DataLoader):
         raise ConfigError(rule, f"a {type(data).__name__}", fix)
     batches: Any = data.batch_sampler

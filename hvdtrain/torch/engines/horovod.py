@@ -92,7 +92,7 @@ class HorovodEngine(TensorCollectives, HorovodCollectives):
 
 
 def _writable(tensor: Tensor) -> Tensor:
-    """Returns a copy that Horovod's thread can write: tensors of `torch.inference_mode()` are written within it only."""
+    """Returns a copy that Horovod's thread can write: only inference mode itself can write its tensors."""
     with torch.inference_mode(False):
         return tensor.clone()
 
