@@ -183,13 +183,8 @@ class HorovodStrategy(ParallelStrategy):
         trainer = self._module.trainer
         trains = trainer.training
         loader, steps = _dealt(dataloader, self.world, trains=trains)
-        self._loaders.append(loader)
+        self._loaders += [] if loader is dataloader else [loader]
         if not trains:
-            if loader.samples < self.world.size:
-                raise ConfigError(
-                    "an evaluation needs a sample for each rank", f"{loader.samples} samples, {self.world.size} ranks",
-                    "use fewer ranks, or more samples",
-                )  # fmt: skip
             return EvaluationData(loader, steps, self)
         progress: Any = trainer.fit_loop.epoch_progress.current
         done = progress.processed  # a checkpoint's current_epoch lags behind
@@ -211,7 +206,7 @@ class HorovodStrategy(ParallelStrategy):
             self._prepare()
             return
         self._share_weights()
-        self._train.follow()
+        self._train.loader.followers.add(self._train)  # it then serves as many batches on every rank
 
     def _prepare(self) -> None:
         assert self._train is not None
@@ -229,8 +224,8 @@ class HorovodStrategy(ParallelStrategy):
 
     def _share_buffers(self) -> None:
         """Gives every rank the mean of running statistics, and rank 0's other buffers."""
-        if self._train is not None:
-            self._train.finish()
+        assert self._train is not None
+        self._train.finish()
         with torch.no_grad():
             for name, buffer in self._module.named_buffers() if self.world.size > 1 else ():
                 combine = hvt.reduce if name.endswith(_STATISTICS) else hvt.broadcast
@@ -265,13 +260,11 @@ class HorovodStrategy(ParallelStrategy):
         assert data is not None
         step = data.loader.step
         assert step is not None
-        uncounted = step.padding and self.world.size > 1
-        with self._in_step(step), self.precision_plugin.train_step_context(), _kept_metrics(module, uncounted):
+        with self._in_step(step), self.precision_plugin.train_step_context(), _uncounted(module, step, self.world):
             if module.automatic_optimization:
                 with _forward_through(module, self._prepared):
                     return self._note_loss(module.training_step(*args, **kwargs))
-            with _kept_buffers(module, uncounted):
-                output = module.training_step(*args, **kwargs)
+            output = module.training_step(*args, **kwargs)
         data.loader.differentiated = step
         if self._compared != step.epoch:
             self._compared = step.epoch
@@ -430,14 +423,10 @@ class LightningRanks(LightningEnvironment):
 class TrainingData:
     """A rank's training batches, as Lightning's loops read them: `steps` in each epoch, on every rank."""
 
-    preempted = leaves = False  # of a follower of the loader, in manual optimization
-    saver = None
-    accumulate = 1
+    preempted, leaves, saver, accumulate = False, False, None, 1  # as the loader asks what follows it
 
     def __init__(self, loader: hvt.Loader, steps: int, trainer: pl.Trainer) -> None:
-        self.loader = loader
-        self._steps = steps
-        self._trainer = trainer
+        self.loader, self._steps, self._trainer = loader, steps, trainer
         self._loop: Iterator[Any] = iter(())
 
     def __len__(self) -> int:
@@ -446,10 +435,6 @@ class TrainingData:
     def __iter__(self) -> Iterator[Any]:
         self._loop = iter(self.loader)
         return self._loop
-
-    def follow(self) -> None:
-        """Makes the loader serve as many batches on every rank, where no prepared model does."""
-        self.loader.followers.add(self)
 
     def handed_out(self, step: Step | None, batch: Any = None) -> None:
         """Follows the loader; there is nothing to note."""
@@ -491,7 +476,10 @@ def _dealt(data: Any, world: World, *, trains: bool) -> tuple[hvt.Loader, int]:
     """Returns hvdtrain's loader of the same samples, and its steps in an epoch."""
     if isinstance(data, hvt.Loader):
         return data, data.plan.steps()
-    rule, fix = "data must be a DataLoader of samples that can be dealt to the ranks", "DataLoader(dataset, batch_size=8)"
+    rule, fix = (
+        "data must be a DataLoader of samples that can be dealt to the ranks",
+        "DataLoader(dataset, batch_size=8)",
+    )
     if not isinstance(data, torch_data.DataLoader):
         raise ConfigError(rule, f"a {type(data).__name__}", fix)
     batches: Any = data.batch_sampler
@@ -502,6 +490,8 @@ def _dealt(data: Any, world: World, *, trains: bool) -> tuple[hvt.Loader, int]:
         received = f"{type(data.dataset).__name__}, whose end is not known"
     elif batch is None or (trains and type(batches) is not torch_data.BatchSampler):
         received = f"batch_sampler={type(batches).__name__}(...)"
+    elif not trains and len(sampler) < world.size:
+        received = f"{len(sampler)} samples, fewer than the {world.size} ranks"
     if received:
         raise ConfigError(rule, received, fix)
     shuffles = isinstance(sampler, torch_data.RandomSampler) and not sampler.replacement
@@ -568,7 +558,7 @@ def _logs(strategy: HorovodStrategy, log: Callable[..., None]) -> Callable[..., 
         strategy._log_weight = 1.0
         if step is not None and not call.arguments.get("rank_zero_only"):
             strategy._log_weight = _synchronised(call.arguments, step, trainer)
-        elif trainer.evaluating and not call.arguments["sync_dist"]:
+        elif trainer.evaluating and not call.arguments.get("sync_dist"):
             call.arguments["sync_dist"], vars(strategy)["reduce"] = True, strategy.same_on_all
         try:
             log(*call.args, **call.kwargs)
@@ -586,7 +576,7 @@ def _synchronised(given: dict[str, Any], step: Step, trainer: pl.Trainer) -> flo
             "on_step=True is not supported in an evaluation: ranks may have different numbers of batches",
             f"self.log({given['name']!r}, ..., on_step=True)", "on_step=False, on_epoch=True",
         )  # fmt: skip
-    given["sync_dist"] = given["sync_dist"] or trainer.evaluating or bool(given.get("on_epoch"))
+    given["sync_dist"] = given.get("sync_dist") or trainer.evaluating or bool(given.get("on_epoch"))
     if given.get("batch_size") is None:
         given["batch_size"] = step.samples
     if step.padding and not isinstance(given["value"], Metric):
@@ -602,18 +592,15 @@ def _metrics(module: nn.Module) -> list[Metric]:
 
 
 @contextmanager
-def _kept_metrics(module: nn.Module, uncounted: bool) -> Iterator[None]:
-    """Restores metrics after a batch that does not count."""
-    kept = [(metric, {k: _copied(v) for k, v in vars(metric).items()}) for metric in _metrics(module) if uncounted]
+def _uncounted(module: pl.LightningModule, step: Step, world: World) -> Iterator[None]:
+    """Restores metrics after a padding batch; and buffers, unless the prepared module does so."""
+    padding = step.padding and world.size > 1
+    buffers = [] if module.automatic_optimization or not padding else list(module.buffers())
+    kept = [(buffer, buffer.clone()) for buffer in buffers]
+    states = [(metric, {k: _copied(v) for k, v in vars(metric).items()}) for metric in _metrics(module) if padding]
     yield
-    for metric, state in kept:
+    for metric, state in states:
         vars(metric).update(state)
-
-
-@contextmanager
-def _kept_buffers(module: nn.Module, uncounted: bool) -> Iterator[None]:
-    kept = [(buffer, buffer.clone()) for buffer in module.buffers() if uncounted]
-    yield
     for buffer, before in kept:
         buffer.copy_(before)
 

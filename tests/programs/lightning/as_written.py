@@ -283,8 +283,18 @@ def case_a_sampler_and_its_order(world: hvdtrain.World) -> None:
     trainer(None).fit(wanted, data(BATCH, X, Y, sampler=order))
     assert gap(found, wanted) < 1e-10
     shown("L9", gap(found, wanted))
-    drawn = WeightedRandomSampler([1.0] * TRAIN, TRAIN)
-    trainer(world).fit(Classifier(), data(BATCH // world.size, X, Y, sampler=drawn))
+    checked = trainer(world).validate(found, data(2, XV, YV, sampler=range(9)), verbose=False)
+    with torch.no_grad():
+        assert abs(checked[0]["val_loss"] - float(F.cross_entropy(found(XV[:9]), YV[:9]))) < 1e-12
+    drawn = data(BATCH // world.size, X, Y, sampler=WeightedRandomSampler([1.0] * TRAIN, TRAIN))
+    with folder(world, own=False) as its:
+        saves = ModelCheckpoint(its, save_top_k=-1, every_n_train_steps=3)
+        whole = Classifier()
+        trainer(world, callbacks=[saves], enable_checkpointing=True).fit(whole, drawn)
+        for path in sorted(its.glob("*.ckpt")):
+            again = Classifier()
+            trainer(world).fit(again, drawn, ckpt_path=str(path))
+            assert gap(again, whole) < 1e-10, (path, gap(again, whole))
 
 
 def case_loggers_write_on_rank_0(world: hvdtrain.World) -> None:
@@ -483,7 +493,7 @@ def case_what_is_refused(world: hvdtrain.World) -> None:
         trainer(world, callbacks=[schedule]).fit(Classifier(), small)
     with refused("replicas must be equal", row="L15f"):
         trainer(world).fit(Differs(), small)
-    with refused("a sample for each rank", row="L15g"):
+    with refused("fewer than the", row="L15g"):
         trainer(world).validate(Classifier(), data(1, XV[:1], YV[:1]), verbose=False)
 
 
