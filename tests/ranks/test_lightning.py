@@ -77,3 +77,10 @@ def test_how_far_each_row_is_from_one_process(result: Result) -> None:
             assert "received: " in shown[row] and "fix: " in shown[row], (row, attack, shown[row])
         else:
             assert float(shown[row]) < (1e-10 if verdict == "exact" else 1e-3), (row, attack, shown[row])
+
+
+@pytest.mark.slow
+def test_an_error_on_one_rank_ends_all_ranks() -> None:
+    done = run_ranks([PROGRAM.with_name("breaks.py")], 2, timeout_s=120)
+    assert done.returncode != 0 and "ValueError: this rank breaks" in done.text, done.text
+    assert "averaging proven: 2 ranks" in done.out, "the ranks have joined before"
