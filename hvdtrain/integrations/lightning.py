@@ -235,6 +235,8 @@ class HorovodStrategy(ParallelStrategy):
         if self._train is not None:
             self._share_buffers()
 
+    on_train_end = on_validation_start
+
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if self._train is not None:
             self._share_buffers()

@@ -329,6 +329,8 @@ def case_batch_norm_over_all_ranks(world: hvdtrain.World) -> None:
     made = trainer(world)
     made.fit(module, data(BATCH // world.size, X[:30], Y[:30]), data(BATCH // world.size, XV, YV))
     world.agree("values of a validation", numbers(made)["val_loss"])
+    trainer(world).fit(module, data(BATCH // world.size, X[:30], Y[:30]))
+    world.agree("running statistics after training", hvt.fingerprint(module))
 
 
 def case_training_in_place_of_another_trainer(world: hvdtrain.World) -> None:
