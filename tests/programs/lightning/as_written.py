@@ -332,6 +332,15 @@ def case_batch_norm_over_all_ranks(world: hvdtrain.World) -> None:
     trainer(world).fit(module, data(BATCH // world.size, X[:30], Y[:30]))
     world.agree("running statistics after training", hvt.fingerprint(module))
 
+    class Still(Normed):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), 0.0)
+
+    found, wanted = Still(), Still()
+    trainer(world).fit(found, data(BATCH // world.size, X[:24], Y[:24]))
+    trainer(None).fit(wanted, data(BATCH, X[:24], Y[:24]))
+    assert float((found.net[1].running_mean - wanted.net[1].running_mean).abs().max()) < 1e-12
+
 
 def case_training_in_place_of_another_trainer(world: hvdtrain.World) -> None:
     """`fit` twice with one trainer, and loaders that are made again for each epoch."""
