@@ -1,7 +1,7 @@
 """Which folder may import which, read from the sources (imports inside functions and under TYPE_CHECKING count too).
 
     core < comm < watch < world < record < checkpoint, datasets, horovod_build, values
-    < torch | keras | pipeline | guard < vision | cluster | migrate < programs < bench < commands
+    < torch | keras | pipeline | guard < vision | cluster | migrate | integrations < programs < bench < commands
 
 A folder imports what stands further left; those side by side between bars never import each other. What stands below
 the adapters knows the standard library, and inside functions numpy, tqdm, tensorboard, mpi4py and pynvml; an adapter
@@ -28,7 +28,7 @@ FLOORS = (
     {"record"},
     {"checkpoint", "datasets", "horovod_build", "values"},
     {"torch", "keras", "pipeline", "guard"},
-    {"vision", "cluster", "migrate"},
+    {"vision", "cluster", "migrate", "integrations"},
     {"keras_mnist", "torch_resnet", "torch_cifar10", "pipeline_resnet"},
     {"bench"},
     {"commands"},

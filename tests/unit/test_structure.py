@@ -34,11 +34,9 @@ def test_no_two_modules_or_folders_reach_each_other() -> None:
 PROTOCOLS = {
     "Checkpoints": "the parts of a checkpoint are saved by a Checkpointer, which is made of them",
     "Files": "users have lists of files of their own",
-    "Follower": "loaders follow the session of what trains",
     "Notes": "the process that writes checkpoints reports to what a Checkpointer records",
     "Staged": "a Pipeline, which stands beside the PyTorch adapter, follows it",
     "Store": "PyTorch's stores follow it as well",
-    "Training": "checkpoints end what trains",
 }
 
 
@@ -50,13 +48,14 @@ def test_a_protocol_that_one_class_follows_has_a_reason() -> None:
     assert {line.split(":")[0] for line in structure.lonely_protocols(FOUND)} == set(PROTOCOLS)
 
 
-# not of PyTorch or Keras: of Python, numpy, Horovod, TensorFlow, DeepSpeed, torchmetrics, and marks of the guard's own
+# not of PyTorch or Keras: of Python, numpy, Horovod, TensorFlow, DeepSpeed, Lightning, torchmetrics, and marks of the
+# guard's own
 OTHERS = {
     "_allreduce_grads", "_async", "_async_", "_broadcast_model", "_codecs", "_constant_", "_current_frames", "_exit",
     "_getframe", "_global", "_grad_acc_hooks", "_guard", "_guard_line", "_guard_loader", "_guard_pass",
-    "_guard_trained", "_hp_optimizer_states_linked", "_hvdtrain", "_local", "_operator", "_optimizer_step_", "_part_",
-    "_process_set", "_pydevd_bundle", "_reconstruct", "_reductions", "_rng", "_saved_", "_to_sync", "_update_count",
-    "_utils", "_worker_handler",
+    "_guard_trained", "_hp_optimizer_states_linked", "_hvdtrain", "_layer_sync", "_local", "_operator",
+    "_optimizer_step_", "_part_", "_process_set", "_pydevd_bundle", "_reconstruct", "_reductions", "_rng", "_saved_",
+    "_to_sync", "_update_count", "_utils", "_worker_handler",
 }  # fmt: skip
 
 

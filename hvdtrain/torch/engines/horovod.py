@@ -48,6 +48,8 @@ class HorovodEngine(TensorCollectives, HorovodCollectives):
         return tensor
 
     def broadcast_(self, tensor: Tensor, root: int = 0) -> Tensor:
+        if tensor.is_inference():
+            return tensor.copy_(self.broadcast_(_writable(tensor), root))
         if tensor.numel():
             sent = torch.view_as_real(tensor) if tensor.is_complex() else tensor
             if sent.dtype not in (*_SUMMABLE, torch.uint8, torch.int8, torch.int16):  # bool, bfloat16, float8, uint16
@@ -63,6 +65,7 @@ class HorovodEngine(TensorCollectives, HorovodCollectives):
         if tensor.is_complex():
             return self.sum_async(torch.view_as_real(tensor), name)
         sent = tensor if tensor.dtype in _SUMMABLE else tensor.to(_SENT_AS.get(tensor.dtype, torch.int32))
+        sent = _writable(sent) if sent.is_inference() else sent
         with rank_losses():
             handle = self.hvd.allreduce_async_(sent, name=name, op=self.hvd.Sum)
 
@@ -81,11 +84,17 @@ class HorovodEngine(TensorCollectives, HorovodCollectives):
 
     def gather(self, tensor: Tensor, counts: Sequence[int]) -> Tensor:
         """Returns the ranks' uint8 tensors end to end; bytes are not among what Horovod adds up."""
-        with rank_losses():
+        with rank_losses(), torch.inference_mode(False):
             return self.hvd.synchronize(self.hvd.allgather_async(tensor, name=self.next_name()))
 
     def bind(self, module: nn.Module, optimizer: torch.optim.Optimizer, settings: Transport) -> HorovodModel:
         return HorovodModel(self, module, optimizer, settings)
+
+
+def _writable(tensor: Tensor) -> Tensor:
+    """Returns a copy that Horovod's thread can write: only inference mode itself can write its tensors."""
+    with torch.inference_mode(False):
+        return tensor.clone()
 
 
 def _wanted_bytes() -> int:

@@ -1,0 +1,1 @@
+"""Other libraries' trainers on hvdtrain: one file for each library, built on public names of both."""
