@@ -16,6 +16,7 @@ from cases import gap, plainly, report, run_cases
 from torch import Tensor, nn
 
 import hvdtrain
+from hvdtrain.torch.engines import unprepared
 from hvdtrain.torch.engines.base import Pass, Transport
 from hvdtrain.torch.engines.sync_batchnorm import convert, is_synchronized, sync_batchnorm_mode
 from hvdtrain.torch.values.clock import CLOCK
@@ -238,6 +239,7 @@ def case_waiting_for_others_is_communication(world: World) -> None:
 
 def main(out: str, engine: str, *cases: str) -> None:
     with hvdtrain.init("torch", engine=engine) as world:
+        unprepared.stop()  # these train without prepare()
         failed = run_cases({name: case for name, case in globals().items() if not cases or name in cases}, world)
         its = [world.rank, world.size, world.local_rank, world.local_size, world.node, world.engine, world.launcher]
         report(world, its, out)
