@@ -331,7 +331,8 @@ def _start_without_callbacks(call: FitCall) -> None:
     if not call.session.prepared.alone and not call.has(fit_callbacks.EndOfEpoch):
         call.session.prepared.say(
             "fit() without hvdtrain.keras.callbacks(model): its logs and history, and what EarlyStopping and others"
-            " make of them, are each rank's own; moving statistics are not made equal",
+            " make of them, are each rank's own; moving statistics are not made equal\n"
+            "  fix: fit(..., callbacks=hvdtrain.keras.callbacks(model))",
             once="callbacks",
         )
 

@@ -192,18 +192,20 @@ def _check_fits(own: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> None
     for name, tensor in own.items():
         if name in stored and stored[name].shape != tensor.shape:
             saved, here = tuple(stored[name].shape), tuple(tensor.shape)
-            classes = f" ({saved[0]} classes there, {here[0]} here?)" if saved[1:] == here[1:] else ""
+            classes = f" ({saved[0]} outputs there, {here[0]} here)" if saved[1:] == here[1:] else ""
             raise CheckpointError(
                 "the checkpoint must be of this model",
                 f"{name} has shape {saved} in the checkpoint, {here} in the model{classes}",
-                "build the same model as the run that saved the checkpoint (architecture, number of classes)",
+                "build the same model as the run that saved the checkpoint;\n"
+                "or give this training another directory: Checkpointer(...)",
             )
     missing, strange = sorted(own.keys() - stored.keys()), sorted(stored.keys() - own.keys())
     if missing or strange:
         raise CheckpointError(
             "the checkpoint must be of this model",
             f"the checkpoint lacks {_some(missing)}; the model lacks {_some(strange)}",
-            "build the same model as the run that saved the checkpoint",
+            "build the same model as the run that saved the checkpoint;\n"
+            "or give this training another directory: Checkpointer(...)",
         )
 
 

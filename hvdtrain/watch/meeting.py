@@ -364,8 +364,8 @@ def out_of_step(states: Sequence[State], remedy: str = "") -> ReplicaError:
         or elastic.hint()
         + "call collective functions (evaluate, save, gather ...) on every rank, in the same order,\n"
         "on the same line, and not under `if world.is_main:`;\n"
-        "break and continue on every rank alike; give every rank the same number of batches,\n"
-        "as hvdtrain's loaders do",
+        "break and continue on every rank alike (stop = world.broadcast(stop) gives all rank 0's decision);\n"
+        "give every rank the same number of batches, as hvdtrain's loaders do",
         shared=True,
         code=43,
     )

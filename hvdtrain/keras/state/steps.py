@@ -168,6 +168,7 @@ def same_work(received: str) -> ReplicaError:
     return ReplicaError(
         "each rank must train on samples of its own",
         received + ": the same work as many times, for what one rank alone would learn",
-        "data = hvdtrain.keras.loader((x, y), per_rank_batch=...), or loader(dataset) of batches;\nmodel.fit(data)",
+        "data = hvdtrain.keras.loader((x, y), per_rank_batch=...), or loader(dataset) of batches,\n"
+        "or loader(function) that begins a generator of batches; then model.fit(data)",
         shared=True,
     )

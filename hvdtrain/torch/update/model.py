@@ -152,7 +152,8 @@ class Model(nn.Module):
                 raise ConfigError(
                     "a prepared model cannot be moved or cast",
                     f"{name} would go from {tensor.dtype} on {tensor.device} to {after.dtype} on {after.device}",
-                    'choose with hvdtrain.init(..., device=) and prepare(..., amp="bf16")',
+                    "move or cast the model before prepare(), which moves it to hvdtrain.init(..., device=);\n"
+                    'for mixed precision: prepare(..., amp="bf16")',
                 )
         return self
 

@@ -106,8 +106,9 @@ class Losses:
         return NonFiniteError(
             f"training cannot continue: the loss is {every} at step {reading.step} (epoch {reading.epoch})",
             "\n".join(lines),
-            "lower the learning rate or warm it up longer, clip gradients (clip=1.0),\n"
-            f'check the inputs and labels named above;\nwith amp="fp16" try amp="bf16"; {GO_BACK}',
+            "if an input batch is not finite: clean the data; else lower the learning rate,\n"
+            "or warm it up longer, or clip gradients (clip=1.0);\n"
+            f'with amp="fp16" try amp="bf16"; {GO_BACK}',
             shared=True,
             code=37,
         )

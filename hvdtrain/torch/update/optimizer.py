@@ -252,7 +252,7 @@ class Optimizer(BatchPasses, torch.optim.Optimizer):
                 ("the update was refused" if self.session.proof.refused else "no backward() since the last step()")
                 if gradients.state == "idle"
                 else "backward(..., more=True) announced another backward()",
-                "write optimizer.backward(loss) instead of loss.backward(), and step() after each",
+                "write optimizer.backward(loss) instead of loss.backward(); call step() once after it",
                 code=28,
             )
         if gradients.state == "ready" and not self._stepper.has_gradients() and gradients.had_some:

@@ -37,7 +37,9 @@ def check_model(model: nn.Module) -> None:
         raise ConfigError(
             "prepare() needs the plain model, without a wrapper",
             f"a model wrapped by {wrapper}",
-            "give prepare() " + ("hvdtrain.torch.unwrap(model)" if wrapper == "hvdtrain" else "model.module"),
+            "call prepare() once; to prepare again: prepare(hvdtrain.torch.unwrap(model), optimizer.wrapped, ...)"
+            if wrapper == "hvdtrain"
+            else "give prepare() model.module",
             code=18,
         )
     for name, parameter in model.named_parameters():

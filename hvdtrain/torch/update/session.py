@@ -219,7 +219,7 @@ class Rates:
             raise ConfigError(
                 "the learning rate cannot be set elsewhere with lr=: prepare(..., lr=...) sets it",
                 f"it was set to {self._last}, and is now {now}",
-                "remove the scheduler, or remove lr= and keep the scheduler",
+                _SCHEDULES,
             )
         factor = self.lr.at(samples_seen, self.global_batch) / self.lr.base
         self._bases += now[len(self._bases) :]  # of groups that were added
@@ -241,9 +241,15 @@ class Rates:
             raise ConfigError(
                 "prepare(..., lr=...) cannot be combined with a scheduler: both set the learning rate",
                 "a scheduler of torch.optim.lr_scheduler was made for the same optimizer",
-                "remove the scheduler, or remove lr= and keep the scheduler",
+                _SCHEDULES,
                 code=23,
             )
+
+
+_SCHEDULES = (
+    'remove the scheduler: LR(..., schedule="cosine" or "step", milestones=...) has schedules;\n'
+    "or remove lr=, and keep the scheduler"
+)
 
 
 def _marks(optimizer: torch.optim.Optimizer) -> list[bool]:
