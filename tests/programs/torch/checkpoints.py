@@ -185,7 +185,7 @@ def case_checkpoints_of_something_else_are_refused(world: hvdtrain.World) -> Non
     checkpoints = hvdtrain.Checkpointer(FOLDER / f"own-{sys.argv[1]}-{world.size}")
     wide = Job(world, start=1, model=net(classes=5))
     before = hvt.fingerprint(wide.model)
-    with refused("3.weight has shape (3, 8) in the checkpoint, (5, 8) in the model", "3 classes", kind=CheckpointError):
+    with refused("3.weight has shape (3, 8) in the checkpoint, (5, 8) in the model", "3 outputs", kind=CheckpointError):
         checkpoints.restore(wide.state())
     assert hvt.fingerprint(wide.model) == before
     deep = Job(world, start=1, model=nn.Sequential(*net(), nn.Dropout(), nn.Linear(3, 3)))
