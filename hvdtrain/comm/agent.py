@@ -40,7 +40,7 @@ class AgentLine:
         self.asked_to_leave = 0  # the newest formation that the launcher wants to be left at an update
         self.dismissed = False  # there is no place for this process any more
         self.cut: Callable[[], None] = lambda: None  # breaks what the ranks of this formation are connected by
-        self._noted = self._told = (0, 0)  # formation, updates
+        self._noted = self._sent = (0, 0)  # formation, updates
         atexit.register(self._tell_at_end)
         before_end(self._tell_at_end)
         threading.Thread(target=self._listen, name="hvdtrain agent", daemon=True).start()
@@ -53,7 +53,7 @@ class AgentLine:
     def note(self, updates: int) -> None:
         """Notes how many updates are done, and reports the first of a formation now, others within a second."""
         self._noted = self.formation, updates
-        if self._told[0] != self.formation or not self._told[1]:
+        if self._sent[0] != self.formation or not self._sent[1]:
             self._tell()
 
     def _tell_at_end(self) -> None:
@@ -63,8 +63,8 @@ class AgentLine:
 
     def _tell(self) -> None:
         noted = self._noted
-        if noted != self._told:
-            self._told = noted
+        if noted != self._sent:
+            self._sent = noted
             self.say(do="updates", count=noted[1], formation=noted[0])
 
     def next_form(self) -> Form | None:
@@ -76,18 +76,18 @@ class AgentLine:
             while True:
                 found = self._link.receive(_TICK_S)
                 self._tell()
-                for said in found:
-                    self._take(said)
+                for message in found:
+                    self._take(message)
         self._forms.put(None)
 
-    def _take(self, said: Mapping[str, Any]) -> None:
-        if said["do"] == "form":
-            self._forms.put(said)
-        elif said["do"] == "regroup":
-            self.asked_to_leave = max(self.asked_to_leave, int(said["formation"]))
-        elif said["do"] == "dismiss":
+    def _take(self, message: Mapping[str, Any]) -> None:
+        if message["do"] == "form":
+            self._forms.put(message)
+        elif message["do"] == "regroup":
+            self.asked_to_leave = max(self.asked_to_leave, int(message["formation"]))
+        elif message["do"] == "dismiss":
             self.dismissed = True
-        elif said["do"] == "abort" and int(said["formation"]) == self.formation:
+        elif message["do"] == "abort" and int(message["formation"]) == self.formation:
             self.cut()
 
 

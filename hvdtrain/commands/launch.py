@@ -165,8 +165,8 @@ def _again_s(failed: Failure, outcome: Outcome, restarts: Restarts) -> float | N
     """Returns after how long the job is started again; None: it is not."""
     if outcome.interrupted is not None:
         return None
-    if outcome.told is not None:
-        report(f"not started again: the job got {signal.Signals(outcome.told).name}")
+    if outcome.signalled is not None:
+        report(f"not started again: the job got {signal.Signals(outcome.signalled).name}")
         return None
     wait_s, text = restarts.after(failed, outcome.updates)
     if wait_s is not None:

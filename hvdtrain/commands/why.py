@@ -146,13 +146,13 @@ def _causes(words: Sequence[Page], silent: Sequence[Page], head: str) -> str:
     first_s = min((page["failed"] for page in own), default=float("inf"))
     before = [page for page in silent if page.get("time", 0.0) < first_s - _TOGETHER_S]
     after = [page.get("rank", 0) for page in silent if page not in before]
-    told = [pages_in_words(before, head), errors_in_words(own or ([] if before else words))]
+    parts = [pages_in_words(before, head), errors_in_words(own or ([] if before else words))]
     lost = next((page for page in words if page["aftermath"]), None)
     if lost is not None and (own or before):
-        told.append(f"  after it: rank {lost['rank']}: {lost['error'].splitlines()[0]}")
+        parts.append(f"  after it: rank {lost['rank']}: {lost['error'].splitlines()[0]}")
     if after:
-        told.append(f"  after it: {names_of(after)} ended without a message: a launcher ends the others")
-    return "\n".join(filter(None, told))
+        parts.append(f"  after it: {names_of(after)} ended without a message: a launcher ends the others")
+    return "\n".join(filter(None, parts))
 
 
 def errors_in_words(pages: Sequence[Page]) -> str:

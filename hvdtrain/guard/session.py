@@ -54,7 +54,7 @@ class GuardSession:
         self._lock, self._over = threading.RLock(), threading.Event()
         self._done: set[int] = set()
         self._depth = threading.local()
-        self._told: set[tuple[str, str]] = set()
+        self._reported: set[tuple[str, str]] = set()
 
     def meet(self, rank: int, size: int, broadcast: Callable[[Any], Any]) -> None:
         """Connects the ranks, the first time; `broadcast` gives every rank rank 0's object; collective."""
@@ -141,9 +141,9 @@ class GuardSession:
     ) -> None:
         """Reports what this rank alone has found, once per source line; does not return if that ends the job."""
         line = line or user_line()
-        if not self.on or (name, line) in self._told or os.getpid() != self._pid:
+        if not self.on or (name, line) in self._reported or os.getpid() != self._pid:
             return
-        self._told.add((name, line))
+        self._reported.add((name, line))
         self.report(kind="finding", name=name, line=line, rule=rule, received=received, remedy=remedy, note=note)
         if not (note or self._warn) and self.rank:
             self._over.wait(60)  # until rank 0 ends all
@@ -250,9 +250,9 @@ class GuardSession:
                     self.report(kind="done")
                     self._over.wait()
         elif self.rank == 0:
-            said = [] if self._met else ["nothing to compare: one rank, or a script without hvd.init()"]
-            said += [f"nothing was watched: {self._report} is not written"] if self._report is not None else []
-            for line in said:
+            lines = [] if self._met else ["nothing to compare: one rank, or a script without hvd.init()"]
+            lines += [f"nothing was watched: {self._report} is not written"] if self._report is not None else []
+            for line in lines:
                 print(f"{PROGRAM}: {line}", file=sys.stderr)
         self.close()
         if self._unwritten is not None:
@@ -264,16 +264,16 @@ class GuardSession:
             self._write()
             wrong = [finding for finding in judge.findings if not finding.note]
             updates = sum(self.steps.values())
-            said = f"{updates} update(s) of {len(self.steps)} optimizer(s) on {self.size} ranks"
+            summary = f"{updates} update(s) of {len(self.steps)} optimizer(s) on {self.size} ranks"
             if wrong:
-                said += f"; {len(wrong)} finding(s) above"
+                summary += f"; {len(wrong)} finding(s) above"
             elif judge.averaged:
-                said += f": averaged, and the replicas equal in all {judge.compared} comparisons"
+                summary += f": averaged, and the replicas equal in all {judge.compared} comparisons"
             else:
-                said += ": nothing was compared"
+                summary += ": nothing was compared"
             if alone := judge.alone():
-                said += f"; not on all ranks, and not compared: {', '.join(alone)}"
-            print(f"{PROGRAM}: {said}", file=sys.stderr, flush=True)
+                summary += f"; not on all ranks, and not compared: {', '.join(alone)}"
+            print(f"{PROGRAM}: {summary}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         """Ends the threads and connections."""

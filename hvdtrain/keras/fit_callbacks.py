@@ -434,14 +434,14 @@ class Save(Callback):
         last = data is not None and data.complete(batch + 1)  # the epoch's own checkpoint follows at once
         step = self.place.progress.step
         due = self.every_steps and step // self.every_steps > self._saved_at // self.every_steps
-        told = self.place.preempted and step > self._saved_at
-        if (due or (told and data is not None)) and not last:
+        asked_to_end = self.place.preempted and step > self._saved_at
+        if (due or (asked_to_end and data is not None)) and not last:
             self._save({})
-        elif told and data is None:
+        elif asked_to_end and data is None:
             self.session.prepared.say(
                 "preempted: data that hvdtrain does not deal has no place within an epoch, so this epoch is completed"
                 " first, and saved",
-                once="told",
+                once="preempted",
             )
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:

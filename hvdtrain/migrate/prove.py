@@ -202,14 +202,14 @@ def _start(command: Sequence[str], folder: Path, updates: int, timeout_s: float)
         errors="replace", start_new_session=True,
     )  # fmt: skip
     try:
-        said, _ = process.communicate(timeout=timeout_s)
+        output, _ = process.communicate(timeout=timeout_s)
     except BaseException as error:
-        said = _end(process)
+        output = _end(process)
         if not isinstance(error, subprocess.TimeoutExpired):
             raise
-        raise _FailedError(f"did not make {updates} updates in {timeout_s:g} s", _last(said, work)) from error
+        raise _FailedError(f"did not make {updates} updates in {timeout_s:g} s", _last(output, work)) from error
     if process.returncode:
-        raise _FailedError(f"failed with exit code {process.returncode}", _last(said, work))
+        raise _FailedError(f"failed with exit code {process.returncode}", _last(output, work))
 
 
 def _end(process: subprocess.Popen[str]) -> str:
@@ -222,11 +222,11 @@ def _end(process: subprocess.Popen[str]) -> str:
         return process.communicate()[0]
 
 
-def _last(said: str, work: Path) -> str:
+def _last(output: str, work: Path) -> str:
     """Returns the last lines that were printed, with the user's own paths; torchrun's own report of a rank's end is no
     part of them."""
-    said = _TORCHRUNS.split(said)[0]
-    return "\n".join(said.replace(str(work), str(Path.cwd())).rstrip().splitlines()[-_TAIL_LINES:])
+    output = _TORCHRUNS.split(output)[0]
+    return "\n".join(output.replace(str(work), str(Path.cwd())).rstrip().splitlines()[-_TAIL_LINES:])
 
 
 def _read(folder: Path, framework: str) -> ScriptRun:

@@ -126,7 +126,7 @@ def bus_ids(ordinals: Iterable[int]) -> list[str]:
     return found
 
 
-def told(epochs: Iterable[Sequence[Reading]]) -> str:
+def summary(epochs: Iterable[Sequence[Reading]]) -> str:
     """Returns how busy and how full the GPUs were over epochs, each with a reading of every rank; "" if unknown."""
     ranks: dict[int, list[Reading]] = {}
     for epoch in epochs:

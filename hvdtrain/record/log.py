@@ -379,7 +379,7 @@ class RunLog:
             self._epochs.append({"kind": "epoch", "ranks": [self._phase_totals]})  # what no epoch has closed
         facts = replace(self.facts, idle=idle_share(self._cores, core_seconds()))
         found = verdict(phases_per_rank(self._epochs) or [{}], facts, waits_per_rank(self._epochs))
-        text = "\n".join(filter(None, [str(found), gpu.told(epoch.get("gpus", ()) for epoch in self._epochs)]))
+        text = "\n".join(filter(None, [str(found), gpu.summary(epoch.get("gpus", ()) for epoch in self._epochs)]))
         measured = status == "finished" and found.kind != "unknown"
         if measured:
             self._add_result({"verdict": text, "shares": found.shares})

@@ -355,8 +355,8 @@ class Sinks:
             work()
         except Exception as error:
             self._sinks.pop(name, None)
-            said = f"{type(error).__name__}: {error}"
-            say(f"hvdtrain: the sink {name} no longer follows the run: {said}", sys.stderr)
+            reason = f"{type(error).__name__}: {error}"
+            say(f"hvdtrain: the sink {name} no longer follows the run: {reason}", sys.stderr)
 
 
 class ScalarWriter:

@@ -314,14 +314,14 @@ class TrainingPart(Part):
         same_size = len(saved["streams"]) == world.size
         if self.data is not None and saved.get("others"):
             places = saved["others"][world.rank if same_size else 0]
-            put_others(self.data.others(self._extra.values()), places, tell=world.is_main)
+            put_others(self.data.others(self._extra.values()), places, report=world.is_main)
         if same_size:
             restore_streams(saved["streams"][world.rank], world.devices)
         else:
             start.split_streams(world, "resumed", saved["progress"]["samples_seen"])
 
 
-def put_others(others: Iterable[Loader], places: Iterable[dict[str, Any]], *, tell: bool = False) -> None:
+def put_others(others: Iterable[Loader], places: Iterable[dict[str, Any]], *, report: bool = False) -> None:
     """Puts loaders that no model was prepared with where they were; of several alike, the newest first."""
     left = list(places)
     for other in others:
@@ -330,7 +330,7 @@ def put_others(others: Iterable[Loader], places: Iterable[dict[str, Any]], *, te
             other.load_state_dict(left.pop(found))
     for place in left:
         epoch, done = place["epoch"], place["samples_in_epoch"]
-        if tell and (done or epoch > 1 and place["shuffle"]):  # 1: a look at a batch, by a loader that is gone
+        if report and (done or epoch > 1 and place["shuffle"]):  # 1: a look at a batch, by a loader that is gone
             print(
                 f"hvdtrain: the checkpoint has the place of a second loader, of {place['samples']} samples (epoch"
                 f" {epoch}, {done} samples done), and no loader of the same data and seed exists yet that could"

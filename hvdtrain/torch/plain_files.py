@@ -94,13 +94,13 @@ def write(content: Mapping[str, Any], file: StateFile, what: str) -> None:
         set_crc32_options(summed)
 
 
-def write_tensors(tensors: Mapping[str, Tensor], told: Mapping[str, str], file: StateFile) -> None:
+def write_tensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], file: StateFile) -> None:
     """Writes a safetensors file as it is laid out (https://github.com/huggingface/safetensors#format), of which the
     library would first make a copy: the length of the header, the header as JSON, the values."""
     empty = {name: torch.empty(0, dtype=tensor.dtype) for name, tensor in tensors.items()}
     example = save(empty)  # which has what the library calls the types
     named = json.loads(example[8 : 8 + int.from_bytes(example[:8], "little")])
-    header: dict[str, Any] = {"__metadata__": dict(sorted(told.items()))}
+    header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))}
     offset = 0
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # so that all are aligned
     for name in order:

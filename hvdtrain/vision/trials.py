@@ -104,7 +104,9 @@ class SplitJob:
 
         optimizer = torch.optim.SGD(list(model.parameters()), lr=0.001)
         if hasattr(model, "proofs"):
-            model.proofs = False  # which double a training's steps 1, 2, 4, 8 ... and would be measured as its usual ones
+            model.proofs = (
+                False  # which double a training's steps 1, 2, 4, 8 ... and would be measured as its usual ones
+            )
 
         def train(count: int = len(self.batches)) -> None:
             for name, value in change.items():

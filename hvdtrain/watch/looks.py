@@ -35,7 +35,7 @@ STILL, CIRCLES, MOVING = "still", "circles", "moving"
 Chain = tuple[tuple[str, str], ...]
 _PAUSE_S = 5.0  # without a tick: the process or the machine was stopped, and nobody waited
 _PAGE_S = 1.0
-_FRAMES, _THREADS, _LINE = 100, 50, 160  # that are told at most
+_FRAMES, _THREADS, _LINE = 100, 50, 160  # in a report at most
 _DEBUGGERS = ("pdb", "bdb", "ipdb", "pudb", "debugpy", "pydevd", "_pydevd_bundle")
 # What may take long, by modules (and functions: all of them, where none is named) that are on the stack meanwhile;
 # what a compiler has made runs without those of it that are named here
@@ -156,12 +156,12 @@ def stacks(first: int | None = None, *, all_threads: bool = True) -> list[dict[s
     order = sorted(frames, key=lambda ident: (ident != first, ident != main))[: _THREADS if all_threads else 1]
     return [
         {"thread": names.get(ident, str(ident)), "main": ident == main,
-         "frames": [_told(frame) for frame in list(_outwards(frames[ident]))[:_FRAMES]][::-1]}
+         "frames": [_frame_facts(frame) for frame in list(_outwards(frames[ident]))[:_FRAMES]][::-1]}
         for ident in order
     ]  # fmt: skip
 
 
-def _told(frame: FrameType) -> dict[str, Any]:
+def _frame_facts(frame: FrameType) -> dict[str, Any]:
     code = frame.f_code
     number = line_of(frame)
     text = linecache.getline(code.co_filename, number, frame.f_globals).strip()

@@ -285,7 +285,7 @@ class Tracker:
         finally:
             self._meeting = None
 
-    # -- what is said about it -------------------------------------------------------------------------------------
+    # -- reports -------------------------------------------------------------------------------------------------------
     def stuck(self, after_s: float) -> State | None:
         """Returns where this rank has waited for `after_s` or longer, unless all ranks are known to be there."""
         update, meeting = self._update, self._meeting

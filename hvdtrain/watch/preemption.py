@@ -74,7 +74,7 @@ class Notice:
         if not self.preempted:
             self.preempted, self._told_s = True, now_s
             if (line := elastic.line()) is not None:
-                line.say(do="told", signal=number)
+                line.say(do="signalled", signal=number)
             print(
                 f"hvdtrain: rank {self._rank} got {signal.Signals(number).name}: after the next update all ranks save"
                 f" and end, with exit code {PREEMPTED_CODE} (another SIGTERM ends this one at once)",

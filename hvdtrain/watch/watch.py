@@ -168,11 +168,11 @@ class Rounds:
             bundle.write(path, text, verdict, reports, silent)
             self._end(text, list(links.values()), verdict.ranks)
         elif verdict.kind:
-            said = hang.notes(verdict, {**reports, **silent}, hang_s)
+            notes = hang.notes(verdict, {**reports, **silent}, hang_s)
             place = f"{verdict} {reports[min(reports)]['updates']}"
             if place != self._left_alone:
                 self._left_alone = place
-                print(said, file=sys.stderr, flush=True)
+                print(notes, file=sys.stderr, flush=True)
 
     def _ask(self, links: Links, ranks: set[int], *, full: bool) -> None:
         self._number += 1
@@ -279,7 +279,7 @@ class Watch:
     # -- rank 0 ----------------------------------------------------------------------------------------------------
     def _compare(self) -> None:
         assert self._listener is not None
-        links: dict[RankLink, int] = {}  # rank; 0 until it has said who it is
+        links: dict[RankLink, int] = {}  # rank; 0 until it has sent which rank it is
         reports: dict[int, Mapping[str, Any]] = {}
         with selectors.DefaultSelector() as selector:
             selector.register(self._listener, selectors.EVENT_READ, None)
@@ -346,9 +346,9 @@ class Watch:
             text = [error.rule, error.received, error.remedy]
             if self._own.run_dir is not None:  # where `hvdtrain why` looks
                 ranks = list(range(self._tracker.size))
-                said = {rank: {"rank": rank, "at": state} for rank, state in enumerate(stuck)}
+                reported = {rank: {"rank": rank, "at": state} for rank, state in enumerate(stuck)}
                 bundle.write(
-                    bundle.path_of(self._own.run_dir), text, hang.Verdict("out of step", ranks, ranks), said, {}
+                    bundle.path_of(self._own.run_dir), text, hang.Verdict("out of step", ranks, ranks), reported, {}
                 )
             self._end_all(text, links, OUT_OF_STEP_CODE)
 
@@ -384,7 +384,7 @@ def _speak(error: list[str], rank: int, links: Sequence[RankLink], program: str,
         file=sys.stderr,
         flush=True,
     )
-    with contextlib.suppress(OSError):  # the engine breaks as soon as one rank is gone: no more need be said
+    with contextlib.suppress(OSError):  # the engine breaks as soon as one rank is gone: nothing more to report
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     for link in links:
         with contextlib.suppress(OSError):

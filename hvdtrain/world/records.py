@@ -76,8 +76,8 @@ def stream_of(data: Any, kind: StreamWords = STREAM) -> Callable[[int], Iterator
     ):
 
         def begin(epoch: int) -> Iterator[Any]:
-            for told in (data, getattr(data, "sampler", None)):
-                set_epoch = getattr(told, "set_epoch", None)
+            for part in (data, getattr(data, "sampler", None)):
+                set_epoch = getattr(part, "set_epoch", None)
                 if callable(set_epoch):
                     set_epoch(epoch)
             return iter(data)
@@ -108,7 +108,7 @@ class CountedRecords:
 
     Args:
         unstable: names of parts that differ from one reading to the next; it does not compare them.
-        told: a function that it calls before each record, with ~number.
+        on_record: a function that it calls before each record, with ~number.
         keep: the number of first records to keep, as `first`.
     """
 
@@ -116,13 +116,13 @@ class CountedRecords:
         self,
         records: Iterator[Any],
         unstable: frozenset[str] = frozenset(),
-        told: Callable[[int], None] = lambda number: None,
+        on_record: Callable[[int], None] = lambda number: None,
         keep: int = HEAD,
         kind: StreamWords = STREAM,
     ) -> None:
         self._records = records
         self._unstable = unstable
-        self._told = told
+        self._on_record = on_record
         self._keep = keep
         self._batch: list[Any] = []
         self._rest: list[Any] = []
@@ -139,7 +139,7 @@ class CountedRecords:
         if self._rest:
             record, self._rest = self._rest, []
             return self._noted(record)
-        self._told(~self.count)
+        self._on_record(~self.count)
         try:
             record = next(self._records)
         except StopIteration:

@@ -183,7 +183,7 @@ def _parts(data: Any, name: str, within: tuple[int, ...]) -> Iterator[tuple[str,
         inner = ((f".{attribute}", value) for attribute, value in attributes.items())
         yield name, type(data).__name__.encode()
     else:
-        yield name, _some_of(_said(data))
+        yield name, _some_of(_described(data))
     for key, value in inner or ():
         yield from _parts(value, f"{name}{key}", (*within, id(data)))
 
@@ -227,11 +227,11 @@ def _names(slots: Any) -> tuple[str, ...]:
     return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
-def _said(data: Any) -> str:
+def _described(data: Any) -> str:
     """Returns an object's repr if its class defines one without an address, else its name or that of its class."""
     kind = type(data)
-    says = any("__repr__" in vars(base) for base in kind.__mro__[:-1])
-    text = repr(data) if says and kind.__module__ != "builtins" else getattr(data, "__qualname__", kind.__name__)
+    has_text = any("__repr__" in vars(base) for base in kind.__mro__[:-1])
+    text = repr(data) if has_text and kind.__module__ != "builtins" else getattr(data, "__qualname__", kind.__name__)
     return kind.__name__ if " at 0x" in text else text
 
 

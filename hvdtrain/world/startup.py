@@ -36,7 +36,7 @@ from hvdtrain.core.version import __version__
 
 # ---- the end
 
-# Launchers kill all ranks when the first one ends. An error that every rank has is told whole by rank 0, so the others
+# Launchers kill all ranks when the first one ends. Rank 0 prints an error that every rank has, so the others
 # give it this time; they are usually killed within it.
 RANK_0_SPEAKS_FIRST_S = 3.0
 
@@ -105,11 +105,11 @@ def tuned(path: str | os.PathLike[str], environ: Mapping[str, str], local_size: 
     if others:
         return {}, f"{path} is not used: it was tuned for something else ({'; '.join(others)})"
     found = {name: value for name, value in wanted.items() if name not in environ}
-    told = [f"{name}={value}" for name, value in found.items()] or ["nothing to set"]
+    changes = [f"{name}={value}" for name, value in found.items()] or ["nothing to set"]
     for name in wanted.keys() - found.keys():
         if environ[name] != wanted[name]:
-            told.append(f"{name}={environ[name]} stays as it is set (tuned: {wanted[name]})")
-    return found, f"tuned by {path} under {content.get('launcher')}: {'; '.join(told)}"
+            changes.append(f"{name}={environ[name]} stays as it is set (tuned: {wanted[name]})")
+    return found, f"tuned by {path} under {content.get('launcher')}: {'; '.join(changes)}"
 
 
 def _may_be_set(name: str, value: object) -> bool:
@@ -166,7 +166,7 @@ def torch_modules(engine: str, detected: Detected, *, torchvision: bool = True) 
     try:
         chosen = choose_engine(engine, detected, "torch")
     except HvdtrainError as error:
-        error.shared = True  # the launcher told every rank the same
+        error.shared = True  # the launcher gave every rank the same
         raise
     install = install_command("torch", "build")
     needed = dict.fromkeys(("numpy", "torch", *(["torchvision"] * torchvision)), install)

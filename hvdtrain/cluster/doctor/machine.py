@@ -99,9 +99,9 @@ def _gpus(cluster: ClusterFacts, host: str, facts: Facts) -> Iterator[Finding]:
         return
     count = len(gpus["devices"])
     if not count and gpus["cards"]:
-        said = gpus["error"] or "nvidia-smi is not there"
+        reason = gpus["error"] or "nvidia-smi is not there"
         yield Finding(
-            "no-gpu-driver", "warning", (host,), f"{gpus['cards']} NVIDIA card(s), but no driver answers: {said}",
+            "no-gpu-driver", "warning", (host,), f"{gpus['cards']} NVIDIA card(s), but no driver answers: {reason}",
             "ranks would train on its processor",
             "install the driver and reboot; in a container: docker run --gpus all",
         )  # fmt: skip

@@ -110,9 +110,9 @@ def network(cluster: ClusterFacts, links: Links) -> Iterator[Finding]:
             "ranks connect to each other directly", links.no_network.remedy,
         )  # fmt: skip
     yield from _interfaces(cluster, links)
-    for host, said in links.unbound.items():
+    for host, error in links.unbound.items():
         yield Finding(
-            "no-port", "error", (host,), f"no port can be opened on {links.chosen[host].address}: {said}",
+            "no-port", "error", (host,), f"no port can be opened on {links.chosen[host].address}: {error}",
             "ranks listen for each other there", f"{cluster.on(host, 'ip', 'address')} shows its addresses",
         )  # fmt: skip
     yield from _unreached(cluster, links)

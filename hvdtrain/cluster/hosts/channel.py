@@ -94,14 +94,14 @@ class Channel:
         returncode = self._process.poll()
         if returncode is not None:
             self._threads[1].join(timeout=1.0)
-        said = (self._errors.decode(errors="replace") + self.noise).strip()
-        found = explain(self.name, returncode, said, self._ssh, python=self._python, answered=self._answered)
+        output = (self._errors.decode(errors="replace") + self.noise).strip()
+        found = explain(self.name, returncode, output, self._ssh, python=self._python, answered=self._answered)
         if found.kind == "denied" and returncode == 255:
             found = without_key(found, self.name, self._ssh)
         if not self.local or found.kind not in ("other", "timeout"):
             return found
         how = "does not answer" if returncode is None else f"ended with {returncode}"
-        what = f"{self._python} on this machine {how}: {said[-2000:] or 'it printed nothing'}"
+        what = f"{self._python} on this machine {how}: {output[-2000:] or 'it printed nothing'}"
         return SshProblem(found.kind, what, f"try: {shlex.join(self._process.args)}")  # type: ignore[arg-type]
 
     def close(self, wait_s: float) -> None:

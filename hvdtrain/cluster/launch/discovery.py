@@ -52,10 +52,10 @@ def asked(command: Sequence[str], timeout_s: float = TIMEOUT_S, closed: threadin
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             raise _no_list(command, f"not done in {timeout_s:g} s")
-        said, complained = ((file.seek(0), file.read().decode(errors="replace"))[1] for file in (out, err))
+        output, complained = ((file.seek(0), file.read().decode(errors="replace"))[1] for file in (out, err))
     if process.returncode != 0:
         raise _no_list(command, f"exit code {process.returncode}: {complained.strip()[-500:] or 'it printed nothing'}")
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
     try:
         return parse_hosts(",".join(lines)) if lines else []
     except ConfigError as error:

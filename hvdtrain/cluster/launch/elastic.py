@@ -90,28 +90,28 @@ class ElasticRunning(Running):
             own, self._port = self._plan.chosen[connection.host.name].address, message["port"]
             self._do(self._members.served(message["serial"], own, message["port"], now))
 
-    def _hear(self, number: int, said: dict[str, Any]) -> None:
-        super()._hear(number, said)
+    def _hear(self, number: int, message: dict[str, Any]) -> None:
+        super()._hear(number, message)
         if self._deadline_s is not None:
             return
-        now, formation = time.monotonic(), said.get("formation")
-        if said.get("do") == "answers" and not self._whole:
+        now, formation = time.monotonic(), message.get("formation")
+        if message.get("do") == "answers" and not self._whole:
             if number != self._answers_of:  # whoever began to say them may have been lost
                 self._answers_of = number
                 self._answers.clear()
-            self._answers.append(str(said.get("data")))
-            self._whole = bool(said.get("last"))
+            self._answers.append(str(message.get("data")))
+            self._whole = bool(message.get("last"))
             if self._whole:
                 for its in self._agent_of.values():
                     self._hand_answers_to(its)
                 self._do(self._members.answered(now))
-        elif said.get("do") == "wait" and isinstance(formation, int):
-            joinable, empty = bool(said.get("joinable", True)), bool(said.get("empty"))
+        elif message.get("do") == "wait" and isinstance(formation, int):
+            joinable, empty = bool(message.get("joinable", True)), bool(message.get("empty"))
             self._do(self._members.waits(number, formation, now, joinable=joinable, empty=empty))
-        elif said.get("do") == "hung" and formation == self._members.formation:
-            hung = [its.number for its in self._members.members() if its.rank in said.get("ranks", ())]
+        elif message.get("do") == "hung" and formation == self._members.formation:
+            hung = [its.number for its in self._members.members() if its.rank in message.get("ranks", ())]
             self._do(self._members.lost(hung, now, why="it lets the others wait: it hangs", gone=False))
-        elif said.get("do") == "updates" and isinstance(formation, int):
+        elif message.get("do") == "updates" and isinstance(formation, int):
             self._do(self._members.updated(formation, now))
 
     def _hand_answers_to(self, its: Connection) -> None:

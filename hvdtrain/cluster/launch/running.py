@@ -46,7 +46,7 @@ class Outcome:
     failed: Failure | None = None  # None: every rank ended well, or the user ended the job
     interrupted: int | None = None  # the signal by which the user ended it
     preempted: bool = False
-    told: int | None = None  # a signal passed on by the launcher: ranks were to end by it, or one has ended
+    signalled: int | None = None  # a signal passed on by the launcher: ranks were to end by it, or one has ended
     formations: list[dict[str, Any]] = field(default_factory=list)  # of an elastic job, beyond the first
     lost: list[dict[str, Any]] = field(default_factory=list)  # workers of an elastic job
     updates: int = 0  # counted through the whole run, as far as ranks reported them
@@ -102,7 +102,7 @@ class Running:
         self._host_of: dict[int, Connection] = {}
         self._master_port = port_of(uuid.uuid4().hex)
         self._cut: dict[str, str] = {}  # by host: that it does not reach the first one any more
-        self._cut_s = float("inf")  # when the first of them said so
+        self._cut_s = float("inf")  # when the first of them reported it
         self._looks: dict[LinkCheck, Callable[[str, list[Pair]], None]] = {}  # and what gets the answer
         self._no_link: tuple[str, list[Pair]] | None = None  # once ranks have lost one another: why, as far as known
         self._closing = False
@@ -206,7 +206,7 @@ class Running:
             rank = message["rank"]
             first_traceback_s, lines = self._agents.tracebacks.began_s.get(rank), tuple(self._agents.tails[rank])
             at_s = time.monotonic() - message["ago_s"]
-            self._note_told(-message["code"])
+            self._note_signal(-message["code"])
             done = self._job.given is None or self._agents.results.get(rank) == RETURNED
             self._ended(RankEnd(rank, host, message["code"], at_s, first_traceback_s, lines, done))
         elif kind == "worker":
@@ -227,16 +227,16 @@ class Running:
             why = f"stopped by a signal (SIGSTOP) for {message['for_s']:.0f} s"
             self._stopped(message["rank"], host, why)
 
-    def _hear(self, rank: int, said: dict[str, Any]) -> None:
-        if said.get("do") == "updates" and isinstance(said.get("count"), int):
-            self._updates[rank] = said["count"]
-            self.outcome.updates = max(self.outcome.updates, said["count"])
-        elif said.get("do") == "told":
-            self._note_told(said.get("signal"))
+    def _hear(self, rank: int, message: dict[str, Any]) -> None:
+        if message.get("do") == "updates" and isinstance(message.get("count"), int):
+            self._updates[rank] = message["count"]
+            self.outcome.updates = max(self.outcome.updates, message["count"])
+        elif message.get("do") == "signalled":
+            self._note_signal(message.get("signal"))
 
-    def _note_told(self, number: int | None) -> None:
+    def _note_signal(self, number: int | None) -> None:
         if number in self._passed:  # else another process has sent it to one rank
-            self.outcome.told = number
+            self.outcome.signalled = number
 
     def _ended(self, end: RankEnd) -> None:
         self._ends[end.rank] = end

@@ -46,7 +46,7 @@ class Prepared:
     whole: bool = False
     name: str = field(init=False)  # of the model's collectives
     clock: Clock = field(default_factory=Clock)  # of a recorded run's phases
-    said: set[str] = field(default_factory=set)  # notes that are printed once
+    printed: set[str] = field(default_factory=set)  # notes that are printed once
 
     def __post_init__(self) -> None:
         # Ranks prepare their models in the same order (checked at start). Counted on what joins the ranks, so that all
@@ -60,10 +60,10 @@ class Prepared:
 
     def say(self, text: str, *, once: str = "") -> None:
         """Prints a note, on rank 0; one that has a name (`once`) the first time only."""
-        if self.world.is_main and once not in self.said:
+        if self.world.is_main and once not in self.printed:
             print(f"hvdtrain: {text}", flush=True)
             if once:
-                self.said.add(once)
+                self.printed.add(once)
 
 
 @dataclass

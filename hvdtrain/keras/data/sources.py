@@ -90,7 +90,7 @@ class DatasetBatches(BatchSource):
 
     def __init__(self, dataset: Any, class_weight: Mapping[int, float] | None, seed: int) -> None:
         self._dataset, self._class_weight, self._seed = dataset, class_weight, seed
-        self._told = -1
+        self._shuffled = -1
         self.workers = dataset.workers
         count = dataset.num_batches
         if count is None:
@@ -110,15 +110,15 @@ class DatasetBatches(BatchSource):
         return batch_of(self._dataset[index], self._class_weight)
 
     def begin(self, epoch: int) -> None:
-        if epoch <= self._told:  # for example evaluated between two epochs: the shuffle is not undone
+        if epoch <= self._shuffled:  # for example evaluated between two epochs: the shuffle is not undone
             return
-        for past in range(self._told, epoch):
+        for past in range(self._shuffled, epoch):
             if past >= 0:
                 with OwnRandom(of_imported(), epoch_seed(self._seed, past)).in_place():
                     self._dataset.on_epoch_end()
             with OwnRandom(of_imported(), epoch_seed(self._seed, past + 1)).in_place():
                 self._dataset.on_epoch_begin()
-        self._told = epoch
+        self._shuffled = epoch
 
     def digest(self) -> same_data.Digest:
         return same_data.of_items(self._dataset, self.units)

@@ -50,11 +50,11 @@ def marked(arguments: tuple[Any, ...], chunk: Chunk, names: Sequence[str] = ()) 
         return arguments
     keys = [*map(str, range(len(arguments) - len(names))), *names]
     by_name = isinstance(chunk, Mapping)
-    said = {str(key): one for key, one in (chunk.items() if isinstance(chunk, Mapping) else enumerate(chunk))}
+    marks = {str(key): one for key, one in (chunk.items() if isinstance(chunk, Mapping) else enumerate(chunk))}
     try:
-        if set(said) - set(keys) if by_name else len(said) != len(arguments):
+        if set(marks) - set(keys) if by_name else len(marks) != len(arguments):
             raise ValueError
-        ones = [said.get(key, 0) for key in keys] if by_name else list(said.values())
+        ones = [marks.get(key, 0) for key in keys] if by_name else list(marks.values())
         return tuple(_marked(value, one) for value, one in zip(arguments, ones, strict=True))
     except (ValueError, KeyError, TypeError):
         raise ConfigError(

@@ -152,15 +152,15 @@ def _place(detected: Detected, number: int, seconds: float) -> tuple[list[str], 
         mine = json.dumps([addresses, listener.getsockname()[1]])
     if comm is not None:
         with watched_mpi(detected, seconds):
-            told = comm.bcast(mine)
+            place = comm.bcast(mine)
     else:
         assert detected.rendezvous is not None
         store = Rendezvous(detected.rendezvous, scope=f"hvdtrain.{number}")
         if detected.rank == 0:
             store.set("place", mine)
         wait_for_all(store, detected.rank, detected.size, seconds)
-        told = store.get("place")
-    hosts, port = json.loads(told)
+        place = store.get("place")
+    hosts, port = json.loads(place)
     return hosts, port, listener
 
 

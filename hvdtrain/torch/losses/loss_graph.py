@@ -233,8 +233,8 @@ def _of_mean(node: Any, term: Term, samples: int) -> Term:
 
 def _dims(node: Any, sizes: list[int]) -> set[int]:
     """Returns the dimensions of a sum or mean, by default all."""
-    told = getattr(node, "_saved_dim", None) or range(len(sizes))
-    return {signed(dim) % len(sizes) for dim in told}
+    dims = getattr(node, "_saved_dim", None) or range(len(sizes))
+    return {signed(dim) % len(sizes) for dim in dims}
 
 
 def _of_loss(name: str, node: Any, term: Term, samples: int) -> Term:

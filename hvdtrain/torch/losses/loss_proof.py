@@ -258,9 +258,9 @@ class LossProof:
                 if number == term.values:
                     continue
                 if number in totals or before != samples:
-                    said = f"as one over the whole update is (write / {number / samples:g} / len(x) if you mean it)"
-                    said = said if number in totals else f"and so was one over {before}"
-                    self.found(f"a sum over {samples} samples is divided by {number:g}, {said}", tally, weight)
+                    meaning = f"as one over the whole update is (write / {number / samples:g} / len(x) if you mean it)"
+                    meaning = meaning if number in totals else f"and so was one over {before}"
+                    self.found(f"a sum over {samples} samples is divided by {number:g}, {meaning}", tally, weight)
             if not counts:  # the error's fix covers a number of unknown meaning
                 self.found("", tally, weight)
 

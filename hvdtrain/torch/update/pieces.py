@@ -57,10 +57,10 @@ class Check:
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        said = f"the batch is {'' if self.exact else 'not '}the sum of its pieces, weighed by {self.weight}"
+        verdict = f"the batch is {'' if self.exact else 'not '}the sum of its pieces, weighed by {self.weight}"
         gaps = f"loss off by {self.loss:.1e}, gradient by {self.gradient:.1e} of the largest"
         where = f" (most in {self.parameter})" if self.parameter else ""
-        return "; ".join([f"{said}: {gaps}{where}", *self.notes])
+        return "; ".join([f"{verdict}: {gaps}{where}", *self.notes])
 
 
 def check(step: Callable[[Any], Tensor], batch: Any, *, weight: Weight = None) -> Check:

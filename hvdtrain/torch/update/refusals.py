@@ -111,7 +111,7 @@ def _wrapper_of(kind: type) -> str:
 
 _reached = WeakTensorKeyDictionary()  # parameters of no prepared model that a loss would put gradients into
 _watching = False
-_told = set[str]()
+_reported = set[str]()
 
 
 def watch_unprepared() -> None:
@@ -154,8 +154,8 @@ def _check_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             'whose groups have separate rates: SGD([{"params": ..., "lr": ...}, ...]), and prepare() these',
             shared=True,
         )
-    if its and kind not in _told and sessions[0].world.is_main:
-        _told.add(kind)
+    if its and kind not in _reported and sessions[0].world.is_main:
+        _reported.add(kind)
         print(
             f"hvdtrain: {kind}.step() of an optimizer that is not prepared: each rank trains its own copy of its"
             f" parameters; hvdtrain.torch.prepare(model, optimizer, data) averages their gradients",

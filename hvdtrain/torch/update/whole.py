@@ -33,7 +33,7 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, np.generic)
 _SMALL = 1 << 20  # bytes: less is not reported
 _ALIGNED = 16  # any type of number may begin at such a byte
 _ITEMS = (str, bytes, bool, int, float)  # in a tuple: one for each sample
-_told: WeakSet[Session] = WeakSet()  # of outputs larger than the gradients
+_warned: WeakSet[Session] = WeakSet()  # of outputs larger than the gradients
 _reports: WeakKeyDictionary[Session, dict[str, tuple[Any, bytes, list[Any]]]] = WeakKeyDictionary()
 _lists: WeakKeyDictionary[Session, dict[str, bool]] = WeakKeyDictionary()  # are parts of a value
 
@@ -110,10 +110,10 @@ def joined(own: Sequence[Any], steps: Sequence[Step | None], world: World, sessi
     every = _of_all([tensors for _, tensors in mine], reports, world)
     joiner = _Joiner(every, {} if session is None else _lists.setdefault(session, {}))
     found = joiner.value([piece.node for piece in joiner.pieces], [piece.node for piece in joiner.absent], own[0])
-    if session is not None and world.is_main and session not in _told:
+    if session is not None and world.is_main and session not in _warned:
         gradients = sum(parameter.nbytes for parameter in session.gradients.parameters())
         if joiner.bytes > max(_SMALL, gradients):
-            _told.add(session)
+            _warned.add(session)
             print(
                 f"hvdtrain: hvt.whole() sends {joiner.bytes / 1e6:,.1f} MB of outputs an update, and"
                 f" {gradients / 1e6:,.1f} MB of gradients; a loss in which samples do not meet needs only"

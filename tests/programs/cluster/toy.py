@@ -51,7 +51,7 @@ def when_told(how: str) -> None:
         if how == "dies":
             signal.signal(signal.SIGUSR1, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGUSR1)
-        os.write(int(os.environ["HVDTRAIN_AGENT_FD"]), json.dumps({"do": "told", "signal": 10}).encode() + b"\n")
+        os.write(int(os.environ["HVDTRAIN_AGENT_FD"]), json.dumps({"do": "signalled", "signal": 10}).encode() + b"\n")
         os._exit(3)
 
     signal.signal(signal.SIGUSR1, end)

@@ -147,6 +147,6 @@ def test_ranks_are_told_together_and_the_least_busy_one_is_named() -> None:
         return {"busy": busy, "memory_gib": memory, "total_gib": 80.0, "samples": samples}
 
     epochs = [[reading(0.9, 30.0, 10), reading(0.2, 8.125, 10)], [reading(0.9, 31.0, 30), {}]]
-    assert gpu.told(epochs) == "GPUs busy 55 % (rank 1: 20 %), memory 31 of 80 GiB"
-    assert gpu.told([[reading(0.5, 1.0, 1), reading(0.45, 1.0, 1)]]) == "GPUs busy 48 %, memory 1 of 80 GiB"
-    assert gpu.told([[{}, {"error": "x"}]]) == gpu.told([]) == ""
+    assert gpu.summary(epochs) == "GPUs busy 55 % (rank 1: 20 %), memory 31 of 80 GiB"
+    assert gpu.summary([[reading(0.5, 1.0, 1), reading(0.45, 1.0, 1)]]) == "GPUs busy 48 %, memory 1 of 80 GiB"
+    assert gpu.summary([[{}, {"error": "x"}]]) == gpu.summary([]) == ""
