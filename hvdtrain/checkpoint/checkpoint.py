@@ -332,6 +332,8 @@ class Checkpointer:
     def _restore(self, state: Mapping[str, Part], which: str) -> Progress | None:
         chosen = self.world.on_main(self._choose, which, sorted(state))
         if chosen is None:
+            if self.world.is_main:
+                print(f"hvdtrain: {self.directory} holds no checkpoint: training starts from the beginning", flush=True)
             return None
         name, manifest = chosen
         # every rank looks in its own directory: paths may differ between hosts, names do not

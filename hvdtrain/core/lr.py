@@ -118,6 +118,13 @@ class LR:
             return peak * (self.final + (1 - self.final) * wave)
         return peak
 
+    def described(self, global_batch: int) -> str:
+        """Returns the peak in words, with what it is computed from."""
+        return (
+            f"{self.peak(global_batch):g} = base {self.base:g} x {self.factor(global_batch):g}"
+            f" (global batch {global_batch}, reference {self.reference_batch})"
+        )
+
     def check_optimizer(self, current: float, global_batch: int) -> None:
         """Raises `ConfigError` unless the optimizer was made with `base`: only LR scales it."""
         peak = self.peak(global_batch)
@@ -126,8 +133,7 @@ class LR:
         if math.isclose(current, peak, rel_tol=_SAME_RATE):
             raise ConfigError(
                 "the learning rate must not be scaled twice: the optimizer needs the base rate, LR scales it",
-                f"optimizer {current:g} = base {self.base:g} x {self.factor(global_batch):g}"
-                f" (global batch {global_batch}, reference {self.reference_batch})",
+                f"optimizer {self.described(global_batch)}",
                 f"make the optimizer with {self.base:g}, or give LR(base={current:g}, reference_batch={global_batch})",
                 code=21,
             )

@@ -151,6 +151,8 @@ def prepare(
         proof = prove(session)
         if world.is_main and world.size > 1:
             print(f"hvdtrain: {proof}", flush=True)
+            if rates is not None:
+                print(f"hvdtrain: learning rate {rates.lr.described(rates.global_batch)}", flush=True)
             if data is None:
                 print(_NO_LOADER, flush=True)
             if layers := count_unsynchronized(model):

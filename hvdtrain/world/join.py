@@ -43,7 +43,11 @@ _ENGINES = {"torch": "hvdtrain.torch.engines.engine", "keras": "hvdtrain.keras.b
 _CHOSEN = 2**32  # seeds that a program sets are below it; those that PyTorch draws, of 53 bits, almost never
 
 
-@refuses_other_keywords(backend='engine="horovod", or "ddp"', gpus='device="cpu", "cuda" or "auto"')
+@refuses_other_keywords(
+    framework='hvdtrain.init("torch"), or hvdtrain.init("keras")',
+    backend='engine="horovod", or "ddp"',
+    gpus='device="cpu", "cuda" or "auto"',
+)
 def init(
     framework: Literal["torch", "keras"],
     *,
@@ -137,7 +141,7 @@ def _detected(its: JobRanks) -> Detected:
 
 def _engine_of(framework: str, engine: str, detected: Detected, its: JobRanks) -> str:
     if framework not in _ENGINES:
-        raise ConfigError('framework must be "torch" or "keras"', f"framework={framework!r}")
+        raise ConfigError('framework must be "torch" or "keras"', f"framework={framework!r}", 'init("torch")')
     chosen = choose_engine(engine, detected, framework)
     if its.may_change and chosen != "horovod":
         raise ConfigError(

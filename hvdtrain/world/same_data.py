@@ -120,7 +120,8 @@ def _diagnose(cards: Sequence[Card], sketches: Sequence[Any]) -> tuple[str, str]
         guess = "each rank got a part of the data (x[rank::size]), or lists its files in another order (os.listdir)"
         return (
             f"{held}\nno sample in common among those that were read: {guess}; or makes data with another seed",
-            f"{ALL_THE_DATA}; sort lists of files: sorted(os.listdir(folder))",
+            f"{ALL_THE_DATA}; sort lists of files: sorted(os.listdir(folder));\n"
+            "made with random numbers: the same seed on every rank, torch.manual_seed(0), default_rng(0)",
         )
     if max(samples) != min(samples):
         return held + "\nother lengths", "give every rank the same files, read whole; " + ALL_THE_DATA

@@ -208,6 +208,11 @@ class World:
         If `fn` fails, rank 0 raises its exception, and every other rank raises `MainRankError` with the message and the
         traceback. `fn` must not call anything collective: only rank 0 runs it.
         """
+        if not callable(fn):
+            raise ConfigError(
+                "on_main() needs a function, and what to call it with", f"{type(fn).__name__}: it was called before",
+                'world.on_main(torch.save, state, "m.pt")',
+            )  # fmt: skip
         return self._on_main(
             functools.lru_cache(maxsize=1)(lambda: fn(*args, **kw)), getattr(fn, "__qualname__", repr(fn))
         )
@@ -321,8 +326,12 @@ def _same_names(reports: Sequence[Mapping[str, float]]) -> list[str]:
 
 
 def per_rank(values: Sequence[Any]) -> str:
-    """Lists values per rank, equal neighbours folded: "ranks 0-2: 0.1" / "rank 3: 0.2"."""
-    return by_rank([text if len(text) <= 300 else text[:297] + "..." for text in map(repr, values)])
+    """Lists values per rank, equal neighbours folded: "ranks 0-2: 0.1" / "rank 3: 0.2"; of mappings what differs."""
+    texts = list(map(repr, values))
+    if all(isinstance(value, Mapping) for value in values):
+        differing = [name for name in values[0] if len({repr(value.get(name)) for value in values}) > 1]
+        texts = [", ".join(f"{name}={value.get(name)!r}" for name in differing) for value in values]
+    return by_rank([text if len(text) <= 300 else text[:297] + "..." for text in texts])
 
 
 _current: World | None = None

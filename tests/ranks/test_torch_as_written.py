@@ -38,6 +38,7 @@ ROWS = {  # row: what was tried, and how it ends
     "T37a": ("a head outside of the prepared model, stepped by a plain optimizer of its own", "refused"),
     "T37b": ("the same as a part of the model, with a group of its own", "exact"),
     "T37c": ("a plain optimizer of another model, in a loop of several ranks", "mended"),
+    "T37d": ("an optimizer made after prepare(), under the name of the prepared one", "mended"),
     "T38a": ("a loss of the whole batch plus one of this rank's outputs", "refused"),
     "T38b": ("both of the whole batch", "exact"),
     "T38c": ("a sum over the whole batch, divided by this rank's len(x)", "mended"),

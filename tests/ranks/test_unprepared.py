@@ -41,6 +41,6 @@ def test_a_training_without_prepare_is_reported_once(program: str, framework: st
     code = program.replace("PREPARED", str(prepared))
     done = run_ranks(["-c", code], 2, env={"KERAS_BACKEND": "torch"}, timeout_s=120).check()
     assert done.out.count("hvdtrain averages nothing") == (not prepared), done.text
-    assert done.out.count(f"fix: {'model, optimizer = ' * (framework == 'torch')}hvdtrain.{framework}.prepare(") == (
-        not prepared
-    ), done.text
+    fixes = done.out.count(f"fix: {'model, optimizer = ' * (framework == 'torch')}hvdtrain.{framework}.prepare(")
+    # beside a prepared model, torch reports the plain optimizer in other words
+    assert fixes == (not prepared or framework == "torch"), done.text

@@ -210,7 +210,7 @@ def _begin(world: World, walked: Streamed, kind: StreamWords, seed: int) -> Stre
 
 def _compare(world: World, source: Any, plan: Plan, whole_batches: int) -> None:
     """Raises `ReplicaError` where ranks have other data, `ConfigError` where there is none; collective."""
-    world.agree("data (samples, batch, seed, order, tail)", (*vars(plan).values(), whole_batches))
+    world.agree("data (samples, batch, seed, order, tail)", {**vars(plan), "whole_batches": whole_batches})
     if plan.samples == 0:
         raise ConfigError("training needs samples", "the data set has none", "give data", shared=True)
     if world.size > 1:

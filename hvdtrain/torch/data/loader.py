@@ -270,6 +270,9 @@ class Loader(Dealt):
             ConfigError: an epoch had two training loops; then its end, and where to resume, are undefined.
         """
         its = elastic.ranks() if self.followers else elastic.JobRanks()
+        if self.position[0] >= total > 0 and self.world.is_main:
+            done = f"hvdtrain: {total} of {total} epochs are done, and nothing is trained"
+            print(f"{done}\n  fix: give epochs() a larger number, or train in another directory", flush=True)
         while True:
             its.begin_epoch()
             if self.position[0] >= total:
@@ -349,8 +352,7 @@ class Loader(Dealt):
             self._part_reported = True
             print(
                 "hvdtrain: a loop over a loader without optimizer.backward() read rank 0's part of the samples"
-                "\n  fix: what it computes is that part's; hvt.evaluate, hvt.predict and hvt.update_bn read every part,"
-                " and world.sum(...) adds up the ranks'",
+                "\n  fix: world.sum(right) / world.sum(count), or hvt.evaluate, hvt.predict, hvt.update_bn of all",
                 file=sys.stderr, flush=True,
             )  # fmt: skip
         self._end_of_loop(*self._after_loop())

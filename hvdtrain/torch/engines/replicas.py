@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.core.errors import ReplicaError
+from hvdtrain.torch.engines import unprepared
 from hvdtrain.torch.engines.shell import unwrap
 from hvdtrain.world.same_data import PRIME
 from hvdtrain.world.world import World
@@ -86,8 +87,9 @@ def check_equal(module: nn.Module, world: World, when: str) -> None:
         f"the replicas must be equal ({when})",
         f"{first} of rank(s) {', '.join(map(str, others))} differs from rank 0's"
         + (f"; {len(differing)} of {len(reports[0])} parameters differ" if len(differing) > 1 else ""),
-        "change parameters on every rank alike, only through optimizer.step();\nload weights before prepare(), or with"
-        " Checkpointer.restore",
+        (f"prepare() was never called: {unprepared.PREPARE}\n" if unprepared.reported else "")
+        + "change parameters on every rank alike, only through optimizer.step();\n"
+        "load weights before prepare(), or with Checkpointer.restore",
         shared=True,
         code=45,
     )

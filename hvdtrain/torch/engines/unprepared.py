@@ -9,6 +9,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
+PREPARE = "model, optimizer = hvdtrain.torch.prepare(model, optimizer, train)"
+reported = False  # an optimizer that averages nothing
 _watching: list[RemovableHandle] = []
 
 
@@ -24,10 +26,13 @@ def stop() -> None:
 
 
 def _report(rank: int, size: int, optimizer: Optimizer, *_: Any) -> None:
+    global reported
     stop()
+    if not hasattr(optimizer, "synchronize"):
+        reported = True
     if rank == 0 and not hasattr(optimizer, "synchronize"):  # which Horovod's own has: it averages
         print(
             f"hvdtrain: {type(optimizer).__name__}.step() on {size} ranks, but prepare() was not called: hvdtrain"
-            " averages nothing\n  fix: model, optimizer = hvdtrain.torch.prepare(model, optimizer, train)",
+            f" averages nothing\n  fix: {PREPARE}",
             flush=True,
         )

@@ -85,7 +85,8 @@ class Tally:
             self.squares = self.squares + (divisor**2 - before**2) / weight
 
         def text() -> str:
-            shown = "; ".join(dict.fromkeys(f"it divides by {term.what} = {float(term.divisor):g}" for term in terms))
+            divided = [term for term in terms if term.what != Term.what]
+            shown = "; ".join(dict.fromkeys(f"it divides by {term.what} = {float(term.divisor):g}" for term in divided))
             known = f"{shown}; " if shown else ""
             return f"{known}weighed by {float(weight):g}, {samples or 'an unknown number of'} samples"
 

@@ -163,7 +163,8 @@ class Gradients:
             raise ConfigError(
                 f"gradients must come from {self._call}: it weighs, scales and averages them",
                 "loss.backward() was called, or a pipeline's own step()",
-                f"write {self._call} instead, with the optimizer that prepare() returned",
+                f"write {self._call} instead, with the optimizer that prepare() returned;\n"
+                "with a GradScaler: optimizer.backward(scaler.scale(loss))",
                 code=27,
             )
         if self.state == "ready":

@@ -67,6 +67,12 @@ class Optimizer(BatchPasses, torch.optim.Optimizer):
         return False
 
     def __init__(self, session: Session) -> None:
+        if isinstance(session, list):  # of groups: Horovod makes another one of the same class
+            raise ConfigError(
+                "an optimizer that prepare() returned cannot be wrapped again: it averages already",
+                "hvd.DistributedOptimizer(optimizer), or another wrapper that makes one of its class",
+                "remove the wrapper",
+            )
         # not torch's own __init__: there is one set of groups and of state, the wrapped optimizer's
         self.wrapped = session.optimizer
         super().__init__(session)

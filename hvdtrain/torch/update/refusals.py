@@ -14,6 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.torch.losses.loss_graph import leaves_of
 from hvdtrain.torch.update.session import prepared_optimizers, session_of
+from hvdtrain.world.world import current
 
 # who wraps models and optimizers, by how the name of their class's module begins
 _WRAPPERS = {
@@ -133,19 +134,22 @@ def note_reached(loss: Tensor) -> None:
 
 
 def _prepared() -> Iterator[nn.Parameter]:
-    return (parameter for module in list(prepared_optimizers) for parameter in module.parameters())
+    """Yields parameters that a prepared optimizer trains, until it is closed or deleted."""
+    modules = (module for module in list(prepared_optimizers) if session_of(module) is not None)
+    return (parameter for module in modules for parameter in module.parameters())
 
 
 def _check_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     sessions = [session for module in list(prepared_optimizers) if (session := session_of(module)) is not None]
-    if not sessions or any(session.stepping for session in sessions):
+    world = current()
+    if world is None or world.size == 1 or any(session.stepping for session in sessions):
         return
     prepared, kind = set(map(id, _prepared())), type(optimizer).__name__
     its = [
         p for group in optimizer.param_groups for p in group["params"] if p.grad is not None and id(p) not in prepared
     ]
     reached = [tuple(parameter.shape) for parameter in its if parameter in _reached]
-    if reached:
+    if sessions and reached:
         raise ConfigError(
             "all parameters that a loss trains must belong to the prepared model",
             f"{kind}.step() of an optimizer without prepare():\nthe loss reaches {len(reached)} of its parameters,"
@@ -154,10 +158,11 @@ def _check_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             'whose groups have separate rates: SGD([{"params": ..., "lr": ...}, ...]), and prepare() these',
             shared=True,
         )
-    if its and kind not in _reported and sessions[0].world.is_main:
+    averages = hasattr(optimizer, "synchronize")  # Horovod's own
+    if its and not averages and kind not in _reported and world.is_main:
         _reported.add(kind)
         print(
             f"hvdtrain: {kind}.step() of an optimizer that is not prepared: each rank trains its own copy of its"
-            f" parameters; hvdtrain.torch.prepare(model, optimizer, data) averages their gradients",
+            " parameters\n  fix: model, optimizer = hvdtrain.torch.prepare(model, optimizer, data), with this one",
             flush=True,
         )

@@ -534,6 +534,20 @@ def case_an_optimizer_that_the_loss_does_not_reach(world: hvdtrain.World) -> Non
     shown("T37c", "one line reports it")
 
 
+def case_an_optimizer_made_after_prepare(world: hvdtrain.World) -> None:
+    """It takes the name of the prepared one, which is deleted: what it trains is reported."""
+    model, optimizer, data = ready(world, Y, net())
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.01)
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        for x, y in data:
+            optimizer.zero_grad()
+            CE(model(x), y).backward()
+            optimizer.step()
+    assert said.getvalue().count("Adagrad.step() of an optimizer that is not prepared") == world.is_main
+    shown("T37d", "one line reports it")
+
+
 # -- the whole batch beside a part of it -----------------------------------------------------------------------------
 def case_a_loss_of_the_whole_and_of_a_part(world: hvdtrain.World) -> None:
     model, optimizer, data = ready(world, Y, net())
