@@ -28,11 +28,11 @@ from torchmetrics import Metric
 
 import hvdtrain
 import hvdtrain.torch as hvt
-from hvdtrain import ConfigError, ReplicaError, Step, World
+from hvdtrain import ConfigError, Step, World
+from hvdtrain.integrations.summing import GradientSums
 
 _STATISTICS = ("running_mean", "running_var")
 _ABSENT = object()
-_PROJECTED = 1e-4, 1e-9  # by how much a projection of summed gradients may be off: float32, float64
 
 
 class HorovodStrategy(ParallelStrategy):
@@ -65,7 +65,8 @@ class HorovodStrategy(ParallelStrategy):
         self._optimizer: Any = None
         self._accumulate = 1
         self._loss: tuple[Any, Any] = (None, None)  # of the batch at hand, with its weight
-        self._updating = self._proven = False
+        self._updating = False
+        self._sums = GradientSums(world, verify=options.get("verify", True))  # of manual optimization
         self._compared = -1  # the epoch in which replicas were compared last
 
     # -- the ranks -------------------------------------------------------------------------------------------------
@@ -349,42 +350,9 @@ class HorovodStrategy(ParallelStrategy):
             parameter.grad = None
         found = super().backward(loss * (step.samples / step.global_samples), None, *args, **kwargs)
         fresh = [None if step.padding or p.grad is None else p.grad.detach() for p in parameters]
-        for parameter, gradient, before in zip(parameters, self._summed(parameters, fresh), earlier, strict=True):
+        for parameter, gradient, before in zip(parameters, self._sums.of(parameters, fresh), earlier, strict=True):
             parameter.grad = gradient if before is None else before if gradient is None else before + gradient
         return found
-
-    def _summed(self, parameters: list[nn.Parameter], fresh: list[Tensor | None]) -> list[Tensor | None]:
-        if self.world.size == 1:
-            return fresh
-        flags = torch.tensor([float(gradient is not None) for gradient in fresh], device=self.root_device)
-        used = [bool(number) for number in hvt.reduce(flags, "sum", world=self.world)]
-        summed: list[Tensor | None] = [None] * len(parameters)
-        for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
-            places = [at for at, parameter in enumerate(parameters) if used[at] and parameter.dtype == dtype]
-            if not places:
-                continue
-            own = [torch.zeros_like(parameters[at]) if (its := fresh[at]) is None else its for at in places]
-            flat = torch.cat([gradient.reshape(-1) for gradient in own])
-            total = hvt.reduce(flat, "sum", world=self.world)
-            self._prove(flat, total)
-            for at, piece in zip(places, total.split([gradient.numel() for gradient in own]), strict=True):
-                summed[at] = piece.view_as(parameters[at])
-        return summed
-
-    def _prove(self, own: Tensor, total: Tensor) -> None:
-        """Compares a random projection of the first summed gradients with the sum of the ranks' projections."""
-        if self._proven or not self._options.get("verify", True):
-            return
-        self._proven = True
-        made = torch.Generator().manual_seed(1)
-        direction = torch.randn(own.shape, generator=made, dtype=torch.float64).to(own.device)
-        reports = self.world.gather((float(own.double() @ direction), float(own.double().abs() @ direction.abs())))
-        expected, scale = (sum(its[at] for its in reports) for at in (0, 1))
-        found = float(total.double() @ direction)
-        if not abs(found - expected) <= _PROJECTED[own.dtype == torch.float64] * scale:
-            raise ReplicaError("gradients must be summed over ranks", f"{found:g}, not {expected:g}", shared=True)
-        if self.world.is_main:
-            print(f"hvdtrain: averaging proven: {self.world.size} ranks, manual optimization", flush=True)
 
     # -- predictions -----------------------------------------------------------------------------------------------
     def on_predict_end(self) -> None:
