@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import hvdtrain.torch as hvt
 from hvdtrain import ReplicaError, World
+from hvdtrain.torch.engines import unprepared
 
 _PROJECTED = 1e-4, 1e-9  # by how much a projection of summed gradients may be off: float32, float64
 
@@ -22,12 +24,54 @@ class GradientSums:
 
     def __init__(self, world: World, *, verify: bool = True) -> None:
         self._world, self._verifies = world, verify
+        self.unsummed: set[nn.Parameter] = set()  # their gradients are not the same on all ranks yet
 
-    def of(self, parameters: Sequence[nn.Parameter], own: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Returns each parameter's sum over ranks of `own`, or None where no rank has a gradient; collective."""
+    def backward(
+        self, parameters: Sequence[nn.Parameter], differentiate: Callable[[], Any], *,
+        counts: bool = True, apart: Collection[nn.Parameter] = (),
+    ) -> Any:  # fmt: skip
+        """Adds the sum over ranks of what `differentiate` finds to `p.grad`; collective. Returns what that returns.
+
+        Until it is summed, a gradient is kept times the number of ranks: the mean over ranks of `p.grad` is then right
+        for its summed part, which is the same on all ranks, and for the rest.
+
+        Args:
+            parameters: those that can get a gradient.
+            differentiate: the backward pass.
+            counts: False drops what it finds, on a rank without samples.
+            apart: parameters whose sum waits for a later backward pass.
+        """
+        earlier = [parameter.grad for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+        found = differentiate()
+        for parameter, before in zip(parameters, earlier, strict=True):
+            fresh, parameter.grad = parameter.grad, before
+            if fresh is not None:
+                self.unsummed.add(parameter)
+                fresh = fresh.detach() * self._world.size if counts else torch.zeros_like(fresh)
+                parameter.grad = fresh if before is None else before + fresh
+        summed = [parameter for parameter in parameters if parameter not in apart]
+        own = [None if (its := parameter.grad) is None else its / self._world.size for parameter in summed]
+        waits = [parameter in self.unsummed and parameter.grad is not None for parameter in summed]
+        for parameter, total in zip(summed, self.of(summed, own, waits), strict=True):
+            if total is not None:
+                parameter.grad = total
+        self.unsummed.difference_update(summed)
+        return found
+
+    def of(
+        self, parameters: Sequence[nn.Parameter], own: Sequence[Tensor | None], counted: Sequence[bool] | None = None
+    ) -> list[Tensor | None]:
+        """Returns each parameter's sum over ranks of `own`, or None where no rank has a gradient; collective.
+
+        With `counted` a parameter has a sum if it is counted on any rank.
+        """
         if self._world.size == 1 or not parameters:
             return list(own)
-        flags = torch.tensor([float(gradient is not None) for gradient in own], device=parameters[0].device)
+        unprepared.stop()  # gradients are averaged here
+        counted = [gradient is not None for gradient in own] if counted is None else counted
+        flags = torch.tensor([float(counts) for counts in counted], device=parameters[0].device)
         used = [bool(number) for number in hvt.reduce(flags, "sum", world=self._world)]
         summed: list[Tensor | None] = [None] * len(parameters)
         for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
