@@ -58,6 +58,14 @@ class HorovodFabricStrategy(ranks.Collectives, ParallelStrategy):
         # Fabric looks for no_backward_sync under this name, which is private. Without it each backward pass is summed.
         self._backward_sync_control: Any = self
 
+    @property
+    def preempted(self) -> bool:
+        """Returns True, on all ranks, if a rank got SIGTERM before the last sum of gradients.
+
+        The loop can save then. The job ends with exit code 85 when it asks for the next batch.
+        """
+        return self._sums.preempted
+
     # -- setting up ------------------------------------------------------------------------------------------------
     distributed_sampler_kwargs = None  # the samples are dealt here
 
@@ -229,13 +237,28 @@ class HorovodFabricStrategy(ranks.Collectives, ParallelStrategy):
             )  # fmt: skip
 
 
+class SavedByLoop:
+    """Stands for a loop that saves when it is preempted."""
+
+    order = 0
+
+    def save(self) -> str:
+        return "the loop could save while fabric.strategy.preempted"
+
+
 class FabricData(ranks.LoaderFollower):
     """A loader's batches: in a training loop equally many on every rank, in an evaluation each sample once."""
+
+    saver = SavedByLoop()
 
     def __init__(self, dealt: ranks.Deal, strategy: HorovodFabricStrategy) -> None:
         self.loader, self._steps, self._strategy, size = dealt.loader, dealt.steps, strategy, strategy.world.size
         few = f"the last step has {dealt.last} sample(s) for {size} ranks"
         self.uneven = few if dealt.last < size else ""
+
+    @property
+    def preempted(self) -> bool:
+        return self._strategy.preempted
 
     def __len__(self) -> int:
         return self._steps

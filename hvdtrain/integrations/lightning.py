@@ -135,6 +135,8 @@ class HorovodStrategy(Collectives, ParallelStrategy):
             received, fix = "training_step(dataloader_iter)", "training_step(batch, batch_idx)"
         elif not module.automatic_optimization and self._layer_sync is not None:
             received, fix = "sync_batchnorm=True with manual optimization", "nn.GroupNorm, or another norm"
+        elif not module.automatic_optimization and any(isinstance(its, nn.SyncBatchNorm) for its in module.modules()):
+            received, fix = "nn.SyncBatchNorm with manual optimization", "nn.GroupNorm, or another norm"
         if received:
             raise ConfigError("hvdtrain cannot average the gradients of this module", received, fix)
 

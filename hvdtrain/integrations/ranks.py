@@ -149,7 +149,14 @@ class _Gather(torch.autograd.Function):
 class LoaderFollower:
     """Follows a loader, which then serves equally many batches on every rank, where it trains."""
 
-    preempted, leaves, saver, accumulate = False, False, None, 1  # as the loader asks what follows it
+    leaves, accumulate = False, 1  # as the loader asks what follows it
+
+    saver: Any = None
+
+    @property
+    def preempted(self) -> bool:
+        """Returns True if all ranks know of a preemption: the loader then ends the job before its next batch."""
+        return False
 
     def handed_out(self, step: Step | None, batch: Any = None) -> None:
         """There is nothing to note."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import hvdtrain.torch as hvt
 from hvdtrain import ReplicaError, World
 from hvdtrain.torch.engines import unprepared
+from hvdtrain.watch.preemption import is_preempted
 
 _PROJECTED = 1e-4, 1e-9  # by how much a projection of summed gradients may be off: float32, float64
 
@@ -24,6 +25,7 @@ class GradientSums:
 
     def __init__(self, world: World, *, verify: bool = True) -> None:
         self._world, self._verifies = world, verify
+        self.preempted = False  # a rank got SIGTERM: known to all ranks since the same sum
         self.unsummed: set[nn.Parameter] = set()  # their gradients are not the same on all ranks yet
 
     def backward(
@@ -68,11 +70,13 @@ class GradientSums:
         With `counted` a parameter has a sum if it is counted on any rank.
         """
         if self._world.size == 1 or not parameters:
+            self.preempted = self.preempted or (self._world.size == 1 and is_preempted())
             return list(own)
         unprepared.stop()  # gradients are averaged here
         counted = [gradient is not None for gradient in own] if counted is None else counted
-        flags = torch.tensor([float(counts) for counts in counted], device=parameters[0].device)
-        used = [bool(number) for number in hvt.reduce(flags, "sum", world=self._world)]
+        words = torch.tensor([float(is_preempted()), *map(float, counted)], device=parameters[0].device)
+        preempted, *used = [bool(number) for number in hvt.reduce(words, "sum", world=self._world)]
+        self.preempted = self.preempted or preempted
         summed: list[Tensor | None] = [None] * len(parameters)
         for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
             places = [at for at, parameter in enumerate(parameters) if used[at] and parameter.dtype == dtype]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 from harness import PROGRAMS, Result, run_ranks
@@ -70,6 +71,14 @@ def test_how_far_each_row_is_from_one_process(result: Result) -> None:
             assert "received: " in shown[row] and "fix: " in shown[row], (row, attack, shown[row])
         else:
             assert float(shown[row]) < (1e-10 if verdict == "exact" else 2e-3), (row, attack, shown[row])
+
+
+@pytest.mark.slow
+def test_a_loop_saves_and_ends_on_sigterm(tmp_path: Path) -> None:
+    done = run_ranks([PROGRAM.with_name("fabric_stopped.py"), str(tmp_path / "saved.ckpt")], 2, timeout_s=120)
+    assert (tmp_path / "saved.ckpt").is_file(), done.text
+    assert "preempted: the loop could save" in done.out and "exit code 85" in done.text, done.text
+    assert "the loop ended" not in done.out
 
 
 @pytest.mark.slow
