@@ -249,7 +249,7 @@ class SavedByLoop:
 class FabricData(ranks.LoaderFollower):
     """A loader's batches: in a training loop equally many on every rank, in an evaluation each sample once."""
 
-    saver = SavedByLoop()
+    saver: Any = SavedByLoop()
 
     def __init__(self, dealt: ranks.Deal, strategy: HorovodFabricStrategy) -> None:
         self.loader, self._steps, self._strategy, size = dealt.loader, dealt.steps, strategy, strategy.world.size
