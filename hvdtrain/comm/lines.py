@@ -13,7 +13,10 @@ from types import FrameType
 from hvdtrain.core.version import qualified_name
 
 # frames of these are not the user's, who called them
-_LIBRARIES = frozenset({"hvdtrain", "keras", "tensorflow", "torch", "deepspeed", "horovod"}) | sys.stdlib_module_names
+_LIBRARIES = (
+    frozenset({"hvdtrain", "keras", "tensorflow", "torch", "deepspeed", "horovod", "lightning", "torchmetrics"})
+    | sys.stdlib_module_names
+)
 
 
 def user_line(frame: FrameType | None = None) -> str:

@@ -11,31 +11,38 @@ Automatic optimization goes through `hvdtrain.torch.prepare`; manual optimizatio
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import zip_longest
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.plugins.environments import LightningEnvironment  # type: ignore[attr-defined]
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
-from torch.utils import data as torch_data
 from torchmetrics import Metric
 
-import hvdtrain
 import hvdtrain.torch as hvt
-from hvdtrain import ConfigError, ReplicaError, Step, World
+from hvdtrain import ConfigError, Step, World
+from hvdtrain.integrations.ranks import (
+    Collectives,
+    LightningRanks,
+    LoaderFollower,
+    deal,
+    join_metrics,
+    joined,
+    refuse_whole,
+    share_buffers,
+    share_weights,
+    uncounted,
+)
+from hvdtrain.integrations.summing import GradientSums
 
-_STATISTICS = ("running_mean", "running_var")
 _ABSENT = object()
-_PROJECTED = 1e-4, 1e-9  # by how much a projection of summed gradients may be off: float32, float64
 
 
-class HorovodStrategy(ParallelStrategy):
+class HorovodStrategy(Collectives, ParallelStrategy):
     """Trains on the ranks that a launcher started: `Trainer(strategy=HorovodStrategy())`.
 
     It joins the ranks when it is made, or takes those of `hvdtrain.init`.
@@ -50,9 +57,7 @@ class HorovodStrategy(ParallelStrategy):
     """
 
     def __init__(self, *, engine: str = "auto", device: str = "auto", **options: Any) -> None:
-        seed = int(os.environ["PL_GLOBAL_SEED"]) if "PL_GLOBAL_SEED" in os.environ else None
-        world = hvdtrain.current() or hvdtrain.init("torch", engine=engine, device=device, seed=seed)
-        place = torch.device("cuda", world.devices[0]) if world.devices else torch.device("cpu")
+        world, place = joined(engine, device)
         super().__init__(parallel_devices=[place], cluster_environment=LightningRanks(world))
         self.world: World = world
         self._options = options
@@ -65,15 +70,11 @@ class HorovodStrategy(ParallelStrategy):
         self._optimizer: Any = None
         self._accumulate = 1
         self._loss: tuple[Any, Any] = (None, None)  # of the batch at hand, with its weight
-        self._updating = self._proven = False
+        self._updating = False
+        self._sums = GradientSums(world, verify=options.get("verify", True))  # of manual optimization
         self._compared = -1  # the epoch in which replicas were compared last
 
     # -- the ranks -------------------------------------------------------------------------------------------------
-    @property
-    def root_device(self) -> torch.device:
-        assert self.parallel_devices
-        return self.parallel_devices[0]
-
     @property
     def is_distributed(self) -> bool:
         """True only within `self.log`, which then honours sync_dist: Lightning must not cut the data a second time."""
@@ -87,50 +88,17 @@ class HorovodStrategy(ParallelStrategy):
         assert self.lightning_module is not None
         return self.lightning_module
 
-    def barrier(self, name: str | None = None) -> None:
-        self.world.barrier()
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        return self.world.broadcast(obj, src)
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        decisions = self.world.gather(bool(decision))
-        return min(decisions) if all else max(decisions)
-
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Returns the reduction over ranks; of a value that a step logs, the mean weighed by samples."""
         if not isinstance(tensor, Tensor):
             return tensor
-        self._check_group(group)
-        op: Any = getattr(reduce_op, "name", str(reduce_op)).lower().replace("avg", "mean")
-        tensor = tensor.detach()
-        if op == "mean" and not tensor.is_floating_point():
-            tensor = tensor.double()  # Lightning's own mean of integers is rounded down
-        if op != "mean" or self._log_weight is None:
-            return hvt.reduce(tensor, op, world=self.world)
-        weight = torch.full_like(tensor, self._log_weight)
-        total, weights = hvt.reduce(torch.stack([tensor * weight, weight]), "sum", world=self.world)
-        return total / weights
+        return self.reduced(tensor, reduce_op, self._log_weight, group)
 
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Returns [size, ...] of all ranks' tensors; with `sync_grads` they have a gradient."""
-        self._check_group(group)
-        if self.world.size == 1:
-            return tensor
-        shapes = self.world.gather(tuple(tensor.shape))
-        if len(set(shapes)) > 1:
-            raise ConfigError(
-                "all_gather() needs tensors of one shape", f"by rank: {shapes}",
-                "hvdtrain.torch.whole(values) joins rows of any number, with their gradient", shared=True,
-            )  # fmt: skip
-        if not (sync_grads and tensor.requires_grad and torch.is_grad_enabled()):
-            flat = hvt.gather(tensor.detach().reshape(1, -1), world=self.world)
-            return flat.reshape(self.world.size, *tensor.shape)
-        if self._module.automatic_optimization:
-            rows = tensor if tensor.dim() else tensor.reshape(1)
-            return hvt.whole(rows, world=self.world).reshape(self.world.size, *tensor.shape)
-        gathered: Tensor = _Gather.apply(tensor, self.world)
-        return gathered
+    def gather_to_differentiate(self, tensor: Tensor) -> Tensor:
+        if not self._module.automatic_optimization:
+            return super().gather_to_differentiate(tensor)
+        rows = tensor if tensor.dim() else tensor.reshape(1)
+        return hvt.whole(rows, world=self.world).reshape(self.world.size, *tensor.shape)
 
     def same_on_all(self, value: Tensor, reduce_op: Any = None, group: Any = None) -> Tensor:
         """Returns a value that was logged after an evaluation's batches; raises `ConfigError` if ranks differ."""
@@ -145,12 +113,6 @@ class HorovodStrategy(ParallelStrategy):
             )
         return value
 
-    def _check_group(self, group: Any) -> None:
-        if group is not None and group is not torch.distributed.group.WORLD:
-            raise ConfigError(
-                "collectives must be of all ranks", f"group={group!r}", "remove group= and sync_dist_group="
-            )
-
     # -- setting up ------------------------------------------------------------------------------------------------
     def connect(self, model: pl.LightningModule) -> None:
         super().connect(model)
@@ -159,13 +121,11 @@ class HorovodStrategy(ParallelStrategy):
 
     def setup(self, trainer: pl.Trainer) -> None:
         super().setup(trainer)
-        for metric in _metrics(self._module):
-            if metric.dist_sync_fn is None:
-                metric.dist_sync_fn, metric.distributed_available_fn = _of_all_ranks, _several_ranks
+        join_metrics(self._module)
         if trainer.state.fn == "fit":
             self._check_module(trainer)
         else:
-            self._share_weights()
+            share_weights(self._module, self.world)
 
     def _check_module(self, trainer: pl.Trainer) -> None:
         module, received, fix = self._module, "", ""
@@ -174,7 +134,9 @@ class HorovodStrategy(ParallelStrategy):
         elif "dataloader_iter" in inspect.signature(module.training_step).parameters:
             received, fix = "training_step(dataloader_iter)", "training_step(batch, batch_idx)"
         elif not module.automatic_optimization and self._layer_sync is not None:
-            received, fix = "sync_batchnorm=True with manual optimization", "nn.SyncBatchNorm, or another norm"
+            received, fix = "sync_batchnorm=True with manual optimization", "nn.GroupNorm, or another norm"
+        elif not module.automatic_optimization and any(isinstance(its, nn.SyncBatchNorm) for its in module.modules()):
+            received, fix = "nn.SyncBatchNorm with manual optimization", "nn.GroupNorm, or another norm"
         if received:
             raise ConfigError("hvdtrain cannot average the gradients of this module", received, fix)
 
@@ -182,7 +144,8 @@ class HorovodStrategy(ParallelStrategy):
         """Deals a loader's samples to the ranks, each sample once."""
         trainer = self._module.trainer
         trains = trainer.training
-        loader, steps = _dealt(dataloader, self.world, trains=trains)
+        dealt = deal(dataloader, self.world, trains=trains)
+        loader, steps = dealt.loader, dealt.steps
         self._loaders += [] if loader is dataloader else [loader]
         if not trains:
             return EvaluationData(loader, steps, self)
@@ -205,7 +168,7 @@ class HorovodStrategy(ParallelStrategy):
         if self._module.automatic_optimization:
             self._prepare()
             return
-        self._share_weights()
+        share_weights(self._module, self.world)
         self._train.loader.followers.add(self._train)  # it then serves as many batches on every rank
 
     def _prepare(self) -> None:
@@ -217,19 +180,11 @@ class HorovodStrategy(ParallelStrategy):
             sync_batchnorm=self._layer_sync is not None, **self._options,
         )  # fmt: skip
 
-    def _share_weights(self) -> None:
-        with torch.no_grad():
-            for tensor in (*self._module.parameters(), *self._module.buffers()) if self.world.size > 1 else ():
-                tensor.copy_(hvt.broadcast(tensor, world=self.world))
-
     def _share_buffers(self) -> None:
         """Gives every rank the mean of running statistics, and rank 0's other buffers."""
         assert self._train is not None
         self._train.finish()
-        with torch.no_grad():
-            for name, buffer in self._module.named_buffers() if self.world.size > 1 else ():
-                combine = hvt.reduce if name.endswith(_STATISTICS) else hvt.broadcast
-                buffer.copy_(combine(buffer, world=self.world))
+        share_buffers(self._module, self.world)
 
     def on_validation_start(self) -> None:
         if self._train is not None:
@@ -262,7 +217,7 @@ class HorovodStrategy(ParallelStrategy):
         assert data is not None
         step = data.loader.step
         assert step is not None
-        with self._in_step(step), self.precision_plugin.train_step_context(), _uncounted(module, step, self.world):
+        with self._in_step(step), self.precision_plugin.train_step_context(), self._uncounted(step):
             if module.automatic_optimization:
                 with _forward_through(module, self._prepared):
                     return self._note_loss(module.training_step(*args, **kwargs))
@@ -273,6 +228,10 @@ class HorovodStrategy(ParallelStrategy):
             weights = nn.ParameterList(module.parameters())
             self.world.agree("the model's weights after the epoch's first batch", hvt.fingerprint(weights))
         return output
+
+    def _uncounted(self, step: Step) -> AbstractContextManager[None]:
+        """Restores what a padding batch changes; the prepared module of automatic optimization restores buffers."""
+        return uncounted([self._module], step, self.world, buffers=not self._module.automatic_optimization)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         with self._in_step(self.evaluated):
@@ -344,47 +303,10 @@ class HorovodStrategy(ParallelStrategy):
         if step is None:
             raise ConfigError("manual_backward() must be called in training_step()", "a call elsewhere", "move it")
         parameters = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
-        earlier = [parameter.grad for parameter in parameters]
-        for parameter in parameters:
-            parameter.grad = None
-        found = super().backward(loss * (step.samples / step.global_samples), None, *args, **kwargs)
-        fresh = [None if step.padding or p.grad is None else p.grad.detach() for p in parameters]
-        for parameter, gradient, before in zip(parameters, self._summed(parameters, fresh), earlier, strict=True):
-            parameter.grad = gradient if before is None else before if gradient is None else before + gradient
-        return found
-
-    def _summed(self, parameters: list[nn.Parameter], fresh: list[Tensor | None]) -> list[Tensor | None]:
-        if self.world.size == 1:
-            return fresh
-        flags = torch.tensor([float(gradient is not None) for gradient in fresh], device=self.root_device)
-        used = [bool(number) for number in hvt.reduce(flags, "sum", world=self.world)]
-        summed: list[Tensor | None] = [None] * len(parameters)
-        for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
-            places = [at for at, parameter in enumerate(parameters) if used[at] and parameter.dtype == dtype]
-            if not places:
-                continue
-            own = [torch.zeros_like(parameters[at]) if (its := fresh[at]) is None else its for at in places]
-            flat = torch.cat([gradient.reshape(-1) for gradient in own])
-            total = hvt.reduce(flat, "sum", world=self.world)
-            self._prove(flat, total)
-            for at, piece in zip(places, total.split([gradient.numel() for gradient in own]), strict=True):
-                summed[at] = piece.view_as(parameters[at])
-        return summed
-
-    def _prove(self, own: Tensor, total: Tensor) -> None:
-        """Compares a random projection of the first summed gradients with the sum of the ranks' projections."""
-        if self._proven or not self._options.get("verify", True):
-            return
-        self._proven = True
-        made = torch.Generator().manual_seed(1)
-        direction = torch.randn(own.shape, generator=made, dtype=torch.float64).to(own.device)
-        reports = self.world.gather((float(own.double() @ direction), float(own.double().abs() @ direction.abs())))
-        expected, scale = (sum(its[at] for its in reports) for at in (0, 1))
-        found = float(total.double() @ direction)
-        if not abs(found - expected) <= _PROJECTED[own.dtype == torch.float64] * scale:
-            raise ReplicaError("gradients must be summed over ranks", f"{found:g}, not {expected:g}", shared=True)
-        if self.world.is_main:
-            print(f"hvdtrain: averaging proven: {self.world.size} ranks, manual optimization", flush=True)
+        refuse_whole(loss)
+        part = loss * (step.samples / step.global_samples)
+        backward = super().backward
+        return self._sums.backward(parameters, lambda: backward(part, None, *args, **kwargs), counts=not step.padding)
 
     # -- predictions -----------------------------------------------------------------------------------------------
     def on_predict_end(self) -> None:
@@ -398,34 +320,11 @@ class HorovodStrategy(ParallelStrategy):
             kept[:] = [batch for batches in rounds for batch in batches if batch is not _ABSENT]
 
 
-class LightningRanks(LightningEnvironment):
-    """The ranks of an hvdtrain world, as Lightning asks for them."""
-
-    creates_processes_externally = True
-
-    def __init__(self, world: World) -> None:
-        super().__init__()
-        self._world = world
-        self.set_world_size(world.size)
-        self.set_global_rank(world.rank)
-
-    def local_rank(self) -> int:
-        return self._world.local_rank
-
-    def node_rank(self) -> int:
-        return self._world.node
-
-    def teardown(self) -> None:
-        """Leaves the launcher's variables as they are."""
-
-
 # ---- data
 
 
-class TrainingData:
+class TrainingData(LoaderFollower):
     """A rank's training batches, as Lightning's loops read them: `steps` in each epoch, on every rank."""
-
-    preempted, leaves, saver, accumulate = False, False, None, 1  # as the loader asks what follows it
 
     def __init__(self, loader: hvt.Loader, steps: int, trainer: pl.Trainer) -> None:
         self.loader, self._steps, self._trainer = loader, steps, trainer
@@ -437,9 +336,6 @@ class TrainingData:
     def __iter__(self) -> Iterator[Any]:
         self._loop = iter(self.loader)
         return self._loop
-
-    def handed_out(self, step: Step | None, batch: Any = None) -> None:
-        """Follows the loader; there is nothing to note."""
 
     def _done(self) -> int:
         step = self.loader.step
@@ -472,41 +368,6 @@ class EvaluationData:
         for batch, step in self._loader.one_pass():
             self._strategy.evaluated = step
             yield batch
-
-
-def _dealt(data: Any, world: World, *, trains: bool) -> tuple[hvt.Loader, int]:
-    """Returns hvdtrain's loader of the same samples, and its steps in an epoch."""
-    if isinstance(data, hvt.Loader):
-        return data, data.plan.steps()
-    rule, fix = (
-        "data must be a DataLoader of samples that can be dealt to the ranks",
-        "DataLoader(dataset, batch_size=8)",
-    )
-    if not isinstance(data, torch_data.DataLoader):
-        raise ConfigError(rule, f"a {type(data).__name__}", fix)
-    batches: Any = data.batch_sampler
-    batch, drop = getattr(batches, "batch_size", data.batch_size), trains and getattr(batches, "drop_last", False)
-    sampler: Any = getattr(batches, "sampler", None)
-    received = ""
-    if isinstance(data.dataset, torch_data.IterableDataset) or not hasattr(sampler, "__len__"):
-        received = f"{type(data.dataset).__name__}, whose end is not known"
-    elif batch is None or (trains and type(batches) is not torch_data.BatchSampler):
-        received = f"batch_sampler={type(batches).__name__}(...)"
-    elif not trains and len(sampler) < world.size:
-        received = f"{len(sampler)} samples, fewer than the {world.size} ranks"
-    if received:
-        raise ConfigError(rule, received, fix)
-    shuffles = isinstance(sampler, torch_data.RandomSampler) and not sampler.replacement
-    shuffles = shuffles and len(sampler) == len(data.dataset)  # type: ignore[arg-type]
-    given = None if shuffles or isinstance(sampler, torch_data.SequentialSampler) else sampler
-    loader = hvt.loader(
-        data.dataset, batch, world=world, shuffle=shuffles and trains, tail="drop" if drop else "weighted",
-        workers=data.num_workers, collate=None if data.collate_fn is torch_data.default_collate else data.collate_fn,
-        sampler=given, worker_init_fn=data.worker_init_fn, prefetch_factor=data.prefetch_factor or 2,
-        timeout_s=data.timeout,
-    )  # fmt: skip
-    every, whole = len(sampler), loader.global_batch
-    return loader, every // whole if drop else -(-every // whole)
 
 
 # ---- steps
@@ -587,49 +448,3 @@ def _synchronised(given: dict[str, Any], step: Step, trainer: pl.Trainer) -> flo
         value, neutral = given["value"], {"min": float("inf"), "max": float("-inf")}.get(name, 0.0)
         given["value"] = torch.full_like(value, neutral) if isinstance(value, Tensor) else neutral
     return float(given["batch_size"])
-
-
-def _metrics(module: nn.Module) -> list[Metric]:
-    return [part for part in module.modules() if isinstance(part, Metric)]
-
-
-@contextmanager
-def _uncounted(module: pl.LightningModule, step: Step, world: World) -> Iterator[None]:
-    """Restores metrics after a padding batch; and buffers, unless the prepared module does so."""
-    padding = step.padding and world.size > 1
-    buffers = [] if module.automatic_optimization or not padding else list(module.buffers())
-    kept = [(buffer, buffer.clone()) for buffer in buffers]
-    states = [(metric, {k: _copied(v) for k, v in vars(metric).items()}) for metric in _metrics(module) if padding]
-    yield
-    for metric, state in states:
-        vars(metric).update(state)
-    for buffer, before in kept:
-        buffer.copy_(before)
-
-
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else list(value) if type(value) is list else value
-
-
-def _of_all_ranks(tensor: Tensor, group: Any = None) -> list[Tensor]:
-    """Returns each rank's state of a metric, of any shape; collective."""
-    world = hvdtrain.current() or World.solo()
-    return [its.to(tensor.device) for its in world.gather(tensor.detach().cpu())]
-
-
-def _several_ranks() -> bool:
-    world = hvdtrain.current()
-    return world is not None and world.size > 1
-
-
-class _Gather(torch.autograd.Function):
-    """All ranks' tensors, stacked; a rank's gradient is the sum of all ranks' gradients by its tensor."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, world: World) -> Tensor:
-        ctx.world = world
-        return hvt.gather(tensor.detach().reshape(1, -1), world=world).reshape(world.size, *tensor.shape)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return hvt.reduce(gradient.detach(), "sum", world=ctx.world)[ctx.world.rank], None

@@ -30,6 +30,7 @@ ROWS = {  # row: what was tried, and how it ends: near is 1e-3, of rounded numbe
     "L12": ("loaders made again for each epoch", "exact"),
     "L13": ("a GAN with manual optimization, clipping and toggled optimizers", "exact"),
     "L14": ("manual optimization of a loss on gathered outputs", "exact"),
+    "L14b": ("manual optimization of a loss on hvt.whole", "refused"),
     "L15a": ("LightningModule.backward overridden", "refused"),
     "L15b": ("training on an IterableDataset", "refused"),
     "L15c": ("training on batches that no DataLoader deals", "refused"),
@@ -38,12 +39,19 @@ ROWS = {  # row: what was tried, and how it ends: near is 1e-3, of rounded numbe
     "L15f": ("weights changed on one rank", "refused"),
     "L15g": ("fewer samples to validate than ranks", "refused"),
     "L15h": ("a rank's own value logged at the end of a validation", "refused"),
+    "L15i": ("a DistributedSampler of the user's own", "refused"),
+    "L15j": ("nn.SyncBatchNorm with manual optimization", "refused"),
     "L16a": ("a step that calls a part of the module, on a changed batch", "exact"),
     "L16b": ("LBFGS", "exact"),
     "L16c": ('precision="64-true"', "exact"),
     "L17": ("workers, a collate function, drop_last=True", "exact"),
     "L18a": ('precision="bf16-mixed"', "near"),
     "L18b": ('precision="16-mixed" with its gradient scaler', "near"),
+    "L19a": ("fast_dev_run=True", "exact"),
+    "L19b": ("overfit_batches=2", "exact"),
+    "L19c": ("max_steps within an epoch", "exact"),
+    "L19d": ("val_check_interval within an epoch", "exact"),
+    "L20": ("a LightningDataModule", "exact"),
 }
 
 
@@ -77,6 +85,11 @@ def test_how_far_each_row_is_from_one_process(result: Result) -> None:
             assert "received: " in shown[row] and "fix: " in shown[row], (row, attack, shown[row])
         else:
             assert float(shown[row]) < (1e-10 if verdict == "exact" else 1e-3), (row, attack, shown[row])
+
+
+@pytest.mark.slow
+def test_a_loop_is_not_reported_as_one_that_averages_nothing(result: Result) -> None:
+    assert "prepare() was not called" not in result.check().text
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from lightning.pytorch.callbacks import Callback, EarlyStopping, GradientAccumul
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset, WeightedRandomSampler
 
 import hvdtrain
 import hvdtrain.torch as hvt
@@ -314,6 +314,33 @@ def case_limits_of_batches(world: hvdtrain.World) -> None:
         made.fit(Classifier(), data(1, X, Y))
 
 
+def case_other_lengths_of_a_training(world: hvdtrain.World) -> None:
+    compare(world, "L19a", Classifier, fast_dev_run=True)
+    compare(world, "L19b", Classifier, overfit_batches=2)
+    compare(world, "L19c", Classifier, max_steps=6, max_epochs=-1)
+    compare(world, "L19d", Classifier, val_check_interval=2)
+
+
+class Digits(pl.LightningDataModule):
+    def __init__(self, batch: int) -> None:
+        super().__init__()
+        self.batch = batch
+
+    def train_dataloader(self) -> Any:
+        return data(self.batch, X, Y)
+
+    def val_dataloader(self) -> Any:
+        return data(self.batch, XV, YV)
+
+
+def case_a_data_module(world: hvdtrain.World) -> None:
+    found, wanted = Classifier(), Classifier()
+    trainer(world).fit(found, datamodule=Digits(BATCH // world.size))
+    trainer(None).fit(wanted, datamodule=Digits(BATCH))
+    assert gap(found, wanted) < 1e-10
+    shown("L20", gap(found, wanted))
+
+
 def case_batch_norm_over_all_ranks(world: hvdtrain.World) -> None:
     class Normed(Classifier):
         def __init__(self) -> None:
@@ -463,7 +490,13 @@ def case_manual_contrast_of_gathered_outputs(world: hvdtrain.World) -> None:
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.discriminator.parameters(), 0.05)
 
+    class Whole(Gathered):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            self.manual_backward(hvt.whole(self.discriminator(batch[0])).square().mean())
+
     compare(world, "L14", Gathered, X[:24], Y[:24], valid=False)
+    with refused("hvt.whole() needs", row="L14b"):
+        trainer(world).fit(Whole(), data(BATCH // world.size, X[:24], Y[:24]))
 
 
 # -- what is refused -----------------------------------------------------------------------------------------------
@@ -489,7 +522,18 @@ def case_what_is_refused(world: hvdtrain.World) -> None:
         def on_validation_epoch_end(self) -> None:
             self.log("mine", self.last)
 
+    class Synced(GAN):
+        def __init__(self) -> None:
+            super().__init__()
+            self.discriminator = nn.Sequential(nn.Linear(WIDE, 8), nn.SyncBatchNorm(8), nn.Linear(8, 1))
+
     small = data(BATCH // world.size, X, Y)
+    pairs = TensorDataset(X, Y)
+    with refused("a DistributedSampler", row="L15i"):
+        sampler = DistributedSampler(pairs, world.size, world.rank)
+        trainer(world).fit(Classifier(), DataLoader(pairs, batch_size=2, sampler=sampler))
+    with refused("nn.SyncBatchNorm with manual optimization", row="L15j"):
+        trainer(world).fit(Synced(), small)
     with refused("must be the same on every rank", row="L15h"):
         trainer(world).validate(Outside(), data(2, XV, YV), verbose=False)
     with refused("cannot average the gradients", "backward is overridden", row="L15a"):
