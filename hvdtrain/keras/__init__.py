@@ -30,6 +30,7 @@ from hvdtrain.core.keywords import refuses_other_keywords
 from hvdtrain.core.lr import LR, NOT_LR
 from hvdtrain.core.proof import Proof
 from hvdtrain.keras import averaging, fit, fit_callbacks
+from hvdtrain.keras.backends.engine import UPDATES
 from hvdtrain.keras.backends.session import (
     KEY,
     KerasSession,
@@ -131,6 +132,7 @@ def prepare(
     if lr is not None:
         fit_callbacks.check_rate(optimizer, lr, fit_callbacks.global_batch(prepared, optimizer))
     session = KerasSession(prepared)
+    UPDATES.close()
     if optimizer is model:
         averaging.hook_optimizer(optimizer, session)
     else:
@@ -249,6 +251,7 @@ def verify(model: keras.Model, *, world: World | None = None) -> Proof:
     session = found if found is not None else KerasSession(Prepared(given_or_current(world, "keras")))
     if session.prepared.alone:
         return Proof(1, len(model.trainable_variables))
+    UPDATES.close()  # the proof reports an optimizer that is not prepared
     with BACKEND.eager():
         if not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)

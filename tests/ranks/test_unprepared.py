@@ -19,6 +19,8 @@ for _ in range(2):
     optimizer.step()
 """
 KERAS = """
+import os
+os.environ["KERAS_BACKEND"] = KIND.partition("-")[0]
 import hvdtrain
 import hvdtrain.keras as hvk
 import keras, numpy as np
@@ -29,18 +31,29 @@ data = hvk.loader((np.ones((8, 2)), np.ones(8)), per_rank_batch=2)
 if PREPARED:
     hvk.prepare(model, data)
     model.fit(data, verbose=0, callbacks=hvk.callbacks(model))
+    model.train_on_batch(*next(iter(data))[:2])
+elif "loop" in KIND:
+    def update():
+        model.optimizer.apply([keras.ops.ones_like(variable) for variable in model.trainable_variables],
+            model.trainable_variables)
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow
+        update = tensorflow.function(update)
+    update()
+    hvk.evaluate(model, data)
+    update()
 else:
     for _ in range(2):
         model.fit(np.ones((8, 2)), np.ones(8), verbose=0)
 """
+KINDS = {"optimizer": TORCH, "torch-fit": KERAS, "torch-loop": KERAS, "tensorflow-loop": KERAS}
 
 
-@pytest.mark.parametrize(("program", "framework"), [(TORCH, "torch"), (KERAS, "keras")], ids=["torch", "keras"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("prepared", [False, True])
-def test_a_training_without_prepare_is_reported_once(program: str, framework: str, prepared: bool) -> None:
-    code = program.replace("PREPARED", str(prepared))
-    done = run_ranks(["-c", code], 2, env={"KERAS_BACKEND": "torch"}, timeout_s=120).check()
+def test_a_training_without_prepare_is_reported_once(kind: str, prepared: bool) -> None:
+    code = KINDS[kind].replace("PREPARED", str(prepared)).replace("KIND", repr(kind))
+    done = run_ranks(["-c", code], 2, timeout_s=120).check()
     assert done.out.count("hvdtrain averages nothing") == (not prepared), done.text
-    assert done.out.count(f"fix: {'model, optimizer = ' * (framework == 'torch')}hvdtrain.{framework}.prepare(") == (
-        not prepared
-    ), done.text
+    fix = "model, optimizer = hvdtrain.torch.prepare(" if kind == "optimizer" else "hvdtrain.keras.prepare("
+    assert done.out.count(f"fix: {fix}") == (not prepared), done.text
