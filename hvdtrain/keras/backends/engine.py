@@ -18,7 +18,7 @@ from hvdtrain.core.launchers import Detected, gpus_for
 from hvdtrain.keras.backends.chosen import BACKEND
 from hvdtrain.keras.backends.session import is_stock, replaced, session_of
 from hvdtrain.private.keras import BaseOptimizer
-from hvdtrain.world.world import current
+from hvdtrain.world.world import World, current, given_or_current
 
 
 def attach(detected: Detected, *, engine: str, device: str, gpus_per_rank: int, seed: int) -> Engine:
@@ -102,3 +102,12 @@ class KerasHorovodEngine(HorovodCollectives):
 
     def host_gather(self, array: np.ndarray, counts: Sequence[int]) -> np.ndarray:
         return BACKEND.host_allgather(array, self.next_name())
+
+
+def world_of(world: World | None) -> World:
+    """Returns the world given, or that of the last `init()`; raises ConfigError if it is another framework's."""
+    found = given_or_current(world, "keras")
+    if found.size > 1 and not isinstance(found.comm, KerasHorovodEngine):
+        received = 'a world of "torch"'
+        raise ConfigError('hvdtrain.keras needs hvdtrain.init("keras")', received, 'call hvdtrain.init("keras")')
+    return found
