@@ -28,17 +28,18 @@ world = hvdtrain.init("keras")
 model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
 model.compile("sgd", "mse")
 data = hvk.loader((np.ones((8, 2)), np.ones(8)), per_rank_batch=2)
+def update():
+    variables = model.trainable_variables
+    model.optimizer.apply([keras.ops.ones_like(variable) for variable in variables], variables)
+if keras.backend.backend() == "tensorflow":
+    import tensorflow
+    update = tensorflow.function(update)
 if PREPARED:
-    hvk.prepare(model, data)
+    hvk.prepare(model, data, lr=hvdtrain.LR(base=0.01, reference_batch=2))
+    update() if "loop" in KIND else model.fit(data, verbose=0)
     model.fit(data, verbose=0, callbacks=hvk.callbacks(model))
     model.train_on_batch(*next(iter(data))[:2])
 elif "loop" in KIND:
-    def update():
-        model.optimizer.apply([keras.ops.ones_like(variable) for variable in model.trainable_variables],
-            model.trainable_variables)
-    if keras.backend.backend() == "tensorflow":
-        import tensorflow
-        update = tensorflow.function(update)
     update()
     hvk.evaluate(model, data)
     update()
@@ -55,5 +56,9 @@ def test_a_training_without_prepare_is_reported_once(kind: str, prepared: bool) 
     code = KINDS[kind].replace("PREPARED", str(prepared)).replace("KIND", repr(kind))
     done = run_ranks(["-c", code], 2, timeout_s=120).check()
     assert done.out.count("hvdtrain averages nothing") == (not prepared), done.text
+    what = {"optimizer": "SGD.step()", "torch-fit": "fit()"}.get(kind, "SGD.apply()")
+    assert done.out.count(f"hvdtrain: {what} on 2 ranks") == (not prepared), done.text
+    without_callbacks = prepared and kind != "optimizer"
+    assert done.out.count("lr=LR(...) is not applied, the rate stays 0.01\n") == without_callbacks, done.text
     fix = "model, optimizer = hvdtrain.torch.prepare(" if kind == "optimizer" else "hvdtrain.keras.prepare("
     assert done.out.count(f"fix: {fix}") == (not prepared), done.text
