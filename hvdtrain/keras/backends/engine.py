@@ -74,7 +74,7 @@ def _apply(original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: A
     UPDATES.close()
     if not is_stock(optimizer):  # Horovod's own averages
         what = f"{type(optimizer).__name__}.apply() on {{}} ranks, but prepare() was not called"
-        _report(what, " before the first update")
+        _report(what, " before the first update; or prepare(optimizer) without compile()")
     return original(optimizer, *args, **kwargs)
 
 
