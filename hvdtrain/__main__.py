@@ -6,6 +6,7 @@ import argparse
 import importlib
 import io
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Sequence
@@ -86,6 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: Sequence[str]) -> int:
     parser = _parser()
+    _refuse_without_launch(argv)
     args = parser.parse_args(argv)
     if args.command is None:
         parser.print_help()
@@ -94,6 +96,15 @@ def _run(argv: Sequence[str]) -> int:
     if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # nohup ignores it
         signal.signal(signal.SIGHUP, _end)
     return args.run(args)
+
+
+def _refuse_without_launch(argv: Sequence[str]) -> None:
+    """Raises ConfigError for `hvdtrain run ...`, and for flags of horovodrun without a command."""
+    name = argv[0] if argv else ""
+    if name in ("run", "-np", "--np", "-H", "--hosts", "-hostfile", "--hostfile"):
+        kind, rest = ("a command", argv[1:]) if name == "run" else ("a flag", argv)
+        rule = f"{name} is not {kind} of hvdtrain; did you mean hvdtrain launch?"
+        raise ConfigError(rule, remedy=shlex.join(["hvdtrain", "launch", *rest]))
 
 
 def _open_standard_streams() -> None:

@@ -17,8 +17,8 @@ _FLAGS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "np": (("-np", "--np"), {"type": flags.whole(1), "metavar": "N", "help": "number of ranks (default: one a slot)"}),
     "hosts": (("-H", "--hosts"), {"metavar": "LIST", "help": "hosts with their slots: host1:4,host2:4 (default:"
               " those of the Slurm job around this, else this machine)"}),
-    "hostfile": (("--hostfile",), {"type": Path, "metavar": "FILE", "help": "file with a line for each host: host1"
-                 " slots=4"}),
+    "hostfile": (("-hostfile", "--hostfile"), {"type": Path, "metavar": "FILE", "help": "file with a line for each"
+                 " host: host1 slots=4"}),
     "network": (("--network",), {"metavar": "NET", "help": "network for the ranks: 10.0.0.0/24, or an address in it"
                 " (default: chosen)"}),
     "python": (("--python",), {"default": sys.executable, "metavar": "PATH", "help": "Python interpreter with hvdtrain"

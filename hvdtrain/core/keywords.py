@@ -15,7 +15,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def nearest(word: str, names: Iterable[str]) -> str:
     """Returns "; did you mean NAME?" if one of `names` is spelled nearly like `word`, else an empty text."""
-    found = difflib.get_close_matches(word, list(names), n=1)
+    found = difflib.get_close_matches(word, list(names), n=1, cutoff=0.7)
     return f"; did you mean {found[0]}?" if found else ""
 
 

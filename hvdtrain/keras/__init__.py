@@ -30,6 +30,7 @@ from hvdtrain.core.keywords import refuses_other_keywords
 from hvdtrain.core.lr import LR, NOT_LR
 from hvdtrain.core.proof import Proof
 from hvdtrain.keras import averaging, fit, fit_callbacks
+from hvdtrain.keras.backends.engine import UPDATES, world_of
 from hvdtrain.keras.backends.session import (
     KEY,
     KerasSession,
@@ -47,7 +48,7 @@ from hvdtrain.keras.state import start
 from hvdtrain.keras.state.replicas import fingerprint
 from hvdtrain.keras.state.units import whole
 from hvdtrain.record.log import RunLog
-from hvdtrain.world.world import World, given_or_current
+from hvdtrain.world.world import World
 
 __all__ = [
     "KerasLoader",
@@ -66,7 +67,10 @@ __all__ = [
 T = TypeVar("T")
 
 
-@refuses_other_keywords(backward_passes_per_step="gradient_accumulation_steps= of the Keras optimizer")
+@refuses_other_keywords(
+    backward_passes_per_step="gradient_accumulation_steps= of the Keras optimizer",
+    learning_rate="lr=hvdtrain.LR(base=0.1, reference_batch=...)",
+)
 def prepare(
     model: T,
     data: KerasLoader | None = None,
@@ -114,7 +118,7 @@ def prepare(
     """
     compression = compression or variables.without_none(os.environ.get(variables.COMPRESSION))
     _check_options(model, compression, watch_every, whole=whole, sync_batchnorm=sync_batchnorm)
-    world = given_or_current(world, "keras")
+    world = world_of(world)
     prepared = Prepared(
         world, compression, sparse_as_dense, verify, watch_every, lr=lr,
         per_rank_batch=_batch_of(data, lr, per_rank_batch), sync_batchnorm=sync_batchnorm,
@@ -131,6 +135,7 @@ def prepare(
     if lr is not None:
         fit_callbacks.check_rate(optimizer, lr, fit_callbacks.global_batch(prepared, optimizer))
     session = KerasSession(prepared)
+    UPDATES.close()
     if optimizer is model:
         averaging.hook_optimizer(optimizer, session)
     else:
@@ -246,9 +251,10 @@ def verify(model: keras.Model, *, world: World | None = None) -> Proof:
     found = session_of(model) or session_of(model.optimizer)
     if found is not None and world is not None and world.comm is not found.prepared.world.comm:
         raise ConfigError("verify() needs the world that the model was prepared with", "another world")
-    session = found if found is not None else KerasSession(Prepared(given_or_current(world, "keras")))
+    session = found if found is not None else KerasSession(Prepared(world_of(world)))
     if session.prepared.alone:
         return Proof(1, len(model.trainable_variables))
+    UPDATES.close()  # the proof reports an optimizer that is not prepared
     with BACKEND.eager():
         if not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
@@ -259,7 +265,7 @@ def verify(model: keras.Model, *, world: World | None = None) -> Proof:
 def _session_for(model: keras.Model) -> KerasSession:
     """The model's session, that of its prepared optimizer, or a new one for a model that was not prepared."""
     known = (session_of(holder) for holder in (model, model.optimizer, *leaves_of(model.optimizer)))
-    found = next(filter(None, known), None) or KerasSession(Prepared(given_or_current(None, "keras")))
+    found = next(filter(None, known), None) or KerasSession(Prepared(world_of(None)))
     vars(model)[KEY] = found
     return found
 

@@ -30,6 +30,7 @@ from hvdtrain.keras.backends.session import (
     is_hooked,
     is_stock,
     leaves_of,
+    lr_not_applied,
     missing_hook,
     optimizers_of,
     replaced,
@@ -140,11 +141,12 @@ def _check_alone(optimizer: Any, variables: Sequence[Any], session: KerasSession
                 )
             replicas.check_same_variables(variables, prepared.world)
             replicas.check_equal(variables, prepared.world, when="before the first update")
-    prepared.say(
-        "updates outside of a prepared model's train step: all ranks weigh the same, whatever samples each has"
-        ' (loader(..., tail="drop") deals the same number to all)',
-        once="alone",
-    )
+            prepared.say(
+                "updates outside of a prepared model's train step: all ranks weigh the same, whatever samples each has"
+                ' (loader(..., tail="drop") deals the same number to all)'
+                + ("" if session.fit.runs else lr_not_applied(prepared, optimizer)),
+                once="alone",
+            )
 
 
 def _refuse_branch(optimizer: Any, session: KerasSession) -> None:

@@ -14,12 +14,13 @@ from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.keywords import refuses_other_keywords
 from hvdtrain.core.sharding import check_evaluation
 from hvdtrain.keras import averaging
+from hvdtrain.keras.backends.engine import world_of
 from hvdtrain.keras.backends.session import KEY, KerasSession, Prepared, hook, session_of
 from hvdtrain.keras.data.create import comes_in_batches, loader
 from hvdtrain.keras.data.loader import KerasLoader
 from hvdtrain.keras.data.streams import open_ended
 from hvdtrain.keras.state import metric_states, replicas
-from hvdtrain.world.world import World, given_or_current
+from hvdtrain.world.world import World
 
 
 @refuses_other_keywords(batch_size="per_rank_batch=, the samples that each rank takes at a time")
@@ -43,13 +44,13 @@ def evaluate(
         ConfigError: arrays of different lengths, data of another kind, or no batch size.
         ReplicaError: replicas, data or sets of metrics differ.
     """
-    world = given_or_current(world, "keras")
+    world = world_of(world)
     data = _loader_of(data, per_rank_batch, world)
     with open_ended():
         if world.size == 1:
             averaging.hook_own_steps(model)
             return dict(type(model).evaluate(model, data, verbose=0, return_dict=True))
-        replicas.check_equal(model.trainable_weights, world, when="when they are evaluated")
+        replicas.check_equal(model.trainable_weights, world, when="when they are evaluated", model=model)
         session = session_of(model) or KerasSession(Prepared(world))
         vars(model)[KEY] = session
         averaging.hook_test_step(model)
@@ -98,13 +99,13 @@ def predict(
             sample.
         ReplicaError: replicas or data differ.
     """
-    world = given_or_current(world, "keras")
+    world = world_of(world)
     inputs = getattr(model, "inputs", None) or []
     if isinstance(data, (tuple, list)) and len(data) == len(inputs) > 1 and all(hasattr(a, "shape") for a in data):
         data = (tuple(data),)  # an array for each input, not (x, y)
     data = _loader_of(data, per_rank_batch, world)
     if world.size > 1:
-        replicas.check_equal(model.trainable_weights, world, when="before they predict")
+        replicas.check_equal(model.trainable_weights, world, when="before they predict", model=model)
     outputs, parts = _predicted(model, data, world)
     if on_main and not world.is_main:
         return None

@@ -20,7 +20,7 @@ from hvdtrain.comm import elastic
 from hvdtrain.core.errors import ConfigError, by_rank
 from hvdtrain.keras import fit_callbacks
 from hvdtrain.keras.backends.chosen import BACKEND
-from hvdtrain.keras.backends.session import KEY, KerasSession, RunningFit, hook
+from hvdtrain.keras.backends.session import KEY, KerasSession, RunningFit, hook, lr_not_applied
 from hvdtrain.keras.data.loader import KerasLoader
 from hvdtrain.keras.data.streams import open_ended
 from hvdtrain.keras.elastic_fit import ElasticFit, check_elastic
@@ -32,7 +32,15 @@ from hvdtrain.world.world import World
 
 _K = keras.callbacks
 _SET = (_K.EarlyStopping, _K.LambdaCallback, _K.ReduceLROnPlateau)  # they may set something at an epoch's end
-_UNREAD = ("class_weight", "validation_split", "steps_per_epoch")
+_INSTEAD = {  # of what fit(loader) does not read
+    "y": "hvdtrain.keras.loader((x, y), ...)",
+    "class_weight": "hvdtrain.keras.loader((x, y), ..., class_weight=)",
+    "validation_split": "validation_data=hvdtrain.keras.loader((x_val, y_val), ...) instead of validation_split=",
+    "batch_size": "remove batch_size=; the batch of a rank is loader(..., per_rank_batch=)",
+    "steps_per_epoch": "remove steps_per_epoch=; a part of endless data makes an epoch:\n"
+    "loader(lambda: itertools.islice(batches(), steps * ranks))",
+    "sample_weight": "hvdtrain.keras.loader((x, y, sample_weight), ...)",
+}
 
 
 def wrap_fit(model: keras.Model) -> None:
@@ -132,18 +140,13 @@ def _by_position(bound: inspect.BoundArguments) -> dict[str, Any]:
 def _refuse_unread(given: dict[str, Any]) -> None:
     if not isinstance(given.get("x"), KerasLoader):
         return
-    unread = [name for name in _UNREAD if given.get(name)]
-    if given.get("y") is not None:
-        unread.insert(0, "y")
-    if given.get("sample_weight") is not None:
-        unread.append("sample_weight")
+    arrays = ("y", "sample_weight")  # which are neither true nor false
+    unread = [name for name in _INSTEAD if (given.get(name) is not None if name in arrays else given.get(name))]
     if unread:
         raise ConfigError(
-            "fit(loader) cannot take these arguments: loader() has labels, weights and steps",
+            "fit(loader) cannot take these arguments: loader() has labels, weights and batches",
             f"fit({', '.join(f'{name}=' for name in unread)})",
-            "hvdtrain.keras.loader((x, y, sample_weight), ..., class_weight=); remove steps_per_epoch=\n"
-            "validation_data=hvdtrain.keras.loader((x_val, y_val), ...) instead of validation_split=\n"
-            "(endless data: loader(lambda: itertools.islice(batches(), steps * ranks)) makes an epoch of a part)",
+            "\n".join(_INSTEAD[name] for name in unread),
             shared=True,
         )
 
@@ -331,7 +334,8 @@ def _start_without_callbacks(call: FitCall) -> None:
     if not call.session.prepared.alone and not call.has(fit_callbacks.EndOfEpoch):
         call.session.prepared.say(
             "fit() without hvdtrain.keras.callbacks(model): its logs and history, and what EarlyStopping and others"
-            " make of them, are each rank's own; moving statistics are not made equal\n"
+            " make of them, are each rank's own; moving statistics are not made equal"
+            f"{lr_not_applied(call.session.prepared, call.model.optimizer)}\n"
             "  fix: fit(..., callbacks=hvdtrain.keras.callbacks(model))",
             once="callbacks",
         )

@@ -564,10 +564,13 @@ class Last(Callback):
         }  # fmt: skip
         reports = self.world.gather(length)
         if any(report != reports[0] for report in reports):
+            differ = [name for name in length if any(report[name] != reports[0][name] for report in reports)]
             raise ReplicaError(
                 "every rank must take the same number of steps",
                 "\n".join(f"rank {rank}: {report}" for rank, report in enumerate(reports)),
-                "deal the data with hvdtrain.keras.loader((x, y), per_rank_batch): all ranks get the same number",
+                "deal the data with hvdtrain.keras.loader((x, y), per_rank_batch): all ranks get the same number"
+                if "steps per epoch" in differ
+                else "give every rank the same " + " and ".join(f"{name.replace(' ', '_')}=" for name in differ),
                 shared=True,
             )
         if "steps" in self.params and length["steps per epoch"] is None and self.data is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
@@ -32,14 +32,15 @@ class StreamWords:
 
 STREAM = StreamWords(
     "the stream", "record", "records",
-    "shuffle by a seed that is made of the epoch alone: a callable records(epoch), or set_epoch(epoch) (webdataset:"
-    " .shuffle(n, rng=random.Random(epoch)) within records(epoch)); what is drawn for each sample belongs into decode=,"
-    " whose random numbers are made of the sample's place",
+    "a function that draws random numbers: make them inside it: rng = numpy.random.default_rng(epoch);\n"
+    "shuffle by a seed that is made of the epoch alone: a callable records(epoch), or set_epoch(epoch)\n"
+    "(webdataset: .shuffle(n, rng=random.Random(epoch)) within records(epoch)); what is drawn for each\n"
+    "sample belongs into decode=, whose random numbers are made of the sample's place",
     "give every rank the whole stream, hvdtrain deals it: no records[rank::size], shard(), split_by_node or"
     " split_dataset_by_node; sort lists of files; shuffle by a seed that is made of the epoch alone (a callable"
     " records(epoch), or set_epoch(epoch))",
-    "give a data set, a list or a tuple of arrays; or the function that makes the stream,"
-    " loader(lambda epoch: records(epoch), ...), or an object with __iter__",
+    "give a data set, a list or a tuple of arrays; or the function that makes the stream,\n"
+    "loader(lambda epoch: records(epoch), ...), or an object with __iter__",
 )  # fmt: skip
 
 
@@ -85,10 +86,11 @@ def stream_of(data: Any, kind: StreamWords = STREAM) -> Callable[[int], Iterator
         return begin
     if callable(data) and not hasattr(data, "__next__"):
         return (lambda epoch: iter(data(epoch))) if _takes_epoch(data) else (lambda epoch: iter(data()))
+    name = getattr(data, "__name__", "") if isinstance(data, Generator) else ""
     raise ConfigError(
         f"{kind.name} must be readable again: in each epoch, and after a restart",
         f"a {type(data).__name__}" + (", which can be read once" if hasattr(data, "__next__") else ""),
-        kind.anew,
+        (f"loader({name}), without ();\n" if kind is STREAM and name.isidentifier() else "") + kind.anew,
     )
 
 

@@ -237,7 +237,9 @@ def test_a_stopped_rank_ends_the_job(tmp_path):
 
 def test_a_command_that_is_not_there(tmp_path):
     done = here(*LAUNCH, "./no-such-program", cwd=tmp_path)
-    assert done.returncode == 127 and "no program ./no-such-program" in done.stderr, done.stderr
+    assert done.returncode == 127 and "no program ./no-such-program\n" in done.stderr, done.stderr
+    done = here(*LAUNCH, "pythn", cwd=tmp_path)
+    assert "no program pythn on this host's PATH; did you mean python?\n" in done.stderr, done.stderr
 
 
 # ---- the end

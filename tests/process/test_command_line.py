@@ -22,6 +22,16 @@ from hvdtrain.core.lr import LR
 @pytest.mark.parametrize(
     "arguments, expected, fix",
     [
+        ("-np 2 -- python b.py", "-np is not a flag of hvdtrain; did you", "fix: hvdtrain launch -np 2 -- python b.py"),
+        ("run -np 2 python", "run is not a command of hvdtrain; did you mean", "fix: hvdtrain launch -np 2 python"),
+        ("launch --nodes 2", "--nodes is not a flag of hvdtrain launch\n", "hvdtrain launch --help"),
+        ("launch --nnodes 1", "--nnodes is not a flag of hvdtrain launch\n", "hvdtrain launch --help"),
+        ("launch --logdir d", "launch; did you mean --log-dir?", "hvdtrain launch --help"),
+        ("launch --np2", "launch; did you mean --np?", "hvdtrain launch --help"),
+        ("launch -np 2 -hostfile /no -- true", "a host file must be readable text", "/no"),
+        ("launch -np 4 -H a:2,b -- true", "and a slot for each", "fix: -np 3, or more slots: -H a:2,b:2\n"),
+        ("launch -np 2 -H localhost -- true", "and a slot for each", "fix: -np 1, or more slots: -H localhost:2\n"),
+        ("launch -H localhost:2:gpu -- true", "received: 'localhost:2:gpu'\n", "-H host1:4,host2:4"),
         ("lanch -np 2", "lanch is not a command of hvdtrain; did you mean launch?", "hvdtrain --help"),
         ("launch --hots a:1 python t.py", "--hots is not a flag of hvdtrain launch; did you mean --hosts?", "launch"),
         ("scale --jsn", "--jsn is not a flag of hvdtrain scale; did you mean --json?", "hvdtrain scale --help"),

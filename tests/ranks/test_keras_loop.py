@@ -45,7 +45,8 @@ REFUSED = {
     "unknown_length": ("K13a", "a generator of unknown length, 4 against 5 batches", "so it must be known",
                        "steps_per_epoch"),
     "data_that_ends_early": ("K13b", "data that ends before steps_per_epoch", "ended after 3 of 5 steps", "repeat()"),
-    "unequal_first_epochs": ("K14", "another initial_epoch per rank", "'initial epoch': 0", "'initial epoch': 1"),
+    "unequal_first_epochs": ("K14", "another initial_epoch per rank", "'initial epoch': 0", "'initial epoch': 1",
+                             "give every rank the same initial_epoch="),
     "model_of_keras_2": ("K16d", "a model of tf_keras (Keras 2)", "of Keras 2", "not tf_keras"),
 }  # fmt: skip
 # case -> row, what was tried, what it must have found, what to write

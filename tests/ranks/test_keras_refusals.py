@@ -33,10 +33,13 @@ REFUSED = {
     "batch_said_twice": ("ConfigError", "batch size must be set once", "per_rank_batch=8", "remove per_rank_batch="),
     "prepared_with_arrays": ("ConfigError", "a loader of hvdtrain.keras.loader", "a tuple"),
     "data_in_a_list": ("ConfigError", "a list of 2", "(x, y) instead of [x, y]"),
+    "world_of_torch": ("ConfigError", 'needs hvdtrain.init("keras")', 'received: a world of "torch"'),
     "not_compiled": ("ConfigError", "compile"),
     "unknown_compression": ("ConfigError", "'int3'"),
     "stock": ("ReplicaError", "Horovod's own Keras wrapper"),
-    "evaluates_replicas_that_differ": ("ReplicaError", "when they are evaluated", "rank 1: sum"),
+    "evaluates_replicas_that_differ": ("ReplicaError", "when they are evaluated", "rank 1: sum",
+        "fix: hvdtrain.keras.prepare(model, data), before"),
+    "learning_rate_of_a_number": ("ConfigError", "does not take learning_rate=", "fix: lr=hvdtrain.LR(base=0.1"),
 }  # fmt: skip
 ACCEPTED = {
     "right": "", "restored_after_training": "", "other_data_order": "", "rate_follows_samples": "",

@@ -19,6 +19,8 @@ for _ in range(2):
     optimizer.step()
 """
 KERAS = """
+import os
+os.environ["KERAS_BACKEND"] = KIND.partition("-")[0]
 import hvdtrain
 import hvdtrain.keras as hvk
 import keras, numpy as np
@@ -26,21 +28,38 @@ world = hvdtrain.init("keras")
 model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
 model.compile("sgd", "mse")
 data = hvk.loader((np.ones((8, 2)), np.ones(8)), per_rank_batch=2)
+def update():
+    variables = model.trainable_variables
+    model.optimizer.apply([keras.ops.ones_like(variable) for variable in variables], variables)
+if keras.backend.backend() == "tensorflow":
+    import tensorflow
+    update = tensorflow.function(update)
 if PREPARED:
-    hvk.prepare(model, data)
+    hvk.prepare(model, data, lr=hvdtrain.LR(base=0.01, reference_batch=2))
+    update() if "loop" in KIND else model.fit(data, verbose=0)
     model.fit(data, verbose=0, callbacks=hvk.callbacks(model))
+    model.train_on_batch(*next(iter(data))[:2])
+elif "loop" in KIND:
+    update()
+    hvk.evaluate(model, data)
+    update()
 else:
     for _ in range(2):
         model.fit(np.ones((8, 2)), np.ones(8), verbose=0)
 """
+KINDS = {"optimizer": TORCH, "torch-fit": KERAS, "torch-loop": KERAS, "tensorflow-loop": KERAS}
 
 
-@pytest.mark.parametrize(("program", "framework"), [(TORCH, "torch"), (KERAS, "keras")], ids=["torch", "keras"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("prepared", [False, True])
-def test_a_training_without_prepare_is_reported_once(program: str, framework: str, prepared: bool) -> None:
-    code = program.replace("PREPARED", str(prepared))
-    done = run_ranks(["-c", code], 2, env={"KERAS_BACKEND": "torch"}, timeout_s=120).check()
+def test_a_training_without_prepare_is_reported_once(kind: str, prepared: bool) -> None:
+    code = KINDS[kind].replace("PREPARED", str(prepared)).replace("KIND", repr(kind))
+    done = run_ranks(["-c", code], 2, timeout_s=120).check()
     assert done.out.count("hvdtrain averages nothing") == (not prepared), done.text
-    fixes = done.out.count(f"fix: {'model, optimizer = ' * (framework == 'torch')}hvdtrain.{framework}.prepare(")
+    what = {"optimizer": "SGD.step()", "torch-fit": "fit()"}.get(kind, "SGD.apply()")
+    assert done.out.count(f"hvdtrain: {what} on 2 ranks") == (not prepared), done.text
+    without_callbacks = prepared and kind != "optimizer"
+    assert done.out.count("lr=LR(...) is not applied, the rate stays 0.01\n") == without_callbacks, done.text
+    fix = "model, optimizer = hvdtrain.torch.prepare(" if kind == "optimizer" else "hvdtrain.keras.prepare("
     # beside a prepared model, torch reports the plain optimizer in other words
-    assert fixes == (not prepared or framework == "torch"), done.text
+    assert done.out.count(f"fix: {fix}") == (not prepared or kind == "optimizer"), done.text

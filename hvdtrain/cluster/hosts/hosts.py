@@ -103,9 +103,10 @@ def assign(hosts: Sequence[Host], np: int) -> list[Slot]:
         raise ConfigError(f"a job cannot have more than {MOST_RANKS:,} ranks", f"-np {np:,}", "give fewer: -np N")
     if not 1 <= np <= slots:
         received = f"-np {np}, {slots} slot(s): {', '.join(map(str, hosts))}"
-        raise ConfigError(
-            "a job needs at least 1 rank and a slot for each", received, f"-np {max(slots, 1)}, or more slots"
-        )
+        each = -(-np // max(len(hosts), 1))
+        more = ",".join(f"{host.name}:{max(host.slots, each)}" for host in hosts)
+        rule = "a job needs at least 1 rank and a slot for each"
+        raise ConfigError(rule, received, f"-np {max(slots, 1)}, or more slots: -H {more}")
     local_sizes, left = [], np
     for host in hosts:
         local_sizes.append(min(host.slots, left))
@@ -142,7 +143,7 @@ def _host(text: str, whole: str) -> Host:
     if not name:
         raise ConfigError(_HOSTS, repr(whole), _FIX)
     if not _NAME.fullmatch(name):
-        raise ConfigError(_HOSTS, repr(name), _FIX)
+        raise ConfigError(_HOSTS, repr(text), _FIX)
     if not re.fullmatch(r"[0-9]{1,6}", slots) or int(slots) < 1:
         raise ConfigError("the slots of a host must be a whole number, at least 1", f"{name}: {slots!r}", _FIX)
     return Host(name, int(slots))

@@ -19,6 +19,7 @@ from typing import Any
 from hvdtrain.cluster.launch import processes
 from hvdtrain.comm.link import Decoder, Outbox, encode
 from hvdtrain.core import variables
+from hvdtrain.core.keywords import nearest
 from hvdtrain.core.version import SAFE_PATH
 from hvdtrain.watch.preemption import is_default
 
@@ -230,7 +231,8 @@ def _why_not(argv: Sequence[str], cwd: str, error: Exception) -> str:
     if isinstance(error, FileNotFoundError) and error.filename == cwd:
         return f"no directory {cwd}"
     if isinstance(error, FileNotFoundError):
-        return f"no program {argv[0]}"
+        place = "" if "/" in argv[0] else f" on this host's PATH{nearest(argv[0], ('python', 'python3'))}"
+        return f"no program {argv[0]}{place}"
     if isinstance(error, OSError):
         return f"{error.filename or argv[0]}: {error.strerror}"
     return f"{argv[0]}: {error}"

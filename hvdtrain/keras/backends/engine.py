@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import keras
@@ -15,8 +16,9 @@ from hvdtrain.comm.engines import Engine, HorovodCollectives, SoloEngine
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.launchers import Detected, gpus_for
 from hvdtrain.keras.backends.chosen import BACKEND
-from hvdtrain.keras.backends.session import session_of
-from hvdtrain.world.world import current
+from hvdtrain.keras.backends.session import is_stock, replaced, session_of
+from hvdtrain.private.keras import BaseOptimizer
+from hvdtrain.world.world import World, current, given_or_current
 
 
 def attach(detected: Detected, *, engine: str, device: str, gpus_per_rank: int, seed: int) -> Engine:
@@ -42,6 +44,8 @@ def attach(detected: Detected, *, engine: str, device: str, gpus_per_rank: int, 
     if "fit" not in vars(_Reported):
         _Reported.fit = keras.Model.fit
         keras.Model.fit = _fit
+    UPDATES.close()
+    UPDATES.enter_context(replaced(BaseOptimizer, "apply", _apply))
     return KerasHorovodEngine.join(BACKEND.hvd, detected, devices)
 
 
@@ -52,20 +56,39 @@ class _Reported:
     done = False
 
 
+UPDATES = ExitStack()  # hvdtrain watches the updates of all optimizers until it is closed
+
+
 @functools.wraps(keras.Model.fit)
 def _fit(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
     """Reports the first model that is fitted on several ranks without `prepare`: each rank trains alone."""
-    world = current()
-    prepared = session_of(model) is not None or session_of(getattr(model, "optimizer", None)) is not None
-    if world is not None and world.size > 1 and not prepared and not _Reported.done:
-        _Reported.done = True
-        if world.is_main:
-            print(
-                f"hvdtrain: fit() on {world.size} ranks of a model that is not prepared: hvdtrain averages nothing\n"
-                "  fix: hvdtrain.keras.prepare(model, data) before fit(data, callbacks=hvk.callbacks(model))",
-                flush=True,
-            )
+    if session_of(model) is None and session_of(getattr(model, "optimizer", None)) is None:
+        _report(
+            "fit() on {} ranks of a model that is not prepared", " before fit(data, callbacks=hvk.callbacks(model))"
+        )
     return _Reported.fit(model, *args, **kwargs)
+
+
+def _apply(original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Reports the first update in a program that has prepared nothing: each rank trains alone."""
+    UPDATES.close()
+    if not is_stock(optimizer):  # Horovod's own averages
+        what = f"{type(optimizer).__name__}.apply() on {{}} ranks, but prepare() was not called"
+        _report(what, " before the first update; or prepare(optimizer) without compile()")
+    return original(optimizer, *args, **kwargs)
+
+
+def _report(what: str, when: str) -> None:
+    world = current()
+    if world is None or world.size == 1 or _Reported.done:
+        return
+    _Reported.done = True
+    if world.is_main:
+        print(
+            f"hvdtrain: {what.format(world.size)}: hvdtrain averages nothing\n"
+            f"  fix: hvdtrain.keras.prepare(model, data){when}",
+            flush=True,
+        )
 
 
 class KerasHorovodEngine(HorovodCollectives):
@@ -79,3 +102,12 @@ class KerasHorovodEngine(HorovodCollectives):
 
     def host_gather(self, array: np.ndarray, counts: Sequence[int]) -> np.ndarray:
         return BACKEND.host_allgather(array, self.next_name())
+
+
+def world_of(world: World | None) -> World:
+    """Returns the world given, or that of the last `init()`; raises ConfigError if it is another framework's."""
+    found = given_or_current(world, "keras")
+    if found.size > 1 and not isinstance(found.comm, KerasHorovodEngine):
+        received = 'a world of "torch"'
+        raise ConfigError('hvdtrain.keras needs hvdtrain.init("keras")', received, 'call hvdtrain.init("keras")')
+    return found

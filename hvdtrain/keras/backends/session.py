@@ -195,6 +195,12 @@ def leaves_of(optimizer: Any) -> list[Any]:
     return [optimizer]
 
 
+def lr_not_applied(prepared: Prepared, optimizer: Any) -> str:
+    """Returns the part of a report that lr= is not applied; an empty text without lr=."""
+    rate = None if prepared.lr is None else float(keras.ops.convert_to_numpy(leaves_of(optimizer)[0].learning_rate))
+    return "" if rate is None else f"; lr=LR(...) is not applied, the rate stays {rate:g}"
+
+
 def map_leaves(function: Callable[[Any], Any], data: Any) -> Any:
     """Returns nested data with each leaf as the function makes it; `None` stays."""
     return keras.tree.map_structure(lambda leaf: None if leaf is None else function(leaf), data)

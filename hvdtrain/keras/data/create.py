@@ -10,6 +10,7 @@ import keras
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.keywords import refuses_other_keywords
 from hvdtrain.core.sharding import Plan
+from hvdtrain.keras.backends.engine import world_of
 from hvdtrain.keras.data.loader import KerasLoader
 from hvdtrain.keras.data.sources import Arrays, BatchSource, DatasetBatches, Items, batch_of, rows_of, stacked
 from hvdtrain.keras.data.streams import Walk, WalkedLoader
@@ -17,7 +18,7 @@ from hvdtrain.private.keras import is_tf_dataset, is_torch_dataloader
 from hvdtrain.world import same_data
 from hvdtrain.world.records import check_heads, stream_of
 from hvdtrain.world.streams import StreamPlan
-from hvdtrain.world.world import World, given_or_current
+from hvdtrain.world.world import World
 
 
 @refuses_other_keywords(batch_size="per_rank_batch=, the samples that each rank takes in a step")
@@ -58,7 +59,7 @@ def loader(
         ConfigError: arrays of different lengths, data of another kind, an argument out of range, both kinds of weights.
         ReplicaError: the ranks' data or its order differ.
     """
-    world = given_or_current(world, "keras")
+    world = world_of(world)
     seed = world.seed if seed is None else seed
     if per_rank_batch is None and not comes_in_batches(data):
         raise ConfigError(

@@ -13,7 +13,7 @@ import numpy as np
 from hvdtrain.comm.engines import CHUNK_BYTES
 from hvdtrain.core.errors import NonFiniteError, ReplicaError
 from hvdtrain.keras.backends.chosen import BACKEND
-from hvdtrain.keras.backends.session import leaves_of, optimizers_of
+from hvdtrain.keras.backends.session import leaves_of, optimizers_of, session_of
 from hvdtrain.keras.state import reduce
 from hvdtrain.world.same_data import is_statistic
 from hvdtrain.world.world import World
@@ -113,9 +113,17 @@ def fingerprint(model: keras.Model) -> str:
 
 
 def check_equal(
-    variables: Sequence[Any], world: World, checksums: Callable[[], np.ndarray] | None = None, *, when: str
+    variables: Sequence[Any],
+    world: World,
+    checksums: Callable[[], np.ndarray] | None = None,
+    *,
+    when: str,
+    model: keras.Model | None = None,
 ) -> None:
-    """Raises ReplicaError on every rank, naming the first variable whose checksum differs; collective."""
+    """Raises ReplicaError on every rank, naming the first variable whose checksum differs; collective.
+
+    The fix for a `model` that is not prepared begins with that.
+    """
     if not variables:
         return
     differing = _differing(BACKEND.checksums(variables) if checksums is None else checksums(), world)
@@ -130,10 +138,12 @@ def check_equal(
         f"rank {rank}: {summary}, element {where}: {float(part[where])!r}"
         for rank, (summary, part) in enumerate(zip(summaries, parts, strict=True))
     ]
+    prepared = model is None or session_of(getattr(model, "optimizer", None)) is not None
     raise ReplicaError(
         f"replicas must be equal {when}: {differing.size} of {len(variables)} variables differ, first {path_of(first)}",
         "\n".join(lines),
-        "fit(callbacks=[*hvdtrain.keras.callbacks(model), ...]) starts all ranks from rank 0's state;\n"
+        ("" if prepared else "hvdtrain.keras.prepare(model, data), before training;\n")
+        + "fit(callbacks=[*hvdtrain.keras.callbacks(model), ...]) starts all ranks from rank 0's state;\n"
         "change weights and learning rates alike on every rank: not in a callback of rank 0 only,\n"
         "and not by the logs of a batch, which are each rank's own (world.mean(logs) is the same on all)",
         shared=True,

@@ -6,6 +6,7 @@ usage: catches.py FOLDER        writes FOLDER/catches.rankR.json: case -> "passe
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import keras
@@ -14,6 +15,7 @@ from common import L, cnn, dense, images, loss, numpy_of
 from jobs import RANK, SIZE, O, case, cases, compiled, data, fit, fitted, hvk, run_cases, state, world
 
 import hvdtrain
+from hvdtrain.comm.engines import SoloEngine
 
 LR8 = {"lr": hvdtrain.LR(0.1, 8), "per_rank_batch": 8}
 DECAYING = O.schedules.ExponentialDecay(0.1, 2, 0.5)
@@ -40,6 +42,8 @@ cases(
     batch_said_twice=lambda: hvk.prepare(compiled(), data(8), per_rank_batch=8),
     prepared_with_arrays=lambda: hvk.prepare(compiled(), images(8), lr=hvdtrain.LR(0.1, 8)),
     data_in_a_list=lambda: hvk.loader(list(images(8)), 8),
+    learning_rate_of_a_number=lambda: hvk.prepare(compiled(), learning_rate=0.1),
+    world_of_torch=lambda: hvk.loader(images(8), 8, world=replace(world, comm=SoloEngine())),
     not_compiled=lambda: hvk.prepare(cnn()),
     unknown_compression=lambda: hvk.prepare(compiled(), compression="int3"),
     evaluates_replicas_that_differ=lambda: hvk.evaluate(

@@ -708,6 +708,7 @@ cases(
     fit_with_sample_weight=lambda: trained(net(), sample_weight=np.ones(24)),
     fit_with_class_weight=lambda: trained(net(), class_weight={0: 1.0, 1: 2.0, 2: 1.0}),
     fit_with_steps=lambda: trained(net(), steps_per_epoch=1),
+    fit_with_batch_size=lambda: trained(net(), batch_size=8),
     both_kinds_of_weights=lambda: deal(X[:24], Y[:24], np.ones(24), class_weight={0: 2.0}),
     classes_in_text=lambda: deal(X[:24], Y[:24], class_weight={"0": 2.0}),
     sparse_tensors=lambda: hvk.loader(tf_dataset(sparse_x=True).batch(4)),

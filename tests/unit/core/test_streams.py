@@ -120,6 +120,12 @@ def test_what_is_read_anew() -> None:
         with pytest.raises(ConfigError, match="must be readable again"):
             stream_of(wrong)
 
+    def batches() -> Any:
+        yield 1
+
+    with pytest.raises(ConfigError, match=r"fix: loader\(batches\), without \(\);\n"):
+        stream_of(batches())
+
 
 def test_the_head_tells_orders_and_contents_apart_but_not_what_is_drawn() -> None:
     rows = [{"number": n, "text": "x" * n} for n in range(20)]
