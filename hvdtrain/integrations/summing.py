@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -46,11 +47,13 @@ class GradientSums:
         """Compares a random projection of the first summed gradients with the sum of the ranks' projections."""
         if not self._verifies:
             return
-        self._verifies = False
         made = torch.Generator().manual_seed(1)
         direction = torch.randn(own.shape, generator=made, dtype=torch.float64).to(own.device)
         reports = self._world.gather((float(own.double() @ direction), float(own.double().abs() @ direction.abs())))
         expected, scale = (sum(its[at] for its in reports) for at in (0, 1))
+        if not math.isfinite(scale):
+            return  # a gradient scaler begins too high, and skips such updates
+        self._verifies = False
         found = float(total.double() @ direction)
         if not abs(found - expected) <= _PROJECTED[own.dtype == torch.float64] * scale:
             raise ReplicaError("gradients must be summed over ranks", f"{found:g}, not {expected:g}", shared=True)
