@@ -1,1 +1,1 @@
-"""Other libraries' trainers on hvdtrain: one file for each library, built on public names of both."""
+"""Other libraries' trainers on hvdtrain, by public names of both: a file for each library, and what they share."""

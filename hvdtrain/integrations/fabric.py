@@ -22,7 +22,7 @@ from torchmetrics import Metric
 import hvdtrain.torch as hvt
 from hvdtrain import ConfigError, Step
 from hvdtrain.integrations import ranks
-from hvdtrain.integrations.summing import GradientSums
+from hvdtrain.integrations.summing import GradientSums, share_weights
 
 
 class HorovodFabricStrategy(ranks.Collectives, ParallelStrategy):
@@ -79,7 +79,7 @@ class HorovodFabricStrategy(ranks.Collectives, ParallelStrategy):
                 f"a {type(module).__name__} with nn.SyncBatchNorm",
                 "nn.GroupNorm; or hvdtrain.torch.prepare(..., sync_batchnorm=True) in a loop of your own",
             )
-        ranks.share_weights(module, self.world)
+        share_weights(module, self.world)
         ranks.join_metrics(module)
         self._modules.append(module)
         return module

@@ -34,10 +34,9 @@ from hvdtrain.integrations.ranks import (
     joined,
     refuse_whole,
     share_buffers,
-    share_weights,
     uncounted,
 )
-from hvdtrain.integrations.summing import GradientSums
+from hvdtrain.integrations.summing import GradientSums, share_weights
 
 _ABSENT = object()
 

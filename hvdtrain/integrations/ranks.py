@@ -217,13 +217,6 @@ def deal(data: Any, world: World, *, trains: bool) -> Deal:
 # ---- state of modules
 
 
-def share_weights(module: nn.Module, world: World) -> None:
-    """Gives every rank the parameters and buffers of rank 0."""
-    with torch.no_grad():
-        for tensor in (*module.parameters(), *module.buffers()) if world.size > 1 else ():
-            tensor.copy_(hvt.broadcast(tensor, world=world))
-
-
 def share_buffers(module: nn.Module, world: World) -> None:
     """Gives every rank the mean of running statistics, and rank 0's other buffers."""
     with torch.no_grad():

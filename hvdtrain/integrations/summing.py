@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -94,13 +95,22 @@ class GradientSums:
         """Compares a random projection of the first summed gradients with the sum of the ranks' projections."""
         if not self._verifies:
             return
-        self._verifies = False
         made = torch.Generator().manual_seed(1)
         direction = torch.randn(own.shape, generator=made, dtype=torch.float64).to(own.device)
         reports = self._world.gather((float(own.double() @ direction), float(own.double().abs() @ direction.abs())))
         expected, scale = (sum(its[at] for its in reports) for at in (0, 1))
+        if not math.isfinite(scale):
+            return  # a gradient scaler begins too high, and skips such updates
+        self._verifies = False
         found = float(total.double() @ direction)
         if not abs(found - expected) <= _PROJECTED[own.dtype == torch.float64] * scale:
             raise ReplicaError("gradients must be summed over ranks", f"{found:g}, not {expected:g}", shared=True)
         if self._world.is_main:
             print(f"hvdtrain: averaging proven: {self._world.size} ranks, gradients summed after backward", flush=True)
+
+
+def share_weights(module: nn.Module, world: World) -> None:
+    """Gives every rank the parameters and buffers of rank 0; collective."""
+    with torch.no_grad():
+        for tensor in (*module.parameters(), *module.buffers()) if world.size > 1 else ():
+            tensor.copy_(hvt.broadcast(tensor, world=world))
