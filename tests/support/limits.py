@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -18,7 +19,7 @@ VARIABLE = "HVDTRAIN_LIMITS"  # names the file that rows are added to, one JSON 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "limits.md"
 EXACT = 1e-10
 # an area, and how many rows it has
-AREAS = {"A": 8, "K": 30, "P": 19, "T": 40, "C": 16}
+AREAS = {"A": 8, "K": 30, "P": 19, "T": 40, "L": 20, "F": 11, "H": 16, "C": 16}
 # refused though nobody has made a mistake, and why; all other refusals name one
 CANNOT: dict[str, str] = {
     "K7d": "TensorFlow keeps what `tf.random` has drawn where no checkpoint finds it: `keras.random`, with a generator",
@@ -117,10 +118,33 @@ def limit(request: pytest.FixtureRequest) -> Limit:
     return Limit(f"{request.node.path.name}::{request.node.name}")
 
 
+def note_all(limit: Limit, rows: Mapping[str, tuple[str, str]], lines: Iterable[str], *, near: float) -> None:
+    """Asserts and notes rows that a program showed: "shown ROW WHAT", what being a gap or the text of an error.
+
+    Args:
+        limit: the fixture.
+        rows: what was tried and how it must end, by row: "exact", "near" or "refused".
+        lines: rank 0's output.
+        near: the largest gap where numbers are rounded.
+    """
+    shown = dict(line.removeprefix("shown ").split(" ", 1) for line in lines if line.startswith("shown "))
+    assert shown.keys() == rows.keys()
+    for row, (attack, verdict) in rows.items():
+        if verdict == "exact":
+            limit(row, attack, exact=float(shown[row]))
+        elif verdict == "near":
+            assert float(shown[row]) < near, (row, attack, shown[row])
+            limit(row, attack, mended=f"{float(shown[row]):.0e} off: numbers are rounded")
+        else:
+            assert "received: " in shown[row] and "fix: " in shown[row], (row, attack, shown[row])
+            limit(row, attack, refused=shown[row])
+
+
 def render(rows: list[Row]) -> str:
     """Returns the page: a table an area, a row an attack."""
     titles = {
         "A": "Losses whose mean is not over samples", "K": "Keras, and the core", "P": "Pipeline", "T": "PyTorch",
+        "L": "Lightning's Trainer", "F": "Lightning Fabric", "H": "Hugging Face's Trainer",
         "C": "Cluster, launcher, recipe",
     }  # fmt: skip
     lines = [

@@ -445,27 +445,27 @@ def case_what_is_refused(world: hvdtrain.World) -> None:
             return DataLoader(SORTED, 2, collate_fn=padded)
 
     with folder(world, own=False) as out:
-        with refused("must be a mean over samples or labels", row="R1a"):
+        with refused("must be a mean over samples or labels", row="H12a"):
             trainer(world, out, bert(), SORTED, compute_loss_func=contrastive).train()
-        with refused("must be a mean over samples or labels", row="R1b"):
+        with refused("must be a mean over samples or labels", row="H12b"):
             trainer(world, out, Plain(), TAGGED).train()
-        with refused("whose end is not known", kind=ConfigError, row="R2a"):
+        with refused("whose end is not known", kind=ConfigError, row="H13a"):
             trainer(world, out, bert(), Stream(), max_steps=3).train()
-        with refused("must be dealt", "deal(loader", row="R2b"):
+        with refused("must be dealt", "deal(loader", row="H13b"):
             trainer(world, out, bert(), SORTED, mixin=Undealt).train()
-        with refused("weights must be the same", kind=ReplicaError, row="R3a"):
+        with refused("weights must be the same", kind=ReplicaError, row="H14a"):
             trainer(world, out, bert(), SORTED, mixin=Differs).train()
-        with refused("weights must be the same", kind=ReplicaError, row="R3b"):
+        with refused("weights must be the same", kind=ReplicaError, row="H14b"):
             trainer(world, out, bert(), SORTED, mixin=Alone).train()
-        with refused("order of the training data", kind=ReplicaError, row="R3c"):
+        with refused("order of the training data", kind=ReplicaError, row="H14c"):
             made = trainer(world, out, bert(), SORTED, accelerator_config={"use_seedable_sampler": False})
             torch.manual_seed(world.rank)
             made.train()
-        with refused("TrainingArguments of hvdtrain", row="R4a"):
+        with refused("TrainingArguments of hvdtrain", row="H15a"):
             Trainer(bert(), arguments(None, out))
-        with refused("cannot be used", "auto_find_batch_size", "batch_rebalance", row="R4b"):
+        with refused("cannot be used", "auto_find_batch_size", "batch_rebalance", row="H15b"):
             arguments(world, out, auto_find_batch_size=True, train_sampling_strategy="batch_rebalance")
-        with refused("must see the checkpoint", row="R5"):
+        with refused("must see the checkpoint", row="H16"):
             trainer(world, out, bert(), SORTED).train(resume_from_checkpoint=f"{out}/nowhere")
 
 
