@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -211,11 +211,13 @@ class Trainer(transformers.Trainer):
             )  # fmt: skip
         self.world, self._sums = args.world, GradientSums(args.world)
         self._ranks = RanksCallback(self)
-        self._micro_batches: deque[tuple[Step, float, float]] = deque()  # with the items of this rank, and of all
+        # each with the items of this rank and of all, and True if the loss is tried on it
+        self._micro_batches: deque[tuple[Step, float, float, bool]] = deque()
         self._kinds, self._reported = KINDS, False
         self._evaluated: Step | None = None
         super().__init__(model, args, *rest, **options)
-        share_weights(self.model, self.world)
+        trained: Any = self.model
+        share_weights(trained, self.world)
         self.add_callback(self._ranks)
 
     def get_train_dataloader(self) -> Any:
@@ -243,26 +245,37 @@ class Trainer(transformers.Trainer):
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list[Any], Any]:
         """Returns this rank's micro-batches of an update, and the items (labels) of all ranks in it."""
-        count: Callable[..., Any] = super().get_batch_samples
-        batches, items = count(epoch_iterator, num_batches, device)
+        items: Any
+        batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if self.world.size == 1:
             return batches, items
-        steps = self._ranks.next_steps(len(batches))
-        own = torch.zeros(len(batches), dtype=torch.float64, device=device)
-        if items is not None:
-            for at, (step, batch) in enumerate(zip(steps, batches, strict=True)):
-                own[at] = 0.0 if step.padding else count(iter([batch]), 1, device)[1]
-        every = hvt.reduce(own, "sum", world=self.world)
-        self._micro_batches = deque(zip(steps, own.tolist(), every.tolist(), strict=True))
+        steps, due = self._ranks.next_steps(len(batches))
+        counts = [
+            0.0 if step.padding else self._items_of(batch) or 0.0 for step, batch in zip(steps, batches, strict=True)
+        ]
+        own = torch.tensor(counts, dtype=torch.float64, device=device)
+        every, tells = self._items_of_all(own, steps)
+        tried = (is_due or tells_kinds for is_due, tells_kinds in zip(due, tells, strict=True))
+        self._micro_batches = deque(zip(steps, own.tolist(), every.tolist(), tried, strict=True))
         return batches, None if items is None else every.sum().to(items.dtype)
+
+    def _items_of_all(self, own: Tensor, steps: Sequence[Step]) -> tuple[Tensor, list[bool]]:
+        """Returns each batch's items of all ranks; True if it tells means over labels and over samples apart.
+
+        It does unless all ranks have as many items a sample: sum(items²/samples) is then sum(items)²/sum(samples).
+        """
+        samples = own.new_tensor([max(step.samples, 1) for step in steps])
+        every, squares = hvt.reduce(torch.stack([own, own**2 / samples]), "sum", world=self.world)
+        least = every**2 / own.new_tensor([step.global_samples for step in steps])
+        return every, (squares > least * (1 + 1e-9)).tolist()
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Differentiates this rank's share of a micro-batch's loss, and returns the loss of all ranks."""
         if self.world.size == 1:
             return super().training_step(model, inputs, num_items_in_batch)
-        step, own, every = self._micro_batches.popleft()
-        if self._ranks.fresh:
-            self._ranks.fresh = self._try_loss(model, inputs, num_items_in_batch, step)
+        step, own, every, tried = self._micro_batches.popleft()
+        if tried:
+            self._try_loss(model, inputs, num_items_in_batch, step)
         weights = {SHARE: float(not step.padding), ITEMS: own / max(every, 1.0)}
         weight = weights.get(self._kind, step.samples / step.global_samples)
         loss = torch.zeros((), device=self.args.device)
@@ -289,8 +302,8 @@ class Trainer(transformers.Trainer):
     def _kind(self) -> str:
         return next(kind for kind in (SHARE, ITEMS, SAMPLES) if kind in self._kinds)
 
-    def _try_loss(self, model: nn.Module, inputs: Any, items: Any, step: Step) -> bool:
-        """Finds what the loss divides by; returns True if this batch has not shown it."""
+    def _try_loss(self, model: nn.Module, inputs: Any, items: Any, step: Step) -> None:
+        """Finds what the loss divides by, as far as this batch shows it; collective."""
 
         def loss_of(part: Any, items: Any) -> Tensor:
             with self.compute_loss_context_manager():
@@ -320,17 +333,24 @@ class Trainer(transformers.Trainer):
         if not self._reported and not any(divided for _, divided in reports) and self.world.is_main:
             print("hvdtrain: the loss is not checked on parts of a batch: no first batch can be divided", flush=True)
         self._reported = True
-        return allowed == KINDS
 
-    def _items_of(self, batch: Any) -> Any:
-        """Returns the labels of a batch that count, as Trainer counts them; None if it does not."""
+    def _items_of(self, batch: Any) -> float | None:
+        """Returns the labels of a batch that count, as Trainer counts them, or those that are not -100; None: none."""
+        items, labels = self._given_items(batch), batch.get("labels") if isinstance(batch, Mapping) else None
+        if items is None and isinstance(labels, Tensor):
+            items = (labels != -100).sum()
+        return None if items is None else float(items)
+
+    def _given_items(self, batch: Any) -> Any:
+        """Returns the labels as Trainer counts them; None if it gives the loss no number."""
         return super().get_batch_samples(iter([batch]), 1, self.args.device)[1]
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         """Evaluates each sample once over all ranks; every rank has all outputs and the same metrics."""
+        dataloader = deal(dataloader, self.world)
         batches = getattr(dataloader, "batch_sampler", None)
         if not isinstance(batches, DealtBatches):
-            return super().evaluation_loop(dataloader, *args, **kwargs)
+            return super().evaluation_loop(dataloader, *args, **kwargs)  # one rank
         self.gather_function = self._joined
         with _replaced(self, prediction_step=partial(self._predicted, self.prediction_step, iter(batches.steps))):
             return super().evaluation_loop(dataloader, *args, **kwargs)
@@ -344,8 +364,9 @@ class Trainer(transformers.Trainer):
         items = self._items_of(inputs)
         loss, outputs, labels = prediction_step(model, inputs, *args, **kwargs)
         if loss is not None:
-            if self._kinds == KINDS:
-                self._try_loss(model, inputs, items, step)
+            own = torch.tensor([0.0 if items is None or step.padding else float(items)], dtype=torch.float64)
+            if self._kinds == KINDS or self._items_of_all(own.to(self.args.device), [step])[1][0]:
+                self._try_loss(model, inputs, self._given_items(inputs), step)
             weight = 0 if step.padding else step.samples if items is None or self._kind == SAMPLES else int(items)
             terms = [float(loss.mean()) * weight if weight else 0.0, weight]  # a loss of no items may be NaN
             pair = torch.tensor(terms, dtype=torch.float64, device=self.args.device)
@@ -380,16 +401,18 @@ class RanksCallback(transformers.TrainerCallback):
         self._trainer, self._world = trainer, trainer.world
         self._batches: DealtBatches | None = None
         self._position = self._skipped = 0
-        self.fresh = False  # the epoch's first batch is to come
+        self.trained = 0  # batches in this epoch
         self._compares = False
 
-    def next_steps(self, count: int) -> list[Step]:
-        """Returns this rank's parts of the next batches."""
+    def next_steps(self, count: int) -> tuple[list[Step], list[bool]]:
+        """Returns this rank's parts of the next batches; True for the 1st, 2nd, 4th, 8th ... that an epoch trains."""
         assert self._batches is not None
-        if self.fresh:
+        if self.trained == 0:
             self._world.agree("the order of the training data", self._batches.order_checksum)
+        numbers = range(self.trained + 1, self.trained + count + 1)
+        self.trained += count
         self._position += count
-        return self._batches.steps[self._position - count : self._position]
+        return self._batches.steps[self._position - count : self._position], [not n & (n - 1) for n in numbers]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **kwargs: Any) -> None:
         if self._world.size == 1:
@@ -404,11 +427,11 @@ class RanksCallback(transformers.TrainerCallback):
         updates = max(-(-len(batches) // pieces), 1)
         self._batches = batches
         self._skipped = 0 if args.ignore_data_skip else state.global_step % updates * pieces
-        share_weights(self._trainer.model, self._world)
+        share_weights(self._model, self._world)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._position, self._skipped = self._skipped, 0
-        self.fresh = self._compares = self._world.size > 1
+        self.trained, self._compares = 0, self._world.size > 1
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._compares:
@@ -418,17 +441,21 @@ class RanksCallback(transformers.TrainerCallback):
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._compare()
 
-    def _compare(self) -> None:
+    @property
+    def _model(self) -> nn.Module:
         model: Any = self._trainer.model
+        return model
+
+    def _compare(self) -> None:
         if self._world.size > 1:
-            self._world.agree("the model's weights", hvt.fingerprint(nn.ParameterList(model.parameters())))
+            self._world.agree("the model's weights", hvt.fingerprint(nn.ParameterList(self._model.parameters())))
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._world.barrier()  # rank 0 has written
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if args.load_best_model_at_end:
-            share_weights(self._trainer.model, self._world)  # a host without the checkpoint has not loaded it
+            share_weights(self._model, self._world)  # a host without the checkpoint has not loaded it
 
 
 def _weighed(compute_loss: Callable[..., Any], weight: float, *args: Any, **kwargs: Any) -> Any:

@@ -42,14 +42,17 @@ def kinds_of(
     divisible = samples > 1 and len(parts) == 3
     if not divisible:
         if items is None:
-            return frozenset({SAMPLES}), False
+            return frozenset({SAMPLES} if count(batch) is None else {ITEMS, SAMPLES}), False
         once, half = loss_of(dict(batch), items), loss_of(dict(batch), items * 2)
         sums = {SHARE: half * 2, ITEMS: half, SAMPLES: half}
     else:
         once, first, rest = (loss_of(dict(part), items) for part in parts)  # a loss may take labels out
         sums = {SAMPLES: _mean((first, cut), (rest, samples - cut))}
+        counts = count(parts[1]), count(parts[2])
         if items is not None:
-            sums |= {SHARE: first + rest, ITEMS: _mean((first, count(parts[1])), (rest, count(parts[2])))}
+            sums[SHARE] = first + rest
+        if None not in counts:
+            sums[ITEMS] = _mean((first, counts[0]), (rest, counts[1]))
     if not torch.isfinite(once):
         return KINDS, divisible  # a batch without items, or a loss that has diverged
     tolerance = 2e-2 if not exact else 1e-6 if once.dtype == torch.float64 else 1e-4

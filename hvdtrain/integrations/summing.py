@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import hvdtrain.torch as hvt
-from hvdtrain import ReplicaError, World
+from hvdtrain import ConfigError, ReplicaError, World
 from hvdtrain.torch.engines import unprepared
 from hvdtrain.watch.preemption import is_preempted
 
@@ -83,6 +83,12 @@ class GradientSums:
             places = [at for at, parameter in enumerate(parameters) if used[at] and parameter.dtype == dtype]
             if not places:
                 continue
+            if any(its is not None and its.is_sparse for its in own):
+                raise ConfigError(
+                    "gradients must be dense to be summed over ranks",
+                    "a sparse gradient",
+                    "nn.Embedding(..., sparse=False)",
+                )
             given = [torch.zeros_like(parameters[at]) if (its := own[at]) is None else its for at in places]
             flat = torch.cat([gradient.detach().reshape(-1) for gradient in given])
             total = hvt.reduce(flat, "sum", world=self._world)

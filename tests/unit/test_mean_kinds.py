@@ -70,8 +70,11 @@ def test_a_batch_that_cannot_be_divided_shows_what_the_number_of_items_does(loss
 def test_no_labels_are_counted() -> None:
     batch = {"x": X, "y": Y}
     assert kinds_of(samples, batch, 6, None, count, exact=True) == (frozenset({SAMPLES}), True)
-    assert kinds_of(tokens, batch, 6, None, count, exact=True) == (frozenset(), True)
-    assert kinds_of(samples, {"x": X[:1]}, 1, None, count, exact=True) == (frozenset({SAMPLES}), False)
+    assert kinds_of(tokens, batch, 6, None, count, exact=True) == (frozenset({ITEMS}), True)
+    assert kinds_of(tokens, batch, 6, None, lambda part: None, exact=True) == (frozenset(), True)
+    one = {"x": X[:1], "y": Y[:1]}
+    assert kinds_of(samples, one, 1, None, count, exact=True) == (frozenset({ITEMS, SAMPLES}), False)
+    assert kinds_of(samples, one, 1, None, lambda part: None, exact=True) == (frozenset({SAMPLES}), False)
 
 
 def test_a_loss_that_is_no_number_shows_nothing() -> None:
