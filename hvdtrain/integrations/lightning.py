@@ -333,8 +333,25 @@ class TrainingData(LoaderFollower):
         return self._steps
 
     def __iter__(self) -> Iterator[Any]:
+        """Begins a loop with its first batch: Lightning may restore a checkpoint in between."""
+        if self.loader.position == (0, 0):
+            self._go_on()
         self._loop = iter(self.loader)
-        return self._loop
+        yield from self._loop
+
+    def _go_on(self) -> None:
+        """Finds a checkpoint's place in the data, if this was made before Lightning restored the checkpoint.
+
+        `trainer.estimated_stepping_batches` in configure_optimizers makes it so early; Lightning then starts the epoch
+        again.
+        """
+        fit: Any = self._trainer.fit_loop
+        epochs, batches = fit.epoch_progress.current, fit.epoch_loop.batch_progress.current.processed
+        within = epochs.ready > epochs.processed
+        if within and batches >= self._steps:
+            self.loader.go_on(epochs.processed + 1, 0)
+        elif epochs.processed or (within and batches):
+            self.loader.go_on(epochs.processed, batches * self.loader.global_batch if within else 0)
 
     def _done(self) -> int:
         step = self.loader.step

@@ -263,7 +263,30 @@ def case_resume_after_and_within_an_epoch(world: hvdtrain.World) -> None:
                 trainer(world, max_epochs=4).fit(again, fit, checked, ckpt_path=str(path))
                 gaps.append(gap(again, whole))
     assert len(gaps) >= 5 and max(gaps) < 1e-10, gaps
-    shown("L7", max(gaps))
+    shown("L7a", max(gaps))
+
+
+class Estimates(Classifier):
+    def configure_optimizers(self) -> Any:
+        assert self.trainer.estimated_stepping_batches  # makes the loaders before a checkpoint is restored
+        return super().configure_optimizers()
+
+
+def case_resume_with_an_estimate_of_the_steps(world: hvdtrain.World) -> None:
+    fit = data(BATCH // world.size, X, Y, shuffle=True)
+    whole = Estimates()
+    trainer(world, max_epochs=4).fit(whole, fit)
+    gaps = []
+    for options in ({"every_n_epochs": 1}, {"every_n_train_steps": 3}):
+        with folder(world, own=False) as its:
+            part = ModelCheckpoint(its, save_top_k=-1, **options)
+            trainer(world, max_epochs=2, callbacks=[part], enable_checkpointing=True).fit(Estimates(), fit)
+            for path in sorted(its.glob("*.ckpt")):
+                again = Estimates(lr=0.9)
+                trainer(world, max_epochs=4).fit(again, fit, ckpt_path=str(path))
+                gaps.append(gap(again, whole))
+    assert len(gaps) >= 3 and max(gaps) < 1e-10, gaps
+    shown("L7b", max(gaps))
 
 
 def case_predictions_are_in_order(world: hvdtrain.World) -> None:
