@@ -333,7 +333,8 @@ class Checkpointer:
         chosen = self.world.on_main(self._choose, which, sorted(state))
         if chosen is None:
             if self.world.is_main:
-                print(f"hvdtrain: {self.directory} holds no checkpoint: training starts from the beginning", flush=True)
+                note = f"hvdtrain: {self.directory} holds no checkpoint: training starts from the beginning"
+                print(note, file=sys.stderr, flush=True)
             return None
         name, manifest = chosen
         # every rank looks in its own directory: paths may differ between hosts, names do not

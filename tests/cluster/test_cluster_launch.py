@@ -397,7 +397,7 @@ def test_a_refused_job_leaves_no_folder(tmp_path):
     [
         (["-np", "2"], "needs a command"),
         (["-np", "3", "-H", "localhost:2", "--", "true"], "-np 3, 2 slot(s)"),
-        (["-H", "a;reboot:2", "--", "true"], "'a;reboot'"),
+        (["-H", "a;reboot:2", "--", "true"], "'a;reboot:2'"),
         (["-H", "localhost:2", "--hostfile", "hosts", "--", "true"], "give one of them"),
         (["-x", "NOT_SET_ANYWHERE", "--", "true"], "NOT_SET_ANYWHERE"),
         (["--no-checks", "-x", "HOROVOD_GLOO_IFACE=ens99", "--", "true"], "ens99; it has lo"),
