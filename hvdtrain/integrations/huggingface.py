@@ -255,7 +255,8 @@ class Trainer(transformers.Trainer):
         ]
         own = torch.tensor(counts, dtype=torch.float64, device=device)
         every, tells = self._items_of_all(own, steps)
-        tried = (is_due or tells_kinds for is_due, tells_kinds in zip(due, tells, strict=True))
+        ambiguous = len(self._kinds) > 1  # a trial takes three forward passes
+        tried = (is_due or (ambiguous and tells_kinds) for is_due, tells_kinds in zip(due, tells, strict=True))
         self._micro_batches = deque(zip(steps, own.tolist(), every.tolist(), tried, strict=True))
         return batches, None if items is None else every.sum().to(items.dtype)
 
@@ -365,7 +366,8 @@ class Trainer(transformers.Trainer):
         loss, outputs, labels = prediction_step(model, inputs, *args, **kwargs)
         if loss is not None:
             own = torch.tensor([0.0 if items is None or step.padding else float(items)], dtype=torch.float64)
-            if self._kinds == KINDS or self._items_of_all(own.to(self.args.device), [step])[1][0]:
+            ambiguous = len(self._kinds) > 1
+            if self._kinds == KINDS or (ambiguous and self._items_of_all(own.to(self.args.device), [step])[1][0]):
                 self._try_loss(model, inputs, self._given_items(inputs), step)
             weight = 0 if step.padding else step.samples if items is None or self._kind == SAMPLES else int(items)
             terms = [float(loss.mean()) * weight if weight else 0.0, weight]  # a loss of no items may be NaN

@@ -163,7 +163,7 @@ def render(rows: list[Row]) -> str:
         *(f"- {what}: {why} (`{test}`)" for what, why, test in ALSO),
     ]
     for area, title in titles.items():
-        lines += ["", f"## {title}", "", "| row | tried | now | measured, or said | test |", "|---|---|---|---|---|"]
+        lines += ["", f"## {title}", "", "| row | tried | now | measured, or printed | test |", "|---|---|---|---|---|"]
         mine = sorted({(row.row, row.attack, row.test): row for row in rows if row.row[0] == area}.values(), key=_order)
         lines += [
             f"| {row.row} | {_cell(row.attack)} | {row.verdict} | {_cell(_short(row.shown))} | `{row.test}` |"

@@ -538,13 +538,13 @@ def case_an_optimizer_made_after_prepare(world: hvdtrain.World) -> None:
     """It takes the name of the prepared one, which is deleted: what it trains is reported."""
     model, optimizer, data = ready(world, Y, net())
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.01)
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
         for x, y in data:
             optimizer.zero_grad()
             CE(model(x), y).backward()
             optimizer.step()
-    assert said.getvalue().count("Adagrad.step() of an optimizer that is not prepared") == world.is_main
+    assert printed.getvalue().count("Adagrad.step() of an optimizer that is not prepared") == world.is_main
     shown("T37d", "one line reports it")
 
 
