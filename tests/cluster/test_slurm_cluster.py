@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import clean_environment
+from harness import PROGRAMS, clean_environment
 from slurm_daemons import TEMPLATE, Job, Slurm, slurm
 
 from hvdtrain.datasets import digits
@@ -232,3 +232,19 @@ def test_without_pmix_the_script_starts_ranks_by_hvdtrain_launch(queue: Slurm, t
     for rank in (0, 1):
         assert f"launched horovodrun {rank} of 2 on 0 job slurm-hvdtrain-test-{job.number}" in job.text(), job.told()
     assert job.facts()["ExitCode"] == "7:0", job.told()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "program",
+    [
+        "lightning/as_written.py",
+        pytest.param("lightning/fabric_loops.py", marks=pytest.mark.thorough),
+        pytest.param("huggingface/as_written.py", marks=pytest.mark.thorough),
+    ],
+)
+def test_integrations_find_the_ranks_of_srun(queue: Slurm, tmp_path: Path, program: str) -> None:
+    case = "case_a_plain_loop" if "fabric" in program else "case_classification_with_an_uneven_end"
+    job = queue.submit(tmp_path, "python", PROGRAMS / program, "auto", case)
+    job.wait_for("COMPLETED", limit_s=120)
+    assert f"passed {case}" in job.text() and "averaging proven: 2 ranks" in job.text(), job.told()
