@@ -22,7 +22,7 @@ from torchmetrics import Metric
 import hvdtrain.torch as hvt
 from hvdtrain import ConfigError, Step
 from hvdtrain.integrations import ranks
-from hvdtrain.integrations.summing import GradientSums, share_weights
+from hvdtrain.integrations.summing import GradientSums, share_buffers, share_weights
 
 
 class HorovodFabricStrategy(ranks.Collectives, ParallelStrategy):
@@ -208,7 +208,7 @@ class HorovodFabricStrategy(ranks.Collectives, ParallelStrategy):
 
     def share_buffers(self) -> None:
         for module in self._modules:
-            ranks.share_buffers(module, self.world)
+            share_buffers(module, self.world)
 
     # -- collectives -----------------------------------------------------------------------------------------------
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:

@@ -18,7 +18,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import numpy as np
@@ -28,13 +28,14 @@ from accelerate.data_loader import DataLoaderShard
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from torch.utils import data as torch_data
+from transformers.trainer_pt_utils import nested_concat
 from transformers.trainer_utils import get_last_checkpoint
 
 import hvdtrain
 import hvdtrain.torch as hvt
 from hvdtrain import ConfigError, Plan, Step, World
 from hvdtrain.integrations.mean_kinds import ITEMS, KINDS, SAMPLES, SHARE, kinds_of, undisturbed
-from hvdtrain.integrations.summing import GradientSums, share_weights
+from hvdtrain.integrations.summing import GradientSums, share_statistics, share_weights
 
 # by these Accelerate would take the ranks for its own, and start torch.distributed
 _RANKS = ("LOCAL_RANK", "WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
@@ -42,7 +43,6 @@ _LOADING = (
     "collate_fn", "num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator",
     "prefetch_factor", "persistent_workers",
 )  # fmt: skip
-_STATISTICS = ("running_mean", "running_var")
 
 
 class TrainingArguments(transformers.TrainingArguments):
@@ -288,16 +288,8 @@ class Trainer(transformers.Trainer):
             sums = self._sums.of(parameters, [parameter.grad for parameter in parameters])
             for parameter, gradient in zip(parameters, sums, strict=True):
                 parameter.grad = gradient
-            self._share_statistics(model)
+            share_statistics(model, self.world)
         return hvt.reduce(loss.detach().double(), "sum", world=self.world)
-
-    def _share_statistics(self, model: nn.Module) -> None:
-        """Gives every rank the mean of running statistics."""
-        buffers = [buffer for name, buffer in model.named_buffers() if name.endswith(_STATISTICS)]
-        if buffers:
-            mean = hvt.reduce(torch.cat([buffer.reshape(-1) for buffer in buffers]), "mean", world=self.world)
-            for buffer, part in zip(buffers, mean.split([buffer.numel() for buffer in buffers]), strict=True):
-                buffer.copy_(part.view_as(buffer))
 
     @property
     def _kind(self) -> str:
@@ -379,7 +371,8 @@ class Trainer(transformers.Trainer):
     def _joined(self, values: Any) -> Any:
         """Returns the rows of all ranks' samples; Trainer calls it with losses, inputs, outputs and labels."""
         assert self._evaluated is not None
-        return _joined(self.world.gather(_rows_of(values, self._evaluated.samples, self.args.eval_batch_size)))
+        pieces = self.world.gather(_rows_of(values, self._evaluated.samples, self.args.eval_batch_size))
+        return reduce(nested_concat, pieces)
 
     def save_model(self, *args: Any, **kwargs: Any) -> None:
         super().save_model(*args, **kwargs)
@@ -490,19 +483,3 @@ def _rows_of(values: Any, samples: int, batch: int) -> Any:
     if isinstance(values, Mapping):
         return {name: _rows_of(value, samples, batch) for name, value in values.items()}
     return tuple(_rows_of(value, samples, batch) for value in values)
-
-
-def _joined(pieces: list[Any]) -> Any:
-    """Returns the rows of all ranks, padded to one shape with -100."""
-    first = pieces[0]
-    if isinstance(first, dict):
-        return {name: _joined([piece[name] for piece in pieces]) for name in first}
-    if isinstance(first, tuple):
-        return tuple(_joined(list(values)) for values in zip(*pieces, strict=True))
-    shape = [max(sizes) for sizes in zip(*(piece.shape[1:] for piece in pieces), strict=True)]
-    rows = first.new_full((sum(map(len, pieces)), *shape), -100)
-    start = 0
-    for piece in pieces:
-        rows[(slice(start, start + len(piece)), *map(slice, piece.shape[1:]))] = piece
-        start += len(piece)
-    return rows

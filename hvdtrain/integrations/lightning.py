@@ -33,10 +33,9 @@ from hvdtrain.integrations.ranks import (
     join_metrics,
     joined,
     refuse_whole,
-    share_buffers,
     uncounted,
 )
-from hvdtrain.integrations.summing import GradientSums, share_weights
+from hvdtrain.integrations.summing import GradientSums, share_buffers, share_weights
 
 _ABSENT = object()
 

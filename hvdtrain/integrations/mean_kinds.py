@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
+
+from hvdtrain.values.generators import of_all_gpus
+from hvdtrain.values.preserved import kept_buffers, kept_modes
 
 SHARE = "a sum, divided by num_items_in_batch"
 ITEMS = "a mean over labels that are not -100"
@@ -84,19 +85,7 @@ def _rows(batch: Mapping[str, Any], rows: slice, samples: int) -> dict[str, Any]
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Runs the block in eval mode, without gradients; restores modes, buffers and random states."""
-    modes = [(part, part.training) for part in model.modules()]
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    states, numpy_states = random.getstate(), np.random.get_state()
-    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-    model.eval()
-    try:
-        with torch.random.fork_rng(devices), torch.no_grad():
-            yield
-    finally:
-        for part, training in modes:
-            part.training = training
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
-        random.setstate(states)
-        np.random.set_state(numpy_states)
+    parts = list(model.modules())
+    with kept_modes(parts), kept_buffers(parts), of_all_gpus().preserved(), torch.no_grad():
+        model.eval()
+        yield

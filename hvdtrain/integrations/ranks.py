@@ -18,8 +18,7 @@ import hvdtrain
 import hvdtrain.torch as hvt
 from hvdtrain import ConfigError, Step, World
 from hvdtrain.torch.update.whole import is_whole
-
-_STATISTICS = ("running_mean", "running_var")
+from hvdtrain.values.preserved import kept_buffers
 
 
 def joined(engine: str, device: str) -> tuple[World, torch.device]:
@@ -217,40 +216,25 @@ def deal(data: Any, world: World, *, trains: bool) -> Deal:
 # ---- state of modules
 
 
-def share_buffers(module: nn.Module, world: World) -> None:
-    """Gives every rank the mean of running statistics, and rank 0's other buffers."""
-    with torch.no_grad():
-        for name, buffer in module.named_buffers() if world.size > 1 else ():
-            combine = hvt.reduce if name.endswith(_STATISTICS) else hvt.broadcast
-            buffer.copy_(combine(buffer, world=world))
-
-
-def metrics_of(module: nn.Module) -> list[Metric]:
-    return [part for part in module.modules() if isinstance(part, Metric)]
-
-
 def join_metrics(module: nn.Module) -> None:
     """Lets the metrics of a module, or a metric, compute over all ranks' samples."""
-    for metric in metrics_of(module):
-        if metric.dist_sync_fn is None:
+    for metric in module.modules():
+        if isinstance(metric, Metric) and metric.dist_sync_fn is None:
             metric.dist_sync_fn, metric.distributed_available_fn = _of_all_ranks, _several_ranks
 
 
 @contextmanager
 def uncounted(modules: Iterable[nn.Module], step: Step, world: World, *, buffers: bool = True) -> Iterator[None]:
     """Restores metrics after a padding batch, and the other buffers if `buffers`."""
-    modules = list(modules) if step.padding and world.size > 1 else []
-    kept = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers() if buffers]
-    metrics = [metric for module in modules for metric in metrics_of(module)]
+    parts = [part for module in modules for part in module.modules()] if step.padding and world.size > 1 else []
+    metrics = [part for part in parts if isinstance(part, Metric)]
     states = [(metric, {name: _copied(value) for name, value in vars(metric).items()}) for metric in metrics]
     try:
-        yield
+        with kept_buffers(parts if buffers else ()):
+            yield
     finally:
         for metric, state in states:
             vars(metric).update(state)
-        with torch.no_grad():
-            for buffer, before in kept:
-                buffer.copy_(before)
 
 
 def _copied(value: Any) -> Any:

@@ -14,6 +14,7 @@ from hvdtrain import ConfigError, ReplicaError, World
 from hvdtrain.torch.engines import unprepared
 from hvdtrain.watch.preemption import is_preempted
 
+STATISTICS = ("running_mean", "running_var")
 _PROJECTED = 1e-4, 1e-9  # by how much a projection of summed gradients may be off: float32, float64
 
 
@@ -120,3 +121,21 @@ def share_weights(module: nn.Module, world: World) -> None:
     with torch.no_grad():
         for tensor in (*module.parameters(), *module.buffers()) if world.size > 1 else ():
             tensor.copy_(hvt.broadcast(tensor, world=world))
+
+
+def share_statistics(module: nn.Module, world: World) -> None:
+    """Gives every rank the mean of running statistics; collective."""
+    buffers = [buffer for name, buffer in module.named_buffers() if name.endswith(STATISTICS) and world.size > 1]
+    if buffers:
+        mean = hvt.reduce(torch.cat([buffer.reshape(-1) for buffer in buffers]), "mean", world=world)
+        for buffer, part in zip(buffers, mean.split([buffer.numel() for buffer in buffers]), strict=True):
+            buffer.copy_(part.view_as(buffer))
+
+
+def share_buffers(module: nn.Module, world: World) -> None:
+    """Gives every rank the mean of running statistics, and rank 0's other buffers; collective."""
+    share_statistics(module, world)
+    with torch.no_grad():
+        for name, buffer in module.named_buffers() if world.size > 1 else ():
+            if not name.endswith(STATISTICS):
+                buffer.copy_(hvt.broadcast(buffer, world=world))
