@@ -34,7 +34,6 @@ from hvdtrain.core.lr import LR
         ("launch -H localhost:2:gpu -- true", "received: 'localhost:2:gpu'\n", "-H host1:4,host2:4"),
         ("lanch -np 2", "lanch is not a command of hvdtrain; did you mean launch?", "hvdtrain --help"),
         ("launch --hots a:1 python t.py", "--hots is not a flag of hvdtrain launch; did you mean --hosts?", "launch"),
-        ("scale --jsn", "--jsn is not a flag of hvdtrain scale; did you mean --json?", "hvdtrain scale --help"),
         ("bench tran", "did you mean train?", "hvdtrain bench --help"),
         (
             "bench train --framework keas",

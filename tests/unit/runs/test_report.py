@@ -200,7 +200,6 @@ def test_foreign_lines_harm_no_report(line: str, tmp_path: Path, monkeypatch: py
         file.write(line + "\n")
     assert main(["report", str(run)]) == 0 and main(["report", str(run), "--trace"]) == 0
     json.loads((run / "trace.json").read_text(), parse_constant=pytest.fail)
-    assert main(["scale", str(run), "--gradients", "1MB"]) == 0
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
