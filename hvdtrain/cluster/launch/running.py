@@ -94,7 +94,6 @@ class Running:
         self._job, self._agents, self._received, self._heard = job, agents, received, heard
         self.outcome = Outcome()
         self._ends: dict[int, RankEnd] = {}
-        self._updates: dict[int, int] = {}  # by rank
         self._deadline_s: float | None = None  # of the end, once it has begun
         self._seen = 0  # of the received signals
         self._passed: set[int] = set()  # signals that the ranks have got
@@ -224,7 +223,6 @@ class Running:
 
     def _hear(self, rank: int, message: dict[str, Any]) -> None:
         if message.get("do") == "updates" and isinstance(message.get("count"), int):
-            self._updates[rank] = message["count"]
             self.outcome.updates = max(self.outcome.updates, message["count"])
         elif message.get("do") == "signalled":
             self._note_signal(message.get("signal"))
@@ -310,8 +308,7 @@ class Running:
         if self._deadline_s is not None:
             return
         lines = tuple(self._agents.tails[rank]) if rank is not None else ()
-        update = self._updates.get(rank, 0) if rank is not None else 0
-        self.outcome.failed = Failure(rank, host, code, why, lines, time.monotonic() - self._started_s, update)
+        self.outcome.failed = Failure(rank, host, code, why, lines, time.monotonic() - self._started_s)
         self._end(signal.SIGTERM)
 
     # ---- the end
