@@ -141,6 +141,7 @@ def test_the_ranks_network_is_cut_while_ssh_lives(hosts: Cluster, tmp_path: Path
     limit("C13a", "the data network is cut while ssh lives", mended=last.splitlines()[0])
 
 
+@pytest.mark.thorough
 def test_a_firewall_in_front_of_rank_0(hosts: Cluster, tmp_path: Path, limit) -> None:
     dropped = f"from all to {hosts.address('host1', 1)} ipproto tcp dport 1024-65534"
     sh(
@@ -181,7 +182,10 @@ def test_keys_that_ssh_was_told_not_to_check_are_checked(hosts: Cluster, tmp_pat
 
 @pytest.mark.parametrize(
     ("before", "shell", "said"),
-    [("", "/usr/sbin/nologin", "run no commands"), ('command="date" ', "/bin/bash", "did not run the command")],
+    [
+        ("", "/usr/sbin/nologin", "run no commands"),
+        pytest.param('command="date" ', "/bin/bash", "did not run the command", marks=pytest.mark.thorough),
+    ],
 )
 def test_what_a_restricted_log_in_says_is_told(hosts: Cluster, tmp_path: Path, before, shell, said, limit) -> None:
     with (
