@@ -42,7 +42,6 @@ COMMANDS = {
     "report": ("hvdtrain.commands.report", "make one page about runs: curves, where time went, faults, advice"),
     "bench": ("hvdtrain.bench", "measure, in paired runs, against the alternatives"),
     "plan": ("hvdtrain.commands.plan", "rank the ways to train a model on given devices, by speed and memory"),
-    "scale": ("hvdtrain.commands.scale", "predict a step on 8 ... 4096 ranks from what a step and a link cost"),
 }
 
 _FRAMEWORKS = {"torch": "torch", "torchvision": "torch", "tensorflow": "keras", "keras": "keras"}  # extra of a package

@@ -91,7 +91,6 @@ def train(args: argparse.Namespace, world: World) -> None:
             loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
             metrics=["accuracy"],
         )
-        run.event("model", gradient_bytes=4 * model.count_params())  # which `hvdtrain scale` reads
         compression = None if args.compression == "none" else args.compression
         data = hvk.loader((x_train, images.y_train), plan.per_rank_batch)
         held_out = hvk.loader((x_test, images.y_test), plan.per_rank_batch, shuffle=False)

@@ -114,7 +114,7 @@ check_cuda() {
 
 check_doctor_cuda() {
   local variant=$1 framework=$2 code=0
-  in_image "$variant" hvdtrain doctor --no-live --json >"$WORK/doctor.json" 2>"$WORK/doctor.log" || code=$?
+  in_image "$variant" hvdtrain doctor --json >"$WORK/doctor.json" 2>"$WORK/doctor.log" || code=$?
   [ $code -le 1 ] || die "hvdtrain doctor finds errors in the $variant image: $(cat "$WORK/doctor.json" "$WORK/doctor.log")"
   python3 - "$WORK/doctor.json" "$framework" <<'PYTHON' || die "hvdtrain doctor shows no NCCL or CUDA: $(cat "$WORK/doctor.json")"
 import json, sys

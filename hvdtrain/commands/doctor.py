@@ -43,7 +43,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="folder of the runs, which all hosts must share (default: runs, which need not be shared)")
     host_flags.add(parser, "network")
     add("--fast", action="store_true", help="run only the checks that hvdtrain launch makes before a job")
-    add("--no-live", action="store_true", help="skip the all-reduce, which imports a framework on every host")
     add("--timeout", type=flags.seconds, default=6.0, metavar="S",
         help="seconds for a host to answer (default: %(default)g)")
     host_flags.add(parser, "python", "ssh_port", "identity")
@@ -58,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         # ssh gives up before we do, so that it is ssh that says why
         ssh=Ssh(args.ssh_port, args.identity, connect_timeout_s=max(1.0, args.timeout / 2)),
     )  # fmt: skip
-    found = examined(job, args.run_dir, fast=args.fast, with_live=not args.no_live)
+    found = examined(job, args.run_dir, fast=args.fast)
     print(json.dumps(found.as_json(), indent=1) if args.json else text(found))
     return findings.exit_code(found.findings)
 
@@ -66,10 +65,7 @@ def run(args: argparse.Namespace) -> int:
 def text(found: DoctorReport) -> str:
     """Returns the report as people read it."""
     parts = [_hosts(found)] if found.cluster.facts else []
-    measured = [*_network(found.links)] if found.links is not None else []
-    if found.live is not None and found.live.seconds is not None:
-        measured.append(f"live all-reduce: {found.live.in_words()}")
-    if measured:
+    if found.links is not None and (measured := _network(found.links)):
         parts.append("\n".join(measured))
     if found.findings:
         parts.append(findings.text(found.findings))
@@ -92,7 +88,6 @@ def _column(found: DoctorReport, host: str) -> dict[str, str]:
     several = found.links is not None and len(found.links.chosen) > 1
     chosen = found.links.chosen.get(host) if found.links is not None and several else None
     memory, shared = known(facts, "memory") or {}, known(facts, "shared_memory")
-    tools = known(facts, "tools") or {}
     return {
         "ranks": str(found.cluster.ranks[host]),
         "address": f"{chosen.address} {chosen.interface}" if chosen else "",
@@ -103,13 +98,11 @@ def _column(found: DoctorReport, host: str) -> dict[str, str]:
         "Horovod": packages.get("horovod", "-"),
         "  for torch": _built(facts, "torch"),
         "  for tensorflow": _built(facts, "tensorflow"),
-        "MPI": ((known(facts, "mpi") or {}).get("version") or ["-"])[0].rpartition(" ")[2],
         "GPUs": _gpus(facts),
         "NCCL": next((packages[name] for name in packages if name.startswith("nvidia-nccl")), "-"),
         "cores": _cores(facts),
         "memory free": f"{memory['MemAvailable'] / GIB:.0f} GiB" if "MemAvailable" in memory else "",
         "/dev/shm free": bytes_text(shared["free_bytes"]) if shared else "",
-        **{name: tools.get(name) or "" for name in ("c++", "cmake", "nvcc")},
     }
 
 
@@ -149,10 +142,6 @@ def _network(links: Links) -> list[str]:
             f"network: {rates[0] / GIGABIT:.2f} to {rates[-1] / GIGABIT:.2f} Gbit/s, one TCP stream from a host to"
             " the next"
         )
-    if links.clocks:
-        ahead = [ahead for ahead, _ in links.clocks.values()]
-        least = max(error for _, error in links.clocks.values())
-        lines.append(f"clocks: {min(ahead):+.3f} to {max(ahead):+.3f} s from this machine's (known to {least:.3f} s)")
     return lines
 
 

@@ -23,9 +23,9 @@ from hvdtrain.cluster.hosts.protocol import BEAT_S
 from hvdtrain.cluster.launch import discovery, environment, launcher
 from hvdtrain.cluster.launch.failures import Failure, Restarts
 from hvdtrain.cluster.launch.job import ElasticOptions, Job, JobPlan, Timeouts
-from hvdtrain.cluster.launch.output import Display, Logs, failure_block, report, shortened
+from hvdtrain.cluster.launch.output import Display, Logs, failure_block, report
 from hvdtrain.cluster.launch.running import Heard, Outcome
-from hvdtrain.commands import command_lines, host_flags
+from hvdtrain.commands import host_flags
 from hvdtrain.core import flags, launchers, variables
 from hvdtrain.core.errors import PREEMPTED_CODE, ConfigError, LauncherError
 from hvdtrain.world import startup
@@ -37,7 +37,6 @@ examples:
   hvdtrain launch -np 16 --hostfile hosts --max-restarts 3 -- python -m hvdtrain.torch_resnet --data /data
   hvdtrain launch -H host1:4,host2:4 --dry-run -- python train.py             what would run, and with what
 """
-_LONGEST_LINE = 2000  # characters
 _LOOK_AGAIN_S = 2.0  # at hosts, until they pass the checks for a restart
 
 
@@ -67,8 +66,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="seconds to run with fewer than --min-np ranks (default: %(default)g)")
     add("--quiet", action="store_true", help="show the output of rank 0 only, without marks")
     add("--log-dir", type=Path, metavar="DIR", help="folder for one log a rank (default: the next runs/launch-N)")
-    add("--trace", type=flags.whole(1), metavar="N",
-        help="trace the first N updates of a recorded run, for hvdtrain report --trace")
     add("--max-restarts", type=flags.whole(0), default=0, metavar="N",
         help="restart a failed job up to N times in a row without progress (default: 0, never)")
     add("--restart-wait", type=flags.seconds_or_0, default=60.0, metavar="S",
@@ -191,8 +188,6 @@ def job_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Job:
     ours = {variables.JOB: launchers.job_of(environ) or uuid.uuid4().hex[:12]}
     if args.hang_timeout is not None:
         ours[variables.HANG_S] = f"{args.hang_timeout:g}"
-    if args.trace is not None:
-        ours[variables.TRACE] = str(args.trace)
     env = environment.passed(environ, args.variables, args.env_file) | ours
     timeouts = Timeouts(args.start_timeout, args.lost_after, args.stopped_after, args.grace)
     job = host_flags.job_of(args, environ, argv, here=lambda: 1, env=env, timeouts=timeouts)
@@ -234,9 +229,7 @@ def _run_once(job: Job, attempt: int, logs: Logs, args: argparse.Namespace) -> O
     def begin(plan: JobPlan) -> None:
         for rank in range(job.np if attempt else 0):
             logs.write(rank, f"--- restart {attempt}")
-        like = f"like: {command_lines.horovodrun(plan, os.environ)}"
-        lines = [shortened(like, _LONGEST_LINE, "--dry-run prints it whole")] if job.elastic is None else []
-        for line in [*lines, *_remarks(plan), f"{job.np} rank(s) on {_places(plan)}; logs in {logs.folder}"]:
+        for line in [*_remarks(plan), f"{job.np} rank(s) on {_places(plan)}; logs in {logs.folder}"]:
             report(line, within_s=1.0)  # agents are there already, and wait for signs of life
 
     return launcher.run(job, on_plan=begin, on_line=display.line, heard=_LaunchReporter(display, job.timeouts.grace_s))
@@ -337,13 +330,9 @@ def _run_again(job: Job, attempt: int, logs: Logs, args: argparse.Namespace, res
 
 def _dry_run(plan: JobPlan) -> str:
     job = plan.job
-    lines = [
-        "horovodrun:", f"  {command_lines.horovodrun(plan, os.environ)}",
-        "mpirun:", f"  {command_lines.mpirun(plan, os.environ)}",
-        "", f"command, in {job.cwd} on every host:", f"  {shlex.join(job.argv)}",
-    ]  # fmt: skip
+    lines = [f"command, in {job.cwd} on every host:", f"  {shlex.join(job.argv)}"]
     if (its := job.elastic) is not None:
-        lines = [f"elastic: {its.minimum} to {its.maximum} ranks, {job.np} at first", *lines[lines.index("") :]]
+        lines = [f"elastic: {its.minimum} to {its.maximum} ranks, {job.np} at first", "", *lines]
     for host in plan.hosts:
         chosen, ranks = plan.chosen[host.name], ", ".join(str(slot.rank) for slot in plan.of_host(host))
         place = f"{host.name}: rank(s) {ranks} through {chosen.interface} {chosen.address}"

@@ -2,8 +2,8 @@
 
 The ranks are real ones, on Horovod and on CPU, forked from one process that has imported their libraries. What hvdtrain
 refuses, proves and watches while it trains is found here, before a cluster is waited for: ranks that wait for one
-another at different places, that hang, or take another number of steps; that train on the same data; rates and
-memory at that size. A plain Horovod script is watched as `hvdtrain guard` does it.
+another at different places, that hang, or take another number of steps; that train on the same data; too little
+memory. A plain Horovod script is watched as `hvdtrain guard` does it.
 
 What hvdtrain would write (run logs, checkpoints) goes into the rehearsal's folder. No checkpoint is restored.
 """
@@ -16,7 +16,6 @@ import signal
 import sys
 import time
 import tokenize
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from hvdtrain.cluster.function.rehearsal import Ranks, import_shared, imported_by, slots_of
@@ -154,8 +153,7 @@ def _variables(np: int, cores: int, folder: Path) -> dict[str, str]:
 def _watch(ranks: Ranks, args: argparse.Namespace) -> int:
     from hvdtrain.cluster.launch.failures import as_exit_code, described, first_failure, settled
 
-    shown, memory = 0, dict[int, tuple[int, int]]()
-    came, moved_s = 0, ranks.began_s
+    shown, came, moved_s = 0, 0, ranks.began_s
     while True:
         time.sleep(_LOOK_S)
         ranks.reap()
@@ -163,7 +161,6 @@ def _watch(ranks: Ranks, args: argparse.Namespace) -> int:
         done = ranks.updates()
         if min(done) > came:
             came, moved_s = min(done), time.monotonic()
-        memory = memory | ranks.memory_kb()
         ends = list(ranks.ends.values())
         over = len(ends) == ranks.np
         first = first_failure(ends)
@@ -176,7 +173,7 @@ def _watch(ranks: Ranks, args: argparse.Namespace) -> int:
             say(f"log: {ranks.log(first.rank)}")
             return as_exit_code(first.code)
         if over or 0 < args.updates <= min(done):
-            return _well(ranks, done, memory, over)
+            return _well(ranks, done, over)
         if time.monotonic() - ranks.began_s > args.limit:
             return _late(ranks, args.limit, done, time.monotonic() - moved_s)
         _check_room(ranks)
@@ -192,11 +189,9 @@ def _show(ranks: Ranks, shown: int) -> int:
     return shown + len(text)
 
 
-def _well(ranks: Ranks, done: list[int], memory: Mapping[int, tuple[int, int]], over: bool) -> int:
+def _well(ranks: Ranks, done: list[int], over: bool) -> int:
     came = "to the script's end" if over else f"for {min(done)} update(s)"
     say(f"{ranks.np} ranks ran together {came}, and nothing was found in {time.monotonic() - ranks.began_s:.0f} s")
-    for line in (*_rates(ranks.folder), *_memory(memory)):
-        say(line)
     if not over:
         say("not rehearsed: what comes later in the script (--updates 0: to its end)")
     return 0
@@ -227,24 +222,3 @@ def _check_room(ranks: Ranks) -> None:
         rule = "all ranks must have room in this machine's memory"
         received = f"{ranks.np} ranks have left {free >> 20} of {total >> 20} MiB"
         raise LauncherError(rule, received, "fewer ranks (-np), a smaller model, batch or data set")
-
-
-def _memory(memory: Mapping[int, tuple[int, int]]) -> Iterator[str]:
-    """Yields a line on the ranks' memory."""
-    if memory:
-        own = {rank: kib >> 10 for rank, (kib, _) in memory.items()}
-        others = [mib for rank, mib in own.items() if rank]
-        shared = max(kib for _, kib in memory.values()) >> 10
-        first = [f"rank 0 holds {own[0]} MiB of its own"] if 0 in own else []
-        rest = [f"the others {min(others)} to {max(others)}"] if others else []
-        yield f"memory on CPU: {', '.join(first + rest)}, beside {shared} MiB of libraries that they share here only"
-
-
-def _rates(folder: Path) -> Iterator[str]:
-    """The learning rate of the last update that a run log has noted."""
-    from hvdtrain.record.log_files import read_events
-
-    for path in sorted((folder / "written").glob("**/run.json")):
-        rates = [event["lr"] for event in read_events(path.parent) if event.get("lr") is not None]
-        if rates:
-            yield f"learning rate: {rates[0]:.6g} at the first update that was noted, {rates[-1]:.6g} at the last"

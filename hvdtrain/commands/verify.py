@@ -8,7 +8,7 @@ Started alone it starts its own ranks, like `hvdtrain launch`; started by a laun
 
   hvdtrain verify                                       2 ranks on this machine
   hvdtrain verify -H host1:4,host2:4                    the ranks of your job
-  horovodrun -np 8 -H host1:4,host2:4 hvdtrain verify   your own launch line; mpirun and srun likewise
+  horovodrun -np 8 -H host1:4,host2:4 hvdtrain verify   your own launch line, one framework; mpirun, srun likewise
 """
 
 from __future__ import annotations
@@ -18,29 +18,23 @@ import dataclasses
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hvdtrain.cluster.doctor.verify_rank import FAILED, MARK, PROGRAM
+from hvdtrain.cluster.doctor.verify_rank import FAILED, MARK, PROGRAM, train
 from hvdtrain.cluster.hosts.probe import gpu_count
 from hvdtrain.cluster.launch import environment, launcher
 from hvdtrain.commands import host_flags
 from hvdtrain.core import flags
 from hvdtrain.core.errors import ConfigError, build_horovod_command, install_command
-from hvdtrain.core.launchers import Detected, detect
-from hvdtrain.horovod_build.prove_rank import TOO_LATE
-from hvdtrain.world import startup
+from hvdtrain.core.launchers import detect
 
 FRAMEWORKS = ("torch", "keras")
 LIMIT_S = 120.0
 _LINES = 15
-# MPI is started once in a process that mpirun or srun counts: a second framework would need a second start
-_ONE_A_LAUNCH = ("mpirun", "mpijob", "srun")
-_NO_HOROVOD = ("torchrun", "openpai")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         " than 2)")
     host_flags.add(parser, "hosts", "hostfile")
     add("--framework", action="append", choices=FRAMEWORKS,
-        help="verify only this framework (default: all that are installed here)")
+        help="verify only this framework (default: all that are installed here; under a launcher the first)")
     add("--limit", type=flags.seconds, default=LIMIT_S, metavar="S",
         help="seconds for one framework (default: %(default)g); cold file systems make imports slow")
     add("--device", choices=["auto", "cpu"], default="auto",
@@ -64,10 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass
 class Found:
-    """The results: of each framework rank 0's report, or why it is missing; `left_out`: why others were not tried."""
+    """The results: of each framework rank 0's report, or why it is missing."""
 
     frameworks: dict[str, dict[str, Any]] = field(default_factory=dict)
-    left_out: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
 
     @property
@@ -80,34 +73,23 @@ class Found:
 
 def run(args: argparse.Namespace) -> int:
     """Verifies each framework; returns the exit code."""
-    started, found, detected = time.perf_counter(), Found(), detect(os.environ)
-    chosen = _chosen(args.framework)
-    found.left_out = _left_out(chosen, detected.launcher)
-    for name in (name for name in chosen if name not in found.left_out):
-        if detected.rank == 0:
-            print(f"hvdtrain verify: {name} ...", file=sys.stderr, flush=True)
+    started, found, chosen = time.perf_counter(), Found(), _chosen(args.framework)
+    if (started_by := detect(os.environ).launcher) != "none":
+        if args.framework and len(chosen) > 1:
+            received = f"{', '.join(chosen)} under {started_by}"
+            raise ConfigError("a launcher's ranks cannot verify several frameworks", received, "--framework torch")
+        return _as_rank(chosen[0], args)
+    for name in chosen:
+        print(f"hvdtrain verify: {name} ...", file=sys.stderr, flush=True)
         begun = time.perf_counter()
-        its = _own_ranks(name, args) if detected.launcher == "none" else _as_rank(name, args, detected)
-        found.frameworks[name] = its | {"seconds": round(time.perf_counter() - begun, 3)}
-        if "failed" in its and detected.launcher != "none":
-            break  # the other ranks may be anywhere
+        found.frameworks[name] = _own_ranks(name, args) | {"seconds": round(time.perf_counter() - begun, 3)}
     found.seconds = round(time.perf_counter() - started, 3)
-    if detected.rank == 0:
-        print(json.dumps(found.as_json()) if args.json else text(found), flush=True)
-    elif not found.ok:
-        if any("failed" in its for its in found.frameworks.values()):
-            print(text(found), file=sys.stderr, flush=True)
-        time.sleep(startup.RANK_0_SPEAKS_FIRST_S)  # the first rank that ends takes the others with it
+    _print(found, args)
     return 0 if found.ok else FAILED
 
 
-def _left_out(chosen: Sequence[str], started_by: str) -> dict[str, str]:
-    """Returns the reason why this launcher skips each of several frameworks; pure. A single framework is tried."""
-    if started_by in _NO_HOROVOD and len(chosen) > 1:
-        return {"keras": f"Keras trains on Horovod, whose ranks {started_by} does not start"}
-    if started_by in _ONE_A_LAUNCH:
-        return {name: f"one framework a launch under {started_by}: add --framework {name}" for name in chosen[1:]}
-    return {}
+def _print(found: Found, args: argparse.Namespace) -> None:
+    print(json.dumps(found.as_json()) if args.json else text(found), flush=True)
 
 
 def _chosen(wanted: Sequence[str] | None) -> list[str]:
@@ -143,21 +125,17 @@ def _ranks_here(args: argparse.Namespace) -> int:
     return max(2, gpus)
 
 
-def _as_rank(framework: str, args: argparse.Namespace, detected: Detected) -> dict[str, Any]:
-    """Trains as this rank, in a separate process, because the next framework needs a fresh one.
+def _as_rank(framework: str, args: argparse.Namespace) -> int:
+    """Trains as this rank of a launcher's job; rank 0 prints. Returns the exit code."""
+    started = time.perf_counter()
+    if args.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
-    Returns the result, which only rank 0 has in full, or the reason if there is none.
-    """
-    command = [sys.executable, "-m", PROGRAM, framework, f"{args.limit:g}"]
-    env = os.environ | ({"CUDA_VISIBLE_DEVICES": ""} if args.device == "cpu" else {})
-    child = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=env)  # ends itself after the limit
-    lines = child.stdout.splitlines()
-    if child.returncode not in (0, FAILED):
-        why = f"not done in {args.limit:g} s" if child.returncode == TOO_LATE else f"exit code {child.returncode}"
-        return _nothing(f"rank {detected.rank}: {why}", lines)
-    if detected.rank != 0:
-        return {"ok": child.returncode == 0, "checks": []}
-    return launcher.result_in(lines, MARK) or _nothing("rank 0 ended without a result")
+    def report(result: dict[str, Any]) -> None:
+        seconds = round(time.perf_counter() - started, 3)
+        _print(Found({framework: result | {"seconds": seconds}}, seconds), args)
+
+    return 0 if train(framework, args.limit, report) else FAILED
 
 
 def _nothing(why: str, lines: Sequence[str] = ()) -> dict[str, Any]:
@@ -194,5 +172,4 @@ def text(found: Found) -> str:
             lines.append(f"  {its['failed']}")
             lines += [f"    {line}" for line in its["lines"]]
             lines.append("  fix: hvdtrain doctor, with the same -H")
-    lines += [f"{name}: not tried: {why}" for name, why in found.left_out.items()]
     return "\n".join(lines)

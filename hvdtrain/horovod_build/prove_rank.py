@@ -1,36 +1,28 @@
-"""One rank of the proof that Horovod works: `python -m hvdtrain.horovod_build.prove_rank torch|tensorflow [LIMIT_S]`.
+"""One rank of the proof that Horovod works: `python -m hvdtrain.horovod_build.prove_rank torch|tensorflow`.
 
 All-reduce, broadcast and grouped all-reduce on values that differ by rank, each against the known answer. Prints one
-line per rank that ends in "proven"; any wrong value raises. With LIMIT_S, as `hvdtrain doctor` asks, rank 0 prints how
-long a large all-reduce takes, as a line of JSON, and whatever waits for others is ended after LIMIT_S seconds.
+line per rank that ends in "proven"; any wrong value raises.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import numpy as np
 
-MARK = "HVDTRAIN-LIVE "
 TOO_LATE = 124  # the exit code of a rank that ends itself at its limit, as of timeout(1)
-_BYTES = 16 << 20
-_REPEATS = 4
 
 Tensor = Callable[[Any], Any]  # of a framework, from numbers
 Read = Callable[[Any], "np.ndarray"]
 
 
-def main(framework: str, limit_s: float | None = None) -> None:
-    if limit_s is not None:
-        end_after(limit_s)
-    hvd, device, tensor, read = _torch() if framework == "torch" else _tensorflow()
+def main(framework: str) -> None:
+    hvd, tensor, read = _torch() if framework == "torch" else _tensorflow()
     rank, size = hvd.rank(), hvd.size()
     mean = (size - 1) / 2
     _expect("all-reduce", read(hvd.allreduce(tensor([rank, 10.0 * rank]), op=hvd.Average, name="a")), [mean, 10 * mean])
@@ -39,10 +31,6 @@ def main(framework: str, limit_s: float | None = None) -> None:
     reduced = hvd.grouped_allreduce(group, op=hvd.Sum, name="g")
     _expect("grouped all-reduce", read(reduced[0]), [mean * size])
     _expect("grouped all-reduce", read(reduced[1]), [float(size), 2 * mean * size])
-    if limit_s is not None:
-        seconds = min(_timed(hvd, tensor, read, f"t.{number}") for number in range(_REPEATS))
-        if rank == 0:
-            print(MARK + json.dumps({"device": device, "bytes": _BYTES, "seconds": seconds}), flush=True)
     built = ", ".join(name for name in ("mpi", "gloo", "nccl") if getattr(hvd, f"{name}_built")())
     via = "MPI" if hvd.mpi_enabled() else "Gloo"
     hvd.shutdown()
@@ -56,22 +44,7 @@ def end_after(limit_s: float) -> None:
     watchdog.start()
 
 
-def _timed(hvd: Any, tensor: Tensor, read: Read, name: str) -> float:
-    import numpy
-
-    rank, size = hvd.rank(), hvd.size()
-    numbers = numpy.arange(_BYTES // 8) % 7.0
-    mine = tensor(numbers * (rank + 1))
-    start = time.perf_counter()
-    total = hvd.allreduce(mine, op=hvd.Sum, name=name)
-    seconds = time.perf_counter() - start
-    wrong = int((read(total) != numbers * (size * (size + 1) // 2)).sum())
-    if wrong:
-        raise RuntimeError(f"all-reduce gave {wrong} wrong sums of {numbers.size}")
-    return seconds
-
-
-def _torch() -> tuple[Any, str, Tensor, Read]:
+def _torch() -> tuple[Any, Tensor, Read]:
     import horovod.torch as hvd
     import torch
 
@@ -79,10 +52,10 @@ def _torch() -> tuple[Any, str, Tensor, Read]:
     # a GPU each, or none: ranks that share one are not what a job does
     on_gpu = torch.cuda.is_available() and torch.cuda.device_count() >= hvd.local_size()
     device = torch.device("cuda", hvd.local_rank()) if on_gpu else torch.device("cpu")
-    return hvd, device.type, lambda v: torch.tensor(v, dtype=torch.float64, device=device), lambda t: t.cpu().numpy()
+    return hvd, lambda v: torch.tensor(v, dtype=torch.float64, device=device), lambda t: t.cpu().numpy()
 
 
-def _tensorflow() -> tuple[Any, str, Tensor, Read]:
+def _tensorflow() -> tuple[Any, Tensor, Read]:
     import horovod.tensorflow as hvd
     import tensorflow as tf
 
@@ -92,7 +65,7 @@ def _tensorflow() -> tuple[Any, str, Tensor, Read]:
         with tf.device("cpu"):
             return tf.constant(values, dtype=tf.float64)
 
-    return hvd, "cpu", tensor, lambda t: t.numpy()
+    return hvd, tensor, lambda t: t.numpy()
 
 
 def _expect(what: str, got: np.ndarray, wanted: list[float]) -> None:
@@ -101,4 +74,4 @@ def _expect(what: str, got: np.ndarray, wanted: list[float]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], *map(float, sys.argv[2:]))
+    main(sys.argv[1])

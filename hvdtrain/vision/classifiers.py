@@ -11,9 +11,6 @@ from torch import nn
 from torchvision.models.resnet import BasicBlock, Bottleneck
 
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.pipeline.plan.scaling import BucketTiming
-from hvdtrain.pipeline.tuning.planner import gradients
-from hvdtrain.torch.engines.reducer import bucketize
 from hvdtrain.vision.recipes import Stem
 
 
@@ -35,22 +32,6 @@ def check_name(name: str) -> None:
     meant = f"did you mean {', '.join(close)}?" if close else f"there are {', '.join(known)}"
     rule = f"--model must be one of the {len(known)} classification models of torchvision {torchvision.__version__}"
     raise ConfigError(rule, repr(name), meant, shared=True)
-
-
-def buckets_of(name: str, bucket_bytes: int, *, image_size: int = 224) -> tuple[BucketTiming, ...]:
-    """The gradients of a model as hvdtrain's reducer sends them, in order; with 0 bytes each alone.
-
-    Raises:
-        ConfigError: no such model.
-    """
-    check_name(name)
-    without = {"aux_logits": False, "init_weights": False} if name in ("inception_v3", "googlenet") else {}
-    with torch.device("meta"):
-        model = torchvision.models.get_model(name, weights=None, **without)
-        ready = dict(gradients(model, torch.empty(2, 3, image_size, image_size)))
-    groups = bucketize([*reversed(ready)], bucket_bytes) if bucket_bytes else [[its] for its in ready]
-    found = [BucketTiming(sum(its.nbytes for its in group), max(ready[its] for its in group)) for group in groups]
-    return tuple(sorted(found, key=lambda its: its.ready))
 
 
 def build(name: str, classes: int, *, image_size: int, stem: Stem | None = None) -> nn.Module:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from cluster_breakages import BROKEN, CORES, HOSTS, SITE_PACKAGES, own_copy, sh, shared
+from cluster_breakages import BROKEN, CORES, HOSTS, shared
 from cluster_hosts import Cluster, cluster
 from harness import REPOSITORY
 
@@ -40,10 +40,10 @@ class Report:
         return next(item for item in self.data["findings"] if item["id"] == id_)
 
 
-def examine(c: Cluster, *flags: str | Path, hosts: str = HOSTS, cwd: Path = REPOSITORY, live: bool = False) -> Report:
+def examine(c: Cluster, *flags: str | Path, hosts: str = HOSTS, cwd: Path = REPOSITORY) -> Report:
     """Run the doctor on host1."""
     command = [sys.executable, "-m", "hvdtrain", "doctor", "-H", hosts, "--json", *flags]
-    done = c.run("host1", command + ["--no-live"] * (not live), cwd=cwd)
+    done = c.run("host1", command, cwd=cwd)
     assert done.returncode in (0, 1, 2) and done.out.startswith("{"), done.text
     return Report(done.returncode, json.loads(done.out), done.seconds)
 
@@ -59,17 +59,16 @@ def c() -> Iterator[Cluster]:
 
 
 def test_healthy(c: Cluster) -> None:
-    """Everything asked, a real all-reduce: nothing to say."""
+    """Everything asked: nothing to say."""
     fast = examine(c, "--fast")
     assert (fast.found, fast.code) == ({}, 0)
     assert fast.data["seconds"] < 5, "what hvdtrain launch waits for at every start"
-    report = examine(c, hosts="host1:1,host2:1", live=True)
+    report = examine(c, hosts="host1:1,host2:1")
     assert report.data["findings"] == [] and report.code == 0
-    live, network = report.data["live"], report.data["network"]
-    assert (live["size"], live["failed"]) == (2, "") and live["seconds"] > 0
+    network = report.data["network"]
     assert all(flow["bytes"] > 0 and flow["seconds"] > 0 for flow in network["flows"]) and network["flows"]
     assert sum(len(replies) for replies in network["reach"].values()) == 2
-    assert report.seconds - report.data["seconds_by_part"]["live"] < LIMIT_S / 2
+    assert report.seconds < LIMIT_S / 2
 
 
 @pytest.mark.thorough
@@ -78,7 +77,6 @@ def test_this_machine(c: Cluster) -> None:
     with c.sshd("host1", "stop"):
         done = c.run("host1", [sys.executable, "-m", "hvdtrain", "doctor"]).check()
     assert "nothing found: 1 host(s), 1 rank(s)" in done.out
-    assert "live all-reduce: 2 ranks" in done.out
 
 
 # those that spoil nothing for one another are examined at once
@@ -93,7 +91,7 @@ TOGETHER = [
     ["no_key", "no_horovod"],
     ["other_torch", "no_hvdtrain"],
     ["mpi_library_missing", "other_sources", "duplicate_names"],
-    ["horovod_without_mpi", "small_shared_memory", "other_mtu", "variables_of_another_cluster"],
+    ["horovod_without_mpi", "small_shared_memory"],
 ]
 
 
@@ -121,46 +119,16 @@ def test_broken(c: Cluster, ways: list[str]) -> None:
         finding = report.of(next(iter(each.found)))
         assert each.fix in finding["fix"] and finding["what"] and finding["why"]
     assert report.seconds < LIMIT_S
-    if "variables_of_another_cluster" in ways:
-        assert "welcome" in report.of("noisy-shell")["what"]
 
 
 def test_every_way_to_break_is_tried() -> None:
     assert sorted([*ALONE, *sum(TOGETHER, [])]) == sorted(BROKEN)
 
 
-def test_what_does_not_keep_a_job_from_running_is_noted(c: Cluster) -> None:
-    """Ranks of another job; and differing names of interfaces: hvdtrain launch goes by addresses."""
-    rename = "ip link set {0} down; ip link set {0} name {1}; ip link set {1} up"
-    sh(c, "host3", rename.format("eth0", "ens5"))
-    other = c.popen("host2", ["sleep", "1000"], env={"HOROVOD_RANK": "0"})
-    try:
-        report = examine(c)
-    finally:
-        other.kill()
-        other.wait()
-        sh(c, "host3", rename.format("ens5", "eth0"))
-    assert (report.code, report.found) == (0, {})
-    assert report.of("other-ranks")["hosts"] == ["host2"]
-    assert "host3 ens5" in report.of("interface-names")["what"]
-
-
-@pytest.mark.thorough
-def test_what_only_the_all_reduce_sees(c: Cluster) -> None:
-    with own_copy(c, "host2", SITE_PACKAGES / "horovod" / "torch"):
-        broken_file = SITE_PACKAGES / "horovod" / "torch" / "__init__.py"
-        sh(c, "host2", f"echo 'raise ImportError(\"no such symbol\")' >> {broken_file}")
-        report = examine(c, hosts="host1:1,host2:1", live=True)
-    assert report.found == {"all-reduce-failed": ["host2"]} and report.code == 2
-    assert "no such symbol" in report.of("all-reduce-failed")["what"]
-
-
 def test_one_other_host(c: Cluster) -> None:
-    """Its clock is compared as well, and a network of one host is none."""
-    with c.clock("host2", 90):
-        report = examine(c, hosts="host2:1")
-    assert report.found == {"clock-skew": ["host2"]}
-    assert report.data["network"]["reach"] == {}
+    """A network of one host is none."""
+    report = examine(c, hosts="host2:1")
+    assert report.found == {} and report.data["network"]["reach"] == {}
 
 
 def test_ctrl_c_ends_it_everywhere(c: Cluster) -> None:
@@ -183,15 +151,13 @@ def test_ctrl_c_ends_it_everywhere(c: Cluster) -> None:
 
 def test_several_things_at_once(c: Cluster) -> None:
     """Each is told, in one go; a host that hangs costs a time-out, not more; the report is one for people."""
-    with c.sshd("host3", "hang"), c.clock("host2", -90):
+    with c.sshd("host3", "hang"):
         hosts = f"host1:1,host2:{CORES + 1},host3:1,nowhere:1"
         done = c.run("host1", [sys.executable, "-m", "hvdtrain", "doctor", "-H", hosts])
     assert done.returncode == 2 and done.seconds < LIMIT_S
     heads = [line.split() for line in done.out.splitlines() if line.startswith(("ERROR", "WARNING"))]
-    assert [severity for severity, *_ in heads] == ["ERROR"] * 2 + ["WARNING"] * 2, "the worst come first"
-    assert {id_.rstrip(":") for _, id_, *_ in heads} == {
-        "ssh-timeout", "ssh-unknown-name", "slots-over-cores", "clock-skew"
-    }  # fmt: skip
-    assert done.out.splitlines()[-1].startswith("2 error(s), 2 warning(s): 4 host(s)")
-    assert done.out.count("  fix:") == 4
+    assert [severity for severity, *_ in heads] == ["ERROR"] * 2 + ["WARNING"], "the worst come first"
+    assert {id_.rstrip(":") for _, id_, *_ in heads} == {"ssh-timeout", "ssh-unknown-name", "slots-over-cores"}
+    assert done.out.splitlines()[-1].startswith("2 error(s), 1 warning(s): 4 host(s)")
+    assert done.out.count("  fix:") == 3
     assert not c.left_after(5)

@@ -77,7 +77,7 @@ def test_a_full_disk_costs_the_output_and_not_the_job(tmp_path, limit):
     limit("C9b", "the disk under standard output is full", mended="said once; the job goes on, the logs are whole")
 
 
-@pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("closed", [pytest.param(">&-", marks=pytest.mark.thorough), "<&- >&- 2>&-"])
 def test_closed_descriptors_cost_the_output_and_not_the_job(tmp_path, closed):
     """As daemons and cron start programs: a socket to an agent was descriptor 1, or nothing was."""
     toy = [sys.executable, str(TOY), "*:say:hello", "1:exit:3"]

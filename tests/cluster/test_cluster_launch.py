@@ -21,6 +21,8 @@ import pytest
 from harness import PROGRAMS, clean_environment, kill_all, processes_of
 from starter_process import TOKEN
 
+from hvdtrain.__main__ import main
+
 TOY, EARLY = PROGRAMS / "cluster/toy.py", PROGRAMS / "torch/ends_early.py"
 TIMEOUT_S = 60
 LAUNCH = [sys.executable, "-m", "hvdtrain", "launch", "-np", "2", "--no-checks", "--"]
@@ -152,7 +154,6 @@ def test_lines_are_marked_and_logged(tmp_path):
     assert ended.log(1) == "hello\nno end of line\n"
     record = json.loads((tmp_path / "runs/launch-1/launch.json").read_text())
     assert record["np"] == 2 and [attempt["exit_code"] for attempt in record["attempts"]] == [0]
-    assert "horovodrun --gloo -np 2 -H localhost:2" in ended.err
 
 
 def test_why_reads_the_folder_that_the_launcher_names(tmp_path):
@@ -276,7 +277,7 @@ def test_a_signal_that_is_passed_on_waits_until_ranks_handle_it(tmp_path):
         job.until("[0] waiting", "[1] waiting")
         job.process.send_signal(signal.SIGUSR1)
         assert job.process.stderr is not None
-        assert "is passed on" in next(its for its in job.process.stderr if "SIGUSR1" in its and "like:" not in its)
+        assert "is passed on" in next(its for its in job.process.stderr if "SIGUSR1" in its)
         imported.touch()
         job.until("[0] got SIGUSR1", "[1] got SIGUSR1")
         over.touch()
@@ -315,7 +316,7 @@ def test_what_ranks_leave_behind_ends_with_the_job(tmp_path):
     assert ended.code == 0 and len(ended.out.splitlines()) == 2, ended.text
 
 
-@pytest.mark.parametrize("who", ["launcher", "guard", "agent"])
+@pytest.mark.parametrize("who", ["launcher", "agent", pytest.param("guard", marks=pytest.mark.thorough)])
 def test_whoever_is_killed_nothing_is_left(tmp_path, who):
     with launched(tmp_path, "*:orphan:willing", "*:wait:60") as job:
         job.until("[0] waiting", "[1] waiting")
@@ -328,7 +329,7 @@ def test_whoever_is_killed_nothing_is_left(tmp_path, who):
         assert job.left_after(8) == []
 
 
-@pytest.mark.parametrize("who", ["guard", "agent"])
+@pytest.mark.parametrize("who", ["agent", pytest.param("guard", marks=pytest.mark.thorough)])
 def test_guard_and_agent_wake_each_other(tmp_path, who):
     """A stopped one could not end the ranks."""
     with launched(tmp_path, "*:wait:60") as job:
@@ -365,19 +366,12 @@ def test_restarts_after_progress_do_not_count(tmp_path):
     assert [attempt["updates"] for attempt in record["attempts"]] == [10, 20, 30, 30]
 
 
-def test_so_is_one_that_comes_soon_after_the_checkpoint(tmp_path):
-    """Within the second in which nothing was said of the updates that were done."""
-    ended = launch(tmp_path, "--max-restarts=4", "crashes", program=EARLY)
-    assert ended.code == 1 and ended.err.count("failed first") == 2, ended.text
-    assert "crashed twice at update 13 with ValueError: always here: not started again" in ended.err
-    record = json.loads((tmp_path / "runs/launch-1/launch.json").read_text())
-    assert [attempt["updates"] for attempt in record["attempts"]] == [13, 13]
-
-
 def test_a_rank_that_ends_well_while_others_go_on_is_blamed(tmp_path):
-    ended = launch(tmp_path, "leaves", program=EARLY)
+    ended = launch(tmp_path, program=EARLY)
     assert ended.code == 1, ended.text
     assert "rank 1 on localhost failed first" in ended.err, ended.text
+    record = json.loads((tmp_path / "runs/launch-1/launch.json").read_text())
+    assert [attempt["updates"] for attempt in record["attempts"]] == [13], "also those of the last second"
     assert (
         "ended with exit code 0 while others continued; rank 0 on localhost, which lacked it: exit code 1" in ended.err
     )
@@ -396,7 +390,6 @@ def test_a_refused_job_leaves_no_folder(tmp_path):
     ("arguments", "said"),
     [
         (["-np", "2"], "needs a command"),
-        (["-np", "3", "-H", "localhost:2", "--", "true"], "-np 3, 2 slot(s)"),
         (["-H", "a;reboot:2", "--", "true"], "'a;reboot:2'"),
         (["-H", "localhost:2", "--hostfile", "hosts", "--", "true"], "give one of them"),
         (["-x", "NOT_SET_ANYWHERE", "--", "true"], "NOT_SET_ANYWHERE"),
@@ -404,22 +397,17 @@ def test_a_refused_job_leaves_no_folder(tmp_path):
         (["-np", "1000000000", "--", "true"], "-np 1,000,000,000"),
     ],
 )
-def test_refusals(arguments, said):
-    done = here(*LAUNCH[:4], *arguments)
-    assert done.returncode == 2 and "Traceback" not in done.stderr and said in done.stderr, done.stderr
-
-
-def test_a_long_command_line_is_shortened_where_it_is_only_told(tmp_path):
-    ended = launch(tmp_path, "9:say:" + "x" * 100_000)
-    assert ended.code == 0, ended.text[:1000]
-    assert max(map(len, ended.err.splitlines())) < 2200 and "(--dry-run prints it whole)" in ended.err
+def test_refusals(arguments, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["launch", *arguments]) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_dry_run_tells_and_starts_nothing(tmp_path):
     with launched(tmp_path, "--dry-run", "-xMY_TOKEN=hunter2", "-xPLAIN=yes", "0:say:never") as job:
         ended = job.end()
     assert ended.code == 0, ended.text
-    for text in ("horovodrun --gloo -np 2 -H localhost:2", "mpirun -np 2 -H localhost:2", "lo 127.0.0.1", "PLAIN=yes",
+    for text in ("0:say:never", "lo 127.0.0.1", "PLAIN=yes",
                  "HOROVOD_GLOO_IFACE=lo", "MY_TOKEN=(not shown)"):  # fmt: skip
         assert text in ended.out, ended.text
     assert "hunter2" not in ended.text and not (tmp_path / "runs").exists()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cluster_breakages import changed, sh
+from cluster_breakages import changed
 from cluster_hosts import Cluster, cluster
 from harness import PROGRAMS, Result
 
@@ -56,46 +56,6 @@ def test_start_up_files_that_end_the_shell_are_named(hosts: Cluster, tmp_path: P
     with changed(hosts.home("host2") / ".bashrc", lambda text: f"exit 1\n{text}"):
         said = refused(hosts, tmp_path)
     assert said.count("start-up file there ends the shell (~/.bashrc)") == 2, said
-
-
-@pytest.mark.thorough
-def test_a_key_that_others_can_read_is_named(hosts: Cluster, tmp_path: Path) -> None:
-    key = f"{hosts.home_inside('host1')}/.ssh/id_ed25519"
-    sh(hosts, "host1", f"chmod 644 {key}")
-    try:
-        said = refused(hosts, tmp_path)
-    finally:
-        sh(hosts, "host1", f"chmod 600 {key}")
-    assert f"ssh cannot use this user's key for host2: {key} is readable by other users" in said, said
-    assert f"chmod 600 {key}" in said and "ssh_setup" not in said, said
-
-
-@pytest.mark.thorough
-def test_a_key_with_a_passphrase_is_named(hosts: Cluster, tmp_path: Path) -> None:
-    key = f"{hosts.home_inside('host1')}/.ssh/id_ed25519"
-    sh(hosts, "host1", f"ssh-keygen -q -p -N 'open sesame' -f {key}")
-    try:
-        said = refused(hosts, tmp_path)
-    finally:
-        sh(hosts, "host1", f"ssh-keygen -q -p -P 'open sesame' -N '' -f {key}")
-    assert f"ssh cannot use this user's key for host2: {key} needs a passphrase" in said, said
-    assert f"ssh-add {key}" in said and "ssh_setup" not in said, said
-
-
-@pytest.mark.thorough
-def test_a_key_that_the_host_does_not_know_is_told_from_one_that_is_not_used(hosts: Cluster, tmp_path: Path) -> None:
-    """A key that was offered and one that was not: either may be the one that is meant."""
-    with changed(hosts.home("host2") / ".ssh" / "authorized_keys", lambda text: ""):
-        said = refused(hosts, tmp_path)
-        assert "host2 does not accept this user's key" in said and "not used" not in said, said
-        other = f"{hosts.home_inside('host1')}/.ssh/id_rsa"
-        sh(hosts, "host1", f"ssh-keygen -q -t rsa -N secret -f {other}")
-        try:
-            said = refused(hosts, tmp_path)
-        finally:
-            sh(hosts, "host1", f"rm {other} {other}.pub")
-    assert "host2 does not accept this user's key" in said and f"not used: {other} needs a passphrase" in said, said
-    assert "ssh-copy-id host2" in said and f"ssh-add {other}" in said, said
 
 
 def test_a_key_that_is_not_there_starts_nothing(hosts: Cluster, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from cluster_breakages import changed, sh
 from cluster_hosts import Cluster, cluster
 from harness import PROGRAMS, Result
 
-from hvdtrain.cluster.hosts.data_path import GIVEN_UP_S, LOOK_S, DataPath, Reach
+from hvdtrain.cluster.hosts.data_path import GIVEN_UP_S, DataPath
 
 TOY = PROGRAMS / "cluster" / "toy.py"
 LAUNCH = ["hvdtrain", "launch", "-H", "host1:1,host2:1"]
@@ -141,6 +141,7 @@ def test_the_ranks_network_is_cut_while_ssh_lives(hosts: Cluster, tmp_path: Path
     limit("C13a", "the data network is cut while ssh lives", mended=last.splitlines()[0])
 
 
+@pytest.mark.thorough
 def test_a_firewall_in_front_of_rank_0(hosts: Cluster, tmp_path: Path, limit) -> None:
     dropped = f"from all to {hosts.address('host1', 1)} ipproto tcp dport 1024-65534"
     sh(
@@ -181,7 +182,10 @@ def test_keys_that_ssh_was_told_not_to_check_are_checked(hosts: Cluster, tmp_pat
 
 @pytest.mark.parametrize(
     ("before", "shell", "said"),
-    [("", "/usr/sbin/nologin", "run no commands"), ('command="date" ', "/bin/bash", "did not run the command")],
+    [
+        ("", "/usr/sbin/nologin", "run no commands"),
+        pytest.param('command="date" ', "/bin/bash", "did not run the command", marks=pytest.mark.thorough),
+    ],
 )
 def test_what_a_restricted_log_in_says_is_told(hosts: Cluster, tmp_path: Path, before, shell, said, limit) -> None:
     with (
@@ -206,19 +210,3 @@ def test_the_data_path_without_hosts() -> None:
     assert [path.unreached_s(106.0 + at) for at in (1.9, 2, 4)] == [0, 0, 2], "not since it was reached last"
     nowhere.close()
     path.close()
-
-
-def test_hosts_reach_each_other_without_hosts() -> None:
-    here, there = (Reach("127.0.0.1", 100.0) for _ in range(2))
-    assert here.missing(100.0) is None, "it has not begun"
-    peers = {"there": ["127.0.0.1", there.port], "nowhere": ["192.0.2.1", 9]}  # from loopback nothing leaves
-    here.begin(peers, 100.0)
-    assert here.missing(100.0) is None and here.missing(99.0 + LOOK_S) is None
-    assert here.missing(100.0 + LOOK_S) == ["nowhere"] and here.missing(101.0 + LOOK_S) is None, "once"
-    here.begin({"there": peers["there"]}, 200.0)
-    assert [here.missing(200.0), here.missing(200.1)].count([]) == 1, "before its time"
-    assert not there.closed(101.0) and there.closed(100.0 + 10 * LOOK_S)
-    with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.1", there.port), 5)
-    assert Reach("192.0.2.77", 0.0).port == 9, "the address is gone: what is sent to it does not arrive"
-    here.closed(1e9)

@@ -31,7 +31,9 @@ def lived(adapter: str, numbers: Sequence[int], twin: str = "") -> tuple[dict[st
     return {of: wrong for of, (wrong, _) in found.items() if wrong}, max(gap for _, gap in found.values())
 
 
-@pytest.mark.parametrize("adapter", FEW)
+@pytest.mark.parametrize(
+    "adapter", ["torch", "keras-torch", pytest.param("keras-tensorflow", marks=pytest.mark.thorough)]
+)
 def test_every_sample_once_an_epoch(adapter: str, limit: Limit) -> None:
     wrong, gap = lived(adapter, FEW[adapter])
     assert wrong == {}

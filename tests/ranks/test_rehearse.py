@@ -58,7 +58,6 @@ def test_a_clean_script_is_not_complained_of_and_trains_as_real_ranks_do(tmp_pat
     forked = words_of(tmp_path, 4)
     assert forked == [real.ranks_output[rank].split() for rank in range(4)], "bit for bit, at the same places"
     assert "guard: 12 update(s) of 1 optimizer(s) on 4 ranks: averaged" in done.text
-    assert re.search(r"rank 0 holds \d+ MiB of its own, the others \d+ to \d+", done.err), done.text
 
 
 @pytest.mark.thorough
@@ -79,7 +78,6 @@ def test_what_the_user_has_is_not_touched(tmp_path: Path) -> None:
     assert list((tmp_path / "rehearsal").rglob("run.json")), "there it is instead"
     assert done.out.split("weights: ")[1].strip() == real.ranks_output[0].split("weights: ")[1].strip()
     assert "began anew: True" in done.out, "no checkpoint of the user's was gone on from"
-    assert re.search(r"learning rate: 0.0\d+ at the first", done.err), done.text
 
 
 def test_ranks_that_part_are_named(tmp_path: Path) -> None:
@@ -92,7 +90,8 @@ def test_every_way_to_part_is_named(way: str, tmp_path: Path) -> None:
     check_named(rehearse(tmp_path, "-np", 3, "--updates", 0, PARTED, way), way)
 
 
-def test_a_rank_finds_what_a_process_of_its_own_would(tmp_path: Path) -> None:
+@pytest.mark.parametrize("by_module", [True, pytest.param(False, marks=pytest.mark.thorough)])
+def test_a_rank_finds_what_a_process_of_its_own_would(by_module: bool, tmp_path: Path) -> None:
     """Random numbers that nobody has seeded, and where it lies; of a file that begins with a byte-order mark."""
     package = tmp_path / "package"
     package.mkdir()
@@ -104,15 +103,14 @@ def test_a_rank_finds_what_a_process_of_its_own_would(tmp_path: Path) -> None:
         "print(hvd.rank(), *seen, flush=True)\n",
         encoding="utf-8-sig",
     )
-    runs = [[os.path.relpath(program)], ["-m", "package.own"]]
-    for number, words in enumerate(runs):
-        folder = tmp_path / f"rehearsal-{number}"
-        arguments = ["-m", "hvdtrain", "rehearse", "--log-dir", str(folder), "-np", "2", "--updates", "0", *words]
-        done = run_ranks(arguments, 1, launcher="none", cwd=tmp_path if number else None)
-        assert done.returncode == 0, done.text
-        one, other = ((folder / f"rank-{rank:04d}.log").read_text().split() for rank in range(2))
-        assert one[0] == "0" and other[0] == "1" and one[4] == other[4] == "True"
-        assert all(mine != its for mine, its in zip(one[1:4], other[1:4], strict=True)), (one, other)
+    words = ["-m", "package.own"] if by_module else [os.path.relpath(program)]
+    folder = tmp_path / "rehearsal"
+    arguments = ["-m", "hvdtrain", "rehearse", "--log-dir", str(folder), "-np", "2", "--updates", "0", *words]
+    done = run_ranks(arguments, 1, launcher="none", cwd=tmp_path if by_module else None)
+    assert done.returncode == 0, done.text
+    one, other = ((folder / f"rank-{rank:04d}.log").read_text().split() for rank in range(2))
+    assert one[0] == "0" and other[0] == "1" and one[4] == other[4] == "True"
+    assert all(mine != its for mine, its in zip(one[1:4], other[1:4], strict=True)), (one, other)
 
 
 @pytest.mark.thorough

@@ -46,10 +46,7 @@ class Broken:
         return 1 if set(self.found) <= WARNINGS else 2
 
 
-WARNINGS = {
-    "slots-over-cores", "horovod-without-mpi", "clock-skew", "run-dir-not-shared", "mtu-differs", "slow-link",
-    "no-such-interface",
-}  # fmt: skip
+WARNINGS = {"slots-over-cores", "horovod-without-mpi", "run-dir-not-shared", "slow-link"}
 BROKEN: dict[str, Broken] = {}
 Break = Callable[[Cluster], Iterator[None]]
 
@@ -252,9 +249,14 @@ def same_machine_twice(c: Cluster) -> Iterator[None]:
 
 @broken({"small-shared-memory": ["host3"]}, "--shm-size")
 def small_shared_memory(c: Cluster) -> Iterator[None]:
-    sh(c, "host3", "mount -o remount,size=8m /dev/shm")
-    yield
-    sh(c, "host3", "mount -o remount,size=50% /dev/shm")
+    """And a shell that greets, and a home folder with a module that has the name of one of Python's."""
+    with (
+        changed(c.home("host3") / ".bashrc", lambda text: f"echo welcome\n{text}"),
+        changed(c.home("host3") / "socket.py", lambda text: "raise ImportError('not the one')"),
+    ):
+        sh(c, "host3", "mount -o remount,size=8m /dev/shm")
+        yield
+        sh(c, "host3", "mount -o remount,size=50% /dev/shm")
 
 
 @broken({"run-dir-not-writable": ["host1"]}, "--run-dir DIR", "--run-dir", "{shared}/runs")
@@ -287,13 +289,6 @@ def no_common_network(c: Cluster) -> Iterator[None]:
     yield
 
 
-@broken({"mtu-differs": ["host3"]}, "ip link set eth0 mtu 1500")
-def other_mtu(c: Cluster) -> Iterator[None]:
-    sh(c, "host3", "ip link set eth0 mtu 1400")
-    yield
-    sh(c, "host3", "ip link set eth0 mtu 1500")
-
-
 @broken({"slow-link": ["host2", "host3"]}, "ethtool eth0")
 def slow_link(c: Cluster) -> Iterator[None]:
     limit = ["rate", "50mbit", "burst", "64kb", "latency", "200ms"]
@@ -302,13 +297,3 @@ def slow_link(c: Cluster) -> Iterator[None]:
         pytest.skip(f"this kernel slows no link here: {done.err.strip()}")
     yield
     sh(c, "host2", "tc qdisc del dev eth0 root")
-
-
-@broken({"no-such-interface": ["host3"]}, "start-up files")
-def variables_of_another_cluster(c: Cluster) -> Iterator[None]:
-    """And a shell that greets, and a home folder with a module that has the name of one of Python's."""
-    with (
-        changed(c.home("host3") / ".bashrc", lambda text: f"export NCCL_SOCKET_IFNAME=eth9\necho welcome\n{text}"),
-        changed(c.home("host3") / "socket.py", lambda text: "raise ImportError('not the one')"),
-    ):
-        yield

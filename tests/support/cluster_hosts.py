@@ -221,22 +221,6 @@ class Cluster:
         """Plug them in again."""
         self._ip("".join(f"link set {port} up\n" for port in self._ports(host)))
 
-    def cut_between(self, host: str, other: str) -> ExitStack:
-        """Lose what two hosts send to each other, and nothing else: nobody is told."""
-        for its, peer in ((host, other), (other, host)):
-            mac = f"02:00:0a:4d:00:{list(self.hosts).index(peer) + 11:02x}"
-            lines = [f"ip neigh replace {self.address(peer)} lladdr {mac} dev {self.interface(its)} nud permanent"]
-            lines += ["ip rule add pref 10 lookup local", "ip rule del pref 0"]  # else it is the first of all rules
-            lines += [f"ip rule add pref 5 from {self.address(peer)} blackhole"]
-            self.run(its, ["sh", "-ec", "\n".join(lines)]).check()
-        return _undo(self.join_again, host, other)
-
-    def join_again(self, *hosts: str) -> None:
-        """End what `cut_between` did."""
-        lines = ["ip rule del pref 5", "ip rule add pref 0 lookup local", "ip rule del pref 10"]
-        for host in hosts:
-            self.run(host, ["sh", "-ec", "\n".join(lines)]).check()
-
     def power_off(self, host: str) -> None:
         """Everything on the host is gone at once, and nobody is told."""
         pid = self._pid(host)

@@ -1,7 +1,6 @@
 """How long it takes to sum an array over ranks: by Horovod, by MPI's own all-reduce, by a ring, by parameter servers.
 
-Ring and servers are written with mpi4py's messages, so that the bytes of every link are counted. From the latency and
-the bandwidth of a link `hvdtrain scale --comm` predicts what a training step spends on communication.
+Ring and servers are written with mpi4py's messages, so that the bytes of every link are counted.
 
 Prints tables, and writes a JSON file with every sample. Give the machine nothing else to do.
 """

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.cluster.doctor import findings, live, machine, network, software
+from hvdtrain.cluster.doctor import findings, machine, network, software
 from hvdtrain.cluster.doctor.findings import ClusterFacts, Facts, Finding
 from hvdtrain.cluster.doctor.network import Links, RunFolder
 from hvdtrain.cluster.doctor.sessions import Sessions
@@ -26,7 +26,6 @@ FLOW_S = 0.2
 # packets that a firewall drops are given up after that
 REACH_LIMIT_S = 2.0
 FACT_LIMIT_S = 3.0
-_CLOCK_READINGS = 3
 
 
 @dataclass
@@ -35,12 +34,10 @@ class DoctorReport:
 
     job: Job
     cluster: ClusterFacts
-    links: Links | None = None  # None, of these three: not measured
+    links: Links | None = None  # None, of these two: not measured
     folder: RunFolder | None = None
-    live: live.Live | None = None
     findings: list[Finding] = field(default_factory=list)  # the worst first
     seconds: float = 0.0
-    spent: dict[str, float] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
         """Returns everything as plain data."""
@@ -53,44 +50,32 @@ class DoctorReport:
                 "chosen": {host: vars(chosen) for host, chosen in links.chosen.items()},
                 "reach": links.reach,
                 "flows": [{"from": one, "to": other, **flow} for (one, other), flow in links.flows.items()],
-                "clocks": {host: {"ahead_s": at, "plus_minus_s": by} for host, (at, by) in links.clocks.items()},
             },
             "run_dir": self.folder and vars(self.folder),
-            "live": self.live and vars(self.live),
             "findings": findings.as_json(self.findings),
             "exit_code": findings.exit_code(self.findings),
             "seconds": round(self.seconds, 3),
-            "seconds_by_part": {part: round(seconds, 3) for part, seconds in self.spent.items()},
         }  # fmt: skip
 
 
-def examined(job: Job, run_dir: Path | None = None, *, fast: bool = False, with_live: bool = True) -> DoctorReport:
+def examined(job: Job, run_dir: Path | None = None, *, fast: bool = False) -> DoctorReport:
     """Examines the hosts of a job; raises ConfigError if they have fewer slots than ranks.
 
     Args:
         job: only `start_s` of its timeouts counts: how long a host may take to answer.
         run_dir: that runs are written to; None: "runs", as programs take it.
         fast: only what must hold before a job starts.
-        with_live: run a real all-reduce, unless an error was found.
     """
     started = time.monotonic()
     names = [host.name for host in job.ranks]
     with contextlib.closing(Sessions(names, job.python, job.ssh)) as sessions:
         cluster = facts(sessions, job, run_dir, fast=fast)
         found = DoctorReport(job, cluster)
-        found.spent["facts"] = time.monotonic() - started
         everything = [*network.distinct(cluster), *software.quick(cluster), *machine.quick(cluster)]
         if not fast:
             everything += _thorough(sessions, found, run_dir)
         everything += [findings.of_ssh(host, problem) for host, problem in sessions.lost.items()]
-        everything += _noise(sessions)
     found.findings = findings.worst_first(everything)
-    startable = findings.exit_code(found.findings) < 2 and all(its.id != software.WITHOUT_GLOO for its in everything)
-    if with_live and not fast and cluster.facts and startable:
-        before = time.monotonic()
-        found.live = live.all_reduce(job, cluster)
-        found.spent["live"] = time.monotonic() - before
-        found.findings = findings.worst_first([*found.findings, *live.checked(found.live)])
     found.seconds = time.monotonic() - started
     return found
 
@@ -116,7 +101,6 @@ def facts(sessions: Sessions, job: Job, run_dir: Path | None = None, *, fast: bo
 def links(sessions: Sessions, job: Job, cluster: ClusterFacts) -> Links:
     """Returns what the network between the hosts that answered does."""
     found = Links()
-    _read_clocks(sessions, cluster, found)
     try:
         interfaces = {name: addresses.interfaces(its) for name, its in cluster.of("interfaces").items()}
         local = [name for name in cluster.facts if cluster.is_local(name)]
@@ -189,23 +173,6 @@ def _run_folder(job: Job, run_dir: Path | None) -> str:
     return os.path.join(job.cwd, run_dir or "runs")
 
 
-def _read_clocks(sessions: Sessions, cluster: ClusterFacts, found: Links) -> None:
-    """Measures how far each host's clock is ahead of ours; keeps the reading with the shortest round trip."""
-    for name in cluster.facts:
-        if cluster.is_local(name) or name not in sessions.alive:
-            continue
-        best: tuple[float, float] | None = None
-        for _ in range(_CLOCK_READINGS):
-            before = time.time()
-            reply = sessions.ask({name: {"do": "clock"}}, 1.0)
-            after = time.time()
-            if name in reply:
-                reading = (reply[name]["time"] - (before + after) / 2, (after - before) / 2)
-                best = min(best or reading, reading, key=lambda item: item[1])
-        if best is not None:
-            found.clocks[name] = best
-
-
 def _listen(sessions: Sessions, found: Links, token: str) -> dict[str, int]:
     requests = {name: {"do": "listen", "address": its.address, "token": token} for name, its in found.chosen.items()}
     replies = sessions.ask(requests, REACH_LIMIT_S)
@@ -230,26 +197,11 @@ def _rate(flow: Facts) -> float:
 
 def _thorough(sessions: Sessions, found: DoctorReport, run_dir: Path | None) -> list[Finding]:
     """Runs the checks that measure; skips a host in the remaining ones once it stops answering."""
-    cluster, before = found.cluster, time.monotonic()
+    cluster = found.cluster
     everything = [*machine.thorough(cluster)]
     if cluster.facts:
         found.links = links(sessions, found.job, cluster)
         everything += network.network(cluster, found.links)
-    found.spent["network"] = time.monotonic() - before
-    before = time.monotonic()
     found.folder = folder(sessions, found.job, run_dir, cluster)
     everything += network.folder(cluster, found.folder)
-    found.spent["run_dir"] = time.monotonic() - before
     return everything
-
-
-def _noise(sessions: Sessions) -> list[Finding]:
-    """Returns findings on hosts whose shell prints before a command does."""
-    why = "copying by scp and rsync fails, and logs start with it"
-    fix = "have ~/.bashrc print only in interactive shells: [[ $- == *i* ]] || return"
-    found = []
-    for host, session in sessions.alive.items():
-        for line in session.noise.strip().splitlines()[:1]:
-            what = f"its shell prints before a command does: {line[:80]!r}"
-            found.append(Finding("noisy-shell", "note", (host,), what, why, fix))
-    return found

@@ -26,10 +26,7 @@ _SHARED_BYTES, _SHARED_PER_RANK_BYTES, _SHARED_LEAST_BYTES = 64 * MIB, 64 * MIB,
 _MEMORY_PER_RANK_BYTES = GIB  # a framework alone takes half of it
 _ROOM_BYTES = GIB
 _TEMPORARY_BYTES, _TEMPORARY_LEAST_BYTES = 256 * MIB, 16 * MIB
-# connections to every other rank, and files of the program's own
-_FILES_PER_RANK, _FILES = 4, 256
 _GPU_USED_SHARE = 0.1
-_MASKS = ("NCCL_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE", "OMPI_MCA_btl_tcp_if_include")
 
 
 def quick(cluster: ClusterFacts) -> Iterator[Finding]:
@@ -42,7 +39,7 @@ def quick(cluster: ClusterFacts) -> Iterator[Finding]:
 def thorough(cluster: ClusterFacts) -> Iterator[Finding]:
     """The rest."""
     for host, facts in cluster.facts.items():
-        for check in (_unanswered, _gpus, _core_slots, _memory, _disks, _limits, _variables):
+        for check in (_unanswered, _gpus, _core_slots, _memory, _disks):
             yield from check(cluster, host, facts)
     yield from _same_machines(cluster)
 
@@ -116,7 +113,6 @@ def _gpus(cluster: ClusterFacts, host: str, facts: Facts) -> Iterator[Finding]:
     extensions = (known(facts, "horovod") or {}).get("extensions") or {}
     framework, cuda = _computes(facts, extensions)
     yield from _driver(host, gpus, framework, cuda)
-    yield from _order(host, facts, [device["name"] for device in gpus["devices"]])
     yield from _nccl(cluster, host, facts, extensions.get(framework), cuda)
     for number, device in enumerate(gpus["devices"]):
         if device["used_bytes"] > _GPU_USED_SHARE * device["memory_bytes"]:
@@ -150,19 +146,6 @@ def _driver(host: str, gpus: Facts, framework: str, cuda: str | None) -> Iterato
         )  # fmt: skip
 
 
-def _order(host: str, facts: Facts, names: list[str]) -> Iterator[Finding]:
-    """CUDA counts from the fastest GPU on, nvidia-smi along the PCI bus (CUDA's programming guide, its variables)."""
-    order = (known(facts, "variables") or {}).get("CUDA_DEVICE_ORDER")
-    if len(set(names)) > 1 and order != "PCI_BUS_ID":
-        listed = ", ".join(f"{number} {name}" for number, name in enumerate(names))
-        yield Finding(
-            "gpu-order", "warning", (host,), f"unlike GPUs, along the PCI bus: {listed}; CUDA_DEVICE_ORDER={order!r}",
-            "hvdtrain's ranks count GPUs along the PCI bus (unless the variable is set otherwise); other programs there"
-            " call the fastest GPU 0, so CUDA_VISIBLE_DEVICES selects another GPU for them",
-            "export CUDA_DEVICE_ORDER=PCI_BUS_ID in the shell's start-up files there",
-        )  # fmt: skip
-
-
 def _nccl(
     cluster: ClusterFacts, host: str, facts: Facts, extension: Facts | None, cuda: str | None
 ) -> Iterator[Finding]:
@@ -192,16 +175,6 @@ def _same_machines(cluster: ClusterFacts) -> Iterator[Finding]:
         yield Finding(
             "gpus-differ", "warning", tuple(others), f"GPUs differ: {kinds_there}; elsewhere: {usual}",
             "all ranks wait for the slowest in every step", "leave them out, or give each host a job of its own",
-        )  # fmt: skip
-    # what Horovod's build uses if the builder's processor has it
-    flags = {host: set(cores["flags"]) & {"avx", "f16c", "fma"} for host, cores in cluster.of("cores").items()}
-    most = set().union(*flags.values()) if flags else set()
-    less = {host: most - has for host, has in flags.items() if most - has}
-    for host, missing in less.items():
-        yield Finding(
-            "processor-differs", "warning", (host,), f"its processor has no {', '.join(sorted(missing))}; others have",
-            "a Horovod built on another host ends there with an illegal instruction",
-            f"build it there: {cluster.build_on(host)}",
         )  # fmt: skip
 
 
@@ -256,53 +229,3 @@ def _room(
         "full-disk", severity, (host,), f"the {name} {room['path']} (in {room['nearest']}): {left}", why,
         f"remove what is not needed: {cluster.on(host, 'du', '-xhd1', room['nearest'])}",
     )  # fmt: skip
-
-
-def _limits(cluster: ClusterFacts, host: str, facts: Facts) -> Iterator[Finding]:
-    limits = known(facts, "limits")
-    if limits is None:
-        return
-    need = _FILES + _FILES_PER_RANK * cluster.size
-    soft = limits["nofile"][0]
-    if soft is not None and soft < need:
-        yield Finding(
-            "few-open-files", "warning", (host,), f"{soft} open files a process (ulimit -n), wanted are {need}",
-            f"a rank keeps connections to all {cluster.size} ranks open, and its loaders' files",
-            'there: echo "* - nofile 65536" >> /etc/security/limits.conf, and log in again: ulimit -n',
-        )  # fmt: skip
-    address_space = limits["as"][0]
-    if address_space is not None:
-        yield Finding(
-            "limited-address-space", "warning", (host,), f"ulimit -v is {bytes_text(address_space)}",
-            "CUDA and PyTorch reserve far more than they use, and fail",
-            "ulimit -v unlimited, in /etc/security/limits.conf",
-        )  # fmt: skip
-
-
-def _variables(cluster: ClusterFacts, host: str, facts: Facts) -> Iterator[Finding]:
-    """Yields findings on variables that a shell's start-up files set for every process, and on other jobs' ranks."""
-    variables, interfaces = known(facts, "variables") or {}, known(facts, "interfaces")
-    names = {its["name"] for its in interfaces or []}
-    for variable in _MASKS:
-        wanted = [name.strip("=") for name in variables.get(variable, "").split(",") if name and name[0] != "^"]
-        # NCCL takes the beginning of a name; Open MPI takes networks too
-        unknown = [name for name in wanted if "/" not in name and not any(own.startswith(name) for own in names)]
-        if names and unknown:
-            yield Finding(
-                "no-such-interface", "warning", (host,),
-                f"{variable}={variables[variable]} is set there, and there are only {', '.join(sorted(names))}",
-                "ranks that use it end with an error, or wait for a network that is not there",
-                f"remove it from the shell's start-up files there: {cluster.on(host, 'env')}",
-            )  # fmt: skip
-    left = [name for name in ("HOROVOD_RANK", "HOROVOD_SIZE", "OMPI_COMM_WORLD_RANK") if name in variables]
-    if left:
-        yield Finding(
-            "launcher-variables", "warning", (host,), f"{', '.join(left)} set for every process there",
-            "programs take themselves for ranks of a job that is not there", f"unset {' '.join(left)}",
-        )  # fmt: skip
-    if others := known(facts, "other_ranks"):
-        yield Finding(
-            "other-ranks", "note", (host,), f"{len(others)} process(es) of another job run there: {others[:8]}",
-            "two jobs on the same cores or GPUs slow each other down; some may be left over from a job that died",
-            f"{cluster.on(host, 'ps', '-o', 'pid,etime,args', '-p', ','.join(map(str, others[:8])))}, then kill PID",
-        )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Names, addresses, links and clocks of the hosts, and the folder they share."""
+"""Names, addresses and links of the hosts, and the folder they share."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hvdtrain.cluster.doctor.findings import FULL_BYTES, ClusterFacts, Facts, Finding, Severity, known, listed, odd_ones
+from hvdtrain.cluster.doctor.findings import FULL_BYTES, ClusterFacts, Facts, Finding, Severity, known
 from hvdtrain.cluster.hosts.addresses import Chosen
 from hvdtrain.core.errors import ConfigError
 
-CLOCK_LIMIT_S = 1.0
-LATENCY_LIMIT_S = 0.005
 SLOW_BYTES_PER_S = 1e8 / 8  # 100 Mbit/s: the gradients of ResNet-50 (100 MB) take 16 s a step
 SLOW_SHARE, FAST_ENOUGH_BYTES_PER_S = 0.25, 2e9 / 8
 GIGABIT = 1e9 / 8
@@ -27,7 +25,6 @@ class Links:
         unbound: addresses that a host could not open a port on: {host: text}.
         reach: {from: {to: {"seconds", "source"} or {"error", "text"}}}: the round trip of one byte.
         flows: {(from, to): {"bytes", "seconds"} or {"error", "text"}}: the bytes received in that time.
-        clocks: {host: (seconds ahead of this machine, plus or minus seconds)}.
     """
 
     chosen: Mapping[str, Chosen] = field(default_factory=dict)  # the interface and address that each host would use
@@ -35,7 +32,6 @@ class Links:
     unbound: dict[str, str] = field(default_factory=dict)
     reach: dict[str, dict[str, Facts]] = field(default_factory=dict)
     flows: dict[tuple[str, str], Facts] = field(default_factory=dict)
-    clocks: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     def rates(self) -> dict[tuple[str, str], float]:
         """Returns the bytes a second of every flow that was measured."""
@@ -109,7 +105,6 @@ def network(cluster: ClusterFacts, links: Links) -> Iterator[Finding]:
             "no-common-network", "error", (), f"{links.no_network.rule}\n{links.no_network.received}",
             "ranks connect to each other directly", links.no_network.remedy,
         )  # fmt: skip
-    yield from _interfaces(cluster, links)
     for host, error in links.unbound.items():
         yield Finding(
             "no-port", "error", (host,), f"no port can be opened on {links.chosen[host].address}: {error}",
@@ -117,35 +112,6 @@ def network(cluster: ClusterFacts, links: Links) -> Iterator[Finding]:
         )  # fmt: skip
     yield from _unreached(cluster, links)
     yield from _speed(cluster, links)
-    yield from _clocks(cluster, links)
-
-
-def _interfaces(cluster: ClusterFacts, links: Links) -> Iterator[Finding]:
-    names = {host: chosen.interface for host, chosen in links.chosen.items()}
-    _, others = odd_ones(names)
-    if others:
-        yield Finding(
-            "interface-names", "note", tuple(others),
-            f"the network's interface has different names: {listed(names)}",
-            "plain horovodrun takes one name for all hosts, and does not start",
-            "nothing with hvdtrain launch: it goes by addresses",
-        )  # fmt: skip
-    mtus = {
-        host: its["mtu"]
-        for host, chosen in links.chosen.items()
-        for its in known(cluster.facts[host], "interfaces") or []
-        if its["address"] == chosen.address
-    }
-    usual, others = odd_ones(mtus)
-    if others:
-        commands = [
-            cluster.on(host, "ip", "link", "set", links.chosen[host].interface, "mtu", str(usual)) for host in others
-        ]
-        yield Finding(
-            "mtu-differs", "warning", tuple(others),
-            f"MTU {listed(others)}; elsewhere {usual}",
-            "large packets may vanish between them: short messages pass, gradients hang", "\n".join(commands[:3]),
-        )  # fmt: skip
 
 
 _REACH: dict[str, tuple[str, str]] = {
@@ -223,25 +189,6 @@ def _speed(cluster: ClusterFacts, links: Links) -> Iterator[Finding]:
             f"{cluster.on(start, 'ethtool', links.chosen[start].interface)} shows the link's speed and duplex; cables,"
             " a shared or throttled port, or the wrong network: --network",
         )  # fmt: skip
-    worst, start, end = max(((reply.get("seconds", 0), *pair) for *pair, reply in links.replies()), default=(0, "", ""))
-    if worst > LATENCY_LIMIT_S:
-        yield Finding(
-            "slow-answers", "warning", (start, end), f"{start} to {end} and back: {worst * 1e3:.1f} ms",
-            "Horovod's ranks agree on every step's tensors by messages: each waits that long, several times a step",
-            "use hosts of one site, and the fastest network they have: --network",
-        )  # fmt: skip
-
-
-def _clocks(cluster: ClusterFacts, links: Links) -> Iterator[Finding]:
-    for host, (ahead, give_or_take) in links.clocks.items():
-        if abs(ahead) - give_or_take > CLOCK_LIMIT_S:
-            direction = "ahead of" if ahead > 0 else "behind"
-            yield Finding(
-                "clock-skew", "warning", (host,), f"its clock is {abs(ahead):.1f} s {direction} this machine's",
-                "logs and run records of the hosts cannot be put in order; newest files are not the newest; Kerberos,"
-                " Slurm's munge and TLS refuse hosts whose clocks differ",
-                f"{cluster.on(host, 'timedatectl', 'set-ntp', 'true')}  (or: chronyc makestep)",
-            )  # fmt: skip
 
 
 def folder(cluster: ClusterFacts, found: RunFolder) -> Iterator[Finding]:

@@ -157,11 +157,6 @@ def send(request: "dict[str, Any]") -> "dict[str, Any]":
         return {"error": "other", "text": str(error)}
 
 
-def clock(request: "dict[str, Any]") -> "dict[str, Any]":
-    """The time here: {"time": seconds since 1970}."""
-    return {"time": time.time()}
-
-
 def mark(request: "dict[str, Any]") -> "dict[str, Any]":
     """Writes this host's file into a folder, to the disk: {} or {"error": text, "errno": number}."""
     path = os.path.join(request["folder"], MARKER % (request["token"], request["index"]))
@@ -202,7 +197,7 @@ def serve(answers: "dict[str, Callable[[dict[str, Any]], Any]]", prefix: str) ->
     end = threading.Timer(LIFE_S, os._exit, [3])
     end.daemon = True
     end.start()
-    answers = dict(answers, listen=listen, reach=reach, send=send, clock=clock, mark=mark, see=see, unmark=unmark)
+    answers = dict(answers, listen=listen, reach=reach, send=send, mark=mark, see=see, unmark=unmark)
     try:
         for line in iter(sys.stdin.readline, ""):
             request = json.loads(line)

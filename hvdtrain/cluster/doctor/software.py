@@ -75,13 +75,10 @@ def _installed(cluster: ClusterFacts, host: str, facts: Facts) -> Iterator[Findi
             cluster.on(host, python, "-m", "pip", "install", "hvdtrain[torch,keras,build]"),
         )  # fmt: skip
     elif "horovod" not in packages:
-        tools = known(facts, "tools") or {}
-        missing = [package for name, package in (("c++", "g++"), ("cmake", "cmake")) if tools.get(name, "?") is None]
-        first = cluster.on(host, "apt-get", "install", "-y", *missing) + "\n" if missing else ""
         yield Finding(
             "no-horovod", "error", (host,), f"{python} has no horovod",
             "ranks average their gradients through it; no wheels are published for today's frameworks",
-            first + cluster.build_on(host),
+            cluster.build_on(host),
         )  # fmt: skip
 
 

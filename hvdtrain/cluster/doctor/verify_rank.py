@@ -14,6 +14,7 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -31,10 +32,20 @@ FAILED = 1
 
 
 def main() -> int:
-    framework, limit_s = sys.argv[1], float(sys.argv[2])
     expected_size = int(sys.argv[3]) if len(sys.argv) > 3 else None
+
+    def report(found: dict[str, Any]) -> None:
+        print(MARK + json.dumps(found), flush=True)
+
+    return 0 if train(sys.argv[1], float(sys.argv[2]), report, expected_size) else FAILED
+
+
+def train(
+    framework: str, limit_s: float, report: Callable[[dict[str, Any]], None], expected_size: int | None = None
+) -> bool:
+    """Trains as one rank; `report` gets what was found on rank 0. Returns True if all checks hold; collective."""
     prove_rank.end_after(limit_s)
-    found: dict[str, Any] = {}
+    checks: list[toy.ToyCheck] = []
 
     def work(detected: Detected) -> None:
         needed = _modules(framework, detected)
@@ -42,32 +53,25 @@ def main() -> int:
         startup.share_cores(detected)
         startup.import_modules(needed)
         with hvdtrain.init(framework) as world:  # type: ignore[arg-type]
-            found.update(verified(framework, world, expected_size))
+            started = time.perf_counter()
+            ranks = world.gather(toy.TRAIN[framework](card(world)))
+            checks.extend(toy.checks(ranks, expected_size))
+            if world.is_main:
+                report({
+                    "framework": framework,
+                    "versions": ranks[0].versions | stats.versions("hvdtrain", "horovod"),
+                    "launcher": world.launcher,
+                    "engine": world.engine,
+                    "ranks": [its.card for its in ranks],
+                    "checks": [asdict(check) for check in checks],
+                    "proof": ranks[0].proof,
+                    "ok": all(check.ok for check in checks),
+                    "training_seconds": round(time.perf_counter() - started, 3),
+                })  # fmt: skip
+            world.barrier()  # a launcher ends all ranks with the first that fails: none before rank 0 has spoken
 
     startup.run_program(PROGRAM, work)
-    return 0 if found["ok"] else FAILED
-
-
-def verified(framework: str, world: World, expected_size: int | None = None) -> dict[str, Any]:
-    """Trains, and returns what was found, the same on every rank; collective."""
-    started = time.perf_counter()
-    ranks = world.gather(toy.TRAIN[framework](card(world)))
-    checks = toy.checks(ranks, expected_size)
-    found = {
-        "framework": framework,
-        "versions": ranks[0].versions | stats.versions("hvdtrain", "horovod"),
-        "launcher": world.launcher,
-        "engine": world.engine,
-        "ranks": [its.card for its in ranks],
-        "checks": [asdict(check) for check in checks],
-        "proof": ranks[0].proof,
-        "ok": all(check.ok for check in checks),
-        "training_seconds": round(time.perf_counter() - started, 3),
-    }
-    if world.is_main:
-        print(MARK + json.dumps(found), flush=True)
-    world.barrier()  # a launcher ends all ranks with the first that fails: none before rank 0 has spoken
-    return found
+    return all(check.ok for check in checks)
 
 
 def card(world: World) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import base64
 import contextlib
 import json
 import os
+import pickle
 import signal
 import sys
 import sysconfig
@@ -81,7 +82,7 @@ def run(
     if job_hosts is None and np is None:
         raise ConfigError("hvdtrain.run needs the number of ranks", "neither np nor hosts", "hvdtrain.run(train, np=2)")
     job_hosts = job_hosts or [Host("localhost", np or 1)]
-    call, classes = _pickled(function, tuple(args), dict(kwargs or {}))
+    call = _pickled(function, tuple(args), dict(kwargs or {}))
     timeouts = timeouts or Timeouts()
     job = Job(
         [python, "-c", BOOT],
@@ -108,9 +109,9 @@ def run(
         _interrupt(outcome.interrupted)
     if (failed := outcome.failed) is not None:
         lines = answers.get(failed.rank, []) if failed.rank is not None else []
-        cause, why_none = _loaded(lines, classes) if lines[-1:] == [RAISED] else (None, "")
+        cause, why_none = _loaded(lines) if lines[-1:] == [RAISED] else (None, "")
         raise _failure(failed, lines, why_none) from cause
-    return [_returned(rank, answers.pop(rank), classes) for rank in range(job.np)]
+    return [_returned(rank, answers.pop(rank)) for rank in range(job.np)]
 
 
 def _check(function: Any, args: Any, np: Any, hosts: Any, env: Any, output: Any, timeouts: Any) -> None:
@@ -129,7 +130,7 @@ def _check(function: Any, args: Any, np: Any, hosts: Any, env: Any, output: Any,
         raise ConfigError("hvdtrain.run was called with what it does not take", "\n".join(wrong))
 
 
-def _pickled(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bytes, list[type]]:
+def _pickled(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
     from hvdtrain.cluster.function import function_pickle
 
     try:
@@ -202,20 +203,18 @@ def _display(output: Output) -> Callable[[int, TextIO, str], None]:
 # ---- what came back: pieces in base64, how the function ended
 
 
-def _loaded(lines: Sequence[str], classes: Sequence[type]) -> tuple[Any, str]:
+def _loaded(lines: Sequence[str]) -> tuple[Any, str]:
     """Returns the object in the pieces and ""; or None and the reason, if it cannot be read."""
-    from hvdtrain.cluster.function import function_pickle
-
     if len(lines) == 1:
         return None, ""
     try:
-        return function_pickle.load(b"".join(map(base64.b64decode, lines[:-1])), classes), ""
+        return pickle.loads(b"".join(map(base64.b64decode, lines[:-1]))), ""
     except Exception as error:  # an unpickler raises what the objects raise
         return None, f"cannot be read here: {type(error).__name__}: {error}"
 
 
-def _returned(rank: int, lines: Sequence[str], classes: Sequence[type]) -> Any:
-    value, why_none = _loaded(lines, classes)
+def _returned(rank: int, lines: Sequence[str]) -> Any:
+    value, why_none = _loaded(lines)
     if why_none:
         rule = "what the function returns must be readable by its caller"
         remedy = "return numbers, arrays, state_dict() and the like, or put the class into a module that both import"

@@ -39,18 +39,21 @@ def main() -> int:
     os.environ[variables.RESULT_FD] = ""  # still there: no `hvdtrain.run` within one
     sys.excepthook = _show
     grace_s = float(sys.stdin.buffer.readline())
-    function, args, kwargs, classes = function_pickle.load_call(sys.stdin.buffer)
+    function, args, kwargs = function_pickle.load_call(sys.stdin.buffer)
     try:
         value: Any = function(*args, **kwargs)
     except BaseException as error:
         if os.getpid() == process:  # and not a child that it forked
-            result.hand_back(RAISED, function_pickle.dump_raised(error, classes))
+            data = b""
+            with contextlib.suppress(Exception):  # the traceback on standard error shows an error that is not pickled
+                data = function_pickle.dump(error)
+            result.hand_back(RAISED, data)
             _end_within(grace_s)
         raise
     if os.getpid() != process:
         return 0
     try:
-        data = function_pickle.dump(value, classes)
+        data = function_pickle.dump(value)
     except Exception:  # a pickler raises what the objects raise
         traceback.print_exc()
         result.hand_back(UNFIT)

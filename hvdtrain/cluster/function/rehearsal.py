@@ -148,18 +148,6 @@ class Ranks:
                 self._updates[rank] = max(self._updates.get(rank, 0), page["steps"])
         return [self._updates.get(rank, 0) for rank in range(self.np)]
 
-    def memory_kb(self) -> dict[int, tuple[int, int]]:
-        """Returns what each living rank has for itself, and what it shares with others: KiB by rank."""
-        found = {}
-        for rank, pid in enumerate(self.pids):
-            if rank not in self.ends:
-                with contextlib.suppress(OSError, ValueError):
-                    lines = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines()[1:]
-                    sizes = {name: int(kib) for name, kib, _ in map(str.split, lines)}
-                    own = sizes["Private_Dirty:"] + sizes["Private_Clean:"]
-                    found[rank] = (own, sizes["Rss:"] - own)
-        return found
-
     def end(self) -> None:
         """Ends all of them, and what they have started."""
         while left := processes.descendants(os.getpid()):

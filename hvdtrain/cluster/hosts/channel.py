@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.cluster.hosts.protocol import mark_of
-from hvdtrain.cluster.hosts.ssh import Ssh, SshProblem, explain, without_key
+from hvdtrain.cluster.hosts.ssh import Ssh, SshProblem, explain
 from hvdtrain.comm.link import Decoder, Outbox
 
 _ERRORS_BYTES = 1 << 16  # of standard error are kept
@@ -96,8 +96,6 @@ class Channel:
             self._threads[1].join(timeout=1.0)
         output = (self._errors.decode(errors="replace") + self.noise).strip()
         found = explain(self.name, returncode, output, self._ssh, python=self._python, answered=self._answered)
-        if found.kind == "denied" and returncode == 255:
-            found = without_key(found, self.name, self._ssh)
         if not self.local or found.kind not in ("other", "timeout"):
             return found
         how = "does not answer" if returncode is None else f"ended with {returncode}"

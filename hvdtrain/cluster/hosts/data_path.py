@@ -1,8 +1,7 @@
-"""Finds out whether hosts reach each other over the network that ranks talk through, which ssh may not use.
+"""Finds out whether a host reaches the first one over the network that ranks talk through, which ssh may not use.
 
 When only that network is cut, ranks wait for each other until Gloo gives up, and blame each other. A connection to the
-rendezvous on the first host, which listens there anyway, shows a cut sooner and by name. All other pairs of hosts are
-tried when the launcher asks (`Reach`).
+rendezvous on the first host, which listens there anyway, shows a cut sooner and by name.
 """
 
 from __future__ import annotations
@@ -11,14 +10,11 @@ import contextlib
 import errno
 import select
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 EVERY_S = 2.0
 GIVEN_UP_S = 4.0  # a connection that is not made; SYN has been sent three times by then
-LOOK_S = 2 * GIVEN_UP_S  # two tries
 _ARRIVED = (0, errno.ECONNREFUSED)  # refused is an answer as well
-_AT_ONCE = 100  # of connections to other hosts
-_CLOSED_PORT = 9  # told to the others if none can be opened
 
 
 class DataPath:
@@ -41,11 +37,6 @@ class DataPath:
             self._began_s = now_s
             self._connect(now_s)
         return max(0.0, now_s - self._failing_s)
-
-    @property
-    def reached(self) -> bool:
-        """Returns True if the last connection was made."""
-        return self._began_s > float("-inf") and self._failing_s == float("inf")
 
     def close(self) -> None:
         if self._socket is not None:
@@ -71,43 +62,3 @@ class DataPath:
             self.close()
         elif now_s - self._began_s >= GIVEN_UP_S:
             self.close()
-
-
-class Reach:
-    """Tries to reach the other hosts, without blocking; for a while they can reach this one at `port`."""
-
-    def __init__(self, own: str, now_s: float) -> None:
-        self._own, self._until_s, self._closes_s = own, float("inf"), now_s + 4 * LOOK_S
-        self._paths: dict[str, DataPath] = {}
-        self._server: socket.socket | None = None
-        self.port = _CLOSED_PORT
-        with contextlib.suppress(OSError):  # the address may be gone with the link: then nothing arrives there
-            self._server = socket.create_server((own, 0), backlog=1024)
-            self.port = self._server.getsockname()[1]
-
-    def begin(self, peers: Mapping[str, Sequence[object]], now_s: float) -> None:
-        """Begins to connect to other hosts; `peers`: address and port by host."""
-        self._paths = {name: DataPath(self._own, peer) for name, peer in peers.items()}
-        self._until_s = now_s + LOOK_S
-
-    def missing(self, now_s: float) -> list[str] | None:
-        """Returns the hosts that are not reached, once; None before and after that. Call it a few times a second."""
-        trying = list(self._paths.items())[:_AT_ONCE]
-        for name, path in trying:
-            path.unreached_s(now_s)
-            if path.reached:
-                self._paths.pop(name).close()
-        if self._until_s == float("inf") or (self._paths and now_s < self._until_s):
-            return None
-        self._until_s = float("inf")
-        found = [name for name, path in trying if not path.reached]
-        for path in self._paths.values():
-            path.close()
-        self._paths.clear()
-        return found
-
-    def closed(self, now_s: float) -> bool:
-        """Closes the port when its time is over; returns True then."""
-        if self._server is not None and now_s >= self._closes_s:
-            self._server.close()
-        return now_s >= self._closes_s

@@ -16,7 +16,6 @@ import mmap
 import os
 import platform
 import re
-import resource
 import shutil
 import socket
 import struct
@@ -185,24 +184,10 @@ def _torch() -> "dict[str, str | None] | None":
     return {"cuda": _text(path, r"cuda(?:: [\w\[\] |]+)? = '([^']+)'"), "hip": _text(path, r"hip(?:: .*)? = '([^']+)'")}
 
 
-def _mpi() -> "dict[str, Any] | None":
-    path = shutil.which("mpirun")
-    return {"mpirun": path, "version": _output([path, "--version"]).splitlines()[:1]} if path else None
-
-
 def _output(command: "list[str]", limit_s: float = FACT_LIMIT_S) -> str:
     done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                           universal_newlines=True, timeout=limit_s)  # fmt: skip
     return done.stdout
-
-
-def _tools() -> "dict[str, str | None]":
-    found = {}
-    for name, flag in (("c++", "-dumpfullversion"), ("cmake", "--version"), ("nvcc", "--version")):
-        path = shutil.which(name)
-        version = re.search(r"\d+(\.\d+)+", _output([path, flag])) if path else None
-        found[name] = version.group() if version else None
-    return found
 
 
 def gpu_count() -> int:
@@ -245,11 +230,7 @@ def _gpus() -> "dict[str, Any]":
 
 
 def _cores() -> "dict[str, Any]":
-    flags = (_text("/proc/cpuinfo", r"(?m)^flags\s*:\s*(.*)") or "").split()
-    return {
-        "usable": len(os.sched_getaffinity(0)), "quota": _quota(), "load": os.getloadavg()[0],
-        "flags": sorted(set(flags) & {"avx", "avx2", "avx512f", "f16c", "fma"}),
-    }  # fmt: skip
+    return {"usable": len(os.sched_getaffinity(0)), "quota": _quota(), "load": os.getloadavg()[0]}
 
 
 def _quota() -> "float | None":
@@ -270,14 +251,8 @@ def memory() -> "dict[str, int]":
     return {name: int(match.group(1)) << 10 for name, match in kib.items() if match}
 
 
-def _limits() -> "dict[str, list[int | None]]":
-    names = {"nofile": resource.RLIMIT_NOFILE, "memlock": resource.RLIMIT_MEMLOCK, "as": resource.RLIMIT_AS}
-    found = {name: resource.getrlimit(number) for name, number in names.items()}
-    return {name: [None if its == resource.RLIM_INFINITY else its for its in pair] for name, pair in found.items()}
-
-
 def interfaces() -> "list[dict[str, Any]]":
-    """Returns all IPv4 addresses: [{"name", "address", "prefix", "mtu", "up"}] (SIOCGIFCONF: `ip` may be missing)."""
+    """Returns all IPv4 addresses: [{"name", "address", "prefix", "up"}] (SIOCGIFCONF: `ip` may be missing)."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         buffer = ctypes.create_string_buffer(40 << 14)
         packed = fcntl.ioctl(sock, 0x8912, struct.pack("iL", len(buffer), ctypes.addressof(buffer)))
@@ -288,12 +263,11 @@ def interfaces() -> "list[dict[str, Any]]":
             try:
                 mask = struct.unpack("!I", fcntl.ioctl(sock, 0x891B, entry)[20:24])[0]
                 flags = struct.unpack("h", fcntl.ioctl(sock, 0x8913, entry)[16:18])[0]
-                mtu = struct.unpack("i", fcntl.ioctl(sock, 0x8921, entry)[16:20])[0]
             except OSError:
                 continue  # it is gone since
             found.append({
                 "name": entry[:16].split(b"\0")[0].split(b":")[0].decode(), "address": socket.inet_ntoa(entry[20:24]),
-                "prefix": bin(mask).count("1"), "mtu": mtu, "up": bool(flags & 0x41 == 0x41),
+                "prefix": bin(mask).count("1"), "up": bool(flags & 0x41 == 0x41),
             })  # fmt: skip
         return found
 
@@ -338,27 +312,12 @@ def reached() -> "str | None":
         return None
 
 
-def _other_ranks() -> "list[int]":
-    """Processes of this user that are ranks of a Horovod or MPI job."""
-    found = []
-    for path in glob.glob("/proc/[0-9]*/environ"):
-        try:
-            with open(path, "rb") as file:
-                data = b"\0" + file.read()
-            if b"\0HOROVOD_RANK=" in data or b"\0OMPI_COMM_WORLD_RANK=" in data:
-                found.append(int(path.split("/")[2]))
-        except OSError:
-            continue  # another user's, or just ended
-    return sorted(found)[:64]
-
-
 QUICK: "dict[str, Callable[[], Any]]" = {
     "system": _system, "python": _python, "packages": _packages, "code": _code, "horovod": _horovod,
     "gpu_count": gpu_count, "cores": _cores, "interfaces": interfaces, "reached": reached,
 }  # fmt: skip
 THOROUGH: "dict[str, Callable[[], Any]]" = {
-    "torch": _torch, "mpi": _mpi, "tools": _tools, "gpus": _gpus, "memory": memory, "limits": _limits,
-    "temporary": _temporary, "variables": _variables, "other_ranks": _other_ranks,
+    "torch": _torch, "gpus": _gpus, "memory": memory, "temporary": _temporary, "variables": _variables,
 }  # fmt: skip
 
 

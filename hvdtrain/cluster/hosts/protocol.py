@@ -13,8 +13,6 @@ To the agent:
               token own peer                          which wins over `defaults`; ranks: [{rank, env}]; `token` marks
                                                       their environment; `peer` is to be reached from `own`, or null
   peer        own peer                                as in `start`, from now on
-  listen      serial own                              open a port at `own` for a while
-  reach       serial peers                            connect to each peer: {host: [address, port]}
   tell        rank say                                an object, for the rank's line
   answers     data                                    a piece, in base64, of what workers that join later read
   taken       count                                   messages "out" that the launcher has shown
@@ -33,8 +31,6 @@ From the agent:
   exit        rank code ago_s                         code as `subprocess` has it: negative for a signal
   stopped     rank for_s                              by SIGSTOP; sent once
   cut         for_s peer                              `peer` is not reached any more; sent once
-  listens     serial port                             the answer to `listen`
-  reached     serial missing                          the answer to `reach`: the hosts that are not reached
   left        what                                    processes that it may not end
   leaving     why                                     it ends the job here without a message "end"
   ended                                               no process of the job remains on this host

@@ -5,15 +5,12 @@ Host keys are never waved through: ssh's own known_hosts decide, and where ssh w
 
 from __future__ import annotations
 
-import contextlib
 import getpass
 import ipaddress
 import os
-import pwd
 import re
 import shlex
 import socket
-import subprocess
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -162,46 +159,6 @@ def explain(
     return SshProblem("other", f"ssh to {host} failed with exit code {returncode}: {last}", fix)
 
 
-def without_key(denied: SshProblem, host: str, ssh: Ssh) -> SshProblem:
-    """Returns why ssh was denied: adds the keys that ssh itself could not use, as it asks no questions."""
-    home = pwd.getpwuid(os.getuid()).pw_dir
-    settings = _output(["ssh", "-G", *ssh.place("-p", "-i"), "--", host])
-    files = [re.sub(r"^~(?=/)", home, file) for file in re.findall(r"^identityfile (.+)$", settings, re.MULTILINE)]
-    reasons = {file: _unusable(file) for file in dict.fromkeys(files) if os.path.exists(file)}
-    found = [(file, *reason) for file, reason in reasons.items() if reason is not None]
-    keys = "; ".join(f"{file} {why}" for file, why, _ in found)
-    fixes = "\n".join(fix.format(file=shlex.quote(file)) for file, _, fix in found)
-    if not found:
-        return denied
-    if len(found) < len(reasons) or "ssh-" in _output(["ssh-add", "-L"]):  # others were offered
-        return SshProblem("denied", f"{denied.what}; not used: {keys}", f"{denied.fix}\n{fixes}")
-    return SshProblem("denied", f"ssh cannot use this user's key for {host}: {keys}", fixes)
-
-
-def _unusable(file: str) -> tuple[str, str] | None:
-    """Returns why ssh cannot use a private key without a question, and what helps; None if it can."""
-    output = _output(["ssh-keygen", "-y", "-P", "", "-f", file])
-    if "Load key" not in output:
-        return None
-    why, fix = next((why, fix) for pattern, why, fix in _UNUSABLE if pattern in output)
-    if fix == _ADD:  # perhaps it was
-        with contextlib.suppress(OSError, IndexError), open(f"{file}.pub", encoding="utf-8") as public:
-            if public.read().split()[1] in _output(["ssh-add", "-L"]):
-                return None
-    return why.format(line=_last_line(output)), fix
-
-
-def _output(command: Sequence[str]) -> str:
-    """Returns what one of ssh's own tools writes; nothing if the tool is missing."""
-    try:
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=10, check=False, start_new_session=True
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return (done.stdout + done.stderr).decode(errors="replace")
-
-
 def _last_line(text: str) -> str:
     return text.strip().rpartition("\n")[2].strip()
 
@@ -239,13 +196,6 @@ def _problems_there(returncode: int | None, python: str) -> Iterator[_Problem]:
 
 
 _Problem = tuple[Kind, str, str, str]
-_ADD = 'eval "$(ssh-agent)"; ssh-add {file}'
-# pattern of a line of ssh-keygen, why ssh does not use the key, what helps
-_UNUSABLE = (
-    ("are too open", "is readable by other users", "chmod 600 {file}"),
-    ("incorrect passphrase", "needs a passphrase, which ssh does not ask for here", _ADD),
-    ("", "is not a private key: {line}", "ssh-keygen -y -f {file} must print its public half; or: --identity FILE"),
-)
 # what ssh writes at LogLevel=VERBOSE besides errors
 _NOTICE = re.compile(r"^(Authenticated to|Transferred: sent|Bytes per second:) .*\n?", re.MULTILINE)
 _START_UP_FILES = (
@@ -274,7 +224,8 @@ _SSH_PROBLEMS: tuple[_Problem, ...] = (
         r"^(\S+: )?Permission denied \([\w,-]+\)|^sign_and_send_pubkey: no mutual signature"
         r"|^(Received disconnect|Disconnected) from .*Too many authentication failures",
         "{host} does not accept this user's key: {line}",
-        "scripts/ssh_setup.sh {host}, or: ssh-copy-id{port} {host}; another key: --identity FILE",
+        "scripts/ssh_setup.sh {host}, or: ssh-copy-id{port} {host}; another key: --identity FILE\nssh asks for no"
+        " passphrase here (ssh-add FILE), and uses no key that others can read (chmod 600 FILE)",
     ),
     (
         "unknown_name", r"^ssh: Could not resolve hostname",

@@ -25,7 +25,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hvdtrain.cluster.hosts import probe
-from hvdtrain.cluster.hosts.data_path import DataPath, Reach
+from hvdtrain.cluster.hosts.data_path import DataPath
 from hvdtrain.cluster.hosts.protocol import BEAT_S, WINDOW, Message, mark_of
 from hvdtrain.cluster.launch import processes
 from hvdtrain.cluster.launch.environment import is_of_a_host
@@ -58,7 +58,6 @@ class Agent:
         self._settings: dict[str, float] = {"lost_s": 15.0, "stopped_s": 15.0, "grace_s": 5.0}
         self._untaken = 0  # messages of output that the launcher has not shown yet
         self._data_path: DataPath | None = None
-        self._reaches: dict[int, Reach] = {}  # by serial
         self._not_ours: set[int] = set()  # processes that may not be ended
         self._heard_s = self._beaten_s = time.monotonic()
         self._stages: list[tuple[float, int]] = []  # (when, signal) still to come of the end
@@ -152,11 +151,6 @@ class Agent:
             os.write(self._answers, base64.b64decode(message["data"]))
         elif kind == "peer":
             self._watch_the_data_path(message)
-        elif kind == "listen":
-            self._reaches[message["serial"]] = reach = Reach(message["own"], time.monotonic())
-            self._send("listens", serial=message["serial"], port=reach.port)
-        elif kind == "reach" and message["serial"] in self._reaches:
-            self._reaches[message["serial"]].begin(message["peers"], time.monotonic())
         elif kind == "end":
             self._end(int(message["signal"]), float(message["grace_s"]), asks=bool(message.get("asks")))
             self._well = bool(message.get("well"))
@@ -267,10 +261,6 @@ class Agent:
                 rank.stop_reported = True
         if self._data_path is not None and not self._ending:
             self._look_at_the_data_path(self._data_path, now)
-        for serial, reach in self._reaches.items():
-            if (missing := reach.missing(now)) is not None:
-                self._send("reached", serial=serial, missing=missing)
-        self._reaches = {serial: reach for serial, reach in self._reaches.items() if not reach.closed(now)}
         if now - self._beaten_s >= BEAT_S:
             self._beaten_s = now
             if not self._out:  # else what waits there is a sign of life as well

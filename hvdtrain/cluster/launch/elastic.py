@@ -6,7 +6,6 @@ import os
 import queue
 import signal
 import time
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +16,6 @@ from hvdtrain.cluster.launch.agents import Agents, Connection
 from hvdtrain.cluster.launch.discovery import Discovery
 from hvdtrain.cluster.launch.failures import SETTLE_S, RankEnd, as_exit_code, described, first_failure
 from hvdtrain.cluster.launch.job import Job, JobPlan
-from hvdtrain.cluster.launch.links import Pair, to_drop
 from hvdtrain.cluster.launch.running import Heard, Running, places
 from hvdtrain.comm import arrival
 from hvdtrain.core import variables
@@ -129,7 +127,7 @@ class ElasticRunning(Running):
             self._host_gone(host.name, str(error))
 
     def _greet(self, connection: Connection, hello: Message) -> None:
-        """Admits a host that was reached, if its hvdtrain and its network fit the job and it reaches the others."""
+        """Admits a host that was reached, if its hvdtrain and its network fit the job."""
         host = connection.host
         try:
             if hello["version"] != __version__:
@@ -140,18 +138,10 @@ class ElasticRunning(Running):
             self._host_gone(host.name, error.received)
             return
 
-        def use(why: str, pairs: list[Pair]) -> None:
-            if self._agent_of.get(host.name) is not connection:
-                return
-            if any(host.name in pair for pair in pairs):
-                self._host_is_lost(connection, why)
-                return
-            self._unreached.pop(host.name, None)
-            if self._whole:
-                self._hand_answers_to(connection)
-            self._do(self._members.host_there(host.name, time.monotonic()))
-
-        self._look([*self._in_network(), host.name], use)
+        self._unreached.pop(host.name, None)
+        if self._whole:
+            self._hand_answers_to(connection)
+        self._do(self._members.host_there(host.name, time.monotonic()))
 
     def _ended(self, end: RankEnd) -> None:
         now = time.monotonic()
@@ -205,12 +195,6 @@ class ElasticRunning(Running):
         if host in self._agent_of:
             self._host_is_lost(self._agent_of[host], why)
 
-    def _part(self, why: str, pairs: list[Pair]) -> None:
-        """Drops hosts that do not reach others: the ranks there would never meet."""
-        for name in to_drop(pairs, Counter(its.host for its in self._members.members())):
-            self._cut_off(name, why)
-        self._do(self._members.looked(time.monotonic()))
-
     def _in_network(self) -> list[str]:
         first = [self._served_by.host.name] if self._served_by is not None else []
         return list(dict.fromkeys([*first, *(its.host for its in self._members.members())]))
@@ -253,8 +237,6 @@ class ElasticRunning(Running):
                     self._host_of[number].send("tell", rank=number, say=message)
                 case members.Serve(serial, host, slots):
                     self._serve(self._agent_of[host], serial, slots)
-                case members.FindCut():
-                    self._look([its.host for its in self._members.members()], self._part)
                 case members.Unserve():
                     self._unserve()
                 case members.Lost():
@@ -324,16 +306,7 @@ class ElasticRunning(Running):
         formation = self.outcome.lost[-1]["formation"] if self.outcome.lost else 0
         last = [its["worker"] for its in self.outcome.lost if its["formation"] == formation]
         first = first_failure([self._lost[number] for number in last if number in self._lost])
-        if first is not None and first.is_consequence and self._no_link is None:
-
-            def again(found: str, pairs: list[Pair]) -> None:
-                self._note_links(found, pairs)
-                self._give_up(why)
-
-            self._look([its.host.name for its in self._agents.connections], again)
-        elif first is not None and first.is_consequence and (found := self._missing_link()) is not None:
-            self._fail(None, found[0], HOST_LOST_CODE, f"{found[1]}; {why}")
-        elif first is not None:
+        if first is not None:
             why = f"{described(first.code, first.host)}; {why}"
             self._fail(first.rank, first.host, as_exit_code(first.code) or 1, why)
         elif lost is not None:

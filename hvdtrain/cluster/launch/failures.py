@@ -43,14 +43,6 @@ class Failure:
     why: str
     lines: tuple[str, ...] = ()  # the rank's last ones
     after_s: float = 0.0  # since the ranks were started
-    update: int = 0  # the last one that the rank reported, counted through the whole run
-
-    @property
-    def raised(self) -> str | None:
-        """The last line of the traceback that the rank ended with; None: without one."""
-        starts = [at for at, line in enumerate(self.lines) if line.startswith("Traceback (most recent call last)")]
-        after = self.lines[starts[-1] + 1 :] if starts and self.code < 128 else ()
-        return next((line for line in after if line and not line.startswith(" ")), None)
 
     @property
     def who(self) -> str:
@@ -99,15 +91,11 @@ class RankEnd:
 
 
 class Restarts:
-    """Decides whether a failed job is started again: counts failures in a row without progress.
-
-    An attempt that fails as the last one did, at the same update, is not repeated.
-    """
+    """Decides whether a failed job is started again: counts failures in a row without progress."""
 
     def __init__(self, most: int) -> None:
         """Args: most: how many failures in a row without progress are followed by another attempt."""
         self._most, self._furthest, self._in_a_row = most, 0, 0
-        self._last: tuple[int, int, str] | None = None
 
     def after(self, failed: Failure, updates: int) -> tuple[float | None, str]:
         """Returns how long to wait before the next attempt (None: there is none), and what to report.
@@ -117,13 +105,8 @@ class Restarts:
         progress = updates > self._furthest
         self._furthest = max(self._furthest, updates)
         self._in_a_row = 0 if progress else self._in_a_row + 1
-        raised, last, self._last = failed.raised, self._last, None
-        if raised is not None and failed.update > 0:
-            self._last = failed.update, failed.code, raised
         if self._most == 0 or failed.code in (EXIT_CODE, OUT_OF_STEP_CODE):  # it would be so again
             return None, ""
-        if self._last is not None and self._last == last:
-            return None, f"crashed twice at update {failed.update} with {raised}: not started again"
         if self._in_a_row > self._most:
             return None, ""
         if progress:

@@ -73,11 +73,6 @@ class Serve:
 
 
 @dataclass(frozen=True)
-class FindCut:
-    """Find out which of the members' hosts do not reach each other, and drop those; then call `looked`."""
-
-
-@dataclass(frozen=True)
 class Unserve:
     """An action: end the rendezvous of the present formation, so that no worker waits there any longer."""
 
@@ -108,7 +103,7 @@ class Fail:
     why: str
 
 
-Action = ReachHost | StartWorker | Signal | Say | Serve | FindCut | Unserve | Lost | Formed | Fail
+Action = ReachHost | StartWorker | Signal | Say | Serve | Unserve | Lost | Formed | Fail
 
 
 # ---- membership
@@ -179,7 +174,6 @@ class Members:
         self._broken_s: float | None = None  # since when this formation is not whole
         self._lost_s = float("-inf")  # when the last member was lost
         self._aborted = self._regrouping = self._ending = self._failed = False
-        self._looking: bool | None = None  # at the links between the hosts; False: it is done
         self._ready_s: float | None = None  # since when a new worker has waited
         self._short_s: float | None = None  # since when there are too few
         self._serial, self._asked = 0, None  # type: int, tuple[int, ...] | None
@@ -298,15 +292,9 @@ class Members:
             self._remove(its.number, signal.SIGTERM)
         self._asked = self._broken_s = self._short_s = self._ready_s = None
         self._up = self._aborted = self._regrouping = False
-        self._looking = None
         self._formed += 1
         if self._formed >= MOST_FORMATIONS:
             self._fail(f"{MOST_FORMATIONS} formations have done no update")
-        return self._settled(now)
-
-    def looked(self, now: float) -> list[Action]:
-        """The links between the members' hosts are known, and hosts that do not reach others are gone."""
-        self._looking = False
         return self._settled(now)
 
     def tick(self, now: float) -> list[Action]:
@@ -435,8 +423,6 @@ class Members:
         if all(its.empty for its in members):
             self._fail(f"no worker of formation {self.formation} remains that has the training state")
             return
-        if self._must_look(members):
-            return
         chosen = self._chosen()
         if len(chosen) >= self._limits.minimum and now - self._lost_s >= SECONDS_TO_SETTLE:
             if not all(its.joinable for its in members):  # new ones have to wait for the next update
@@ -444,15 +430,6 @@ class Members:
             self._asked = tuple(its.number for its in chosen)
             self._serial += 1
             self._actions.append(Serve(self._serial, chosen[0].host, self._slots(self._asked)))
-
-    def _must_look(self, members: Sequence[Worker]) -> bool:
-        """Returns True until the links are known, if all have lost one another and no member is lost."""
-        assert self._broken_s is not None
-        explained = self._regrouping or self._lost_s >= self._broken_s
-        if self._looking is None and not explained and len({its.host for its in members}) > 1:
-            self._looking = True
-            self._actions.append(FindCut())
-        return bool(self._looking)
 
     def _regroup(self, now: float) -> None:
         """Has the present formation left, at an update, if the next one would be another."""

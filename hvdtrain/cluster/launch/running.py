@@ -26,7 +26,6 @@ from hvdtrain.cluster.launch.failures import (
     settled,
 )
 from hvdtrain.cluster.launch.job import Job, JobPlan, make_plan
-from hvdtrain.cluster.launch.links import LinkCheck, Pair, to_drop
 from hvdtrain.cluster.launch.rank import PASSED_ON, RETURNED
 from hvdtrain.core import variables
 from hvdtrain.core.errors import HOST_LOST_CODE, NOT_STARTED_CODE, PREEMPTED_CODE, LauncherError
@@ -36,6 +35,7 @@ TICK_S = 0.1
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 IGNORED = signal.SIGTSTP  # Ctrl-Z: hosts would take a launcher that is suspended for dead
 _CUTS_S = 5.0  # that other hosts have to say so, too, once one is cut off the ranks' network
+_NO_LINK = "two hosts may not reach each other (hvdtrain doctor -H ... tries all links)"
 _PIECE_BYTES = 3 << 16  # of a rank's input in one message
 
 
@@ -94,7 +94,6 @@ class Running:
         self._job, self._agents, self._received, self._heard = job, agents, received, heard
         self.outcome = Outcome()
         self._ends: dict[int, RankEnd] = {}
-        self._updates: dict[int, int] = {}  # by rank
         self._deadline_s: float | None = None  # of the end, once it has begun
         self._seen = 0  # of the received signals
         self._passed: set[int] = set()  # signals that the ranks have got
@@ -103,8 +102,6 @@ class Running:
         self._master_port = port_of(uuid.uuid4().hex)
         self._cut: dict[str, str] = {}  # by host: that it does not reach the first one any more
         self._cut_s = float("inf")  # when the first of them reported it
-        self._looks: dict[LinkCheck, Callable[[str, list[Pair]], None]] = {}  # and what gets the answer
-        self._no_link: tuple[str, list[Pair]] | None = None  # once ranks have lost one another: why, as far as known
         self._closing = False
 
     def run(self, on_plan: Callable[[JobPlan], None] | None) -> None:
@@ -218,9 +215,6 @@ class Running:
         elif kind == "cut":
             self._cut[host] = f"for {message['for_s']:.0f} s"
             self._cut_s = min(self._cut_s, time.monotonic())
-        elif kind in ("listens", "reached"):
-            for look in [look for look in self._looks if look.serial == message["serial"]]:
-                look.take(host, message)
         elif kind == "left":
             self.outcome.left.append(f"{host}: {message['what']}")
         elif kind == "stopped":
@@ -229,7 +223,6 @@ class Running:
 
     def _hear(self, rank: int, message: dict[str, Any]) -> None:
         if message.get("do") == "updates" and isinstance(message.get("count"), int):
-            self._updates[rank] = message["count"]
             self.outcome.updates = max(self.outcome.updates, message["count"])
         elif message.get("do") == "signalled":
             self._note_signal(message.get("signal"))
@@ -248,10 +241,6 @@ class Running:
         self._fail(rank, host, 128 + signal.SIGSTOP, why)
 
     def _look_at_hosts(self) -> None:
-        for look, then in list(self._looks.items()):
-            if (pairs := look.pairs()) is not None:
-                del self._looks[look]
-                then(look.in_words(pairs), pairs)
         for its in self._agents.connections:
             if not (its.ended or its.closed) and its.silent_s() > self._job.timeouts.lost_s:
                 self._host_is_lost(its, f"{its.host.name} sent nothing for {its.silent_s():.0f} s")
@@ -265,8 +254,6 @@ class Running:
             return
         all_ended, first = len(ends) == self._job.np, first_failure(ends)
         blamed = left_the_others(first, ends) if first is not None else None
-        if first is not None and blamed is None and first.is_consequence and not self._knows_the_links():
-            return
         if first is not None and (all_ended or settled(ends, now)):
             why = described(first.code, first.host) if first.code else "ended with exit code 0 before that"
             if blamed is not None:
@@ -275,38 +262,13 @@ class Running:
                     f" it: {why}"
                 )
             blamed = blamed or first
-            if blamed.is_consequence and (found := self._missing_link()) is not None:
-                self._cut_off(*found)
+            if blamed.is_consequence and not self._job.one_host:
+                why = f"{why}; {_NO_LINK}"
             self._fail(blamed.rank, blamed.host, as_exit_code(first.code) or 1, why)
         elif all_ended:
             self._end(signal.SIGTERM)
         elif any(end.preempted and now - end.at_s >= self._job.timeouts.grace_s for end in ends):
             self._end(signal.SIGTERM)  # the others have had as long to end, too
-
-    def _knows_the_links(self) -> bool:
-        """Returns True once it is known which hosts do not reach each other; asks their agents."""
-        if self._no_link is None and not self._looks:
-            self._look([its.host.name for its in self._agents.connections], self._note_links)
-        return self._no_link is not None
-
-    def _missing_link(self) -> tuple[str, str] | None:
-        """Returns a host that does not reach others, and why it is cut off; None if all reach each other."""
-        why, pairs = self._no_link or ("", [])
-        dropped = to_drop(pairs, {its.host.name: self._job.ranks[its.host] for its in self._agents.connections})
-        return (dropped[0], why) if dropped else None
-
-    def _note_links(self, why: str, pairs: list[Pair]) -> None:
-        self._no_link = why, pairs
-
-    def _look(self, hosts: Sequence[str], then: Callable[[str, list[Pair]], None]) -> None:
-        """Asks the agents of some hosts which others they reach."""
-        there = [its for its in self._agents.connections if not (its.ended or its.closed)]
-        addresses = {name: its.address for name, its in self._plan.chosen.items() if name in hosts}
-        asked = {its.host.name: its for its in there if its.host.name in addresses}
-        if len(asked) < 2:
-            then("", [])
-        else:
-            self._looks[LinkCheck(asked, addresses)] = then
 
     def _look_at_cuts(self) -> None:
         """Ends the job whose hosts do not reach each other any more, though the launcher reaches them."""
@@ -346,8 +308,7 @@ class Running:
         if self._deadline_s is not None:
             return
         lines = tuple(self._agents.tails[rank]) if rank is not None else ()
-        update = self._updates.get(rank, 0) if rank is not None else 0
-        self.outcome.failed = Failure(rank, host, code, why, lines, time.monotonic() - self._started_s, update)
+        self.outcome.failed = Failure(rank, host, code, why, lines, time.monotonic() - self._started_s)
         self._end(signal.SIGTERM)
 
     # ---- the end

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 WORTH_A_STAGE = 0.05
 MOST_DEVICES = 128  # of a node: an NVL72 rack has 72, and each more is planned for minutes
 
-__all__ = ["Cluster", "ParallelPlan", "Speed", "choose", "forward_flops", "gradients", "plans"]
+__all__ = ["Cluster", "ParallelPlan", "Speed", "choose", "forward_flops", "plans"]
 
 
 def choose(
@@ -91,21 +91,6 @@ class Speed:
 def forward_flops(model: nn.Module, example: torch.Tensor) -> float:
     """Returns the operations of a forward pass, a multiplication and an addition as two; runs on no device."""
     return float(_counted(model, example).get_total_flops())
-
-
-def gradients(model: nn.Module, example: torch.Tensor) -> list[tuple[nn.Parameter, float]]:
-    """Returns parameters, the last layer's first, and the share of the backward pass that is done when each has its
-    gradient: layers share its time as their forward passes share the operations."""
-    counts = {name: sum(its.values()) for name, its in _counted(model, example).get_flop_counts().items()}
-
-    def flops(name: str) -> float:
-        return counts.get(f"{type(model).__name__}.{name}".removesuffix("."), 0.0)
-
-    done, found = 0.0, []
-    for name, layer in reversed([*model.named_modules()]):
-        done += flops(name) - sum(flops(f"{name}.{child}".removeprefix(".")) for child, _ in layer.named_children())
-        found += [(parameter, done) for parameter in reversed([*layer.parameters(recurse=False)])]
-    return [(parameter, at / done if done else 1.0) for parameter, at in found]
 
 
 def _counted(model: nn.Module, example: torch.Tensor) -> FlopCounterMode:

@@ -41,16 +41,6 @@ def restore(job: Job) -> None:
     job.c.restore("host2")
 
 
-def cut_between(job: Job) -> None:
-    """Two hosts, neither of them the launcher's, which reaches both."""
-    job.happens()
-    job.c.cut_between("host2", "host3")
-
-
-def join_again(job: Job) -> None:
-    job.c.join_again("host2", "host3")
-
-
 def power_off(job: Job) -> None:
     job.happens()
     job.c.power_off("host2")
@@ -239,12 +229,6 @@ def said(job: Job, *texts: str) -> None:
 def goes_on_alone(job: Job) -> None:
     power_off(job)
     said(job, "continuing with 1 rank")
-    job.trained(5)
-
-
-def goes_on_without_host3(job: Job) -> None:
-    cut_between(job)
-    said(job, "continuing with 2 ranks")
     job.trained(5)
 
 

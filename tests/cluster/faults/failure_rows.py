@@ -16,7 +16,6 @@ SOON = ("--hang-timeout", "5")
 ONE_ENDS_S = GRACE_S + 2  # docs/launching.md has these sums
 HOST_LOST_S = LOST_S + GRACE_S + 2
 HUNG_S = 5 + GRACE_S + 8
-NO_LINK_S = 60 + 10 + ONE_ENDS_S  # Gloo gives up, and the agents try the links
 OUT_OF_STEP_S = 10 + GRACE_S + 2
 SAVED_S = 2 * GRACE_S + 2
 TOLD_LATER_S = 3 + ONE_ENDS_S  # a save that failed is told by the next one: ten updates here
@@ -68,8 +67,6 @@ RANK, HANG, STEP, HOST = "a rank fails", "a rank hangs", "ranks out of step", "h
 DISK, LAUNCHER, TOLD = "disks and clocks", "launcher and agents", "preempted"
 RESTART, ELASTIC, OTHERS = "started again (`--max-restarts`)", "elastic (`--min-np`)", "other launchers"
 HUNG = "  received: .*has not reached the collective"
-THREE = "host1:1,host2:1,host3:1"
-NO_LINK = "host host3 .*host2 .* and host3 .* cannot reach each other"
 FAILED, LOST = "rank 1 on host2 failed first", "host host2 failed first"
 
 FAULTS = [
@@ -103,8 +100,6 @@ FAULTS = [
           makers.deaf_or_mute("host1"), mend=makers.free_links),
     Fault("lossy", HOST, "30 % of all packets are lost until five updates were done", 0, TCP_WAITS_S, "", "",
           makers.lose_packets, mend=makers.free_links, goes_on=True),
-    Fault("cut_between", HOST, "the link between two hosts is cut; the launcher's own, a third one, reaches both", 255,
-          NO_LINK_S, NO_LINK, "", makers.cut_between, mend=makers.join_again, hosts=THREE, np=3),
     Fault("power", HOST, "all of a host is killed (loss of power)", 255, HOST_LOST_S, LOST, "", makers.power_off,
           mend=makers.boot),
 
@@ -148,9 +143,6 @@ FAULTS = [
           makers.is_replaced, flags=("--min-np", "1"), pace_s=0.3, goes_on=True),
     Fault("elastic_host", ELASTIC, "all of a host is killed", 0, LOST_S + 5, "host2 lost", "", makers.goes_on_alone,
           mend=makers.boot, flags=("--min-np", "1"), pace_s=0.2, goes_on=True),
-    Fault("elastic_cut_between", ELASTIC, "the link between two hosts is cut; the launcher's own reaches both", 0,
-          NO_LINK_S, NO_LINK, "", makers.goes_on_without_host3, mend=makers.join_again, flags=("--min-np", "1"),
-          hosts=THREE, np=3, pace_s=0.2, goes_on=True),
     Fault("elastic_back", ELASTIC, "the same, and the host comes back", 0, 3 + 5, "host2 lost", "", makers.comes_back,
           mend=makers.boot, flags=("--min-np", "1", "--lost-after", "3"), pace_s=0.4, goes_on=True),
     Fault("elastic_twice", ELASTIC, "SIGKILL of a rank, and of another while the others meet", 0, 8,

@@ -101,7 +101,7 @@ def said(text: str, pattern: str) -> str:
     """The first line that holds the pattern, without marks of ranks, paths and process ids."""
     if not pattern:
         return ""
-    lines = [line for line in text.splitlines() if "; logs in " not in line and "like: " not in line]
+    lines = [line for line in text.splitlines() if "; logs in " not in line]
     line = next((line for line in lines if re.search(pattern, line)), "")
     line = re.sub(r"^(\[[\d,]+[^\]]*\](<std\w+>:)?)?\s*(received: )?", "", line)
     return re.sub(r"/\S*/(?=[\w.-]+)", "", line).strip()

@@ -29,7 +29,7 @@ from hvdtrain.cluster.launch.failures import (
 from hvdtrain.cluster.launch.job import Job, make_plan
 from hvdtrain.cluster.launch.rank import LineSplitter
 from hvdtrain.comm.link import Decoder, encode
-from hvdtrain.commands import command_lines, launch
+from hvdtrain.commands import launch
 from hvdtrain.core.errors import ConfigError
 
 # ---- hosts
@@ -311,21 +311,6 @@ def test_an_address_that_is_not_its_interfaces_first_is_told(limit):
     limit("C3b", "--network asks for another address than its interface's first", mended=note)
     users = dataclasses.replace(plan, job=dataclasses.replace(job, env={"HOROVOD_GLOO_IFACE": "mine"}))
     assert "HOROVOD_GLOO_ADDRESS" not in users.variables(plan.hosts[0], 1, 2), "the user's word wins"
-    line = command_lines.horovodrun(plan, {})
-    assert "takes the first address" in line
-
-
-def test_the_lines_of_other_launchers(limit):
-    variables = {"A": "there", "B": "b b", "HVDTRAIN_JOB": "1234", "MY_TOKEN": "hunter2"}
-    _, plan = two_hosts(ssh=Ssh(port=2222), env=variables)
-    line = command_lines.horovodrun(plan, {"A": "there"})
-    assert line.startswith("env 'B=b b' horovodrun --gloo -np 4 -H h1:2,me@h2:2 --ssh-port 2222 python 'a b.py'")
-    assert "eth0 on h1, ens5 on me@h2" in line and "hunter2" not in line and "with MY_TOKEN set where" in line
-    limit("C1d", "the line 'like: horovodrun' for a job with -x and --env-file", mended=line)
-    line = command_lines.mpirun(plan, {"A": "there", "B": "other", "MY_TOKEN": "old"})
-    assert "--mca btl_tcp_if_include 10.0.0.0/24" in line and "-x A -x 'B=b b' -x MY_TOKEN python" in line
-    assert "there" not in line.split("#")[0] and "HVDTRAIN_JOB" not in line, "set where it is typed; launch's own"
-    assert "hunter2" not in line and line.endswith("   # with MY_TOKEN set where this is typed")
 
 
 def job_from(*words: str, environ: dict[str, str] | None = None) -> Job:

@@ -37,7 +37,7 @@ class World:
         self.formation = tuple(range(np))
         self.reaching: list[str] = []
         self.serving: actions.Serve | None = None
-        self.regroup = self.broken = self.looking = False
+        self.regroup = self.broken = False
         self.shut: set[int] = set()  # who waits where no new ones can come in
         self.failed = ""
         self.numbers = set(self.alive)
@@ -63,9 +63,6 @@ class World:
                     assert number in self.alive
                     self.regroup |= message["do"] == "regroup"
                     self.broken |= message["do"] == "abort"
-                case actions.FindCut():
-                    assert len({self.alive[number] for number in self.waiting if number in self.formation}) > 1
-                    self.looking = True
                 case actions.Formed():
                     self.check(action)
                 case actions.Fail(why):
@@ -153,9 +150,6 @@ class World:
         self.do(self.members.host_gone(name, self.now, why="off"))
 
     def served(self) -> None:
-        if self.looking:
-            self.looking = False
-            self.do(self.members.looked(self.now))
         if self.serving is not None:
             self.do(self.members.served(self.serving.serial, "10.0.0.1", 1, self.now))
 
@@ -343,43 +337,6 @@ def test_ten_formations_without_an_update_are_the_end():
         world.lose(world.formation[-1])
         world.settle()
     assert "10 formations" in world.failed and world.members.formation == 1 + MOST_FORMATIONS
-
-
-def test_members_that_lose_one_another_look_at_the_links_first():
-    world = small()
-    for number in (0, 1, 2):
-        assert not world.looking
-        world.wait(number)
-    assert world.looking and world.serving is None
-    world.later(1)
-    assert world.said.count(actions.FindCut()) == 1, "once"
-    world.do(world.members.host_gone("b", world.now, why="it does not reach the others"))
-    world.alive.pop(2)
-    world.later(SECONDS_TO_SETTLE)
-    assert world.serving is None, "the hosts that are left are not known yet"
-    world.served()
-    world.served()
-    assert world.formation == (0, 1)
-    for number in (0, 1):
-        world.wait(number)
-    world.served()
-    assert world.formation == (0, 1) and world.said.count(actions.FindCut()) == 1, "on one host there are no links"
-
-
-def test_a_loss_or_an_agreement_explains_why_members_leave():
-    world = small()
-    world.lose(2)
-    world.wait(0)
-    world.wait(1)
-    world.served()
-    assert world.formation == (0, 1)
-    world = small()
-    world.do(world.members.answered(0))
-    world.wait(3)
-    for number in (0, 1, 2):
-        world.wait(number)
-    world.served()
-    assert world.formation == (0, 1, 2, 3) and actions.FindCut() not in world.said
 
 
 def test_who_does_not_leave_is_told_to_and_then_killed():

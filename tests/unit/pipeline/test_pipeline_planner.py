@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from test_pipeline_plan import real_peaks
 
 from hvdtrain import __main__
-from hvdtrain.pipeline.plan.costs import Curve, Device, Link, SegmentCost, stage_costs
+from hvdtrain.pipeline.plan.costs import Curve, Device, Link, SegmentCost, ring_link, stage_costs
 from hvdtrain.pipeline.plan.schedule import Schedule, micro_batch_sizes
 from hvdtrain.pipeline.plan.search import Cluster, plans
 from hvdtrain.pipeline.plan.simulate import simulate
@@ -82,6 +82,11 @@ def test_what_the_backward_pass_hides_is_not_counted():
     assert fast.all_reduce_s == pytest.approx(2**20 / 2**26)
     assert slow.all_reduce_s == pytest.approx(2**23 / 2**22 - 8 * 0.08 * 2 / 3)
     assert slow.step_s == pytest.approx(8 * 0.08 + slow.all_reduce_s)
+
+
+def test_a_ring_within_a_host_uses_only_its_links():
+    inside, between = Link(5e-6, 12.5e9), Link(30e-6, 1.25e9)
+    assert ring_link(8, 8, inside, between) == inside and ring_link(8, 1, inside, between) == between
 
 
 # ---- against the simulator and the allocator
