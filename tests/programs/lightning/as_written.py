@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import shutil
-import sys
-import tempfile
-import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "torch"))
+from samples import BATCH, HOLES, KINDS, TRAIN, WIDE, XV, YV, X, Y  # isort: skip (makes cases.py importable)
 
+import cases
 import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
 import torchmetrics
-from cases import gap, refused, shown
+from cases import folder, gap, refused, shown
 from lightning.pytorch.callbacks import Callback, EarlyStopping, GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
@@ -28,15 +24,6 @@ import hvdtrain
 import hvdtrain.torch as hvt
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.integrations.lightning import HorovodStrategy
-
-warnings.filterwarnings("ignore")
-torch.set_default_dtype(torch.float64)
-WIDE, KINDS, TRAIN, VALID = 6, 4, 37, 13  # 37 = 3 x 12 + 1: all but one rank have no sample in the last update
-BATCH = 12  # of all ranks
-MADE = torch.Generator().manual_seed(0)
-X, Y = torch.randn(TRAIN, WIDE, generator=MADE), torch.randint(0, KINDS, (TRAIN,), generator=MADE)
-XV, YV = torch.randn(VALID, WIDE, generator=MADE), torch.randint(0, KINDS, (VALID,), generator=MADE)
-HOLES = torch.where(torch.rand(TRAIN, generator=MADE) < 0.4, -100, Y)
 
 
 class Classifier(pl.LightningModule):
@@ -80,17 +67,6 @@ class Classifier(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return self.optimizer(self.parameters(), lr=self.lr)
-
-
-@contextmanager
-def folder(world: hvdtrain.World, *, own: bool) -> Iterator[Path]:
-    """A folder of each rank's `own`, or one of all."""
-    made = tempfile.mkdtemp()
-    try:
-        yield Path(made if own else world.broadcast(made))
-    finally:
-        world.barrier()
-        shutil.rmtree(made, ignore_errors=True)
 
 
 def trainer(world: hvdtrain.World | None, **options: Any) -> pl.Trainer:
@@ -577,10 +553,4 @@ def case_what_is_refused(world: hvdtrain.World) -> None:
 
 
 if __name__ == "__main__":
-    from cases import run_cases
-
-    torch.set_num_threads(1)
-    cases = {name: its for name, its in globals().items() if name in sys.argv[2:]} or globals()
-    with hvdtrain.init("torch", engine=sys.argv[1] if len(sys.argv) > 1 else "auto", device="cpu", seed=5) as ranks:
-        failed = run_cases(cases, ranks)
-    sys.exit(3 if failed else 0)
+    cases.main(globals())

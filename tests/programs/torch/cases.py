@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import shutil
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -59,6 +61,17 @@ def refused(*parts: str, kind: type[HvdtrainError] = HvdtrainError, row: str = "
             shown(row, error)
     else:
         raise AssertionError(f"not refused: {parts}")
+
+
+@contextmanager
+def folder(world: hvdtrain.World, *, own: bool = False) -> Iterator[Path]:
+    """A folder of each rank's `own`, or one of all."""
+    made = tempfile.mkdtemp()
+    try:
+        yield Path(made if own else world.broadcast(made))
+    finally:
+        world.barrier()
+        shutil.rmtree(made, ignore_errors=True)
 
 
 def quietly(*args: Any, **kwargs: Any) -> Any:
@@ -117,9 +130,10 @@ def report(world: hvdtrain.World, found: Any, out: str | Path) -> None:
 
 
 def main(namespace: Mapping[str, Any], engine: str = "") -> None:
-    """usage: program.py [ENGINE], unless the program names it."""
+    """usage: program.py [ENGINE [CASE ...]], unless the program names its engine."""
     torch.set_num_threads(1)
     engine = engine or (sys.argv[1] if len(sys.argv) > 1 else "auto")
+    chosen = {name: namespace[name] for name in sys.argv[2:] if name.startswith("case_")}
     with hvdtrain.init("torch", engine=engine, device="cpu", seed=5) as world:
-        failed = run_cases(namespace, world)
+        failed = run_cases(chosen or namespace, world)
     sys.exit(3 if failed else 0)
