@@ -23,9 +23,9 @@ from hvdtrain.checkpoint.checkpoint_folder import (
     Lock,
     facts_of,
     fill,
+    is_taken,
     name_of,
     read_info,
-    taken_by,
     unusable_info,
 )
 from hvdtrain.checkpoint.parts import Part, Progress, remember
@@ -114,8 +114,8 @@ class Checkpointer:
     def _look(self) -> None:
         """Reports at the start why the first save would fail, if it would."""
         problem = self.folder.why_unmakeable()
-        if problem is None and self._place not in _LOCKS and (owner := taken_by(self.directory)) is not None:
-            problem = f"it is in use by {owner}; its checkpoints can be read"
+        if problem is None and self._place not in _LOCKS and is_taken(self.directory):
+            problem = "it is in use by another process; its checkpoints can be read"
         if problem is not None:
             print(f"hvdtrain: save() cannot write to {self.directory}: {problem}", file=sys.stderr, flush=True)
 

@@ -45,7 +45,6 @@ from hvdtrain.record.log_files import plain
 _NAME = re.compile(r"epoch-(\d+)-step-(\d+)(?:\.(\d+))?")
 _UNFINISHED = re.compile(r"\.(?:writing|deleting)-(?P<host>.+)-(?P<pid>\d+)-[^-]+")
 _ABANDONED_S = 24 * 3600.0
-LOCKS = Path("/proc/locks")
 _NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)  # the last: NFS, of what is only read
 
 
@@ -64,7 +63,7 @@ class Lock:
         except BlockingIOError:
             raise CheckpointError(
                 "a checkpoint directory belongs to one training at a time: this one must not save there",
-                f"{directory} is in use by {_holder(directory)}",
+                f"{directory} is in use by another process",
                 "give another directory, or end that training first",
             ) from None
         except OSError as error:
@@ -76,28 +75,15 @@ class Lock:
         return os.path.samestat(os.fstat(self._descriptor), directory.stat())
 
 
-def taken_by(directory: Path) -> str | None:
-    """Returns the process that has taken a directory, or None if no process has."""
+def is_taken(directory: Path) -> bool:
+    """Returns True if a process has taken a directory."""
     try:
         Lock(directory, shared=True)
     except CheckpointError:
-        return _holder(directory)
+        return True
     except OSError:  # it does not exist yet
         pass
-    return None
-
-
-def _holder(directory: Path) -> str:
-    """Names the process that has locked a directory, as far as this host knows it."""
-    try:
-        inode, locks = f":{directory.stat().st_ino}", LOCKS.read_text(encoding="ascii")
-    except OSError:  # a container may hide the list
-        return "another process"
-    for line in locks.splitlines():
-        words = line.split()  # 1: FLOCK ADVISORY WRITE 2382 fe:00:1234 0 EOF
-        if words[1] == "FLOCK" and words[5].endswith(inode):
-            return f"pid {words[4]}"
-    return "another process"
+    return False
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ FRAMEWORKS = ("torch", "keras")
 LIMIT_S = 120.0
 _LINES = 15
 # MPI is started once in a process that mpirun or srun counts: a second framework would need a second start
-_ONE_A_LAUNCH = ("mpirun", "mpijob", "srun")
+_ONE_A_LAUNCH = ("mpirun", "srun")
 _NO_HOROVOD = ("torchrun", "openpai")
 
 

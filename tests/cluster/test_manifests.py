@@ -214,7 +214,7 @@ def test_its_command_trains_over_two_pods(
     file: str, document: int, environment: Callable[[int], dict[str, str]], tmp_path: Path
 ) -> None:
     """The file's own command in a launcher that is no rank, with the operator's environment and host file; two hosts
-    with an sshd each. Ranks come through ssh, which drops the pod's variables: they are an MPIJob's all the same."""
+    with an sshd each."""
     (tmp_path / "rank_program.py").write_text(RANK)
     job = load(file, document)
     args = job["spec"]["trainer"]["args"] if document else container(job, "Launcher")["args"]
@@ -230,5 +230,5 @@ def test_its_command_trains_over_two_pods(
         done = c.run("host1", command, env=env, cwd=tmp_path, timeout_s=90).check()
     lines = [line for line in done.out.splitlines() if line.startswith("RANK")]
     flags = args[program + 1 :]
-    expected = [f"RANK mpijob horovod 2 {rank} 0 host{rank + 2} 1 a-uid {flags}" for rank in range(2)]
+    expected = [f"RANK mpirun horovod 2 {rank} 0 host{rank + 2} 1 a-uid {flags}" for rank in range(2)]
     assert lines == expected, done.text
