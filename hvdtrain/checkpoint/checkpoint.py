@@ -413,15 +413,14 @@ class SaveEvent:
 
     def ended(self, path: Path | None) -> None:
         """Notes that the checkpoint is complete, or (None) that it failed; any thread may call it."""
-        try:
-            size = sum(sealed["bytes"] for sealed in read_manifest(path)["files"].values()) if path is not None else 0
-        except (OSError, HvdtrainError) as error:  # a newer one may have replaced it, or its disk be gone
-            print(f"hvdtrain: the run's record has no size of {path}: {error}", file=sys.stderr, flush=True)
-            path = None
-        if path is None:
-            self._note(sealed_s=None)
-        else:
-            self._note(sealed_s=time.perf_counter() - self._began, bytes=size, path=path.name)
+        known: dict[str, Any] = {"sealed_s": None}
+        if path is not None:
+            try:
+                size = sum(sealed["bytes"] for sealed in read_manifest(path)["files"].values())
+                known = {"sealed_s": time.perf_counter() - self._began, "bytes": size, "path": path.name}
+            except (OSError, HvdtrainError) as error:  # a newer one may have replaced it, or its disk be gone
+                print(f"hvdtrain: the run's record lacks {path}: {error}", file=sys.stderr, flush=True)
+        self._note(**known)
 
     def _note(self, **known: Any) -> None:
         with self._lock:
