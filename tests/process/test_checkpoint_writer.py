@@ -33,7 +33,7 @@ ORDINARY = (
 THOROUGH = (
     "a_forked_process_has_its_own", "a_path_is_there_when_it_is_restored", "two_directories_share_it",
     "one_directory_of_two_spellings", "interrupts_lose_nothing", "threads_save_at_a_time",
-    "the_program_goes_elsewhere", "negative_twin_a_save_that_returns_before_it_is_handed_over",
+    "the_program_goes_elsewhere",
 )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ import lightning
 import torch
 import torch.nn.functional as F
 import torchmetrics
-from cases import folder, gap, plainly, refused, shown, windows
+from cases import close, folder, plainly, refused, shown, windows
 from lightning.fabric.loggers import CSVLogger
 from lightning.fabric.plugins import MixedPrecision
 from torch import Tensor, nn
@@ -37,12 +37,6 @@ def started(**options: Any) -> lightning.Fabric:
 
 def loader(world: hvdtrain.World, *parts: Tensor, **options: Any) -> DataLoader[Any]:
     return DataLoader(TensorDataset(*(parts or (X, Y))), batch_size=BATCH // world.size, **options)
-
-
-def close(row: str, *pairs: tuple[nn.Module, nn.Module], below: float = 1e-10) -> None:
-    largest = max(gap(found, wanted) for found, wanted in pairs)
-    assert largest < below, largest
-    shown(row, largest)
 
 
 def loss_of(model: Any, x: Tensor, y: Tensor) -> Tensor:

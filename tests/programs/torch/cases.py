@@ -122,6 +122,13 @@ def gap(found: Any, wanted: Any) -> float:
     return float(torch.stack([(a.double() - b.double()).abs().max() for a, b in pairs]).max())
 
 
+def close(row: str, *pairs: tuple[nn.Module, nn.Module], below: float = 1e-10) -> None:
+    """Asserts and shows, as that row, that pairs of models have equal states."""
+    largest = max(gap(found, wanted) for found, wanted in pairs)
+    assert largest < below, largest
+    shown(row, largest)
+
+
 def report(world: hvdtrain.World, found: Any, out: str | Path) -> None:
     """Rank 0 writes what each rank found, by rank."""
     reports = world.gather(found)

@@ -1,4 +1,4 @@
-"""A checkpoint directory belongs to one training: to its model, in its place; what cannot be read there is kept."""
+"""A checkpoint directory belongs to one training: to its model, in its place."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 from blob import Blob
-from checkpoint_steps import progress_at, restored, save, step_of, steps, synchronous
+from checkpoint_steps import progress_at, step_of, steps, synchronous
 
 from hvdtrain import Checkpointer, CheckpointError
 from hvdtrain.checkpoint import checkpoint_folder
-from hvdtrain.checkpoint.checkpoint_files import MANIFEST
 
 OTHER_MODEL = "belongs to one training: this model must not save there"
 IN_USE = "belongs to one training at a time"
@@ -169,37 +168,3 @@ class TestPlace:
         del theirs
         train(checkpoints, model, 3)
         assert steps(folder) == [3]
-
-
-def half(manifest: Path) -> None:
-    manifest.write_bytes(manifest.read_bytes()[:50])
-
-
-def flipped(manifest: Path) -> None:
-    manifest.write_bytes(manifest.read_bytes().replace(b'"step": 1', b'"step": 9'))
-
-
-class TestManifests:
-    """Whose checkpoint it is, its manifest alone says: one that cannot be read may be of another training."""
-
-    def save_after(self, folder: Path, damage: Callable[[Path], object]) -> Path:
-        """Saves one that is damaged, and three newer ones, of which one is to be kept; returns the first."""
-        first = save(folder, 1)
-        damage(first / MANIFEST)
-        checkpoints = synchronous(folder, keep=1)
-        for step in (2, 3, 4):
-            checkpoints.save({"a.bin": Blob()}, progress=progress_at(step))
-        return first
-
-    @pytest.mark.parametrize("damage", [half, flipped, Path.unlink])
-    def test_one_that_is_damaged_is_never_deleted(self, tmp_path: Path, damage: Callable[[Path], object]) -> None:
-        kept: list[bytes] = []
-
-        def keep_and_damage(manifest: Path) -> None:
-            kept.append(manifest.read_bytes())
-            damage(manifest)
-
-        first = self.save_after(tmp_path, keep_and_damage)
-        assert [info.progress.step for info in synchronous(tmp_path).list() if info.ok] == [4]
-        (first / MANIFEST).write_bytes(kept[0])
-        assert step_of(restored(tmp_path, which=first)) == 1, "all of it is still there"
