@@ -5,7 +5,6 @@ A folder stands on those that it imports, at any depth; no two may reach each ot
 
     scripts/structure.py            a table; exit code 1 where there is a circle
     scripts/structure.py --tree     the tree as docs/architecture.md shows it
-    scripts/structure.py --names    public classes of one name (exit code 1), and protocols that no two classes follow
 
 Imports inside functions and under TYPE_CHECKING count as well.
 """
@@ -91,59 +90,22 @@ def tree(found: Mapping[str, Path], root: Path = ROOT) -> str:
     return "\n".join(lines)
 
 
-def classes(found: Mapping[str, Path]) -> dict[str, list[tuple[str, ast.ClassDef]]]:
-    """Returns the classes of all modules, not those within a function or class, by name: module and definition."""
-    named: dict[str, list[tuple[str, ast.ClassDef]]] = {}
+def twice(found: Mapping[str, Path]) -> list[str]:
+    """Returns public classes, not those within a function or class, of which another module has one of that name."""
+    named: dict[str, list[str]] = {}
     for module, path in found.items():
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.ClassDef):
-                named.setdefault(node.name, []).append((module, node))
-    return named
-
-
-def twice(found: Mapping[str, Path]) -> list[str]:
-    """Returns public classes of which another module defines one of the same name."""
-    public = {name: places for name, places in classes(found).items() if not name.startswith("_")}
-    return [f"{name}: {', '.join(at for at, _ in places)}" for name, places in public.items() if len(places) > 1]
-
-
-def lonely_protocols(found: Mapping[str, Path]) -> list[str]:
-    """Returns protocols that at most one class of the package has all members of."""
-    named = classes(found)
-    every = [node for places in named.values() for _, node in places]
-
-    def bases(node: ast.ClassDef) -> list[str]:
-        names = [base.value if isinstance(base, ast.Subscript) else base for base in node.bases]
-        return [ast.unparse(name).split(".")[-1] for name in names]
-
-    def members(node: ast.ClassDef, below: tuple[ast.ClassDef, ...] = ()) -> set[str]:
-        own = {part.name for part in node.body if isinstance(part, (ast.FunctionDef, ast.AsyncFunctionDef))}
-        for part in ast.walk(node):
-            targets = part.targets if isinstance(part, ast.Assign) else [getattr(part, "target", None)]
-            for target in (one for listed in targets for one in getattr(listed, "elts", [listed])):
-                if isinstance(target, ast.Attribute) and ast.unparse(target.value) == "self":
-                    own.add(target.attr)
-                elif isinstance(target, ast.Name) and part in node.body:
-                    own.add(target.id)
-        above = [base for name in bases(node) for _, base in named.get(name, []) if base not in (node, *below)]
-        return own.union(*(members(base, (node, *below)) for base in above))
-
-    protocols = [node for node in every if "Protocol" in bases(node)]
-    real = {node.name: members(node) for node in every if node not in protocols}
-    owners = {node.name: [name for name, has in real.items() if members(node) <= has] for node in protocols}
-    return [f"{name}: {', '.join(having)}" for name, having in owners.items() if len(having) < 2]
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                named.setdefault(node.name, []).append(module)
+    return [f"{name}: {', '.join(modules)}" for name, modules in named.items() if len(modules) > 1]
 
 
 def main(argv: list[str] | None = None) -> int:
     """Prints the table; returns 1 where a circle is."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tree", action="store_true", help="print the tree only")
-    parser.add_argument("--names", action="store_true", help="print doubled names of classes, and protocols")
     args = parser.parse_args(argv)
     found = modules()
-    if args.names:
-        print("\n".join(twice(found) + lonely_protocols(found)))
-        return 1 if twice(found) else 0
     if args.tree:
         print(tree(found))
         return 0

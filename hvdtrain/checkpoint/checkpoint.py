@@ -14,25 +14,25 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
-from weakref import WeakValueDictionary, ref
+from weakref import WeakSet, WeakValueDictionary
 
 from hvdtrain.checkpoint.checkpoint_files import MANIFEST, direction_of, local_copy, read_manifest, verify
 from hvdtrain.checkpoint.checkpoint_folder import (
     CheckpointFolder,
     Info,
     Lock,
-    Written,
+    facts_of,
     fill,
+    is_taken,
     name_of,
     read_info,
-    taken_by,
     unusable_info,
 )
 from hvdtrain.checkpoint.parts import Part, Progress, remember
 from hvdtrain.checkpoint.writer import Writer, running, started
 from hvdtrain.comm import elastic
 from hvdtrain.comm.elastic import repeated
-from hvdtrain.core.errors import CheckpointError, ConfigError, HvdtrainError, MainRankError
+from hvdtrain.core.errors import CheckpointError, ConfigError, HvdtrainError
 from hvdtrain.core.keywords import refuses_other_keywords
 from hvdtrain.record.folder import place_of
 from hvdtrain.record.log import RunLog
@@ -43,7 +43,7 @@ _LOCKS: WeakValueDictionary[Path, Lock] = WeakValueDictionary()
 # directory to the training that this program saves there: a new one, or that of the checkpoint it has restored
 _TRAININGS: dict[Path, str] = {}
 # directory to the models of that training
-_TRAINED: dict[Path, list[ref[Any]]] = {}
+_TRAINED: dict[Path, WeakSet[Any]] = {}
 
 
 def _models_of(state: Mapping[str, Part]) -> list[object]:
@@ -97,7 +97,6 @@ class Checkpointer:
         self.asynchronous = asynchronous
         self.run = run
         self._world = world
-        self._known: list[Path] = []
         self._lock: Lock | None = None
         self._best_is_missing = False
         if (world or current()) is not None and self.world.is_main:
@@ -115,8 +114,8 @@ class Checkpointer:
     def _look(self) -> None:
         """Reports at the start why the first save would fail, if it would."""
         problem = self.folder.why_unmakeable()
-        if problem is None and self._place not in _LOCKS and (owner := taken_by(self.directory)) is not None:
-            problem = f"it is in use by {owner}; its checkpoints can be read"
+        if problem is None and self._place not in _LOCKS and is_taken(self.directory):
+            problem = "it is in use by another process; its checkpoints can be read"
         if problem is not None:
             print(f"hvdtrain: save() cannot write to {self.directory}: {problem}", file=sys.stderr, flush=True)
 
@@ -166,9 +165,8 @@ class Checkpointer:
         for part in state.values():
             part.collect()
         self._report_missing_best(metrics)
-        written = Written(progress, metrics, self.world.size, time.time())
         # in an elastic job another rank may be the one to save next
-        path, _TRAININGS[self._place] = self.world.on_main(self._save, state, written, noted)
+        path, _TRAININGS[self._place] = self.world.on_main(self._save, state, progress, metrics, noted)
         if noted is not None:
             noted.went_on(self._settle)
         return path
@@ -219,7 +217,7 @@ class Checkpointer:
     def _check_trained(self, state: Mapping[str, Part]) -> None:
         """Raises `CheckpointError` for a model of another training than the one that this program saves here."""
         models, known = _models_of(state), _TRAINED.get(self._place)
-        if known and models and not any(model is one() for one in known for model in models):
+        if models and known is not None and not any(model in known for model in models):
             if self._has_own():
                 raise CheckpointError(
                     "a checkpoint directory belongs to one training: this model must not save there",
@@ -236,35 +234,40 @@ class Checkpointer:
         """Returns True if the directory has checkpoints that may be of this training (it may have been emptied)."""
         self._settle()
         training = _TRAININGS.get(self._place)
-        return any(info.is_unknown or info.training == training for info in self.folder.list())
+        return any(info.training in ("", training) for info in self.folder.list())
 
     def _note_trained(self, state: Mapping[str, Part]) -> None:
         """Adds models to those of the training that this program saves here."""
-        known = _TRAINED.get(self._place, [])
-        there = [one for one in known if one() is not None]
-        new = [ref(model) for model in _models_of(state) if not any(model is one() for one in there)]
-        _TRAINED[self._place] = there + new or known  # whose models are gone: another one must not follow unasked
+        if models := _models_of(state):
+            _TRAINED.setdefault(self._place, WeakSet()).update(models)
 
-    def _save(self, state: Mapping[str, Part], written: Written, noted: SaveEvent | None) -> tuple[Path, str]:
+    def _save(
+        self, state: Mapping[str, Part], progress: Progress, metrics: dict[str, float], noted: SaveEvent | None
+    ) -> tuple[Path, str]:
         """Returns the checkpoint's directory and the training."""
         writer = self._prepare(state)
+        name, facts = name_of(progress), facts_of(progress, metrics, self.world.size)
         if writer is not None and self.asynchronous:
             try:
                 with writer.lock:
-                    return self._submit(writer, state, written, noted), self.folder.training
+                    return self._submit(writer, state, name, facts, noted), self.folder.training
             except OSError as error:
                 print(f"hvdtrain: this checkpoint is written before training continues: {error}", file=sys.stderr)
         self._settle()
-        path = self.folder.add(written, name_of(written.progress), {name: part.write for name, part in state.items()})
-        return path if noted is None else noted.sealed(path), self.folder.training
+        path = self.folder.add(facts, name, {file: part.write for file, part in state.items()})
+        if noted is not None:
+            noted.ended(path)
+        return path, self.folder.training
 
-    def _submit(self, writer: Writer, state: Mapping[str, Part], written: Written, noted: SaveEvent | None) -> Path:
+    def _submit(
+        self, writer: Writer, state: Mapping[str, Part], name: str, facts: dict[str, Any], noted: SaveEvent | None
+    ) -> Path:
         writer.start()
         images = writer.images()
-        files = {name: images.file(name) for name in state}
-        for name, file in files.items():
-            fill(file, state[name].write)
-        return writer.submit(images, files, self.folder, written, noted=noted)
+        files = {part: images.file(part) for part in state}
+        for part, file in files.items():
+            fill(file, state[part].write)
+        return writer.submit(images, files, self.folder, name, facts, noted=None if noted is None else noted.ended)
 
     def wait(self) -> None:
         """Waits until every saved checkpoint is on disk; collective.
@@ -299,8 +302,7 @@ class Checkpointer:
     def restore(self, state: Mapping[str, Part], *, which: str | os.PathLike[str] = "latest") -> Progress | None:
         """Loads one checkpoint on every rank and returns its progress, or None if there is no checkpoint; collective.
 
-        Rank 0 chooses the checkpoint, and sends it to ranks that cannot see it. If another program has deleted that
-        checkpoint, rank 0 chooses a newer one.
+        Rank 0 chooses the checkpoint, and sends it to ranks that cannot see it.
 
         Args:
             state: file name to the part that loads its content; other files of the checkpoint are ignored.
@@ -310,23 +312,10 @@ class Checkpointer:
             CheckpointError: no checkpoint is good, the one at `which` is not, none has the metric of "best", it lacks a
                 file that `state` names, or a rank could not load it. If rank 0 failed, others raise `MainRankError`.
         """
-        while True:
-            try:
-                progress = self._restore(state, os.fspath(which))
-                break
-            except (CheckpointError, MainRankError) as error:
-                everywhere = getattr(error, "error_type", "CheckpointError") == "CheckpointError"
-                if not everywhere or not self.world.on_main(self._are_replaced):
-                    raise
+        progress = self._restore(state, os.fspath(which))
         if progress is not None:
             remember(self, state)
         return progress
-
-    def _are_replaced(self) -> bool:
-        """Returns True if another program saves here: a checkpoint that was checked is gone, and a new one exists."""
-        known, self._known = self._known, []
-        new = [info for info in self.folder.list() if info.path not in known]  # which may be gone again by now
-        return bool(new) and not all(path.exists() for path in known)
 
     @repeated
     def _restore(self, state: Mapping[str, Part], which: str) -> Progress | None:
@@ -362,7 +351,6 @@ class Checkpointer:
                 return None
         else:
             known = ranking = [read_info(Path(which))]
-        self._known = [info.path for info in known] if which in ("latest", "best") else []
         unusable = {info.path: info for info in known if not info.ok}
         for info in ranking:
             try:
@@ -372,7 +360,7 @@ class Checkpointer:
                 unusable[info.path] = unusable_info(info, error)
                 continue
             _check_has(manifest, names, info.path)
-            _report_fallback(info, [its for its in unusable.values() if its.path.exists()])
+            _report_fallback(info, unusable.values())
             return info.path.name, manifest
         if which == "best" and not unusable:
             raise CheckpointError(
@@ -423,15 +411,16 @@ class SaveEvent:
         self._run.before_end(wait)
         self._note(blocked_s=time.perf_counter() - self._began)
 
-    def sealed(self, path: Path) -> Path:
-        """Notes that the checkpoint is complete; returns its path."""
-        size = sum(sealed["bytes"] for sealed in read_manifest(path)["files"].values())
-        self._note(sealed_s=time.perf_counter() - self._began, bytes=size, path=path.name)
-        return path
-
-    def failed(self) -> None:
-        """Notes that no checkpoint will be written."""
-        self._note(sealed_s=None)
+    def ended(self, path: Path | None) -> None:
+        """Notes that the checkpoint is complete, or (None) that it failed; any thread may call it."""
+        known: dict[str, Any] = {"sealed_s": None}
+        if path is not None:
+            try:
+                size = sum(sealed["bytes"] for sealed in read_manifest(path)["files"].values())
+                known = {"sealed_s": time.perf_counter() - self._began, "bytes": size, "path": path.name}
+            except (OSError, HvdtrainError) as error:  # a newer one may have replaced it, or its disk be gone
+                print(f"hvdtrain: the run's record lacks {path}: {error}", file=sys.stderr, flush=True)
+        self._note(**known)
 
     def _note(self, **known: Any) -> None:
         with self._lock:
@@ -449,8 +438,7 @@ def _report_fallback(chosen: Info, unusable: Iterable[Info]) -> None:
         if info.progress.step >= chosen.progress.step or not 0 < info.sequence < chosen.sequence
     ]
     for info in newer:
-        kind = "damaged" if info.damaged else "unreadable"
-        print(f"hvdtrain: passing over the {kind} checkpoint {info.path}: {info.problem}", file=sys.stderr)
+        print(f"hvdtrain: skipping the unusable checkpoint {info.path}: {info.problem}", file=sys.stderr)
     if newer:
         print(f"hvdtrain: falling back to {chosen.path}, the last good one", file=sys.stderr, flush=True)
 

@@ -25,7 +25,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from hvdtrain.checkpoint.checkpoint_files import (
     LAYOUT,
@@ -45,7 +45,6 @@ from hvdtrain.record.log_files import plain
 _NAME = re.compile(r"epoch-(\d+)-step-(\d+)(?:\.(\d+))?")
 _UNFINISHED = re.compile(r"\.(?:writing|deleting)-(?P<host>.+)-(?P<pid>\d+)-[^-]+")
 _ABANDONED_S = 24 * 3600.0
-LOCKS = Path("/proc/locks")
 _NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)  # the last: NFS, of what is only read
 
 
@@ -56,15 +55,15 @@ class Lock:
         CheckpointError: another process has it.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, shared: bool = False) -> None:
         self._descriptor = descriptor = os.open(directory, os.O_RDONLY)
         weakref.finalize(self, os.close, descriptor).atexit = False  # at the end the kernel does
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
             raise CheckpointError(
                 "a checkpoint directory belongs to one training at a time: this one must not save there",
-                f"{directory} is in use by {_holder(directory)}",
+                f"{directory} is in use by another process",
                 "give another directory, or end that training first",
             ) from None
         except OSError as error:
@@ -73,42 +72,18 @@ class Lock:
 
     def holds(self, directory: Path) -> bool:
         """Returns True if `directory` is still the one that was locked; it may have been moved away."""
-        return is_at(self._descriptor, directory)
+        return os.path.samestat(os.fstat(self._descriptor), directory.stat())
 
 
-def is_at(descriptor: int, directory: Path) -> bool:
-    """Returns True if the open directory is still the one at that path."""
-    return os.path.samestat(os.fstat(descriptor), directory.stat())
-
-
-def taken_by(directory: Path) -> str | None:
-    """Returns the process that has taken a directory, or None if no process has."""
+def is_taken(directory: Path) -> bool:
+    """Returns True if a process has taken a directory."""
     try:
-        descriptor = os.open(directory, os.O_RDONLY)
-    except OSError:
-        return None  # it is not there yet
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return _holder(directory)
-    except OSError:  # a file system without locks
+        Lock(directory, shared=True)
+    except CheckpointError:
+        return True
+    except OSError:  # it does not exist yet
         pass
-    finally:
-        os.close(descriptor)
-    return None
-
-
-def _holder(directory: Path) -> str:
-    """Names the process that has locked a directory, as far as this host knows it."""
-    try:
-        inode, locks = f":{directory.stat().st_ino}", LOCKS.read_text(encoding="ascii")
-    except OSError:  # a container may hide the list
-        return "another process"
-    for line in locks.splitlines():
-        words = line.split()  # 1: FLOCK ADVISORY WRITE 2382 fe:00:1234 0 EOF
-        if words[1] == "FLOCK" and words[5].endswith(inode):
-            return f"pid {words[4]}"
-    return "another process"
+    return False
 
 
 @dataclass(frozen=True)
@@ -122,8 +97,6 @@ class Info:
         sequence: grows with every save into the directory; 0 when the manifest is damaged or cannot be read.
         problem: what is wrong, when not ok.
         training: the training that saved it; "" if it is not known.
-        damaged: it is permanently bad: files are missing, or differ from what was saved. False for what cannot be read
-            now (a permission, an I/O error, a newer format): it may be readable later, or on another host.
     """
 
     path: Path
@@ -132,23 +105,15 @@ class Info:
     ok: bool
     sequence: int = 0
     problem: str = ""
-    damaged: bool = False
     training: str = ""
 
-    @property
-    def is_unknown(self) -> bool:
-        """True if the manifest cannot be read, so that it may be of any training."""
-        return not self.ok and not self.training
 
-
-@dataclass(frozen=True)
-class Written:
-    """The fields of a checkpoint's manifest that are known before its files are written."""
-
-    progress: Progress
-    metrics: Mapping[str, float]
-    world_size: int
-    unix_s: float
+def facts_of(progress: Progress, metrics: Mapping[str, float], world_size: int) -> dict[str, Any]:
+    """Returns the fields of a checkpoint's manifest that are known before its files are written; JSON."""
+    return {
+        "progress": asdict(progress), "metrics": plain(dict(metrics)), "world_size": world_size,
+        "saved_unix_s": round(time.time(), 3),
+    }  # fmt: skip
 
 
 @dataclass
@@ -160,10 +125,6 @@ class CheckpointFolder:
     best_metric: str | None
     mode: Literal["min", "max"]
     training: str = ""  # that saves here; it deletes no checkpoint of another one
-    opened: int | None = None  # a descriptor of the directory, which must still be there; None: whatever is there
-
-    def __post_init__(self) -> None:
-        self._reported: set[Path] = set()
 
     # -- writing ---------------------------------------------------------------------------------------------
     def make(self) -> None:
@@ -173,13 +134,6 @@ class CheckpointFolder:
                 self.directory.mkdir(parents=True, exist_ok=True)
                 sync_directory(self.directory.parent)
             self.directory = self.directory.resolve()  # one name for all who write there
-        except OSError as error:
-            raise self.not_written(error) from error
-
-    def open(self) -> int:
-        """Returns a descriptor of the directory, or raises CheckpointError."""
-        try:
-            return os.open(self.directory, os.O_RDONLY)
         except OSError as error:
             raise self.not_written(error) from error
 
@@ -203,36 +157,27 @@ class CheckpointFolder:
                 file=sys.stderr, flush=True,
             )  # fmt: skip
 
-    def add(self, written: Written, name: str, parts: Mapping[str, Callable[[StateFile], object]]) -> Path:
+    def add(self, facts: dict[str, Any], name: str, parts: Mapping[str, Callable[[StateFile], object]]) -> Path:
         """Writes a checkpoint under `name`, or one like it, and deletes older ones; raises CheckpointError."""
         try:
-            if self.opened is not None and not is_at(self.opened, self.directory):
-                raise CheckpointError(
-                    "a checkpoint must be written whole",
-                    f"{self.directory} was moved away, or deleted, before it was written, and another one is there now",
-                    "save again; to move checkpoints, wait() for them first",
-                )
             self._sweep()
-            path = self._write(written, name, parts)
+            path = self._write(facts, name, parts)
         except OSError as error:
             raise self.not_written(error) from error
         self._retain()
         return path
 
-    def _write(self, written: Written, name: str, parts: Mapping[str, Callable[[StateFile], object]]) -> Path:
+    def _write(self, facts: dict[str, Any], name: str, parts: Mapping[str, Callable[[StateFile], object]]) -> Path:
         temporary = self._unfinished("writing")
         temporary.mkdir()
         try:
             files = {part: put(temporary / part, write) for part, write in parts.items()}
-            known = [info.sequence for info in self.list()]
-            # one whose number cannot be read may have any: that of a clock is greater than it was
-            sequence = 1 + max(known + [0 if all(known) else time.time_ns() // 1_000_000])
+            # by the clock: it is also greater than those that cannot be read
+            sequence = max([time.time_ns() // 1_000_000, *(1 + info.sequence for info in self.list())])
+            versions = {"hvdtrain": __version__, "python": ".".join(map(str, sys.version_info[:3]))}
             body = {
-                "format": LAYOUT, "sequence": sequence, "progress": asdict(written.progress),
-                "metrics": plain({metric: float(value) for metric, value in written.metrics.items()}),
-                "training": self.training, "files": files, "saved_unix_s": round(written.unix_s, 3),
-                "world_size": written.world_size,
-                "versions": {"hvdtrain": __version__, "python": ".".join(map(str, sys.version_info[:3]))},
+                "format": LAYOUT, "sequence": sequence, "training": self.training, "files": files,
+                "versions": versions, **facts,
             }  # fmt: skip
             write_manifest(temporary / MANIFEST, body)
             sync_directory(temporary)
@@ -261,23 +206,15 @@ class CheckpointFolder:
         return self.directory / f".{what}-{socket.gethostname()}-{os.getpid()}-{time.time_ns():x}"
 
     def _retain(self) -> None:
-        """Deletes what is neither among the newest `keep` good ones nor the best."""
+        """Deletes good ones of this training that are neither among the newest `keep` nor the best."""
         try:
-            infos = [info for info in self.list() if info.training == self.training]
-            good = [info for info in infos if info.ok]
-            kept = {info.path for info in [*good[-self.keep :], *self.ranking("best", infos)[:1]]}
-            oldest_kept_step = min((info.progress.step for info in good if info.path in kept), default=0)
-            for info in [*infos, *(info for info in self.list() if info.is_unknown)]:
-                # a damaged one goes when it is older than all that is kept: until then it is reported
-                if info.path in kept or not (info.ok or info.progress.step < oldest_kept_step):
-                    continue
-                if not info.is_unknown and (info.ok or info.damaged):
+            good = [info for info in self.list() if info.ok and info.training == self.training]
+            kept = {info.path for info in [*good[-self.keep :], *self.ranking("best", good)[:1]]}
+            for info in good:
+                if info.path not in kept:
                     doomed = self._unfinished("deleting")  # renamed first: a kill leaves what `_sweep` removes
                     os.rename(info.path, doomed)
                     shutil.rmtree(doomed)
-                elif info.path not in self._reported:
-                    self._reported.add(info.path)
-                    print(f"hvdtrain: keeping {info.path}, which cannot be read: {info.problem}", file=sys.stderr)
         except OSError as error:  # the new checkpoint is safe, and that is what was asked for
             print(f"hvdtrain: could not delete an old checkpoint: {error}", file=sys.stderr, flush=True)
 
@@ -340,16 +277,15 @@ def read_info(path: Path) -> Info:
             found = (path / name).stat().st_size
             if found != sealed["bytes"]:
                 raise CheckpointError("file sizes must match", f"{name} has {found} bytes instead of {sealed['bytes']}")
-            (path / name).open("rb").close()  # what cannot be read is not good, and not damaged either
+            (path / name).open("rb").close()  # a file that cannot be read is not good
     except (OSError, HvdtrainError) as error:
         return unusable_info(info, error)
     return info
 
 
 def unusable_info(info: Info, error: OSError | HvdtrainError) -> Info:
-    damaged = isinstance(error, (CheckpointError, FileNotFoundError, NotADirectoryError, IsADirectoryError))
     problem = (error.received or error.rule) if isinstance(error, HvdtrainError) else (error.strerror or str(error))
-    return replace(info, ok=False, problem=problem, damaged=damaged)
+    return replace(info, ok=False, problem=problem)
 
 
 def _is_abandoned(path: Path, host: str, pid: int) -> bool:

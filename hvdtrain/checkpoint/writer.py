@@ -4,8 +4,7 @@ It receives images of the files (`hvdtrain.checkpoint.staging`), and finishes wr
 is killed. It imports no framework. It ignores signals that end a job: the training process acts on them. It ends when
 that process is gone and the last image is on disk.
 
-    trainer -> writer   {"directory": ..., "name": ..., "files": {name: size}, ...} and the descriptors of the files and
-                        of the directory
+    trainer -> writer   {"directory": ..., "name": ..., "files": {name: size}, ...} and the descriptors of the files
     writer -> trainer   {} or {"failure": [rule, received, remedy]}
 """
 
@@ -22,16 +21,15 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from hvdtrain.checkpoint.checkpoint_folder import CheckpointFolder, Written, name_of, read_info
-from hvdtrain.checkpoint.parts import Progress
+from hvdtrain.checkpoint.checkpoint_folder import CheckpointFolder, read_info
 from hvdtrain.checkpoint.staging import StagedFiles, StateFile, write_image
-from hvdtrain.core.errors import EXIT_CODE, CheckpointError, HvdtrainError, before_end, describe, ends_badly, note_exits
+from hvdtrain.core.errors import EXIT_CODE, CheckpointError, before_end, describe, ends_badly, note_exits
 from hvdtrain.core.version import SAFE_PATH
 
 _LONGEST_MESSAGE = 1 << 17
@@ -41,12 +39,7 @@ _ALONE_S = 2.0  # a child that the trainer has forked may hold its end of the so
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT)
 MAIN = "from hvdtrain.checkpoint.writer import serve; serve({descriptor}, {parent})"
 
-
-class Notes(Protocol):
-    """Receives how a checkpoint went, from any thread."""
-
-    def sealed(self, path: Path) -> Path: ...
-    def failed(self) -> None: ...
+Noted = Callable[[Path | None], object]  # is called with a checkpoint that is complete, or None, by any thread
 
 
 @dataclass
@@ -55,9 +48,8 @@ class _Job:
     path: Path
     message: bytes
     descriptors: list[int]  # of the images
-    opened: int  # of the directory
     images: StagedFiles
-    noted: Notes | None = None
+    noted: Noted | None = None
     sent: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)
 
@@ -133,21 +125,22 @@ class Writer:
         images: StagedFiles,
         files: Mapping[str, StateFile],
         folder: CheckpointFolder,
-        written: Written,
+        name: str,
+        facts: dict[str, Any],
         *,
-        noted: Notes | None = None,
+        noted: Noted | None = None,
     ) -> Path:
         """Has a checkpoint written from images; returns its directory, which will be there."""
         taken = [job.path.name for job in self._jobs if job.folder.directory == folder.directory]
-        name = folder.free_name(name_of(written.progress), taken)
+        name = folder.free_name(name, taken)
         message = {
             "directory": os.fspath(folder.directory), "keep": folder.keep, "best_metric": folder.best_metric,
-            "mode": folder.mode, "training": folder.training, "name": name, "written": asdict(written),
+            "mode": folder.mode, "training": folder.training, "name": name, "facts": facts,
             "files": {part: [file.size, file.entry] for part, file in files.items()},
         }  # fmt: skip
         descriptors = [images.descriptor(part) for part in files]
         path = folder.directory / name
-        job = _Job(folder, path, json.dumps(message).encode(), descriptors, folder.open(), images, noted)
+        job = _Job(folder, path, json.dumps(message).encode(), descriptors, images, noted)
         self._jobs.append(job)  # an interrupt from here on finds its images in use
         self._new.put(job)
         job.sent.wait()  # from here on it is written, even if this process is killed
@@ -175,8 +168,7 @@ class Writer:
             job = self._new.get()
             assert self._socket is not None
             with contextlib.suppress(OSError):  # it is gone: no answer will come
-                socket.send_fds(self._socket, [job.message], [*job.descriptors, job.opened])
-            os.close(job.opened)
+                socket.send_fds(self._socket, [job.message], job.descriptors)
             job.sent.set()
             self._sent.put(job)
 
@@ -196,7 +188,7 @@ class Writer:
                 failed = CheckpointError(rule, f"{job.path}: {received}", remedy)
                 self._failures.setdefault(job.folder.directory, []).append(failed)
             if job.noted is not None:
-                _note(job.noted, job.path if failure is None else None)
+                job.noted(job.path if failure is None else None)
             self._jobs.remove(job)
             job.done.set()
 
@@ -220,16 +212,6 @@ class Writer:
         self._finish(None)
         if self.own and self._failures and not ends_badly():
             os._exit(EXIT_CODE)  # nothing else gives a code here
-
-
-def _note(noted: Notes, path: Path | None) -> None:
-    try:
-        if path is not None:
-            noted.sealed(path)
-            return
-    except (OSError, HvdtrainError) as error:  # a newer one may have replaced it, or its disk be gone
-        print(f"hvdtrain: of {path} nothing is noted: {error}", file=sys.stderr, flush=True)
-    noted.failed()
 
 
 def _died(process: subprocess.Popen[bytes]) -> list[str]:
@@ -267,7 +249,6 @@ def serve(descriptor: int, parent: int) -> None:
         signal.signal(number, signal.SIG_IGN)
     with socket.socket(fileno=descriptor) as link:
         link.settimeout(_ALONE_S)
-        folders: dict[tuple[Any, ...], CheckpointFolder] = {}
         while True:
             try:
                 data, descriptors, _, _ = socket.recv_fds(link, _LONGEST_MESSAGE, _MOST_FILES)
@@ -279,25 +260,20 @@ def serve(descriptor: int, parent: int) -> None:
                 continue
             if not data:
                 return
-            message = json.loads(data)
-            kept = (message["keep"], message["best_metric"], message["mode"], message["training"])
-            options = (Path(message["directory"]), *kept)
-            folder = folders.setdefault(options, CheckpointFolder(*options))
-            folder.opened = descriptors[-1]
-            answer = _written(message, descriptors, folder)
+            answer = _written(json.loads(data), descriptors)
             with contextlib.suppress(ConnectionError):  # the checkpoint is written, even if no process reads the answer
                 link.send(json.dumps(answer).encode())
 
 
-def _written(message: dict[str, Any], descriptors: list[int], folder: CheckpointFolder) -> dict[str, Any]:
-    written = Written(**message["written"] | {"progress": Progress(**message["written"]["progress"])})
-    images = descriptors[: len(message["files"])]  # after them, the directory's
+def _written(message: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
+    kept = (message["keep"], message["best_metric"], message["mode"], message["training"])
+    folder = CheckpointFolder(Path(message["directory"]), *kept)
     files = {
         name: partial(write_image, descriptor, size, entry)
-        for (name, (size, entry)), descriptor in zip(message["files"].items(), images, strict=True)
+        for (name, (size, entry)), descriptor in zip(message["files"].items(), descriptors, strict=True)
     }
     try:
-        folder.add(written, message["name"], files)
+        folder.add(message["facts"], message["name"], files)
     except CheckpointError as error:
         return {"failure": [error.rule, error.received, error.remedy]}
     except Exception as error:  # the trainer is to know, whatever it is

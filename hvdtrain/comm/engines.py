@@ -263,7 +263,7 @@ class EngineInfo:
     remedy: str  # what to type where the launcher cannot; {size} is the number of ranks
 
 
-_MPI = ("horovodrun", "mpirun", "mpijob", "srun")
+_MPI = ("horovodrun", "mpirun", "srun")
 _HOROVODRUN = "horovodrun -np {size} [-H host1:slots,host2:slots] python ..., or mpirun, or srun --mpi=pmix"
 _TORCHRUN = "torchrun --nproc-per-node {size} ..."
 _ONE = 'leave engine="auto", or start the program without a launcher'

@@ -7,7 +7,6 @@ import contextlib
 import math
 import os
 import re
-import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -146,20 +145,6 @@ def check_file(flag: str, path: Path, *, parents: bool = False) -> None:
 
 
 def write_file(flag: str, path: Path, text: str) -> None:
-    """Writes a file whole, or not at all: an earlier one stays until then. Links are followed; what is no file of
-    its own (a device, a pipe), or is in a folder where no other can be made, is written to as it is. Raises as
-    `check_file`."""
-    check_file(flag, path)
-    whole = Path(os.path.realpath(path))
-    begun = whole.with_name(f".{whole.name[:200]}.{os.getpid()}")
+    """Writes a file; raises as `check_file`."""
     with _refused(flag, path):
-        if (path.exists() and not whole.is_file()) or not os.access(whole.parent, os.W_OK):
-            path.write_text(text, encoding="utf-8", errors="backslashreplace")
-            return
-        try:
-            begun.write_text(text, encoding="utf-8", errors="backslashreplace")
-            if whole.exists():
-                shutil.copymode(whole, begun)
-            begun.replace(whole)
-        finally:
-            begun.unlink(missing_ok=True)
+        path.write_text(text, encoding="utf-8", errors="backslashreplace")

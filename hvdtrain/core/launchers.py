@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hvdtrain.core import variables
-from hvdtrain.core.errors import ConfigError, LauncherError, install_command
+from hvdtrain.core.errors import ConfigError, LauncherError
 from hvdtrain.core.slurm import expand, port_of, tasks_per_node
 
 Environ = Mapping[str, str]
@@ -61,7 +61,6 @@ def _any_of(*names: str) -> Callable[[Environ], bool]:
 _PREFIXES: dict[str, tuple[str, ...]] = {
     "horovodrun": ("HOROVOD_",),
     "mpirun": ("OMPI_COMM_WORLD_", "PMI_", "MPI_LOCAL"),
-    "mpijob": ("OMPI_COMM_WORLD_", "PMI_", "MPI_LOCAL", "K_MPI_JOB_"),
     "srun": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP"),
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "TORCHELASTIC_"),
     "openpai": ("PAI_",),
@@ -144,26 +143,15 @@ def _torchrun(environ: Environ) -> Detected:
 
 
 # -- mpirun: Open MPI, and MPICH / Intel MPI (hydra); the same inside a Kubernetes MPIJob --------------------
-def _in_mpijob(environ: Environ) -> bool:
-    """Returns True if the MPI Operator made this pod. Ranks on worker pods come through ssh, which drops the pod's
-    variables. mpirun's forwarded OMPI_MCA_* still show it: the operator puts its host file under /etc/mpi."""
-    forwarded = ("OMPI_MCA_orte_default_hostfile", "OMPI_MCA_plm_rsh_agent")
-    return (
-        "K_MPI_JOB_ROLE" in environ
-        or "KUBERNETES_SERVICE_HOST" in environ
-        or any(environ.get(name, "").startswith("/etc/mpi/") for name in forwarded)
-    )
-
-
 def _mpi(*names: str) -> Callable[[Environ], Detected]:
     """Returns what reads rank, size, local rank and local size from these variables."""
 
     def read(environ: Environ) -> Detected:
-        its = _Variables(environ, "mpijob" if _in_mpijob(environ) else "mpirun")
+        its = _Variables(environ, "mpirun")
         rank, size, local_rank, local_size = map(its.number, names)
         # OMPI_COMM_WORLD_NODE_RANK is a rank within the node, not the node's index: nothing in the environment has that
         node = 0 if local_size == size else UNKNOWN_NODE
-        return Detected(its.launcher, rank, size, local_rank, local_size, node, None)
+        return Detected("mpirun", rank, size, local_rank, local_size, node, None)
 
     return read
 
@@ -284,7 +272,7 @@ _TABLE: tuple[tuple[str, Callable[[Environ], bool], Callable[[Environ], Detected
     ("torchrun", _any_of("TORCHELASTIC_RUN_ID"), _torchrun),
     ("mpirun", _any_of(*_OPEN_MPI[:2]), _mpi(*_OPEN_MPI)),
     ("mpirun", _hydra_started, _mpi("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")),
-    ("mpijob", _any_of("K_MPI_JOB_ROLE"), _mpijob_without_mpirun),
+    ("mpirun", _any_of("K_MPI_JOB_ROLE"), _mpijob_without_mpirun),
     ("srun", _in_slurm_step, _srun),
     ("openpai", _any_of(*_PAI_TASK), _openpai),
     # set by hand or by DeepSpeed: the names are common words, so everything more specific comes first
@@ -297,15 +285,13 @@ LAUNCHERS = tuple(dict.fromkeys(launcher for launcher, _, _ in _TABLE))
 _JOB_VARIABLES = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")  # mpirun's: what differs from job to job
 
 
-def meeting_point(
-    environ: Environ, detected: Detected, *, without_mpi: str = "", join: int = 0
-) -> tuple[str, int] | Literal["rendezvous", "mpi"]:
-    """Returns the host and port at which rank 0 of a torch.distributed group listens, or how it sends them; pure.
+def meeting_point(environ: Environ, detected: Detected, *, join: int = 0) -> tuple[str, int] | Literal["rendezvous"]:
+    """Returns the host and port at which rank 0 of a torch.distributed group listens; "rendezvous": on a free port that
+    it sends through the launcher's server (horovodrun, `hvdtrain launch`); pure.
 
-    It is the launcher's own rendezvous (torchrun, OpenPAI, srun), else MASTER_ADDR and MASTER_PORT. Else rank 0 listens
-    on a free port and sends it through the launcher's server (horovodrun, `hvdtrain launch`) or MPI. Without MPI
-    (`without_mpi` is the reason), if all ranks are on this host, it is a port of the `join`th group: the last group's
-    store may still exist. Raises `LauncherError` with the missing variables.
+    It is the launcher's own rendezvous (torchrun, OpenPAI, srun), else MASTER_ADDR and MASTER_PORT. Under mpirun, if
+    all ranks are on this host, it is a port of the job's `join`th group: the last group's store may still exist. Raises
+    `LauncherError` with the missing variables.
     """
     if detected.rendezvous is not None and detected.launcher != "horovodrun":  # there it is the launcher's own server
         address, _, port = detected.rendezvous.rpartition(":")
@@ -314,24 +300,21 @@ def meeting_point(
     made_up = [(detected.rendezvous or "").rpartition(":")[0], environ.get(variables.MASTER_PORT)]
     if len(given) == 2 and given != made_up:
         return environ["MASTER_ADDR"], _Variables(environ, detected.launcher).number("MASTER_PORT")
-    one_host, by_mpi = detected.local_size == detected.size, detected.launcher in ("mpirun", "mpijob")
-    if one_host or len(given) != 1:  # one of the two, on several hosts: the other was forgotten
-        if detected.rendezvous is not None:
-            return "rendezvous"
-        if by_mpi and not without_mpi:
-            return "mpi"
-    job = [environ[name] for name in _JOB_VARIABLES if by_mpi and environ.get(name)]
-    if job and one_host:
+    one_host = detected.local_size == detected.size
+    # one of the two, on several hosts: the other was forgotten
+    if detected.rendezvous is not None and (one_host or len(given) != 1):
+        return "rendezvous"
+    job = [environ[name] for name in _JOB_VARIABLES if environ.get(name)]
+    if job and one_host and detected.launcher == "mpirun":
         return "127.0.0.1", port_of(*job, *([str(join)] if join else []))
     needed = ("SLURM_STEP_NODELIST", "SLURM_JOB_ID") if detected.launcher == "srun" else _MASTER
     missing = [name for name in needed if not environ.get(name)]
     raise LauncherError(
         f"a torch.distributed group under {detected.launcher} needs {' and '.join(needed)}, to find rank 0",
-        f"{' and '.join(missing)} missing" + (f"; by MPI: {without_mpi}" if without_mpi else ""),
+        f"{' and '.join(missing)} missing",
         "start the ranks through torchrun;\n"
         "or on every rank: export MASTER_ADDR=<the host of rank 0> MASTER_PORT=29500\n"
-        "(mpirun: -x MASTER_ADDR -x MASTER_PORT)"
-        + (f", or let MPI find a port, on every host: {install_command('mpi')}" if without_mpi else ""),
+        "(mpirun: -x MASTER_ADDR -x MASTER_PORT)",
     )
 
 

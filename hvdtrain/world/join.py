@@ -260,7 +260,6 @@ def _check_engine(detected: Detected, comm: Engine) -> None:
     remedies = {
         "srun": "start the ranks with `srun --mpi=pmix` (or pmi2), with a Horovod built with that MPI",
         "mpirun": f"rebuild Horovod with the MPI of this mpirun: {build_horovod_command()}",
-        "mpijob": f"rebuild Horovod with the MPI of this image: {build_horovod_command()}",
     }
     raise LauncherError(
         "the launcher and the engine must see the same world",

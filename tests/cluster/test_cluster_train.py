@@ -94,12 +94,12 @@ def test_two_hosts_train(
 @pytest.mark.thorough
 @pytest.mark.parametrize("launcher", ["hvdtrain launch", "horovodrun", "mpirun"])
 def test_torch_distributed_meets_where_rank_0_finds_a_free_port(launcher: str, hosts: Cluster, tmp_path: Path) -> None:
-    """Twice in one process; the ports that job names and hvdtrain's launcher would make up are taken."""
+    """Twice in one process; the ports that hvdtrain's launcher would make up are taken. mpirun needs to be told."""
     program = [str(PROGRAMS / "torch" / "beginning.py"), "taken", str(PROGRAMS / "torch" / "relay.py")]
     legs = [f"{tmp_path}/relay:ddp={updates}" for updates in (2, 3)]
     options = {
         "horovodrun": ["--gloo", "-np", "2"],
-        "mpirun": ["-np", "2", "-x", "PATH", "-x", "PYTHONPATH"],
+        "mpirun": ["-np", "2", "-x", "PATH", "-x", "PYTHONPATH", "-x", "MASTER_ADDR=host1", "-x", "MASTER_PORT=29500"],
         "hvdtrain launch": ["--no-checks", "--log-dir", str(tmp_path / "logs")],
     }[launcher]
     line = [*launcher.split(), *options, "-H", "host1:1,host2:1", sys.executable, *program, *legs]

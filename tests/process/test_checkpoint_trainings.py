@@ -47,7 +47,7 @@ class Training:
             self.process = None
 
 
-@pytest.mark.parametrize("order", range(8))
+@pytest.mark.parametrize("order", [0, 1, 2, *(pytest.param(n, marks=pytest.mark.thorough) for n in range(3, 8))])
 def test_two_trainings_of_one_directory_lose_no_checkpoint(order: int, tmp_path: Path) -> None:
     chance = random.Random(order)
     trainings = [Training(tmp_path), Training(tmp_path)]
@@ -71,7 +71,7 @@ def test_two_trainings_of_one_directory_lose_no_checkpoint(order: int, tmp_path:
                 continue
             answer, *words = one.ask(f"save {step}")
             if owner not in (None, one):
-                assert answer == "refused" and "in use by pid" in " ".join(words), (answer, words)
+                assert answer == "refused" and "in use by another process" in " ".join(words), (answer, words)
                 continue
             assert answer == "saved", words
             owner = one

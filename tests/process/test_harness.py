@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from harness import REPOSITORY, HarnessError, Result, clean_environment, run_ranks
+from harness import HarnessError, Result, run_ranks
 
 # by which it may be forked, and a cold start does not wait for PyTorch
 TORCH = "if 0: import torch\n"
@@ -51,37 +47,6 @@ def test_processes_left_behind_fail_the_test_and_are_ended(launcher: str) -> Non
     with pytest.raises(HarnessError, match="left behind 0.5 s after") as caught:
         run_ranks(["-c", TORCH + LEAVE], 1, launcher=launcher, grace_s=0.5)
     assert "sleep 1000" in str(caught.value)
-
-
-@pytest.mark.thorough
-def test_mpirun_that_hangs_after_its_ranks_is_started_once_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The real mpirun, but for its end: the first one hangs."""
-    mpirun = tmp_path / "mpirun"
-    mpirun.write_text(
-        f'#!/bin/sh\n{shutil.which("mpirun")} "$@"\ncode=$?\necho x >> {tmp_path}/starts\n'
-        f"[ $(wc -l < {tmp_path}/starts) -gt 1 ] || while :; do read -r line < {tmp_path}/nobody; done\n"
-        "exit $code\n"
-    )
-    mpirun.chmod(0o755)
-    os.mkfifo(tmp_path / "nobody")
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    with pytest.warns(UserWarning, match="mpirun does not end"):
-        done = run_ranks(["-c", "raise SystemExit(3)"], 2, launcher="mpirun", timeout_s=6)
-    assert done.returncode == 3, done.text
-
-
-def test_what_killed_programs_leave_in_their_temporary_folder_goes_with_the_tests(tmp_path: Path) -> None:
-    program = "import os, signal, tempfile\nprint(tempfile.mkdtemp(), flush=True)\nos.kill(os.getpid(), signal.SIGKILL)"
-    left = Path(run_ranks(["-c", program], 1, launcher="none").out.strip())
-    assert left.is_dir() and left.parent.name.startswith("hvdtrain-tests-"), left
-    # tests of their own, in a temporary folder that nobody else writes to
-    subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", "tests/unit/test_layers.py"],
-        cwd=REPOSITORY, env=clean_environment({"TMPDIR": str(tmp_path)}), stdout=subprocess.DEVNULL, check=True,
-    )  # fmt: skip
-    assert not list(tmp_path.glob("hvdtrain-tests-*"))
 
 
 # ---- forked ranks

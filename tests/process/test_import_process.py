@@ -55,9 +55,3 @@ def test_beside_keras_the_adapter_imports_nothing_but_itself() -> None:
     code = "import sys, keras, tensorflow; before = set(sys.modules); import hvdtrain.keras; print('new', *set("
     loaded = python(code + "sys.modules) - before)").split("new ")[-1].split()
     assert {name.partition(".")[0] for name in loaded} - set(sys.stdlib_module_names) == {"hvdtrain"}
-
-
-def test_import_takes_less_than_50_ms() -> None:
-    """CPU time, the best of five: what the import costs, not what the machine does meanwhile."""
-    code = "import time; start = time.process_time(); import hvdtrain; print(time.process_time() - start)"
-    assert min(float(python(code)) for _ in range(5)) < 0.05

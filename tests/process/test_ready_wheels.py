@@ -174,6 +174,7 @@ def test_of_two_distributions_of_one_module_none_is_left_over(working):
     assert working.there() == (NEW, dist.NAME)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("at", "name"), [("uninstall", "SIGINT"), ("install", "SIGTERM")])
 def test_a_signal_within_comes_after_the_new_one_is_whole(working, at, name):
     done = swapped(working, working.ready(), at, name)

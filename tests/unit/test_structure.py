@@ -30,22 +30,8 @@ def test_no_two_modules_or_folders_reach_each_other() -> None:
     assert structure.circles(structure.between_folders(GRAPH, FOUND)) == []
 
 
-# protocols that at most one class of the package follows: why what uses them does not name that class
-PROTOCOLS = {
-    "Checkpoints": "the parts of a checkpoint are saved by a Checkpointer, which is made of them",
-    "Files": "users have lists of files of their own",
-    "Notes": "the process that writes checkpoints reports to what a Checkpointer records",
-    "Staged": "a Pipeline, which stands beside the PyTorch adapter, follows it",
-    "Store": "PyTorch's stores follow it as well",
-}
-
-
 def test_no_two_public_classes_have_one_name() -> None:
     assert structure.twice(FOUND) == [], "give each the name of what it is"
-
-
-def test_a_protocol_that_one_class_follows_has_a_reason() -> None:
-    assert {line.split(":")[0] for line in structure.lonely_protocols(FOUND)} == set(PROTOCOLS)
 
 
 # not of PyTorch or Keras: of Python, numpy, Horovod, TensorFlow, DeepSpeed, Lightning, torchmetrics, and marks of the

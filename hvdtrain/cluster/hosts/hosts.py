@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.core.slurm import MOST_RANKS, job_hosts
+from hvdtrain.core.slurm import job_hosts
 
 # Names reach `ssh` as an argument and files as a part of their names: nothing else than what host names are made of,
 # and no leading "-", which would make an option of them.
 _NAME = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9._-]*@)?[A-Za-z0-9_][A-Za-z0-9._-]*")
 _HOSTS = 'hosts must be written as host1:4,host2:4, with names of letters, digits, ".", "_" and "-"'
 _FIX = "-H host1:4,host2:4 (host1 has 1 slot); with users: user@host1:4; addresses: 10.0.0.1:4"
+MOST_RANKS = 100_000  # of a job: a larger number is a typing error
 _SETTING = re.compile(r"\s+(slots|max[_-]slots)\s*=\s*(\S+)")  # as Open MPI has them
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import atexit
 import itertools
 import json
 import os
 import socket
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -19,16 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hvdtrain.comm.arrival import (
-    Rendezvous,
-    attempts,
-    listen_to_ranks,
-    timeout_s,
-    wait_for_all,
-    watched_mpi,
-)
-from hvdtrain.comm.engines import losses_in, mpi_communicator
-from hvdtrain.core.errors import HvdtrainError, LauncherError, ends_badly
+from hvdtrain.comm.arrival import Rendezvous, attempts, listen_to_ranks, timeout_s, wait_for_all
+from hvdtrain.comm.engines import losses_in
+from hvdtrain.core.errors import HvdtrainError, LauncherError
 from hvdtrain.core.launchers import Detected, meeting_point
 from hvdtrain.torch.engines.base import EngineModel, TensorCollectives, Transport, pick_devices
 
@@ -137,51 +128,18 @@ def _meet(detected: Detected) -> dist.Store:
 
 def _place(detected: Detected, number: int, seconds: float) -> tuple[list[str], int, socket.socket | None]:
     """Returns the names rank 0 may be reached by, and its port; on rank 0 its socket, where the port is not given."""
-    point, comm, listener, mine = meeting_point(os.environ, detected), None, None, ""
-    if point == "mpi":
-        try:
-            with watched_mpi(detected, seconds):
-                comm = _start_mpi(detected)
-        except HvdtrainError as error:
-            point = meeting_point(os.environ, detected, without_mpi=error.received, join=number)
+    point, listener = meeting_point(os.environ, detected, join=number), None
     if not isinstance(point, str):
         return [point[0]], point[1], None
+    assert detected.rendezvous is not None
+    store = Rendezvous(detected.rendezvous, scope=f"hvdtrain.{number}")
     if detected.rank == 0:
         with _as_launcher_error("rank 0 must be able to listen", "name its network: GLOO_SOCKET_IFNAME"):
             listener, addresses = listen_to_ranks(detected, os.environ)
-        mine = json.dumps([addresses, listener.getsockname()[1]])
-    if comm is not None:
-        with watched_mpi(detected, seconds):
-            place = comm.bcast(mine)
-    else:
-        assert detected.rendezvous is not None
-        store = Rendezvous(detected.rendezvous, scope=f"hvdtrain.{number}")
-        if detected.rank == 0:
-            store.set("place", mine)
-        wait_for_all(store, detected.rank, detected.size, seconds)
-        place = store.get("place")
-    hosts, port = json.loads(place)
+        store.set("place", json.dumps([addresses, listener.getsockname()[1]]))
+    wait_for_all(store, detected.rank, detected.size, seconds)
+    hosts, port = json.loads(store.get("place") or "")
     return hosts, port, listener
-
-
-def _start_mpi(detected: Detected) -> Any:
-    """Returns mpi4py's communicator of all ranks; raises `ConfigError` or `LauncherError` for no mpi4py, no MPI, or
-    another one than the launcher's."""
-    if "mpi4py.MPI" not in sys.modules:
-        with suppress(ImportError):
-            import mpi4py
-
-            mpi4py.rc.finalize = False
-            atexit.register(_end_mpi, os.getpid())
-    return mpi_communicator(detected.rank, detected.size, detected.launcher, "ddp")
-
-
-def _end_mpi(pid: int) -> None:
-    """Ends MPI, as mpi4py would, but not where this rank has failed: it would wait for the others, and they may wait
-    for it. So it just ends, and mpirun ends them."""
-    module = sys.modules.get("mpi4py.MPI")
-    if module is not None and os.getpid() == pid and not ends_badly() and not module.Is_finalized():
-        module.Finalize()
 
 
 def _wait_for_port(hosts: list[str], port: int, seconds: float) -> str:

@@ -10,7 +10,6 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from writing import writer
 
 from hvdtrain import Checkpointer, CheckpointError, HvdtrainError, Progress, RunLog, World
 from hvdtrain.checkpoint import writer as writer_module
-from hvdtrain.checkpoint.checkpoint_folder import Lock
 from hvdtrain.core.errors import exit_with
 
 FOLDER = Path(sys.argv[1])
@@ -168,30 +166,6 @@ def case_interrupts_lose_nothing() -> None:
     assert interrupted > 30
 
 
-def case_another_program_reads_the_newest() -> None:
-    """It keeps one, and goes on: what was chosen may be gone before it is read."""
-    checkpoints = Checkpointer(FOLDER, keep=1, asynchronous=False)
-    checkpoints.save(state_of(1), progress=Progress(step=1))
-    reader = os.fork()
-    if not reader:
-        try:
-            there, steps = Checkpointer(FOLDER, keep=1, asynchronous=False), list[int]()
-            while len(set(steps)) < 30:
-                state = state_of(0)
-                progress = there.restore(state)
-                assert progress is not None and content(state) == content(state_of(progress.step))
-                steps.append(progress.step)
-            os._exit(0 if steps == sorted(steps) else 1)
-        except BaseException:
-            traceback.print_exc()
-            os._exit(2)
-    step = 1
-    while (ended := os.waitpid(reader, os.WNOHANG)) == (0, 0):
-        step += 1
-        checkpoints.save(state_of(step), progress=Progress(step=step))
-    assert os.waitstatus_to_exitcode(ended[1]) == 0, ended
-
-
 def case_threads_save_at_a_time() -> None:
     def work(number: int) -> None:
         checkpoints = Checkpointer(FOLDER / str(number), keep=9)
@@ -242,61 +216,18 @@ def case_killed_while_it_writes() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _swapped_while_one_waits() -> tuple[Path, CheckpointError | None]:
-    """Has one checkpoint wait while another training makes the directory anew; returns that, and what was raised."""
-    folder = FOLDER / "checkpoints"
-    checkpoints = Checkpointer(folder)
-    save(checkpoints, 1)
-    checkpoints.wait()
-    process = writer()
-    process.suspend()
-    save(checkpoints, 2)
-    folder.rename(FOLDER / "moved")
-    folder.mkdir()
-    theirs = Lock(folder)
-    process.resume()
-    error = None
-    try:
-        checkpoints.wait()
-    except CheckpointError as raised:
-        error = raised
-    del theirs
-    assert [info.progress.step for info in Checkpointer(FOLDER / "moved").list()] == [1]
-    return folder, error
-
-
-def case_one_that_waits_is_not_written_where_another_training_is() -> None:
-    folder, error = _swapped_while_one_waits()
-    assert error is not None and "was moved away, or deleted, before it was written" in error.received, error
-    assert list(folder.iterdir()) == []
-    checkpoints = Checkpointer(folder)
-    save(checkpoints, 3)
-    assert restored(checkpoints) == 3
-
-
-def case_negative_twin_a_directory_known_by_its_name_only() -> None:
-    any_place = "from hvdtrain.checkpoint import checkpoint_folder; checkpoint_folder.is_at = lambda *_: True; "
-    writer_module.Writer.main = any_place + writer_module.MAIN
-    folder, error = _swapped_while_one_waits()
-    assert error is None and [path.name for path in folder.iterdir()] == ["epoch-0000-step-000002"]
-
-
-def _killed_once_save_has_returned(rounds: int, late_s: float) -> list[list[int]]:
-    """Has processes save and kill themselves at once; returns the steps that are good in the directory of each.
-
-    Args:
-        late_s: the fault that is tried: the thread that hands a checkpoint over is that late.
-    """
+def case_killed_once_save_has_returned() -> None:
+    """Processes save and kill themselves at once; the thread that hands a checkpoint over is late."""
     send = writer_module.socket.send_fds
 
     def late(*arguments: Any) -> None:
-        time.sleep(late_s)
+        time.sleep(0.1)
         send(*arguments)
 
     writer_module.socket.send_fds = late
     become_subreaper = 36  # PR_SET_CHILD_SUBREAPER of prctl(2): what they leave behind becomes a child of this process
     assert ctypes.CDLL(None).prctl(become_subreaper, 1, 0, 0, 0) == 0
-    folders = [FOLDER / str(number) for number in range(rounds)]
+    folders = [FOLDER / str(number) for number in range(4)]
     for number, folder in enumerate(folders):
         child = os.fork()
         if not child:
@@ -316,23 +247,7 @@ def _killed_once_save_has_returned(rounds: int, late_s: float) -> list[list[int]
             Checkpointer(folder).restore(state, which=info.path)
             assert content(state) == content(state_of(info.progress.step, 2 * SIZE_BYTES)), info.path
         found.append([info.progress.step for info in infos])
-    return found
-
-
-def case_killed_once_save_has_returned() -> None:
-    assert _killed_once_save_has_returned(4, 0.1) == [[0], [0, 1]] * 2
-
-
-def case_negative_twin_a_save_that_returns_before_it_is_handed_over() -> None:
-    submitted = writer_module._Job
-
-    def unwaited(*arguments: Any) -> Any:
-        job = submitted(*arguments)
-        job.sent.set()
-        return job
-
-    writer_module._Job = unwaited
-    assert _killed_once_save_has_returned(2, 30) == [[], []]
+    assert found == [[0], [0, 1]] * 2
 
 
 def case_the_last_one_is_waited_for() -> None:

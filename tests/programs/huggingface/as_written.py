@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +15,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import transformers
-from cases import gap, refused, shown
+from cases import folder, gap, refused, shown
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -126,22 +123,11 @@ class Plain(nn.Module):
         return self.loss_of(outputs.reshape(-1, KINDS), labels.reshape(-1)), outputs
 
 
-@contextmanager
-def folder(world: hvdtrain.World, *, own: bool) -> Iterator[str]:
-    """A folder of each rank's `own`, or one of all."""
-    made = tempfile.mkdtemp()
-    try:
-        yield made if own else world.broadcast(made)
-    finally:
-        world.barrier()
-        shutil.rmtree(made, ignore_errors=True)
-
-
 def arguments(
-    world: hvdtrain.World | None, out: str, batch: int = BATCH, kind: Any = None, **options: Any
+    world: hvdtrain.World | None, out: Path, batch: int = BATCH, kind: Any = None, **options: Any
 ) -> Any:  # fmt: skip
     given: dict[str, Any] = {
-        "output_dir": out,
+        "output_dir": str(out),
         "use_cpu": True,
         "report_to": "none",
         "disable_tqdm": True,
@@ -160,7 +146,7 @@ def arguments(
 
 
 def trainer(
-    world: hvdtrain.World | None, out: str, model: Any, train: Any = None, *, mixin: Any = None, valid: Any = None,
+    world: hvdtrain.World | None, out: Path, model: Any, train: Any = None, *, mixin: Any = None, valid: Any = None,
     data_collator: Any = padded, **options: Any,
 ) -> Any:  # fmt: skip
     """Returns a trainer, ours or theirs, with the methods of `mixin` over it."""

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import copy
-import shutil
-import sys
-import tempfile
-import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "torch"))
+from samples import BATCH, HOLES, KINDS, TRAIN, VALID, WIDE, XV, YV, X, Y  # isort: skip (makes cases.py importable)
 
+import cases
 import lightning
 import torch
 import torch.nn.functional as F
 import torchmetrics
-from cases import gap, plainly, refused, shown, windows
+from cases import close, folder, plainly, refused, shown, windows
 from lightning.fabric.loggers import CSVLogger
 from lightning.fabric.plugins import MixedPrecision
 from torch import Tensor, nn
@@ -27,15 +22,6 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 import hvdtrain
 import hvdtrain.torch as hvt
 from hvdtrain.integrations.fabric import HorovodFabricStrategy
-
-warnings.filterwarnings("ignore")
-torch.set_default_dtype(torch.float64)
-WIDE, KINDS, TRAIN, VALID = 6, 4, 37, 13  # 37 = 3 x 12 + 1: all but one rank have no sample in the last step
-BATCH = 12  # of all ranks
-MADE = torch.Generator().manual_seed(0)
-X, Y = torch.randn(TRAIN, WIDE, generator=MADE), torch.randint(0, KINDS, (TRAIN,), generator=MADE)
-XV, YV = torch.randn(VALID, WIDE, generator=MADE), torch.randint(0, KINDS, (VALID,), generator=MADE)
-HOLES = torch.where(torch.rand(TRAIN, generator=MADE) < 0.4, -100, Y)
 
 
 def network(seed: int = 3, *middle: nn.Module) -> nn.Sequential:
@@ -53,24 +39,8 @@ def loader(world: hvdtrain.World, *parts: Tensor, **options: Any) -> DataLoader[
     return DataLoader(TensorDataset(*(parts or (X, Y))), batch_size=BATCH // world.size, **options)
 
 
-def close(row: str, *pairs: tuple[nn.Module, nn.Module], below: float = 1e-10) -> None:
-    largest = max(gap(found, wanted) for found, wanted in pairs)
-    assert largest < below, largest
-    shown(row, largest)
-
-
 def loss_of(model: Any, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(model(x), y, ignore_index=-100)
-
-
-@contextmanager
-def folder(world: hvdtrain.World) -> Iterator[Path]:
-    made = tempfile.mkdtemp()
-    try:
-        yield Path(world.broadcast(made))
-    finally:
-        world.barrier()
-        shutil.rmtree(made, ignore_errors=True)
 
 
 def case_a_plain_loop(world: hvdtrain.World) -> None:
@@ -447,10 +417,4 @@ def case_what_is_refused(world: hvdtrain.World) -> None:
 
 
 if __name__ == "__main__":
-    from cases import run_cases
-
-    torch.set_num_threads(1)
-    cases = {name: its for name, its in globals().items() if name in sys.argv[2:]} or globals()
-    with hvdtrain.init("torch", engine=sys.argv[1] if len(sys.argv) > 1 else "auto", device="cpu", seed=5) as all_ranks:
-        failed = run_cases(cases, all_ranks)
-    sys.exit(3 if failed else 0)
+    cases.main(globals())

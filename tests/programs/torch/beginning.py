@@ -1,7 +1,6 @@
-"""Runs a program after something has been arranged for its start. Usage: beginning.py HOW PROGRAM ARGUMENT ...
+"""Runs a program after something has been arranged for its start. Usage: beginning.py taken PROGRAM ARGUMENT ...
 
-taken: rank 0 listens on the port that is worked out from the job's name, and on the one that hvdtrain's launcher names.
-without-mpi4py: as where it is not installed.
+taken: under horovodrun, rank 0 listens on the ports that job names and hvdtrain's launcher would make up.
 """
 
 from __future__ import annotations
@@ -12,19 +11,14 @@ import socket
 import sys
 
 from hvdtrain.core import variables
-from hvdtrain.core.launchers import _JOB_VARIABLES, detect
+from hvdtrain.core.launchers import detect
 from hvdtrain.core.slurm import port_of
 
-how, program, *arguments = sys.argv[1:]
+_, program, *arguments = sys.argv[1:]
 listeners = []
 detected = detect(os.environ)
-if how == "without-mpi4py":
-    sys.modules["mpi4py"] = None  # type: ignore[assignment]
-elif detected.rank == 0:
-    if detected.launcher == "horovodrun":
-        ports = {port_of(os.environ["HOROVOD_GLOO_RENDEZVOUS_PORT"]), int(os.environ.get(variables.MASTER_PORT, "0"))}
-    else:
-        ports = {port_of(*(os.environ[name] for name in _JOB_VARIABLES if name in os.environ))}
+if detected.rank == 0 and detected.launcher == "horovodrun":
+    ports = {port_of(os.environ["HOROVOD_GLOO_RENDEZVOUS_PORT"]), int(os.environ.get(variables.MASTER_PORT, "0"))}
     listeners = [socket.create_server(("", port)) for port in ports]
 sys.argv = [program, *arguments]
 runpy.run_path(program, run_name="__main__")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import shutil
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -61,6 +63,17 @@ def refused(*parts: str, kind: type[HvdtrainError] = HvdtrainError, row: str = "
         raise AssertionError(f"not refused: {parts}")
 
 
+@contextmanager
+def folder(world: hvdtrain.World, *, own: bool = False) -> Iterator[Path]:
+    """A folder of each rank's `own`, or one of all."""
+    made = tempfile.mkdtemp()
+    try:
+        yield Path(made if own else world.broadcast(made))
+    finally:
+        world.barrier()
+        shutil.rmtree(made, ignore_errors=True)
+
+
 def quietly(*args: Any, **kwargs: Any) -> Any:
     """`prepare`, without the line of its proof."""
     with contextlib.redirect_stdout(io.StringIO()):
@@ -109,6 +122,13 @@ def gap(found: Any, wanted: Any) -> float:
     return float(torch.stack([(a.double() - b.double()).abs().max() for a, b in pairs]).max())
 
 
+def close(row: str, *pairs: tuple[nn.Module, nn.Module], below: float = 1e-10) -> None:
+    """Asserts and shows, as that row, that pairs of models have equal states."""
+    largest = max(gap(found, wanted) for found, wanted in pairs)
+    assert largest < below, largest
+    shown(row, largest)
+
+
 def report(world: hvdtrain.World, found: Any, out: str | Path) -> None:
     """Rank 0 writes what each rank found, by rank."""
     reports = world.gather(found)
@@ -117,9 +137,10 @@ def report(world: hvdtrain.World, found: Any, out: str | Path) -> None:
 
 
 def main(namespace: Mapping[str, Any], engine: str = "") -> None:
-    """usage: program.py [ENGINE], unless the program names it."""
+    """usage: program.py [ENGINE [CASE ...]], unless the program names its engine."""
     torch.set_num_threads(1)
     engine = engine or (sys.argv[1] if len(sys.argv) > 1 else "auto")
+    chosen = {name: namespace[name] for name in sys.argv[2:] if name.startswith("case_")}
     with hvdtrain.init("torch", engine=engine, device="cpu", seed=5) as world:
-        failed = run_cases(namespace, world)
+        failed = run_cases(chosen or namespace, world)
     sys.exit(3 if failed else 0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import time
 import tracemalloc
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 from limits import Limit
 
 from hvdtrain import ConfigError, Plan, contiguous
-from hvdtrain.core.sharding import ROUNDS, SMALL, Step, _feistel, random_words
+from hvdtrain.core.sharding import SMALL, Step
 
 GRID = list(itertools.product(range(41), range(1, 5), range(1, 6)))
 
@@ -124,46 +123,13 @@ class TestOrder:
         assert all(sorted(order) == list(range(50)) for order in orders.values())
 
     def test_never_changes(self) -> None:
-        """A checkpoint of today must be resumed by the numpy of tomorrow: these numbers are a promise."""
+        """A checkpoint of today must be resumed by the numpy of tomorrow: these numbers are a promise.
+
+        When they were frozen, computed orders of 20 seeds passed chi-square tests of places, neighbours and seeds.
+        """
         assert Plan(10, 1, 1, seed=0).order(0).tolist() == FROZEN_00
         assert Plan(10, 1, 1, seed=7).order(3).tolist() == FROZEN_73
         assert Plan(SMALL + 1, 1, 1, seed=7).order(3, 0, 5).tolist() == FROZEN_LARGE
-
-
-def computed(samples: int, *, seed: int = 0, epoch: int = 0, rounds: int = ROUNDS) -> np.ndarray:
-    """Return the whole of a permutation that is computed by position."""
-    keys = random_words(samples, seed, epoch, rounds)
-    return _feistel(np.arange(samples, dtype=np.uint64), samples, keys).astype(np.int64)
-
-
-def excess(counts: np.ndarray) -> float:
-    """Return how many standard deviations chi-square is above what evenly drawn counts give."""
-    freedom = counts.size - 1
-    chi_square = ((counts - counts.mean()) ** 2 / counts.mean()).sum()
-    return float((chi_square - freedom) / math.sqrt(2 * freedom))
-
-
-def table(rows: np.ndarray, columns: np.ndarray, samples: int) -> np.ndarray:
-    """Return how often the sixteenths of two columns of numbers below `samples` meet: [16, 16]."""
-    cells = rows * 16 // samples * 16 + columns * 16 // samples
-    return np.bincount(cells, minlength=256).astype(float)
-
-
-def tables(samples: int, rounds: int) -> dict[str, float]:
-    """Return by how much the orders of 20 seeds miss what evenly drawn ones give."""
-    found = dict.fromkeys(("places", "neighbours", "steps", "epochs", "seeds"), np.zeros(256))
-    places = np.arange(samples)
-    for seed in range(20):
-        order = computed(samples, seed=seed, rounds=rounds)
-        others = {
-            "places": (places, order),
-            "neighbours": (order[:-1], order[1:]),
-            "steps": ((order[1:] - order[:-1]) % samples, (order[:-1] * 16) % samples),
-            "epochs": (order, computed(samples, seed=seed, epoch=1, rounds=rounds)),
-            "seeds": (order, computed(samples, seed=seed + 1, rounds=rounds)),
-        }
-        found = {name: found[name] + table(*pair, samples) for name, pair in others.items()}
-    return {name: excess(counts) for name, counts in found.items()}
 
 
 class TestComputedOrder:
@@ -178,13 +144,6 @@ class TestComputedOrder:
         assert piece.dtype == np.int64 and piece.min() >= 0 and piece.max() < samples
         assert len(np.unique(piece)) == 1000
         assert np.array_equal(plan.order(3, start + 400, start + 401), piece[400:401])
-
-    def test_passes_for_random(self) -> None:
-        for samples in (10_007, 65_536):
-            assert max(tables(samples, ROUNDS).values()) < 4, tables(samples, ROUNDS)
-
-    def test_negative_twin_two_rounds_do_not_pass(self) -> None:
-        assert max(tables(10_007, 2).values()) > 20
 
     def test_a_hundred_million_samples(self, limit: Limit) -> None:
         """On each of 4 ranks, and going on at 3; the order of 1e7 samples took 3.7 s, each epoch."""

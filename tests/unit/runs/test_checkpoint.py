@@ -93,20 +93,14 @@ class TestRetention:
             if best:
                 assert step_of(restored(folder, which="best", mode=mode)) == -best[1]
 
-    def test_a_directory_that_is_taken_is_named_also_where_the_list_of_locks_is_hidden(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_directory_that_is_taken(self, tmp_path: Path) -> None:
         held = checkpoint_folder.Lock(tmp_path)
         with pytest.raises(CheckpointError, match="one training at a time") as caught:
             checkpoint_folder.Lock(tmp_path)
-        assert f"in use by pid {os.getpid()}" in caught.value.received
-        monkeypatch.setattr(checkpoint_folder, "LOCKS", tmp_path / "hidden")
-        with pytest.raises(CheckpointError, match="one training at a time") as caught:
-            checkpoint_folder.Lock(tmp_path)
-        assert "in use by another process" in caught.value.received
-        assert checkpoint_folder.taken_by(tmp_path) == "another process"
+        assert f"{tmp_path} is in use by another process" in caught.value.received
+        assert checkpoint_folder.is_taken(tmp_path)
         del held
-        assert checkpoint_folder.taken_by(tmp_path) is None, "the twin: a lock that is given back"
+        assert not checkpoint_folder.is_taken(tmp_path), "the twin: a lock that is given back"
 
     def test_a_missing_best_metric_is_reported_once(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         checkpoints = synchronous(tmp_path)
@@ -174,15 +168,13 @@ class TestRetention:
         assert second.name == f"{first.name}.2" and synchronous(tmp_path).latest().path == second  # type: ignore[union-attr]
         assert save(tmp_path, 6, keep=1).exists() and not first.exists() and not second.exists()
 
-    def test_damaged_ones_do_not_count_and_go_in_time(self, tmp_path: Path) -> None:
+    def test_damaged_ones_do_not_count_and_stay(self, tmp_path: Path) -> None:
         save(tmp_path, 1, keep=2)
-        damaged = save(tmp_path, 2, keep=2) / "a.bin"
-        damaged.write_bytes(b"short")
+        (save(tmp_path, 2, keep=2) / "a.bin").write_bytes(b"short")
         save(tmp_path, 3, keep=2)
         assert [info.progress.step for info in synchronous(tmp_path).list() if info.ok] == [1, 3]
-        assert damaged.exists(), "newer than a good one that is kept: it is told about"
         save(tmp_path, 4, keep=2)
-        assert steps(tmp_path) == [3, 4]
+        assert steps(tmp_path) == [2, 3, 4]
 
 
 class TestDamage:
@@ -207,8 +199,8 @@ class TestDamage:
         assert fallbacks > 200 + 300  # white space of the manifest may change, nothing else
         assert step_of(restored(tmp_path)) == 2
 
-    @pytest.mark.parametrize("reason", [errno.EACCES, errno.EIO, errno.ESTALE, "a newer format"])
-    def test_what_cannot_be_read_is_kept_and_told(
+    @pytest.mark.parametrize("reason", [errno.EIO, "a newer format"])
+    def test_what_cannot_be_read_is_kept(
         self, tmp_path: Path, reason: int | str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         def unreadable(step: int) -> None:
@@ -231,39 +223,17 @@ class TestDamage:
         unreadable(1)
         for step in (2, 3, 4):
             checkpoints.save(state_of(step), progress=progress_at(step))
-        text = "format 2" if isinstance(reason, str) else os.strerror(reason)
-        told = capsys.readouterr().err
-        assert told.count(f"keeping {tmp_path / 'epoch-0000-step-000001'}") == told.count(text) == 1, told
         monkeypatch.undo()
         (tmp_path / "epoch-0000-step-000001" / MANIFEST).write_bytes(whole)
         assert steps(tmp_path) == [1, 4] and step_of(restored(tmp_path, which=checkpoints.list()[0].path)) == 1
         whole = (tmp_path / "epoch-0000-step-000004" / MANIFEST).read_bytes()
         unreadable(4)
         assert step_of(restored(tmp_path)) == 1
-        assert "passing over the unreadable checkpoint" in capsys.readouterr().err
+        assert "skipping the unusable checkpoint" in capsys.readouterr().err
         checkpoints.save(state_of(2), progress=progress_at(2))  # the run that went on from 1
         monkeypatch.undo()
         (tmp_path / "epoch-0000-step-000004" / MANIFEST).write_bytes(whole)
         assert step_of(restored(tmp_path)) == 2, "saved last, though the other could not be looked at"
-
-    def test_a_file_that_cannot_be_opened_is_no_reason_to_delete(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        checkpoints = synchronous(tmp_path, keep=1)
-        closed = save(tmp_path, 1) / "b.bin"
-        opened = Path.open
-
-        def failing(path: Path, *args: Any, **kwargs: Any) -> Any:
-            if path == closed:
-                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-            return opened(path, *args, **kwargs)
-
-        monkeypatch.setattr(Path, "open", failing)
-        for step in (2, 3, 4):
-            checkpoints.save(state_of(step), progress=progress_at(step))
-        assert f"keeping {closed.parent}" in capsys.readouterr().err
-        monkeypatch.undo()
-        assert steps(tmp_path) == [1, 4] and step_of(restored(tmp_path, which=closed.parent)) == 1
 
     @pytest.mark.parametrize("name", [MANIFEST, "a.bin"])
     def test_the_last_of_a_run_that_went_back_is_not_passed_over_in_silence(
@@ -273,7 +243,7 @@ class TestDamage:
             newest = save(tmp_path, step)
         (newest / name).write_bytes(b"")
         assert step_of(restored(tmp_path)) == 3
-        assert f"passing over the damaged checkpoint {newest}" in capsys.readouterr().err
+        assert f"skipping the unusable checkpoint {newest}" in capsys.readouterr().err
 
     @pytest.mark.parametrize("text", ["[]", "3", '"x"', "null", "{}", '{"digest": 1}', "\xff", "[" * 100_000])
     def test_a_manifest_that_is_something_else(self, tmp_path: Path, text: str) -> None:
