@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import sys
 import tempfile
-from importlib.machinery import PathFinder
 from pathlib import Path
 
 from hvdtrain.core import variables
@@ -30,7 +26,6 @@ def install(location: str, say: Say) -> str:
         rule = "a ready wheel of Horovod needs an installed PyTorch or TensorFlow"
         received = "; ".join(problems) or "neither torch nor tensorflow is installed here"
         raise HvdtrainError(rule, received, "pip install 'hvdtrain[torch,keras]'")
-    _check_place(location)
     frameworks = [name for name, there in (("torch", torch), ("tensorflow", tensorflow)) if there]
     cuda = cuda_here(torch)
     wanted = {version_for(torch.get("version"), cuda, tensorflow, mpi): mpi for mpi in (mpi_here(), None)}
@@ -62,21 +57,6 @@ def install(location: str, say: Say) -> str:
     rule = f"a ready wheel of Horovod must be of version {' or '.join(wanted)}"
     received = f"pip finds none at {location}: {'; '.join(dict.fromkeys(none))}"
     raise HvdtrainError(rule, received, "hvdtrain build-horovod --install")
-
-
-def _check_place(location: str) -> None:
-    """Refuses what has nothing to do with the frameworks, before anything is looked for."""
-    if not location or ("://" not in location and not Path(location).is_dir()):
-        received = f"{location!r}, which is no folder" if location else "nothing"
-        raise HvdtrainError("--ready needs a folder of wheels, or the address of a page that lists them", received)
-    if importlib.util.find_spec("pip") is None:
-        rule = "a ready wheel needs pip"
-        raise HvdtrainError(rule, f"none in {sys.executable}", "python -m ensurepip")
-    other = PathFinder.find_spec("horovod", os.environ.get("PYTHONPATH", "").split(os.pathsep))
-    if other is not None:
-        rule = "the Horovod that is installed must be the one that Python finds"
-        received = f"PYTHONPATH has another before it: {other.origin}"
-        raise HvdtrainError(rule, received, "take that folder off PYTHONPATH")
 
 
 def _check(wheel: Path) -> None:

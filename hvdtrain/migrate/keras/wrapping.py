@@ -58,15 +58,13 @@ def move_wraps(plan: Rewrite) -> set[str]:
 
 def _check(plan: Rewrite, call: cst.Call, arguments: dict[str, cst.BaseExpression]) -> bool:
     """Returns True if each argument is kept, or changes no weights; refuses the call otherwise."""
-    op, sets = arguments.get("op"), arguments.get("process_set")
-    for node in (op, sets, *(arguments.get(name) for name in _OF_NO_MATTER)):
+    op = arguments.get("op")
+    for node in (op, *(arguments.get(name) for name in _OF_NO_MATTER)):
         plan.settle(node)
     if "optimizer" not in arguments:
         plan.refuse(call, "the arguments of hvd.DistributedOptimizer are not known")
     elif op is not None and plan.source.qualified(op) != plan.prefix + "Average":
         plan.refuse(op, f"op={code(op)}: hvk.prepare averages gradients over ranks, and does nothing else")
-    elif sets is not None and plan.source.qualified(sets) != plan.prefix + "global_process_set":
-        plan.refuse(sets, "a process set: hvdtrain trains one model on all ranks")
     elif not is_chain(arguments["optimizer"]) and not isinstance(arguments["optimizer"], cst.Call):
         plan.refuse(call, "DistributedOptimizer needs a name, or an optimizer that is made there")
     else:

@@ -23,6 +23,7 @@ from hvdtrain.migrate.script.source import (
     walk,
 )
 
+SETS_REASON = "process sets: hvdtrain trains one model on all ranks"
 Expression = Callable[[Any], cst.BaseExpression]
 Statements = Callable[[Any], Sequence[Any]]
 
@@ -158,14 +159,16 @@ class _Rewriter(cst.CSTTransformer):
 
 
 def arguments_of(plan: Rewrite, call: cst.Call, name: str) -> dict[str, cst.BaseExpression] | None:
-    """Returns a call's arguments; None, and refuses the call, if they are not known."""
+    """Returns a call's arguments; None, and refuses the call, if they are not known, or are for some ranks only."""
     found = bind(call, name, plan.signatures)
     if found is None or set(found) - set(plan.signatures[name].split()):
         plan.refuse(call, f"the arguments of hvd.{name} are not known")
         return None
-    for other in found.values():
-        if plan.source.qualified(other) == plan.prefix + "global_process_set":
-            plan.settle(other)
+    sets = found.get("process_set")
+    plan.settle(sets)
+    if sets is not None and plan.source.qualified(sets) != plan.prefix + "global_process_set":
+        plan.refuse(call, SETS_REASON)
+        return None
     return found
 
 

@@ -14,7 +14,6 @@ from hvdtrain.migrate.script.source import Script, calls, code, is_chain, litera
 Arguments = dict[str, cst.BaseExpression]
 Mover: TypeAlias = Callable[[Rewrite, cst.Call, str], None]
 Handler: TypeAlias = Callable[[Rewrite, cst.Call, str, Arguments], None]
-SETS_REASON = "process sets: hvdtrain trains one model on all ranks"
 RUN_REASON = "hvdtrain.run(function, args=, kwargs=, np=, hosts=) is its counterpart"
 # of the global generators
 _ORDERS = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import libcst as cst
 
 from hvdtrain.migrate.script import ranks
-from hvdtrain.migrate.script.plan import Rewrite, arguments_of, statement_of
+from hvdtrain.migrate.script.plan import SETS_REASON, Rewrite, arguments_of, statement_of
 from hvdtrain.migrate.script.ranks import (
     Arguments,
     Handler,
@@ -35,7 +35,7 @@ _REASONS = {
     "join": "ranks with unequal numbers of batches: Horovod counts those of a rank that is done as zero gradients;"
     " hvt.loader over the data of all ranks gives each rank as many batches, and weighs them right",
     "SyncBatchNorm": "hvt.prepare(..., sync_batchnorm=True) makes it of a model's nn.BatchNorm layers: build these",
-    **dict.fromkeys(("add_process_set", "remove_process_set", "ProcessSet", "global_process_set"), ranks.SETS_REASON),
+    **dict.fromkeys(("add_process_set", "remove_process_set", "ProcessSet", "global_process_set"), SETS_REASON),
     "horovod.run": ranks.RUN_REASON,
     **dict.fromkeys(
         ("synchronize", "poll"), "handles of operations under way have no counterpart: take the call that waits"
@@ -60,13 +60,7 @@ def move_rest(plan: Rewrite) -> None:
 
 def _move_call(plan: Rewrite, call: cst.Call, name: str) -> None:
     arguments = arguments_of(plan, call, name)
-    if arguments is None:
-        return
-    sets = arguments.get("process_set")
-    plan.settle(sets)
-    if sets is not None and plan.source.qualified(sets) != _PREFIX + "global_process_set":
-        plan.refuse(call, ranks.SETS_REASON)
-    elif name in _HANDLERS:  # else it has been moved
+    if arguments is not None and name in _HANDLERS:  # else it has been moved
         for dropped in ("name", "compression", "model"):
             plan.settle(arguments.get(dropped))
         _HANDLERS[name](plan, call, name, arguments)

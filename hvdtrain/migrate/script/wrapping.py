@@ -9,9 +9,8 @@ from typing import Any
 
 import libcst as cst
 
-from hvdtrain.migrate.script.plan import Rewrite, condition_above, made_of, target_of
+from hvdtrain.migrate.script.plan import Rewrite, arguments_of, condition_above, made_of, target_of
 from hvdtrain.migrate.script.source import (
-    SIGNATURES,
     Script,
     Statement,
     bind,
@@ -103,67 +102,45 @@ def read(plan: Rewrite, call: cst.Call) -> Wrap | None:
             f"the optimizer is wrapped within `{what}`: move it out, hvt.prepare also works on one process",
         )
         return None
-    arguments = bind(call, "DistributedOptimizer")
-    if (
-        arguments is None
-        or "optimizer" not in arguments
-        or set(arguments) - set(SIGNATURES["DistributedOptimizer"].split())
-    ):
-        plan.refuse(call, "the arguments of DistributedOptimizer are not known")
-        return None
-    if not _check_arguments(plan, call, arguments):
+    arguments = arguments_of(plan, call, "DistributedOptimizer")
+    if arguments is None or (adasum := _adasum(plan, arguments)) is None:
         return None
     model = _model(source, statement, arguments)
     if model is None:
         plan.refuse(call, "the model of these parameters is not known: write named_parameters=model.named_parameters()")
         return None
-    op = arguments.get("op")
-    adasum = None if op is None else _adasum_test(source, op)
-    if adasum:
-        _move_questions(plan, adasum)
-    return Wrap(statement, target, model, arguments, adasum or "")
-
-
-def _adasum_test(source: Script, op: cst.BaseExpression) -> str | None:
-    """Returns the condition under which `hvd.Adasum if ... else hvd.Average` is Adasum; None of anything else."""
-    if not isinstance(op, cst.IfExp) or "horovod." in "".join(map(source.qualified, walk(op.test))):
-        return None
-    one, other = (source.qualified(part).removeprefix("horovod.torch.") for part in (op.body, op.orelse))
-    return {("Adasum", "Average"): code(op.test), ("Average", "Adasum"): f"not ({code(op.test)})"}.get((one, other))
-
-
-def _check_arguments(plan: Rewrite, call: cst.Call, arguments: dict[str, cst.BaseExpression]) -> bool:
-    """Returns True if each argument is kept, or changes no weights; refuses the others."""
-    right = True
-    op = arguments.get("op")
-    if op is not None:
-        plan.settle(op)
-        if _adasum_test(plan.source, op) is not None:
-            plan.note(op, "where Adasum is asked for, the new script ends: hvdtrain averages gradients")
-        elif plan.source.qualified(op) != "horovod.torch.Average":
-            what = "Adasum" if "Adasum" in code(op) else code(op)
-            plan.refuse(op, f"op={what}: hvt.prepare averages gradients over ranks, and does nothing else")
-            right = False
-    process_set = arguments.get("process_set")
-    if process_set is not None:
-        plan.settle(process_set)
-        if plan.source.qualified(process_set) != "horovod.torch.global_process_set":
-            plan.refuse(process_set, "a process set: hvdtrain trains one model on all ranks")
-            right = False
     for name in _OF_NO_MATTER:
-        if name in arguments:
-            plan.settle(arguments[name])
-    return right
+        plan.settle(arguments.get(name))
+    return Wrap(statement, target, model, arguments, adasum)
+
+
+def _adasum(plan: Rewrite, arguments: dict[str, cst.BaseExpression]) -> str | None:
+    """Returns the condition under which Adasum is asked for, as text; "" for never; None, and refuses it, for another
+    operation."""
+    op = arguments.get("op")
+    plan.settle(op)
+    if op is None or plan.source.qualified(op) == "horovod.torch.Average":
+        return ""
+    if isinstance(op, cst.IfExp) and "horovod." not in "".join(map(plan.source.qualified, walk(op.test))):
+        both = [plan.source.qualified(part).removeprefix("horovod.torch.") for part in (op.body, op.orelse)]
+        if sorted(both) == ["Adasum", "Average"]:
+            plan.note(op, "where Adasum is asked for, the new script ends: hvdtrain averages gradients")
+            test = code(op.test) if both[0] == "Adasum" else f"not ({code(op.test)})"
+            _move_questions(plan, test)
+            return test
+    what = "Adasum" if "Adasum" in code(op) else code(op)
+    plan.refuse(op, f"op={what}: hvt.prepare averages gradients over ranks, and does nothing else")
+    return None
 
 
 def _model(source: Script, statement: cst.SimpleStatementLine, arguments: dict[str, cst.BaseExpression]) -> str | None:
     """Returns the model, as text, by its named parameters, or by those that the optimizer was made of."""
     named = made_of(source, arguments.get("named_parameters"), statement)
-    if (found := _owner(named, "named_parameters")) is not None:
+    if (found := _owner(named, "named_parameters")) is not None and "optimizer" in arguments:
         return found
     if "named_parameters" in arguments and code(arguments["named_parameters"]) != "None":
         return None
-    made = made_of(source, arguments["optimizer"], statement)
+    made = made_of(source, arguments.get("optimizer"), statement)
     if isinstance(made, cst.Call) and made.args:
         return _owner(made.args[0].value, "parameters")
     return None
