@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import zipfile
 from pathlib import Path
 
 from hvdtrain.core import variables
@@ -60,7 +61,11 @@ def install(location: str, say: Say) -> str:
 
 
 def _check(wheel: Path) -> None:
-    """Refuses a wheel that is no wheel, or needs what is not there."""
+    """Refuses a wheel that is damaged, or needs what is not there."""
+    with zipfile.ZipFile(wheel) as packed:
+        damaged = packed.testzip()
+    if damaged:
+        raise HvdtrainError("a ready wheel must be whole", f"{wheel.name} is damaged: {damaged}", "copy it again")
     checked = pip("install", "--dry-run", "--no-index", str(wheel))
     if checked.returncode:
         rule = "a ready wheel must find what it needs"

@@ -18,7 +18,7 @@ CHANGES = tomllib.loads((FOLDER / "mutants.toml").read_text())
 MUTANTS = CHANGES["mutant"]
 WAIT = ("empty_shard", "objects_of_two_types")
 QUIET = [mutant for mutant in MUTANTS if mutant["kind"] != "hangs"]
-GUARD = ("-m", "hvdtrain.guard")
+GUARD = ("-m", "hvdtrain", "guard")
 ENV = {"KERAS_BACKEND": "tensorflow"}
 
 
