@@ -24,7 +24,7 @@ from hvdtrain.pipeline.plan.schedule import REMATS, SCHEDULES
 from hvdtrain.record import folder
 from hvdtrain.record.bottleneck import RunFacts
 from hvdtrain.vision import pictures, pipelines
-from hvdtrain.vision.recipes import RECIPES, Settings, nearest_batch, smallest_batch
+from hvdtrain.vision.recipes import RECIPES, Settings
 from hvdtrain.world import startup
 from hvdtrain.world.resources import usable_cores
 from hvdtrain.world.world import World
@@ -32,7 +32,6 @@ from hvdtrain.world.world import World
 if TYPE_CHECKING:
     import torch
 
-    from hvdtrain.pipeline import Pipeline
 
 PROGRAM = "hvdtrain.torch_resnet"
 BEST = "top1"
@@ -54,7 +53,6 @@ def train(args: argparse.Namespace, world: World) -> None:
     plan = Settings.of(args, world.size, recipe, samples=data.samples)
     network = classifiers.build(args.model, data.classes, image_size=data.image_size, stem=recipe.stem)
     pipe, plan = pipelines.apply(args, plan, network, data.image_size, world)
-    check_batches(args, plan, data, network, world, pipe)
     run_dir, args.resume = world.on_main(
         folder.choose_run, args.run_dir, "torch_resnet", resume=args.resume, data_sha256=data.sha256
     )
@@ -96,37 +94,6 @@ class ResNetJob:
 
         metrics = hvt.classification(top=(1, 5) if self.data.classes > 5 else (1,))
         return hvt.evaluate(self.model, self.held_out, metrics)
-
-
-def check_batches(
-    args: argparse.Namespace,
-    plan: Settings,
-    data: pictures.ImageData,
-    network: torch.nn.Module,
-    world: World,
-    pipe: Pipeline | None,
-) -> None:
-    """Refuses a batch size that leaves a device with one picture in an epoch's tail, where batch-norm needs two."""
-    from hvdtrain.vision.classifiers import needs_two
-
-    deal = {"samples": data.samples, "ranks": plan.ranks}
-    if pipe is None:
-        deal["pieces"] = max(len(world.devices), getattr(world.comm, "pieces", 1))
-    else:
-        deal["micro_batches"] = pipe.micro_batches
-    smallest = smallest_batch(**deal, per_rank_batch=plan.per_rank_batch)
-    if args.sync_batchnorm or smallest >= 2 or not needs_two(network, data.image_size):
-        return
-    better = nearest_batch(**deal, per_rank_batch=plan.per_rank_batch)
-    raise ConfigError(
-        "batch-norm needs two pictures, where the model has shrunk them to one pixel",
-        f"{data.samples} pictures of {data.image_size} x {data.image_size} on {plan.ranks} rank(s), "
-        f"{plan.per_rank_batch} each{f' in {pipe.micro_batches} micro-batches' if pipe else ''}: in some step a device"
-        " has 1",
-        (f"--per-rank-batch {better}, " if better else "")
-        + ("a larger --image-size, or --sync-batchnorm" if pipe is None else "fewer --micro-batches"),
-        shared=True,
-    )
 
 
 def prepare(

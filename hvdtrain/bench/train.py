@@ -5,9 +5,8 @@ and Lightning Fabric (--framework torch), or plain Keras and a prepared fit (--f
 processes as ranks that do not talk, which is what this machine could do at most: efficiency is over their samples a
 second. One thread and one core a rank on CPU.
 
-Everything (--all): PyTorch's, Keras' and everybody's ways with one model, in groups that fit into memory, each with
-its own references; with memory and changed lines. --models toy shows in a minute or two whether all of
-them work here.
+Ways take turns in groups that fit into memory, each with its own references. --all: the ways of PyTorch and of Keras
+with one model; with --models toy it shows in a minute or two whether all of them work here.
 
 Settings (--tune [-- COMMAND ...]): threads, Horovod's cycle time, fusion, shared memory and controller, buckets and
 (--allow-compression) float16 gradients, tried in turns for a program that trains through hvdtrain; what is faster
@@ -78,38 +77,29 @@ class Way:
         where = f"hvdtrain, {self.family}" if self.keras else "hvdtrain on Horovod"
         return f"{where}, {ALONE}" if self.processes == 1 else where
 
+    @property
+    def is_reference(self) -> bool:
+        """Returns True for what the ratios of other ways are over: it is in every group."""
+        return self.label in (self.alone, self.apart) or self.arm in ("hvdtrain", "prepared")
+
     def devices(self, ranks: int) -> int:
         """Returns how many batches a step trains."""
         return ranks if self.processes != 1 or self.arm in MANY_DEVICES else 1
 
 
-def _of_keras(*more: tuple[str, int]) -> tuple[Way, ...]:
-    return tuple(
-        way
-        for backend in ("tensorflow", "torch")
-        for way in (
-            Way(f"Keras on {backend}, {ALONE}", "plain", 1, backend),
-            Way(f"Keras on {backend}, {APART}", "plain", 0, backend),
-            *(Way(f"hvdtrain, Keras on {backend}{label}", "prepared", count, backend) for label, count in more),
-        )
+def _of_keras(backend: str) -> tuple[Way, ...]:
+    return (
+        Way(f"Keras on {backend}, {ALONE}", "plain", 1, backend),
+        Way(f"Keras on {backend}, {APART}", "plain", 0, backend),
+        Way(f"hvdtrain, Keras on {backend}, {ALONE}", "prepared", 1, backend),
+        Way(f"hvdtrain, Keras on {backend}", "prepared", 0, backend),
     )
 
 
-# of one framework: also hvdtrain in one process; hvdtrain trains in the processes that do not talk: nothing is faster
-STEPS = (
-    Way(f"PyTorch, {ALONE}", "alone", 1),
-    Way(f"PyTorch, {APART}", "apart"),
-    Way(f"hvdtrain on Horovod, {ALONE}", "hvdtrain", 1),
-    Way("hvdtrain on Horovod", "hvdtrain"),
-    Way("Horovod by hand", "horovod"),
-    Way("DistributedDataParallel", "ddp"),
-    Way("Accelerate", "accelerate"),
-    Way("Lightning Fabric", "fabric"),
-    *_of_keras((f", {ALONE}", 1), ("", 0)),
-)
+# hvdtrain trains in the processes of PyTorch that do not talk: nothing is faster
 WAYS = (
     Way(f"PyTorch, {ALONE}", "alone", 1),
-    Way(f"PyTorch, {APART}", "alone"),
+    Way(f"PyTorch, {APART}", "apart"),
     Way("DataParallel (one process)", "dataparallel", 1),
     Way("pipeline (one process)", "pipeline", 1),
     Way("DistributedDataParallel", "ddp"),
@@ -117,8 +107,10 @@ WAYS = (
     Way("Accelerate", "accelerate"),
     Way("Lightning Fabric", "fabric"),
     Way("Horovod by hand", "horovod"),
+    Way(f"hvdtrain on Horovod, {ALONE}", "hvdtrain", 1),
     Way("hvdtrain on Horovod", "hvdtrain"),
-    *_of_keras(("", 0)),
+    *_of_keras("tensorflow"),
+    *_of_keras("torch"),
 )
 
 
@@ -151,7 +143,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--models", nargs="+", metavar="NAME", help=models)
     add("--pixels", type=count, default=64, metavar="N", help="side of a picture in pixels (default: %(default)s)")
     add("--device", choices=["cpu", "cuda"], default="cpu", help="device, for PyTorch (default: %(default)s)")
-    at_once = "processes in memory (default: all; --all: one for each 2 GiB free)"
+    at_once = "processes in memory (default: one for each 2 GiB free)"
     add("--at-once", type=count, metavar="N", help=at_once)
     add("--tune", action="store_true", help="find faster settings for COMMAND, or for a model of --models")
     add("--budget", type=flags.positive, default=300.0, metavar="S", help="seconds for --tune (default: %(default)g)")
@@ -187,12 +179,11 @@ def run(args: argparse.Namespace) -> int:
 
 def measure(args: argparse.Namespace, model: str) -> dict[str, Any]:
     """Measures every way, one group after another; returns the part of the result that `report` reads."""
-    ways = [way for way in (WAYS if args.all else STEPS) if _is_wanted(way, args) and _is_there(way, args, model)]
+    ways = [way for way in WAYS if _is_wanted(way, args) and _is_there(way, args, model)]
     if not ways:
         rule, received = "a benchmark needs a way to train the model here", f"{model} on {args.device}"
         raise ConfigError(rule, received, "another of --models, --framework or --device: see above what was skipped")
-    free_bytes = probe.memory().get("MemAvailable", 0)
-    at_once = args.at_once or (free_bytes // PROCESS_BYTES if args.all else args.ranks * len(ways))
+    at_once = args.at_once or probe.memory().get("MemAvailable", 0) // PROCESS_BYTES
     groups = grouped(ways, args.ranks, at_once)
     names = [f"{model}, group {number} of {len(groups)}" for number in range(1, len(groups) + 1)]
     found = [_one_group(args, model, *its) for its in zip(groups, names, strict=True)]
@@ -227,7 +218,7 @@ def grouped(ways: Sequence[Way], ranks: int, at_once: int) -> list[list[Way]]:
     groups = []
     for family in dict.fromkeys(way.family for way in ways):
         its = [way for way in ways if way.family == family]
-        references = [way for way in its if way.label in (way.alone, way.apart)]
+        references = [way for way in its if way.is_reference]
         group = list(references)
         for way in its:
             if way in references:
@@ -242,7 +233,7 @@ def grouped(ways: Sequence[Way], ranks: int, at_once: int) -> list[list[Way]]:
 
 def _is_wanted(way: Way, args: argparse.Namespace) -> bool:
     framework = "keras" if way.keras else "torch"
-    several = args.ranks > 1 or way.processes == 1
+    several = args.ranks > 1 or (way.processes == 1 and way.arm not in MANY_DEVICES)
     return several and args.framework in (None, framework) and (not way.keras or args.backend in (None, way.keras))
 
 
@@ -314,12 +305,11 @@ def _what(result: Mapping[str, Any], model: str) -> str:
 
 def report(result: Mapping[str, Any]) -> str:
     """Returns a table for each model."""
-    every = result["settings"]["all"]
-    ways, texts = {way.label: way for way in (WAYS if every else STEPS)}, [heading("", result)]
+    ways, texts = {way.label: way for way in WAYS}, [heading("", result)]
     for model, part in result["models"].items():
         rows = [_row(ways[label], part, result["settings"]) for label in part["ratios"]]
         texts += [_what(result, model), stats.table([tuple(rows[0]), *(tuple(row.values()) for row in rows)])]
-    return "\n\n".join([*texts, *[NOTE] * every])
+    return "\n\n".join([*texts, NOTE])
 
 
 def _row(way: Way, part: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, str]:
@@ -329,16 +319,15 @@ def _row(way: Way, part: Mapping[str, Any], settings: Mapping[str, Any]) -> dict
     def shown(name: str, base: str) -> str:
         return str(stats.Interval(**ratio[name])) if name in ratio else "1" if way.label == base else ""
 
-    every, row = settings["all"], {"way": way.label}
-    if every:
-        row["groups"] = ", ".join(str(n) for n, group in enumerate(part["seconds"], 1) if way.label in group)
-    row["step (median)"] = stats.milliseconds(seconds)
-    if not every:
-        rate = way.devices(part["ranks"]) * settings["per_rank_batch"] / median(seconds)
-        cpu = stats.milliseconds(_all(part["cpu_seconds"], way.label))
-        row |= {"samples/s": f"{rate:,.1f}", "CPU time": cpu, "hvdtrain's / this, 95 %": shown("ours", way.ours)}
-    row |= {"speed-up, 95 %": shown("speedup", way.alone), "efficiency, 95 %": shown("efficiency", way.apart)}
-    if every:
-        memory = f"{part['memory_bytes'][way.label] / 2**20:.0f} MiB"
-        row |= {"memory": memory, "changed lines": str(part["lines"][way.label])}
-    return row
+    return {
+        "way": way.label,
+        "groups": ", ".join(str(n) for n, group in enumerate(part["seconds"], 1) if way.label in group),
+        "step (median)": stats.milliseconds(seconds),
+        "samples/s": f"{way.devices(part['ranks']) * settings['per_rank_batch'] / median(seconds):,.1f}",
+        "CPU time": stats.milliseconds(_all(part["cpu_seconds"], way.label)),
+        "hvdtrain's / this, 95 %": shown("ours", way.ours),
+        "speed-up, 95 %": shown("speedup", way.alone),
+        "efficiency, 95 %": shown("efficiency", way.apart),
+        "memory": f"{part['memory_bytes'][way.label] / 2**20:.0f} MiB",
+        "changed lines": str(part["lines"][way.label]),
+    }

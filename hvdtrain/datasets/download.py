@@ -6,10 +6,8 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
-import threading
 import time
 import urllib.request
-from concurrent import futures
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,6 @@ from hvdtrain.core.errors import ConfigError
 from hvdtrain.datasets.images import together
 from hvdtrain.world.world import World
 
-ANSWER_WITHIN_S = 8.0  # name look-up, connection and first answer together
 STALL_AFTER_S = 10.0
 WHOLE_WITHIN_S = 600.0
 
@@ -56,7 +53,7 @@ def download(url: str, target: Path, sha256: str, *, size_limit_bytes: int, reme
         # that share the folder do not write into one file
         handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent)
         partial = Path(name)
-        with os.fdopen(handle, "wb") as output, _open(url) as answer:
+        with os.fdopen(handle, "wb") as output, urllib.request.urlopen(url, timeout=STALL_AFTER_S) as answer:
             found = _copy(answer, output, size_limit_bytes)
             output.flush()
             os.fsync(output.fileno())
@@ -70,22 +67,6 @@ def download(url: str, target: Path, sha256: str, *, size_limit_bytes: int, reme
     finally:
         if partial is not None:
             partial.unlink(missing_ok=True)  # it is renamed when all went well
-
-
-def _open(url: str) -> Any:
-    """Opens it in a thread: the time limit of `urlopen` does not cover the look-up of the name."""
-    answer: futures.Future[Any] = futures.Future()
-
-    def work() -> None:
-        try:
-            answer.set_result(urllib.request.urlopen(url, timeout=STALL_AFTER_S))
-        except Exception as error:  # raised in the caller's thread
-            answer.set_exception(error)
-
-    threading.Thread(target=work, name="hvdtrain-download", daemon=True).start()
-    if not futures.wait([answer], ANSWER_WITHIN_S).done:
-        raise TimeoutError(f"no answer within {ANSWER_WITHIN_S:.0f} s")
-    return answer.result()
 
 
 def _copy(answer: Any, output: Any, size_limit_bytes: int) -> str:

@@ -26,16 +26,13 @@ class Folder:
     Attributes:
         root: the folder with the classes.
         classes: names of the class folders, sorted; a label is an index into it.
-        files: paths below `root`, as bytes with a zero byte after each. Worker processes that count references would
-            copy a list of strings.
-        starts: int64 [N + 1], where each path begins in `files`.
+        files: bytes [N], paths below `root`. Worker processes that count references would copy a list of strings.
         labels: int64 [N].
     """
 
     root: str
     classes: tuple[str, ...]
-    files: bytes
-    starts: np.ndarray
+    files: np.ndarray
     labels: np.ndarray
 
     def __len__(self) -> int:
@@ -43,8 +40,7 @@ class Folder:
 
     def path(self, index: int) -> str:
         """Returns the full path of a file."""
-        start, end = self.starts[index], self.starts[index + 1] - 1
-        return os.path.join(self.root, os.fsdecode(self.files[start:end]))
+        return os.path.join(self.root, os.fsdecode(self.files[index]))
 
     @property
     def note(self) -> str:
@@ -144,10 +140,9 @@ def scan(folder: Path, classes: list[str], *, present: list[str] | None = None) 
     if empty:
         received = f"none ({', '.join(SUFFIXES)}) in {_some(empty)}"
         raise ConfigError("every class must have images", received, "remove empty class folders, or add images")
-    names = list(itertools.chain.from_iterable(below))
-    lengths = np.array([0, *(len(name) + 1 for name in names)], np.int64)
+    files = np.array(list(itertools.chain.from_iterable(below)))
     labels = np.repeat(np.arange(len(classes), dtype=np.int64), counts)
-    return Folder(str(folder), tuple(classes), b"".join(name + b"\0" for name in names), np.cumsum(lengths), labels)
+    return Folder(str(folder), tuple(classes), files, labels)
 
 
 def _images_below(folder: Path) -> list[str]:

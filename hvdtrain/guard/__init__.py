@@ -7,15 +7,13 @@ imports is watched. What is found ends the job on all ranks with exit code 77 (r
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 EPILOG = """\
 examples:
   horovodrun -np 4 hvdtrain guard train.py --epochs 3
   hvdtrain launch -np 4 -- hvdtrain guard --warn --report guard.json train.py
-  horovodrun -np 4 python -m hvdtrain.guard -m package.train --epochs 3
+  horovodrun -np 4 hvdtrain guard -m package.train --epochs 3
 """
 
 
@@ -43,18 +41,3 @@ def run(args: argparse.Namespace) -> int:
     if args.every < 1:
         raise ConfigError("--every must be a whole number of updates, 1 or more", str(args.every))
     return script.run(args.script, args.argv, args.module, warn=args.warn, report=args.report, every=args.every)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """`python -m hvdtrain.guard`."""
-    from hvdtrain.core.errors import HvdtrainError, exit_codes_of
-
-    parser = argparse.ArgumentParser("hvdtrain guard", formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser)
-    parser.epilog = f"{EPILOG}\n{exit_codes_of('guard')}"
-
-    try:
-        return run(parser.parse_args(argv))
-    except HvdtrainError as error:
-        print(f"hvdtrain guard: {error}", file=sys.stderr)
-        return 2

@@ -20,7 +20,6 @@ class GuardFinding:
     rule: str  # what must hold
     received: str  # per rank
     remedy: str  # what to write
-    note: bool = False  # it may be intended: reported, but never ends the job
 
     @property
     def text(self) -> str:
@@ -42,7 +41,7 @@ class Judge:
     def take(self, rank: int, report: Report) -> GuardFinding | None:
         """Returns what this report, with those before it, shows to be wrong, unless it was found before."""
         if report["kind"] == "finding":
-            words = {name: report[name] for name in ("line", "rule", "received", "remedy", "note")}
+            words = {name: report[name] for name in ("line", "rule", "received", "remedy")}
             words["received"] = f"rank {rank}: {words['received']}"
             return self._new(GuardFinding(kind=report["name"], **words))
         ranks = tuple(report["ranks"])

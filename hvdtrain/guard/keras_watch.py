@@ -124,13 +124,6 @@ class KerasWatch:
             self._init(module)
 
         def distributed(original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            passes, average = kwargs.get("backward_passes_per_step", 1), kwargs.get("average_aggregated_gradients")
-            if passes > 1 and not average:
-                self._session.find(
-                    "summed-passes", f"gradients of backward_passes_per_step={passes} passes are summed, not averaged",
-                    "average_aggregated_gradients is not set", "average_aggregated_gradients=True",
-                    note=True,
-                )  # fmt: skip
             wrapped = original(optimizer, *args, **kwargs)
             if hasattr(wrapped, "__dict__"):
                 wrapped.__dict__["_guard_line"] = user_line()

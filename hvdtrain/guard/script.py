@@ -76,16 +76,10 @@ def execute(what: str, argv: Sequence[str], module: bool) -> int:
 
 def _print_as_python_would(error: BaseException) -> None:
     """Prints the traceback without the frames that ran the script and those that its calls passed through."""
-    frames = []
-    trace = error.__traceback__
-    while trace is not None:
-        name = trace.tb_frame.f_globals.get("__name__", "")
-        if name != "runpy" and not name.startswith(("hvdtrain.guard", "hvdtrain.commands.rehearse")):
-            frames.append(trace)
-        trace = trace.tb_next
-    for outer, inner in zip(frames, frames[1:], strict=False):
-        outer.tb_next = inner
-    if frames:
-        frames[-1].tb_next = None
+    shown = traceback.TracebackException.from_exception(error)
+    own = (str(Path(__file__).parent), "<frozen runpy>", str(runpy.__file__))
+    frames = [frame for frame in shown.stack if not frame.filename.startswith(own)]
+    shown.stack = traceback.StackSummary.from_list(frames)
     sys.stdout.flush()
-    traceback.print_exception(type(error), error, frames[0] if frames else None)  # None: it does not compile
+    # a script that does not compile has no frames
+    print("".join(shown.format() if frames else shown.format_exception_only()), end="", file=sys.stderr)

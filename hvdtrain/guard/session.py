@@ -136,16 +136,14 @@ class GuardSession:
         except OSError:  # rank 0 is gone, which the engine reports
             self.on = False
 
-    def find(
-        self, name: str, rule: str, received: str, remedy: str, *, line: str | None = None, note: bool = False
-    ) -> None:
+    def find(self, name: str, rule: str, received: str, remedy: str, *, line: str | None = None) -> None:
         """Reports what this rank alone has found, once per source line; does not return if that ends the job."""
         line = line or user_line()
         if not self.on or (name, line) in self._reported or os.getpid() != self._pid:
             return
         self._reported.add((name, line))
-        self.report(kind="finding", name=name, line=line, rule=rule, received=received, remedy=remedy, note=note)
-        if not (note or self._warn) and self.rank:
+        self.report(kind="finding", name=name, line=line, rule=rule, received=received, remedy=remedy)
+        if not self._warn and self.rank:
             self._over.wait(60)  # until rank 0 ends all
 
     @contextlib.contextmanager
@@ -212,9 +210,9 @@ class GuardSession:
             finding = self._judge.take(rank, report)
             if finding is None:
                 return
-            if finding.note or self._warn:
+            if self._warn:
                 received = finding.received.replace("\n", "\n            ")
-                text = f"{'note: ' * finding.note}{finding.text}\n  received: {received}\n  fix: {finding.remedy}"
+                text = f"{finding.text}\n  received: {received}\n  fix: {finding.remedy}"
                 print(f"{PROGRAM}: {text}", file=sys.stderr, flush=True)
                 return
             self._write()
@@ -262,11 +260,10 @@ class GuardSession:
         with self._lock:
             judge = self._judge
             self._write()
-            wrong = [finding for finding in judge.findings if not finding.note]
             updates = sum(self.steps.values())
             summary = f"{updates} update(s) of {len(self.steps)} optimizer(s) on {self.size} ranks"
-            if wrong:
-                summary += f"; {len(wrong)} finding(s) above"
+            if judge.findings:
+                summary += f"; {len(judge.findings)} finding(s) above"
             elif judge.averaged:
                 summary += f": averaged, and the replicas equal in all {judge.compared} comparisons"
             else:

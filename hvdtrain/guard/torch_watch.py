@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import sys
 import weakref
 from types import ModuleType
 from typing import Any
@@ -17,7 +16,6 @@ _COLLECTIVE = (
     "allreduce", "allreduce_", "grouped_allreduce", "grouped_allreduce_", "allgather", "grouped_allgather", "broadcast",
     "broadcast_", "alltoall", "reducescatter", "barrier", "synchronize",
 )  # fmt: skip
-_MEANS = ("Nll", "Mse", "Mean", "BinaryCrossEntropy", "SmoothL1", "Huber", "KlDiv", "L1Loss", "SoftMarginLoss")
 
 
 def hooks(session: GuardSession) -> dict[str, Hook]:
@@ -126,22 +124,6 @@ class TorchWatch:
         wrap(module, "DistributedOptimizer", distributed)
         for name in _COLLECTIVE:
             wrap(module, name, session.wrapped_collective)
-        wrap(sys.modules["torch"].Tensor, "backward", self._backward)
-
-    def _backward(self, original: Any, loss: Any, *args: Any, **kwargs: Any) -> Any:
-        """Several passes an update are summed: a loss that is a mean, and nothing else, was not divided by them."""
-        name = type(loss.grad_fn).__name__
-        result = original(loss, *args, **kwargs)
-        if self._session.on and name.startswith(_MEANS):
-            # those with gradients on their way, which this pass has made
-            passes = [getattr(o, "backward_passes_per_step", 1) for o in self._distributed if o._handles]
-            if max(passes, default=1) > 1:
-                self._session.find(
-                    "summed-passes", f"the gradients of backward_passes_per_step={max(passes)} passes are summed, not"
-                    " averaged", "the loss is not divided by their number",
-                    f"(loss / {max(passes)}).backward(), or a rate that allows it", note=True,
-                )  # fmt: skip
-        return result
 
     def _before(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._depth += 1

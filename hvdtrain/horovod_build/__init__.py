@@ -23,7 +23,7 @@ EXAMPLES = """\
 examples:
   hvdtrain build-horovod --install              build (or take from the cache) and install here
   hvdtrain build-horovod --output wheels/       leave a copy of the wheel in wheels/
-  hvdtrain build-horovod --dist wheels/         for other machines: manylinux, chosen by pip, and an index
+  hvdtrain build-horovod --dist wheels/         for other machines: manylinux, chosen by pip
   hvdtrain build-horovod --ready wheels/        install such a wheel, if one fits: no compiler is needed
   hvdtrain build-horovod --sdist horovod-0.28.1.tar.gz --gpu none
   hvdtrain build-horovod --edits                what is changed in Horovod's sources, and why
@@ -43,9 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("what to do with it").add_argument
     add("--install", action="store_true", help="install the wheel into this environment")
     add("--output", type=Path, metavar="DIR", help="copy the wheel to DIR")
-    add("--dist", type=Path, metavar="DIR", help="write a wheel of hvdtrain-horovod to DIR, and update its index")
+    add("--dist", type=Path, metavar="DIR", help="write a wheel of hvdtrain-horovod to DIR")
     add("--ready", metavar="DIR|URL", help="do not build: install a matching wheel of hvdtrain-horovod from there")
-    add("--index", type=Path, metavar="DIR", help="do not build: write the index of the wheels in DIR again")
     kept = f"keep wheels in DIR (default: ${variables.CACHE} or ~/.cache/hvdtrain)"
     add("--cache", type=Path, metavar="DIR", help=kept)
     add("--rebuild", action="store_true", help="build even if the cache has a wheel")
@@ -61,9 +60,6 @@ def run(args: argparse.Namespace) -> int:
 
     if args.edits:
         print(patching.table())
-        return 0
-    if args.index is not None:
-        dist.write_index(args.index)
         return 0
     if args.ready is not None:
         _say(f"installed and proven: {dist.NAME} {ready.install(args.ready, _say)}")
@@ -92,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     if args.dist:
         build.make_folder(args.dist, "--dist DIR")
         made = dist.make(wheel, found, args.dist, steps.Commands(cache / "dist.log", _say))
-        _say(f"ready: {made}, listed in {args.dist / 'simple'}; {dist.needs(made)}")
+        _say(f"ready: {made}; {dist.needs(made)}")
     if args.install:
         swap.replace(wheel)
     _say(f"{'installed' if args.install else 'ready'}: {wheel}")

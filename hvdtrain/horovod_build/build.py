@@ -26,6 +26,9 @@ from hvdtrain.horovod_build.proof import prove
 from hvdtrain.horovod_build.steps import Commands, Say
 from hvdtrain.horovod_build.support import HOROVOD_VERSION, SDIST_SHA256, torch_cxx_standard
 
+# extraction filters (PEP 706) came with 3.11.4; the archive's setup.py is run all the same
+_DATA: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
+
 
 def cache_folder() -> Path:
     """Returns the folder that keeps wheels: in $HVDTRAIN_CACHE, else in the user's cache folder."""
@@ -140,7 +143,7 @@ def unpack(archive: Path, target: Path) -> Path:
     """Unpacks the source distribution; returns its top folder. Raises HvdtrainError if it is not horovod 0.28.1."""
     try:
         with tarfile.open(archive) as tar:
-            _extract(tar, target)
+            tar.extractall(target, **_DATA)
     except (tarfile.TarError, OSError, EOFError) as error:
         remedy = f"pass horovod-{HOROVOD_VERSION}.tar.gz from PyPI, sha256 {SDIST_SHA256}"
         raise HvdtrainError(
@@ -152,22 +155,6 @@ def unpack(archive: Path, target: Path) -> Path:
         rule = f"the source must be horovod {HOROVOD_VERSION}: the recipe patches no other version"
         raise HvdtrainError(rule, f"{archive} contains {found}", f"pass horovod-{HOROVOD_VERSION}.tar.gz")
     return top
-
-
-def _extract(tar: tarfile.TarFile, target: Path) -> None:
-    """Extracts into `target` only, whatever paths the archive holds.
-
-    Debian 12's Python is 3.11.2 and has no extraction filters (PEP 706: 3.11.4): with it, an archive may hold plain
-    files and folders inside its own folder, as Horovod's does, and nothing else.
-    """
-    if hasattr(tarfile, "data_filter"):
-        tar.extractall(target, filter="data")
-        return
-    for member in tar:
-        inside = (target / member.name).resolve().is_relative_to(target.resolve())
-        if not inside or not (member.isreg() or member.isdir()):
-            raise tarfile.TarError(f"{member.name} is no plain file inside the archive's folder")
-    tar.extractall(target)
 
 
 def _build_variables(

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import email
 import email.message
-import hashlib
-import html
 import importlib.util
 import os
 import re
@@ -23,7 +21,6 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
-from urllib.parse import quote
 
 from hvdtrain.core.errors import HvdtrainError, install_command
 from hvdtrain.horovod_build.environment import NCCL_OF_TENSORFLOW, Environment
@@ -71,7 +68,7 @@ def _release(version: str) -> str:
 
 
 def make(wheel: Path, environment: Environment, folder: Path, run: Commands) -> Path:
-    """Makes a ready wheel of a proven one, proves that too, and lists it in `folder`; returns its path there."""
+    """Makes a ready wheel of a proven one, proves that too, and puts it into `folder`; returns its path there."""
     missing = [tool for tool in ("auditwheel", "patchelf") if not _has(tool)]
     if missing:
         rule = "a wheel that runs on other machines needs auditwheel and patchelf"
@@ -94,7 +91,6 @@ def make(wheel: Path, environment: Environment, folder: Path, run: Commands) -> 
         folder.mkdir(parents=True, exist_ok=True)
         part = Path(shutil.copy2(ready, folder / f".{ready.name}.part"))
         part.rename(folder / ready.name)
-    write_index(folder)
     return folder / ready.name
 
 
@@ -141,39 +137,3 @@ def _metadata(text: str, version: str, requires: list[str]) -> str:
     for extra in [line.split('"')[1] for line in requires if "extra ==" in line]:
         message["Provides-Extra"] = extra
     return message.as_string()
-
-
-def write_index(folder: Path) -> None:
-    """Lists the wheels of a folder as a package index does: PEP 503's pages, the metadata beside each wheel (PEP 658).
-
-    Any web server can serve the folder: `pip install --index-url URL/simple`; as it is, `--find-links FOLDER`.
-    """
-    found = {}
-    for wheel in sorted(folder.glob(f"{NAME.replace('-', '_')}-*.whl")):
-        try:
-            found[wheel] = metadata_of(wheel)
-        except (zipfile.BadZipFile, ValueError) as error:
-            rule = "an index needs whole wheels: nothing was written"
-            raise HvdtrainError(rule, f"{wheel} is damaged: {error}", "copy it again, or remove it") from error
-    if not found:
-        rule = f"an index needs wheels of {NAME}"
-        raise HvdtrainError(rule, f"none in {folder}", f"hvdtrain build-horovod --dist {folder}")
-    links = []
-    for wheel, metadata in found.items():
-        wheel.with_name(f"{wheel.name}.metadata").write_bytes(metadata)
-        of_metadata = f"sha256={hashlib.sha256(metadata).hexdigest()}"
-        address = f"../../{quote(wheel.name)}#sha256={hashlib.sha256(wheel.read_bytes()).hexdigest()}"
-        core = f'data-core-metadata="{of_metadata}" data-dist-info-metadata="{of_metadata}"'  # PEP 714: both names
-        links.append(f'<a href="{html.escape(address)}" {core}>{html.escape(wheel.name)}</a>')
-    pages = {"simple": [f'<a href="{NAME}/">{NAME}</a>'], f"simple/{NAME}": links}
-    for page, lines in pages.items():
-        (folder / page).mkdir(parents=True, exist_ok=True)
-        text = ["<!DOCTYPE html>", '<meta name="pypi:repository-version" content="1.0">', f"<title>{NAME}</title>"]
-        (folder / page / "index.html").write_text("\n".join([*text, *(f"{line}<br>" for line in lines)]) + "\n")
-
-
-def metadata_of(wheel: Path) -> bytes:
-    """Returns a wheel's own metadata: its name, and what it requires."""
-    with zipfile.ZipFile(wheel) as packed:
-        (name,) = [name for name in packed.namelist() if name.endswith(".dist-info/METADATA")]
-        return packed.read(name)

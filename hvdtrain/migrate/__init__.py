@@ -1,5 +1,4 @@
-"""`hvdtrain migrate`: turns a script on Horovod into one on hvdtrain, or on plain PyTorch, and proves that both train
-the same.
+"""`hvdtrain migrate`: turns a script on Horovod into one on hvdtrain, and proves that both train the same.
 
 It prints the change as a diff, runs the old and the new script for 20 updates on 2 ranks, and compares their weights.
 A script with a line that cannot be converted stays as it is: each such line is printed with the reason.
@@ -27,21 +26,16 @@ examples:
   hvdtrain migrate train.py --epochs 1                   # the diff; 20 updates of both on 2 ranks, compared
   hvdtrain migrate --in-place train.py --epochs 1        # if proven: written, and the old one kept as train.py.orig
   hvdtrain migrate -o new.py train.py --epochs 1
-  hvdtrain migrate --to ddp train.py                     # off Horovod: torch.distributed, started by torchrun
   hvdtrain migrate --no-prove train.py                   # the diff only: its data or GPUs are elsewhere
 """
-
-_FLAGS = ("--to", "--no-prove", "--updates", "--timeout-s", "--in-place", "-o", "--out")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `hvdtrain migrate`."""
     parser.description, parser.epilog = __doc__, EPILOG
-    parser.usage = "hvdtrain migrate [--to NAME] [--no-prove | --updates N] [--in-place | -o FILE] SCRIPT [ARGS ...]"
+    parser.usage = "hvdtrain migrate [--no-prove | --updates N] [--in-place | -o FILE] SCRIPT [ARGS ...]"
     add = parser.add_argument
     # fmt: off
-    add("--to", choices=("hvdtrain", "ddp"), default="hvdtrain",
-        help="ddp: convert to plain PyTorch instead of hvdtrain")
     add("--no-prove", action="store_true", help="convert only, without running the scripts")
     add("--updates", type=int, default=20, metavar="N", help="updates to compare (default: %(default)s)")
     add("--timeout-s", type=float, default=600.0, metavar="S",
@@ -64,7 +58,6 @@ def run(args: argparse.Namespace) -> int:
     """
     try:
         from hvdtrain.migrate.convert import convert
-        from hvdtrain.migrate.script.plan import TARGETS
     except ModuleNotFoundError as error:
         if error.name != "libcst":
             raise
@@ -74,9 +67,10 @@ def run(args: argparse.Namespace) -> int:
     script: Path = args.script
     if not script.is_file():
         raise ConfigError("the script must be a file", str(script), "hvdtrain migrate train.py")
-    out, argv = _out(args), _argv(args)
+    out = _out(args)
+    argv = args.argv[1:] if args.argv[:1] == ["--"] else args.argv
     text, encoding = _read(script)
-    found = convert(text, TARGETS[args.to])
+    found = convert(text)
     _print(script, "note: ", found.notes)
     if found.refused:
         _print(script, "", found.refused)
@@ -104,9 +98,9 @@ def _is_proven(args: argparse.Namespace, found: Conversion, argv: list[str]) -> 
     large = ", ".join(linked())
     writes = f"; not copied, as too large, so that what it writes there stays: {large}" if large else ""
     _say(f"running {args.script} and the new one for {args.updates} updates, each in a copy of this folder{writes}")
-    options = {"updates": args.updates, "timeout_s": args.timeout_s}
+    options = {"updates": args.updates, "timeout_s": args.timeout_s, "framework": found.framework}
     try:
-        proof = prove(args.script, found.text, argv, **options, framework=found.framework, target=args.to)
+        proof = prove(args.script, found.text, argv, **options)
     except NotProvenError as error:
         _say(f"NOT PROVEN: {error}")
         return False
@@ -123,20 +117,6 @@ def _read(script: Path) -> tuple[str, str]:
     data = script.read_bytes()
     encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
     return data.decode(encoding), encoding
-
-
-def _argv(args: argparse.Namespace) -> list[str]:
-    """Returns the script's own arguments; prints a notice if one has the name of a flag of migrate."""
-    late = [arg for arg in args.argv if arg.split("=")[0] in _FLAGS]
-    if late and args.no_prove:
-        raise ConfigError(
-            "a flag of migrate must stand before the script",
-            f"{late[0]} behind {args.script}",
-            f"hvdtrain migrate --no-prove {' '.join(late)} ... {args.script}",
-        )
-    if late:
-        _say(f"{late[0]} behind {args.script} is the script's own argument; flags of migrate stand before it")
-    return list(args.argv[1:] if args.argv[:1] == ["--"] else args.argv)
 
 
 def _out(args: argparse.Namespace) -> Path | None:

@@ -1,4 +1,4 @@
-"""Converts a Horovod script to hvdtrain or plain PyTorch, or names the lines that it cannot convert."""
+"""Converts a Horovod script to hvdtrain, or names the lines that it cannot convert."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ from dataclasses import dataclass
 
 import libcst as cst
 
-from hvdtrain.migrate import ddp
 from hvdtrain.migrate.keras import calls as keras_calls
 from hvdtrain.migrate.keras import wrapping as keras_wrapping
 from hvdtrain.migrate.script import ranks, torch_calls, training, wrapping
-from hvdtrain.migrate.script.plan import DDP, HVDTRAIN, Rewrite, Target
+from hvdtrain.migrate.script.plan import Rewrite
 from hvdtrain.migrate.script.source import LineNote, Script, children, code, find, walk
 
 _MODULES = ("horovod.torch", "horovod.tensorflow.keras", "horovod.keras", "horovod.tensorflow")
@@ -26,54 +25,55 @@ class Conversion:
     framework: str = "torch"  # the script's framework: torch, keras
 
 
-def convert(text: str, target: Target = HVDTRAIN) -> Conversion:
-    """Moves a script from `horovod.torch` to `hvdtrain.torch`, or from Horovod's Keras to `hvdtrain.keras`; or off both
-    to plain PyTorch."""
+def convert(text: str) -> Conversion:
+    """Moves a script from `horovod.torch` to `hvdtrain.torch`, or from Horovod's Keras to `hvdtrain.keras`."""
     try:
-        return _convert(text, target)
+        return _convert(text)
     finally:
         children.cache_clear()
 
 
-def _convert(text: str, target: Target) -> Conversion:
+def _convert(text: str) -> Conversion:
     try:
         source = Script(text)
     except cst.ParserSyntaxError as error:
         message = str(error.message).splitlines()[0]
         return Conversion(text, (LineNote(error.raw_line, f"the script does not compile: {message}"),))
-    plan = Rewrite(source, _module(source), target)
+    plan = Rewrite(source, _module(source))
     imports = _imports(plan)
     if not imports and not plan.refused:
         return Conversion(text, (LineNote(1, "nothing here imports horovod.torch, or Horovod's Keras"),))
-    if target is DDP:
-        ddp.move(plan, imports)
+    ranks.move_init(plan)
+    if plan.framework == "torch":
+        _move_torch(plan)
     else:
-        ranks.move_init(plan)
-        if plan.framework == "torch":
-            _move_torch(plan)
-        else:
-            keras_calls.move_rest(plan, keras_wrapping.move_wraps(plan))
+        keras_calls.move_rest(plan, keras_wrapping.move_wraps(plan))
     for node in find(source.module, cst.SimpleString):
         if node.evaluated_value == "horovod":
             plan.refuse(node, "'horovod' as text: a library that calls Horovod itself (Lightning's strategy)")
-    own = sorted({"hvt", "hvk", "hvdtrain"} & plan.needs & source.names())
-    for name in ddp.names_taken(plan) if target is DDP else own:
+    for name in sorted({"hvt", "hvk", "hvdtrain"} & plan.needs & source.names()):
         plan.refuse(imports[0], f"the new script needs the name {name}, which the script uses itself")
     notes = tuple(sorted(plan.notes))
     if plan.refused:
         return Conversion(text, tuple(sorted(plan.refused)), notes, plan.framework)
-    if target is DDP:
-        ddp.move_imports(plan, imports)
-    else:
-        ranks.move_imports(plan, imports, {**keras_calls.kept_imports(plan), **ranks.LINES})
+    ranks.move_imports(plan, imports, {**keras_calls.kept_imports(plan), **ranks.LINES})
     return Conversion(plan.apply(), (), notes, plan.framework)
 
 
 def _move_torch(plan: Rewrite) -> None:
     optimizers = wrapping.move_wraps(plan)
-    optimizers.spread(plan.source)
     ranks.refuse_shared_orders(plan)
-    _move_passes(plan, optimizers)
+    passes = training.passes(plan.source)
+    if optimizers.wrapped:
+        for call in passes:
+            training.move_backward(plan, optimizers, call)
+        wrapping.move_synchronize(plan, optimizers)
+    elif passes and not (plan.refused or torch_calls.averages_by_hand(plan.source)):
+        plan.note(
+            passes[0],
+            "no optimizer is wrapped in this file, and backward() is not changed; if another file prepares it,"
+            " write optimizer.backward(loss)",
+        )
     torch_calls.move_rest(plan)
 
 
@@ -119,17 +119,3 @@ def _imports(plan: Rewrite) -> list[cst.SimpleStatementLine]:
             found.append(statement)
         plan.settle(node)
     return found
-
-
-def _move_passes(plan: Rewrite, optimizers: training.Optimizers) -> None:
-    passes = training.passes(plan.source)
-    if optimizers.prepared:
-        for call in passes:
-            training.move_backward(plan, optimizers, call)
-        wrapping.move_synchronize(plan, optimizers)
-    elif passes and not (plan.refused or torch_calls.averages_by_hand(plan.source)):
-        plan.note(
-            passes[0],
-            "no optimizer is wrapped in this file, and backward() is not changed; if another file prepares it,"
-            " write optimizer.backward(loss)",
-        )

@@ -6,14 +6,13 @@ import itertools
 import json
 import math
 import os
-import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +25,6 @@ RANKS = 2
 _EPS_PER_UPDATE = 8
 _SEEN = 20  # times what rounding explains: of weights that move less, a wrong average could hide in it
 _TAIL_LINES = 30
-_TORCHRUNS = re.compile(r"(?m)^.*torch/distributed/elastic/multiprocessing/api\.py:\d+\] failed \(exitcode")
 _GRACE_S = 20
 # of a folder, or one file, that is copied for a run
 _MOST_FILES = 1000
@@ -36,11 +34,8 @@ _NEEDS = (
     "give the script its own arguments (hvdtrain migrate train.py --epochs 1), run it where its data and GPUs are, or"
     " convert only: --no-prove"
 )
-# what often makes two scripts part, by what the new one is
+# what often makes two scripts part
 _CAUSES = {
-    "ddp": "often the plain model, or a part of it (model.encoder(x)), is called where the wrapped one must be, or"
-    " gradients are set by hand, or parameters are frozen or added after the model is wrapped: DistributedDataParallel"
-    " averages the first backward() after a call of the wrapped model, and nothing else",
     "torch": "often gradients are clipped before optimizer.synchronize(), or step(closure) is called: Horovod had not"
     " averaged them yet; docs/migrate.md lists what hvdtrain does differently on purpose",
     "keras": "often ranks' batches or weights of samples differ in size, or batch-norm's statistics are compared:"
@@ -48,10 +43,6 @@ _CAUSES = {
 }
 _RANK = (sys.executable, "-m", "hvdtrain.migrate.rank")
 _UNITS = {"torch": "updates", "keras": "batches of fit"}
-_TORCHRUN = (
-    sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
-    "--nproc-per-node", str(RANKS), *_RANK[1:],
-)  # fmt: skip
 
 
 class NotProvenError(HvdtrainError):
@@ -69,7 +60,6 @@ class ScriptProof:
     difference: float  # the largest difference of its elements, divided by the largest of its values
     tolerance: float  # the difference that rounding explains, of its type, after so many updates
     framework: str = "torch"  # the scripts' framework: torch, keras
-    target: str = "hvdtrain"  # what the new script is on: hvdtrain, ddp
     whole: bool = True  # True if both scripts ran to their end
 
     @property
@@ -84,9 +74,8 @@ class ScriptProof:
             f" old and the new script differ by at most {where} (tolerance {self.tolerance:.2g})"
         ]
         if not self.holds:
-            lines.append(_CAUSES["ddp" if self.target == "ddp" else self.framework])
-        undone = ", and hvdtrain's own seeding of each rank was undone" if self.target == "hvdtrain" else ""
-        lines.append(f"made alike: both begin with seed 0 on rank 0 and 1 on rank 1{undone}")
+            lines.append(_CAUSES[self.framework])
+        lines.append("made alike: both begin with seed 0 on rank 0 and 1 on rank 1; hvdtrain's own seeding is undone")
         later = "" if self.whole else ", nor what the script does after these updates (--updates N for more of it)"
         lines.append(f"not compared: what does not run with these arguments, here, on {RANKS} ranks{later}")
         return "\n".join(lines)
@@ -106,9 +95,8 @@ class ScriptRun:
 
 
 def prove(
-    script: Path, new: str, argv: Sequence[str], *,
-    updates: int = 20, timeout_s: float = 600, framework: str = "torch", target: str = "hvdtrain",
-) -> ScriptProof:  # fmt: skip
+    script: Path, new: str, argv: Sequence[str], *, updates: int = 20, timeout_s: float = 600, framework: str = "torch"
+) -> ScriptProof:
     """Runs a script as it is and as `new`, and compares.
 
     Raises:
@@ -116,9 +104,7 @@ def prove(
         NotProvenError: the new script fails, or makes other updates or models.
     """
     old = run(script, None, argv, updates=updates, timeout_s=timeout_s, framework=framework)
-    kind = "ddp" if target == "ddp" else framework
-    made = run(script, new, argv, updates=updates, timeout_s=timeout_s, framework=kind)
-    return replace(compare(old, made), target=target)
+    return compare(old, run(script, new, argv, updates=updates, timeout_s=timeout_s, framework=framework))
 
 
 def run(
@@ -127,13 +113,11 @@ def run(
 ) -> ScriptRun:  # fmt: skip
     """Runs a script on two ranks up to a number of updates: `text` as if it were `script`, or None for `script` itself.
 
-    Torch and Keras run under horovodrun, ddp under torchrun.
-
     Raises:
         HvdtrainError: the old script failed, took too long, or made no update.
         NotProvenError: the new script failed, or took too long.
     """
-    starts = _TORCHRUN if framework == "ddp" else (_horovodrun(), "--gloo", "-np", str(RANKS), *_RANK)
+    starts = (_horovodrun(), "--gloo", "-np", str(RANKS), *_RANK)
     with tempfile.TemporaryDirectory(prefix="hvdtrain-migrate-") as name:
         folder = Path(name)
         (folder / "text.py").write_bytes(script.read_bytes() if text is None else text.encode())
@@ -223,9 +207,7 @@ def _end(process: subprocess.Popen[str]) -> str:
 
 
 def _last(output: str, work: Path) -> str:
-    """Returns the last lines that were printed, with the user's own paths; torchrun's own report of a rank's end is no
-    part of them."""
-    output = _TORCHRUNS.split(output)[0]
+    """Returns the last lines that were printed, with the user's own paths."""
     return "\n".join(output.replace(str(work), str(Path.cwd())).rstrip().splitlines()[-_TAIL_LINES:])
 
 

@@ -2,7 +2,7 @@
 
 usage: python -m hvdtrain.migrate.rank FRAMEWORK TEXT SCRIPT FOLDER UPDATES ARGS...
 
-TEXT, on torch, keras or ddp, is run as if it were SCRIPT, with ARGS. FOLDER/RANK.npz gets the tensors, FOLDER/RANK.json
+TEXT, on torch or keras, is run as if it were SCRIPT, with ARGS. FOLDER/RANK.npz gets the tensors, FOLDER/RANK.json
 their names, how many updates there were, and whether these were all of the script's.
 """
 
@@ -20,15 +20,14 @@ from typing import Any
 import numpy as np
 
 _WATCHES = {
-    "torch": ("rank_torch", "HorovodWatch"),
-    "ddp": ("rank_torch", "TorchrunWatch"),
+    "torch": ("rank_torch", "TorchScriptWatch"),
     "keras": ("rank_keras", "KerasScriptWatch"),
 }
 
 
 def seed() -> int:
     """Returns what this rank's random numbers begin with: unlike on each, so that a broadcast is needed."""
-    return int(os.environ.get("HOROVOD_RANK") or os.environ["RANK"])  # torchrun's
+    return int(os.environ["HOROVOD_RANK"])
 
 
 class Enough(BaseException):
@@ -50,7 +49,7 @@ def main() -> None:
     framework, text, script, folder, updates, *args = sys.argv[1:]
     program = Path(text).read_bytes()
     # a script that averages by hand wraps nothing
-    wraps = any(word in program for word in (b"DistributedOptimizer", b".prepare(", b"DistributedDataParallel"))
+    wraps = b"DistributedOptimizer" in program or b".prepare(" in program
     module, name = _WATCHES[framework]
     watch = getattr(importlib.import_module(f"hvdtrain.migrate.{module}"), name)(int(updates), wraps=wraps)
     sys.argv, sys.path[0] = [script, *args], os.path.dirname(script)

@@ -71,11 +71,10 @@ class KerasScriptWatch:
         """Returns all weights of the models, in the order in which these were fitted."""
         arrays, eps = {}, {}
         for number, model in enumerate(self._models, 1):
-            name = type(model).__name__ if len(self._models) == 1 else f"{type(model).__name__} {number}"
             for place, weight in enumerate(model.weights):
                 kind = tf.as_dtype(weight.dtype)
                 value = tf.cast(weight.value, tf.float32) if kind.is_floating and kind.size < 4 else weight.value
-                key = f"{name}: {place} {weight.name}"
+                key = f"{type(model).__name__} {number}: {place} {weight.name}"
                 arrays[key] = np.array(value)
                 eps[key] = float(np.finfo((kind if kind.is_floating else tf.float64).as_numpy_dtype).eps)
         return arrays, eps

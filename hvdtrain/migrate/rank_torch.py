@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import horovod.torch as hvd
 import numpy as np
 import torch
-from torch import distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from hvdtrain.guard.hooks import wrap
@@ -31,6 +29,7 @@ class TorchScriptWatch:
     def __init__(self, limit: int, *, wraps: bool) -> None:
         self._limit, self._wraps, self._depth = limit, wraps, Counter[int]()
         self._modules: list[nn.Module] = []  # held: at the script's end they are still to be read
+        self._distributed: list[Any] = []  # optimizers that are wrapped, or prepared
         self.updates, self.start = 0, dict[str, np.ndarray]()
         random.seed(seed())
         np.random.seed(seed())
@@ -38,6 +37,9 @@ class TorchScriptWatch:
         register_optimizer_step_pre_hook(self._begins)
         register_optimizer_step_post_hook(self._ends)
         wrap(nn.Module, "__init__", self._made)
+        wrap(hvd, "DistributedOptimizer", self._wrapped)
+        wrap(hvd, "broadcast_optimizer_state", self._not_counted)
+        self._alike_in_hvdtrain()
 
     def _made(self, original: Callable[..., None], module: nn.Module, *args: Any, **kwargs: Any) -> None:
         self._modules.append(module)
@@ -50,30 +52,21 @@ class TorchScriptWatch:
 
     def _ends(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._depth[id(optimizer)] -= 1  # Horovod's step calls the one that it has inherited
-        counts = not self._wraps or self.is_distributed(optimizer)
+        counts = not self._wraps or any(optimizer is one for one in self._distributed)
         if self._depth[id(optimizer)] or not counts:
             return
         self.updates += 1
         if self.updates == self._limit:
             raise Enough
 
-    def is_distributed(self, optimizer: Any) -> bool:
-        """Returns True if the gradients of its parameters are averaged over ranks."""
-        raise NotImplementedError
-
     def tensors(self) -> tuple[dict[str, np.ndarray], dict[str, float]]:
         """Returns parameters and buffers of the script's models, in the order in which these were made."""
-        own = [
-            m
-            for m in self._modules
-            if not type(m).__module__.startswith(("hvdtrain.", "horovod.", "torch.nn.parallel."))
-            and not isinstance(m, DistributedDataParallel)
-        ]
+        own = [m for m in self._modules if not type(m).__module__.startswith(("hvdtrain.", "horovod."))]
         parts = {id(part) for module in own for part in module.modules() if part is not module}
         roots = [m for m in own if id(m) not in parts and any(True for _ in m.state_dict())]
         arrays, eps = {}, {}
         for number, root in enumerate(roots, 1):
-            name = type(root).__name__ if len(roots) == 1 else f"{type(root).__name__} {number}"
+            name = f"{type(root).__name__} {number}"
             for key, tensor in (*root.named_parameters(), *root.named_buffers()):
                 found = tensor.detach().cpu()
                 small = found.is_floating_point() and found.element_size() < 4  # numpy has no bfloat16
@@ -81,23 +74,6 @@ class TorchScriptWatch:
                 kind = found.dtype if found.is_floating_point() or found.is_complex() else torch.float64
                 eps[f"{name}: {key}"] = torch.finfo(kind).eps
         return arrays, eps
-
-
-class HorovodWatch(TorchScriptWatch):
-    """Counts steps of the optimizers that are wrapped, or prepared."""
-
-    def __init__(self, limit: int, *, wraps: bool) -> None:
-        self._distributed: list[Any] = []  # optimizers
-        super().__init__(limit, wraps=wraps)
-        import horovod.torch as hvd
-
-        self._hvd = hvd
-        wrap(hvd, "DistributedOptimizer", self._wrapped)
-        wrap(hvd, "broadcast_optimizer_state", self._not_counted)
-        self._alike_in_hvdtrain()
-
-    def is_distributed(self, optimizer: Any) -> bool:
-        return any(optimizer is one for one in self._distributed)
 
     def _wrapped(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._distributed.append(optimizer := original(*args, **kwargs))
@@ -126,33 +102,8 @@ class HorovodWatch(TorchScriptWatch):
         wrap(hvdtrain.torch, "prepare", prepare)
 
     def rank(self) -> int:
-        return int(self._hvd.rank())
+        return int(hvd.rank())
 
     def end(self) -> None:
-        self._hvd.barrier()
-        self._hvd.shutdown()
-
-
-class TorchrunWatch(TorchScriptWatch):
-    """Counts steps of the optimizers that have parameters of a wrapped model."""
-
-    def __init__(self, limit: int, *, wraps: bool) -> None:
-        self._parameters: list[Any] = []  # held, so that none is taken for another
-        super().__init__(limit, wraps=wraps)
-        wrap(DistributedDataParallel, "__init__", self._wrapped)
-
-    def _wrapped(self, original: Callable[..., None], made: Any, module: Any, *args: Any, **kwargs: Any) -> None:
-        self._parameters += module.parameters()
-        original(made, module, *args, **kwargs)
-
-    def is_distributed(self, optimizer: Any) -> bool:
-        known = {id(parameter) for parameter in self._parameters}
-        return any(id(one) in known for group in optimizer.param_groups for one in group["params"])
-
-    def rank(self) -> int:
-        return int(os.environ["RANK"])
-
-    def end(self) -> None:
-        if dist.is_initialized():
-            dist.barrier()
-            dist.destroy_process_group()
+        hvd.barrier()
+        hvd.shutdown()

@@ -44,23 +44,9 @@ def build(name: str, classes: int, *, image_size: int, stem: Stem | None = None)
         stem: for small pictures; it changes ResNets, and leaves other models alone.
 
     Raises:
-        ConfigError: no such model, or one that cannot take such pictures.
+        ConfigError: no such model.
     """
     check_name(name)
-    try:
-        model = _make(name, classes, image_size, stem)
-        _try_out(model, image_size)
-    except Exception as error:  # whatever a model finds wrong with a size
-        raise ConfigError(
-            f"the model must be able to take pictures of {image_size} x {image_size}",
-            f"{name}: {str(error).splitlines()[0] if str(error) else type(error).__name__}",
-            "give another --image-size, or another --model (resnet18 takes any size)",
-            shared=True,
-        ) from error
-    return model
-
-
-def _make(name: str, classes: int, image_size: int, stem: Stem | None) -> nn.Module:
     model = torchvision.models.get_model(name, weights=None, num_classes=classes, **_keywords(name, image_size))
     if isinstance(model, torchvision.models.ResNet):
         if stem is not None:
@@ -93,22 +79,6 @@ def _zero_last_scales(model: nn.Module) -> None:
             nn.init.zeros_(block.bn3.weight)
         elif isinstance(block, BasicBlock):
             nn.init.zeros_(block.bn2.weight)
-
-
-def needs_two(model: nn.Module, image_size: int) -> bool:
-    """Returns True if a batch of one picture is too small to train on: batch-norm over one value has no variance."""
-    try:
-        _try_out(model, image_size, batch=1)
-    except ValueError:  # torch.nn.functional.batch_norm
-        return True
-    return False
-
-
-def _try_out(model: nn.Module, image_size: int, batch: int = 2) -> None:
-    """Sends pictures without content through the model's shapes: takes no memory, and leaves the model alone."""
-    state = {name: tensor.to("meta") for name, tensor in model.state_dict(keep_vars=True).items()}
-    with torch.no_grad():
-        torch.func.functional_call(model, state, torch.empty(batch, 3, image_size, image_size, device="meta"))
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

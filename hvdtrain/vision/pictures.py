@@ -158,7 +158,7 @@ def _fingerprint(*folders: datasets.Folder) -> str:
     """SHA-256 over classes, names and labels; contents are not read: that takes hours where there are a million."""
     digest = hashlib.sha256()
     for folder in folders:
-        digest.update(repr((folder.classes, len(folder))).encode() + folder.files + folder.labels.tobytes())
+        digest.update(repr((folder.classes, len(folder))).encode() + folder.files.tobytes() + folder.labels.tobytes())
     return digest.hexdigest()
 
 

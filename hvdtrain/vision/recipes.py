@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from hvdtrain.core.lr import LR
-from hvdtrain.core.sharding import tail_pieces
 
 
 @dataclass(frozen=True)
@@ -134,33 +133,3 @@ class Settings:
             f"{self.optimizer}: learning rate {peak:.4g}{scaled * (peak != lr.base)}, {lr.schedule};"
             f" weight decay {self.weight_decay:g}, none on batch-norm and biases"
         )
-
-
-def smallest_batch(samples: int, ranks: int, per_rank_batch: int, pieces: int = 1, micro_batches: int = 1) -> int:
-    """Returns the fewest samples that a device gets at a time in any step of an epoch, without padding ranks.
-
-    Args:
-        samples: in an epoch, dealt out as `hvdtrain.Plan` does with its weighted tail.
-        ranks: how many.
-        per_rank_batch: of a full step.
-        pieces: into which a rank cuts its batch (devices of "dataparallel").
-        micro_batches: into which a rank's pipeline cuts a full batch; a tail into fewer.
-    """
-    tail = samples % (ranks * per_rank_batch)
-    shares = {per_rank_batch} if samples >= ranks * per_rank_batch else set()
-    shares |= {tail // ranks, tail // ranks + (tail % ranks > 0)}
-
-    def smallest(share: int) -> int:
-        full = share == per_rank_batch
-        cut = pieces * (micro_batches if full else tail_pieces(share, per_rank_batch, micro_batches))
-        return share // cut if share >= cut else 1
-
-    return min(smallest(share) for share in shares if share)
-
-
-def nearest_batch(samples: int, ranks: int, per_rank_batch: int, pieces: int = 1, micro_batches: int = 1) -> int | None:
-    """The per-rank batch nearest to `per_rank_batch` that leaves no device alone with one sample; None: there is none
-    below its double."""
-    sizes = range(max(2, micro_batches), 2 * per_rank_batch + 1)
-    fits = [size for size in sizes if smallest_batch(samples, ranks, size, pieces, micro_batches) >= 2]
-    return min(fits, key=lambda size: abs(size - per_rank_batch), default=None)

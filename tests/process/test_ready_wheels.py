@@ -1,9 +1,8 @@
-"""What pip makes of ready wheels: which it takes, which it refuses, from a folder and from an index."""
+"""What pip makes of ready wheels: which it takes, and which it refuses."""
 
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import zipfile
@@ -33,7 +32,6 @@ def wheels(tmp_path_factory) -> Path:
         version = dist.version_for(torch, cuda, "2.21", None)
         dist.rename(base, folder, version, [f"torch=={torch}.*", *needs])
     base.unlink()
-    dist.write_index(folder)
     return folder
 
 
@@ -141,55 +139,15 @@ def working(place, tmp_path) -> SimpleNamespace:
 
 
 NEW = "0.28.1+torch2.12cu130"
-SWAP = """\
-import os, signal, sys
-from pathlib import Path
-from hvdtrain.horovod_build import swap
-
-plain, at, number = swap.pip, sys.argv[2], getattr(signal, sys.argv[3])
-
-def pip(verb, *words):
-    done = plain(verb, *words)
-    if verb == at:
-        os.kill(os.getpid(), number)
-    return done
-
-swap.pip = pip
-swap.replace(Path(sys.argv[1]))
-print("no signal was taken")
-"""
-
-
-def swapped(place: SimpleNamespace, wheel: Path, at: str = "", name: str = "SIGINT") -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [place.python, "-c", SWAP, str(wheel), at, name], capture_output=True, text=True, timeout=60, cwd=REPOSITORY
-    )
+SWAP = "import sys; from pathlib import Path; from hvdtrain.horovod_build import swap; swap.replace(Path(sys.argv[1]))"
 
 
 def test_of_two_distributions_of_one_module_none_is_left_over(working):
     wheel = working.ready()
     assert working.pip("--no-index", "--no-deps", str(wheel)).returncode == 0
     assert working.there() == (NEW, f"horovod {dist.NAME}"), "pip lays one over the other"
-    assert swapped(working, wheel).returncode == 0
+    subprocess.run([working.python, "-c", SWAP, str(wheel)], check=True, timeout=60, cwd=REPOSITORY)
     assert working.there() == (NEW, dist.NAME)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(("at", "name"), [("uninstall", "SIGINT"), ("install", "SIGTERM")])
-def test_a_signal_within_comes_after_the_new_one_is_whole(working, at, name):
-    done = swapped(working, working.ready(), at, name)
-    assert done.returncode == -getattr(signal, name) and "no signal was taken" not in done.stdout, done.stderr
-    assert working.there() == (NEW, dist.NAME)
-
-
-def test_what_cannot_be_installed_leaves_the_old_one_as_it_was(working):
-    wheel = working.ready()
-    data = bytearray(wheel.read_bytes())
-    data[data.index(b"__version__") + 5000] ^= 1
-    wheel.write_bytes(data)
-    done = swapped(working, wheel)
-    assert "the wheel must install" in done.stderr and "is there as before" in done.stderr, done.stderr
-    assert working.there() == ("0.28.0", "horovod")
 
 
 def refused(working: SimpleNamespace, where: Path | str, *words: str, **variables: str) -> None:
@@ -209,12 +167,8 @@ def test_what_is_not_proven_is_not_installed(working, tmp_path):
 
 
 def test_refusals_name_what_is_wrong(working, tmp_path):
-    refused(working, "", "--ready needs a folder of wheels", "nothing")
-    refused(working, tmp_path / "nowhere", "--ready needs a folder of wheels", "nowhere', which is no folder")
+    refused(working, tmp_path / "nowhere", "pip finds none", "nowhere")
     wheel = working.ready()
-    (tmp_path / "other" / "horovod").mkdir(parents=True)
-    (tmp_path / "other" / "horovod" / "__init__.py").touch()
-    refused(working, working.wheels, "PYTHONPATH has another before it", PYTHONPATH=str(tmp_path / "other"))
     data = bytearray(wheel.read_bytes())
     data[data.index(b"__version__") + 5000] ^= 1
     wheel.write_bytes(data)
@@ -222,4 +176,4 @@ def test_refusals_name_what_is_wrong(working, tmp_path):
     wheel.write_bytes(data[: len(data) // 2])
     refused(working, working.wheels, "pip finds none", wheel.name)
     working.ready(HEAD + "Requires-Dist: cloudpickle>=2\nRequires-Dist: torch==2.12.*\n")
-    refused(working, working.wheels, "needs cloudpickle>=2, and it is not installed", "pip install 'cloudpickle>=2'")
+    refused(working, working.wheels, "must find what it needs", "cloudpickle>=2")

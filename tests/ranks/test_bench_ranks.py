@@ -18,7 +18,7 @@ from hvdtrain.core.errors import HvdtrainError
 
 def test_a_job_that_fails_shows_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     args = arguments("--framework=keras", "--per-rank-batch=4", "--steps=1")
-    monkeypatch.setattr(train, "STEPS", (train.Way("jax", "plain", 1, "jax"),))
+    monkeypatch.setattr(train, "WAYS", (train.Way("jax", "plain", 1, "jax"),))
     args.backend = "jax"
     with pytest.raises(HvdtrainError) as caught:
         train.measure(args, "mnist")
@@ -38,8 +38,8 @@ def test_each_rank_trains_on_a_batch_of_its_own(
         batches[name] = {answer["batch"] for answer in answers}
         return answers
 
-    ways = [way for way in train.STEPS if way.arm in ("alone", "apart", "hvdtrain") and not way.keras]
-    monkeypatch.setattr(train, "STEPS", ways)
+    ways = [way for way in train.WAYS if way.arm in ("alone", "apart", "hvdtrain") and not way.keras]
+    monkeypatch.setattr(train, "WAYS", ways)
     monkeypatch.setattr(InterleavedJobs, "turn", recorded)
     flags = ["--framework=torch", "--models=toy", "--pixels=16", "--per-rank-batch=2", "--steps=1", "--blocks=2"]
     assert train.run(arguments(*flags, f"--out={tmp_path / 'bench.json'}")) == 0
@@ -68,7 +68,7 @@ def test_a_tiny_bench(tmp_path: Path) -> None:
     flags = ["--steps", 2, "--blocks", 2, "--per-rank-batch", 4, "--out", tmp_path / "bench.json"]
     command = ["-m", "hvdtrain", "bench", "train", "--framework", "keras", *map(str, flags)]
     done = run_ranks(command, 1, launcher="none", timeout_s=240).check()
-    labels = {way.label for way in train.STEPS if way.keras == "tensorflow"}
+    labels = {way.label for way in train.WAYS if way.keras == "tensorflow"}
     assert all(f"\n{label} " in done.out for label in labels) and "speed-up, 95 %" in done.out
     result = json.loads((tmp_path / "bench.json").read_text())
     assert (result["format"], result["bench"], result["settings"]["framework"]) == (1, "train", "keras")

@@ -32,7 +32,7 @@ REFUSED = {
 }
 
 
-@pytest.fixture(scope="module", params=NUMBERS)
+@pytest.fixture(scope="module", params=["tensorflow", pytest.param("torch", marks=pytest.mark.thorough)])
 def backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

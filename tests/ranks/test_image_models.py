@@ -7,7 +7,7 @@ from harness import PROGRAMS, run_ranks
 PROGRAM = PROGRAMS / "torch" / "models.py"
 CASES = (
     "the_stem_sets_the_size_of_the_feature_maps", "residual_blocks_start_as_the_identity",
-    "no_decay_on_batch_norm_and_biases", "other_families_of_models", "trying_out_leaves_the_model_alone", "refusals",
+    "no_decay_on_batch_norm_and_biases", "other_families_of_models", "refusals",
 )  # fmt: skip
 
 

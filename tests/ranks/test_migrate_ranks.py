@@ -16,12 +16,10 @@ from horovod_scripts import FOLDER
 
 from hvdtrain.migrate.convert import convert
 from hvdtrain.migrate.prove import NotProvenError, ScriptProof, ScriptRun, compare, prove, run
-from hvdtrain.migrate.script.plan import DDP, HVDTRAIN, Target
 
 TRAINER = "torch_trainer_class.py"
 OTHERS = (
-    "torch_accumulation.py", "torch_adasum.py", "torch_batchnorm.py", "torch_clipping.py", "torch_fp16_compression.py",
-    "torch_gan.py",
+    "torch_accumulation.py", "torch_adasum.py", "torch_clipping.py", "torch_fp16_compression.py", "torch_gan.py",
     "torch_gather_predictions.py", "torch_grouped_allreduce.py", "torch_mnist.py --epochs 3",
     "torch_resume.py --epochs 4", "torch_warmup.py",
     "keras_fit.py", "keras_resume.py", "keras_train_step.py", "tensorflow_keras_fit.py",
@@ -45,16 +43,15 @@ def as_it_is(name: str) -> ScriptRun:
     return run(script, None, [], updates=20, timeout_s=200, framework=convert(script.read_text()).framework)
 
 
-def proof_of(name: str, *changes: tuple[str, str], target: Target = HVDTRAIN) -> ScriptProof:
+def proof_of(name: str, *changes: tuple[str, str]) -> ScriptProof:
     """Of a script and what it becomes, with mistakes put into that."""
     script = FOLDER / name
-    found = convert(script.read_text(), target)
+    found = convert(script.read_text())
     new = found.text
     for old, wrong in changes:
         assert new.count(old) == 1, old
         new = new.replace(old, wrong)
-    framework = "ddp" if target is DDP else found.framework
-    made = run(script, new, [], updates=20, timeout_s=200, framework=framework)
+    made = run(script, new, [], updates=20, timeout_s=200, framework=found.framework)
     return compare(as_it_is(name), made)
 
 
@@ -182,101 +179,6 @@ def test_updates_of_an_optimizer_of_one_rank_are_not_counted(tmp_path: Path) -> 
     assert proof.updates == 3 and proof.holds
 
 
-# -- off Horovod --------------------------------------------------------------------------------------------------
-OFF_HOROVOD = (
-    "torch_accumulation.py", "torch_adasum.py", "torch_batchnorm.py", "torch_fp16_compression.py",
-    "torch_gather_predictions.py", "torch_grouped_allreduce.py", "torch_mnist.py --epochs 3",
-    "torch_resume.py --epochs 4", "torch_warmup.py", "torch_clipping.py",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("line", [TRAINER, *(pytest.param(one, marks=pytest.mark.thorough) for one in OFF_HOROVOD)])
-def test_the_scripts_are_proven_off_horovod(line: str) -> None:
-    """Under torchrun, with nothing of Horovod's or hvdtrain's in them."""
-    name, *argv = line.split()
-    result = migrate("--to", "ddp", FOLDER / name, *argv)
-    assert result.returncode == 0, result.stderr
-    said = re.search(r"after (\d+) updates on 2 ranks .* by at most (\S+) of", result.stderr)
-    assert said is not None and int(said[1]) >= 16 and float(said[2]) < 1e-6, result.stderr
-    assert "undone" not in result.stderr
-
-
-# In float64, with batch-norm whose statistics rank 0 alone has loaded, two passes through the model before one backward
-# pass, and a branch that is differentiated by itself.
-EXACT = """\
-import torch
-import horovod.torch as hvd
-from torch import nn
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
-        self.register_buffer("shift", torch.zeros(3))
-
-    def forward(self, x):
-        return self.body(x) + self.shift
-
-    def decay(self):
-        return sum(weight.pow(2).sum() for weight in self.parameters())
-
-
-hvd.init()
-torch.set_default_dtype(torch.float64)
-torch.manual_seed(hvd.rank())
-model = Net()
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), backward_passes_per_step=2)
-if hvd.rank() == 0:
-    model.shift.fill_(0.25)
-    model.body[1].running_mean.fill_(2.0)
-hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-for step in range(20):
-    optimizer.zero_grad()
-    for _ in range(2):
-        one, other = model(torch.randn(5, 6)), model(torch.randn(5, 6))
-        loss = (one - other).pow(2).mean() + 1e-3 * model.decay() + model.shift.sum()
-        loss.backward()
-    optimizer.synchronize()
-    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-    with optimizer.skip_synchronize():
-        optimizer.step()
-"""
-
-
-@pytest.mark.thorough
-def test_in_float64_to_its_last_digits(tmp_path: Path) -> None:
-    script = tmp_path / "exact.py"
-    script.write_text(EXACT)
-    proof = prove(script, convert(EXACT, DDP).text, [], target="ddp")
-    assert proof.holds and proof.difference < 1e-12 and proof.updates == 20 and proof.tensors == 10, proof
-    assert proof.tolerance < 1e-12
-
-
-@pytest.mark.thorough
-def test_a_part_of_a_model_that_is_called_is_not_proven() -> None:
-    """DistributedDataParallel averages nothing then: no reader of the script's text finds all ways to it."""
-    result = migrate("--to", "ddp", FOLDER / "torch_gan.py")
-    assert result.returncode == 1 and "NOT PROVEN" in result.stderr, result.stderr
-    assert "a part of it (model.encoder(x))" in result.stderr and "DistributedModel(model" in result.stdout
-
-
-WRAPPED = "model = DistributedModel(model, broadcast_buffers=False)\n"
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    "change",
-    [(WRAPPED, WRAPPED.replace(")\n", ").module\n")), ("rank=dist.get_rank(), shuffle", "rank=0, shuffle")],
-    ids=["no average", "the same data"],
-)
-def test_a_wrong_script_off_horovod_is_not_proven(change: tuple[str, str]) -> None:
-    proof = proof_of("torch_clipping.py", change, target=DDP)
-    assert not proof.holds and proof.difference > 1e-3
-
-
 UNSEEDED = """\
 import horovod.tensorflow.keras as hvd
 import keras
@@ -350,10 +252,9 @@ torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("target", ["hvdtrain", "ddp"])
-def test_what_rank_0_alone_resumes_is_proven(target: str, tmp_path: Path) -> None:
+def test_what_rank_0_alone_resumes_is_proven(tmp_path: Path) -> None:
     """As many updates on all ranks: the step by which Horovod makes a state on the others is none."""
     (tmp_path / "train.py").write_text(RESUMED)
     subprocess.run([sys.executable, "-c", SAVED], cwd=tmp_path, check=True, timeout=60)
-    done = migrate("--to", target, "train.py")
+    done = migrate("train.py")
     assert done.returncode == 0 and "after 4 updates on 2 ranks" in done.stdout + done.stderr, done

@@ -6,9 +6,9 @@ from collections.abc import Collection
 
 import libcst as cst
 
-from hvdtrain.migrate.keras.callbacks import move_callbacks, note_masks, seed_each_rank
+from hvdtrain.migrate.keras.callbacks import move_callbacks, seed_each_rank
 from hvdtrain.migrate.script import ranks
-from hvdtrain.migrate.script.plan import Rewrite, arguments_of
+from hvdtrain.migrate.script.plan import SETS_REASON, Rewrite, arguments_of
 from hvdtrain.migrate.script.ranks import Arguments, Handler, attribute, initialized, method, object_of, shutdown
 from hvdtrain.migrate.script.source import code, literal
 
@@ -25,7 +25,7 @@ _REASONS = {
     " (hvdtrain.Checkpointer, hvdtrain launch --max-restarts)",
     "callbacks.BestModelCheckpoint": "write keras.callbacks.ModelCheckpoint(..., save_best_only=True), on rank 0",
     "allgather": "hvd.allgather has no counterpart of its form: world.gather(value) is a list of all ranks' values",
-    **dict.fromkeys(("add_process_set", "remove_process_set", "ProcessSet"), ranks.SETS_REASON),
+    **dict.fromkeys(("add_process_set", "remove_process_set", "ProcessSet"), SETS_REASON),
     "horovod.run": ranks.RUN_REASON,
     "": "has no counterpart in hvdtrain",
 }
@@ -42,10 +42,8 @@ def kept_imports(plan: Rewrite) -> dict[str, str]:
 def move_rest(plan: Rewrite, models: Collection[str]) -> None:
     """Moves every remaining use of Horovod, or refuses it; `models` are the last names of those that are prepared."""
     move_callbacks(plan, models)
-    note_masks(plan)
     seed_each_rank(plan)
-    movers = dict.fromkeys(_HANDLERS, _move_call) | {"horovod.run": ranks.move_run}
-    ranks.move_rest(plan, movers, _REASONS, dict.fromkeys(_KEPT, _keep))
+    ranks.move_rest(plan, dict.fromkeys(_HANDLERS, _move_call), _REASONS, dict.fromkeys(_KEPT, _keep))
 
 
 def _keep(plan: Rewrite, node: cst.CSTNode, short: str) -> None:

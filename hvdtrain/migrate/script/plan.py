@@ -23,39 +23,9 @@ from hvdtrain.migrate.script.source import (
     walk,
 )
 
+SETS_REASON = "process sets: hvdtrain trains one model on all ranks"
 Expression = Callable[[Any], cst.BaseExpression]
 Statements = Callable[[Any], Sequence[Any]]
-
-
-@dataclass(frozen=True)
-class Target:
-    """The library that a script is converted to."""
-
-    title: str  # the name in messages
-    wrap: str  # the call that wraps the model
-    init: str  # the call that joins the ranks
-    alone: str  # why `init` needs no condition
-    words: Mapping[str, str]  # its functions of tensors, by what they do
-
-
-HVDTRAIN = Target(
-    title="hvdtrain",
-    wrap="hvt.prepare",
-    init="hvdtrain.init",
-    alone="one process is a world of one",
-    words={"reduce": "hvt.reduce", "gather": "hvt.gather", "broadcast": "hvt.broadcast", "fp16": '"fp16"'},
-)
-DDP = Target(
-    title="DistributedDataParallel",
-    wrap="DistributedDataParallel",
-    init="dist.init_process_group",
-    alone="torchrun --nproc-per-node 1 starts one process",
-    words={
-        "reduce": "reduce_tensor", "gather": "gather_tensors", "broadcast": "broadcast_tensor",
-        "fp16": "fp16_compress_hook",
-    },
-)  # fmt: skip
-TARGETS = {"hvdtrain": HVDTRAIN, "ddp": DDP}  # by the value of `--to`
 
 
 @dataclass
@@ -64,7 +34,6 @@ class Rewrite:
 
     source: Script  # the script
     module: str = "horovod.torch"  # the module of Horovod that the script trains with
-    target: Target = HVDTRAIN  # the library that it is converted to
     # makes what takes a node's place, from the node with the changes within it
     expressions: dict[cst.CSTNode, Expression] = field(default_factory=dict)
     # the same of a statement in a block: several, or none
@@ -103,12 +72,6 @@ class Rewrite:
     def note(self, node: cst.CSTNode, text: str) -> None:
         self.notes.add(LineNote(self.source.line(node), text))
 
-    def use(self, what: str) -> str:
-        """Returns the target's name for what Horovod does, and has the new script import it."""
-        found = self.target.words[what]
-        self.needs.add(found.split(".")[0])
-        return found
-
     def settle(self, node: cst.CSTNode | None) -> None:
         """Marks the names in a node as handled."""
         if node is not None:
@@ -143,21 +106,9 @@ class Rewrite:
 
         self.statements[statement] = written
 
-    def follow(self, statement: Statement, texts: Sequence[str]) -> None:
-        """Puts functions behind a statement, whatever else changes it, and two blank lines behind them."""
-        made = [self._parsed(text) for text in texts]
-        block = self.source.block(statement)
-        rest = block[block.index(statement) + 1 :]
-        blank = sum(not line.comment for line in rest[0].leading_lines) if rest else 2
-        footer = [cst.EmptyLine(indent=False)] * max(0, 2 - blank)
-        made[-1] = made[-1].with_deep_changes(made[-1].body, footer=footer)
-        self._add(statement, made)
-
     def then(self, statement: Statement, texts: Sequence[str]) -> None:
         """Puts statements behind a statement, whatever else changes it."""
-        self._add(statement, [self._parsed(text) for text in texts])
-
-    def _add(self, statement: Statement, made: Sequence[Any]) -> None:
+        made = [self._parsed(text) for text in texts]
         before = self.statements.get(statement, lambda updated: [updated])
         self.statements[statement] = lambda updated: [*before(updated), *made]
 
@@ -208,14 +159,16 @@ class _Rewriter(cst.CSTTransformer):
 
 
 def arguments_of(plan: Rewrite, call: cst.Call, name: str) -> dict[str, cst.BaseExpression] | None:
-    """Returns a call's arguments; None, and refuses the call, if they are not known."""
+    """Returns a call's arguments; None, and refuses the call, if they are not known, or are for some ranks only."""
     found = bind(call, name, plan.signatures)
     if found is None or set(found) - set(plan.signatures[name].split()):
         plan.refuse(call, f"the arguments of hvd.{name} are not known")
         return None
-    for other in found.values():
-        if plan.source.qualified(other) == plan.prefix + "global_process_set":
-            plan.settle(other)
+    sets = found.get("process_set")
+    plan.settle(sets)
+    if sets is not None and plan.source.qualified(sets) != plan.prefix + "global_process_set":
+        plan.refuse(call, SETS_REASON)
+        return None
     return found
 
 

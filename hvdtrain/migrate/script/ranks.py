@@ -14,13 +14,7 @@ from hvdtrain.migrate.script.source import Script, calls, code, is_chain, litera
 Arguments = dict[str, cst.BaseExpression]
 Mover: TypeAlias = Callable[[Rewrite, cst.Call, str], None]
 Handler: TypeAlias = Callable[[Rewrite, cst.Call, str, Arguments], None]
-SETS_REASON = "process sets: hvdtrain trains one model on all ranks"
-RUN_REASON = "horovod.run must be called, with no more than args=, kwargs=, np=, hosts= and hostfile="
-SEEDS = (
-    "torch.manual_seed", "numpy.random.seed", "random.seed", "tensorflow.random.set_seed",
-    "keras.utils.set_random_seed", "tensorflow.keras.utils.set_random_seed",
-)  # fmt: skip
-
+RUN_REASON = "hvdtrain.run(function, args=, kwargs=, np=, hosts=) is its counterpart"
 # of the global generators
 _ORDERS = (
     "torch.randperm", "random.shuffle", "random.sample", "numpy.random.shuffle", "numpy.random.permutation",
@@ -28,31 +22,23 @@ _ORDERS = (
 )  # fmt: skip
 
 
-def inits(plan: Rewrite) -> Iterator[tuple[cst.Call, cst.SimpleStatementLine]]:
-    """Yields the one `hvd.init()` and its line; refuses others."""
+def move_init(plan: Rewrite) -> None:
+    """Turns the one `hvd.init()` into `world = hvdtrain.init("torch")`, or "keras"; refuses others."""
     source, found = plan.source, plan.calls("init")
     for call in found:
         plan.settle(call)
         if call is not found[0]:
-            plan.refuse(call, f"a second hvd.init(): {plan.target.init} is called once")
+            plan.refuse(call, "a second hvd.init(): hvdtrain.init is called once")
             continue
         statement = statement_of(plan, call, "hvd.init()")
         if statement is None:
             continue
         if call.args:
-            plan.refuse(call, f"hvd.init with arguments: {plan.target.init} takes all ranks")
+            plan.refuse(call, "hvd.init with arguments: hvdtrain.init takes all ranks")
         elif condition_above(source, call) is not None:
             plan.refuse(
-                call,
-                f"hvd.init() under a condition: {plan.target.init} is always called, and {plan.target.alone}",
+                call, "hvd.init() under a condition: hvdtrain.init is always called, and one process is a world of one"
             )
-        yield call, statement
-
-
-def move_init(plan: Rewrite) -> None:
-    """Turns `hvd.init()` into `world = hvdtrain.init("torch")`, or "keras"."""
-    source = plan.source
-    for call, statement in inits(plan):
         if "world" not in source.names():
             plan.world_scope = source.scope(call)
         plan.needs.add("hvdtrain")
@@ -60,16 +46,6 @@ def move_init(plan: Rewrite) -> None:
             statement,
             lambda _: [f'{"world = " if "world" in plan.needs else ""}hvdtrain.init("{plan.framework}")'],
         )
-        _note_seeds(plan, call)
-
-
-def _note_seeds(plan: Rewrite, init: cst.Call) -> None:
-    """Notes seeds above hvdtrain.init, which seeds again."""
-    source = plan.source
-    for call in calls(source.module):
-        if source.qualified(call.func) in SEEDS and source.is_above(call, init):
-            library = {"torch": "PyTorch", "keras": "Keras"}[plan.framework]
-            plan.note(call, f"hvdtrain.init seeds Python, numpy and {library} again: give it seed=, or seed after it")
 
 
 def ranks(plan: Rewrite, node: cst.CSTNode) -> str:
@@ -143,26 +119,6 @@ def object_of(plan: Rewrite, call: cst.Call, name: str, arguments: Arguments) ->
     send(plan, call, name, f"{ranks(plan, call)}.{'broadcast' if name == 'broadcast_object' else 'gather'}")
 
 
-def move_run(plan: Rewrite, call: cst.Call, name: str) -> None:
-    """Turns `horovod.run(f, args=(...), np=2)` into `hvdtrain.run`."""
-    names = ["func", "args", "kwargs", "np"][: len(call.args)]
-    names = [names[i] if arg.keyword is None else arg.keyword.value for i, arg in enumerate(call.args)]
-    if any(arg.star for arg in call.args) or set(names) - {*_RUN, *_RUN_DROPPED}:
-        plan.refuse(call, RUN_REASON)
-        return
-    plan.needs.add("hvdtrain")
-
-    def written(updated: cst.Call) -> str:
-        kept = [(name, code(arg.value)) for name, arg in zip(names, updated.args, strict=True) if name in _RUN]
-        return f"hvdtrain.run({', '.join(text if name == 'func' else f'{name}={text}' for name, text in kept)})"
-
-    plan.replace(call, written)
-
-
-_RUN = ("func", "args", "kwargs", "np", "hosts", "hostfile")
-_RUN_DROPPED = ("use_gloo", "use_mpi", "verbose")
-
-
 def uses(plan: Rewrite) -> Iterator[tuple[cst.Name | cst.Attribute, str]]:
     """Yields every remaining use of Horovod, and what it means; refuses a name that may also be another's."""
     source = plan.source
@@ -196,7 +152,7 @@ def move_rest(
         if isinstance(outer, cst.Call) and outer.func is node and short in movers:
             movers[short](plan, outer, short)
         elif short in ("Compression.fp16", "Compression.none"):
-            plan.replace(node, plan.use("fp16") if short.endswith("fp16") else "None")
+            plan.replace(node, '"fp16"' if short.endswith("fp16") else "None")
         elif short in kept:
             kept[short](plan, node, short)
         elif short in (plan.module, "horovod"):

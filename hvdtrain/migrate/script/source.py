@@ -121,10 +121,6 @@ class Script:
         """Returns every identifier of the script."""
         return {name.value for name in find(self.module, cst.Name)}
 
-    def definitions(self) -> set[str]:
-        """Returns the names of the script's functions and classes."""
-        return {node.name.value for node in walk(self.module) if isinstance(node, (cst.FunctionDef, cst.ClassDef))}
-
     def mentions(self, node: cst.CSTNode, name: str) -> bool:
         """Returns True if something in a node stands for a name, as of `qualified`."""
         return any(self.qualified(one) == name for one in walk(node))
@@ -132,14 +128,6 @@ class Script:
     def is_above(self, node: cst.CSTNode, other: cst.CSTNode) -> bool:
         """Returns True if a node stands above another one, in the same function."""
         return self.line(node) < self.line(other) and self.function(node) is self.function(other)
-
-    def variables(self) -> set[str]:
-        """Returns the identifiers that are no attributes."""
-        return {
-            node.value
-            for node in find(self.module, cst.Name)
-            if not (isinstance(up := self.parent(node), cst.Attribute) and up.attr is node)
-        }
 
 
 @functools.cache

@@ -60,12 +60,13 @@ GROUPS = [
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_group_fits_and_has_its_references(at_once: int, ranks: int) -> None:
     groups = train.grouped(WAYS, ranks, at_once)
-    others = [way for group in groups for way in group if way.label not in (way.alone, way.apart)]
-    assert others == [way for way in WAYS if way.label not in (way.alone, way.apart)], "each once, in order"
+    others = [way for group in groups for way in group if not way.is_reference]
+    assert others == [way for way in WAYS if not way.is_reference], "each once, in order"
     for group in groups:
         (family,) = {way.family for way in group}
         assert [way.label for way in group[:2]] == [f"{family}, {train.ALONE}", f"{family}, {train.APART}"]
-        assert len(group) == 3 or sum(way.processes or ranks for way in group) <= at_once
+        assert {way.ours for way in group} == {way.label for way in group[2:4]}
+        assert len(group) <= 5 or sum(way.processes or ranks for way in group) <= at_once
     assert train.grouped([], ranks, at_once) == []
 
 
@@ -84,7 +85,7 @@ def test_ratios_are_of_the_same_group() -> None:
 
 def test_changed_lines() -> None:
     by_label = {way.label: train.changed_lines(way) for way in WAYS}
-    assert all((by_label[way.label] == 0) == (way.label in (way.alone, way.apart)) for way in WAYS)
+    assert all((by_label[way.label] == 0) == (way.arm in ("alone", "plain")) for way in WAYS)
     # init_process_group and the wrapper with their imports, and the loop that calls the wrapper
     assert by_label["DistributedDataParallel"] == 5
 

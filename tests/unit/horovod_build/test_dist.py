@@ -1,4 +1,4 @@
-"""Ready wheels: their names, what they ask pip for, the index beside them, and the workflow that makes them."""
+"""Ready wheels: their names, what they ask pip for, and the workflow that makes them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,7 @@ import csv
 import dataclasses
 import hashlib
 import itertools
-import re
 import zipfile
-from pathlib import Path
-from urllib.parse import unquote
 
 import pytest
 import yaml
@@ -21,7 +18,6 @@ from packaging.version import Version
 from test_horovod_build import HERE
 from tiny_wheels import tiny_wheel
 
-from hvdtrain.core.errors import HvdtrainError
 from hvdtrain.horovod_build import dist, support
 
 
@@ -92,34 +88,6 @@ def test_a_renamed_wheel_has_the_same_files_under_its_own_name(tmp_path):
     ]  # fmt: skip
 
 
-def ready(folder: Path, *torches: str) -> list[Path]:
-    base = tiny_wheel(folder)
-    made = [
-        dist.rename(base, folder, dist.version_for(torch, None, None, None), [f"torch=={torch}.*"]) for torch in torches
-    ]
-    base.unlink()
-    return made
-
-
-def test_the_index_has_each_wheel_with_its_checksums(tmp_path):
-    wheels = ready(tmp_path, "2.12", "2.13")
-    dist.write_index(tmp_path)
-    page = tmp_path / "simple" / dist.NAME / "index.html"
-    found = re.findall(
-        r'<a href="([^"#]+)#sha256=(\w+)" data-core-metadata="sha256=(\w+)"[^>]*>([^<]+)</a>', page.read_text()
-    )
-    assert [text for *_, text in found] == [wheel.name for wheel in wheels]
-    for (address, digest, of_metadata, _), wheel in zip(found, wheels, strict=True):
-        assert (page.parent / unquote(address)).resolve() == wheel.resolve() and "+" not in address
-        assert digest == hashlib.sha256(wheel.read_bytes()).hexdigest()
-        metadata = wheel.with_name(wheel.name + ".metadata").read_bytes()
-        assert of_metadata == hashlib.sha256(metadata).hexdigest() and b"Name: hvdtrain-horovod" in metadata
-    assert f'<a href="{dist.NAME}/">' in (tmp_path / "simple" / "index.html").read_text()
-    wheels[0].unlink()  # the twin: what is gone is not listed
-    dist.write_index(tmp_path)
-    assert wheels[0].name not in page.read_text() and wheels[1].name in page.read_text()
-
-
 # --- the release
 
 
@@ -156,14 +124,3 @@ def test_the_release_builds_what_the_recipe_supports():
     assert (
         support.refuse_unsupported("tensorflow", tensorflow) is support.note_untested("tensorflow", tensorflow) is None
     )
-
-
-def test_an_index_is_of_whole_wheels_in_a_folder_that_is_there(tmp_path):
-    with pytest.raises(HvdtrainError, match="none in .*nowhere"):
-        dist.write_index(tmp_path / "nowhere")
-    assert not list(tmp_path.iterdir())
-    wheel = dist.rename(tiny_wheel(tmp_path), tmp_path, "0.28.1+torch2.12cpu", [])
-    dist.write_index(tmp_path)
-    (tmp_path / "hvdtrain_horovod-0.28.1+torch2.13cpu-py3-none-any.whl").write_bytes(wheel.read_bytes()[:100])
-    with pytest.raises(HvdtrainError, match="2.13cpu.* is damaged"):
-        dist.write_index(tmp_path)

@@ -32,7 +32,6 @@ def build_into(folder: Path, monkeypatch: Patch) -> None:
 def take_a_ready_wheel(folder: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(ready, "cache_folder", lambda: folder)
     monkeypatch.setattr(ready, "torch_here", lambda problems: {"version": "2.12.1"})
-    monkeypatch.setattr(ready, "_check_place", quietly)
     monkeypatch.setattr(ready, "mpi_here", lambda: None)
     monkeypatch.setattr(ready, "pip", lambda *words: CompletedProcess(words, 1, "", "no version fits"))
     ready.install("wheels", quietly)

@@ -9,7 +9,6 @@ import pytest
 from horovod_scripts import FOLDER
 
 from hvdtrain.migrate.convert import convert
-from hvdtrain.migrate.script.plan import DDP, HVDTRAIN, Target
 
 MODEL = """\
 import horovod.torch as hvd
@@ -111,39 +110,37 @@ def test_the_world_is_named_where_it_can_be() -> None:
     assert "world = hvdtrain" not in moved(text)
 
 
-# -- hvt.prepare stands where the last broadcast was --------------------------------------------------------------
-BROADCASTS = "hvd.broadcast_parameters(model.state_dict(), root_rank=0)\nhvd.broadcast_optimizer_state(optimizer, 0)\n"
+# -- broadcasts ---------------------------------------------------------------------------------------------------
+SENT = "hvd.broadcast_parameters(model.state_dict(), root_rank=0)\nhvd.broadcast_optimizer_state(optimizer, 0)\n"
+STAYS = (
+    "model.load_state_dict(world.broadcast(model.state_dict()))\n"
+    "optimizer.load_state_dict(world.broadcast(optimizer.state_dict()))\n"
+)
+LOADS = "if hvd.rank() == 0:\n    model.load_state_dict(torch.load('m.pt'))\n"
 
 
-@pytest.mark.parametrize("between", ["", "scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)\n", "print(3)\n"])
-def test_prepare_takes_the_place_of_wrap_and_broadcasts(between: str) -> None:
-    new = moved(WRAP + between + BROADCASTS)
-    assert f"lr=0.1 * world.size)\nmodel, optimizer = hvt.prepare(model, optimizer)\n{between}" in new
-    assert "broadcast" not in new
+@pytest.mark.parametrize("between", ["", "compression = hvd.Compression.fp16 if fast else hvd.Compression.none\n"])
+def test_broadcasts_beside_the_wrap_go(between: str) -> None:
+    for text in (WRAP + between + SENT, WRAP.replace("optimizer = hvd", f"{SENT}{between}optimizer = hvd")):
+        new = moved(text)
+        assert "model, optimizer = hvt.prepare(model, optimizer)\n" in new and "broadcast" not in new
 
 
-def test_prepare_comes_after_what_rank_0_loads() -> None:
-    load = "if hvd.rank() == 0:\n    model.load_state_dict(torch.load('m.pt'))\n"
-    new = moved(WRAP + load + BROADCASTS)
-    assert new.endswith("torch.load('m.pt'))\nmodel, optimizer = hvt.prepare(model, optimizer)\n")
-    inline = WRAP.replace(
-        "optimizer = hvd.DistributedOptimizer(optimizer,", "opt = hvd.DistributedOptimizer(optimizer,"
-    )
-    new = moved(inline + load + BROADCASTS.replace("(optimizer", "(opt"))
-    assert "opt = optimizer\nif world.rank == 0:" in new and new.endswith("model, opt = hvt.prepare(model, opt)\n")
+@pytest.mark.parametrize(
+    "text",
+    [
+        WRAP + LOADS + SENT,  # what rank 0 loads
+        WRAP + "for x in data:\n    model(x).mean().backward()\n    optimizer.step()\n" + SENT,  # after training
+        WRAP.replace("optimizer = hvd", f"{SENT}teacher = copy.deepcopy(model)\noptimizer = hvd"),  # read before
+    ],
+    ids=["loaded", "trained", "copied"],
+)
+def test_other_broadcasts_stay(text: str) -> None:
+    assert STAYS in moved(text)
 
 
-def test_a_broadcast_after_training_stays_one() -> None:
-    loop = "for x in data:\n    model(x).mean().backward()\n    optimizer.step()\n"
-    new = moved(WRAP + loop + BROADCASTS)
-    assert "    optimizer.backward(model(x).mean())\n    optimizer.step()\n" in new
-    assert new.endswith(
-        "model.load_state_dict(world.broadcast(model.state_dict()))\n"
-        "optimizer.load_state_dict(world.broadcast(optimizer.state_dict()))\n"
-    )
-    inner = "def train():\n    optimizer.step()\n\n\ntrain()\n"
-    assert "model.load_state_dict(world.broadcast" in moved(WRAP + inner + BROADCASTS)
-    assert "broadcast(model.state_dict(), 1)" in moved(WRAP + BROADCASTS.replace("root_rank=0", "root_rank=1"))
+def test_another_ranks_broadcast_stays_one() -> None:
+    assert "broadcast(model.state_dict(), 1)" in moved(WRAP + SENT.replace("root_rank=0", "root_rank=1"))
 
 
 # -- passes -------------------------------------------------------------------------------------------------------
@@ -167,18 +164,10 @@ def test_passes_of_an_update(loop: str, wanted: str) -> None:
     assert wanted in moved(TWO + loop)
 
 
-@pytest.mark.parametrize(
-    "loop",
-    [
-        "for part in parts:\n    f(part).backward()\noptimizer.step()\n",
-        "for i in range(4):\n    f(i).backward()\n    i += 1\noptimizer.step()\n",
-        "for x in d:\n    f(x).backward()\n    n += 1\n    if n % 2 == 0:\n        optimizer.step()\n",
-        "for i in range(4):\n    if i == 2:\n        break\n    f(i).backward()\noptimizer.step()\n",
-    ],
-)
-def test_passes_of_which_the_last_cannot_be_told(loop: str) -> None:
+def test_passes_of_which_the_last_is_not_known() -> None:
+    loop = "for part in parts:\n    f(part).backward()\noptimizer.step()\n"
     [(line, reason)] = refused(TWO + loop)
-    assert "backward()" in (TWO + loop).splitlines()[line - 1] and "which pass is the last" in reason
+    assert "backward()" in (TWO + loop).splitlines()[line - 1] and "which of several passes is the last" in reason
 
 
 # -- metrics ------------------------------------------------------------------------------------------------------
@@ -188,7 +177,6 @@ def test_passes_of_which_the_last_cannot_be_told(loop: str) -> None:
         ("hvd.allreduce(x.detach())", "hvt.reduce(x.detach())"),
         ("hvd.allreduce(x.detach(), average=False)", 'hvt.reduce(x.detach(), "sum")'),
         ("hvd.allreduce(x.detach(), op=hvd.Max, name='m')", 'hvt.reduce(x.detach(), "max")'),
-        ("hvd.allreduce(a + b).item()", "hvt.reduce((a + b).detach()).item()"),
         ("f'{hvd.rank()} of {hvd.size():>3}'", "f'{world.rank} of {world.size:>3}'"),
         ("hvd.allreduce_(x)", "x.data.copy_(hvt.reduce(x))"),
         ("hvd.allgather(x)", "hvt.gather(x)"),
@@ -212,7 +200,7 @@ def test_metrics_and_objects(old: str, new: str) -> None:
         ("a = hvd.alltoall(t)", "hvd.alltoall has no counterpart"),
         ("f(hvd)", "hvd as a value"),
         ("Trainer(strategy='horovod')", "a library that calls Horovod itself"),
-        ("import horovod\nhorovod.run(f, min_np=2)", "horovod.run must be called"),
+        ("import horovod\nhorovod.run(f, min_np=2)", "hvdtrain.run"),
         ("hvd.allreduce(*args)", "the arguments of hvd.allreduce are not known"),
         ("hvd.allreduce(t, prescale_factor=2.0)", "prescale_factor"),
         ("hvd.allreduce(t, average=a)", "whether this is a mean or a sum"),
@@ -256,51 +244,15 @@ def test_an_order_that_ranks_draw_alike_and_share_out(draw: str) -> None:
 
 # -- the scripts of tests/horovod_scripts -------------------------------------------------------------------------
 REFUSED = {
-    "torch_elastic": [13, 26, 43], "torch_join": [27], "torch_process_sets": [9, 12, 13, 26, 28],
+    "torch_batchnorm": [12], "torch_elastic": [13, 26, 43],
+    "torch_join": [27], "torch_process_sets": [9, 12, 13, 26, 28],
     "tensorflow_gradient_tape": [33, 39, 40, 47],
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("path", "target"),
-    [
-        pytest.param(path, target, id=f"{path.stem}-{name}")
-        for name, target, kind in (("hvdtrain", HVDTRAIN, "*.py"), ("ddp", DDP, "torch_*.py"))
-        for path in sorted(FOLDER.glob(kind))
-    ],
-)
-def test_the_twenty_scripts(path: Path, target: Target) -> None:
-    found = convert(path.read_text(), target)
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.stem)
+def test_the_twenty_scripts(path: Path) -> None:
+    found = convert(path.read_text())
     assert [finding.line for finding in found.refused] == REFUSED.get(path.stem, [])
     if path.stem not in REFUSED:
         compile(found.text, "new.py", "exec")
-
-
-SENT = "hvd.broadcast_parameters(model.state_dict(), root_rank=0)"
-WRAPPED = "optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())"
-MADE = "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)"
-LOADED = "if hvd.rank() == 0:\n    model.load_state_dict(torch.load('old.pt'))"
-
-
-@pytest.mark.parametrize(
-    "lines",
-    [
-        [SENT, "teacher = copy.deepcopy(model)", MADE, WRAPPED],
-        [MADE, SENT, "teacher = copied()", WRAPPED],
-        [
-            MADE,
-            WRAPPED,
-            SENT,
-            "start = copy.deepcopy(model.state_dict())",
-            "hvd.broadcast_optimizer_state(optimizer, 0)",
-        ],
-    ],
-    ids=["a copy", "a function of the script's", "between two broadcasts"],
-)
-def test_what_reads_a_model_that_was_broadcast_reads_what_was_sent(lines: list[str]) -> None:
-    """`hvt.prepare`, below, would send rank 0's weights too late for it."""
-    head = "import copy, torch\nimport horovod.torch as hvd\nhvd.init()\nmodel = torch.nn.Linear(1, 1)\n"
-    made = "def copied():\n    return copy.deepcopy(model)\n"
-    text = convert("\n".join([head + made + LOADED, *lines, "optimizer.zero_grad()", "model(x).mean().backward()", ""]))
-    assert not text.refused, text.refused
-    assert "model.load_state_dict(world.broadcast(model.state_dict()))\n" in text.text

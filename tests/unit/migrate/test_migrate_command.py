@@ -79,19 +79,3 @@ def test_refusals_have_file_and_line(script: Path, tmp_path: Path, capsys: pytes
     assert migrate("-o", tmp_path / "new.py", script) == 1
     said = capsys.readouterr()
     assert f"{script}:2: ranks with unequal" in said.err and not said.out and not (tmp_path / "new.py").exists()
-
-
-@pytest.mark.parametrize("late", [["-o", "new.py"], ["--out=new.py"], ["x", "--no-prove"], ["--to", "ddp"]])
-def test_its_own_flags_behind_the_script_are_refused_or_reported(
-    late: list[str], script: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert migrate(script, *late) == 2
-    said = capsys.readouterr()
-    assert "must stand before the script" in said.err and f"behind {script}" in said.err and not said.out
-    assert migrate(script, "--epochs", "1", "o", "out") == 0
-    # for a proof they are the script's own
-    script.write_text("import horovod.torch as hvd\nhvd.join()\n")
-    assert main(["migrate", str(script), *late]) == 1
-    assert f"behind {script} is the script's own argument" in capsys.readouterr().err
-    assert main(["migrate", str(script), "--epochs", "1"]) == 1
-    assert "own argument" not in capsys.readouterr().err

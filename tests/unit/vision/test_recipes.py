@@ -6,9 +6,7 @@ import argparse
 
 import pytest
 
-from hvdtrain.core.sharding import Plan, tail_pieces
-from hvdtrain.pipeline.plan.schedule import micro_batch_sizes
-from hvdtrain.vision.recipes import RECIPES, Settings, nearest_batch, smallest_batch
+from hvdtrain.vision.recipes import RECIPES, Settings
 
 IMAGENET = 1_281_167
 FLAGS = {
@@ -57,34 +55,6 @@ def test_any_number_of_epochs_is_a_whole_schedule(data: str, schedule: str, epoc
     assert plan.lr.at(plan.total_samples - 1, plan.global_batch) <= 0.0011 * peak
     assert plan.lr.at(plan.total_samples // 4 + 1, plan.global_batch) == pytest.approx(peak, rel=0.2)
     assert plan.lr.warmup_samples <= plan.total_samples / 4 + 1
-
-
-@pytest.mark.parametrize("samples", [1, 2, 7, 17, 59, 64])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("per_rank_batch", [1, 2, 5, 8])
-def test_the_smallest_batch_is_that_of_the_plan(samples: int, ranks: int, per_rank_batch: int) -> None:
-    plan = Plan(samples, ranks, per_rank_batch)
-    counts = [len(share.indices) for rank in range(ranks) for share in plan.step_slices(0, rank=rank)]
-    assert smallest_batch(samples, ranks, per_rank_batch) == min(count for count in counts if count)
-    better = nearest_batch(samples, ranks, per_rank_batch)
-    assert better is None or smallest_batch(samples, ranks, better) >= 2
-
-
-def test_the_smallest_micro_batch() -> None:
-    def smallest(samples: int, micro_batches: int, per_rank_batch: int = 8) -> int:
-        return smallest_batch(samples, 1, per_rank_batch, micro_batches=micro_batches)
-
-    assert [smallest(16, count) for count in (1, 2, 3, 4, 5)] == [8, 4, 2, 2, 1]
-    # a tail is cut into pieces of the usual size: 11 = 8 + 3, in one piece of 3, or in pieces of 2 and 1
-    assert [smallest(11, count) for count in (1, 2, 4)] == [3, 3, 1]
-    assert nearest_batch(11, 1, 8, micro_batches=4) == 9  # 3 + 2 + 2 + 2, and 2
-    for samples in range(1, 40):  # as the pipeline does it: a full batch in so many, a tail in `tail_pieces`
-        for count in (1, 2, 3, 5, 8):
-            shares = [8] * (samples // 8) + [samples % 8] * (samples % 8 > 0)
-            cuts = [(n, count if n == 8 else tail_pieces(n, 8, count)) for n in shares]
-            pieces = [size for n, cut in cuts for size in micro_batch_sizes(n, cut)]
-            assert smallest(samples, count) == min(pieces)
-            assert max(pieces) <= -(-8 // count), "a tail needs no more memory"
 
 
 def test_a_batch_in_parts_is_the_same_update() -> None:
