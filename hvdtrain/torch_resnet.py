@@ -295,9 +295,8 @@ def parser() -> argparse.ArgumentParser:
     add("--gpus-per-rank", type=count, default=1, metavar="N",
         help="GPUs of a rank, for --pipeline (default: its stages) and --engine dataparallel (default: all)")
     add("--compression", choices=["fp16", "bf16"], help="compression of gradients on their way (default: none)")
-    add("--zero", type=int, choices=[0, 1, 2], default=0,
-        help="with --engine deepspeed: split the optimizer's state over the ranks (1), and the gradients (2) "
-        "(default: 0)")
+    add("--zero", type=int, choices=[0, 1], default=0,
+        help="1: with --engine ddp or deepspeed, split the optimizer's state over the ranks (default: 0)")
     add("--channels-last", action="store_true", help="memory layout that GPUs prefer for mixed precision")
     add("--compile", action="store_true", help="compile the model with torch.compile")
     add("--watch-every", type=flags.whole(0), default=100, metavar="N",
