@@ -13,8 +13,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -322,41 +321,6 @@ def effective_batch(config: Mapping[str, Any], size: int) -> int | None:
 
 def now() -> str:
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-
-
-class Sinks:
-    """Other listeners of a run, registered as entry points of the group `hvdtrain.sinks`.
-
-    Each is called with the run's directory and what run.json holds, and returns what has `event(fields)` and
-    `close(status)`. One that fails is named and dropped: training continues.
-    """
-
-    def __init__(self, run_dir: Path, record: Mapping[str, Any]) -> None:
-        from importlib.metadata import entry_points
-
-        self._sinks: dict[str, Any] = {}
-        for point in entry_points(group="hvdtrain.sinks"):
-            self._try(point.name, partial(self._begin, point, run_dir, plain(record)))
-
-    def _begin(self, point: Any, run_dir: Path, record: Any) -> None:
-        self._sinks[point.name] = point.load()(run_dir, record)
-
-    def event(self, fields: Mapping[str, Any]) -> None:
-        for name, sink in list(self._sinks.items()):
-            self._try(name, lambda: sink.event(plain(fields)))  # noqa: B023 (called at once)
-
-    def close(self, status: str) -> None:
-        for name, sink in list(self._sinks.items()):
-            self._try(name, lambda: sink.close(status))  # noqa: B023 (called at once)
-        self._sinks = {}
-
-    def _try(self, name: str, work: Callable[[], object]) -> None:
-        try:
-            work()
-        except Exception as error:
-            self._sinks.pop(name, None)
-            reason = f"{type(error).__name__}: {error}"
-            say(f"hvdtrain: the sink {name} no longer follows the run: {reason}", sys.stderr)
 
 
 class ScalarWriter:

@@ -186,10 +186,9 @@ class _DigestReader(ProcessReader, torch.utils.data.Dataset[Any]):
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
 
-    def __getitem__(self, _: int) -> tuple[Any, Any]:
+    def __getitem__(self, _: int) -> Digest:
         with HOST.preserved():
-            digest = of_items(_Samples(self._dataset))
-        return digest.card, digest.sketch()
+            return of_items(_Samples(self._dataset))
 
 
 class Failures:
@@ -277,5 +276,5 @@ class Workers(ReadByProcesses):
                 yield fetched
 
     def digest(self) -> Digest:
-        card, sketch = self._one_answer(_DigestReader(self.dataset))
-        return Digest(card, lambda: sketch)
+        digest: Digest = self._one_answer(_DigestReader(self.dataset))
+        return digest
