@@ -173,8 +173,8 @@ def session_of(module: nn.Module) -> Session | None:
 def not_finite(session: Session) -> list[str]:
     """Names parameters with a gradient that is not finite."""
     names = {id(parameter): name for name, parameter in session.module.named_parameters()}
-    have = [p for p in session.gradients.parameters() if p.grad is not None]
-    return [names[id(p)] for p in have if not torch.isfinite(p.grad).all()]
+    every = session.gradients.parameters()
+    return [names[id(p)] for p in every if p.grad is not None and not torch.isfinite(p.grad).all()]
 
 
 class Rates:
