@@ -11,13 +11,11 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 from hvdtrain.comm import elastic
 from hvdtrain.comm.agent import Connections
 from hvdtrain.comm.arrival import start_horovod
-from hvdtrain.core import variables
 from hvdtrain.core.errors import ConfigError, LauncherError, RanksLost, build_horovod_command, install_command
 from hvdtrain.core.launchers import Detected
 
@@ -208,8 +206,6 @@ class HorovodCollectives(HostCollectives):
         hvd = self.hvd
         for variable, value in _QUIET.items():
             os.environ.setdefault(variable, value)
-        if os.environ.get(variables.TRACE):
-            os.environ.setdefault("HOROVOD_TIMELINE", "DYNAMIC")  # or it records nothing later
         with elastic.ranks().connecting(self.connections):
             start()
         self.rank, self.size, self.node = hvd.rank(), hvd.size(), hvd.cross_rank()
@@ -229,11 +225,6 @@ class HorovodCollectives(HostCollectives):
             self._start(self.hvd.init)
         except Exception as error:  # of Horovod's, in several forms
             raise RanksLost("ranks of a formation must start Horovod", f"{type(error).__name__}: {error}") from error
-
-    def record_timeline(self, path: Path | None) -> None:
-        """Has Horovod record its operations from now on, on rank 0; None: no more. (Its `docs/timeline.rst`.)"""
-        if self.rank == 0 and os.environ.get("HOROVOD_TIMELINE") == "DYNAMIC":
-            self.hvd.stop_timeline() if path is None else self.hvd.start_timeline(str(path))
 
     def next_name(self) -> str:
         """Returns a name that the next collective has on every rank."""

@@ -67,8 +67,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="seconds to run with fewer than --min-np ranks (default: %(default)g)")
     add("--quiet", action="store_true", help="show the output of rank 0 only, without marks")
     add("--log-dir", type=Path, metavar="DIR", help="folder for one log a rank (default: the next runs/launch-N)")
-    add("--trace", type=flags.whole(1), metavar="N",
-        help="trace the first N updates of a recorded run, for hvdtrain report --trace")
     add("--max-restarts", type=flags.whole(0), default=0, metavar="N",
         help="restart a failed job up to N times in a row without progress (default: 0, never)")
     add("--restart-wait", type=flags.seconds_or_0, default=60.0, metavar="S",
@@ -191,8 +189,6 @@ def job_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Job:
     ours = {variables.JOB: launchers.job_of(environ) or uuid.uuid4().hex[:12]}
     if args.hang_timeout is not None:
         ours[variables.HANG_S] = f"{args.hang_timeout:g}"
-    if args.trace is not None:
-        ours[variables.TRACE] = str(args.trace)
     env = environment.passed(environ, args.variables, args.env_file) | ours
     timeouts = Timeouts(args.start_timeout, args.lost_after, args.stopped_after, args.grace)
     job = host_flags.job_of(args, environ, argv, here=lambda: 1, env=env, timeouts=timeouts)

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.commands import report_charts, report_data, report_trace
+from hvdtrain.commands import report_charts, report_data
 from hvdtrain.commands.report_data import Run
-from hvdtrain.core import flags, variables
+from hvdtrain.core import flags
 from hvdtrain.core.errors import ConfigError, install_command
 
 TEMPLATE = Path(__file__).with_name("report.html")
@@ -30,30 +30,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="file to write (default: RUN/report.html; for several report.html)"
     )
-    what = "write RUN/trace.json instead, a timeline for ui.perfetto.dev"
-    what = f"{what}; it has every step that {variables.TRACE} or `hvdtrain launch --trace` has traced"
-    parser.add_argument("--trace", action="store_true", help=what)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes the page, or with `--trace` each run's trace, and prints its path."""
+    """Writes the page, and prints its path."""
     folders = report_data.find_runs(args.runs)
-    if args.trace:
-        if args.out is not None:
-            raise ConfigError("--out cannot be given with --trace", f"--out {args.out}", "omit --out (RUN/trace.json)")
-        for folder in folders:
-            _write(folder / "trace.json", json.dumps(report_trace.trace(folder)))
-        return 0
     out = args.out or (folders[0] if len(folders) == 1 else Path()) / "report.html"
     flags.check_file("--out", out)
     names = _names(folders)
-    _write(out, page([report_data.read(folder, name) for folder, name in zip(folders, names, strict=True)]))
-    return 0
-
-
-def _write(out: Path, text: str) -> None:
+    text = page([report_data.read(folder, name) for folder, name in zip(folders, names, strict=True)])
     flags.write_file("--out", out, text)
     print(os.fsencode(out).decode("utf-8", "backslashreplace"))
+    return 0
 
 
 def _names(folders: Sequence[Path]) -> list[str]:

@@ -19,7 +19,7 @@ PHASES = (*STEP, *BETWEEN)
 MOST_POINTS = 500  # of a curve: a chart is about as many pixels wide
 WINDOWS = 60  # bars of the chart of a step's time
 FEWEST_STEPS = 10  # since the last start; fewer give no advice
-_CHARTED = ("step", "epoch", "checkpoint", "marks")  # events of charts and traces
+_CHARTED = ("step", "epoch", "checkpoint")  # events of charts
 Curve = tuple[list[float], list[float]]  # x, y
 
 

@@ -19,7 +19,6 @@ PREEMPTION = "HVDTRAIN_PREEMPTION"  # off: signals end a rank at once; watch
 RESTART = "HVDTRAIN_RESTART"  # how often the job was started before; `core.launchers`
 RUN_DIR = "HVDTRAIN_RUN_DIR"  # folder for what ranks leave when they hang; watch
 START_TIMEOUT_S = "HVDTRAIN_START_TIMEOUT_S"  # how long ranks wait for one another at the start; `comm.arrival`
-TRACE = "HVDTRAIN_TRACE"  # number of updates to trace; record and Horovod
 TUNED = "HVDTRAIN_TUNED"  # file of `hvdtrain bench train --tune`; `world.startup`
 
 # Set by hvdtrain for processes that it starts:

@@ -29,7 +29,6 @@ from hvdtrain.core.errors import ConfigError, Preempted, ended_by, note_exits
 from hvdtrain.core.launchers import job_of
 from hvdtrain.record import gpu, log_files, stats
 from hvdtrain.record.bottleneck import RunFacts, phases_per_rank, verdict
-from hvdtrain.record.clock import Tracing, traced_updates
 from hvdtrain.record.folder import place_of
 from hvdtrain.record.log_files import read_events, read_run
 from hvdtrain.world.world import World
@@ -46,8 +45,7 @@ class RunLog:
     """The record of a run. Use it as a context manager: an exception marks the run failed, and propagates.
 
     A successful run ends with a verdict on its bottleneck: in run.json and, with `progress`, as the last line. If
-    nvidia-ml-py is installed, each epoch's event records the use of the GPUs. `HVDTRAIN_TRACE=N` (`hvdtrain launch
-    --trace`) traces the first N updates, for `hvdtrain report --trace`.
+    nvidia-ml-py is installed, each epoch's event records the use of the GPUs.
 
     Example:
         with hvdtrain.RunLog("run", world, config={"lr": 0.1, "per_rank_batch": 32}) as run:
@@ -102,9 +100,7 @@ class RunLog:
         self._saves: list[Mapping[str, Any]] = []
         self._before_end: Callable[[], object] | None = None
         self.facts = RunFacts(local_size=world.local_size, hosts=-(-world.size // max(1, world.local_size)))
-        updates = traced_updates(os.environ)
         world.on_main(self._open, resume)
-        self._tracing = Tracing(updates, world, self.run_dir) if updates else None
         self._pid = os.getpid()
         _LOGS.add(self)
         note_exits()
@@ -252,8 +248,6 @@ class RunLog:
         self._add_phases(seconds)
         if self._first_step is None:
             self._first_step = dict(self._phase_totals)
-        if self._tracing is not None:
-            self._tracing.update(step)
         position = {"step": step, "epoch": epoch, "samples_seen": samples_seen, "lr": lr}
         if self._events is not None and self._window.add(position, loss, samples, seconds):
             self._end_window()
@@ -277,10 +271,9 @@ class RunLog:
                 raise ConfigError("an epoch's metric must be a number", f"{name}={value!r}", f"event(..., {name}=...)")
         self._add_phases(phases or {})
         reading = self._gpus.take() if self._gpus is not None else {}
-        marked = self._tracing.take() if self._tracing else []
-        gathered = self.world.gather((self._phase_totals, self._first_step, reading, marked))
+        gathered = self.world.gather((self._phase_totals, self._first_step, reading))
         self._take_over()
-        per_rank, first, readings, marks = map(list, zip(*gathered, strict=True))
+        per_rank, first, readings = map(list, zip(*gathered, strict=True))
         self._phase_totals, self._first_step = {}, {}
         self._end_window()
         self._window.spend(phases or {})  # the events of steps sum to the time of the run, too
@@ -288,8 +281,6 @@ class RunLog:
         if any(first):
             more["first_step"] = [its or {} for its in first]
         self.event("epoch", epoch=epoch, metrics=dict(metrics), seconds=seconds, ranks=per_rank, **more)
-        if any(marks):
-            self.event("marks", ranks=marks)
         self._epochs.append({"kind": "epoch", "ranks": per_rank, **more})
         self._say_once_if_unknown(readings)
         if self._line is not None:
@@ -349,15 +340,12 @@ class RunLog:
         self._take_over()
         if self._gpus is not None:
             self._gpus.stop()
-        marks = self._tracing.end() if self._tracing is not None else []
         self._ended = True
         if self._events is None:
             return
         if self._before_end is not None and status in ("finished", "preempted"):
             self._before_end()
         self._end_window()
-        if marks:
-            self.event("marks", ranks=[marks])
         if self._phase_totals and (self.world.size == 1 or not any(map(any, (its["ranks"] for its in self._epochs)))):
             self._epochs.append({"kind": "epoch", "ranks": [self._phase_totals]})  # what no epoch has closed
         found = verdict(phases_per_rank(self._epochs) or [{}], self.facts)

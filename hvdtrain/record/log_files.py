@@ -139,7 +139,7 @@ _WAITS = {"input": "data", "communication": "other ranks"}
 EVENT_EVERY_S = 0.1
 # of events that are drawn and added up: what they hold at least
 _FIELDS: dict[str, dict[str, type]] = {
-    "step": {"step": int, "seconds": dict}, "epoch": {"epoch": int, "ranks": list}, "marks": {"ranks": list},
+    "step": {"step": int, "seconds": dict}, "epoch": {"epoch": int, "ranks": list},
 }  # fmt: skip
 _NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 

@@ -14,7 +14,6 @@ from limits import Limit
 
 from hvdtrain import keras_mnist
 from hvdtrain.datasets import digits
-from hvdtrain.record.log import read_events
 
 FEW = 403  # prime: an uneven tail on any number of ranks
 
@@ -60,10 +59,7 @@ def check_run(result: Result, run_dir: Path, ranks: int) -> dict[str, Any]:
 @pytest.mark.slow
 def test_two_ranks_reach_the_accuracy_and_plain_keras_agrees(tmp_path: Path, limit: Limit) -> None:
     flags = ["--epochs", 2, "--run-dir", tmp_path / "run", "--data", "digits"]
-    result = run_program("horovodrun", 2, *flags, env={"HVDTRAIN_TRACE": "4"})
-    (marks,) = [event["ranks"] for event in read_events(tmp_path / "run") if event["kind"] == "marks"]
-    assert [sum(name == "train_step" for _, name in its) for its in marks] == [4, 4]
-    assert (tmp_path / "run" / "horovod-timeline.json").stat().st_size > 0
+    result = run_program("horovodrun", 2, *flags)
     ended = check_run(result, tmp_path / "run", 2)
     assert ended["top1"] >= 0.9 and {"loss", "top1", "weights_sha256"} <= ended.keys()
     limit(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -13,44 +12,9 @@ from pathlib import Path
 import pytest
 from harness import PROGRAMS, run_ranks
 
-from hvdtrain.commands.report_trace import HOROVOD
-
 FOUND = {"straggler": "waiting for rank 1", "input": "input bound"}
 BROWSER = shutil.which("chromium")
 LOOK = PROGRAMS / "torch" / "report_in_browser.py"
-
-
-def traced(run: Path) -> dict[tuple[int, str], list[tuple[float, float]]]:
-    """(begin, end) in microseconds of each rank's phases and updates, as `hvdtrain report --trace` has them."""
-    run_ranks(["-m", "hvdtrain", "report", run, "--trace"], 1, launcher="none").check()
-    found: dict[tuple[int, str], list[tuple[float, float]]] = {}
-    for event in json.loads((run / "trace.json").read_text())["traceEvents"]:
-        if event["ph"] == "X" and event["tid"] < 2:
-            found.setdefault((event["pid"], event["name"]), []).append((event["ts"], event["ts"] + event["dur"]))
-    return found
-
-
-def test_a_trace_has_every_ranks_phases_and_horovods_own(tmp_path: Path) -> None:
-    """In the traced updates the slow rank is in its forward pass while the other waits, in Horovod's timeline, too."""
-    program = PROGRAMS / "torch" / "reported.py"
-    run_ranks([program, tmp_path, "straggler"], 2, timeout_s=120, env={"HVDTRAIN_TRACE": "5"}).check()
-    found = traced(tmp_path)
-    for rank in (0, 1):
-        assert {name for one, name in found if one == rank} >= {f"update {number}" for number in range(1, 6)}
-        assert (rank, "update 6") not in found and len(found[rank, "backward"]) == 5
-    pairs = list(zip(found[1, "forward"], found[0, "communication"], strict=True))
-    assert all(slow[1] - slow[0] >= 30e3 and waits[1] > slow[1] for slow, waits in pairs), pairs
-    # a busy machine may keep the other one from coming first, but not in each of them
-    assert any(slow[1] - max(slow[0], waits[0]) > 10e3 for slow, waits in pairs), pairs
-    timeline = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    sums = [its for its in timeline if its.get("name") == "ALLREDUCE" and its["ph"] == "B" and its["pid"] >= HOROVOD]
-    last = max(end for _, end in found[0, "update 5"])
-    assert len(sums) >= 5 and all(0 <= its["ts"] <= last + 1e5 for its in sums)
-
-
-def test_without_the_variable_nothing_is_traced(tmp_path: Path) -> None:
-    run_ranks([PROGRAMS / "torch" / "reported.py", tmp_path, "even"], 2, timeout_s=120).check()
-    assert traced(tmp_path) == {} and not (tmp_path / "horovod-timeline.json").exists()
 
 
 @pytest.fixture(scope="module")

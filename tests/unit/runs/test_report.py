@@ -1,4 +1,4 @@
-"""Tests `hvdtrain report`: the page and the trace of runs, from their files."""
+"""Tests `hvdtrain report`: the page of runs, from their files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hvdtrain.__main__ import main
-from hvdtrain.commands import report, report_data, report_trace
+from hvdtrain.commands import report, report_data
 
 EVEN = {"input": 0.1, "forward": 1.0, "backward": 2.0, "communication": 0.3, "optimizer": 0.1}
 
@@ -150,46 +150,11 @@ def test_the_page_of_a_long_run_is_small(tmp_path: Path) -> None:
     assert len(page.encode()) <= 1_500_000
 
 
-def of_rank(events: list[dict[str, Any]], rank: int, row: int) -> list[tuple[str, float, float]]:
-    mine = [its for its in events if (its["pid"], its.get("tid"), its["ph"]) == (rank, row, "X")]
-    return [(its["name"], its["ts"], its["dur"]) for its in mine]
-
-
-def test_a_trace_has_phases_where_they_were(tmp_path: Path) -> None:
-    marks = [(101.0, "input"), (101.5, "forward"), (102.0, "other"), (102.25, "update 1"), (103.0, "update 2")]
-    other = [(101.25, "input"), (102.5, "update 1")]
-    log = [its | {"time": 105.0} for its in steps(2)[:1]]
-    log[0]["seconds"] = {"input": 1.0, "forward": 3.0}
-    events = [*log, {"time": 106.0, "kind": "marks", "ranks": [marks, other]},
-              {"time": 107.0, "kind": "checkpoint", "sealed_s": 0.5, "blocked_s": 0.1}]  # fmt: skip
-    run = write(tmp_path / "a", events)
-    timeline = [
-        {"name": "process_name", "ph": "M", "pid": 0, "args": {"start_time_since_epoch_in_micros": 100_000_000}},
-        {"name": "process_name", "ph": "M", "pid": 1, "args": {"name": "allreduce.w"}},
-        {"ph": "B", "name": "ALLREDUCE", "ts": 1_750_000, "pid": 1},
-        {"ph": "E", "ts": 1_800_000, "pid": 1},
-    ]
-    text = "[\n" + ",\n".join(map(json.dumps, timeline))
-    damaged = '{"ph": "B", "na'  # as a job that was killed leaves its last line
-    (run / "horovod-timeline.json").write_text(text.replace("\n", f"\n{damaged}\n", 1) + f",\n{damaged}")
-    found = report_trace.trace(run)["traceEvents"]
-    assert of_rank(found, 0, 0) == [("input", 0.0, 5e5), ("forward", 5e5, 5e5), ("other", 1e6, 1e6)]
-    assert of_rank(found, 0, 1) == [("update 1", 0.0, 1.25e6), ("update 2", 1.25e6, 7.5e5)]
-    assert of_rank(found, 1, 0) == [("input", 2.5e5, 1.25e6)] and of_rank(found, 1, 1) == [("update 1", 2.5e5, 1.25e6)]
-    assert of_rank(found, 0, 2) == [("input", 0.0, 1e6), ("forward", 1e6, 3e6)]
-    assert of_rank(found, 0, 3) == [("checkpoint", 5.5e6, 5e5)]
-    horovod = [its for its in found if its["pid"] == report_trace.HOROVOD + 1]
-    assert [(its["ph"], its.get("ts")) for its in horovod] == [("M", None), ("B", 7.5e5), ("E", 8e5)]
-    assert {its["args"]["name"] for its in found if its.get("name") == "process_name"} == {
-        "rank 0", "rank 1", "Horovod: allreduce.w",
-    }  # fmt: skip
-
-
 @pytest.mark.parametrize(
     "line",
     [
         "null", "[]", '"x"', '{"kind": []}', '{"kind": "step", "step": "x"}', '{"kind": "step", "time": NaN}',
-        '{"kind": "epoch", "epoch": 1, "ranks": [null]}', '{"kind": "marks", "ranks": [null, "x"]}',
+        '{"kind": "epoch", "epoch": 1, "ranks": [null]}',
         '{"time": null, "kind": "start"}', '{"time": 1e400, "kind": "start"}', '{"kind": "epoch", "ranks": 7}',
         '{"kind": "x", "text": "\\ud800"}',
     ],
@@ -198,8 +163,7 @@ def test_foreign_lines_harm_no_report(line: str, tmp_path: Path, monkeypatch: py
     run = write(tmp_path / "a", steps(1, 2), world={"size": 1}, config={})
     with open(run / "events.jsonl", "a", encoding="utf-8") as file:
         file.write(line + "\n")
-    assert main(["report", str(run)]) == 0 and main(["report", str(run), "--trace"]) == 0
-    json.loads((run / "trace.json").read_text(), parse_constant=pytest.fail)
+    assert main(["report", str(run)]) == 0
     assert main(["scale", str(run), "--gradients", "1MB"]) == 0
 
 
@@ -214,12 +178,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     (tmp_path / "runs" / "c").mkdir()
     (tmp_path / "runs" / "c" / "run.json").write_text("{")
     assert main(["report", "runs/c"]) == 2 and "must be JSON" in capsys.readouterr().err
-    assert main(["report", "runs", "--trace"]) == 0
-    said = capsys.readouterr()
-    assert "skipped: runs/c/run.json" in said.err and len(said.out.split()) == 2
-    for folder in said.out.split():
-        assert json.loads(Path(folder).read_text())["traceEvents"]
-    assert main(["report", "runs/a", "--trace", "--out", "x"]) == 2 and "RUN/trace.json" in capsys.readouterr().err
+    assert main(["report", "runs"]) == 0 and "skipped: runs/c/run.json" in capsys.readouterr().err
     assert main(["report", "runs/a/run.json"]) == 2 and "no run.json in runs/a/run.json" in capsys.readouterr().err
     assert main(["report", "nowhere"]) == 2 and "no run.json in nowhere" in capsys.readouterr().err
     assert main(["report", "runs/a", "--out", "no/such/file"]) == 2 and "--out FILE" in capsys.readouterr().err
