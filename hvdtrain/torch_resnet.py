@@ -47,9 +47,7 @@ def train(args: argparse.Namespace, world: World) -> None:
 
     started = time.perf_counter()
     classifiers.check_name(args.model)
-    data = pictures.load(
-        args.data, world=world, image_size=args.image_size, strict=args.strict, reduced=not args.decode_whole
-    )
+    data = pictures.load(args.data, world=world, image_size=args.image_size, strict=args.strict)
     recipe = RECIPES[data.recipe]
     plan = Settings.of(args, world.size, recipe, samples=data.samples)
     network = classifiers.build(args.model, data.classes, image_size=data.image_size, stem=recipe.stem)
@@ -280,7 +278,6 @@ def parser() -> argparse.ArgumentParser:
     add("--image-size", type=flags.whole(8), metavar="N", help="side in pixels, for DIR and synthetic (default: 224)")
     add("--workers", type=flags.whole(0), metavar="N", help="loader processes of a rank (default: as many as fit)")
     add("--strict", action="store_true", help="refuse pictures that cannot be read, instead of skipping them")
-    add("--decode-whole", action="store_true", help="decode JPEGs at full resolution, even if a fraction would do")
     add("--run-dir", type=Path, metavar="DIR",
         help="folder for log and checkpoints (default: the next runs/torch_resnet-N)")
     add("--resume", action="store_true", help="resume the run in --run-dir (default: the newest)")

@@ -111,25 +111,14 @@ class TestEnds:
         assert [entry.name for entry in tmp_path.iterdir()] == ["run.json"]
 
 
-@pytest.mark.parametrize(
-    ("seconds", "said"),
-    [
-        ({"input": 1.0, "forward": 3.0, "communication": 0.2, "evaluation": 50.0}, "  waits 24% for data"),
-        ({"train_step": 3.0, "input": 0.1, "communication": 1.5}, "  waits 33% for other ranks"),
-        ({"forward": 1.0}, ""),
-        ({}, ""),
-    ],
-)
-def test_the_progress_line_says_what_is_waited_for(
-    seconds: dict[str, float], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_first_progress_line_has_no_rate(capsys: pytest.CaptureFixture[str]) -> None:
     line = Line(None)
     fields = {"epoch": 0, "step": 7, "loss": 0.5, "lr": None, "samples": 600, "samples_per_s": 1200.0}
-    line.show({**fields, "step": 1, "samples_per_s": 2.0, "seconds": {"input": 300.0}})
-    assert capsys.readouterr().out == "epoch 1 step 1  loss 0.5\n", "it compiles: neither a rate nor waiting"
+    line.show({**fields, "step": 1, "samples_per_s": 2.0})
+    assert capsys.readouterr().out == "epoch 1 step 1  loss 0.5\n", "it compiles"
     line._due = 1.0
-    line.show({**fields, "seconds": seconds})
-    assert capsys.readouterr().out == f"epoch 1 step 7  loss 0.5{said}  1,200 samples/s\n"
+    line.show(fields)
+    assert capsys.readouterr().out == "epoch 1 step 7  loss 0.5  1,200 samples/s\n"
 
 
 def test_micro_batches_of_an_update_are_one_step_and_their_time_counts():
