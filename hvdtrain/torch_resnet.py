@@ -46,9 +46,7 @@ def train(args: argparse.Namespace, world: World) -> None:
 
     started = time.perf_counter()
     classifiers.check_name(args.model)
-    data = pictures.load(
-        args.data, world=world, image_size=args.image_size, strict=args.strict, reduced=not args.decode_whole
-    )
+    data = pictures.load(args.data, world=world, image_size=args.image_size, strict=args.strict)
     recipe = RECIPES[data.recipe]
     plan = Settings.of(args, world.size, recipe, samples=data.samples)
     network = classifiers.build(args.model, data.classes, image_size=data.image_size, stem=recipe.stem)
@@ -247,7 +245,6 @@ def parser() -> argparse.ArgumentParser:
     add("--image-size", type=flags.whole(8), metavar="N", help="side in pixels, for DIR and synthetic (default: 224)")
     add("--workers", type=flags.whole(0), metavar="N", help="loader processes of a rank (default: as many as fit)")
     add("--strict", action="store_true", help="refuse pictures that cannot be read, instead of skipping them")
-    add("--decode-whole", action="store_true", help="decode JPEGs at full resolution, even if a fraction would do")
     add("--run-dir", type=Path, metavar="DIR",
         help="folder for log and checkpoints (default: the next runs/torch_resnet-N)")
     add("--resume", action="store_true", help="resume the run in --run-dir (default: the newest)")
@@ -262,9 +259,8 @@ def parser() -> argparse.ArgumentParser:
     add("--gpus-per-rank", type=count, default=1, metavar="N",
         help="GPUs of a rank, for --pipeline (default: its stages) and --engine dataparallel (default: all)")
     add("--compression", choices=["fp16", "bf16"], help="compression of gradients on their way (default: none)")
-    add("--zero", type=int, choices=[0, 1, 2], default=0,
-        help="with --engine deepspeed: split the optimizer's state over the ranks (1), and the gradients (2) "
-        "(default: 0)")
+    add("--zero", type=int, choices=[0, 1], default=0,
+        help="1: with --engine ddp or deepspeed, split the optimizer's state over the ranks (default: 0)")
     add("--channels-last", action="store_true", help="memory layout that GPUs prefer for mixed precision")
     add("--compile", action="store_true", help="compile the model with torch.compile")
     add("--watch-every", type=flags.whole(0), default=100, metavar="N",

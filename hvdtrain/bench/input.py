@@ -1,8 +1,7 @@
 """How many images a second reach the training loop, ours against a plain PyTorch DataLoader, in rounds that take turns.
 
 1. CIFAR-shaped pictures in memory: served in whole batches, against torchvision's transforms image by image.
-2. A folder of JPEGs (your own with --data, else made up): the same transforms, by workers; and where all their pixels
-   are decoded, as the DataLoader's are.
+2. A folder of JPEGs (your own with --data, else made up): the same transforms, by workers.
 
 On a GPU the DataLoader also runs without pinned memory. With --framework keras: what reaches a Keras fit, from arrays
 and from a PyDataset, by workers (threads and processes) and length of its queue.
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
     from hvdtrain.datasets.folder import Folder
     from hvdtrain.world.world import World
 
-WHOLE = ", decoded whole"
 MEMORY_IMAGES, MADE_UP_FILES, MADE_UP_SIZE = 10_000, 256, (500, 375)  # the size: ImageNet's average
 
 # a variant: starts to read, returns its batches and what ends it
@@ -165,7 +163,7 @@ def recommend(images_per_s: Mapping[str, list[float]]) -> int:
     ours = {
         int(name.split()[1]): statistics.median(its)
         for name, its in images_per_s.items()
-        if name.startswith("hvdtrain") and not name.endswith(WHOLE)
+        if name.startswith("hvdtrain")
     }
     return keras_input.least(ours, int)
 
@@ -182,12 +180,7 @@ def report(result: Mapping[str, Any]) -> str:
         plain = max((name for name in memory if name != "hvdtrain"), key=lambda name: statistics.median(memory[name]))
         base = "DataLoader, 0 workers" if "DataLoader, 0 workers" in memory else plain
         ratio = stats.ratio_of_medians(memory["hvdtrain"], memory[base])
-        whole = next(name for name in its if name.endswith(WHOLE))
-        reduced = stats.ratio_of_medians(its[whole.removesuffix(WHOLE)], its[whole])
-        compared = [
-            f"in memory: {ratio} times the {base}",
-            f"large JPEGs decoded at a fraction: {reduced} times the images/s of {whole}",
-        ]
+        compared = [f"in memory: {ratio} times the {base}", ""]
         where, crop = f"batches on {result['device']}", ", random crop + mirror + normalise"
         best, last = f"workers={result['files']['recommended_workers']}", ""
     texts = [
@@ -231,21 +224,15 @@ def files(args: argparse.Namespace, world: World, train: Folder) -> dict[str, An
     transform = _transform(RandomResizedCrop(args.image_size), hvt.IMAGENET_MEAN, hvt.IMAGENET_STD)
     folder = ImageFolder(train.root, transform)
 
-    def pictures(reduced: bool) -> Callable[[], hvt.ImageFiles]:
-        return lambda: hvt.ImageFiles(train, train=True, size=args.image_size, reduced=reduced)
+    def pictures() -> hvt.ImageFiles:
+        return hvt.ImageFiles(train, train=True, size=args.image_size)
 
     variants: dict[str, Start] = {}
     for workers in args.workers:
         variants |= _data_loaders(folder, batch, [workers], world)
-        variants[_ours_name(workers)] = _ours(pictures(True), batch, world=world, workers=workers)
-    workers = args.workers[0]
-    variants[f"{_ours_name(workers)}{WHOLE}"] = _ours(pictures(False), batch, world=world, workers=workers)
+        variants[f"hvdtrain, {workers} workers"] = _ours(pictures, batch, world=world, workers=workers)
     found = interleaved(variants, args, batch)
     return {"images_per_s": found, "recommended_workers": recommend(found)}
-
-
-def _ours_name(workers: int) -> str:
-    return f"hvdtrain, {workers} workers"
 
 
 def _ours(source: Callable[[], Any], batch: int, **settings: Any) -> Start:

@@ -197,7 +197,7 @@ class KerasWatch:
         arrays = [array for tensor in tensors if (array := tensor.numpy()).ndim]
         if not arrays:
             return
-        value = hashlib.blake2b(str(same_data.of_arrays(arrays).card).encode(), digest_size=8).hexdigest()
+        value = hashlib.blake2b(str(tuple(same_data.of_arrays(arrays))).encode(), digest_size=8).hexdigest()
         ranks, key = list(range(self._session.size)), [f"keras {number}", step - 1]
         self._session.report(kind="data", ranks=ranks, key=key, value=value, line=user_line())
 

@@ -153,7 +153,7 @@ def _digest(batch: Any) -> str:
     arrays = [
         leaf for leaf in pytree.tree_leaves(batch) if hasattr(leaf, "dtype") and hasattr(leaf, "ndim") and leaf.ndim
     ]
-    return str(same_data.of_arrays(arrays).card) if arrays else ""
+    return str(tuple(same_data.of_arrays(arrays))) if arrays else ""
 
 
 def _within_a_module() -> bool:

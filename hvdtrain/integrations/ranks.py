@@ -205,7 +205,7 @@ def deal(data: Any, world: World, *, trains: bool) -> Deal:
         data.dataset, batch, world=world, shuffle=shuffles and trains, tail="drop" if drop else "weighted",
         workers=data.num_workers, collate=None if data.collate_fn is torch_data.default_collate else data.collate_fn,
         sampler=given, worker_init_fn=data.worker_init_fn, prefetch_factor=data.prefetch_factor or 2,
-        timeout_s=data.timeout, seed=world.broadcast(_seed()),  # ranks may have seeds of their own
+        seed=world.broadcast(_seed()),  # ranks may have seeds of their own
     )  # fmt: skip
     every, whole = len(sampler), loader.global_batch
     if drop:

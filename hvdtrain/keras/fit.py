@@ -356,7 +356,7 @@ def _compare_ranks(call: FitCall) -> None:
         return
     session.proofs.compared.clear()
     data = _arrays(call)
-    card = None if data is None else same_data.of_arrays(data).card
+    card = None if data is None else same_data.of_arrays(data)
     reports = world.gather(
         (card, any(may_stop(callback) for callback in call.others), call.has(fit_callbacks.EndOfEpoch))
     )
@@ -369,7 +369,7 @@ def _compare_ranks(call: FitCall) -> None:
             shared=True,
         )
     if card is not None and all(other == card for other, _, _ in reports):
-        raise same_work(f"fit() was given the same {card[1][0]} samples on all {world.size} ranks")
+        raise same_work(f"fit() was given the same {card.lengths[0]} samples on all {world.size} ranks")
     session.proofs.first_batch = None if data is not None or session.fit.data is not None else False
     kind = fit_callbacks.LastOfBatch if any(stops for _, stops, _ in reports) else fit_callbacks.Last
     call.callbacks.append(kind(session, call.first_epoch))

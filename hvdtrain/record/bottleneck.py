@@ -13,7 +13,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
 from typing import Any, Literal
 
 # the phases of a step; what else is measured (checkpoint, evaluation) lies between steps
@@ -39,8 +38,6 @@ BETWEEN_S = ((10.0, 0.05), (2.0, 0.25), (0.5, 0.5))  # seconds, and the share th
 SHORT_S = 0.5
 # a rank that the others wait for is named from so many seconds on: shorter ones are noise
 NAMED_S = 0.5
-IN_TURNS_S = 0.01  # a step: less is noise of a busy machine
-IDLE_SHARE = 0.25  # of the node's cores
 
 Kind = Literal["unknown", "input", "communication", "uneven", "other", "compute", "nothing"]
 
@@ -56,7 +53,6 @@ class RunFacts:
     local_size: int = 1
     compression: str | None = None  # of the gradients that are sent; None for none
     accumulate: int = 1  # batches of one update
-    idle: float | None = None  # the share of this node's cores that nothing ran on while the training did
     hosts: int = 1
 
 
@@ -78,27 +74,8 @@ class Bottleneck:
         return self.text
 
 
-@dataclass(frozen=True)
-class Waits:
-    """A rank's waiting for gradients, step by step."""
-
-    steps: int = 0
-    least_s: float = 0.0  # the shortest waits, times the steps: what gradients cost; longer ones are for other ranks
-
-    @classmethod
-    def of(cls, seconds: Sequence[float]) -> Waits:
-        """Returns those of steps, by the shortest tenth."""
-        shortest = sorted(seconds)[: max(1, len(seconds) // 10)]
-        return cls(len(seconds), len(seconds) * shortest[-1] if shortest else 0.0)
-
-    def __add__(self, other: Waits) -> Waits:
-        return Waits(self.steps + other.steps, self.least_s + other.least_s)
-
-
-def verdict(
-    per_rank: Sequence[Mapping[str, float]], facts: RunFacts = RunFacts(), waits: Sequence[Waits] = ()
-) -> Bottleneck:
-    """Returns what holds a step up, from each rank's seconds by phase (unknown ones count as "other") and waits."""
+def verdict(per_rank: Sequence[Mapping[str, float]], facts: RunFacts = RunFacts()) -> Bottleneck:
+    """Returns what holds a step up, from each rank's seconds by phase (unknown ones count as "other")."""
     seconds = [_by_phase(phases) for phases in per_rank]
     step_s = [sum(phases[name] for name in STEP) for phases in seconds]
     if not seconds or sum(step_s) <= 0:
@@ -108,9 +85,7 @@ def verdict(
     if max(step_s) < SHORT_S:
         kind, finding = "nothing", f"nothing stands out: {max(step_s):.1g} s of steps are too short to judge"
     else:
-        kind, finding = (
-            _uneven(seconds, step_s, facts) or _in_turns(seconds, waits, step_s) or _bound(shares, len(seconds), facts)
-        )
+        kind, finding = _uneven(seconds, step_s, facts) or _bound(shares, len(seconds), facts)
     lines = [finding, *_between(seconds, sum(step_s))]
     return Bottleneck(kind, "\n".join(lines), shares)
 
@@ -131,42 +106,12 @@ def phases_per_rank(events: Iterable[Mapping[str, Any]]) -> list[dict[str, float
     return total
 
 
-def waits_per_rank(events: Iterable[Mapping[str, Any]]) -> list[Waits]:
-    """Adds up every rank's waiting from a run's events, as `phases_per_rank` does its seconds."""
-    total: list[Waits] = []
-    for event in events:
-        if event.get("kind") in ("start", "resume"):
-            total = []
-        elif event.get("kind") == "epoch":
-            its = [Waits(**fields) for fields in event.get("waits") or []]
-            total = [a + b for a, b in zip_longest(total, its, fillvalue=Waits())]
-    return total
-
-
 def _by_phase(phases: Mapping[str, float]) -> dict[str, float]:
     """Seconds of every known phase; negative ones (a clock that was set back) count as 0."""
     known = dict.fromkeys((*STEP, *BETWEEN), 0.0)
     for name, value in phases.items():
         known[name if name in known else "other"] += max(0.0, value)
     return known
-
-
-def _in_turns(
-    seconds: Sequence[Mapping[str, float]], waits: Sequence[Waits], step_s: Sequence[float]
-) -> tuple[Kind, str] | None:
-    """Returns a finding if ranks wait for each other in turns: most of their waiting is not what each step costs."""
-    if len(seconds) < 2 or len(waits) != len(seconds):
-        return None
-    all_s = sum(phases["communication"] for phases in seconds)
-    others_s = all_s - sum(its.least_s for its in waits)
-    share, steps = others_s / sum(step_s), sum(its.steps for its in waits)
-    is_long = others_s >= max(all_s / 2, NAMED_S * len(seconds), IN_TURNS_S * steps)
-    if share < WAITING_SHARE or not is_long:
-        return None
-    return "uneven", (
-        f"uneven steps: {_percent(share)} of each step is spent waiting for other ranks, now one and now another; make"
-        " batches alike (lengths, augmentation), and look at what else runs on these cores"
-    )
 
 
 def _uneven(
@@ -247,11 +192,7 @@ def _input_remedy(facts: RunFacts) -> str:
         plural = "s" * (more > 1)
         now = facts.workers + each
         return f"{more} more loader worker{plural} fit{'s' * (more == 1)} on this node (--workers {now} for each rank)"
-    less = "less work for each sample (`hvdtrain bench input` measures which)"
-    if facts.idle is not None and facts.idle < IDLE_SHARE:
-        return f"{_percent(1 - facts.idle)} of this node's cores are in use: {less}, or more cores"
-    idle = "" if facts.idle is None else f" ({_percent(facts.idle)} of this node's cores are idle)"
-    return f"try more workers{idle}, or {less}"
+    return "try more workers, or less work for each sample (`hvdtrain bench input` measures which)"
 
 
 def _between(seconds: Sequence[Mapping[str, float]], steps_s: float) -> list[str]:

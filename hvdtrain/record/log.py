@@ -22,24 +22,21 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TextIO
 
 from hvdtrain.core.errors import ConfigError, Preempted, ended_by, note_exits
 from hvdtrain.core.launchers import job_of
 from hvdtrain.record import gpu, log_files, stats
-from hvdtrain.record.bottleneck import RunFacts, Waits, phases_per_rank, verdict, waits_per_rank
+from hvdtrain.record.bottleneck import RunFacts, phases_per_rank, verdict
 from hvdtrain.record.folder import place_of
 from hvdtrain.record.log_files import read_events, read_run
-from hvdtrain.world.resources import core_seconds, idle_share
 from hvdtrain.world.world import World
 
 __all__ = ["RunLog", "read_events", "read_run", "run_status"]
 
 # what reached the operating system survives a killed process
 FLUSH_EVERY_S = 1.0
-_MOST_WAITS = 10_000  # that are kept, of an epoch that does not end
 _LOGS: weakref.WeakSet[RunLog] = weakref.WeakSet()  # of this program
 _RECORDED_VERSIONS = ("hvdtrain", "horovod", "numpy", "torch", "tensorflow", "tensorflow-cpu", "keras")
 
@@ -90,13 +87,10 @@ class RunLog:
         self._events: TextIO | None = None
         self._board: log_files.ScalarWriter | None = None
         self._line: log_files.Line | None = None
-        self._sinks: log_files.Sinks | None = None
         self._last_flush = 0.0
         self._warned = self._warned_of_gpus = False
         self._window = log_files.Window()
         self._phase_totals: dict[str, float] = {}
-        self._waited = Waits()  # for gradients, since the last epoch's end, but for the last steps
-        self._waits: list[float] = []  # of those, in seconds
         self._first_step: Mapping[str, float] | None = None  # until an event has it, then empty
         self._epochs: list[dict[str, Any]] = []  # what the verdict reads
         self._options = dict(config), progress, tensorboard
@@ -106,7 +100,6 @@ class RunLog:
         self._saves: list[Mapping[str, Any]] = []
         self._before_end: Callable[[], object] | None = None
         self.facts = RunFacts(local_size=world.local_size, hosts=-(-world.size // max(1, world.local_size)))
-        self._cores = core_seconds()
         world.on_main(self._open, resume)
         self._pid = os.getpid()
         _LOGS.add(self)
@@ -191,7 +184,6 @@ class RunLog:
         self._events = open(  # noqa: SIM115 (held as long as the run)
             self.run_dir / "events.jsonl", "a", encoding="utf-8", errors="backslashreplace"
         )
-        self._sinks = log_files.Sinks(self.run_dir, self._run)
         was = {"earlier_status": log_files.fate(earlier)} if earlier else {}
         self.event("resume" if earlier else "start", size=world.size, config=config, **was)
 
@@ -219,8 +211,6 @@ class RunLog:
         assert self._events is not None
         whole = {"time": round(time.time(), 3), "kind": kind, **fields}
         self._events.write(log_files.to_json(whole) + "\n")
-        if self._sinks is not None:
-            self._sinks.event(whole)
         since = time.monotonic()
         if kind != "step" or since - self._last_flush >= FLUSH_EVERY_S:
             self._flush()
@@ -256,10 +246,6 @@ class RunLog:
             self._gpus.start()  # what came before the first step is no training
         self._take_over()
         self._add_phases(seconds)
-        if "communication" in seconds:
-            self._waits.append(seconds["communication"])
-            if len(self._waits) == _MOST_WAITS:
-                self._waited, self._waits = self._waited + Waits.of(self._waits), []
         if self._first_step is None:
             self._first_step = dict(self._phase_totals)
         position = {"step": step, "epoch": epoch, "samples_seen": samples_seen, "lr": lr}
@@ -285,18 +271,15 @@ class RunLog:
                 raise ConfigError("an epoch's metric must be a number", f"{name}={value!r}", f"event(..., {name}=...)")
         self._add_phases(phases or {})
         reading = self._gpus.take() if self._gpus is not None else {}
-        waits = asdict(self._waited + Waits.of(self._waits))
-        gathered = self.world.gather((self._phase_totals, self._first_step, reading, waits))
+        gathered = self.world.gather((self._phase_totals, self._first_step, reading))
         self._take_over()
-        per_rank, first, readings, all_waits = map(list, zip(*gathered, strict=True))
-        self._phase_totals, self._first_step, self._waits, self._waited = {}, {}, [], Waits()
+        per_rank, first, readings = map(list, zip(*gathered, strict=True))
+        self._phase_totals, self._first_step = {}, {}
         self._end_window()
         self._window.spend(phases or {})  # the events of steps sum to the time of the run, too
         more: dict[str, Any] = {"gpus": readings} if any(readings) else {}
         if any(first):
             more["first_step"] = [its or {} for its in first]
-        if any(its["steps"] for its in all_waits):
-            more["waits"] = all_waits
         self.event("epoch", epoch=epoch, metrics=dict(metrics), seconds=seconds, ranks=per_rank, **more)
         self._epochs.append({"kind": "epoch", "ranks": per_rank, **more})
         self._say_once_if_unknown(readings)
@@ -365,8 +348,7 @@ class RunLog:
         self._end_window()
         if self._phase_totals and (self.world.size == 1 or not any(map(any, (its["ranks"] for its in self._epochs)))):
             self._epochs.append({"kind": "epoch", "ranks": [self._phase_totals]})  # what no epoch has closed
-        facts = replace(self.facts, idle=idle_share(self._cores, core_seconds()))
-        found = verdict(phases_per_rank(self._epochs) or [{}], facts, waits_per_rank(self._epochs))
+        found = verdict(phases_per_rank(self._epochs) or [{}], self.facts)
         text = "\n".join(filter(None, [str(found), gpu.summary(epoch.get("gpus", ()) for epoch in self._epochs)]))
         measured = status == "finished" and found.kind != "unknown"
         if measured:
@@ -375,8 +357,6 @@ class RunLog:
             self._update(checkpoints=stats.of_saves(self._saves))
         self.event("end", status=status, error=error)
         self._update(status=status, error=error, ended=log_files.now())
-        if self._sinks is not None:
-            self._sinks.close(status)
         self._close()
         if measured and self._talks:
             log_files.say(f"verdict: {text}")

@@ -13,13 +13,12 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.record.bottleneck import BETWEEN, STEP, WAITING_SHARE
+from hvdtrain.record.bottleneck import BETWEEN
 
 _MOVE = "give another run directory, or move this one away"
 
@@ -135,7 +134,6 @@ def plain(value: Any) -> Any:
 
 # without a terminal the progress is a line in a log: rarer
 LINE_EVERY_S = 5.0
-_WAITS = {"input": "data", "communication": "other ranks"}
 # steps that end within this time share one event and one refresh of the progress line
 EVENT_EVERY_S = 0.1
 # of events that are drawn and added up: what they hold at least
@@ -197,35 +195,29 @@ class Window:
 class Line:
     """The progress line: tqdm on a terminal, else now and then a plain line.
 
-    Its rate and its waiting are those of all steps since the line before: a window alone may be the one step that
-    follows a pause. The first line has neither: its step compiles.
+    Its rate is that of all steps since the line before: a window alone may be the one step that follows a pause. The
+    first line has none: its step compiles.
     """
 
     def __init__(self, total_samples: int | None) -> None:
         self._bar: Any = None
         self._due = 0.0
         self._speed = ""
-        self._begin()
+        self._samples = self._elapsed_s = 0.0
         if sys.stderr is not None and sys.stderr.isatty():
             from tqdm import tqdm
 
             self._bar = tqdm(total=total_samples, unit=" samples", unit_scale=True, dynamic_ncols=True, leave=False)
 
-    def _begin(self) -> None:
-        self._seconds = dict.fromkeys(STEP, 0.0)
-        self._samples = self._elapsed_s = 0.0
-
     def show(self, fields: Mapping[str, Any]) -> None:
-        for phase in STEP:
-            self._seconds[phase] += fields["seconds"].get(phase, 0.0)
         self._samples += fields["samples"]
         self._elapsed_s += fields["samples"] / fields["samples_per_s"] if fields["samples_per_s"] else 0.0
         due = time.monotonic() >= self._due
         if due:
             first, self._due = self._due == 0, time.monotonic() + LINE_EVERY_S
             rate = f"  {self._samples / self._elapsed_s:,.0f} samples/s" if self._elapsed_s else ""
-            self._speed = "" if first else self._waits() + rate
-            self._begin()
+            self._speed = "" if first else rate
+            self._samples = self._elapsed_s = 0.0
         text = f"epoch {fields['epoch'] + 1} step {fields['step']}"
         for name in ("loss", "lr"):
             text += f"  {name} {fields[name]:.4g}" if fields[name] is not None else ""
@@ -236,12 +228,6 @@ class Line:
             self._bar.refresh()
         elif due:
             say(text)
-
-    def _waits(self) -> str:
-        """Returns what rank 0 waits for, if that takes much of its time; else ""."""
-        total_s = sum(self._seconds.values())
-        shares = {what: self._seconds[phase] / total_s for phase, what in _WAITS.items()} if total_s > 0 else {}
-        return "".join(f"  waits {share:.0%} for {what}" for what, share in shares.items() if share >= WAITING_SHARE)
 
     def epoch(self, epoch: int, metrics: Mapping[str, float], seconds: float) -> None:
         numbers = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
@@ -323,41 +309,6 @@ def effective_batch(config: Mapping[str, Any], size: int) -> int | None:
 
 def now() -> str:
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-
-
-class Sinks:
-    """Other listeners of a run, registered as entry points of the group `hvdtrain.sinks`.
-
-    Each is called with the run's directory and what run.json holds, and returns what has `event(fields)` and
-    `close(status)`. One that fails is named and dropped: training continues.
-    """
-
-    def __init__(self, run_dir: Path, record: Mapping[str, Any]) -> None:
-        from importlib.metadata import entry_points
-
-        self._sinks: dict[str, Any] = {}
-        for point in entry_points(group="hvdtrain.sinks"):
-            self._try(point.name, partial(self._begin, point, run_dir, plain(record)))
-
-    def _begin(self, point: Any, run_dir: Path, record: Any) -> None:
-        self._sinks[point.name] = point.load()(run_dir, record)
-
-    def event(self, fields: Mapping[str, Any]) -> None:
-        for name, sink in list(self._sinks.items()):
-            self._try(name, lambda: sink.event(plain(fields)))  # noqa: B023 (called at once)
-
-    def close(self, status: str) -> None:
-        for name, sink in list(self._sinks.items()):
-            self._try(name, lambda: sink.close(status))  # noqa: B023 (called at once)
-        self._sinks = {}
-
-    def _try(self, name: str, work: Callable[[], object]) -> None:
-        try:
-            work()
-        except Exception as error:
-            self._sinks.pop(name, None)
-            reason = f"{type(error).__name__}: {error}"
-            say(f"hvdtrain: the sink {name} no longer follows the run: {reason}", sys.stderr)
 
 
 class ScalarWriter:

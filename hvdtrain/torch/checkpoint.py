@@ -258,8 +258,8 @@ class TrainingPart(Part):
         others = [] if self.data is None else self.data.others(self._extra.values())
         ranks = session.world.gather((session.streams(), [other.state_dict() for other in others]))
         self.streams, self.others = map(list, zip(*ranks, strict=True))
-        if session.parted is not None:
-            self._gathered = session.parted.parts.state_dict(keep=session.world.is_main)
+        if session.zero is not None:
+            self._gathered = session.zero.state_dict(keep=session.world.is_main)
 
     def write(self, file: StateFile) -> None:
         optimizer = self.optimizer
@@ -282,8 +282,6 @@ class TrainingPart(Part):
         """Reads the file; raises `CheckpointError` if it is of another optimizer."""
         saved = self._read = revived(read(path), np.generic.item)
         _check_optimizer(saved, _described(self.optimizer), self.optimizer.wrapped)
-        if self.optimizer.session.parted is not None:
-            self.optimizer.session.parted.parts.check_state(saved["optimizer"])
 
     def load(self, path: Path) -> None:
         """Resumes as saved; with own random streams at another size. Raises `CheckpointError` for other data."""

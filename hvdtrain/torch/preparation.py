@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 from weakref import ref
 
 import torch
@@ -18,10 +18,10 @@ from hvdtrain.core.keywords import refuses_other_keywords
 from hvdtrain.core.lr import LR, NOT_LR
 from hvdtrain.torch.engines import unprepared
 from hvdtrain.torch.engines.base import Staged, Transport, staged_or_none
-from hvdtrain.torch.engines.deepspeed import ZeroModel
 from hvdtrain.torch.engines.engine import engine_of
 from hvdtrain.torch.engines.shell import ModelShell, is_compiled, unwrap
 from hvdtrain.torch.engines.sync_batchnorm import convert, count_unsynchronized, revert
+from hvdtrain.torch.engines.zero import ZeroModel
 from hvdtrain.torch.losses.loss_proof import LossProof
 from hvdtrain.torch.trained import Trained
 from hvdtrain.torch.update import start
@@ -81,7 +81,7 @@ def prepare(
     compile: bool = False,
     verify: bool = True,
     watch_every: int = 0,
-    zero: Literal[0, 1, 2] = 0,
+    zero: Literal[0, 1] = 0,
 ) -> tuple[Model, Optimizer]:
     """Makes a model and its optimizer train on all ranks, and returns both; collective.
 
@@ -111,8 +111,8 @@ def prepare(
         compile: compile the model with `torch.compile`.
         verify: prove before the first step that gradients are averaged (see `verify`).
         watch_every: compare the replicas every so many updates; 0: never.
-        zero: ZeRO, on the deepspeed engine: each rank keeps a part of the optimizer's state (1), and of the gradients
-            (2: `p.grad` cannot be read). For float32 weights and torch.optim's element-wise optimizers.
+        zero: 1 for ZeRO stage 1, on the engines ddp and deepspeed: each rank keeps the optimizer's state of a part of
+            the parameters. For torch.optim's optimizers that update each parameter independently.
 
     Raises:
         ConfigError: the model is already wrapped, parameters and optimizer do not match, an option is wrong, or the
@@ -233,16 +233,14 @@ def _check_options(options: Options, lr: LR | None, data: Loader | None) -> None
 
 
 def _check_zero(options: Options, world: World) -> None:
-    if options.zero not in (0, 1, 2) or isinstance(options.zero, bool):
-        raise ConfigError("zero must be 0, 1 or 2: the stage of DeepSpeed's ZeRO", f"zero={options.zero!r}")
-    if options.zero and world.engine != "deepspeed":
+    if options.zero not in (0, 1) or isinstance(options.zero, bool):
+        raise ConfigError("zero must be 0 or 1: the stage of ZeRO", f"zero={options.zero!r}")
+    if options.zero and world.engine not in ("ddp", "deepspeed"):
         raise ConfigError(
-            "zero= needs engine='deepspeed'",
+            "zero= needs engine='ddp' or engine='deepspeed'",
             f"zero={options.zero} on the engine {world.engine!r}",
-            'hvdtrain.init("torch", engine="deepspeed"), or remove zero=',
+            'hvdtrain.init("torch", engine="ddp"), or remove zero=',
         )
-    if options.zero and options.channels_last:
-        raise ConfigError("channels_last= is not supported with zero=", "channels_last=True", "remove one of them")
 
 
 def _place(
@@ -272,13 +270,14 @@ def _bind(
     pieces = options.accumulate * (1 if staged is None else max(staged.micro_batches, 2))
     shell = ModelShell(model, call)
     batches = Batches(data, world.size, options.accumulate)
-    bound = engine.bind(shell, optimizer, Transport(options.compression, staged=staged, zero=options.zero))
+    bound = engine.bind(shell, optimizer, Transport(options.compression, staged=staged))
+    zero = ZeroModel(bound, optimizer, world) if options.zero else None
     return Session(
         world=world,
         module=model,
         optimizer=optimizer,
         options=options,
-        engine_model=TrackedModel(bound, world, batches),
+        engine_model=TrackedModel(zero or bound, world, batches),
         batches=batches,
         per_rank_batch=None if data is None else data.per_rank_batch,
         precision=MixedPrecision(options.amp, engine.device),
@@ -287,5 +286,5 @@ def _bind(
         proof=LossProof(world, pieces, verify=options.verify, counted=data is not None),
         staged=staged,
         compiled=call is not None and staged is None,
-        parted=cast(ZeroModel, bound) if options.zero else None,
+        zero=zero,
     )

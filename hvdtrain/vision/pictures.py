@@ -41,9 +41,7 @@ class ImageData:
     in_memory: bool = True  # no files are read while training
 
 
-def load(
-    source: str, *, world: World, image_size: int | None = None, strict: bool = False, reduced: bool = True
-) -> ImageData:
+def load(source: str, *, world: World, image_size: int | None = None, strict: bool = False) -> ImageData:
     """Loads the data on every rank; collective. Needs PyTorch.
 
     Args:
@@ -53,7 +51,6 @@ def load(
         world: the ranks.
         image_size: pixels on a side of a folder's or synthetic pictures; None: 224.
         strict: a picture that cannot be read is an error; else it is skipped and reported.
-        reduced: as `hvdtrain.torch.ImageFiles` has it.
 
     Raises:
         ConfigError: on every rank, if one of them cannot get the data.
@@ -63,7 +60,7 @@ def load(
         source = "cifar10" if all(together(world, cifar10.cache().is_file)) else "digits"
     kind = kind_of(source)
     if kind == "folder":
-        return _folder(source, world, image_size or IMAGE_SIZE, strict=strict, reduced=reduced)
+        return _folder(source, world, image_size or IMAGE_SIZE, strict=strict)
     if kind == "synthetic":
         return _in_memory(datasets.synthetic(size=image_size or IMAGE_SIZE), kind, pad=0, flip=True)
     if kind == "cifar10":

@@ -1,4 +1,4 @@
-"""The record of a hang, as JSON on rank 0's host: every rank's report and stacks, and other known facts.
+"""The record of a hang, as JSON on rank 0's host: every rank's report and stacks.
 
 For ranks out of step: the place of each.
 """
@@ -8,8 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import platform
-import re
 import shutil
 import subprocess
 import sys
@@ -20,13 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.comm.ring import FOLDER, own_folder
-from hvdtrain.core.version import __version__
 from hvdtrain.watch.looks import proc_status
 
 _NATIVE_S = 5.0
-_TOLD = re.compile(r"^(HVDTRAIN|HOROVOD|NCCL|GLOO|OMP|CUDA|TF|KERAS|TORCH|UCX|OMPI_COMM_WORLD|SLURM_(JOB|STEP|NTASKS))")
-_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|COOKIE|AUTH", re.IGNORECASE)
-_FRAMEWORKS = ("torch", "tensorflow", "keras", "horovod", "deepspeed", "numpy")
 
 
 def state_of_process(pid: int) -> dict[str, Any]:
@@ -79,19 +73,9 @@ def write(
         return
     found = {
         "format": 1, "time": time.time(), "rule": error[0], "received": error[1], "remedy": error[2],
-        "verdict": asdict(verdict), "ranks": [*reports.values()], "silent": [*silent.values()], "facts": facts(),
+        "verdict": asdict(verdict), "ranks": [*reports.values()], "silent": [*silent.values()],
     }  # fmt: skip
     try:
         path.write_text(json.dumps(found, indent=1), encoding="utf-8")
     except OSError as problem:
         print(f"hvdtrain: {path}: {problem}", file=sys.stderr, flush=True)
-
-
-def facts() -> dict[str, Any]:
-    """Returns what rank 0 runs on and with; without arguments and variables that may hold secrets."""
-    modules = {name: getattr(sys.modules.get(name), "__version__", None) for name in _FRAMEWORKS}
-    return {
-        "hvdtrain": __version__, "python": platform.python_version(), "system": " ".join(os.uname()[::2]),
-        "program": sys.argv[0], "folder": os.getcwd(), "versions": {n: v for n, v in modules.items() if v},
-        "variables": {n: v for n, v in sorted(os.environ.items()) if _TOLD.match(n) and not _SECRET.search(n)},
-    }  # fmt: skip

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hvdtrain.comm import elastic
-from hvdtrain.comm.arrival import names_of
 from hvdtrain.comm.engines import Engine
 from hvdtrain.comm.lines import function_of, in_thread, user_line, users_frame
 from hvdtrain.comm.ring import MEETING, NOWHERE, UPDATE, Ring, forget, last_words
@@ -368,14 +367,6 @@ def out_of_step(states: Sequence[State], remedy: str = "") -> ReplicaError:
         "give every rank the same number of batches, as hvdtrain's loaders do",
         shared=True,
         code=43,
-    )
-
-
-def waiting(state: State, absent: Sequence[int], seconds: float) -> str:
-    """Returns the note that rank 0 prints after waiting so long for others, at the place in `state`; pure."""
-    return (
-        f"hvdtrain: rank 0 has waited for {seconds:.0f} s {described(state)}\n"
-        f"  for {names_of(absent)}: slow there, or stopped, or the host cannot be reached"
     )
 
 

@@ -35,12 +35,11 @@ from hvdtrain.core import variables
 from hvdtrain.core.errors import HUNG_CODE, OUT_OF_STEP_CODE, ReplicaError, describe, end_now, ending
 from hvdtrain.core.launchers import Detected
 from hvdtrain.watch import bundle, hang, looks
-from hvdtrain.watch.meeting import State, Tracker, deadlocked, out_of_step, waiting
+from hvdtrain.watch.meeting import State, Tracker, deadlocked, out_of_step
 
 Links = Mapping[int, RankLink]  # by rank
 ANSWER_S = 2.5  # that a rank has to say what it does; one that holds Python's lock, or is stopped, cannot
 _AFTER_S = 3.0
-_NOTE_S = 20.0
 _TICK_S = 0.25
 _HANG_S = 28.0  # it is named within 30: looks are a second apart
 _UNHEARD = 0.8  # of the hang time, that rank 1 waits to hear of rank 0
@@ -204,7 +203,6 @@ class Watch:
         self._tracker, self._meeting, self._listener = tracker, meeting, listener
         self._closing = threading.Event()
         self._question, self._asking = 0, False
-        self._noted: tuple[str, int] | None = None
         self._own = looks.Own(tracker, meeting)
         self._rounds = Rounds(self._own, tracker.size, who, self._end_hung)
         self._formation = elastic.ranks().formation
@@ -330,10 +328,7 @@ class Watch:
         mine = self._tracker.stuck(self._meeting.after_s)
         states = [mine, *(reports.get(rank, {}).get("at") for rank in range(1, self._tracker.size))]
         stuck = [state for state in states if state is not None]
-        if len(stuck) < self._tracker.size:
-            self._asking = False
-            self._note([rank for rank, state in enumerate(states) if state is None])
-        elif not deadlocked(stuck):
+        if len(stuck) < self._tracker.size or not deadlocked(stuck):
             self._asking = False
         elif not self._asking:
             self._asking = True
@@ -351,13 +346,6 @@ class Watch:
                     bundle.path_of(self._own.run_dir), text, hang.Verdict("out of step", ranks, ranks), reported, {}
                 )
             self._end_all(text, links, OUT_OF_STEP_CODE)
-
-    def _note(self, absent: list[int]) -> None:
-        """Prints, once a place, the ranks that rank 0 waits for: a stopped rank cannot report itself."""
-        place = self._tracker.stuck(_NOTE_S)
-        if place is not None and (place["kind"], place["number"]) != self._noted:
-            self._noted = (place["kind"], place["number"])
-            print(waiting(place, absent, _NOTE_S), file=sys.stderr, flush=True)
 
 
 def end_all(

@@ -110,7 +110,6 @@ class CountedRecords:
 
     Args:
         unstable: names of parts that differ from one reading to the next; it does not compare them.
-        on_record: a function that it calls before each record, with ~number.
         keep: the number of first records to keep, as `first`.
     """
 
@@ -118,13 +117,11 @@ class CountedRecords:
         self,
         records: Iterator[Any],
         unstable: frozenset[str] = frozenset(),
-        on_record: Callable[[int], None] = lambda number: None,
         keep: int = HEAD,
         kind: StreamWords = STREAM,
     ) -> None:
         self._records = records
         self._unstable = unstable
-        self._on_record = on_record
         self._keep = keep
         self._batch: list[Any] = []
         self._rest: list[Any] = []
@@ -141,7 +138,6 @@ class CountedRecords:
         if self._rest:
             record, self._rest = self._rest, []
             return self._noted(record)
-        self._on_record(~self.count)
         try:
             record = next(self._records)
         except StopIteration:

@@ -50,24 +50,6 @@ def cgroup_quota(root: Path = Path("/sys/fs/cgroup")) -> float:
     return int(quota) / int(period)
 
 
-def core_seconds(path: Path = Path("/proc/stat")) -> tuple[float, float] | None:
-    """Returns ticks that this node's cores were idle, and were there; None if this process may not use them all."""
-    if min(len(os.sched_getaffinity(0)), cgroup_quota()) < (os.cpu_count() or 1):
-        return None
-    try:
-        ticks = [float(text) for text in path.read_text().split("\n", 1)[0].split()[1:9]]
-    except (OSError, ValueError):
-        return None
-    return (ticks[3], sum(ticks)) if len(ticks) > 4 else None
-
-
-def idle_share(before: tuple[float, float] | None, after: tuple[float, float] | None) -> float | None:
-    """Returns the share of the cores' time between two readings of `core_seconds` in which nothing ran."""
-    if before is None or after is None or after[1] <= before[1]:
-        return None
-    return min(max((after[0] - before[0]) / (after[1] - before[1]), 0.0), 1.0)
-
-
 def share_of(rank: int, ranks: Sequence[Allowance]) -> float:
     """Returns how many cores `rank` has for itself, of every rank's allowance in rank order; pure.
 

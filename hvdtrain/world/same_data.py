@@ -11,9 +11,8 @@ import hashlib
 import os
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hvdtrain.core.errors import ReplicaError, by_rank
 from hvdtrain.core.generators import Generators
@@ -31,22 +30,15 @@ _ROW_BYTES = 1 << 12  # and of a long row so many bytes, spread over it
 # between, of which each costs a line of the cache
 _GLANCE, _ENDS, _BETWEEN = 1 << 12, 1 << 10, 1 << 8
 _PIXELS = 32  # of a picture
-_PIECE = 1 << 14  # rows hashed at a time
-_SKETCH = 512  # row hashes of a rank that are compared to say what differs
 
 
-Card = tuple[tuple[str, ...], tuple[int, ...], tuple[str, ...], tuple[str, ...]]
+class Digest(NamedTuple):
+    """A digest of a rank's data, small enough to send: its arrays, each with what follows."""
 
-
-@dataclass(frozen=True)
-class Digest:
-    """A digest of a rank's data, small enough to send."""
-
-    # names of the arrays, as a user would write them ("[0]", "['image']"); samples of each; dtype and shape of a
-    # sample; hashes of their contents with their order, in hex
-    card: Card
-    # makes hashes of rows without their order, to tell why data differs; not sent with the rest
-    sketch: Callable[[], list[int]] = field(repr=False, compare=False)
+    names: tuple[str, ...]  # as a user would write them ("[0]", "['image']")
+    lengths: tuple[int, ...]  # samples
+    kinds: tuple[str, ...]  # dtype and shape of a sample
+    hashes: tuple[str, ...]  # of the contents with their order, in hex
 
 
 def of_arrays(data: Any) -> Digest:
@@ -57,7 +49,7 @@ def of_arrays(data: Any) -> Digest:
     names = tuple(name for name, _ in leaves)
     lengths = tuple(0 if leaf is None else len(leaf) for leaf in arrays)
     hashes = tuple(_hash(leaf, whole) for leaf in arrays)
-    return Digest((names, lengths, tuple(map(_kind, arrays)), hashes), lambda: _row_hashes(arrays))
+    return Digest(names, lengths, tuple(map(_kind, arrays)), hashes)
 
 
 def of_items(dataset: Any, length: int | None = None) -> Digest:
@@ -78,8 +70,7 @@ def of_items(dataset: Any, length: int | None = None) -> Digest:
             first, second = ([_whole(leaf) for _, leaf in _leaves(dataset[index])] for _ in range(2))
             rows.append(b"|".join(a for a, b in zip(first, second, strict=False) if a == b))
     digest = hashlib.blake2b(b"\n".join(rows), digest_size=16).hexdigest()
-
-    return Digest((("",), (length,), (type(dataset).__name__,), (digest,)), lambda: sorted(map(_number, set(rows))))
+    return Digest(("",), (length,), (type(dataset).__name__,), (digest,))
 
 
 def check(world: World, mine: Digest) -> None:
@@ -94,45 +85,33 @@ def check(world: World, mine: Digest) -> None:
     """
     if world.size == 1:
         return
-    cards = world.gather(mine.card)
-    if all(card == cards[0] for card in cards):
+    digests = world.gather(mine)
+    if all(digest == digests[0] for digest in digests):
         return
-    sketches = world.gather(mine.sketch()[:_SKETCH])
-    received, fix = _diagnose(cards, sketches)
+    received, fix = _diagnose(digests)
     raise ReplicaError(
         "the data must be the same on every rank, in the same order", received, fix, shared=True, code=11
     )
 
 
 # -------------------------------------------------------------------- what differs
-def _diagnose(cards: Sequence[Card], sketches: Sequence[Any]) -> tuple[str, str]:
-    names, lengths, kinds, hashes = zip(*cards, strict=True)
-    samples = [max(length, default=0) for length in lengths]
-    if len(set(zip(names, kinds, strict=True))) > 1:
-        pairs = [zip(its_names, its_kinds, strict=True) for its_names, its_kinds in zip(names, kinds, strict=True)]
-        arrays = [", ".join(f"{name or 'data'} {kind}" for name, kind in its) for its in pairs]
+def _diagnose(digests: Sequence[Digest]) -> tuple[str, str]:
+    if len({(digest.names, digest.kinds) for digest in digests}) > 1:
+        arrays = [
+            ", ".join(f"{name or 'data'} {kind}" for name, kind in zip(digest.names, digest.kinds, strict=True))
+            for digest in digests
+        ]
         return by_rank(arrays), "give every rank the same arrays, with the same types and shapes"
-    digests = [" ".join(each[:8] for each in of_rank) or "of nothing" for of_rank in hashes]
-    held = by_rank([f"{count} samples, digest {digest}" for count, digest in zip(samples, digests, strict=True)])
-    common = set.intersection(*map(set, sketches))
-    union = set.union(*map(set, sketches))
-    if not common and max(samples) - min(samples) <= 1:
-        guess = "each rank got a part of the data (x[rank::size]), or lists its files in another order (os.listdir)"
-        return (
-            f"{held}\nno sample in common among those that were read: {guess}; or makes data with another seed",
-            f"{ALL_THE_DATA}; sort lists of files: sorted(os.listdir(folder));\n"
-            "made with random numbers: the same seed on every rank, torch.manual_seed(0), default_rng(0)",
-        )
-    if max(samples) != min(samples):
-        return held + "\nother lengths", "give every rank the same files, read whole; " + ALL_THE_DATA
-    if common == union:
-        return held + "\nthe same samples in another order", (
-            "shuffle with the same seed on every rank, or not at all (the loader shuffles); sort lists of files, whose"
-            " order may differ from machine to machine"
-        )
-    differing = [names[0][i] or "data" for i in range(len(names[0])) if len({its[i] for its in hashes}) > 1]
-    return f"{held}\nthe contents of {', '.join(differing)} differ", (
-        "read the same files on every rank, and use the same seed where data is made or drawn; " + ALL_THE_DATA
+    held = [
+        f"{max(digest.lengths, default=0)} samples, digest {' '.join(its[:8] for its in digest.hashes) or 'of nothing'}"
+        for digest in digests
+    ]
+    hashes = zip(digests[0].names, zip(*(digest.hashes for digest in digests), strict=True), strict=True)
+    differing = [name or "data" for name, of_ranks in hashes if len(set(of_ranks)) > 1]
+    return f"{by_rank(held)}\nthe contents of {', '.join(differing)} differ", (
+        f"{ALL_THE_DATA};\n"
+        "sort lists of files, whose order may differ from machine to machine: sorted(os.listdir(folder));\n"
+        "make and shuffle data with the same seed on every rank: torch.manual_seed(0), default_rng(0)"
     )
 
 
@@ -294,40 +273,6 @@ def _on_host(value: Any) -> np.ndarray:
         return as_array(value)
     except (TypeError, ValueError):
         return np.asarray(repr(value))
-
-
-def _row_hashes(arrays: Sequence[Any]) -> list[int]:
-    """Returns the smallest hashes of whole samples, sorted: equal for the same samples in whatever order."""
-    import numpy as np
-
-    length = min((len(array) for array in arrays if array is not None), default=0)
-    hashes: list[int] = []
-    for start in range(0, length, _PIECE):
-        total: Any = np.uint64(0)
-        for array in arrays:
-            if array is not None:
-                total = (total ^ _mixed(_on_host(array[start : start + _PIECE]))) * np.uint64(0x9E3779B97F4A7C15)
-                total ^= total >> np.uint64(29)
-        hashes = sorted({*np.unique(total)[:_SKETCH].tolist(), *hashes})[:_SKETCH]
-    return hashes
-
-
-def _mixed(rows: np.ndarray) -> np.ndarray:
-    """Returns a number for each row (uint64), made of up to 64 of its elements; a loop of Python's takes 50 times as
-    long."""
-    import numpy as np
-
-    rows = rows.reshape(len(rows), -1)
-    if rows.shape[1] > 64:
-        rows = rows[:, np.linspace(0, rows.shape[1] - 1, 64).astype(np.int64)]
-    rows = rows.astype("U64") if rows.dtype.hasobject else rows
-    octets = np.ascontiguousarray(rows).view(np.uint8).reshape(len(rows), -1)
-    factors = np.random.Philox(key=7).random_raw(octets.shape[1]) | np.uint64(1)
-    return (octets.astype(np.uint64) + np.uint64(1)) @ factors
-
-
-def _number(content: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big")
 
 
 # A tensor's checksum is the sum of its elements' bits, as integers, each times an odd number made of its place and this

@@ -12,9 +12,9 @@ PROGRAM = PROGRAMS / "keras" / "loop.py"
 # case -> row of docs/limits.md, what was tried, what each rank's error must say
 REFUSED = {
     "strided_data": ("K3a", "loader((x[rank::size], ...)), the classic Horovod line", "the data must be the same",
-                     "each rank got a part of the data (x[rank::size])", "give every rank all the data"),
-    "other_order": ("K3b", "the same data in another order per rank", "the same samples in another order"),
-    "other_length": ("K3c", "60 samples on one rank, 64 on the other", "60 samples", "64 samples", "other lengths"),
+                     "give every rank all the data, not a part such as x[rank::size]"),
+    "other_order": ("K3b", "the same data in another order per rank", "the contents of [0], [1] differ"),
+    "other_length": ("K3c", "60 samples on one rank, 64 on the other", "60 samples", "64 samples"),
     "other_seed": ("K3d", "loader(..., seed=rank)", "seed=0", "seed=1"),
     "strided_evaluation": ("K3e", "evaluate((x[rank::size], ...))", "the data must be the same"),
     "plain_fit_of_all_data": ("K3f", "fit(x, y) with all data on every rank", "the same 64 samples on all 2 ranks",

@@ -18,8 +18,8 @@ JOBS = {
     "solo": ("forked", 1, {}),
     "dataparallel": ("forked", 1, {}),
     "deepspeed": ("forked torchrun", 2, {"DS_ACCELERATOR": "cpu"}),
+    "ddp-zero1": ("forked torchrun", 2, {}),
     "deepspeed-zero1": ("forked torchrun", 2, {"DS_ACCELERATOR": "cpu"}),
-    "deepspeed-zero2": ("forked torchrun", 2, {"DS_ACCELERATOR": "cpu"}),
 }
 THOROUGH = set(JOBS) - {"horovod", "dataparallel"}  # another number of ranks, and another engine
 ENGINES = [pytest.param(engine, marks=[pytest.mark.thorough] * (engine in THOROUGH)) for engine in JOBS]
@@ -51,9 +51,8 @@ def test_program_ends_well(engine: str, results: dict[str, Result]) -> None:
 @pytest.mark.parametrize(
     ("first", "then"),
     [
-        ("deepspeed-zero2", ["solo"]),
+        ("ddp-zero1", ["solo"]),
         pytest.param("deepspeed-zero1", ["horovod", "ddp", "deepspeed", "solo"], marks=pytest.mark.thorough),
-        pytest.param("deepspeed-zero2", ["horovod", "ddp", "deepspeed", "deepspeed-zero1"], marks=pytest.mark.thorough),
     ],
 )
 def test_what_has_parts_is_saved_whole(first: str, then: list[str], tmp_path: Path) -> None:

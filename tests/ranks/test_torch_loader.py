@@ -10,7 +10,7 @@ from limits import Limit
 from passing import names_of, verdict_on
 
 FOLDER = PROGRAMS / "torch"
-PARTS = ("loader_alone.py", "inputs.py", "orders.py", "fetched.py")
+PARTS = ("loader_alone.py", "inputs.py", "orders.py")
 CASES = [(program, name) for program in PARTS for name in names_of(FOLDER / program)]
 
 

@@ -63,7 +63,7 @@ def source_of(
         return memory
     if memory is None:
         return Workers(_dataset_of(data), processes, collate)
-    return Workers(MemoryRows(memory), replace(processes, count=0, timeout_s=0.0) if auto else processes, collate)
+    return Workers(MemoryRows(memory), replace(processes, count=0) if auto else processes, collate)
 
 
 def _refuse_sampler(sampler: Any) -> None:
@@ -83,18 +83,17 @@ def _processes(
     by_index: bool,
     decodes: bool,
     prefetch: int,
-    timeout_s: float,
     init: Callable[[int], None] | None,
 ) -> Processes:
     if workers != "auto" and (isinstance(workers, bool) or not isinstance(workers, int) or workers < 0):
         raise ConfigError('workers must be "auto" or a whole number >= 0', f"workers={workers!r}")
     on_gpu = device.type == "cuda"
     if workers != "auto":
-        return Processes(workers, on_gpu, prefetch, timeout_s, init)
+        return Processes(workers, on_gpu, prefetch, init)
     count = workers_for(usable_cores(world), on_gpu=on_gpu)
     if not by_index:  # each worker walks the whole stream: more than one helps to decode
         count = max(count, 1) if decodes else 1
-    return Processes(max(count, 1) if timeout_s else count, on_gpu, prefetch, timeout_s, init)
+    return Processes(count, on_gpu, prefetch, init)
 
 
 @refuses_other_keywords(
@@ -120,7 +119,6 @@ def loader(
     batch_sampler: Any = None,
     worker_init_fn: Callable[[int], None] | None = None,
     prefetch_factor: int = 2,
-    timeout_s: float = 0.0,
 ) -> Loader:
     """Returns this rank's loader of training batches; collective.
 
@@ -155,7 +153,6 @@ def loader(
             sampler's `batch_size`.
         worker_init_fn: called in each worker process with its number, before it reads.
         prefetch_factor: batches that each worker makes ahead.
-        timeout_s: seconds to wait for a worker's batch; then an error names the worker's current sample. 0: no limit.
 
     Raises:
         ConfigError: an argument is wrong, or the data has no samples.
@@ -173,7 +170,7 @@ def loader(
         )  # fmt: skip
     processes = _processes(
         workers, world, device, by_index=by_index, decodes=decode is not None,
-        prefetch=prefetch_factor, timeout_s=timeout_s, init=worker_init_fn,
+        prefetch=prefetch_factor, init=worker_init_fn,
     )  # fmt: skip
     batch = per_rank_batch if per_rank_batch is not None else -(-whole_batches // world.size)
     order = batch_sampler if sampler is None else sampler

@@ -1,4 +1,4 @@
-"""Worker processes that read: how they start, and the errors when one is killed, or hangs."""
+"""Worker processes that read: how they start, and the error when one is killed."""
 
 from __future__ import annotations
 
@@ -7,22 +7,20 @@ import multiprocessing.context
 import multiprocessing.popen_fork
 import multiprocessing.process
 import multiprocessing.queues
-import multiprocessing.sharedctypes
 import os
 import signal
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data import DataLoader
 
 from hvdtrain.core.errors import ConfigError, HvdtrainError
 from hvdtrain.core.version import add_note
 from hvdtrain.private.torch import ExceptionWrapper, data_worker
-from hvdtrain.world.records import STREAM
 
 
 @dataclass(frozen=True)
@@ -32,7 +30,6 @@ class Processes:
     count: int  # processes; 0 is none, this process reads
     pin_memory: bool = False  # batches are put into page-locked memory, for a GPU's own copies
     prefetch: int = 2  # batches that each process makes ahead
-    timeout_s: float = 0.0  # seconds to wait for a batch; 0 is for ever
     init: Callable[[int], None] | None = None  # called in each process, with its number, before it reads
 
     def __post_init__(self) -> None:
@@ -40,34 +37,6 @@ class Processes:
             raise ConfigError(
                 "prefetch_factor must be >= 1, the number of batches that a worker reads ahead", f"{self.prefetch!r}"
             )
-        if self.timeout_s < 0 or (self.timeout_s and not self.count):
-            raise ConfigError(
-                "timeout_s must be a number of seconds >= 0, and needs worker processes",
-                f"timeout_s={self.timeout_s}, workers={self.count}",
-                "timeout_s=60 with workers=1 or more; 0 waits forever",
-            )
-
-
-class ProcessReader:
-    """The reader that runs in the processes; it notes its current sample, which the error of a timeout names."""
-
-    _places: Any = None
-    _worker = 0
-    turn: AbstractContextManager[Any] = nullcontext()  # one process at a time is inside
-    kind = STREAM
-    one_by_one = False  # samples are read, whatever the data set can
-    in_one_call = False  # those of a batch are, as a rule, and its first one is noted
-
-    def begin(self) -> tuple[int, int]:
-        """Returns the number of this process, and of all; to be called where the reading is done."""
-        info = get_worker_info()
-        self._worker = 0 if info is None else info.id
-        return self._worker, 1 if info is None else info.num_workers
-
-    def at(self, sample: int) -> None:
-        """Notes the sample (or, as ~record, the record of a stream) that is read now."""
-        if self._places is not None:
-            self._places[self._worker] = sample
 
 
 def _start(init: Callable[[int], None] | None, worker: int) -> None:
@@ -101,18 +70,14 @@ def _as_it_is(answer: Any) -> Any:
 
 
 def answers(reader: Any, processes: Processes, questions: Sequence[Any] | None = None) -> Generator[Any, None, None]:
-    """Yields `reader[question]` for each question, in order; of a `ProcessReader` that is iterable (no questions)
-    what iterating over it gives."""
-    count = processes.count
-    if count:
-        reader._places = multiprocessing.sharedctypes.RawArray("q", count)
-        reader.turn = (worker_context() or torch.multiprocessing).Lock()
-    received, mine = 0, os.getpid()
-    with _explained(reader, processes, received):
+    """Yields `reader[question]` for each question, in order; of an iterable reader (no questions) what iterating over
+    it gives."""
+    mine = os.getpid()
+    with _explained():
         found = iter(_data_loader(reader, processes, questions))
     try:
         while True:
-            with _explained(reader, processes, received):
+            with _explained():
                 try:
                     answer = next(found)
                 except StopIteration:
@@ -123,7 +88,6 @@ def answers(reader: Any, processes: Processes, questions: Sequence[Any] | None =
                     f"pickle fails on a batch, or on a part of a batch: {answer}",
                     "remove functions, open files, locks and local classes from batches; or workers=0",
                 )
-            received += 1
             yield answer
     finally:
         if os.getpid() != mine:
@@ -145,31 +109,18 @@ def _data_loader(reader: Any, processes: Processes, questions: Sequence[Any] | N
         worker_init_fn=partial(_start, processes.init),
         pin_memory=processes.pin_memory,
         prefetch_factor=processes.prefetch if count else None,
-        timeout=processes.timeout_s,
         generator=torch.Generator(),  # else each pass draws from the stream that dropout uses
     )
 
 
 @contextmanager
-def _explained(reader: Any, processes: Processes, received: int) -> Iterator[None]:
-    """Explains a worker that was killed, by the out-of-memory killer or for want of shared memory, and names the
-    place of one that hangs. An error that the data set raised in a worker is passed on as it is."""
+def _explained() -> Iterator[None]:
+    """Explains a worker that was killed, by the out-of-memory killer or for want of shared memory. An error that the
+    data set raised in a worker is passed on as it is."""
     try:
         yield
     except RuntimeError as error:
         text = str(error)
-        if text.startswith("DataLoader timed out"):
-            worker = received % processes.count  # they take turns
-            place = reader._places[worker]
-            what = f"{reader.kind.one} {~place} of {reader.kind.name}"
-            if place >= 0:
-                what = f"sample {place}" + ", or another sample of the same batch (__getitems__)" * reader.in_one_call
-            raise HvdtrainError(
-                "a worker did not return a batch within timeout_s",
-                f"worker {worker} was still at {what} after {processes.timeout_s:g} s",
-                "find what this read waits for (a file system, a download, a lock that was held at the fork);\nor wait"
-                " longer: loader(..., timeout_s=)",
-            ) from error
         if not text.startswith("DataLoader worker (pid"):
             raise
         raise HvdtrainError(

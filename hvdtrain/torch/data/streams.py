@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from itertools import islice
 from operator import index as whole
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.generators import OwnRandom
@@ -18,9 +18,9 @@ from hvdtrain.core.sharding import Step
 from hvdtrain.private.torch import data_worker
 from hvdtrain.torch.data.loader import Loader
 from hvdtrain.torch.data.memory import Memory
-from hvdtrain.torch.data.processes import Processes, ProcessReader
+from hvdtrain.torch.data.processes import Processes, worker_context
 from hvdtrain.torch.data.source import Augment, Fetched
-from hvdtrain.torch.data.workers import ReadByProcesses, Together, read_batch, together_of, two_of
+from hvdtrain.torch.data.workers import ReadByProcesses, read_batch, two_of
 from hvdtrain.values.generators import HOST
 from hvdtrain.world.records import STREAM, CountedRecords, StreamHead, StreamWords, check_ends, head
 from hvdtrain.world.streams import StreamPlan, StreamStep, epoch_seed, walk
@@ -49,11 +49,6 @@ class Get:
         self.dataset = dataset
         self._decode = decode
 
-    @property
-    def together(self) -> Together | None:
-        """Reads many samples by their indices in one call, where the data set can."""
-        return None if self.dataset is None or self._decode is not None else together_of(self.dataset)
-
     def __call__(self, record: Any) -> Any:
         sample = record if self.dataset is None else self.dataset[whole(record)]
         return sample if self._decode is None else self._decode(sample)
@@ -69,24 +64,26 @@ def _no_worker() -> Iterator[None]:
         data_worker._worker_info = info
 
 
-class _Walker(ProcessReader, IterableDataset[Any]):
+class _Walker(IterableDataset[Any]):
     """Walks a stream; what runs in the workers. Each walks all of it, and reads every so many steps of its rank."""
 
     def __init__(
         self, source: Streamed, plan: StreamPlan, epoch: int, done: int, *, rank: int, ahead: int, digest: int | None
     ) -> None:
-        self._source, self.kind = source, source.kind
-        self.in_one_call = isinstance(source.get, Get) and source.get.together is not None
+        self._source = source
         self._plan, self._epoch, self._done, self._digest = plan, epoch, done, digest
         self._rank, self._ahead = rank, ahead
+        # one worker at a time is inside
+        self._turn = (worker_context() or torch.multiprocessing).Lock() if source.workers else nullcontext()
 
     def __iter__(self) -> Iterator[tuple[StreamStep, Fetched]]:
-        worker, workers = self.begin()
+        info = get_worker_info()
+        worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
         plan, source = self._plan, self._source
         own = OwnRandom(HOST, epoch_seed(plan.seed, self._epoch))
         # Hugging Face's streams have the epoch in memory that workers share, and set_epoch adds what is missing to it
-        with own.in_place(), _no_worker(), self.turn:
-            records = CountedRecords(source.begin(self._epoch), source.unstable, self.at, kind=source.kind)
+        with own.in_place(), _no_worker(), self._turn:
+            records = CountedRecords(source.begin(self._epoch), source.unstable, kind=source.kind)
         steps = walk(
             records, plan, self._epoch, self._done, rank=self._rank, ahead=self._ahead, digest=self._digest
         )  # fmt: skip
@@ -98,17 +95,15 @@ class _Walker(ProcessReader, IterableDataset[Any]):
             step, mine = found
             if step.number % workers == worker:
                 with HOST.preserved():
-                    fetched = source.fetch(self, step, mine, records.first)
+                    fetched = source.fetch(step, mine, records.first)
                 yield step, fetched
 
 
-class _HeadReader(ProcessReader, Dataset[StreamHead]):
+class _HeadReader(Dataset[StreamHead]):
     def __init__(self, source: Streamed, seed: int) -> None:
         self._source, self._seed = source, seed
 
     def __getitem__(self, epoch: int) -> StreamHead:
-        self.begin()
-
         def begin() -> Iterator[Any]:
             own = OwnRandom(HOST, epoch_seed(self._seed, epoch))
             with own.in_place(), _no_worker():
@@ -155,7 +150,7 @@ class Streamed(ReadByProcesses):
                 self._failures.check(step, fetched, float("inf"))
                 yield step, fetched
 
-    def fetch(self, reader: ProcessReader, step: StreamStep, own: list[Any], first: list[Any]) -> Fetched:
+    def fetch(self, step: StreamStep, own: list[Any], first: list[Any]) -> Fetched:
         """Returns the batch of a step's own records, or, where there are none, one of the first of the stream."""
         if step.plan.whole_batches and not own:  # type: ignore[attr-defined]
             first = [record for batch in first for record in batch]
@@ -164,7 +159,7 @@ class Streamed(ReadByProcesses):
         get, named = self.get, self.get.dataset is not None
         names = [whole(record) for record in own] if named else range(step.first, step.first + len(own))
         return read_batch(
-            step, get, list(zip(names, own, strict=True)), together=get.together, reader=reader, collate=self._collate,
+            step, get, list(zip(names, own, strict=True)), collate=self._collate,
             others=lambda: two_of(map(get, first), self._collate),
         )  # fmt: skip
 

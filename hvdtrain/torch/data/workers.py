@@ -1,8 +1,7 @@
 """Reads data sets sample by sample, in worker processes or in this one: the batches are the same.
 
 Each sample has its own seed, made of its place in the epoch, for Python's, numpy's and PyTorch's generators. So random
-transforms do not depend on the number of workers and ranks, and never change the random state of training. A data set
-with `__getitems__` reads whole batches, unless it draws random numbers there.
+transforms do not depend on the number of workers and ranks, and never change the random state of training.
 """
 
 from __future__ import annotations
@@ -14,19 +13,17 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import Subset, default_collate, get_worker_info
+from torch.utils.data import default_collate, get_worker_info
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.sharding import Step
-from hvdtrain.torch.data.processes import Processes, ProcessReader, answers, located
+from hvdtrain.torch.data.processes import Processes, answers, located
 from hvdtrain.torch.data.source import SEED_STREAM, Fetched, words
-from hvdtrain.values.generators import HOST, differ
+from hvdtrain.values.generators import HOST
 from hvdtrain.world.same_data import Digest, of_items
 
 # More than this many unreadable samples, and more than this part of what was read: the data is broken, not a file.
 BAD_SAMPLES, BAD_PART = 8, 0.1
-
-Together = Callable[[list[int]], Any]
 
 REFUSED, NOTHING = "refused", "nothing can be read"  # in place of a batch
 
@@ -56,24 +53,16 @@ def read_batch(
     get: Callable[[Any], Any],
     samples: Sequence[tuple[int, Any]],
     *,
-    together: Together | None = None,
-    reader: ProcessReader,
     collate: Callable[[list[Any]], Any],
     others: Callable[[], Any],
 ) -> Fetched:
     """Reads a step's samples (the number that names each, and what `get` is called with), each with random numbers
-    of its own, and collates them. `together` returns all samples of these numbers, where the data set can; `others`
-    makes a batch of samples that do not count, where there is none that does."""
+    of its own, and collates them. `others` makes a batch of samples that do not count, where there is none that
+    does."""
     seeds = words(step.plan, step.epoch, step.first, step.dealt, 1, stream=SEED_STREAM)[:, 0].tolist()
-    names = [name for name, _ in samples]
-    found, failed = _read_together(together, names, seeds, reader)
-    if found is not None and not isinstance(found, (list, tuple)):  # a batch already, which torch also gives to collate
-        return Fetched(located(f"while collating {_some(names)}", collate, found), None, [])
     read, kept, bad = [], [], []
     for number, ((name, asked), seed) in enumerate(zip(samples, seeds, strict=True)):
-        if found is None:
-            reader.at(name)
-        sample = read_sample(get, name, asked, seed) if found is None else found[number]
+        sample = read_sample(get, name, asked, seed)
         if isinstance(sample, Unreadable):
             bad.append((sample.name, sample.reason))
             if sample.fatal:  # as a value: an exception would lose its parts on the way out of a worker
@@ -81,48 +70,10 @@ def read_batch(
         else:
             read.append(sample)
             kept.append(number)
-    if failed is not None:
-        raise failed  # and none does alone, which would have been named
     if not read:
         return Fetched(others(), [], bad)
-    return Fetched(located(f"while collating {_some(names)}", collate, read), kept if bad else None, bad)
-
-
-def _some(names: Sequence[int]) -> str:
-    return f"samples {', '.join(map(str, names[:8]))}{' ...' * (len(names) > 8)}"
-
-
-def together_of(dataset: Any) -> Together | None:
-    """Returns what reads many samples of a data set in one call; None where they are read one by one."""
-    inner = dataset
-    while type(inner) is Subset:  # asks for one after another where what it is a part of has nothing else
-        inner = inner.dataset
-    return dataset.__getitems__ if callable(getattr(inner, "__getitems__", None)) else None
-
-
-def _read_together(
-    together: Together | None, names: list[int], seeds: list[int], reader: ProcessReader
-) -> tuple[Any, Exception | None]:
-    """Returns the samples of one call, or why it fails; neither if it draws random numbers: ranks would differ."""
-    if together is None or not names or reader.one_by_one:
-        return None, None
-    reader.at(names[0])
-    HOST.seed_everything(seeds[-1])  # what is drawn next, by collate, is what it would be after the last sample
-    before = HOST.everything()
-    try:
-        found = located(f"while reading {_some(names)} in one call of __getitems__", together, names)
-    except Exception as error:
-        return None, error
-    if differ(before, HOST.everything()):
-        reader.one_by_one = True
-        return None, None
-    if isinstance(found, (list, tuple)) and len(found) != len(names):
-        raise ConfigError(
-            "__getitems__ of a data set must return one sample per index, or a batch for collate=",
-            f"{len(found)} samples for {len(names)} indices: {_some(names)}",
-            "return as many samples as there are indices; or remove __getitems__",
-        )
-    return found, None
+    names = ", ".join(str(name) for name, _ in samples[:8]) + " ..." * (len(samples) > 8)
+    return Fetched(located(f"while collating samples {names}", collate, read), kept if bad else None, bad)
 
 
 def read_sample(get: Callable[[Any], Any], name: int, asked: Any, seed: int) -> Any:
@@ -137,17 +88,15 @@ def two_of(samples: Iterable[Any], collate: Callable[[list[Any]], Any]) -> Any:
     return collate(found) if found else NOTHING
 
 
-class BatchReader(ProcessReader, torch.utils.data.Dataset[Fetched]):
+class BatchReader(torch.utils.data.Dataset[Fetched]):
     """Reads and collates whole batches; what runs in the workers."""
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
         self.dataset = dataset
         self.collate = collate
-        self.in_one_call = together_of(dataset) is not None
         self._stand_in: Any = None
 
     def __getitem__(self, step: Step) -> Fetched:
-        self.begin()
         if get_worker_info() is not None:  # a worker's generators are not shared
             return self._read(step)
         with HOST.preserved():
@@ -155,10 +104,7 @@ class BatchReader(ProcessReader, torch.utils.data.Dataset[Fetched]):
 
     def _read(self, step: Step) -> Fetched:
         samples = [(index, index) for index in step.indices.tolist()]
-        return read_batch(
-            step, self.dataset.__getitem__, samples, together=together_of(self.dataset), reader=self,
-            collate=self.collate, others=self._of_others,
-        )  # fmt: skip
+        return read_batch(step, self.dataset.__getitem__, samples, collate=self.collate, others=self._of_others)
 
     def _of_others(self) -> Any:
         """A batch of two samples that can be read, the first of the data set; kept for next time."""
@@ -180,16 +126,15 @@ class _Samples:
         return read_sample(lambda at: self._dataset[at], index, index, seed=index)
 
 
-class _DigestReader(ProcessReader, torch.utils.data.Dataset[Any]):
+class _DigestReader(torch.utils.data.Dataset[Any]):
     """Makes the digest of a data set where its samples are read: a file that it opens must not be shared by workers."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
 
-    def __getitem__(self, _: int) -> tuple[Any, Any]:
+    def __getitem__(self, _: int) -> Digest:
         with HOST.preserved():
-            digest = of_items(_Samples(self._dataset))
-        return digest.card, digest.sketch()
+            return of_items(_Samples(self._dataset))
 
 
 class Failures:
@@ -277,5 +222,5 @@ class Workers(ReadByProcesses):
                 yield fetched
 
     def digest(self) -> Digest:
-        card, sketch = self._one_answer(_DigestReader(self.dataset))
-        return Digest(card, lambda: sketch)
+        digest: Digest = self._one_answer(_DigestReader(self.dataset))
+        return digest

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol, cast, runtime_checkable
+from typing import Any, Literal, Protocol, cast, runtime_checkable
 
 import numpy as np
 import torch
@@ -74,22 +74,6 @@ def staged_or_none(model: object) -> Staged | None:
     return cast(Staged, model) if all(callable(getattr(model, name, None)) for name in methods) else None
 
 
-class Piece(NamedTuple):
-    """Elements `start` to `stop` of a parameter, laid out flat."""
-
-    parameter: nn.Parameter
-    start: int
-    stop: int
-
-
-def as_parameters(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """Returns what takes the place of parameters where only their `grad` is read: by a scaler, by clipping."""
-    stand_ins = [gradient.detach() for gradient in gradients]
-    for stand_in, gradient in zip(stand_ins, gradients, strict=True):
-        stand_in.grad = gradient
-    return stand_ins
-
-
 def step_of(optimizer: torch.optim.Optimizer, closure: Callable[[], object] | None) -> None:
     """The plain optimizer's step; some of the users' own take no closure."""
     optimizer.step() if closure is None else optimizer.step(closure)  # type: ignore[arg-type]
@@ -103,7 +87,6 @@ class Transport:
     compression: Literal["fp16", "bf16"] | None = None
     bucket_bytes: int | None = None
     staged: Staged | None = None  # the model, where it runs its own passes (see `StagedEngineModel`)
-    zero: int = 0
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from hvdtrain.torch.engines.base import HALVES, as_parameters
+from hvdtrain.torch.engines.base import HALVES
 from hvdtrain.values.nested import map_tensors
 
 
@@ -85,22 +85,16 @@ class MixedPrecision:
 
 
 class ScalerAdapter:
-    """The optimizer that the gradient scaler sees: the real one's parameters (or the gradients `held` elsewhere), and
-    the engine's step."""
+    """The optimizer that the gradient scaler sees: the real one's parameters, and the engine's step."""
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, step: Callable[[], None], held: Callable[[], list[Tensor]] | None = None
-    ) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, step: Callable[[], None]) -> None:
         self._optimizer = optimizer
         self._step = step
-        self._held = held
         self.stepped = False
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        if self._held is None:
-            return self._optimizer.param_groups
-        return [{"params": as_parameters(self._held())}]
+        return self._optimizer.param_groups
 
     def has_gradients(self) -> bool:
         return any(p.grad is not None for group in self._optimizer.param_groups for p in group["params"])

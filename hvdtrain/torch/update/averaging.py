@@ -75,8 +75,8 @@ def prove(session: Session) -> Proof:
         session.engine_model.backward(loss * weight, Pass(reduce=True, extras=extras))
         session.engine_model.finish()
     largest = mean * LARGEST
-    off = _largest_gap(session, parameters, mean) / largest
-    own = _largest_gap(session, parameters, (world.rank + 1.0) * weight) / largest
+    off = _largest_gap(parameters, mean) / largest
+    own = _largest_gap(parameters, (world.rank + 1.0) * weight) / largest
     for parameter in parameters:
         parameter.grad = None
     reports = world.gather((off, own, extras.tolist()))
@@ -94,16 +94,14 @@ def prove(session: Session) -> Proof:
     return Proof(world.size, len(parameters), max(gap for gap, _, _ in reports), sha256, time.perf_counter() - started)
 
 
-def _largest_gap(session: Session, parameters: list[nn.Parameter], factor: float) -> float:
-    """max |gradient - factor x pattern|, of this rank's part where there are parts; infinite without a gradient."""
-    if any(parameter.grad is None for parameter in parameters):
-        return math.inf
-    numbers = {id(parameter): index for index, parameter in enumerate(parameters)}
+def _largest_gap(parameters: list[nn.Parameter], factor: float) -> float:
+    """max |gradient - factor x pattern|; infinite without a gradient."""
     gaps = []
-    for piece, gradient in session.gradients_here():
-        if gradient.numel():
-            known = pattern(numbers[id(piece.parameter)], piece.parameter).reshape(-1)[piece.start : piece.stop]
-            gaps.append((_wide(gradient.reshape(-1)) - _wide(known) * factor).abs().max())
+    for index, parameter in enumerate(parameters):
+        if parameter.grad is None:
+            return math.inf
+        if parameter.numel():
+            gaps.append((_wide(parameter.grad) - _wide(pattern(index, parameter)) * factor).abs().max())
     return float(torch.stack([gap.to(gaps[0].device) for gap in gaps]).max()) if gaps else 0.0
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hvdtrain.torch.engines.base import EngineModel, Pass, StagedEngineModel
 from hvdtrain.torch.engines.reducer import Reducer
+from hvdtrain.torch.engines.zero import ZeroModel
 from hvdtrain.torch.update.batches import Batches
 from hvdtrain.watch.meeting import out_of_step
 from hvdtrain.world.world import World
@@ -52,7 +53,7 @@ class TrackedModel:
         self.stepped = 0  # updates that the optimizer has taken
         self.call: Callable[..., Any] = model.call
         self.close = model.close
-        self._parted = hasattr(model, "parts")
+        self._zero = isinstance(model, ZeroModel)
         world.tracker.stepped(world.tracker.steps or 0)  # the proof's update is none of the training
 
     @contextmanager
@@ -105,8 +106,8 @@ class TrackedModel:
             self._check(*self._under_way.popleft())
 
     def step(self, closure: Callable[[], object] | None = None) -> None:
-        """Runs `EngineModel.step`. A step of parts is collective: the tracker also notes a rank that waits in it."""
-        collective = self._world.tracker.reduction("the optimizer's step") if self._parted else nullcontext()
+        """Runs `EngineModel.step`. With zero= it is collective: the tracker also notes a rank that waits in it."""
+        collective = self._world.tracker.reduction("the optimizer's step") if self._zero else nullcontext()
         with collective:
             self._engine_model.step(closure)
         self.stepped += 1

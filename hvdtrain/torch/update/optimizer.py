@@ -81,8 +81,7 @@ class Optimizer(BatchPasses, torch.optim.Optimizer):
         self._epoch = -1  # whose replicas were compared last
         self._first: Tensor | None = None  # loss of the closure's first call
         self._alike = 0  # updates for which all ranks had the same batch
-        held = None if session.in_parts is None else session.in_parts.parts.tensors
-        self._stepper = ScalerAdapter(self.wrapped, partial(_step_engine, session), held)
+        self._stepper = ScalerAdapter(self.wrapped, partial(_step_engine, session))
         # nothing that stays on model and optimizer may refer to this one: when it is dropped, they are plain again
         self._guard = _Guard(session, members_of(self.wrapped))
         self._closing = finalize(self, _close, self._guard, session.gradients, session.engine_model)
@@ -110,13 +109,7 @@ class Optimizer(BatchPasses, torch.optim.Optimizer):
         if state != "ready":
             return None
         session = self.session
-        if session.in_parts is not None:
-            if not norm_type > 0:
-                raise ConfigError("norm_type must be > 0 with zero=2", f"norm_type={norm_type}", "2.0, or float('inf')")
-            with session.world.in_step("optimizer.clip_grad_norm_() with zero=2"):
-                norm = session.in_parts.clip_grad_norm_(max_norm, norm_type)
-        else:
-            norm = torch.nn.utils.clip_grad_norm_(session.gradients.parameters(), max_norm, norm_type)
+        norm = torch.nn.utils.clip_grad_norm_(session.gradients.parameters(), max_norm, norm_type)
         # with a gradient scaler an infinite gradient is a matter of course: the step will be skipped
         if session.losses.at_once and session.options.amp != "fp16" and not math.isfinite(float(norm)):
             raise gradient_error(not_finite(session), float(norm), self.progress.step + 1)
@@ -229,9 +222,6 @@ class Optimizer(BatchPasses, torch.optim.Optimizer):
 
     def _close_update(self) -> None:
         session, gradients = self.session, self.session.gradients
-        if session.in_parts is not None:
-            for parameter in gradients.parameters():
-                parameter.grad = None  # nothing to be read, or added to
         gradients.drop()
         if session.batches.data is not None:
             session.handed_out(session.batches.data.step)  # what was saved of buffers is put back, and kept on
@@ -349,23 +339,21 @@ class Optimizer(BatchPasses, torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the wrapped optimizer's state; with zero= it joins all ranks' parts, and is collective."""
-        parted = self.session.parted
-        if parted is None:
+        zero = self.session.zero
+        if zero is None:
             return self.wrapped.state_dict()
         with self.session.world.in_step("optimizer.state_dict() with zero="):
-            return parted.parts.state_dict()
+            return zero.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state into the wrapped optimizer; give every rank the same."""
-        if self.session.parted is not None:
-            self.session.parted.parts.check_state(state_dict)
         self.wrapped.load_state_dict(state_dict)
         self.loaded()
 
     def loaded(self) -> None:
         """Notes that the wrapped optimizer's state was loaded, the same on every rank."""
-        if self.session.parted is not None:
-            self.session.parted.parts.share_out()
+        if self.session.zero is not None:
+            self.session.zero.keep_own_state()
         if self.session.rates is not None:
             self.session.rates.forget()
 
@@ -379,16 +367,10 @@ class Optimizer(BatchPasses, torch.optim.Optimizer):
         Call it on every rank, with the same rate. With `prepare(..., lr=...)` the group's rate is its base.
 
         Raises:
-            ConfigError: the parameters are not the model's, an update is incomplete, or zero= is set.
+            ConfigError: the parameters are not the model's, or an update is incomplete.
         """
         session = self.session
         session.gradients.refuse_in_update()
-        if session.parted is not None:
-            raise ConfigError(
-                "parameter groups cannot be added after prepare() with zero=",
-                "add_param_group() after prepare()",
-                "optimizer.close(), add the group, and prepare() again",
-            )
         given = param_group["params"]
         param_group["params"] = [given] if isinstance(given, torch.Tensor) else list(given)
         check_held(session.module, param_group["params"])
@@ -419,10 +401,8 @@ class Optimizer(BatchPasses, torch.optim.Optimizer):
         With zero= it is collective, and gives the optimizer its whole state back (deleting does not).
         """
         self._guard.used = True
-        if self._closing.alive and self.session.parted is not None:
-            state = self.state_dict()
-            self._closing()
-            self.wrapped.load_state_dict(state)
+        if self._closing.alive and self.session.zero is not None:
+            self.session.zero.give_back(self.state_dict())
         self._closing()
 
 

@@ -605,7 +605,7 @@ class BatchPasses:
             factor = torch.where(weight > 0, batch.planned * unit / weight, torch.zeros_like(weight))
             if skips:  # the forward pass has overflown: the scaler is to see it
                 factor = torch.where(torch.isfinite(every), factor, torch.inf)
-            present = [gradient for _, gradient in session.gradients_here()]
+            present = [p.grad for p in session.gradients.parameters() if p.grad is not None]
             if present and not (factor.device.type == "cpu" and float(factor) == 1.0):
                 scale(present, factor)
             every = every * factor
@@ -618,8 +618,6 @@ class BatchPasses:
         ))  # fmt: skip
         if tally.given:
             session.precision.note_weights(weight / batch.planned)
-        if session.in_parts is not None and session.options.amp == "fp16":
-            session.in_parts.spread_infinity()
         session.precision.unscale(self._stepper)
 
 

@@ -20,11 +20,11 @@ from hvdtrain.core.errors import ConfigError, ReplicaError
 from hvdtrain.core.lr import LR
 from hvdtrain.core.sharding import Step
 from hvdtrain.torch.engines import buffers
-from hvdtrain.torch.engines.base import Piece, Staged, TorchEngine
-from hvdtrain.torch.engines.deepspeed import ZeroModel
+from hvdtrain.torch.engines.base import Staged, TorchEngine
 from hvdtrain.torch.engines.engine import engine_of
 from hvdtrain.torch.engines.shell import is_compiled
 from hvdtrain.torch.engines.sync_batchnorm import uncounting
+from hvdtrain.torch.engines.zero import ZeroModel
 from hvdtrain.torch.losses.loss_proof import LossProof
 from hvdtrain.torch.update.amp import MixedPrecision
 from hvdtrain.torch.update.batches import Batches
@@ -73,7 +73,7 @@ class Session:
     gradients: Gradients  # of the update being gathered
     proof: LossProof  # whether the loss can be put together of pieces
     staged: Staged | None = None  # the pipeline that runs the module's passes, if one does
-    parted: ZeroModel | None = None  # the model on the engine, where ranks have parts of the optimizer's state
+    zero: ZeroModel | None = None  # the model on the engine, where ranks share out the optimizer's state
     compiled: bool = False  # the module runs as `torch.compile` made it
     rates: Rates | None = None  # sets the learning rate; None leaves it to the user
     last_call: tuple[tuple[Any, ...], dict[str, Any]] | None = None  # arguments of the last training forward pass
@@ -102,19 +102,6 @@ class Session:
     @property
     def accumulate(self) -> int:
         return self.options.accumulate
-
-    @property
-    def in_parts(self) -> ZeroModel | None:
-        """The model on the engine if ranks also have parts of the gradients; otherwise None."""
-        return self.parted if self.parted is not None and self.parted.parted else None
-
-    def gradients_here(self) -> list[tuple[Piece, Tensor]]:
-        """Returns what this rank has of a complete update's gradients: whole ones, each with all its elements, or (with
-        zero=2) flat parts."""
-        if self.in_parts is not None:
-            return self.in_parts.parts.held()
-        every = self.gradients.parameters()
-        return [(Piece(p, 0, p.numel()), p.grad) for p in every if p.grad is not None]
 
     def handed_out(self, step: Step | None, batch: Any = None) -> None:
         """Follows the loader to a batch, or to its end (None). One that does not count leaves no trace in buffers,
@@ -184,13 +171,10 @@ def session_of(module: nn.Module) -> Session | None:
 
 
 def not_finite(session: Session) -> list[str]:
-    """Names parameters with a gradient that is not finite; collective where ranks have parts."""
+    """Names parameters with a gradient that is not finite."""
     names = {id(parameter): name for name, parameter in session.module.named_parameters()}
-    here = session.gradients_here()
-    bad = [names[id(piece.parameter)] for piece, gradient in here if not torch.isfinite(gradient).all()]
-    if session.in_parts is not None:
-        bad = [name for its in session.world.gather(bad) for name in its]
-    return list(dict.fromkeys(bad))
+    every = session.gradients.parameters()
+    return [names[id(p)] for p in every if p.grad is not None and not torch.isfinite(p.grad).all()]
 
 
 class Rates:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from loader_alone import Numbers, acted, refused
 from passing import run_all
-from pictures import CORRUPT, TURNED_90, write_folder
+from pictures import CORRUPT, write_folder
 from PIL import Image, ImageOps
 from torch import Tensor, nn
 from torchvision.transforms import v2
@@ -133,56 +133,6 @@ def smooth_jpeg(path: Path, size: tuple[int, int], **options: Any) -> Path:
     coarse = np.random.Generator(np.random.PCG64(7)).integers(0, 256, (9, 12, 3), np.uint8)
     Image.fromarray(coarse).resize(size, Image.Resampling.BICUBIC).save(path, quality=95, **options)
     return path
-
-
-def samples_of(folder: Path, train: bool, **settings: Any) -> list[torch.Tensor]:
-    """Of one picture, by the seeds 0 to 19."""
-    files, found = hvt.ImageFiles(load_folder(folder)[0], train=train, size=16, resize=20, **settings), []
-    for seed in range(20):
-        torch.manual_seed(seed)
-        found.append(files[0][0].int())
-    return found
-
-
-def apart(some: list[torch.Tensor], others: list[torch.Tensor]) -> float:
-    """The mean difference of two pictures, of the pair where it is largest."""
-    return max((one - other).abs().double().mean().item() for one, other in zip(some, others, strict=True))
-
-
-def case_large_jpegs_are_decoded_at_a_fraction(folder: Path) -> None:
-    assert [images.reduction(pixels, 20) for pixels in (1, 39, 40, 79, 80, 159, 160, 999)] == [1, 1, 2, 2, 4, 4, 8, 8]
-    exif = Image.Exif()
-    exif[images.ORIENTATION] = TURNED_90
-    for number, size in enumerate([(1001, 667), (321, 500)]):
-        for name, options in {"plain": {}, "turned": {"exif": exif}, "dense": {"subsampling": 0}}.items():
-            root = folder / f"{number}-{name}"
-            path = smooth_jpeg(root / "a" / "0.jpg", size, **options)
-            turned = name == "turned"
-            whole = images.Picture(str(path))
-            assert whole.size == tuple(size if turned else size[::-1]) == tuple(whole.decode().shape[1:])
-            for by in (2, 4, 8):
-                wanted = [-(-side // by) for side in whole.size]
-                assert list(images.Picture(str(path)).decode(by).shape[1:]) == wanted, (size, by)
-            with Image.open(path) as image:
-                plain = v2.functional.pil_to_tensor(ImageOps.exif_transpose(image))
-            cuts = {
-                True: v2.Compose([v2.RandomResizedCrop(16, antialias=True), v2.RandomHorizontalFlip()]),
-                False: v2.Compose([v2.Resize(20, antialias=True), v2.CenterCrop(16)]),
-            }
-            for train, cut in cuts.items():
-                expected = []
-                for seed in range(20):
-                    torch.manual_seed(seed)
-                    expected.append(cut(plain).int())
-                # All pixels, and plain torchvision does the rest; then the same parts of fewer pixels
-                assert apart(samples_of(root, train, reduced=False), expected) == 0
-                ours = samples_of(root, train)
-                assert 0 < apart(ours, expected) < 4, (size, name, train, apart(ours, expected))
-                if train:  # the negative twin: other parts, and the other side first
-                    assert apart(ours, expected[1:] + expected[:1]) > 20
-                    assert apart(ours, [its.flip(-1) for its in expected]) > 20
-    ours = hvt.ImageFiles(load_folder(folder / "0-plain")[0], train=True, transform=lambda image: image)
-    assert ours[0][0].shape == (3, 667, 1001)  # a transform of the user's own gets the whole picture
 
 
 def case_broken_exif_is_no_broken_picture(folder: Path) -> None:

@@ -40,10 +40,6 @@ class Acted:
         return [data] * self.size
 
 
-# how long a loader waits for a worker before it ends it: those that hang, in these programs, never come
-SHORT_WAIT = mock.patch("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.1)
-
-
 def acted(rank: int, size: int, seed: int = 0) -> World:
     return World(rank, size, rank, size, 0, "acted", "acted", (), seed, comm=Acted(rank, size))
 
@@ -439,13 +435,13 @@ def case_what_a_worker_cannot_send_is_said() -> None:
     def collate(samples: list[Any]) -> Any:
         return lambda: samples
 
-    timed: dict[str, Any] = {"world": World.solo(), "shuffle": False, "timeout_s": 5.0}
+    whole: dict[str, Any] = {"world": World.solo(), "shuffle": False}
     for workers in (1, 2):
-        train = hvt.loader(Broken(8), 2, workers=workers, **timed)
+        train = hvt.loader(Broken(8), 2, workers=workers, **whole)
         refused(lambda train=train: list(train), "bug of the user's", "reading sample 3", kind=RuntimeError)
-        train = hvt.loader(Numbers(8), 2, workers=workers, collate=collate, **timed)
+        train = hvt.loader(Numbers(8), 2, workers=workers, collate=collate, **whole)
         refused(lambda train=train: list(train), "pickle", "workers=0", kind=ConfigError)
-        train = hvt.loader(lambda: range(9), 2, workers=workers, collate=collate, **timed)
+        train = hvt.loader(lambda: range(9), 2, workers=workers, collate=collate, **whole)
         refused(lambda train=train: list(train), "pickle", "workers=0", kind=ConfigError)
 
 
@@ -464,29 +460,6 @@ def case_a_pass_that_a_fork_inherits_is_left_alone() -> None:
     os.close(reading)
     next(found)
     found.close()
-
-
-@SHORT_WAIT
-def case_a_worker_that_hangs_is_named_with_its_sample() -> None:
-    class Hangs(Numbers):
-        def __getitem__(self, index: int) -> Any:
-            while index == 7:
-                signal.pause()
-            return super().__getitem__(index)
-
-    def stuck() -> Any:
-        yield from range(5)
-        signal.pause()
-
-    timed: dict[str, Any] = {"world": World.solo(), "timeout_s": 1.0}
-    train = hvt.loader(Hangs(12), 3, shuffle=False, workers=2, **timed)
-    refused(lambda: list(train), "worker 0", "at sample 7", kind=HvdtrainError)
-    train = hvt.loader(Hangs(12), 3, sampler=range(11, -1, -1), **timed)
-    refused(lambda: list(train), "worker 0 was still at sample 7", kind=HvdtrainError)
-    begun = hvt.loader(lambda epoch: stuck() if epoch else range(9), 2, **timed)
-    assert len(list(begun)) == 5
-    refused(lambda: list(begun), "at record 5 of the stream", "timeout_s=", kind=HvdtrainError)
-    refused(lambda: hvt.loader(Numbers(3), 2, workers=0, **timed), "workers=1 or more")
 
 
 def case_workers_begin_and_read_ahead_as_they_are_told(folder: Path) -> None:

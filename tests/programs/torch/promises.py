@@ -182,7 +182,7 @@ def case_ranks_with_other_data_are_refused(world: hvdtrain.World) -> None:
     for row, mine, said in (
         ("T11b", (x[world.rank :: world.size], y[world.rank :: world.size]), "x[rank::size]"),
         ("T11c", turned, "rank 1: "),
-        ("", (x.roll(world.rank, 0), y.roll(world.rank, 0)), "in another order"),
+        ("", (x.roll(world.rank, 0), y.roll(world.rank, 0)), "the contents of [0], [1] differ"),
     ):
         with refused(said, kind=ReplicaError, row=row):
             hvt.loader(mine, 4, workers=1)

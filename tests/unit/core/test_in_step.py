@@ -150,17 +150,6 @@ def test_another_program_at_an_address_that_looks_like_rank_0s(monkeypatch: pyte
     assert over
 
 
-def test_who_does_not_come_is_told_once(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(watch, "_NOTE_S", 0.3)
-    pair.ranks[0].begin_update("of model 1")
-    assert not pair.over.wait(1.0)
-    said = capsys.readouterr().err
-    assert said.count("rank 0 has waited") == 1, said
-    assert "in update 1 of model 1: test_in_step.py" in said and "for rank 1: slow there, or stopped" in said
-
-
 def test_a_rank_outside_of_collectives_is_not_accused(pair: Pair) -> None:
     pair.ranks[0].begin_update("of model 1")
     assert not pair.over.wait(1.5) and not pair.ended  # 7 times as long as a rank may be in one place

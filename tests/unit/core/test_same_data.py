@@ -22,15 +22,8 @@ from hvdtrain.world import same_data
 def refusal(parts: list[Any], digest: Callable[[Any], same_data.Digest] = same_data.of_arrays) -> str:
     """What ranks that hold these parts are told; empty if they pass."""
     digests = [digest(part) for part in parts]
-    answers: dict[int, list[Any]] = {0: [digest.card for digest in digests], 1: [digest.sketch() for digest in digests]}
-    asked: list[Any] = []
-
-    def gather(mine: Any) -> list[Any]:
-        asked.append(mine)
-        return answers[len(asked) - 1]
-
     try:
-        same_data.check(SimpleNamespace(size=len(parts), gather=gather), digests[0])  # type: ignore[arg-type]
+        same_data.check(SimpleNamespace(size=len(parts), gather=lambda _: digests), digests[0])  # type: ignore[arg-type]
     except ReplicaError as error:
         assert error.shared
         return str(error)
@@ -50,19 +43,16 @@ LARGE = np.random.default_rng(2).normal(size=(4096, 400))  # more than is digest
 @pytest.mark.parametrize(
     ("parts", "said"),
     [
-        ([(X[r::2], Y[r::2]) for r in range(2)], "each rank got a part of the data (x[rank::size])"),
-        # 60 / 7: 9 and 8 samples
-        ([(X[r::7], Y[r::7]) for r in range(7)], "each rank got a part of the data (x[rank::size])"),
-        ([LARGE[r::2] for r in range(2)], "each rank got a part of the data (x[rank::size])"),
-        ([arrays(seed=r) for r in range(2)], "makes data with another seed"),
-        ([(X, Y), (X[OTHER], Y[OTHER])], "the same samples in another order"),
-        ([LARGE, LARGE[::-1]], "the same samples in another order"),
-        ([(X, Y), (X[:40], Y[:40])], "other lengths"),
+        ([(X[r::2], Y[r::2]) for r in range(2)], "not a part such as x[rank::size]"),
+        ([LARGE[r::2] for r in range(2)], "rank 1: 2048 samples"),
+        ([(X, Y), (X[OTHER], Y[OTHER])], "the contents of [0], [1] differ"),
+        ([LARGE, LARGE[::-1]], "the contents of data differ"),
+        ([(X, Y), (X[:40], Y[:40])], "rank 1: 40 samples"),
         ([(X, Y), (X.astype("float64"), Y)], "float64[5]"),
         ([{"x": X, "y": Y}, {"x": X, "y": (Y + (np.arange(60) == 30)) % 3}], "the contents of ['y'] differ"),
         ([X, np.vstack([X[:-1], X[:1]])], "differ"),  # one row of sixty
         ([(X, None), (X, Y)], "None"),
-        ([np.array(["a", "b"], object), np.array(["b", "a"], object)], "another order"),
+        ([np.array(["a", "b"], object), np.array(["b", "a"], object)], "the contents of data differ"),
     ],
 )
 def test_ranks_with_other_data_are_refused(parts: list[Any], said: str) -> None:
@@ -93,7 +83,7 @@ class Items:
 
 def test_data_sets_are_compared_by_some_of_their_items() -> None:
     assert refusal([Items(), Items()], same_data.of_items) == ""
-    assert "another seed" in refusal([Items(0), Items(1)], same_data.of_items)
+    assert "the same seed" in refusal([Items(0), Items(1)], same_data.of_items)
     assert "must be the same on every rank" in refusal([Items(), Items(order=OTHER)], same_data.of_items)
 
 

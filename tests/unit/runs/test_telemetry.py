@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import time
@@ -13,7 +12,7 @@ import pytest
 from run_logs import one_step, open_log, strict
 
 from hvdtrain import LR, ConfigError
-from hvdtrain.record.log import read_events, read_run
+from hvdtrain.record.log import read_run
 from hvdtrain.record.log_files import EVENT_EVERY_S, Line, Window, write_json
 
 
@@ -112,25 +111,14 @@ class TestEnds:
         assert [entry.name for entry in tmp_path.iterdir()] == ["run.json"]
 
 
-@pytest.mark.parametrize(
-    ("seconds", "said"),
-    [
-        ({"input": 1.0, "forward": 3.0, "communication": 0.2, "evaluation": 50.0}, "  waits 24% for data"),
-        ({"train_step": 3.0, "input": 0.1, "communication": 1.5}, "  waits 33% for other ranks"),
-        ({"forward": 1.0}, ""),
-        ({}, ""),
-    ],
-)
-def test_the_progress_line_says_what_is_waited_for(
-    seconds: dict[str, float], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_first_progress_line_has_no_rate(capsys: pytest.CaptureFixture[str]) -> None:
     line = Line(None)
     fields = {"epoch": 0, "step": 7, "loss": 0.5, "lr": None, "samples": 600, "samples_per_s": 1200.0}
-    line.show({**fields, "step": 1, "samples_per_s": 2.0, "seconds": {"input": 300.0}})
-    assert capsys.readouterr().out == "epoch 1 step 1  loss 0.5\n", "it compiles: neither a rate nor waiting"
+    line.show({**fields, "step": 1, "samples_per_s": 2.0})
+    assert capsys.readouterr().out == "epoch 1 step 1  loss 0.5\n", "it compiles"
     line._due = 1.0
-    line.show({**fields, "seconds": seconds})
-    assert capsys.readouterr().out == f"epoch 1 step 7  loss 0.5{said}  1,200 samples/s\n"
+    line.show(fields)
+    assert capsys.readouterr().out == "epoch 1 step 7  loss 0.5  1,200 samples/s\n"
 
 
 def test_micro_batches_of_an_update_are_one_step_and_their_time_counts():
@@ -158,16 +146,6 @@ class TestVerdict:
         assert run is not None and run["result"]["verdict"].startswith(said)
         assert run["result"]["shares"]["input"] == 0.5
 
-    def test_waits_are_folded_where_no_epoch_ends(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("hvdtrain.record.log._MOST_WAITS", 10)
-        with open_log(tmp_path) as log:
-            for step in range(25):
-                one_step(log, step, communication=0.25, forward=1.0)
-            assert len(log._waits) < 10
-            log.epoch(0, {}, 10.0)
-        [epoch] = [event for event in read_events(tmp_path) if event["kind"] == "epoch"]
-        assert epoch["waits"] == [{"steps": 25, "least_s": 6.25}]
-
     def test_nothing_is_said_of_nothing_or_where_the_error_is_the_last_word(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -181,49 +159,3 @@ class TestVerdict:
         assert "verdict" not in capsys.readouterr().out
         verdicts = ["verdict" in read_run(tmp_path / name)["result"] for name in ("none", "quiet", "failed")]  # type: ignore[index]
         assert verdicts == [False, True, False]
-
-
-SINKS = """
-class Good:
-    seen = []
-    def __init__(self, run_dir, record):
-        Good.seen.append(("begin", run_dir.name, record["status"], record["config"]))
-    def event(self, fields):
-        Good.seen.append((fields["kind"], fields.get("loss")))
-    def close(self, status):
-        Good.seen.append(("close", status))
-
-class Late(Good):
-    def event(self, fields):
-        if fields["kind"] == "step":
-            raise OSError("server gone")
-
-def absent(run_dir, record):
-    raise RuntimeError("no key")
-"""
-
-
-def test_sinks_follow_a_run_and_cannot_end_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "followers.py").write_text(SINKS)
-    info = tmp_path / "followers-1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Name: followers\nVersion: 1\n")
-    points = ("good = followers:Good", "late = followers:Late", "absent = followers:absent", "gone = no_module:X")
-    (info / "entry_points.txt").write_text("\n".join(["[hvdtrain.sinks]", *points, ""]))
-    monkeypatch.syspath_prepend(str(tmp_path))
-    with open_log(tmp_path / "run", config={"a": np.float32(1)}) as log:
-        for step in (1, 2):
-            one_step(log, step)
-            log.epoch(step, {"top1": 0.5}, 1.0)
-    seen = importlib.import_module("followers").Good.seen
-    assert ("begin", "run", "running", {"a": 1.0}) in seen
-    kinds = [its[0] for its in seen]
-    assert kinds.count("step") == 2 and kinds.count("epoch") == 2 and kinds.count("end") == 1
-    assert seen[-1] == ("close", "finished") and kinds.count("close") == 1, "of the good one alone"
-    said = capsys.readouterr().err
-    assert said.count("the sink late no longer follows the run: OSError: server gone") == 1
-    assert "sink absent" in said and "sink gone" in said
-    events = strict(tmp_path / "run" / "events.jsonl")
-    assert [event["kind"] for event in events].count("step") == 2, "the record is whole"
