@@ -21,7 +21,7 @@ from hvdtrain.core import flags
 from hvdtrain.core.errors import ConfigError, install_command
 from hvdtrain.pipeline.plan.costs import Device, Link, SegmentCost
 from hvdtrain.pipeline.plan.partition import in_words
-from hvdtrain.pipeline.tuning.planner import Cluster, ParallelPlan, Speed, as_json, described, forward_flops, plans
+from hvdtrain.pipeline.tuning.planner import Cluster, ParallelPlan, as_json, at_speed, described, forward_flops, plans
 from hvdtrain.record import stats
 from hvdtrain.world import startup
 
@@ -113,14 +113,14 @@ def _given(args: argparse.Namespace, devices: tuple[Device, ...]) -> PlanInputs:
         flops = TRAINING_FLOPS * forward_flops(model, example) / len(example)
         sample_s = flops / (args.tflops * 1e12)
         what = f"{args.tflops:g} TFLOP/s on one device ({flops / 1e9:.1f} GFLOP a sample: {1 / sample_s:.0f} samples/s)"
-    speed = Speed.of(profile.costs, sample_s, samples, args.launch_us * 1e-6)
+    costs = at_speed(profile.costs, sample_s, samples, args.launch_us * 1e-6)
     network, link = _network(args), Link(args.latency_us * 1e-6, (args.link_gbps or LINK_GBPS) * GIGABIT)
-    inputs = PlanInputs(speed.costs(profile.costs), Cluster(devices, args.nodes, link, network))
+    inputs = PlanInputs(costs, Cluster(devices, args.nodes, link, network))
     inputs.sources["measured"].append(
         f"bytes, and each part's share of the time, of {len(profile.costs)} parts on this processor"
     )
     inputs.note(what, is_given=bool(args.samples_per_s) or args.tflops != TFLOPS)
-    if speed.launch_s:
+    if args.launch_us:
         inputs.note(f"{args.launch_us:g} us to begin a pass of a part", is_given=args.launch_us != LAUNCH_US)
     inputs.note(f"{args.link_gbps or LINK_GBPS:g} Gbit/s within a node", is_given=args.link_gbps is not None)
     inputs.note(f"{args.reserve_gib:g} GiB of each device not for training", is_given=args.reserve_gib != RESERVE_GIB)
@@ -135,11 +135,9 @@ def _real(args: argparse.Namespace) -> PlanInputs:
     links: Any = profile.links or Link()
     if args.link_gbps:
         links = Link(args.latency_us * 1e-6, args.link_gbps * GIGABIT)
-    cluster = Cluster(profile.devices, args.nodes, links, _network(args), profile.pools)
+    cluster = Cluster(profile.devices, args.nodes, links, _network(args))
     inputs = PlanInputs(profile.costs, cluster)
-    inputs.sources["measured"].append(
-        f"times and bytes of {len(profile.costs)} parts, links and shared cores on {args.devices}"
-    )
+    inputs.sources["measured"].append(f"times and bytes of {len(profile.costs)} parts, and links, on {args.devices}")
     if args.link_gbps:
         inputs.note(f"{args.link_gbps:g} Gbit/s within a node", is_given=True)
     return _with_network(args, inputs)

@@ -15,9 +15,8 @@ from hvdtrain.pipeline.plan.partition import partition
 from hvdtrain.pipeline.plan.simulate import simulate
 from hvdtrain.pipeline.run.runtime import Pipeline, check_setting
 from hvdtrain.pipeline.run.stage import build_stages
-from hvdtrain.pipeline.trace.meta import Initialise, made_by_stages
 from hvdtrain.pipeline.trace.segments import Segment, from_modules, segments
-from hvdtrain.pipeline.tuning.profiles import Profile, profile
+from hvdtrain.pipeline.tuning.profiles import profile
 from hvdtrain.pipeline.values.microbatch import Chunk, flat, marked, samples_of
 from hvdtrain.pipeline.values.places import parse_devices
 from hvdtrain.world.resources import keep_freed_memory
@@ -40,9 +39,6 @@ def split(
     modules: Sequence[nn.Module | str] | None = None,
     chunk: Chunk = None,
     kwargs: Mapping[str, Any] | None = None,
-    offload: bool = False,
-    stages_per_device: int | None = None,
-    initialise: Initialise | None = None,
 ) -> Pipeline:
     """Splits a model over local devices and returns it as a pipeline.
 
@@ -54,12 +50,12 @@ def split(
         model: a module that `torch.fx` can trace, or with `modules` any module. Its parameters and buffers move to the
             stages' devices, as `model.to()` would move them; do not call the model itself any more.
         example: a batch of the size that you will train with: a tensor [batch, ...], or a tuple of arguments.
-        devices: one per stage (but see `stages_per_device`): ["cuda:0", "cuda:1"] or "cuda:0,cuda:1"; "cpu,cpu" is two
-            stages on the CPU, each with its share of the cores (call `hvdtrain.init` before you build the model).
+        devices: one per stage: ["cuda:0", "cuda:1"] or "cuda:0,cuda:1"; "cpu,cpu" is two stages on the CPU, each with
+            its share of the cores (call `hvdtrain.init` before you build the model).
         micro_batches: parts that a batch is cut into; "auto": the number that the measured costs predict to be fastest.
         balance: which segments a stage gets: "time" measures them and makes the slowest stage as fast as possible,
             "memory" makes the fullest stage as small as possible; or the number of segments of each stage.
-        schedule: "1f1b", "gpipe", "zb-h1" or "interleaved"; see `hvdtrain.pipeline.plan.schedule.actions`.
+        schedule: "1f1b" or "gpipe"; see `hvdtrain.pipeline.plan.schedule.actions`.
         remat: the activations to recompute instead of keeping them: `hvdtrain.pipeline.plan.schedule.recomputed`.
         batch_norm: "batch": running statistics are those of whole batches; "micro": of micro-batches, one by one.
         modules: for models that cannot be traced: the model's parts in order, each called with the result of the one
@@ -68,12 +64,6 @@ def split(
             gets it whole): for inputs that may be as long as the batch by chance, like a mask. A dict sets it for some,
             by keyword or place; a list or dict in place of a 0 sets it for parts of a nested argument.
         kwargs: the example's keyword arguments; steps and calls take the same ones.
-        offload: GPUs copy what they keep for backward passes to the host's memory, and back. Plans do not count it.
-        stages_per_device: for "interleaved", 2 or more (default: 2); for "gpipe" any number: stage i of the model is on
-            device i % (number of devices).
-        initialise: for a model on the meta device, whose stages get memory here: called on the device with each module
-            that has parameters or buffers, children first, to fill them in place; default: its `reset_parameters()`.
-            You can load a state dict afterwards.
 
     Raises:
         ConfigError: outputs for the two halves of the example differ from those of the whole. Or, before anything is
@@ -94,19 +84,14 @@ def split(
         plan.micro_batch_sizes(batch, micro_batches)
     if any(place.type == "cpu" for place in places):
         keep_freed_memory()  # before there are threads
-    chunks = (2 if schedule == "interleaved" else 1) if stages_per_device is None else stages_per_device
-    plan.actions(schedule, 0, len(places), 1, chunks)  # refuses what cannot be
-    with made_by_stages(model) as unmade:
-        parts = segments(model, example, names) if modules is None else from_modules(modules, model, example, names)
-        sizes, count, measured = _resolved(
-            parts, example, places, batch=batch, micro_batches=micro_batches, balance=balance, schedule=schedule,
-            remat=remat, chunks=chunks,
-        )  # fmt: skip
-        stages = build_stages(model, parts, sizes, places * chunks)
-        unmade.fill(initialise)
+    parts = segments(model, example, names) if modules is None else from_modules(modules, model, example, names)
+    sizes, count = _resolved(
+        parts, example, places, batch=batch, micro_batches=micro_batches, balance=balance, schedule=schedule,
+        remat=remat,
+    )  # fmt: skip
     pipe = Pipeline(
-        model, stages, micro_batches=count, schedule=schedule, remat=remat, batch_norm=batch_norm, segments=parts,
-        profile=measured, chunk=chunk, offload=offload, stages_per_device=chunks,
+        model, build_stages(model, parts, sizes, places), micro_batches=count, schedule=schedule, remat=remat,
+        batch_norm=batch_norm, segments=parts, chunk=chunk,
     )  # fmt: skip
     pipe.check_example(example)
     return pipe
@@ -122,49 +107,39 @@ def _resolved(
     balance: Balance | Sequence[int],
     schedule: plan.Schedule,
     remat: plan.Remat,
-    chunks: int,
-) -> tuple[Sequence[int], int, Profile | None]:
-    """Segments of each stage, micro-batches, and what was measured for it (None: nothing had to be)."""
-    _check_sizes(parts, len(places) * chunks, balance)
-    if len(places) * chunks == 1:
-        return [len(parts)], 1 if micro_batches == "auto" else micro_batches, None
+) -> tuple[Sequence[int], int]:
+    """Segments of each stage, and micro-batches; measures only if one of them is not given."""
+    _check_sizes(parts, len(places), balance)
+    if len(places) == 1:
+        return [len(parts)], 1 if micro_batches == "auto" else micro_batches
     if micro_batches != "auto" and not isinstance(balance, str):
-        return list(balance), micro_batches, None
+        return list(balance), micro_batches
     measured = profile(parts, example, places, timed=micro_batches == "auto" or balance == "time")
 
     def cut(count: int) -> tuple[int, ...]:
         return partition(
             measured.costs, measured.devices, batch=batch, micro_batches=count, schedule=schedule, remat=remat,
-            links=measured.links, balance=balance, chunks=chunks,
+            links=measured.links, balance=balance,
         ).sizes  # fmt: skip
 
     if micro_batches != "auto":
-        return cut(micro_batches), micro_batches, measured
+        return cut(micro_batches), micro_batches
     found = []
-    for count in _counts(batch):
+    most = min(batch, MOST_MICRO_BATCHES)
+    for count in sorted({*plan.usual_counts(most), most}):
         try:
             sizes = cut(count)
         except ConfigError:
             continue
         step = simulate(
-            stage_costs(measured.costs, sizes, [*measured.devices] * chunks),
-            sizes=plan.micro_batch_sizes(batch, count), schedule=schedule, remat=remat, links=measured.links,
-            pools=measured.pools, chunks=chunks,
+            stage_costs(measured.costs, sizes, measured.devices), sizes=plan.micro_batch_sizes(batch, count),
+            schedule=schedule, remat=remat, links=measured.links,
         )  # fmt: skip
         found.append((step.step_s, count, sizes))
     if not found:
         cut(batch)  # says what does not fit
     _, count, sizes = min(found)
-    return sizes, count, measured
-
-
-def _counts(batch: int) -> list[int]:
-    """Returns micro-batch counts to look at: all small ones, then ever wider steps, and at last one sample each."""
-    counts, count = {min(batch, MOST_MICRO_BATCHES)}, 1.0
-    while count <= min(batch, MOST_MICRO_BATCHES):
-        counts.add(int(count))
-        count = max(count + 1, count * 1.15)
-    return sorted(counts)
+    return sizes, count
 
 
 def _check_sizes(parts: Sequence[Segment], stages: int, balance: Balance | Sequence[int]) -> None:

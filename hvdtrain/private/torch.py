@@ -31,7 +31,7 @@ __all__ = [
 ATTRIBUTES = {
     "module": "_backward_hooks _backward_pre_hooks _buffers _call_impl _compiled_call_impl _flat_weights"
     " _flat_weights_names _forward_hooks _forward_pre_hooks _load_state_dict_post_hooks _load_state_dict_pre_hooks"
-    " _modules _non_persistent_buffers_set _orig_mod _parameters _replicate_for_data_parallel _reset_parameters"
+    " _modules _non_persistent_buffers_set _orig_mod _parameters _replicate_for_data_parallel"
     " _state_dict_hooks _state_dict_pre_hooks _wrapped_call_impl",
     "tensor": "_backward_hooks _post_accumulate_grad_hooks _version",
     "storage": "_cdata",

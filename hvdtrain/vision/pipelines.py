@@ -136,8 +136,6 @@ def _apply_plan(
     world: World,
 ) -> tuple[Pipeline | None, Settings]:  # fmt: skip
     """Cuts the model as rank 0 plans; collective."""
-    import torch
-
     from hvdtrain.pipeline import split
     from hvdtrain.pipeline.tuning import planner
 
@@ -145,7 +143,6 @@ def _apply_plan(
         planner.choose,
         network,
         example,
-        torch.nn.CrossEntropyLoss(label_smoothing=args.label_smoothing),
         devices=devices,
         batch=plan.per_rank_batch,
         optimizer_copies=2.0 if plan.optimizer == "adamw" else 1.0,  # two moments, or the momentum

@@ -1,5 +1,5 @@
-"""Variants of a training that take turns, for `hvdtrain bench pipeline`; and what `hvdtrain.pipeline_resnet` makes of
-them: bars, the curve over the split size, tuning."""
+"""Variants of a training that take turns, and what `hvdtrain.pipeline_resnet` makes of them: bars, the curve over the
+split size, tuning."""
 
 from __future__ import annotations
 
@@ -41,7 +41,6 @@ class TrialSettings:
     loss: str
     budget_s: float | None  # about how long the turns of a comparison may take; None: no limit
     micro_batches: int | None  # None: the best that is known
-    update: bool = True  # with a step of SGD after each batch
 
 
 @dataclass
@@ -90,17 +89,10 @@ class SplitJob:
         """The work of one repeat, in words."""
         return "a batch" if self.settings.batches == 1 else f"{self.settings.batches} batches"
 
-    def variant(
-        self, model: Any, *, cores: Sequence[int] | None = None, threads: int | None = None, **change: Any
-    ) -> Variant:
+    def variant(self, model: Any, **change: Any) -> Variant:
         """Returns one repeat of a training: every batch forward and backward, new gradients each time, and a plain SGD
-        step after each if `settings.update`; a function of how many of the batches (all).
-
-        `change` is set on the model before; `cores` and `threads` as in `hvdtrain.pipeline.tuning.unsplit.on_cores`.
-        """
+        step after each; a function of how many of the batches (all). `change` is set on the model before."""
         import torch
-
-        from hvdtrain.pipeline.tuning.unsplit import on_cores
 
         optimizer = torch.optim.SGD(list(model.parameters()), lr=0.001)
         if hasattr(model, "proofs"):
@@ -113,16 +105,14 @@ class SplitJob:
                 setattr(model, name, value)
             for x, y in self.batches[:count]:
                 optimizer.zero_grad()
-                with on_cores(cores, threads=threads):
-                    model.step(x, y, self.loss)
-                if self.settings.update:
-                    optimizer.step()
+                model.step(x, y, self.loss)
+                optimizer.step()
 
         return train
 
     def cut(self, micro_batches: int) -> Variant:
         """The one through the pipeline, in so many micro-batches."""
-        return self.variant(self.pipe, micro_batches=micro_batches, overlap=True)
+        return self.variant(self.pipe, micro_batches=micro_batches)
 
     def interleaved(
         self,
@@ -130,7 +120,6 @@ class SplitJob:
         what: str,
         *,
         budget_s: float | None = None,
-        before: Callable[[], None] = lambda: None,
     ) -> dict[str, Any]:
         """Runs the variants in `LEAST_REPEATS` or more rounds, in which all take turns, after an uncounted batch each.
 
@@ -159,7 +148,6 @@ class SplitJob:
             seconds: dict[Any, list[float]] = {name: [] for name in variants if name not in failed}
             for turn in range(repeats):
                 began = time.perf_counter()
-                before()
                 for name in stats.rotated(seconds, turn):
                     bar.set_postfix_str(str(name))
                     seconds[name].append(seconds_of(variants[name], devices))
@@ -195,7 +183,7 @@ def compare(job: SplitJob, micro_batches: int) -> None:
     size = split_size(job.settings.batch, micro_batches)
     pipeline = f"pipeline, split size {size} ({micro_batches} micro-batches)"
     alone, all_cores = whole_models(job)
-    split = {"naive split": job.variant(job.pipe, micro_batches=1, overlap=False), pipeline: job.cut(micro_batches)}
+    split = {"naive split": job.cut(1), pipeline: job.cut(micro_batches)}
     measured = job.interleaved({**alone, **split, **all_cores}, "compare", budget_s=job.settings.budget_s)
     seconds = measured["seconds"]
     ratios = {
@@ -219,7 +207,6 @@ def compare(job: SplitJob, micro_batches: int) -> None:
     if job.curve is not None:  # once more, with what there is to compare with
         lines = {name: fmean(its) for name, its in seconds.items() if name != pipeline}
         plots.plot(replace(job.curve, lines=lines), job.out / "split_size.png")
-    draw_timeline(job, micro_batches)
 
 
 def whole_models(job: SplitJob) -> tuple[Variants, Variants]:
@@ -237,18 +224,6 @@ def whole_models(job: SplitJob) -> tuple[Variants, Variants]:
     every = unsplit.unsplit(job.pipe)[:1] if single.device.type == "cpu" else []
     all_cores = {f"unsplit ({one})": job.variant(one) for one in every if str(one) != str(single)}
     return {f"single device ({single})": job.variant(single)}, all_cores
-
-
-def draw_timeline(job: SplitJob, micro_batches: int) -> None:
-    """Draws which stage works when, in one more step. Draws nothing on GPUs: a call returns before its pass ends."""
-    if any(device.type != "cpu" for device in job.pipe.devices):
-        return
-    job.pipe.record = True
-    job.cut(micro_batches)()
-    job.pipe.record = False
-    names = [f"{index + 1}: {stage.name} ({stage.device})" for index, stage in enumerate(job.pipe.stages)]
-    title = f"{job.title()}: {job.pipe.schedule}, {micro_batches} micro-batches"
-    print(plots.plot(plots.Timeline(title, job.pipe.timeline, names), job.out / "timeline.png"), flush=True)
 
 
 # ---- the curve over the split size

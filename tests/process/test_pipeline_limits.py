@@ -121,9 +121,9 @@ def test_tied_weights(found: Found, limit: Limit) -> None:
 
 def test_buffers_that_move(found: Found, limit: Limit) -> None:
     received = found["buffers"]
-    assert max(received["spectral"], received["instance"], received["ema_alone"]) <= TOLERANCE
-    limit("P6a", "spectral_norm, 3 micro-batches, 2 steps: gradients and vectors", exact=received["spectral"])
-    limit("P6b", "InstanceNorm's running statistics", exact=received["instance"])
+    assert received["ema_alone"] <= TOLERANCE
+    limit("P6a", "spectral_norm, 3 micro-batches", refused=refusal(received["spectral"], "_u", 'batch_norm="micro"'))
+    limit("P6b", "InstanceNorm's running statistics", refused=refusal(received["instance"], "1.running_mean"))
     limit("P6c", "EMA buffers of a user's layer", refused=refusal(received["ema"], "1.ema", 'batch_norm="micro"'))
     assert received["ema_micro"].startswith("nothing raised")
 
@@ -159,18 +159,10 @@ def test_small_batches_copies_and_failures(found: Found, limit: Limit) -> None:
     received = found["lifecycle"]
     assert received["small"] <= TOLERANCE
     limit("P8a", "a last batch of 2 samples, 5 micro-batches", exact=received["small"])
+    limit("P9d", "LazyBatchNorm", refused=refusal(received["lazy"], "model(x)"))
     limit("P8d", "pickle of a pipeline", refused=refusal(received["pickle"], "pipe.state_dict()"))
     assert received["of_module"] and received["kept"] and "spoilt" in received["failed"]
     limit("P8c", "a failing step after another one", mended="gradients of the earlier step are kept")
-
-
-def test_models_of_other_libraries(found: Found, limit: Limit) -> None:
-    received = found["libraries"]
-    assert received["inside"] <= TOLERANCE
-    limit("P9a", "a part that returns a ModelOutput (dict subclass)", exact=received["inside"])
-    limit("P9b", "a model that returns a ModelOutput", exact=received["returned"])
-    limit("P9d", "LazyBatchNorm", refused=refusal(received["lazy"], "model(x)"))
-    assert received["by_hand"].startswith("the parts in modules=[...], called in order,")
 
 
 def test_memory(found: Found, limit: Limit) -> None:

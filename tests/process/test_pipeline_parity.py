@@ -1,9 +1,4 @@
-"""Split models equal unsplit ones in float64, to 1e-10: loss, gradients, running statistics, outputs.
-
-``python tests/programs/pipeline/parity.py --all`` (with the repository in PYTHONPATH) tries every combination of 1-4
-stages, 1, 2, 3, 5 and 7 micro-batches of a batch of 10, both schedules and every recomputation: some 20 minutes.
-Here each model gets a choice of them.
-"""
+"""Split models equal unsplit ones in float64, to 1e-10: loss, gradients, running statistics, outputs."""
 
 from __future__ import annotations
 
@@ -16,7 +11,7 @@ from harness import PROGRAMS, run_ranks
 
 PROGRAM = PROGRAMS / "pipeline" / "parity.py"
 SMALL = ("two_cross", "encoder", "nested")
-LARGE = ("resnet18", "densenet121", "vit_b_16")
+LARGE = ("resnet18", "densenet121")
 TOLERANCE = 1e-10
 
 pytestmark = pytest.mark.slow
@@ -40,7 +35,7 @@ def found(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize("case", [*SMALL, *(pytest.param(model, marks=pytest.mark.thorough) for model in LARGE)])
 def test_equal_to_the_unsplit_model(found: dict[str, Any], case: str) -> None:
     received = found[case]
-    assert received["combinations"] == (13 if case not in ("resnet18", "densenet121") else 6)
+    assert received["combinations"] == (3 if case in LARGE else 6)
     assert received["segments"] >= 4
     for what in ("loss", "gradients", "buffers", "outputs"):
         assert received[what] <= TOLERANCE, f"{what} off by {received[what]:.3g}"

@@ -18,25 +18,22 @@ def told(tmp_path_factory) -> dict:
     return {"folder": folder} | {line["case"]: line for line in map(json.loads, done.out.splitlines())}
 
 
-@pytest.mark.thorough
 @pytest.mark.slow
 def test_the_command_ranks(told):
-    one = told["given"]
-    assert one["code"] == 0, one
-    text = one["out"]
-    assert "resnet18, 32 x 32, batch 64, sgd, on 2 nodes of 2x0.3GiB: predicted, not measured" in text
-    assert "samples/s" in text and "of best" in text and "100%" in text and "2 x pipeline of 2 stages" in text
-    assert "assumed: 10 TFLOP/s on one device" in text and "10 Gbit/s between nodes" in text
-    assert "measured: bytes, and each part's share of the time" in text
     data = json.loads(told["json"]["out"])
-    best = [plan["step_s"] for plan in data["plans"] if not plan["reason"]]
+    fitting = [plan for plan in data["plans"] if not plan["reason"]]
+    best = [plan["step_s"] for plan in fitting]
     assert best == sorted(best) and data["plans"][0]["samples_per_s"] == pytest.approx(64 / best[0])
-    assert data["settings"]["model"] == "resnet18" and data["assumed"]
+    assert any(plan["plan"].startswith("2 x pipeline of 2 stages") for plan in fitting)
+    assert data["settings"]["model"] == "resnet18" and "bytes, and each part's share" in data["measured"][0]
+    assert "10 TFLOP/s on one device" in data["assumed"][0] and "10 Gbit/s between nodes" in data["assumed"]
 
 
 @pytest.mark.slow
 def test_the_command_lists_what_does_not_fit(told):
     text = told["tight"]["out"]
+    assert "resnet18, 32 x 32, batch 64, sgd, on 2x140MiB: predicted, not measured" in text
+    assert "samples/s" in text and "of best" in text
     assert "does not fit:" in text and "device 0 needs" in text
     assert "given: 500 samples/s on one device" in text and "costs: read from" in told["tight"]["err"]
 

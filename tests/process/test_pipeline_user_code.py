@@ -26,7 +26,7 @@ from hvdtrain.pipeline.run.runtime import Pipeline
 from hvdtrain.pipeline.run.worker import StageError
 
 DOUBLE = torch.float64
-WAYS = [("1f1b", "all"), ("gpipe", "never"), ("zb-h1", "all")]
+WAYS = [("1f1b", "all"), ("gpipe", "never")]
 
 
 @pytest.fixture(autouse=True)
@@ -52,36 +52,40 @@ def gradient(parameter: nn.Parameter) -> Tensor:
 
 # -- names ---------------------------------------------------------------------------------------------------------
 class Named(nn.Module):
-    """Has a part, a parameter or a buffer of a given name."""
+    """Has parts, parameters and buffers of given names."""
 
-    def __init__(self, name: str, kind: str) -> None:
+    def __init__(self, names: list[str]) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(4, 4, dtype=DOUBLE), nn.Linear(4, 3, dtype=DOUBLE)
-        self._where = name, {"part": "_modules", "parameter": "_parameters", "buffer": "_buffers"}[kind]
-        value = torch.randn(4, dtype=DOUBLE)
-        if kind == "part":
-            self.add_module(name, nn.Linear(4, 4, dtype=DOUBLE))
-        elif kind == "parameter":
-            self.register_parameter(name, nn.Parameter(value))
-        else:
-            self.register_buffer(name, value)
+        self._of = [names[0::3], names[1::3], names[2::3]]
+        for part, parameter, buffer in itertools.zip_longest(*self._of):
+            self.add_module(part, nn.Linear(4, 4, dtype=DOUBLE))
+            if parameter is not None:
+                self.register_parameter(parameter, nn.Parameter(torch.randn(4, dtype=DOUBLE)))
+            if buffer is not None:
+                self.register_buffer(buffer, torch.randn(4, dtype=DOUBLE))
 
     def forward(self, x: Tensor) -> Tensor:
-        name, where = self._where
-        own = getattr(self, where)[name]
-        x = torch.tanh(self.first(x))
-        return self.last(own(x) if isinstance(own, nn.Module) else x * own)
+        parts, parameters, buffers = self._of
+        x = self.first(x)
+        for name in parts:
+            x = torch.tanh(self._modules[name](x))  # type: ignore[misc]
+        for name in parameters:
+            x = x + self._parameters[name]  # type: ignore[operator]
+        for name in buffers:
+            x = x + self._buffers[name]  # type: ignore[operator]
+        return self.last(x)
 
 
 def test_a_model_may_use_any_name_of_the_pipelines(limit: Limit) -> None:
     x, y = inputs()
-    pipe = split(Named("other", "part"), x)
+    pipe = split(nn.Sequential(nn.Linear(4, 4, dtype=DOUBLE), nn.Linear(4, 3, dtype=DOUBLE)), x)
     names = {name for name in (*vars(pipe), *dir(Pipeline)) if name not in dir(nn.Module) and not name.startswith("_")}
     pipe.close()
-    assert {"stages", "devices", "schedule", "chunk", "timeline"} <= names
-    worst = 0.0
-    for name, kind in zip(sorted(names - {"training"}), itertools.cycle(["part", "parameter", "buffer"]), strict=False):
-        model = Named(name, kind)
+    assert {"stages", "devices", "schedule", "chunk"} <= names
+    for turn in range(3):  # each of them a part, a parameter and a buffer
+        listed = sorted(names - {"training"})
+        model = Named(listed[turn:] + listed[:turn])
         plain = copy.deepcopy(model)
         pipe = split(model, x)
         pipe.step(x, y, F.cross_entropy)
@@ -89,12 +93,11 @@ def test_a_model_may_use_any_name_of_the_pipelines(limit: Limit) -> None:
         F.cross_entropy(plain(x), y).backward()
         wanted = {key: gradient(value) for key, value in plain.named_parameters()}
         found = {key: gradient(value) for key, value in pipe.named_parameters()}
-        assert list(pipe.state_dict()) == list(plain.state_dict()) and found.keys() == wanted.keys(), name
-        gaps = [float((found[key] - wanted[key]).abs().max()) for key in wanted]
-        worst = max(worst, *gaps)
-        assert worst < 1e-12, (name, gaps)
+        assert list(pipe.state_dict()) == list(plain.state_dict()) and found.keys() == wanted.keys()
+        gap = max(float((found[key] - wanted[key]).abs().max()) for key in wanted)
+        assert gap < 1e-12
         pipe.close()
-    limit("P13", f"parts, parameters or buffers called as the pipeline's {len(names)} attributes are", exact=worst)
+    limit("P13", f"parts, parameters or buffers called as the pipeline's {len(names)} attributes are", exact=gap)
 
 
 # -- checkpointing of the user's own ---------------------------------------------------------------------------------

@@ -29,6 +29,8 @@ CANNOT: dict[str, str] = {
     "P3c": "micro-batches are cut along dimension 0: `batch_first=True`, or a transpose inside of the model",
     "P4b": "PyTorch's dispatch modes are a thread's own: outside of a pipeline, or one of one device",
     "P5a": "the gradient of a weight in two stages is there after the step: change it then",
+    "P6a": "as P6c",
+    "P6b": "as P6c",
     "P6c": "what a layer of one's own averages over batches, it would average over micro-batches: `micro_batches=1`, or"
     ' `batch_norm="micro"`, which says so',
     "P6d": "as P6c",

@@ -91,7 +91,7 @@ class Recorder(TorchDispatchMode):
     Attributes:
         problems: what is not in order.
         streams: all that were made; the first of each device are the callers'.
-        waits, to_host: how often the host waited, and how much was copied to it.
+        waits: how often the host waited.
     """
 
     def __init__(self, off: str = "") -> None:
@@ -100,7 +100,7 @@ class Recorder(TorchDispatchMode):
         self.problems: list[str] = []
         self.streams: list[Stream] = []
         self.host: Clock = {}
-        self.waits = self.to_host = 0
+        self.waits = 0
         self.memory: dict[int, Memory] = {}
         self.pinned: set[int] = set()
         self.current: dict[torch.device, Stream] = {}
@@ -116,10 +116,7 @@ class Recorder(TorchDispatchMode):
                 "current_stream": self.current_stream, "stream": self.on_stream, "device": self.on_device,
             }.items():  # fmt: skip
                 stack.enter_context(mock.patch.object(torch.cuda, name, what))
-            for name, what in {
-                "where": self.where, "copied": self.copied, "pinned": self.in_pinned,
-                "copied_to_host": self.copied_to_host,
-            }.items():  # fmt: skip
+            for name, what in {"where": self.where, "copied": self.copied, "pinned": self.in_pinned}.items():
                 stack.enter_context(mock.patch.object(places, name, what))
             stack.enter_context(
                 mock.patch.object(Tensor, "record_stream", lambda tensor, stream: self.record_stream(tensor, stream))
@@ -183,16 +180,6 @@ class Recorder(TorchDispatchMode):
             copy = tensor.detach().clone()
         self.new(copy, device, into, by, f"a copy on {device}")
         merge(into.clock, by.clock)
-        return copy
-
-    def copied_to_host(self, tensor: Tensor) -> Tensor:
-        by = self.current_stream(self.where(tensor))
-        self.read(tensor, by)
-        with torch.utils._python_dispatch._disable_current_modes():
-            copy = tensor.detach().clone()
-        self.new(copy, CPU, None, by, "a copy on the host")
-        self.pinned.add(key(copy))
-        self.to_host += 1
         return copy
 
     def in_pinned(self, tensor: Tensor) -> Tensor:

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.pipeline.plan.schedule import Action, Remat, of_stage, recomputed
 
 
 @dataclass(frozen=True)
@@ -84,18 +83,10 @@ class SegmentCost:
     # forward_s, backward_s: over the samples of a micro-batch; backward without any recomputation
     forward_s: Curve
     backward_s: Curve
-    # parameter_bytes, gradient_bytes, optimizer_bytes, buffer_bytes: held all the time
-    parameter_bytes: int = 0
-    gradient_bytes: int = 0
-    optimizer_bytes: int = 0
-    buffer_bytes: int = 0
+    fixed_bytes: int = 0  # held all the time: parameters, gradients, the optimizer's state, buffers
+    gradient_bytes: int = 0  # of these the gradients, which replicas send
     activation_bytes: Curve = ZERO  # kept from the forward to the backward pass; its input belongs to it if it is kept
     output_bytes: Curve = ZERO  # what crosses to the next segment (and as a gradient back)
-
-    @property
-    def fixed_bytes(self) -> int:
-        """The bytes that are held all the time."""
-        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + self.buffer_bytes
 
 
 @dataclass(frozen=True)
@@ -105,7 +96,6 @@ class Device:
     name: str
     speed: float = 1.0  # against the device that the costs were measured on
     memory_bytes: float | None = None  # what training may use of it; None: no limit
-    pool: str = ""  # devices of one pool share cores ("cpu", "cpu"); "": it shares nothing
     ahead: int = 0  # passes that may be queued on it: what was received for them, values or gradients, is held as long
 
 
@@ -140,19 +130,6 @@ def all_reduce_seconds(size_bytes: float, replicas: int, link: Link) -> float:
 
 
 @dataclass(frozen=True)
-class Pool:
-    """The slowdown of devices that share cores."""
-
-    speeds: tuple[float, ...] = (1.0,)  # of each of 1, 2, ... passes at once; more share what the most had together
-    slots: int = 0  # passes that may run at once, the others wait in the order in which they came; 0: any number
-
-    def speed(self, running: int) -> float:
-        """Returns the speed of each of so many passes at once."""
-        known = len(self.speeds)
-        return self.speeds[running - 1] if running <= known else self.speeds[-1] * known / running
-
-
-@dataclass(frozen=True)
 class StageCost:
     """A stage: the sum of its segments, on its device."""
 
@@ -160,38 +137,7 @@ class StageCost:
     # forward_s, backward_s: on this device, alone on it
     forward_s: Curve
     backward_s: Curve
-    fixed_bytes: int = 0  # parameters, gradients, optimizer state, buffers
-    activation_bytes: Curve = ZERO  # kept from the forward to the backward pass
-    # input_bytes, output_bytes: what crosses; the first stage's input is the caller's
-    input_bytes: Curve = ZERO
-    output_bytes: Curve = ZERO
-    working_bytes: Curve = ZERO  # held in a backward pass beside the activations (see `working_bytes`)
-
-
-def device_peak_bytes(
-    stages: Sequence[StageCost], order: Sequence[Action], sizes: Sequence[int], remat: Remat = "never"
-) -> float:
-    """Returns the most that a device holds at any time, of all its stages (by chunk), doing `order`.
-
-    A stage's output belongs to the next one: on a copy, that is its input.
-    """
-    again = [recomputed(remat, of_stage(order, chunk)) for chunk in range(len(stages))]
-    last = "weight" if any(action.kind == "weight" for action in order) else "backward"
-    held, most = 0.0, 0.0
-    for action in order:
-        stage, size, repeats = stages[action.chunk], sizes[action.micro], action.micro in again[action.chunk]
-        activations, given = stage.activation_bytes(size), stage.input_bytes(size) if repeats else 0.0
-        if action.kind == "forward":
-            held += given if repeats else activations
-        elif action.kind == "backward" and repeats:
-            held += activations
-        most = max(most, held)
-        if action.kind == last:
-            held -= given + activations
-    largest = max(sizes)
-    beside = max(stage.working_bytes(largest) for stage in stages)
-    received = max(max(stage.input_bytes(largest), stage.output_bytes(largest)) for stage in stages)
-    return sum(stage.fixed_bytes for stage in stages) + most + beside + received * stages[0].device.ahead
+    output_bytes: Curve = ZERO  # what crosses to the next stage
 
 
 def stage_costs(costs: Sequence[SegmentCost], sizes: Sequence[int], devices: Sequence[Device]) -> list[StageCost]:
@@ -202,30 +148,13 @@ def stage_costs(costs: Sequence[SegmentCost], sizes: Sequence[int], devices: Seq
             f"{list(sizes)} of {len(costs)} segments on {len(devices)} device(s)",
             f"{len(devices)} whole numbers, at least 1, that sum to {len(costs)}",
         )
-    ends = [sum(sizes[: stage + 1]) for stage in range(len(sizes))]
-    return [_stage(costs, end - size, end, device) for end, size, device in zip(ends, sizes, devices, strict=True)]
-
-
-def _stage(costs: Sequence[SegmentCost], begin: int, end: int, device: Device) -> StageCost:
-    mine = costs[begin:end]
-    received = costs[begin - 1].output_bytes if begin else ZERO
-    tensors = [received, *(cost.output_bytes for cost in mine)]
-    curves = [*tensors, *(cost.activation_bytes for cost in mine)]
-    points = {samples for curve in curves for samples, _ in curve.points} - {0.0} or {1.0}
-
-    def working(at: float) -> float:
-        return working_bytes([cost.activation_bytes(at) for cost in mine], [tensor(at) for tensor in tensors])[-1]
-
-    return StageCost(
-        device=device,
-        forward_s=total(cost.forward_s for cost in mine) * (1 / device.speed),
-        backward_s=total(cost.backward_s for cost in mine) * (1 / device.speed),
-        fixed_bytes=sum(cost.fixed_bytes for cost in mine),
-        activation_bytes=total(cost.activation_bytes for cost in mine),
-        input_bytes=received,
-        output_bytes=mine[-1].output_bytes,
-        working_bytes=Curve(tuple((at, working(at)) for at in points)),
-    )
+    stages, end = [], 0
+    for size, device in zip(sizes, devices, strict=True):
+        mine, end = costs[end : end + size], end + size
+        forward_s = total(cost.forward_s for cost in mine) * (1 / device.speed)
+        backward_s = total(cost.backward_s for cost in mine) * (1 / device.speed)
+        stages.append(StageCost(device, forward_s, backward_s, mine[-1].output_bytes))
+    return stages
 
 
 def working_bytes(activations: Sequence[float], tensors: Sequence[float]) -> list[float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
 
@@ -48,27 +48,21 @@ def partition(
     remat: Remat = "never",
     links: Link | Sequence[Link] = Link(),  # noqa: B008 - frozen
     balance: Balance = "time",
-    chunks: int = 1,
 ) -> Partition:
-    """Cuts a chain of segments into one stage a device (`chunks`: so many, in rounds), in the order of the devices.
+    """Cuts a chain of segments into one stage a device, in the order of the devices.
 
     "time" minimises the slowest stage's time in a step, and of cuts that are equal in that the largest stage's bytes;
-    "memory" the other way round. Both keep to each device's memory; of several chunks each is given its part of it. A
-    cut by hand (segments of each stage) is taken as it is. Raises `ConfigError` for more stages than segments, if no
-    cut fits, or for a cut by hand that is none.
+    "memory" the other way round. Both keep to each device's memory. A cut by hand (segments of each stage) is taken as
+    it is. Raises `ConfigError` for more stages than segments, if no cut fits, or for a cut by hand that is none.
     """
-    rows = len(devices)
-    if chunks > 1:
-        parts = [replace(one, memory_bytes=one.memory_bytes and one.memory_bytes / chunks) for one in devices]
-        devices = parts * chunks
     if not 1 <= len(devices) <= len(costs):
         raise ConfigError(
             "every stage needs at least one segment of the model",
             f"{len(devices)} devices, {len(costs)} segments: {', '.join(cost.name for cost in costs)}",
             f"between 1 and {len(costs)} devices",
         )
-    orders = stage_orders(schedule, rows, micro_batches, chunks)
-    between = links_between(links, rows, chunks)
+    orders = stage_orders(schedule, len(devices), micro_batches)
+    between = links_between(links, len(devices))
     chain = _Chain(costs, devices, micro_batch_sizes(batch, micro_batches), orders, remat, between)
     if not isinstance(balance, str):
         stage_costs(costs, balance, devices)  # refuses what is no cut

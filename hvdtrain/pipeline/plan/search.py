@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from operator import truediv
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.pipeline.plan.costs import (
     Device,
     Link,
-    Pool,
     SegmentCost,
     all_reduce_seconds,
     ring_link,
@@ -24,9 +23,7 @@ from hvdtrain.pipeline.plan.simulate import Simulation, simulate
 
 MOST_MICRO_BATCHES = 128
 MOST_PASSES = 64  # of an update
-# segments that are looked at: more, and each is under a sixtieth of the time
-PARTED = 1.08  # what a step with backward passes in two takes more than is predicted: autograd starts once a layer
-MOST_SEGMENTS = 64
+MOST_SEGMENTS = 64  # that are looked at: more, and each is under a sixtieth of the time
 ALIKE = 1.03  # times the fastest: no prediction tells such plans apart
 # of gradients that are only ready when the backward pass ends: nothing hides the last bucket's all-reduce
 LAST_BUCKET_BYTES = 2**20
@@ -40,7 +37,6 @@ class Cluster:
     nodes: int = 1  # how many
     links: Link | tuple[Link, ...] = Link()  # within a node, from each device to the next; one stands for all
     network: Link = Link()  # from node to node; the devices of a node share it
-    pools: Mapping[str, Pool] = field(default_factory=dict)  # how devices of a node slow each other down
 
     def between(self, stages: int) -> tuple[Link, ...]:
         """The links of a pipeline over the first devices."""
@@ -75,7 +71,6 @@ class ParallelPlan:
     memory_bytes: tuple[float, ...] = ()
     limit_bytes: tuple[float, ...] = ()
     reason: str = ""  # why it cannot be; "" if it can
-    chunks: int = 1  # stages on each device: the model is cut into `stages * chunks`
 
     @property
     def predicted_samples_per_s(self) -> float:
@@ -97,11 +92,7 @@ class ParallelPlan:
             count, size = self.micro_batches, micro_batch_sizes(self.part, self.micro_batches)[0]
             what = f"{self.replicas} x " * (self.replicas > 1) + f"pipeline of {self.stages} stages, "
             what += f"{count} micro-batches of {size}" if count > 1 else f"batch {size} in one piece"
-            what += (
-                f", {self.schedule}"
-                + f" ({self.chunks} stages a device)" * (self.chunks > 1)
-                + ", recomputing" * (self.remat != "never")
-            )
+            what += f", {self.schedule}" + ", recomputing" * (self.remat != "never")
         else:
             what = f"data parallel on {self.replicas} devices" if self.replicas > 1 else "one device"
             what += f", batch {self.part}"
@@ -178,10 +169,8 @@ def _merged(group: Sequence[SegmentCost]) -> SegmentCost:
         name=f"{group[0].name} .. {group[-1].name}",
         forward_s=total(cost.forward_s for cost in group),
         backward_s=total(cost.backward_s for cost in group),
-        parameter_bytes=sum(cost.parameter_bytes for cost in group),
+        fixed_bytes=sum(cost.fixed_bytes for cost in group),
         gradient_bytes=sum(cost.gradient_bytes for cost in group),
-        optimizer_bytes=sum(cost.optimizer_bytes for cost in group),
-        buffer_bytes=sum(cost.buffer_bytes for cost in group),
         activation_bytes=total(cost.activation_bytes for cost in group),
         output_bytes=group[-1].output_bytes,
     )
@@ -212,16 +201,8 @@ class _Search:
         # remat "all" takes longer than "except_last", and holds as much: where a backward follows directly on its
         # forward, the activations are there either way. With one micro-batch it is always so.
         useful: list[tuple[Remat, list[int]]] = [("never", counts), ("except_last", counts[1:])]
-        # gpipe: faster where transfers are slow; interleaved: where they are fast, and there is memory for more
-        ways: list[tuple[Schedule, int]] = [("1f1b", 1), ("gpipe", 1), ("zb-h1", 1), ("interleaved", 2)]
-        ways = [way for way in ways if way[0] in self.schedules and way[1] * stages <= len(self.costs)]
-        plain = [way for way in ways if way[0] in ("1f1b", "gpipe")] or ways
         return [
-            [
-                replace(plan, micro_batches=n, remat=remat, schedule=one, chunks=chunks)
-                for n in some
-                for one, chunks in (ways if remat == "never" else plain)
-            ]
+            [replace(plan, micro_batches=n, remat=remat, schedule=one) for n in some for one in self.schedules]
             for remat, some in useful
         ]
 
@@ -229,9 +210,9 @@ class _Search:
         """Returns the fastest that fits (of those alike the smallest); else the nearest to fitting, with the reason."""
         possible = [plan for plan in map(self._tried, candidates) if not plan.reason]
         if possible:
-            fast_enough = ALIKE * min(map(_expected_s, possible))
-            alike = [plan for plan in possible if _expected_s(plan) <= fast_enough]
-            return min(alike, key=lambda plan: (max(plan.memory_bytes), _expected_s(plan)))
+            fast_enough = ALIKE * min(plan.step_s for plan in possible)
+            alike = [plan for plan in possible if plan.step_s <= fast_enough]
+            return min(alike, key=lambda plan: (max(plan.memory_bytes), plan.step_s))
         nearest = [self._least_memory(plan) for plan in candidates]
         return min(nearest, key=lambda plan: max(map(truediv, plan.memory_bytes, plan.limit_bytes)))
 
@@ -241,12 +222,11 @@ class _Search:
             cut = self._cut(plan, self._devices(plan), "time")
         except ConfigError as error:
             return replace(plan, reason=error.received)
-        stages = stage_costs(self.costs, cut.sizes, self._devices(plan) * plan.chunks)
-        links, pools = self.cluster.between(plan.stages), self._pools(plan)
-        sizes = micro_batch_sizes(plan.part, plan.micro_batches)
         step = simulate(
-            stages, sizes=sizes, schedule=plan.schedule, remat=plan.remat, links=links, pools=pools, chunks=plan.chunks
-        )
+            stage_costs(self.costs, cut.sizes, self._devices(plan)),
+            sizes=micro_batch_sizes(plan.part, plan.micro_batches), schedule=plan.schedule, remat=plan.remat,
+            links=self.cluster.between(plan.stages),
+        )  # fmt: skip
         exposed = self._exposed_all_reduce(plan, cut, step)
         return self._filled_in(
             plan, cut, step_s=plan.accumulate * step.step_s + exposed, bubble=step.bubble, all_reduce_s=exposed
@@ -255,7 +235,7 @@ class _Search:
     def _cut(self, plan: ParallelPlan, devices: Sequence[Device], balance: Balance) -> Partition:
         return partition(
             self.costs, devices, batch=plan.part, micro_batches=plan.micro_batches, schedule=plan.schedule,
-            remat=plan.remat, links=self.cluster.between(plan.stages), balance=balance, chunks=plan.chunks,
+            remat=plan.remat, links=self.cluster.between(plan.stages), balance=balance,
         )  # fmt: skip
 
     def _devices(self, plan: ParallelPlan) -> list[Device]:
@@ -268,14 +248,6 @@ class _Search:
             replace(min(same, key=_memory), speed=min(one.speed for one in same)) for same in zip(*blocks, strict=True)
         ]
 
-    def _pools(self, plan: ParallelPlan) -> dict[str, Pool]:
-        """Returns the pools with all replicas of a node at work: each pass runs beside as many others of its kind."""
-        beside = min(plan.replicas, len(self.cluster.devices) // plan.stages)
-        return {
-            name: replace(pool, speeds=tuple(pool.speed(beside * (n + 1)) for n in range(plan.stages)))
-            for name, pool in self.cluster.pools.items()
-        }
-
     def _exposed_all_reduce(self, plan: ParallelPlan, cut: Partition, step: Simulation) -> float:
         """Returns the seconds from the end of the backward pass until the averaged gradients are there.
 
@@ -285,10 +257,11 @@ class _Search:
             return 0.0
         per_node = min(plan.replicas, len(self.cluster.devices) // plan.stages)
         ring = self.cluster.ring(plan.replicas, per_node)
-        last = {span.stage: span for span in step.timeline}  # in the order of their ends
-        free_s, begin = 0.0, {stage: sum(cut.sizes[:stage]) for stage in last}
+        last = {span.stage: span for span in step.timeline}
+        free_s = 0.0
         for stage, span in sorted(last.items(), key=lambda item: item[1].end_s):
-            size = sum(cost.gradient_bytes for cost in self.costs[begin[stage] :][: cut.sizes[stage]])
+            begin = sum(cut.sizes[:stage])
+            size = sum(cost.gradient_bytes for cost in self.costs[begin : begin + cut.sizes[stage]])
             free_s = max(free_s, span.start_s) + all_reduce_seconds(size, plan.replicas, ring)
             tail_s = all_reduce_seconds(min(size, LAST_BUCKET_BYTES), plan.replicas, ring)
             free_s = max(free_s, span.end_s + tail_s)
@@ -308,14 +281,10 @@ class _Search:
         return replace(
             plan,
             sizes=tuple(sum(self.widths[a:b]) for a, b in zip(ends, ends[1:], strict=False)),
-            memory_bytes=tuple(sum(cut.stage_bytes[at :: plan.stages]) for at in range(plan.stages)),
+            memory_bytes=cut.stage_bytes,
             limit_bytes=tuple(map(_memory, self._devices(plan))),
             **numbers,  # type: ignore[arg-type]
         )
-
-
-def _expected_s(plan: ParallelPlan) -> float:
-    return plan.step_s * (PARTED if plan.schedule == "zb-h1" else 1.0)
 
 
 def _memory(device: Device) -> float:

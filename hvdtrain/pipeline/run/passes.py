@@ -12,7 +12,6 @@ from torch import Tensor
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.pipeline.plan.schedule import Action
-from hvdtrain.pipeline.trace.parted import inputs_first
 from hvdtrain.pipeline.values.microbatch import is_differentiable, not_joined
 from hvdtrain.pipeline.values.places import Mark, StageDevice, mark
 from hvdtrain.pipeline.values.rng import alone
@@ -66,7 +65,6 @@ class _Kept:
     outputs: Any = None  # with their graph; of the last stage, what is differentiated
     random: tuple[Any, ...] | None = None  # of all generators, where nothing else runs
     buffers: list[Tensor] | None = None
-    weights: list[Callable[[], None]] = field(default_factory=list)  # what is left of it, in reverse
 
 
 class Passes:
@@ -77,7 +75,6 @@ class Passes:
         self.index = index
         self._stage, self._device = call.stages[index], device
         self._again = call.recompute[index]
-        self._parted = any(action.kind == "weight" for action in call.orders[0])
         self.is_last = index == len(call.stages) - 1
         self._generators = of_devices(self._stage.device)
         self._norms = call.pooled.of(self._stage.modules()) if call.pooled else ()
@@ -87,10 +84,8 @@ class Passes:
         """Runs one pass; `values` come from the stage before, or are gradients from the stage after."""
         if action.kind == "forward":
             self.forward(action.micro, values)
-        elif action.kind == "backward":
-            self.backward(action.micro, values)
         else:
-            self.weight(action.micro)
+            self.backward(action.micro, values)
 
     # -- forward ---------------------------------------------------------------------------------------------
     def forward(self, micro: int, values: Any) -> None:
@@ -99,7 +94,7 @@ class Passes:
         kept = self.kept[micro] = _Kept(values) if call.head is not None else _Kept(None)
         if again:
             self._remember(kept)
-        with torch.no_grad() if again else self._saving(values):
+        with torch.no_grad() if again else nullcontext():
             outputs = self._pass(values, micro, again=False)
             if self.is_last:
                 outputs = self._finish(outputs, micro)
@@ -163,13 +158,6 @@ class Passes:
         self._call.results[0] = loss.detach()
         differentiated.backward()
 
-    def _saving(self, values: Any) -> AbstractContextManager[Any]:
-        """Returns the context of a forward pass; with `offload`, what the pass keeps moves to the host."""
-        if not self._call.offload or self._call.head is None:
-            return nullcontext()
-        here = (*self._stage.parameters(), *self._stage.buffers(), *tensors_of(values))
-        return self._device.offloading({tensor.untyped_storage().data_ptr() for tensor in here})
-
     def _remember(self, kept: _Kept) -> None:
         """Keeps what a pass depends on other than its inputs: the generators, and buffers that it may change."""
         if self._call.draws is None:
@@ -178,7 +166,7 @@ class Passes:
 
     # -- backward --------------------------------------------------------------------------------------------
     def backward(self, micro: int, gradients: Any) -> None:
-        kept = self.kept[micro] if self._parted else self.kept.pop(micro)
+        kept = self.kept.pop(micro)
         outputs = self._repeat(kept, micro) if micro in self._again else kept.outputs
         kept.outputs = None
         roots, given = [], []
@@ -192,30 +180,16 @@ class Passes:
                 given.append(gradient)
         del outputs
         for layer in self._norms:
-            layer.differentiate(micro)
+            layer.turn(micro)
         with alone() if self._stage.repeats else nullcontext():
-            if roots and not self._parted:
+            if roots:
                 torch.autograd.backward(roots, given)
-            elif roots:
-                kept.weights = inputs_first(roots, given, tensors_of(kept.inputs))
         if self.index:
             leaves = tensors_of(kept.inputs)
             gradients = [leaf.grad for leaf in leaves]
             self._call.backwards[self.index - 1].put((gradients, mark(gradients)))
-            for leaf in leaves:
-                leaf.grad = None
         elif self._call.gradients is not None:
             self._call.gradients[micro] = [leaf.grad for leaf in tensors_of(kept.inputs)]
-        kept.inputs = None
-
-    def weight(self, micro: int) -> None:
-        """Computes the remaining part of the backward pass: the gradients of the weights."""
-        kept = self.kept.pop(micro)
-        for layer in self._norms:
-            layer.differentiate(micro)
-        with alone() if self._stage.repeats else nullcontext():
-            while kept.weights:
-                kept.weights.pop()()
 
     def _repeat(self, kept: _Kept, micro: int) -> Any:
         """Runs the forward pass again, now with its graph; restores buffers and generators at the end."""

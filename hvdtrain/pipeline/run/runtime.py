@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.pipeline.plan import schedule as plan
-from hvdtrain.pipeline.plan.simulate import Span
 from hvdtrain.pipeline.run.batchnorm import Moving, Pooled
 from hvdtrain.pipeline.run.passes import Head
 from hvdtrain.pipeline.run.proof import CutProof, loss_key
@@ -60,18 +59,14 @@ class Pipeline(nn.Module):
     Attributes:
         module: the unsplit model; its parts are on the stages' devices.
         stages, segments: the parts that it was cut into.
-        devices: of the stages: number i is on device i % len(devices).
+        devices: of the stages.
         micro_batches, schedule, remat: how a batch passes through; they may be changed between steps.
         batch_norm: "batch": running statistics follow whole batches; "micro": micro-batches.
-        profile: the measurement behind the cut; None if the cut was given.
         chunk: which arguments have samples; see `split`.
         names: of the arguments that are given by keyword.
-        offload: True keeps what backward passes need in the host's memory.
         counts: attributes of modules that each training pass changes, with their modules.
         proofs: False skips the check in a loss's first steps that its mean is that of micro-batches.
         batch_is_part: True if a batch is one of several of an update, of ranks or of an accumulation.
-        overlap: False lets one stage work at a time (to compare with).
-        timeline: with `record`, the last call's work: (stage, kind, micro-batch, start, end), in seconds.
     """
 
     holds_users_module = True
@@ -86,20 +81,14 @@ class Pipeline(nn.Module):
         schedule: plan.Schedule = "1f1b",
         remat: plan.Remat = "never",
         batch_norm: Literal["batch", "micro"] = "batch",
-        profile: Any = None,
         chunk: Chunk = None,
-        offload: bool = False,
-        stages_per_device: int = 1,
     ) -> None:
         super().__init__()
         self.stages, self.segments = list(stages), list(segments)
-        self.stages_per_device = stages_per_device
-        self.devices = [stage.device for stage in self.stages[: len(self.stages) // stages_per_device]]
+        self.devices = [stage.device for stage in self.stages]
         self.micro_batches, self.schedule, self.remat, self.batch_norm = micro_batches, schedule, remat, batch_norm
-        self.profile, self.chunk, self.offload = profile, chunk, offload
+        self.chunk = chunk
         self.proofs, self.batch_is_part = True, False
-        self.overlap, self.record = True, False
-        self.timeline: list[Span] = []
         program = self.segments[0].chain.program
         self.names = program.names
         paths = {module: path for path, module in model.named_modules()}
@@ -166,10 +155,8 @@ class Pipeline(nn.Module):
         sizes = plan.micro_batch_sizes(batch, max(1, min(self.micro_batches, batch)))
         self._moving.check(self.remat, len(sizes) if self.batch_norm == "batch" else 1)
         head = self._head(loss, y, sizes, weight, factor, whole, outputs)
-        chunks, rows = self.stages_per_device, len(self.devices)
-        schedule: plan.Schedule = "gpipe" if whole else self.schedule
-        orders = [plan.actions(schedule, row, rows, len(sizes), chunks) for row in range(rows)]
-        again = [plan.recomputed(self.remat, order) for order in plan.stage_orders(schedule, rows, len(sizes), chunks)]
+        orders = plan.stage_orders("gpipe" if whole else self.schedule, len(self.stages), len(sizes))
+        again = [plan.recomputed(self.remat, order) for order in orders]
         with self._alone(training=True), self._gradients_or_as_before():
             if self.proofs and (len(sizes) > 1 or self.batch_is_part):
                 self._proof.of_model(arguments)
@@ -234,12 +221,11 @@ class Pipeline(nn.Module):
 
     def _outputs(self, pieces: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Returns the outputs of micro-batches, without gradients."""
-        chunks = range(self.stages_per_device)
-        order = [plan.Action("forward", i, chunk) for chunk in chunks for i in range(len(pieces))]
+        order = [plan.Action("forward", i) for i in range(len(pieces))]
         for stage in self.stages:
             stage.refresh()
         with torch.inference_mode() if torch.is_inference_mode_enabled() else torch.no_grad():
-            return self._call(pieces, [order] * len(self.devices), [frozenset()] * len(self.stages), None)
+            return self._call(pieces, [order] * len(self.stages), [frozenset()] * len(self.stages), None)
 
     def _call(
         self,
@@ -256,7 +242,6 @@ class Pipeline(nn.Module):
         draws = rng.Draws(self._drawing, self.devices) if several and (head is not None or training) else None
         gather = self.batch_norm == "batch" and (several or repeats) and training
         pooled = Pooled(module for stage in self.stages for module in stage.modules()) if gather else None
-        self.timeline = []
         call = StageCall(
             stages=self.stages,
             places=self._places,
@@ -265,12 +250,9 @@ class Pipeline(nn.Module):
             inputs=inputs,
             gradients=gradients if isinstance(given, Inputs) and given.wanted else None,
             head=head,
-            offload=self.offload,
             pooled=pooled,
             draws=draws,
             finishing=self._finishing,
-            timeline=self.timeline if self.record else None,
-            turn=nullcontext() if self.overlap else threading.Lock(),
         )
         try:
             with pooled.gathering() if pooled else nullcontext():

@@ -8,11 +8,9 @@ thread issues each worker's ready actions in turn.
 from __future__ import annotations
 
 import threading
-import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
@@ -22,15 +20,12 @@ from torch import Tensor
 
 from hvdtrain.core.errors import HvdtrainError, is_out_of_memory
 from hvdtrain.pipeline.plan.schedule import Action
-from hvdtrain.pipeline.plan.simulate import Span
 from hvdtrain.pipeline.run.batchnorm import Pooled
 from hvdtrain.pipeline.run.passes import Head, Passes
 from hvdtrain.pipeline.run.stage import Stage
 from hvdtrain.pipeline.values.places import Places, StageDevice, mark
 from hvdtrain.pipeline.values.rng import Draws
 from hvdtrain.pipeline.values.threads import Context
-
-_NAMES = {"weight": "backward for the weights"}
 
 
 class StageError(HvdtrainError):
@@ -47,7 +42,7 @@ class StageCall:
 
     stages: Sequence[Stage]
     places: Places
-    orders: Sequence[Sequence[Action]]  # each device's actions
+    orders: Sequence[Sequence[Action]]  # each stage's actions
     recompute: Sequence[frozenset[int]]  # each stage's micro-batches whose backward runs the forward again
     inputs: Sequence[tuple[Any, ...]]  # the model's arguments, by micro-batch
     head: Head | None  # None in inference
@@ -55,9 +50,6 @@ class StageCall:
     draws: Draws | None  # None: from the global generator
     finishing: list[bool]
     gradients: list[list[Tensor | None]] | None = None  # filled with those of the inputs' tensors; None: not wanted
-    offload: bool = False  # what is kept for a backward pass waits in the host's memory
-    timeline: list[Span] | None = None  # filled with every pass, in seconds of time.perf_counter; None: not
-    turn: Any = field(default_factory=nullcontext)  # held during each action where stages must not run at the same time
 
     def run(self) -> list[Any]:
         """Runs all stages to their end; returns for each micro-batch its output or, with a head, its mean loss.
@@ -77,8 +69,7 @@ class StageCall:
         for values in self.inputs:
             self.forwards[0].put((values, self.there))
         at = self.places.stage_devices()
-        passes = [Passes(self, index, at[index % len(at)]) for index in range(count)]
-        workers = [_Row(self, one, self.orders[row], passes[row :: len(at)]) for row, one in enumerate(at)]
+        workers = [_Worker(self, one, self.orders[index], index) for index, one in enumerate(at)]
         try:
             if self.places.threads:
                 self._run_threads(workers, at)
@@ -91,7 +82,7 @@ class StageCall:
             self._raise(*self.failure)
         return self.results
 
-    def _issue(self, workers: Sequence[_Row]) -> None:
+    def _issue(self, workers: Sequence[_Worker]) -> None:
         """Runs one action of each worker whose values are there, in turn, until no work remains."""
         waiting = [worker for worker in workers if worker.order]
         while waiting and self.failure is None:
@@ -101,7 +92,7 @@ class StageCall:
         for worker in workers:
             worker.clear()
 
-    def _run_threads(self, workers: Sequence[_Row], at: Sequence[StageDevice]) -> None:
+    def _run_threads(self, workers: Sequence[_Worker], at: Sequence[StageDevice]) -> None:
         intra_op = torch.get_num_threads()
         try:
             self.places.run(at, [partial(self._work, worker) for worker in workers], self.stop)
@@ -116,11 +107,11 @@ class StageCall:
             if torch.get_num_threads() != intra_op:
                 torch.set_num_threads(intra_op)
 
-    def _work(self, worker: _Row) -> None:
+    def _work(self, worker: _Worker) -> None:
         self._guarded(worker, lambda: self.context.run(worker.run))
         worker.clear()
 
-    def _guarded(self, worker: _Row, act: Callable[[], None]) -> None:
+    def _guarded(self, worker: _Worker, act: Callable[[], None]) -> None:
         try:
             act()
         except _Stopped:
@@ -128,7 +119,7 @@ class StageCall:
         except BaseException as error:
             with self._failing:
                 if self.failure is None:
-                    self.failure = (worker.stage.index, worker.action, error)
+                    self.failure = (worker.index, worker.action, error)
             self.stop()
 
     def stop(self) -> None:
@@ -151,11 +142,7 @@ class StageCall:
         if isinstance(error, (HvdtrainError, KeyboardInterrupt, SystemExit)):
             raise error
         stage = self.stages[index]
-        what = (
-            f"{_NAMES.get(action.kind, action.kind)} of micro-batch {action.micro + 1} of {len(self.inputs)}"
-            if action
-            else "its start"
-        )
+        what = f"{action.kind} of micro-batch {action.micro + 1} of {len(self.inputs)}" if action else "its start"
         text = str(error).strip()
         raise StageError(
             f"stage {index + 1} of {len(self.stages)} ({stage.name}, {stage.device}) failed in the {what}",
@@ -166,14 +153,13 @@ class StageCall:
         ) from error
 
 
-class _Row:
-    """A device's part of a call: the passes of its stages, in the order of the schedule."""
+class _Worker:
+    """A stage's part of a call: its passes, in the order of the schedule."""
 
-    def __init__(self, call: StageCall, device: StageDevice, order: Sequence[Action], stages: Sequence[Passes]) -> None:
-        self._call, self._device, self._stages = call, device, stages
+    def __init__(self, call: StageCall, device: StageDevice, order: Sequence[Action], index: int) -> None:
+        self._call, self._device, self.index = call, device, index
+        self._passes = Passes(call, index, device)
         self.order = order
-        ends = {(action.chunk, action.kind): at for at, action in enumerate(order) if action.kind != "forward"}
-        self._ends = set(ends.values())  # a stage's last pass for its inputs, and for its weights
         self._done = 0
         self.action: Action | None = None
 
@@ -182,25 +168,19 @@ class _Row:
         """Returns True if no work remains."""
         return self._done == len(self.order)
 
-    @property
-    def stage(self) -> Passes:
-        """The stage whose pass is done now."""
-        return self._stages[self.action.chunk if self.action else 0]
-
     def is_ready(self) -> bool:
         """Returns True if the values of its next action are there."""
         queue = self._queue(self.order[self._done])
         return queue is None or not queue.empty()
 
     def _queue(self, action: Action) -> SimpleQueue[Any] | None:
-        """Returns the queue that an action's values come from; None: they come from its stage itself."""
-        stage = self._stages[action.chunk]
+        """Returns the queue that an action's values come from; None: they come from the stage itself."""
         if action.kind == "forward":
-            return self._call.forwards[stage.index]
-        return None if stage.is_last or action.kind == "weight" else self._call.backwards[stage.index]
+            return self._call.forwards[self.index]
+        return None if self._passes.is_last else self._call.backwards[self.index]
 
     def run(self) -> None:
-        """Runs all actions, in the device's own thread."""
+        """Runs all actions, in the stage's own thread."""
         self._device.settle()
         while not self.is_done:
             self.act()
@@ -208,20 +188,14 @@ class _Row:
     def act(self) -> None:
         """The next action, when its values are there."""
         call, action = self._call, self.order[self._done]
-        self.action, stage = action, self._stages[action.chunk]
+        self.action = action
         values, there = call.take(self._queue(action))
-        call.finishing[stage.index] = self._done in self._ends
-        with call.turn, self._device.turn():
-            started = time.perf_counter()
-            values = self._device.bring(values, there)
-            stage.do(action, values)
-            if call.timeline is not None:
-                ended = time.perf_counter()
-                call.timeline.append(Span(stage.index, action.kind, action.micro, started, ended))
-        call.finishing[stage.index] = False
         self._done += 1
+        call.finishing[self.index] = self.is_done
+        with self._device.turn():
+            self._passes.do(action, self._device.bring(values, there))
+        call.finishing[self.index] = False
 
     def clear(self) -> None:
         """Lets go of everything."""
-        for stage in self._stages:
-            stage.kept.clear()
+        self._passes.kept.clear()

@@ -81,24 +81,22 @@ class _Writer:
 
 
 def function(
-    nodes: Sequence[fx.Node], inputs: Sequence[fx.Node | None], outputs: Sequence[fx.Node | None] | Any, bind: Binder,
+    nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node] | Any, bind: Binder,
     *, name: str, is_last: bool, moved: Moved | None = None,
 ) -> Callable[..., tuple[Any, ...]]:  # fmt: skip
     """Returns a function, for tracebacks called `name`, that does `nodes`, from `inputs` to a tuple of `outputs`.
 
-    None among inputs: a value that it does not look at; among outputs: one that it does not have. If `is_last`,
-    `outputs` is the argument of the graph's output node. A device that the trace has fixed becomes the one that the
-    stretch is `moved` to.
+    If `is_last`, `outputs` is the argument of the graph's output node. A device that the trace has fixed becomes the
+    one that the stretch is `moved` to.
     """
     writer = _Writer(bind, moved)
-    parameters = [f"_{index}" if node is None else writer.name(node) for index, node in enumerate(inputs)]
+    parameters = [writer.name(node) for node in inputs]
     work = [node for node in nodes if node.op != "get_attr"]
     needed: list[fx.Node] = []
     fx.node.map_arg(tuple(outputs) if isinstance(outputs, (list, tuple)) else (outputs,), needed.append)
-    forget = forgotten(work, [node for node in inputs if node is not None], needed)
+    forget = forgotten(work, inputs, needed)
     lines = []
-    unused = [writer.name(node) for node in forget.get(None, ())] + [p for p in parameters if p.startswith("_")]
-    if unused:
+    if unused := [writer.name(node) for node in forget.get(None, ())]:
         lines.append(f"    del {', '.join(unused)}")
     for node in work:
         indent = "    "

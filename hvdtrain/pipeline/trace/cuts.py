@@ -6,7 +6,7 @@ works on a copy, or on a leaf of its own graph), and no module whose buffers cha
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -42,14 +42,12 @@ class Different(Exception):
 
 
 def look(program: Program, example: tuple[Any, ...]) -> Facts:
-    """Runs the program on a few samples, in both modes where they differ; raises `Different` if it cannot be run."""
+    """Runs the program on a few samples, in training mode; raises `Different` if it cannot be run."""
     facts, model = Facts(), program.model
     device = device_of(model)
     try:
-        with preserved_state(model, device), torch.no_grad():
-            for training in [True] if program.is_one else [True, False]:
-                with all_training(model, training):
-                    _Watch(program, program.graphs[training], facts).run(*to_device(example, device))
+        with preserved_state(model, device), torch.no_grad(), all_training(model, True):
+            _Watch(program, facts).run(*to_device(example, device))
     except Exception as error:
         raise Different(message_of(error)) from error
     return facts
@@ -58,8 +56,8 @@ def look(program: Program, example: tuple[Any, ...]) -> Facts:
 class _Watch:
     """Runs a graph node by node and compares before and after."""
 
-    def __init__(self, program: Program, graph: fx.Graph, facts: Facts) -> None:
-        self._program, self._graph, self._facts = program, graph, facts
+    def __init__(self, program: Program, facts: Facts) -> None:
+        self._program, self._graph, self._facts = program, program.graph, facts
         self._values: dict[fx.Node, Any] = {}
         self._versions: dict[fx.Node, tuple[int, ...]] = {}
         self._generators = of_devices(device_of(program.model))
@@ -116,49 +114,34 @@ MOST_CROSSING = 8  # tensors: some layers into a dense block (DenseNet), where i
 class Cut:
     """A place between two operations."""
 
-    place: dict[bool, int]  # by training mode, the index in the graph of the last operation before it
-    values: tuple[dict[bool, fx.Node | None], ...]  # what crosses, by its node in both modes (None: not in this mode)
+    place: int  # the index in the graph of the last operation before it
+    values: tuple[fx.Node, ...]  # what crosses
 
 
 def find_cuts(program: Program, facts: Facts, *, everywhere: bool = False) -> list[Cut]:
     """Returns the first and last place, and between them those allowed, less those that only part off an activation."""
-    views = {mode: _View(program, facts, mode) for mode in (True, False)}
-    begin = Cut({mode: view.begin for mode, view in views.items()}, tuple(_paired(program, views, None)))
-    end = Cut({mode: len(view.nodes) - 2 for mode, view in views.items()}, ())
+    view = _View(program, facts)
+    last = len(view.nodes) - 2
     best: dict[int, Cut] = {}
-    total = views[True].weights[-1]
-    for node in views[False].nodes:
-        partner = program.partners.get(node)
-        if partner is None or not node.op.startswith("call"):
+    total = view.weights[-1]
+    for place, node in enumerate(view.nodes[:last]):
+        if not node.op.startswith("call") or not (everywhere or view.allows(place)):
             continue
-        place = {True: views[True].index[partner], False: views[False].index[node]}
-        if not everywhere and not all(view.allows(place[mode]) for mode, view in views.items()):
-            continue
-        before = place[False] if everywhere or not total else views[True].weights[place[True]]
-        if everywhere or not total or 0 < before < total:
-            best[before] = Cut(place, tuple(_paired(program, views, place)))
-    inner = [cut for cut in best.values() if cut.place[False] < end.place[False]]
-    return [begin, *inner, end]
-
-
-def _paired(program: Program, views: dict[bool, _View], place: dict[bool, int] | None) -> Iterator[dict[bool, Any]]:
-    """Yields each value that crosses, with its node in both modes."""
-    live = {mode: view.inputs if place is None else view.crossing(place[mode]) for mode, view in views.items()}
-    evaluation = {program.partners.get(node, node): node for node in live[False]}
-    for node in live[True]:
-        yield {True: node, False: evaluation.pop(node, None)}
-    for node in evaluation.values():
-        yield {True: None, False: node}
+        if everywhere or not total:
+            best[place] = Cut(place, tuple(view.crossing(place)))
+        elif 0 < view.weights[place] < total:
+            best[view.weights[place]] = Cut(place, tuple(view.crossing(place)))
+    begin = Cut(len(view.inputs) - 1, tuple(view.inputs))
+    return [begin, *best.values(), Cut(last, ())]
 
 
 class _View:
-    """A mode's graph, seen from the places between its nodes."""
+    """A graph, seen from the places between its nodes."""
 
-    def __init__(self, program: Program, facts: Facts, mode: bool) -> None:
-        self.nodes = list(program.graphs[mode].nodes)
+    def __init__(self, program: Program, facts: Facts) -> None:
+        self.nodes = list(program.graph.nodes)
         self.index = {node: index for index, node in enumerate(self.nodes)}
         self.inputs = [node for node in self.nodes if node.op == "placeholder"]
-        self.begin = len(self.inputs) - 1
         self._facts = facts
         self._last = {
             node: max((self.index[user] for user in node.users), default=-1)

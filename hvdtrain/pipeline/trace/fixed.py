@@ -33,7 +33,6 @@ class FrozenModelCheck:
     """Parts, hooks and attributes of a traced model, as they were when it was split."""
 
     def __init__(self, program: Program) -> None:
-        self._model = program.model
         paths = {module: path for path, module in program.model.named_modules()}
         self._parts = [
             (path, held, dict(held))
@@ -51,12 +50,6 @@ class FrozenModelCheck:
             for value in [_held(module, name)]
             for picture in [_Picture(value)]  # None: no two are equal (a random state's tensor)
         ]
-        # a model that differs in the two modes has a graph for each, of all modules in that mode
-        self._modes = [
-            (paths[module], module)
-            for module, name in read
-            if name == "training" and not program.is_one and paths[module] not in program.followed
-        ]
 
     def check(self, *, training: bool) -> None:
         """Raises `ConfigError` for what has changed; in evaluation hvdtrain's own hooks are allowed."""
@@ -68,10 +61,6 @@ class FrozenModelCheck:
         for path, hooks in self._hooks:
             if any(training or not is_ours(hook) for held in hooks for hook in held.values()):
                 _refuse(path or "the model itself", "has a new hook, which would not be called", "hooks on its parts")
-        for path, module in self._modes:
-            if module.training is not self._model.training:
-                modes = f"is {module.training}, and the model's own {self._model.training}"
-                _refuse(_joined(path, "training"), modes, "one mode for both")
         for path, module, name, was, picture in self._values:
             now = _held(module, name)
             if was is _ABSENT and now is not was:

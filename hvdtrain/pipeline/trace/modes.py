@@ -1,8 +1,7 @@
-"""A model traced in training and in evaluation mode: which modules do different things, and what is the same."""
+"""A model traced in training and in evaluation mode: which modules do different things."""
 
 from __future__ import annotations
 
-import collections
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,9 +23,11 @@ def opened(call: Call) -> set[str]:
 
 
 def key(node: fx.Node) -> Any:
-    target = node.target if isinstance(node.target, str) else (getattr(node.target, "__name__", ""), id(node.target))
-    if isinstance(node.target, nn.Module):  # made anew in each run
-        target = repr(node.target)
+    target: Any = node.target
+    if isinstance(target, nn.Module):  # made anew in each run
+        target = repr(target)
+    elif not isinstance(target, str):  # and so are bound methods (`Function.apply`)
+        target = getattr(target, "__name__", ""), id(getattr(target, "__self__", None) or target)
     return (node.op, target, node.meta["grad"], skeleton(node.args), skeleton(node.kwargs))
 
 
@@ -38,16 +39,14 @@ def skeleton(value: Any) -> str:
 
 def dependent(training: Call, evaluation: Call) -> set[str]:
     """Paths of the modules that do different things themselves in the two modes."""
-    found: set[str] = set()
 
     def kind(item: Any) -> Any:
         return ("call", item.path) if isinstance(item, Call) else item
 
     a, b = training.items, evaluation.items
     if [kind(item) for item in a] != [kind(item) for item in b]:
-        found.add(training.path)
-        if training.path:
-            return found
+        return {training.path}
+    found: set[str] = set()
     calls = [[item for item in items if isinstance(item, Call)] for items in (a, b)]
     for path in {call.path for call in calls[0]}:
         ours, theirs = ([call for call in side if call.path == path] for side in calls)
@@ -62,21 +61,3 @@ def differently_wired(training: fx.Graph, evaluation: fx.Graph) -> set[str]:
         if (a.name, repr(a.args), repr(a.kwargs)) != (b.name, repr(b.args), repr(b.kwargs)):
             return {a.meta["path"]}
     return set()
-
-
-def partners_of(training: fx.Graph, evaluation: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """Returns evaluation nodes and the training nodes that are the same operation of the same module."""
-    if training is evaluation:
-        return {node: node for node in training.nodes}
-    waiting: dict[Any, collections.deque[fx.Node]] = collections.defaultdict(collections.deque)
-    position = {node: index for index, node in enumerate(training.nodes)}
-    for node in training.nodes:
-        waiting[node.meta["path"], key(node)].append(node)
-    partners: dict[fx.Node, fx.Node] = {}
-    last = -1
-    for node in evaluation.nodes:
-        same = waiting[node.meta["path"], key(node)]
-        if same and position[same[0]] > last:  # in the same order, or there would be nothing to cut between
-            partners[node] = same.popleft()
-            last = position[partners[node]]
-    return partners

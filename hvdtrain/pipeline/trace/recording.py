@@ -9,7 +9,6 @@ import operator
 import types
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from itertools import islice
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -56,16 +55,6 @@ class Proxy(_Counted, fx.Proxy):
     def __setitem__(self, key: Any, value: Any) -> None:
         self.tracer.create_proxy("call_function", operator.setitem, (self, key, value), {})
 
-    def __bool__(self) -> bool:
-        """An `assert` is recorded, and holds in the trace; all else that Python decides by a value cannot be."""
-        frame = inspect.currentframe()
-        caller = frame.f_back if frame is not None else None
-        if caller is not None and _asserts(caller):
-            where = f"{caller.f_code.co_filename}:{caller.f_lineno}"
-            self.tracer.create_proxy("call_function", _assert, (self, where), {})
-            return True
-        return self.tracer.to_bool(self)
-
     def __getattr__(self, name: str) -> fx.proxy.Attribute:
         return _Attribute(self, name)
 
@@ -82,17 +71,6 @@ class _Attribute(_Counted, fx.proxy.Attribute):
 def _steps(frame: types.FrameType) -> Iterator[dis.Instruction]:
     """Yields a frame's current instruction, and those that follow."""
     return (step for step in dis.get_instructions(frame.f_code) if step.offset >= frame.f_lasti)
-
-
-def _asserts(frame: types.FrameType) -> bool:
-    """Returns True if the frame is at the branch of an `assert` with one condition."""
-    rest = [step.opname for step in islice(_steps(frame), 3) if step.opname != "NOT_TAKEN"]
-    return rest[:1] != [] and "IF_TRUE" in rest[0] and rest[1:2] == ["LOAD_ASSERTION_ERROR"]
-
-
-def _assert(condition: Any, where: str) -> None:
-    if not condition:
-        raise AssertionError(where)
 
 
 def _in_place(name: str) -> Callable[[Any, Any], Any]:

@@ -32,54 +32,38 @@ class Chain:
     cuts: list[Cut]  # the first before the first operation, the last behind the last
 
     @cached_property
-    def nodes(self) -> dict[bool, list[fx.Node]]:
-        return {mode: list(graph.nodes) for mode, graph in self.program.graphs.items()}
+    def nodes(self) -> list[fx.Node]:
+        return list(self.program.graph.nodes)
 
-    def work(self, first: int, last: int, mode: bool) -> list[fx.Node]:
+    def work(self, first: int, last: int) -> list[fx.Node]:
         """The operations from cut `first` to cut `last`."""
-        begin, end = self.cuts[first].place[mode] + 1, self.cuts[last].place[mode] + 1
-        return [node for node in self.nodes[mode][begin:end] if node.op.startswith("call")]
+        begin, end = self.cuts[first].place + 1, self.cuts[last].place + 1
+        return [node for node in self.nodes[begin:end] if node.op.startswith("call")]
 
     def used(self, first: int, last: int) -> list[fx.Node]:
-        """Returns every node that names a module, parameter or buffer used between two cuts, in both modes."""
+        """Returns every node that names a module, parameter or buffer used between two cuts."""
         found: dict[fx.Node, None] = {}
-        for mode in {True, not self.program.is_one}:
-            for node in self.work(first, last, mode):
-                for used in (node, *node.all_input_nodes):
-                    if used.op == "get_attr" or (used is node and node.op == "call_module"):
-                        found[used] = None
+        for node in self.work(first, last):
+            for used in (node, *node.all_input_nodes):
+                if used.op == "get_attr" or (used is node and node.op == "call_module"):
+                    found[used] = None
         if last == len(self.cuts) - 1:
-            for mode in {True, not self.program.is_one}:
-                found |= dict.fromkeys(n for n in self.nodes[mode][-1].all_input_nodes if n.op == "get_attr")
+            found |= dict.fromkeys(n for n in self.nodes[-1].all_input_nodes if n.op == "get_attr")
         return list(found)
 
     def function(
         self, first: int, last: int, bind: code.Binder, name: str, moved: code.Moved | None = None
     ) -> Callable[..., tuple[Any, ...]]:
         """Returns a function from the values at cut `first` to those at cut `last`; `moved`: see `code.function`."""
-        modes = {True, self.program.is_one}
-        made = {mode: self._function(first, last, bind, name, moved, mode) for mode in modes}
-        if self.program.is_one:
-            return made[True]
-        model, training, evaluation = self.program.model, made[True], made[False]
-
-        def either(*values: Any) -> tuple[Any, ...]:
-            return training(*values) if model.training else evaluation(*values)
-
-        return either
-
-    def _function(self, first: int, last: int, bind: Any, name: str, moved: Any, mode: bool) -> Callable[..., Any]:
         is_last = last == len(self.cuts) - 1
-        inputs = [value[mode] for value in self.cuts[first].values]
-        outputs = self.nodes[mode][-1].args[0] if is_last else [value[mode] for value in self.cuts[last].values]
-        work = self.work(first, last, mode)
+        outputs = self.nodes[-1].args[0] if is_last else self.cuts[last].values
+        work, inputs = self.work(first, last), self.cuts[first].values
         return code.function(work, inputs, outputs, bind, name=name, is_last=is_last, moved=moved)
 
     def changes_input(self, first: int) -> bool:
         """Returns True if a value that comes in at this cut is changed in place after it."""
-        cut, changed = self.cuts[first], self.facts.changed_at
-        crossing = [(mode, node) for value in cut.values for mode, node in value.items() if node is not None]
-        return any(changed.get(node, -1) > cut.place[mode] for mode, node in crossing)
+        cut = self.cuts[first]
+        return any(self.facts.changed_at.get(node, -1) > cut.place for node in cut.values)
 
 
 class Stretch:
@@ -93,7 +77,7 @@ class Stretch:
     ) -> None:
         self.chain, self.first, self.end = chain, first, end
         self._bind, self._moved = bind or chain.program.bind, moved
-        work = [node for mode in (True, False) for node in chain.work(first, end, mode)]
+        work = chain.work(first, end)
         self.name = span_name([label(chain.program, node) for node in work])
         self.draws = any(node in chain.facts.draws for node in work)
         self.may_draw = self.draws or any(_may_draw(chain.program, node) for node in work)
@@ -148,7 +132,7 @@ def segments(model: nn.Module, example: Any, names: tuple[str, ...] = ()) -> lis
     arguments = example if isinstance(example, tuple) else (example,)
     _refuse_unmade(model)
     refuse_around(model)
-    reference = refer(Program(model, {}, {}, names=names), arguments)
+    reference = refer(Program(model, fx.Graph(), names=names), arguments)
     leaves: dict[str, str] = {}
     for path in reference.keepers:
         make_leaf(leaves, path, "its forward puts what it computes into an object outside of the model", model)
@@ -176,9 +160,9 @@ def from_modules(
     arguments = example if isinstance(example, tuple) else (example,)
     _refuse_unmade(model)
     own = {id(p) for p in model.parameters()}
-    program = Program(model, {}, {}, names=names)
-    paths = {module: path for path, module in model.named_modules()}
     graph = fx.Graph()
+    program = Program(model, graph, names=names)
+    paths = {module: path for path, module in model.named_modules()}
     values = [graph.placeholder(f"input_{index}") for index in range(len(arguments))]
     for index, given in enumerate(modules):
         part = _part(given, model)
@@ -190,11 +174,8 @@ def from_modules(
         values = [graph.call_module(target, tuple(positional), keywords)]
         values[0].meta = {"path": paths.get(part) or type(part).__name__.lower(), "grad": True}
     graph.output(values[0])
-    program.graphs = {True: graph, False: graph}
-    reference = refer(program, arguments)
-    program.partners = {node: node for node in graph.nodes}
     try:
-        return _checked(program, reference, everywhere=True)
+        return _checked(program, refer(program, arguments), everywhere=True)
     except Different as error:
         raise _not_the_same(error) from error
 
@@ -211,7 +192,7 @@ def _refuse_unmade(model: nn.Module) -> None:
             raise ConfigError(
                 "a model must have its parameters in memory before it is split",
                 f"{name} is on the meta device",
-                "hvdtrain.pipeline.split gives it memory; else model.to_empty(device='cpu'), then load or initialise",
+                "model.to_empty(device='cpu'), then load a state dict, or initialise the model",
             )
 
 
@@ -230,8 +211,7 @@ def _checked(program: Program, reference: Reference, *, everywhere: bool = False
     facts.counts = reference.counts
     chain = Chain(program, facts, find_cuts(program, facts, everywhere=everywhere))
     for index, cut in enumerate(chain.cuts[1:-1] if everywhere else ()):
-        crossing = [node for value in cut.values for node in value.values() if node is not None]
-        if not facts.may_cross.issuperset(crossing):
+        if not facts.may_cross.issuperset(cut.values):
             raise ConfigError(
                 "parts in modules=[...] must return tensors, numbers and None, in tuples, lists and dicts",
                 f"part {index} returns something else, which would carry its graph into another stage",

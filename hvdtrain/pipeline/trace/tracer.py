@@ -4,8 +4,7 @@ A trace is one run with stand-ins for tensors: what Python decides in that run i
 
 * the model is traced in training and in evaluation mode; a submodule that does different things in the two is not
   opened but called (a leaf), as are those that cannot be traced, have hooks, change attributes, or draw from Python's
-  or NumPy's random numbers;
-* the root itself may differ (GoogLeNet's auxiliary outputs): then both lists are kept;
+  or NumPy's random numbers; the model's own forward must do the same in both;
 * functions that make tensors out of nothing, and `len`, are recorded, not their result; `no_grad` is recorded;
 * in-place operators stay in place.
 """
@@ -28,7 +27,7 @@ from torch import Tensor, fx, nn
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.pipeline.trace import recording
-from hvdtrain.pipeline.trace.modes import Call, dependent, differently_wired, key, opened, partners_of, skeleton
+from hvdtrain.pipeline.trace.modes import Call, dependent, differently_wired, key, opened, skeleton
 from hvdtrain.pipeline.trace.recording import Proxy
 from hvdtrain.pipeline.trace.restore import all_training, attributes_of, device_of, preserved_state, redrawn, restored
 from hvdtrain.pipeline.trace.shadow import Shadow, same, truth
@@ -60,10 +59,9 @@ class Program:
     """A traced model."""
 
     model: nn.Module
-    # by `model.training`; one and the same object where both modes do the same. Nodes carry in `meta` "path" (of the
-    # module whose forward made it) and "grad" (False: under `torch.no_grad`)
-    graphs: dict[bool, fx.Graph]
-    partners: dict[fx.Node, fx.Node]  # evaluation node -> training node, for those that are in both
+    # the same in training and in evaluation. Nodes carry in `meta` "path" (of the module whose forward made it) and
+    # "grad" (False: under `torch.no_grad`)
+    graph: fx.Graph
     attributes: dict[str, Any] = field(default_factory=dict)  # what targets of nodes name and the model does not
     leaves: dict[str, str] = field(default_factory=dict)  # paths of modules that were not opened, and why
     followed: set[str] = field(default_factory=lambda: {""})  # paths of all modules that were opened; the root is ""
@@ -82,11 +80,6 @@ class Program:
         """Paths of modules that were opened, but for the root and PyTorch's own."""
         opened = ((path, type(self.model.get_submodule(path))) for path in self.followed - {""})
         return {path for path, kind in opened if not kind.__module__.startswith("torch.nn.")}
-
-    @property
-    def is_one(self) -> bool:
-        """Returns True if both modes do the same."""
-        return self.graphs[True] is self.graphs[False]
 
     def named(self, target: Any) -> Any:
         """The module, parameter, buffer or constant that a node's target names."""
@@ -117,7 +110,7 @@ def trace(
 
     Modules at `leaves` (path -> reason) are not opened; those that cannot be are added. Of the example only what is no
     tensor is looked at (None, True and strings are fixed). Raises `ConfigError` if the model's own forward cannot be
-    traced.
+    traced, or differs between the modes.
     """
     while True:
         runs = {}
@@ -129,20 +122,17 @@ def trace(
             make_leaf(leaves, error.path, error.reason, model, error.line)
             continue
         calls = [runs[training].calls[0] for training in (True, False)]
-        differing = dependent(*calls)
-        differing = differing or differently_wired(runs[True].graph, runs[False].graph)
-        for path in differing - {""}:
+        differing = dependent(*calls) or differently_wired(runs[True].graph, runs[False].graph)
+        for path in differing:
             make_leaf(leaves, path, "does different things in training and evaluation", model)
-        if differing - {""}:
+        if differing:
             continue
-        graphs = {True: runs[True].graph, False: runs[False].graph if differing else runs[True].graph}
-        partners = partners_of(graphs[True], graphs[False])
         attributes = runs[False].attributes | runs[True].attributes
-        followed = opened(calls[0]) | opened(calls[1])
+        followed = opened(calls[0]) | {""}
         odd = any(run.shadow.odd for run in runs.values())
         read = frozenset(runs[True].read | runs[False].read)
         fixed = FixedArguments.of(example)
-        return Program(model, graphs, partners, attributes, leaves, followed | {""}, names, odd, read, fixed)
+        return Program(model, runs[True].graph, attributes, leaves, followed, names, odd, read, fixed)
 
 
 def refuse_around(model: nn.Module) -> None:

@@ -7,31 +7,22 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hvdtrain.core.errors import is_out_of_memory
 from hvdtrain.pipeline.run.stage import Copies
 from hvdtrain.pipeline.trace.restore import device_of, resized, to_device
 from hvdtrain.pipeline.trace.segments import Segment
 from hvdtrain.pipeline.values.places import StageDevice
-from hvdtrain.pipeline.values.threads import Context, side_by_side
+from hvdtrain.pipeline.values.threads import Context, Crew, surely
 from hvdtrain.values.nested import map_tensors, tensors_of
 
 Call = Callable[..., tuple[Any, ...]]
 
 
-@dataclass
-class Seconds:
-    """Seconds of one pass: of each segment, and of the whole in one go (0: it does not fit)."""
-
-    forward: list[float]
-    backward: list[float]
-    whole_forward: float = 0.0
-    whole_backward: float = 0.0
+Seconds = tuple[list[float], list[float]]  # of one pass: of each segment, forward and backward
 
 
 @dataclass
@@ -70,8 +61,8 @@ class DeviceClock:
 class SegmentBench:
     """A chain on one device, to be measured there. A softmax over its outputs stands for the loss that will follow.
 
-    If the model is elsewhere, copies of its parts are measured: all at once or, where that does not fit (`fits`), one
-    after the other. `stopped` ends what is being measured.
+    If the model is elsewhere, copies of its parts are measured, one after the other: it may not fit there as a whole.
+    `stopped` ends what is being measured.
     """
 
     def __init__(self, segments: Sequence[Segment], example: tuple[Any, ...], device: torch.device) -> None:
@@ -79,92 +70,40 @@ class SegmentBench:
         self._chain = segments[0].chain
         self._clock = DeviceClock(device)
         self._is_here = device_of(self._chain.program.model) == device
-        self.fits = True
         self.stopped = threading.Event()
-        self._copies: Copies | None = None  # the latest
-        self._calls, self._whole = self._bind(range(len(segments)))
+        self._copies: Copies | None = None  # of the segment that is measured
 
-    def _bind(self, indices: Sequence[int]) -> tuple[list[Call], Call]:
-        """Segments as functions on the device, and the whole chain as one."""
-        chain = self._chain
-        if self._is_here:
-            bind, moved = chain.program.bind, None
-        else:
-            self._copies = copies = Copies(chain, self._device)
-            bind, moved = copies.bind, (device_of(chain.program.model), self._device)
-        calls = [chain.function(index, index + 1, bind, self.segments[index].name, moved) for index in indices]
-        whole = chain.function(0, len(self.segments), bind, "whole", moved) if len(indices) > 1 else calls[0]
-        if indices[-1] == len(self.segments) - 1:
-            calls[-1] = _with_loss(calls[-1])
-        return calls, _with_loss(whole)
+    def _call(self, index: int) -> Call:
+        """Returns a segment as a function on the device."""
+        if self.stopped.is_set():
+            raise Stopped
+        call: Call = self.segments[index]
+        if not self._is_here:
+            self._copies = Copies(self._chain, self._device)
+            moved = device_of(self._chain.program.model), self._device
+            call = self._chain.function(index, index + 1, self._copies.bind, self.segments[index].name, moved)
+        return _with_loss(call) if index == len(self.segments) - 1 else call
 
     def batch(self, samples: int) -> tuple[Any, ...]:
         """Arguments of so many samples."""
         return to_device(resized(self._example, samples), self._device)
 
-    def _call(self, index: int) -> Call:
-        if self.stopped.is_set():
-            raise Stopped
-        return self._calls[index] if self.fits else self._bind([index])[0][0]
-
     def seconds(self, samples: int) -> Seconds:
-        """Runs every segment forward and backward, and then the whole."""
-        try:
-            return self._seconds(samples)
-        except Exception as error:
-            if self._is_here or not self.fits or not is_out_of_memory(error):
-                raise
-        self.fits, self._calls, self._copies = False, [], None
-        self._whole = None  # type: ignore[assignment]
-        return self._seconds(samples)
-
-    def _seconds(self, samples: int) -> Seconds:
-        clock, marks = self._clock, []
+        """Runs every segment forward and backward."""
+        marks = []
         values = self.batch(samples)
-        for index in range(len(self.segments)):
-            values, *its = self._one(index, values)
-            marks.append(its)
-        pairs = [(clock.between(a, b), clock.between(b, c)) for a, b, c in marks]
-        found = Seconds([forward for forward, _ in pairs], [back for _, back in pairs])
-        if self.fits:
-            found.whole_forward, found.whole_backward = self.whole(samples)
-        return found
-
-    def _one(self, index: int, values: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any, Any, Any]:
-        """Runs a segment forward and backward; returns the next one's input, and the times before, between and
-        after."""
-        call = self._call(index)
-        given = map_tensors(torch.clone, values) if self.segments[index].mutates else values
-        start = self._clock.now()
-        outputs = call(*given)
-        middle = self._clock.now()
-        del given
-        backward(outputs)
-        return map_tensors(as_leaf, outputs), start, middle, self._clock.now()
-
-    def inputs(self, samples: int) -> list[tuple[Any, ...]]:
-        """Returns what each segment is given."""
-        found = [self.batch(samples)]
-        for index in range(len(self.segments) - 1):
-            found.append(self._one(index, found[-1])[0])
-        return found
-
-    def stretch(self, indices: Sequence[int], inputs: Sequence[tuple[Any, ...]]) -> float:
-        """Returns the seconds of these segments, forward and backward, each on what `inputs` has for it."""
-        ends = [self._one(index, inputs[index])[1:] for index in indices]
-        return sum(self._clock.between(start, end) for start, _, end in ends)
-
-    def whole(self, samples: int) -> tuple[float, float]:
-        """Seconds of one forward and one backward pass through all segments."""
-        if self.stopped.is_set():
-            raise Stopped
-        clock, values = self._clock, self.batch(samples)
-        start = clock.now()
-        outputs = self._whole(*values)
-        middle = clock.now()
-        backward(outputs)
-        end = clock.now()
-        return clock.between(start, middle), clock.between(middle, end)
+        for index, segment in enumerate(self.segments):
+            call = self._call(index)
+            given = map_tensors(torch.clone, values) if segment.mutates else values
+            start = self._clock.now()
+            outputs = call(*given)
+            middle = self._clock.now()
+            del given
+            backward(outputs)
+            marks.append((start, middle, self._clock.now()))
+            values = map_tensors(as_leaf, outputs)
+        forward_s = [self._clock.between(start, middle) for start, middle, _ in marks]
+        return forward_s, [self._clock.between(middle, end) for _, middle, end in marks]
 
     def bytes(self, samples: int) -> Bytes:
         """Runs every segment forward and notes what autograd keeps; weights and buffers do not count. What one segment
@@ -231,34 +170,30 @@ def saved_storages(alive: list[Any]) -> Iterator[dict[int, int]]:
 
 
 def on_device(device: StageDevice, work: Callable[[], Any], stop: threading.Event) -> Any:
-    """Runs `work` in a thread of its own that has what a stage's thread has; raises what it raises."""
-    return together([device], [work], stop)[0]
-
-
-def together(devices: Sequence[StageDevice], works: Sequence[Callable[[], Any]], stop: threading.Event) -> list[Any]:
-    """Runs each in a thread on its device, at once; sets `stop`, at which works must end, at an error or Ctrl-C."""
-    results: list[Any] = [None] * len(devices)
+    """Runs `work` in a thread of its own that has what a stage's thread has, and returns its result, or raises what it
+    raises; sets `stop`, at which it must end, at Ctrl-C."""
+    results: list[Any] = []
     failures: list[BaseException] = []
     context = Context(threads=True)
 
-    def run(index: int) -> None:
-        def work() -> None:
-            with torch.enable_grad(), context.autocast():
-                results[index] = works[index]()
+    def measured() -> None:
+        with torch.enable_grad(), context.autocast():
+            results.append(work())
 
+    def run() -> None:
         try:
-            devices[index].settle()
-            with devices[index].turn():
-                context.run(work)
+            device.settle()
+            with device.turn():
+                context.run(measured)
         except BaseException as error:
             failures.append(error)
-            stop.set()
 
-    intra_op = torch.get_num_threads()
+    intra_op, crew = torch.get_num_threads(), Crew("hvdtrain profile")
     try:
-        side_by_side([partial(run, index) for index in range(len(devices))], "hvdtrain profile", stop.set)
+        crew.run([run], stop.set)
     finally:
+        surely([crew.close])
         torch.set_num_threads(intra_op)  # a thread's number is also what later ones start with
     if failures:
         raise failures[0]
-    return results
+    return results[0]

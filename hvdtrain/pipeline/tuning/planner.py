@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain.core.errors import ConfigError
@@ -21,13 +21,12 @@ if TYPE_CHECKING:
 WORTH_A_STAGE = 0.05
 MOST_DEVICES = 128  # of a node: an NVL72 rack has 72, and each more is planned for minutes
 
-__all__ = ["Cluster", "ParallelPlan", "Speed", "choose", "forward_flops", "plans"]
+__all__ = ["Cluster", "ParallelPlan", "at_speed", "choose", "forward_flops", "plans"]
 
 
 def choose(
     model: nn.Module,
     example: Any,
-    loss_fn: Any = None,
     *,
     devices: Sequence[str],
     batch: int,
@@ -37,8 +36,8 @@ def choose(
 
     One device alone is among the plans, as passes over parts of the batch where the whole does not fit. Of plans that
     are about as fast, the one with the fewest stages is returned. The model stays as it is; `batch`: samples of an
-    update of this process; `loss_fn` is not measured: it is small beside a model. `optimizer_copies`: see `profile`.
-    Raises `ConfigError` if nothing fits, or the model cannot be cut.
+    update of this process; `optimizer_copies`: see `profile`. Raises `ConfigError` if nothing fits, or the model cannot
+    be cut.
     """
     from hvdtrain.pipeline.tuning.profiles import profile
 
@@ -49,7 +48,7 @@ def choose(
         if stages < len(devices) and any(str(device).startswith("cpu") for device in devices):
             # fewer stages have more cores each
             measured = profile(model, example, list(devices[:stages]), optimizer_copies=optimizer_copies)
-        cluster = Cluster(measured.devices[:stages], links=measured.links[: stages - 1], pools=measured.pools)
+        cluster = Cluster(measured.devices[:stages], links=measured.links[: stages - 1])
         found += plans(measured.costs, batch=batch, cluster=cluster, stages=(stages,), replicas=(1,))
     possible = [plan for plan in found if not plan.reason]
     if not possible:
@@ -63,29 +62,20 @@ def choose(
     return min(about_as_fast, key=lambda plan: (plan.stages, plan.step_s))
 
 
-@dataclass(frozen=True)
-class Speed:
-    """The speed of the devices that costs are wanted for."""
-
-    factor: float  # against the device that was measured
-    launch_s: float = 0.0  # to begin a forward pass of a segment, of any samples; a backward pass begins two
-
-    @classmethod
-    def of(cls, costs: Sequence[SegmentCost], sample_s: float, samples: int, launch_s: float = 0.0) -> Speed:
-        """Returns the speed at which a sample takes `sample_s`, by costs measured with micro-batches of `samples`."""
-        measured_s = total(part for cost in costs for part in (cost.forward_s, cost.backward_s))(samples) / samples
-        return cls(measured_s / sample_s, launch_s)
-
-    def costs(self, costs: Sequence[SegmentCost]) -> list[SegmentCost]:
-        """Returns the costs in the same shares, on a device of this speed."""
-        return [
-            replace(
-                cost,
-                forward_s=cost.forward_s * (1 / self.factor) + Curve.constant(self.launch_s),
-                backward_s=cost.backward_s * (1 / self.factor) + Curve.constant(2 * self.launch_s),
-            )
-            for cost in costs
-        ]
+def at_speed(costs: Sequence[SegmentCost], sample_s: float, samples: int, launch_s: float = 0.0) -> list[SegmentCost]:
+    """Returns costs in the same shares, on a device where a sample takes `sample_s`; they were measured with
+    micro-batches of `samples`. `launch_s`: to begin a forward pass of a segment, of any samples; a backward pass begins
+    two."""
+    measured_s = total(part for cost in costs for part in (cost.forward_s, cost.backward_s))(samples) / samples
+    factor = sample_s / measured_s
+    return [
+        replace(
+            cost,
+            forward_s=cost.forward_s * factor + Curve.constant(launch_s),
+            backward_s=cost.backward_s * factor + Curve.constant(2 * launch_s),
+        )
+        for cost in costs
+    ]
 
 
 def forward_flops(model: nn.Module, example: torch.Tensor) -> float:

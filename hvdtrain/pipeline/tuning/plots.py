@@ -1,4 +1,4 @@
-"""The pictures of a pipeline, drawn from measured seconds: bars, time over split size, and who works when.
+"""The pictures of a pipeline, drawn from measured seconds: bars, and time over split size.
 
 Only `plot` imports matplotlib (`pip install hvdtrain[plot]`).
 """
@@ -113,48 +113,13 @@ class SplitCurve:
         )
 
 
-@dataclass(frozen=True)
-class Timeline:
-    """A timeline of the stages: one row a stage, one block a pass over a micro-batch."""
-
-    title: str  # what ran, on what
-    blocks: Sequence[tuple[int, str, int, float, float]]  # (stage, kind, micro-batch, start, end); `Pipeline.timeline`
-    stages: Sequence[str] = ()  # a name for each stage, for the axis
-
-    @property
-    def inches(self) -> tuple[float, float]:
-        """Width and height of the figure."""
-        return 11.0, 1.8 + 0.7 * len({block[0] for block in self.blocks})
-
-    def draw(self, axes: Axes) -> None:
-        """Draws itself."""
-        from matplotlib.patches import Patch
-
-        start = min(block[3] for block in self.blocks)
-        end = max(block[4] for block in self.blocks)
-        stages = max(block[0] for block in self.blocks) + 1
-        colours = {"forward": SKY, "backward": ORANGE}
-        for stage, kind, micro, began, ended in self.blocks:
-            look: dict[str, Any] = {"color": colours.get(kind, "0.7"), "edgecolor": "black", "linewidth": 0.6}
-            axes.barh(stage, ended - began, left=began - start, height=0.72, **look)
-            if ended - began > 0.012 * (end - start):  # else the number is wider than its block
-                axes.text((began + ended) / 2 - start, stage, str(micro), ha="center", va="center", fontsize=8)
-        names = list(self.stages) or [f"stage {stage}" for stage in range(stages)]
-        axes.set_yticks(range(stages), [_wrapped(name, 28) for name in names], fontsize=9)
-        axes.invert_yaxis()  # the first stage on top
-        axes.set_xlim(0, end - start)
-        axes.set_xlabel("Seconds since the step began (the number is the micro-batch; white is idle)")
-        legend = [Patch(facecolor=colour, edgecolor="black", label=kind) for kind, colour in colours.items()]
-        axes.legend(handles=legend, fontsize=9, ncols=2, loc="lower right", bbox_to_anchor=(1.0, 1.0), frameon=False)
-
-
 class Drawable(Protocol):
     """An object that has a picture to draw, as `Tuning` has."""
 
-    def picture(self) -> Bars | SplitCurve | Timeline: ...
+    def picture(self) -> Bars | SplitCurve: ...
 
 
-def plot(what: Bars | SplitCurve | Timeline | Drawable, path: str | Path) -> Path:
+def plot(what: Bars | SplitCurve | Drawable, path: str | Path) -> Path:
     """Draws a picture, writes it and returns its path; the ending selects the format (`.png`, `.svg`, `.pdf`).
 
     Example:
@@ -167,16 +132,11 @@ def plot(what: Bars | SplitCurve | Timeline | Drawable, path: str | Path) -> Pat
     Raises:
         ConfigError: nothing to draw; matplotlib is missing; the file cannot be written.
     """
-    picture = what if isinstance(what, (Bars, SplitCurve, Timeline)) else what.picture()
-    empty, remedy = "", "measure each at least once"
-    if isinstance(picture, Timeline):
-        if not picture.blocks:
-            empty, remedy = "a timeline without blocks", "pipe.record = True"
-    elif not all(picture.seconds.values()) or not picture.seconds:
-        names = [str(name) for name, its in picture.seconds.items() if not its]
-        empty = f"no seconds for {', '.join(names)}" if names else "no seconds at all"
-    if empty:
-        raise ConfigError("a picture needs something to draw", empty, remedy)
+    picture = what if isinstance(what, (Bars, SplitCurve)) else what.picture()
+    if not picture.seconds or not all(picture.seconds.values()):
+        names = ", ".join(str(name) for name, its in picture.seconds.items() if not its)
+        received = f"no seconds for {names or 'anything'}"
+        raise ConfigError("a picture needs something to draw", received, "measure each at least once")
     try:
         from matplotlib.figure import Figure  # without pyplot: no window, no state of the whole process
     except ImportError as error:

@@ -1,17 +1,14 @@
-"""Measures a model's segments on the real devices: seconds, bytes, transfers, and how CPU stages slow each other."""
+"""Measures a model's segments on the real devices: seconds, bytes, transfers."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import math
 import statistics
-import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +16,14 @@ import torch
 from torch import nn
 
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.pipeline.plan.costs import ZERO, Curve, Device, Link, Pool, SegmentCost
+from hvdtrain.pipeline.plan.costs import ZERO, Curve, Device, Link, SegmentCost
 from hvdtrain.pipeline.trace.restore import all_training, preserved_state
 from hvdtrain.pipeline.trace.segments import Segment, segments
-from hvdtrain.pipeline.tuning.measure import Bytes, DeviceClock, Seconds, SegmentBench, on_device, together
+from hvdtrain.pipeline.tuning.measure import Bytes, DeviceClock, Seconds, SegmentBench, on_device
 from hvdtrain.pipeline.values.microbatch import samples_of
-from hvdtrain.pipeline.values.places import CPU_POOL, cpu_slots, kind_of, parse_devices, planned, stage_devices
+from hvdtrain.pipeline.values.places import kind_of, parse_devices, planned, stage_devices
 
 BUDGET_S = 5.0  # for the repeats of one size: one at least is always taken
-CONTENTION_S = 0.3  # how long several stages are watched at the same time
 TRANSFERS_BYTES = (2**14, 2**24)
 
 
@@ -41,16 +37,14 @@ class Profile:
 
     Attributes:
         costs: of each segment, on the first device.
-        devices: each with its speed against the first, its memory, and what it shares.
+        devices: each with its speed against the first, and its memory.
         links: from each device to the next one.
-        pools: how devices that share cores slow each other down.
         samples: micro-batch sizes that were measured.
     """
 
     costs: tuple[SegmentCost, ...]
     devices: tuple[Device, ...] = ()
     links: tuple[Link, ...] = ()
-    pools: Mapping[str, Pool] = field(default_factory=dict)
     samples: tuple[int, ...] = ()
 
     def save(self, path: str | Path) -> None:
@@ -66,7 +60,6 @@ class Profile:
                 costs=tuple(_cost(entry) for entry in data["costs"]),
                 devices=tuple(Device(**entry) for entry in data["devices"]),
                 links=tuple(Link(**entry) for entry in data["links"]),
-                pools={name: Pool(tuple(entry["speeds"]), entry["slots"]) for name, entry in data["pools"].items()},
                 samples=tuple(data["samples"]),
             )
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -92,9 +85,8 @@ def profile(
 ) -> Profile:
     """Measures the costs of each segment of a model, forward and backward.
 
-    Runs each segment in training mode on the first device, in a thread with a stage's cores, and scales the times so
-    that they add up to the time of the whole model. The model, its gradients, buffers and the random state do not
-    change; autocast counts if it is on.
+    Runs each segment in training mode on the first device, in a thread with a stage's cores. The model, its gradients,
+    buffers and the random state do not change; autocast counts if it is on.
 
     Example:
         measured = hvdtrain.pipeline.profile(model, example, ["cuda:0", "cuda:1"])
@@ -126,12 +118,11 @@ def profile(
         found = on_device(stage_devices(places)[0], lambda: _by_size(bench, wanted, repeats, timed), bench.stopped)
         costs = _costs(parts, found, optimizer_copies)
         if not timed:
-            return Profile(costs, tuple(map(planned, places)), (Link(),) * (len(places) - 1), {}, tuple(found))
+            return Profile(costs, tuple(map(planned, places)), (Link(),) * (len(places) - 1), tuple(found))
         speeds = _speeds(parts, arguments, places, bench, min(found))
-        pools = _pools(bench, places, min(found))
         links = tuple(_link(a, b) for a, b in zip(places, places[1:], strict=False))
     known = tuple(planned(place, speeds[kind_of(place)]) for place in places)
-    return Profile(costs, known, links, pools, tuple(found))
+    return Profile(costs, known, links, tuple(found))
 
 
 Found = dict[int, tuple[Bytes, list[Seconds]]]
@@ -168,15 +159,15 @@ def _repeated(bench: SegmentBench, size: int, repeats: int) -> list[Seconds]:
 
 def _costs(parts: Sequence[Segment], found: Found, optimizer_copies: float) -> tuple[SegmentCost, ...]:
     seen: set[int] = set()
-    scaled = {size: _scaled(seconds) for size, (_, seconds) in found.items() if seconds}
+    medians = {size: _medians(seconds) for size, (_, seconds) in found.items() if seconds}
     costs = []
     for index, part in enumerate(parts):
-        mine = [p for p in part.parameters() if id(p) not in seen]  # a shared one lives with the first
-        buffers = [b for b in part.buffers() if id(b) not in seen]
-        seen |= {id(tensor) for tensor in (*mine, *buffers)}
-        trained = sum(p.numel() * p.element_size() for p in mine if p.requires_grad)
+        mine = [t for t in (*part.parameters(), *part.buffers()) if id(t) not in seen]  # shared: lives with the first
+        seen |= {id(tensor) for tensor in mine}
+        held = sum(tensor.numel() * tensor.element_size() for tensor in mine)
+        trained = sum(t.numel() * t.element_size() for t in mine if isinstance(t, nn.Parameter) and t.requires_grad)
         times = [
-            Curve(tuple((size, passes[kind][index]) for size, passes in scaled.items())) if scaled else ZERO
+            Curve(tuple((size, passes[kind][index]) for size, passes in medians.items())) if medians else ZERO
             for kind in (0, 1)
         ]
         costs.append(
@@ -184,10 +175,8 @@ def _costs(parts: Sequence[Segment], found: Found, optimizer_copies: float) -> t
                 part.name,
                 forward_s=times[0],
                 backward_s=times[1],
-                parameter_bytes=sum(p.numel() * p.element_size() for p in mine),
+                fixed_bytes=held + trained + int(trained * optimizer_copies),
                 gradient_bytes=trained,
-                optimizer_bytes=int(trained * optimizer_copies),
-                buffer_bytes=sum(b.numel() * b.element_size() for b in buffers),
                 activation_bytes=Curve(tuple((size, kept.kept[index]) for size, (kept, _) in found.items())),
                 output_bytes=Curve(tuple((size, kept.output[index]) for size, (kept, _) in found.items())),
             )
@@ -195,15 +184,10 @@ def _costs(parts: Sequence[Segment], found: Found, optimizer_copies: float) -> t
     return tuple(costs)
 
 
-def _scaled(repeats: Sequence[Seconds]) -> tuple[list[float], list[float]]:
-    """Returns medians of each segment's passes, scaled to the whole model's best: the machine only slows them."""
-    forward = [statistics.median(column) for column in zip(*(r.forward for r in repeats), strict=True)]
-    backward = [statistics.median(column) for column in zip(*(r.backward for r in repeats), strict=True)]
-    whole = [min(r.whole_forward for r in repeats), min(r.whole_backward for r in repeats)]
-    return tuple(  # type: ignore[return-value]
-        [seconds * (all_of_it / sum(each) if all_of_it else 1.0) for seconds in each]
-        for each, all_of_it in zip((forward, backward), whole, strict=True)
-    )
+def _medians(repeats: Sequence[Seconds]) -> list[list[float]]:
+    """Returns the medians of each segment's forward passes, and of its backward passes."""
+    forward_and_backward = zip(*repeats, strict=True)
+    return [[statistics.median(one) for one in zip(*passes, strict=True)] for passes in forward_and_backward]
 
 
 def _speeds(
@@ -224,63 +208,7 @@ def _speeds(
 def _pass_seconds(bench: SegmentBench, size: int) -> float:
     bench.seconds(size)
     taken = [bench.seconds(size) for _ in range(3)]
-    return statistics.median(sum(t.forward) + sum(t.backward) for t in taken)
-
-
-def _pools(bench: SegmentBench, places: Sequence[torch.device], size: int) -> dict[str, Pool]:
-    """Measures how much slower a CPU stage is while others work."""
-    on_cpu = [device for device, place in zip(stage_devices(places), places, strict=True) if place.type == "cpu"]
-    if len(on_cpu) < 2 or places[0].type != "cpu":
-        return {}
-    slots, parts, inputs = cpu_slots(len(on_cpu)), bench.segments, bench.inputs(size)
-    speeds = [1.0]
-    for count in range(2, (slots or len(on_cpu)) + 1):
-        stretches = _apart(parts, count)
-        if len(stretches) < 2:
-            speeds.append(speeds[-1])
-            continue
-        alone = [seconds for each in stretches for seconds in _together(bench, on_cpu, [each], inputs, count)]
-        speeds.append(min(1.0, sum(alone) / sum(_together(bench, on_cpu, stretches, inputs))))
-    return {CPU_POOL: Pool(tuple(speeds), slots)}
-
-
-def _apart(parts: Sequence[Segment], count: int) -> list[list[int]]:
-    """Returns neighbouring segments for each thread, without those that share weights with another thread's: a layer
-    may change its weights in a pass (`Embedding(max_norm=)`), or keep what a pass computed (`weight_norm`)."""
-    ends = [len(parts) * at // count for at in range(count + 1)]
-    homes: dict[int, set[int]] = {}
-    for thread, (start, stop) in enumerate(itertools.pairwise(ends)):
-        for part in parts[start:stop]:
-            for parameter in part.parameters():
-                homes.setdefault(id(parameter), set()).add(thread)
-    own = [all(len(homes[id(parameter)]) == 1 for parameter in part.parameters()) for part in parts]
-    found = [[at for at in range(start, stop) if own[at]] for start, stop in itertools.pairwise(ends)]
-    return [each for each in found if each]
-
-
-def _together(
-    bench: SegmentBench, some: Sequence[Any], stretches: Sequence[Sequence[int]], inputs: Sequence[Any], times: int = 1
-) -> list[float]:
-    """Returns each stretch's seconds while all run side by side: of several `times` the lower quartile."""
-    ready, enough = threading.Barrier(len(stretches)), threading.Event()
-
-    def work(indices: Sequence[int]) -> float:
-        taken: list[float] = []
-        try:
-            bench.stretch(indices, inputs)
-        except BaseException:
-            ready.abort()  # the others do not wait for this one
-            raise
-        ready.wait()
-        start = time.perf_counter()
-        while not enough.is_set() or not taken:
-            taken.append(bench.stretch(indices, inputs))
-            if time.perf_counter() - start > CONTENTION_S / times and len(taken) > 2:
-                enough.set()  # the others end as well: none goes on alone
-        return sorted(taken)[len(taken) // 4]
-
-    works = [partial(work, indices) for indices in stretches]
-    return together(some[: len(works)], works, bench.stopped)
+    return statistics.median(sum(forward) + sum(backward) for forward, backward in taken)
 
 
 def _link(a: torch.device, b: torch.device) -> Link:

@@ -11,9 +11,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain.core.errors import ConfigError, is_out_of_memory
-from hvdtrain.pipeline.plan.schedule import Schedule, micro_batch_sizes, usual_counts
+from hvdtrain.pipeline.plan.schedule import micro_batch_sizes, usual_counts
 from hvdtrain.pipeline.tuning.plots import SplitCurve
-from hvdtrain.pipeline.tuning.search import PairOutcome, Search, climb, race_in_turns
+from hvdtrain.pipeline.tuning.search import Search, climb, race_in_turns
 from hvdtrain.record.stats import Interval
 
 if TYPE_CHECKING:
@@ -26,10 +26,6 @@ Loss = Callable[[Any, Any], "Tensor"]
 REFERENCE = 0  # in the place of a count: the unsplit model
 ROUNDS = (5, 6)  # until one is faster, and at most
 FOR_COUNTS = 0.7  # of a budget: what is left is for the comparison with the unsplit model
-
-
-class SplitDoesNotPay(ConfigError):
-    """A single device is faster than all of them with a split model."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +68,7 @@ class Tuning:
         settled: True if the rounds sufficed to show that no other is faster by more than 3 %, and that one device is
             slower or faster.
         failed: what could not be run, with the reason.
-        confidence: of every interval.
         spent_s: how long the tuning took.
-        schedule: the one to use; "" if only one was asked for.
     """
 
     batch: int
@@ -87,9 +81,7 @@ class Tuning:
     one_device: str
     settled: bool
     failed: Mapping[int, str]
-    confidence: float
     spent_s: float
-    schedule: str = ""
 
     @property
     def single_s(self) -> float | None:
@@ -110,7 +102,6 @@ class Tuning:
     def verdict(self) -> str:
         """The verdict in one sentence, with the numbers."""
         best = f"split size {self.best.split_size} ({counted(self.best.micro_batches)})"
-        best += f", {self.schedule}" * bool(self.schedule)
         ours = f"{self.best.median:.3g} s a step of {self.batch}"
         if self.ratio is None:
             return f"split, {best}: {ours}; the unsplit model does not fit on one device ({self.unsplit_on})"
@@ -145,7 +136,7 @@ class Tuning:
             "best_over_unsplit": self.ratio and vars(self.ratio), "split_pays": self.split_pays,
             "settled": self.settled, "verdict": self.verdict,
             "failed": {str(count): reason for count, reason in self.failed.items()},
-            "confidence": self.confidence, "spent_s": self.spent_s, "schedule": self.schedule,
+            "spent_s": self.spent_s,
         }  # fmt: skip
 
 
@@ -156,10 +147,7 @@ def tune(
     loss: Loss,
     *,
     candidates: Sequence[int] | None = None,
-    confidence: float = 0.95,
     budget_s: float | None = None,
-    require: bool = False,
-    schedules: Sequence[Schedule] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> Tuning:
     """Finds the micro-batch count that makes a step fastest, and sets `pipe.micro_batches` to it.
@@ -176,15 +164,11 @@ def tune(
         pipe: a split model.
         x, y, loss: a batch like those of training; as in `Pipeline.step`.
         candidates: micro-batch counts; default: 1, 2, 3, 4, 6, 8, 12, ... up to the batch.
-        confidence: of the intervals.
         budget_s: seconds after which no further round begins; None: as long as needed.
-        schedules: also tried at that count, in turns with the pipeline's own; sets `pipe.schedule` if one is faster.
         kwargs: the model's keyword arguments, as in `Pipeline.step`.
-        require: raises an error if one device alone is shown to be faster.
 
     Raises:
         ConfigError: a candidate that is no count of micro-batches of this batch.
-        SplitDoesNotPay: with `require`; the verdict has the numbers.
         StageError: nothing could be run.
     """
     from hvdtrain.pipeline.tuning.predict import predict, preserved
@@ -193,56 +177,37 @@ def tune(
     started = time.perf_counter()
     batch = samples_of(flat(x, kwargs, pipe.names))
     counts = _counts(candidates, batch)
-    if not 0 < confidence < 1:
-        raise ConfigError("confidence= must lie between 0 and 1", f"confidence={confidence}", "confidence=0.95")
     with preserved(pipe):
         prediction = predict(pipe, x, y, loss, kwargs)
         predicted = {count: prediction(micro_batch_sizes(batch, count)) for count in counts}
         runs = _Runs(pipe, x, y, loss, batch, kwargs)
         left_s = math.inf if budget_s is None else max(0.0, budget_s - (time.perf_counter() - started))
-        search = Search(partial(race_in_turns, runs), FOR_COUNTS * left_s, confidence=confidence)
+        search = Search(partial(race_in_turns, runs), FOR_COUNTS * left_s)
         start = next((count for count in sorted(counts, key=predicted.__getitem__) if runs(count) < math.inf), None)
         if start is None:
             raise runs.errors[min(counts, key=predicted.__getitem__)]
         best, settled = climb(search, start, predicted, ROUNDS)
         one = search.compared(best, REFERENCE, ROUNDS, left_s) if runs.one is not None else None
-        schedule = _schedule(runs, best, schedules, confidence) if schedules else pipe.schedule
-    pipe.micro_batches, pipe.schedule = best, schedule
-    tuning = _found(
-        runs, best, predicted, one, settled=settled, confidence=confidence,
-        spent_s=time.perf_counter() - started, schedule=schedule if schedules else "",
-    )  # fmt: skip
-    if require and tuning.one_is_faster:
-        rule = "with require=True the pipeline must be faster than one device"
-        raise SplitDoesNotPay(rule, tuning.verdict, "train the unsplit model on one device")
-    return tuning
-
-
-def _found(
-    runs: _Runs, best: int, predicted: Mapping[int, float], one: PairOutcome | None, *, settled: bool,
-    confidence: float, spent_s: float, schedule: str,
-) -> Tuning:  # fmt: skip
+    pipe.micro_batches = best
     seconds = {count: [its for its in runs.seconds[count] if its < math.inf] for count in runs.seconds}
     trials = {
-        count: Trial(count, split_size(runs.batch, count), tuple(its), statistics.median(its), predicted[count])
+        count: Trial(count, split_size(batch, count), tuple(its), statistics.median(its), predicted[count])
         for count, its in sorted(seconds.items())
         if its and count != REFERENCE
     }
     ratio = one.ratio if one else None
     return Tuning(
-        batch=runs.batch,
+        batch=batch,
         trials=tuple(trials.values()),
         best=trials[best],
         prediction=predicted,
         unsplit_s=tuple(seconds.get(REFERENCE, ())) if ratio else (),
-        unsplit_on=str(runs.one or ", ".join(dict.fromkeys(map(str, runs.pipe.devices)))),
+        unsplit_on=str(runs.one or ", ".join(dict.fromkeys(map(str, pipe.devices)))),
         ratio=ratio and Interval(1 / ratio.value, 1 / ratio.high, 1 / ratio.low),
         one_device=one.outcome if one else "",
         settled=settled and (one is None or one.outcome in ("faster", "slower")),
         failed={count: str(error) for count, error in runs.errors.items() if count != REFERENCE},
-        confidence=confidence,
-        spent_s=spent_s,
-        schedule=schedule,
+        spent_s=time.perf_counter() - started,
     )
 
 
@@ -270,21 +235,6 @@ def _counts(candidates: Sequence[int] | None, batch: int) -> list[int]:
         rule = "candidates= must be numbers of micro-batches, from 1 to the samples of a batch"
         raise ConfigError(rule, received, f"between 1 and {batch}")
     return sorted(set(candidates))
-
-
-def _schedule(runs: _Runs, count: int, others: Sequence[Schedule], confidence: float) -> Schedule:
-    """The pipeline's own, or one of the others that is shown to be faster."""
-    best: Schedule = runs.pipe.schedule
-
-    def run(schedule: Schedule) -> float:
-        runs.pipe.schedule = schedule
-        return runs(count)
-
-    search: Search[Schedule] = Search(partial(race_in_turns, run), confidence=confidence)
-    for other in others:
-        if other != best and search.compared(best, other, ROUNDS).outcome == "faster":
-            best = other
-    return best
 
 
 # ---- runs

@@ -76,14 +76,14 @@ def on_first_device(pipe: Pipeline) -> Unsplit:
 
 
 @contextmanager
-def on_cores(cores: Sequence[int] | None, *, threads: int | None = None) -> Iterator[None]:
+def on_cores(cores: Sequence[int] | None) -> Iterator[None]:
     """The calling thread, and those it starts, work on these cores, with a thread on each; None changes nothing."""
     if cores is None:
         yield
         return
     affinity, before = os.sched_getaffinity(0), torch.get_num_threads()
     os.sched_setaffinity(0, cores)
-    torch.set_num_threads(threads or len(cores))
+    torch.set_num_threads(len(cores))
     try:
         yield
     finally:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -19,11 +19,10 @@ from torch import Tensor
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.pipeline.plan import costs
 from hvdtrain.pipeline.plan.schedule import AHEAD
-from hvdtrain.pipeline.values.threads import Crew, FairSemaphore
+from hvdtrain.pipeline.values.threads import Crew
 from hvdtrain.values.nested import map_tensors, tensors_of
 from hvdtrain.world.world import current
 
-CPU_POOL = "cpu"
 USABLE = 0.95  # of a GPU's memory that is free, or ours: the rest goes to fragments
 
 
@@ -57,9 +56,9 @@ def _device(word: str | torch.device) -> torch.device:
 
 
 def planned(device: torch.device, speed: float = 1.0) -> costs.Device:
-    """A device as a plan sees it: the CPU's stages share its cores, and its memory is not rationed."""
+    """A device as a plan sees it: the CPU's memory is not rationed."""
     if device.type != "cuda":
-        return costs.Device(str(device), speed=speed, pool=CPU_POOL)
+        return costs.Device(str(device), speed=speed)
     free, _ = torch.cuda.mem_get_info(device)
     ours = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return costs.Device(str(device), speed=speed, memory_bytes=(free + ours) * USABLE, ahead=AHEAD)
@@ -86,12 +85,6 @@ def core_blocks(stages: int) -> list[tuple[int, ...]]:
     return [tuple(cores[start:end]) for start, end in zip(ends, ends[1:], strict=False)]
 
 
-def cpu_slots(stages: int) -> int:
-    """Returns how many CPU stages may be in a pass at once (more would displace each other's caches); 0: all."""
-    cores = len(os.sched_getaffinity(0))
-    return cores if stages > cores else 0
-
-
 # By device, what tells when the values that lie there are: those of the CPU are there at once, unless a GPU sends them.
 Mark = dict[torch.device, Any]
 
@@ -113,15 +106,11 @@ def mark(values: Any) -> Mark:
 
 
 class StageDevice:
-    """A stage's device, as the stage's thread uses it. `cores`: its own; empty: one thread on any; None: the caller's.
-    `turns`: that passes take with those of other stages; None: there are cores for all."""
+    """A stage's device, as the stage's thread uses it. `cores`: its own; (): one thread on any; None: the caller's."""
 
-    def __init__(
-        self, device: torch.device, cores: tuple[int, ...] | None = None, turns: FairSemaphore | None = None
-    ) -> None:
+    def __init__(self, device: torch.device, cores: tuple[int, ...] | None = None) -> None:
         self.device = device
         self.cores = cores
-        self._turns = turns
 
     def settle(self) -> None:
         """Sets the cores and the number of threads of the stage's own thread; both end with it."""
@@ -135,10 +124,6 @@ class StageDevice:
 
     def turn(self) -> AbstractContextManager[None]:
         """Returns the context that each pass runs in."""
-        return self._turns.taken() if self._turns else nullcontext()
-
-    def offloading(self, here: Collection[int]) -> AbstractContextManager[Any]:
-        """Lets what autograd keeps wait in the host's memory, but for storages at the addresses in `here`."""
         return nullcontext()
 
     def bring(self, values: Any, there: Mark) -> Any:
@@ -185,18 +170,6 @@ class Lanes:
         copy.record_stream(compute)
         return copy
 
-    def to_host(self, tensor: Tensor, compute: Any) -> tuple[Tensor, Mark]:
-        """A copy of what `compute` has made in the host's memory, and when it is there."""
-        source, host = where(tensor), torch.device("cpu")
-        out = self._stream(source, host, on=source)
-        out.wait_stream(compute)
-        with torch.cuda.stream(out):
-            copy = copied_to_host(tensor)
-            event = torch.cuda.Event()
-            event.record(out)
-        tensor.record_stream(out)
-        return copy, {host: event}
-
     def host_is_read(self) -> None:
         """Waits until what the caller has on the host was read, so that it may be changed."""
         event, self._from_host = self._from_host, None
@@ -213,12 +186,6 @@ class Lanes:
 def copied(tensor: Tensor, device: torch.device) -> Tensor:
     """A copy that this thread does not wait for."""
     return tensor.detach().to(device, non_blocking=True)
-
-
-def copied_to_host(tensor: Tensor) -> Tensor:
-    """Returns a copy in memory that a GPU writes directly; this thread does not wait for it."""
-    host = torch.empty_like(tensor, device="cpu", pin_memory=True)
-    return host.copy_(tensor.detach(), non_blocking=True)
 
 
 def pinned(tensor: Tensor) -> Tensor:
@@ -250,20 +217,6 @@ class CudaDevice(StageDevice):
             done.record(self._compute)
         self._queued.append(done)
 
-    def offloading(self, here: Collection[int]) -> AbstractContextManager[Any]:
-        def pack(tensor: Tensor) -> Any:
-            stays = where(tensor) != self.device or tensor.untyped_storage().data_ptr() in here
-            return tensor if stays else self._lanes.to_host(tensor, self._compute)
-
-        def unpack(packed: Any) -> Tensor:
-            return (
-                packed
-                if isinstance(packed, Tensor)
-                else self._lanes.bring(packed[0], self.device, packed[1], self._compute)
-            )
-
-        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
-
     def bring(self, values: Any, there: Mark) -> Any:
         if self.device in there:
             self._compute.wait_event(there[self.device])
@@ -278,16 +231,14 @@ class CudaDevice(StageDevice):
 
 
 def stage_devices(devices: Sequence[torch.device], lanes: Lanes | None = None) -> list[StageDevice]:
-    """Returns each stage's device. CPU stages divide the cores; with fewer cores than stages, passes take turns."""
+    """Returns each stage's device; CPU stages divide the cores."""
     on_cpu = [index for index, device in enumerate(devices) if device.type == "cpu"]
     blocks = dict(zip(on_cpu, core_blocks(len(on_cpu)), strict=True)) if on_cpu else {}
-    alone, slots = len(devices) == 1, cpu_slots(len(on_cpu))
-    turns = FairSemaphore(slots) if slots else None
-    lanes = lanes or Lanes()
+    alone, lanes = len(devices) == 1, lanes or Lanes()
     return [
         CudaDevice(device, lanes)
         if device.type == "cuda"
-        else StageDevice(device, None if alone else blocks.get(index, ()), turns)
+        else StageDevice(device, None if alone else blocks.get(index, ()))
         for index, device in enumerate(devices)
     ]
 

@@ -6,10 +6,10 @@ import contextvars
 import os
 import threading
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
-from queue import SimpleQueue
+from functools import partial
 
 import torch
 
@@ -81,107 +81,55 @@ class Context:
             yield
 
 
-Work = Callable[[], None]
+Work = Callable[[], object]
 
 
 class Crew:
-    """Threads that do what they are given, and wait for more; an interrupted crew ends. What PyTorch and its libraries
+    """Threads that do what they are given, each always the same one, and wait for more. What PyTorch and its libraries
     keep for a thread (plans of cuDNN, OpenMP's own threads) lasts as long as they do."""
 
     def __init__(self, name: str) -> None:
         self._name, self._process = name, os.getpid()
-        self._inboxes: list[SimpleQueue[Work | None]] = []
+        self._executors: list[ThreadPoolExecutor] = []
         # after an interrupted `Thread.start` nobody knows whether there will be a thread: each says that it is there
-        self._members: list[tuple[threading.Thread, SimpleQueue[Work | None]]] = []
-        self._lock = threading.Lock()
-        self._news: SimpleQueue[None] = SimpleQueue()  # only wakes: what counts is counted
-        self._begun = self._ended = 0
-        self._closed = False
+        self._threads: list[threading.Thread] = []
 
     @property
     def is_here(self) -> bool:
-        """Returns True if it can take work: not after an interruption, nor in a forked process, which has no crew."""
-        return not self._closed and self._process == os.getpid()
+        """Returns True if it can take work: a forked process has no crew."""
+        return self._process == os.getpid()
 
     def run(self, works: Sequence[Work], stop: Callable[[], None]) -> None:
-        """Does each work in a thread of its own, the same one each time, until all have ended; works must not raise.
+        """Does each work in a thread of its own, until all have ended; works must not raise.
 
         Calls `stop`, which makes works that wait for others end, when this thread is interrupted or Python can start no
         thread (RuntimeError); raises that when works and threads have ended.
         """
-        self._begun = self._ended = given = 0
-        self._news = SimpleQueue()
-        failure: BaseException | None = None
-        stopped = False
-        while True:
-            try:
-                while given < len(works) and failure is None:
-                    self._inbox(given).put(works[given])
-                    given += 1
-                if failure is not None and not stopped:
-                    with self._lock:
-                        self._closed = True  # who has not begun will not
-                    stop()
-                    stopped = True
-                while not self._has_ended(len(works)):
-                    self._news.get()  # not join(): interrupted, it takes its thread for ended (CPython issue 90882)
-                if failure is not None:
-                    self.close()
-                break
-            except BaseException as error:
-                failure = failure or error
-        if failure is not None:
-            raise failure
+        futures: list[Future[object]] = []
+        try:
+            for index, work in enumerate(works):
+                if index == len(self._executors):
+                    self._executors.append(ThreadPoolExecutor(1, f"{self._name} {index}", self._enter))
+                futures.append(self._executors[index].submit(work))
+            wait(futures)
+        except BaseException:
+            surely([stop, partial(wait, futures), self.close])
+            raise
+
+    def _enter(self) -> None:
+        self._threads.append(threading.current_thread())
 
     def close(self) -> None:
         """The threads end; may be called twice. No work may be under way."""
-        with self._lock:
-            self._closed = True
+        executors, self._executors = self._executors, []
         if self._process != os.getpid():
             return
-        for thread, inbox in self._members:
-            inbox.put(None)
+        for executor in executors:
+            executor.shutdown(wait=False, cancel_futures=True)
+        for thread in self._threads:
             if thread is not threading.current_thread():  # whose garbage collector may have found the crew
                 join_thread(thread)
-
-    def _inbox(self, index: int) -> SimpleQueue[Work | None]:
-        if index == len(self._inboxes):
-            inbox: SimpleQueue[Work | None] = SimpleQueue()
-            # a daemon: one that has not begun when this thread is interrupted keeps nobody
-            threading.Thread(target=self._live, args=(inbox,), name=f"{self._name} {index}", daemon=True).start()
-            self._inboxes.append(inbox)
-        return self._inboxes[index]
-
-    def _live(self, inbox: SimpleQueue[Work | None]) -> None:
-        with self._lock:
-            if self._closed:
-                return
-            self._members.append((threading.current_thread(), inbox))
-        while (work := inbox.get()) is not None:
-            with self._lock:
-                if self._closed:
-                    return
-                self._begun += 1
-            try:
-                work()
-            finally:
-                del work  # and what it holds
-                with self._lock:
-                    self._ended += 1
-                self._news.put(None)
-
-    def _has_ended(self, works: int) -> bool:
-        with self._lock:
-            return self._ended == (self._begun if self._closed else works)
-
-
-def side_by_side(works: Sequence[Work], name: str, stop: Callable[[], None]) -> None:
-    """Runs `Crew.run` with threads that have ended when it returns."""
-    crew = Crew(name)
-    try:
-        crew.run(works, stop)
-    finally:
-        surely([crew.close])
+        self._threads = []
 
 
 def join_thread(thread: threading.Thread) -> None:
@@ -195,7 +143,7 @@ def join_thread(thread: threading.Thread) -> None:
         os.sched_yield()
 
 
-def surely(acts: Sequence[Callable[[], None]]) -> None:
+def surely(acts: Sequence[Callable[[], object]]) -> None:
     """Does every act (which may be done twice), in order, and raises an interruption only afterwards."""
     pending, interrupted = list(acts), None
     while pending:
@@ -207,33 +155,3 @@ def surely(acts: Sequence[Callable[[], None]]) -> None:
             interrupted = error
     if interrupted is not None:
         raise interrupted
-
-
-class FairSemaphore:
-    """A semaphore for at most so many threads at once; the others wait in the order in which they came."""
-
-    def __init__(self, slots: int) -> None:
-        self._free = slots
-        self._waiting: deque[threading.Lock] = deque()
-        self._lock = threading.Lock()
-
-    @contextmanager
-    def taken(self) -> Iterator[None]:
-        """Waits for a turn, and hands it on at the end."""
-        with self._lock:
-            mine = threading.Lock() if not self._free else None
-            if mine is None:
-                self._free -= 1
-            else:
-                mine.acquire()
-                self._waiting.append(mine)
-        if mine is not None:
-            mine.acquire()  # until who had the turn has handed it on
-        try:
-            yield
-        finally:
-            with self._lock:
-                if self._waiting:
-                    self._waiting.popleft().release()
-                else:
-                    self._free += 1

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.nn import functional as F
 import hvdtrain.pipeline
 from hvdtrain.core.errors import ConfigError
 
-BATCH, TOKENS, CLASSES = 7, 5, 3
+BATCH, TOKENS, CLASSES, WIDTH, WORDS = 7, 5, 3, 6, 5
 CLASS_WEIGHTS = torch.tensor([1.0, 5.0, 2.0], dtype=torch.float64)
 Loss = Callable[[Any, Any], Tensor]
 
@@ -232,6 +232,74 @@ def nothing_counts() -> dict[str, Any]:
     return found
 
 
+# -- unusual numbers and losses --------------------------------------------------------------------------------------
+class Waves(nn.Module):
+    """Complex numbers cross the cuts."""
+
+    def __init__(self, *, real: bool) -> None:
+        super().__init__()
+        self.real = real
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.ParameterList([nn.Parameter(torch.randn(WIDTH, dtype=torch.complex128)) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.fft.fft(self.first(x))
+        for scale in self.scale:
+            x = x * scale
+        x = x * self.scale[0]
+        return self.last(x.real) if self.real else x
+
+
+class Rows(nn.Module):
+    """Words [batch, steps]: rows [batch * steps, words]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.out = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.embed(x).tanh()).view(-1, WORDS)
+
+
+class Judge(Rows):
+    """Takes its loss itself, of labels that may be left out."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
+        return F.cross_entropy(super().forward(x), labels.flatten())
+
+
+def distance(model: nn.Module, x: Tensor, y: Tensor, loss: Loss, **more: Any) -> float:
+    """The largest difference of gradients from the unsplit model's."""
+    kwargs: Mapping[str, Any] = more.pop("kwargs", {})
+    model = model.double()
+    loss(model(x, **kwargs), y).backward()
+    wanted, worst = [p.grad for p in model.parameters()], 0.0
+    for schedule, remat in (("gpipe", "except_last"), ("1f1b", "all")):
+        model.zero_grad()
+        options: Any = {"schedule": schedule, "remat": remat, "micro_batches": 3, "balance": "memory"}
+        pipe = hvdtrain.pipeline.split(model, x, ["cpu"] * 2, kwargs=kwargs, **options)
+        for _ in range(2):  # the second without what the first step is looked at for
+            pipe.step(x, y, loss, kwargs=kwargs, **more)
+        pairs = [(p.grad, g) for p, g in zip(model.parameters(), wanted, strict=True) if g is not None]
+        worst = max(worst, *(float((found / 2 - gradient).abs().max()) for found, gradient in pairs))
+    return worst
+
+
+def unusual() -> dict[str, Any]:
+    """Complex numbers, lists of parameters, several rows a sample, losses that a model takes itself."""
+    x, y = (torch.randn(10, WIDTH, dtype=torch.float64) for _ in range(2))
+    words, labels = (torch.randint(WORDS, (10, 4)) for _ in range(2))
+    labels[:, 1:][torch.rand(10, 3) < 0.5] = -100
+    own: dict[str, Any] = {"kwargs": {"labels": labels}}
+    return {
+        "complex within": distance(Waves(real=True), x, y, F.mse_loss),
+        "complex outputs": distance(Waves(real=False), x, y, lambda out, y: (out - y).abs().square().mean()),
+        "rows": distance(Rows(), words, labels, lambda out, y: F.cross_entropy(out, y.flatten()), weight=valid),
+        "loss of the model": distance(Judge(), words, labels, lambda loss, _: loss, weight=valid, **own),
+        "said": message(lambda: distance(Judge(), words, labels, lambda loss, _: loss, **own)),
+    }
+
+
 def main() -> None:
     for name, case in CASES.items():
         errors = [off(case, 1, "gpipe"), off(case, 3, "1f1b")]
@@ -240,6 +308,7 @@ def main() -> None:
     print(json.dumps({"loss": "refused", **refused()}), flush=True)
     print(json.dumps({"loss": "rare", **rare()}), flush=True)
     print(json.dumps({"loss": "nothing counts", **nothing_counts()}), flush=True)
+    print(json.dumps({"loss": "unusual", **unusual()}), flush=True)
 
 
 if __name__ == "__main__":

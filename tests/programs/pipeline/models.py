@@ -73,16 +73,6 @@ def images(size: int) -> tuple[Tensor, ...]:
     return (torch.randn(BATCH, 3, size, size),)
 
 
-def vit_b_16() -> nn.Module:
-    """Narrower than the published one."""
-    model = torchvision.models.VisionTransformer(
-        image_size=32, patch_size=16, num_layers=12, num_heads=12, hidden_dim=96, mlp_dim=192, num_classes=CLASSES
-    )
-    # zeros at first: then nothing before the head would get a gradient
-    nn.init.normal_(model.heads.head.weight, std=0.1)
-    return model
-
-
 # each model, and what goes in
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, ...]]]] = {
     "two_cross": (TwoCross, lambda: (torch.randn(BATCH, 12),)),
@@ -90,5 +80,4 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, ...]
     "nested": (Nested, lambda: (torch.randn(BATCH, 8), torch.randn(BATCH, 8))),
     "resnet18": (lambda: torchvision.models.resnet18(num_classes=CLASSES), lambda: images(40)),
     "densenet121": (lambda: torchvision.models.densenet121(num_classes=CLASSES), lambda: images(64)),
-    "vit_b_16": (vit_b_16, lambda: images(32)),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -10,9 +11,11 @@ import tempfile
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from split_cases import state_of
@@ -22,79 +25,13 @@ from hvdtrain.core.errors import ConfigError
 from hvdtrain.pipeline import Profile, profile
 from hvdtrain.pipeline.trace.segments import segments
 from hvdtrain.pipeline.tuning import measure
-from hvdtrain.pipeline.tuning.measure import SegmentBench
 
 CASES: dict[str, Callable[[], Any]] = {}
-
-
-class InTurn:
-    """A lock that is given in the order it was asked for: `threading.Lock` may give one thread all its naps first."""
-
-    def __init__(self) -> None:
-        self._changed, self._asked, self._served = threading.Condition(), 0, 0
-
-    def __enter__(self) -> None:
-        with self._changed:
-            ticket, self._asked = self._asked, self._asked + 1
-            self._changed.wait_for(lambda: self._served == ticket)
-
-    def __exit__(self, *_: object) -> None:
-        with self._changed:
-            self._served += 1
-            self._changed.notify_all()
-
-
-LOCK = InTurn()
 
 
 def case(function: Callable[[], Any]) -> Callable[[], Any]:
     CASES[function.__name__] = function
     return function
-
-
-class Nap(torch.autograd.Function):
-    """Takes its time on no core; backward three times as long."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, seconds: float, lock: Any) -> Tensor:
-        ctx.seconds, ctx.lock = seconds, lock
-        nap(seconds, lock)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        nap(3 * ctx.seconds, ctx.lock)
-        return gradient, None, None
-
-
-def nap(seconds: float, lock: Any) -> None:
-    if lock is None:
-        time.sleep(seconds)
-        return
-    with lock:
-        time.sleep(seconds)
-
-
-class Napper(nn.Module):
-    def __init__(self, seconds: float, lock: Any = None) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4))
-        self.seconds, self.lock = seconds, lock
-
-    def forward(self, x: Tensor) -> Tensor:
-        # of a lock torch.fx knows nothing, so this module is called, not opened
-        return Nap.apply(x * self.weight, self.seconds * len(x.tolist()), self.lock)
-
-
-@case
-def seconds() -> Any:
-    """9 ms and 3 ms a sample."""
-    found = profile(nn.Sequential(Napper(0.009), Napper(0.003)), torch.randn(8, 4), "cpu", sizes=[1, 2])
-    return {
-        "forward": [[c.forward_s(n) for n in (1, 2, 4)] for c in found.costs],
-        "backward": [[c.backward_s(n) for n in (1, 2, 4)] for c in found.costs],
-        "samples": found.samples,
-    }
 
 
 @case
@@ -105,10 +42,8 @@ def bytes_of_layers() -> Any:
     found = profile(model, torch.randn(12, 16), "cpu,cpu", sizes=[4, 8], timed=False, optimizer_copies=2)
     return {
         "names": [c.name for c in found.costs],
-        "parameters": [c.parameter_bytes for c in found.costs],
+        "fixed": [c.fixed_bytes for c in found.costs],
         "gradients": [c.gradient_bytes for c in found.costs],
-        "optimizer": [c.optimizer_bytes for c in found.costs],
-        "buffers": [c.buffer_bytes for c in found.costs],
         "kept": [c.activation_bytes(4) for c in found.costs],
         "output": [c.output_bytes(4) for c in found.costs],
         "at 12": found.costs[1].activation_bytes(12),
@@ -121,7 +56,7 @@ def shared_counts_once() -> Any:
     model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Tanh(), nn.Linear(8, 8, bias=False))
     model[2].weight = model[0].weight
     found = profile(model, torch.randn(4, 8), "cpu", timed=False)
-    return {"parameters": [c.parameter_bytes for c in found.costs]}
+    return {"fixed": [c.fixed_bytes for c in found.costs]}
 
 
 @case
@@ -133,8 +68,13 @@ def left_alone() -> Any:
     before, kept = state_of(model), x.clone()
     threads, intra_op = set(threading.enumerate()), torch.get_num_threads()
     profile(model, x, "cpu,cpu")
+    same = before == state_of(model) and torch.equal(x, kept)
+    weight = weakref.ref(model[0].weight)
+    del model
+    gc.collect()
     return {
-        "same": before == state_of(model) and torch.equal(x, kept),
+        "same": same,
+        "freed": weight() is None,
         "threads": [t.name for t in threading.enumerate() if t not in threads],
         "intra_op": torch.get_num_threads() == intra_op,
     }
@@ -150,42 +90,6 @@ def sizes_that_fail() -> Any:
     except ConfigError as error:
         return {"samples": found.samples, "error": str(error)}
     return {"samples": found.samples, "error": ""}
-
-
-@case
-def contention() -> Any:
-    """Naps do not disturb each other; those that hold one lock do."""
-    free, locked = (
-        profile(nn.Sequential(Napper(0.004, lock), Napper(0.004, lock)), torch.randn(2, 4), "cpu,cpu", sizes=[2])
-        for lock in (None, LOCK)
-    )
-    return {"free": free.pools["cpu"].speeds, "locked": locked.pools["cpu"].speeds, "devices": len(free.devices)}
-
-
-@case
-def weights_made_in_each_pass() -> Any:
-    """The weight that a pass has computed lies in the layer, where another thread's pass would replace it."""
-    layers = [nn.utils.weight_norm(nn.Linear(8, 8)) for _ in range(4)]
-    found = profile(nn.Sequential(*layers), torch.randn(8, 8), "cpu,cpu", sizes=[2])
-    return {"speeds": found.pools["cpu"].speeds}
-
-
-class Tied(nn.Module):
-    """Has one table at both ends, which each pass changes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.first, self.second = nn.Embedding(20, 8, max_norm=1.0), nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        inner = torch.relu(self.second(torch.relu(self.first(self.table(x).mean(1)))))
-        return nn.functional.linear(inner, self.table.weight)
-
-
-@case
-def weights_that_two_stages_share() -> Any:
-    found = profile(Tied(), torch.randint(0, 20, (32, 5)), "cpu,cpu", sizes=[8])
-    return {"speeds": found.pools["cpu"].speeds}
 
 
 @case
@@ -205,29 +109,16 @@ def on_disk() -> Any:
 
 @case
 def copies() -> Any:
-    """A model that is not on the device yet: copies are measured, all at once, or one after the other."""
+    """A model that is not on the device yet: copies of its parts are measured."""
     x = torch.randn(8, 16)
     layers = [nn.Linear(16, 16), nn.ReLU(), nn.BatchNorm1d(16), nn.Linear(16, 16)]
     parts = segments(nn.Sequential(*layers), x)
     here = profile(parts, x, "cpu", sizes=[4])
-    original, whole = measure.device_of, SegmentBench.whole
-    wholes: list[int] = []
-
-    def too_large(self: Any, samples: int) -> tuple[float, float]:
-        wholes.append(samples)
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    measure.device_of = lambda model: torch.device("meta")
-    try:
-        at_once = profile(parts, x, "cpu", sizes=[4])
-        SegmentBench.whole = too_large  # type: ignore[method-assign]
-        in_turn = profile(parts, x, "cpu", sizes=[4])
-    finally:
-        measure.device_of, SegmentBench.whole = original, whole  # type: ignore[method-assign]
+    with mock.patch.object(measure, "device_of", lambda model: torch.device("meta")):
+        there = profile(parts, x, "cpu", sizes=[4])
     return {
-        "kept": [[c.activation_bytes(4) for c in p.costs] for p in (here, at_once, in_turn)],
-        "timed": [all(c.forward_s(4) > 0 < c.backward_s(4) for c in p.costs) for p in (here, at_once, in_turn)],
-        "wholes": len(wholes),
+        "kept": [[c.activation_bytes(4) for c in p.costs] for p in (here, there)],
+        "timed": [all(c.forward_s(4) > 0 < c.backward_s(4) for c in p.costs) for p in (here, there)],
     }
 
 
@@ -246,17 +137,14 @@ class Presses(nn.Module):
 
 @case
 def interrupted() -> Any:
-    """Ctrl-C while it measures; once in the middle of a segment, once while two stages are watched together."""
-    told = []
-    for at in (4, 40):
-        parts = segments(nn.Sequential(nn.Linear(4, 4), Presses(), nn.Linear(4, 4)), torch.randn(4, 4))
-        Presses.passes, Presses.at, threads = 0, at, set(threading.enumerate())
-        try:
-            profile(parts, torch.randn(4, 4), "cpu,cpu", sizes=[2], repeats=10)
-        except KeyboardInterrupt:
-            told.append({"after": Presses.passes - at, "threads": len(set(threading.enumerate()) - threads)})
-        Presses.at = 0
-    return {"told": told}
+    """Ctrl-C while it measures, in the middle of a segment."""
+    parts = segments(nn.Sequential(nn.Linear(4, 4), Presses(), nn.Linear(4, 4)), torch.randn(4, 4))
+    Presses.passes, Presses.at, threads = 0, 4, set(threading.enumerate())
+    try:
+        profile(parts, torch.randn(4, 4), "cpu,cpu", sizes=[2], repeats=10)
+    except KeyboardInterrupt:
+        return {"after": Presses.passes - Presses.at, "threads": len(set(threading.enumerate()) - threads)}
+    return {}
 
 
 def main() -> None:

@@ -1,12 +1,11 @@
 """torchvision's classifiers as chains: bit for bit the unsplit model's output, cut at every place.
 
-Usage: split_classifiers.py [--all] [MODEL ...]: a JSON line a model. Without arguments, a small one of each kind.
+Usage: split_classifiers.py: a JSON line a model, a small one of each kind.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,21 +18,13 @@ from hvdtrain.pipeline.run.stage import Stage, build_stages
 from hvdtrain.pipeline.trace.restore import all_training
 from hvdtrain.pipeline.trace.segments import segments
 
-SMALL = ("googlenet", "mobilenet_v3_small", "resnet18", "shufflenet_v2_x0_5", "squeezenet1_1", "swin_t")
+SMALL = ("mobilenet_v3_small", "resnet18", "shufflenet_v2_x0_5", "squeezenet1_1", "swin_t")
 TWIN = "resnet18"
-SIZES = {"inception_v3": 96, "alexnet": 64, "googlenet": 64, "squeezenet1_0": 64, "squeezenet1_1": 64}
 
 
 def make(name: str) -> tuple[nn.Module, torch.Tensor]:
-    size = SIZES.get(name, 32)
-    options: dict[str, Any] = {"num_classes": 10}
-    if name in ("googlenet", "inception_v3"):
-        # inception's auxiliary head needs pictures of 299
-        options |= {"init_weights": False, "aux_logits": name == "googlenet"}
-    if name.startswith("vit"):
-        size = options["image_size"] = 28 if name == "vit_h_14" else 32
-    x = torch.randn(2, 3, size, size)
-    return torchvision.models.get_model(name, weights=None, **options), x
+    size = 64 if name == "squeezenet1_1" else 32
+    return torchvision.models.get_model(name, weights=None, num_classes=10), torch.randn(2, 3, size, size)
 
 
 def equal(a: Any, b: Any) -> bool:
@@ -76,13 +67,6 @@ def run(stages: Sequence[Stage], x: torch.Tensor) -> tuple[Any, int]:
     return values[0], most
 
 
-def main() -> None:
-    names = [name for name in sys.argv[1:] if name != "--all"]
-    if "--all" in sys.argv:
-        names = torchvision.models.list_models(torchvision.models)
-    for name in names or SMALL:
-        print(json.dumps({"case": name, **compared(name)}), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    for name in SMALL:
+        print(json.dumps({"case": name, **compared(name)}), flush=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import random
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -220,27 +220,6 @@ class ModeBelow(Base):
         return self.c(self.wire(self.b(self.only(self.a(x)))))
 
 
-class Pair(NamedTuple):
-    main: Tensor
-    extra: Tensor
-
-
-@case()
-class ModeAtRoot(Base):
-    """As GoogLeNet: another output, and layers of its own, in training."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.side = nn.Sequential(nn.Linear(WIDTH, 3), nn.Tanh())
-
-    def forward(self, x: Tensor) -> Any:
-        x = self.b(self.a(x))
-        if self.training:
-            extra = self.side(x)
-        x = self.d(self.c(x) if self.training else torch.tanh(self.c(x)))
-        return Pair(x, extra) if self.training else x
-
-
 class ByData(TwoLayers):
     def forward(self, x: Tensor) -> Tensor:
         return self.both(x) if x.sum() > 0 else self.both(-x)
@@ -366,6 +345,14 @@ CASES["Hooked"] = lambda: (Hooked(), (torch.randn(BATCH, WIDTH),))
 
 
 # -- models that are refused -----------------------------------------------------------------------------------------
+class ModeAtRoot(Base):
+    """As GoogLeNet: another output in training."""
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.b(self.a(x))
+        return (x, self.c(x)) if self.training else x
+
+
 class DataAtRoot(Base):
     def forward(self, x: Tensor) -> Tensor:
         x = self.a(x)

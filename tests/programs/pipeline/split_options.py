@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import sys
 import traceback
@@ -12,14 +11,13 @@ from unittest import mock
 
 import torch
 from split_cases import compared_stages, difference
-from split_models import BATCH, WIDTH, AutocastAtRoot, Base, DataAtRoot, Fickle, SharedNorm, TwoCross
+from split_models import BATCH, WIDTH, AutocastAtRoot, Base, DataAtRoot, Fickle, ModeAtRoot, SharedNorm, TwoCross
 from torch import nn
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.pipeline import split, splitting
 from hvdtrain.pipeline.run import stage as _stage
 from hvdtrain.pipeline.run.stage import Copies, build_stages
-from hvdtrain.pipeline.trace.meta import made_by_stages
 from hvdtrain.pipeline.trace.segments import from_modules, segments
 
 X = torch.randn(BATCH, WIDTH, dtype=torch.float64)
@@ -63,13 +61,14 @@ REFUSED: dict[str, Callable[[], dict[str, Any]]] = {
     "a balance that does not sum up": lambda: refused(balance=[1, 2]),
     "an unknown balance": lambda: refused(balance="speed"),
     "more micro-batches than samples": lambda: refused(micro_batches=BATCH + 1),
+    "another forward in training": lambda: refused(model=ModeAtRoot()),
+    "a model on the meta device": lambda: refused(model=chain().to("meta")),
     "control flow that depends on the data": lambda: refused(model=DataAtRoot()),
     "autocast in the forward": lambda: refused(model=AutocastAtRoot()),
     "another result each time": lambda: refused(model=Fickle()),
     "an example that the model does not take": lambda: refused(example=torch.randn(BATCH, 3)),
     "a hook on the model": lambda: refused(model=hooked()),
     "a model in DataParallel": lambda: refused(model=nn.DataParallel(chain())),
-    "a compiled model": lambda: refused(model=torch.compile(chain())),
     "parts that are not the model's": lambda: refused(modules=[nn.Linear(WIDTH, WIDTH)] * 2),
     "parts that are not there": lambda: refused(modules=["0", "1", "2", "9"]),
     "parts in another order": lambda: refused(modules=["1", "0", "2", "3"]),
@@ -174,7 +173,7 @@ def memory() -> Any:
     """The widest layers are the last: by bytes they are alone."""
     model = chain(*(nn.Linear(64, 64) for _ in range(6)), nn.Linear(64, 2048), nn.Linear(2048, 64))
     pipe = split(model, torch.randn(8, 64), "cpu,cpu", micro_batches=2, balance="memory")
-    return {"sizes": [len(stage.segments) for stage in pipe.stages], "timed": pipe.profile.costs[0].forward_s(1) > 0}
+    return {"sizes": [len(stage.segments) for stage in pipe.stages]}
 
 
 @case("time")
@@ -203,111 +202,9 @@ def one() -> Any:
     return told(split(TwoCross(), X, "cpu"))
 
 
-# -- models on the meta device -----------------------------------------------------------------------------------------
-class Tied(nn.Module):
-    """A table, at both ends; batch norm, with buffers of all kinds; attention, whose parent initialises its child."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(11, WIDTH)
-        self.norm = nn.BatchNorm1d(WIDTH)
-        self.block = nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.0, batch_first=True)
-        self.hidden = nn.Linear(WIDTH, WIDTH)
-        self.head = nn.Linear(WIDTH, 11, bias=False)
-        self.head.weight = self.table.weight
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.head(torch.relu(self.hidden(self.block(self.norm(self.table(tokens).mT).mT))))
-
-
-TOKENS = torch.arange(BATCH * 5).reshape(BATCH, 5) % 11
-
-
-def tokens_loss(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return nn.functional.cross_entropy(out.flatten(0, 1), y.flatten())
-
-
-def on_meta(make: Any = Tied) -> nn.Module:
-    with torch.device("meta"):
-        return make()
-
-
-@case("on the meta device")
-def meta() -> Any:
-    """Trained as the same model made on the CPU, whose weights it gets from the same seed, or from its state."""
-    torch.manual_seed(5)
-    plain = Tied()
-    found: dict[str, Any] = {}
-    for how in ("seed", "state"):
-        model = on_meta()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # before: the parameters stay the same objects
-        torch.manual_seed(5 if how == "seed" else 6)
-        pipe = split(model, TOKENS, "cpu,cpu", micro_batches=1, balance="memory")  # 1: for batch norm
-        if how == "state":
-            model.load_state_dict(plain.state_dict())
-        unsplit = copy.deepcopy(plain)
-        reference = torch.optim.SGD(unsplit.parameters(), lr=0.1)
-        for _ in range(2):
-            for each in (optimizer, reference):
-                each.zero_grad()
-            pipe.step(TOKENS, TOKENS, tokens_loss)
-            tokens_loss(unsplit(TOKENS), TOKENS).backward()
-            optimizer.step()
-            reference.step()
-        pairs = zip(unsplit.state_dict().values(), model.state_dict().values(), strict=True)
-        found[how] = max(float((a - b).abs().max()) for a, b in pairs)
-    own = [p.untyped_storage().nbytes() == p.numel() * p.element_size() for p in model.parameters()]
-    return found | {"own": all(own), "tied": model.head.weight is model.table.weight}
-
-
-@case("on the meta device, looked at")
-def meta_memory() -> Any:
-    """While it is followed, all of its parameters have the memory of the largest."""
-    model = on_meta(lambda: nn.Sequential(*(nn.Linear(256, 256) for _ in range(20))))
-    with made_by_stages(model):
-        storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
-        segments(model, torch.randn(2, 256))
-    return {"bytes": sum(storages.values()), "largest": 8 * 256 * 256, "parameters": len(list(model.parameters()))}
-
-
-class Placed(Base):
-    """A parameter and a mask that no `reset_parameters` fills."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.position = nn.Parameter(torch.zeros(WIDTH))
-        self.register_buffer("mask", torch.ones(WIDTH, dtype=torch.bool))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.b(self.a(x) + self.position * self.mask)
-
-
-@case("on the meta device, without values")
-def meta_refused() -> Any:
-    found: dict[str, Any] = {}
-
-    def replaced(module: nn.Module) -> None:
-        module.weight = nn.Parameter(torch.randn(module.weight.shape))  # type: ignore[union-attr,arg-type]
-
-    def broken(module: nn.Module) -> None:
-        raise ConfigError("broken", type(module).__name__)
-
-    tries = {
-        "empty": (on_meta(Placed), None), "replaced": (on_meta(chain), replaced), "broken": (on_meta(chain), broken),
-        "traced": (on_meta(DataAtRoot), None), "in memory": (chain(), print),
-    }  # fmt: skip
-    for name, (model, fill) in tries.items():
-        try:
-            split(model, X, "cpu,cpu", micro_batches=2, balance="memory", initialise=fill)
-        except ConfigError as error:
-            found[name] = str(error)
-        found[f"{name} is back"] = all(t.is_meta for t in (*model.parameters(), *model.buffers()))
-    return found
-
-
 def told(pipe: Any) -> dict[str, Any]:
     sizes = [len(stage.segments) for stage in pipe.stages]
-    return {"sizes": sizes, "micro_batches": pipe.micro_batches, "none": pipe.profile is None}
+    return {"sizes": sizes, "micro_batches": pipe.micro_batches}
 
 
 def main() -> None:

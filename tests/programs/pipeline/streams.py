@@ -52,11 +52,11 @@ class Model(nn.Module):
         return both[0]
 
 
-def split(stages: int, blocks: int = 4, micro_batches: int = 3, each: int = 1) -> Pipeline:
+def split(stages: int, blocks: int = 4, micro_batches: int = 3) -> Pipeline:
     torch.manual_seed(1)
     pipe = hvdtrain.pipeline.split(
         Model(blocks).train(), example(), ["cpu"] * stages, balance="memory", micro_batches=micro_batches,
-        schedule="gpipe", stages_per_device=each,
+        schedule="gpipe",
     )  # fmt: skip
     pipe.proofs = False
     return pipe
@@ -101,9 +101,9 @@ def order() -> dict[str, Any]:
     problems: dict[str, list[str]] = {}
     worst, cases = 0.0, 0
     others = itertools.cycle(itertools.product(REMATS, (CPU, gpu(5), gpu(1))))
-    for gpus, each in (((0,), 1), ((1, 0), 1), ((0, 0, 1), 1), ((0, 1, 2, 3), 1), ((1, 0), 2)):
-        pipe, recorder = split(len(gpus), each=each), Recorder()
-        for schedule in SCHEDULES[:3] if each == 1 else ("gpipe", "interleaved"):
+    for gpus in ((0,), (1, 0), (0, 0, 1), (0, 1, 2, 3)):
+        pipe, recorder = split(len(gpus)), Recorder()
+        for schedule in SCHEDULES:
             (pipe.remat, data), pipe.schedule = next(others), schedule
             gradients = []
             for places in ([CPU] * len(gpus), [gpu(index) for index in gpus]):
@@ -118,7 +118,7 @@ def order() -> dict[str, Any]:
             worst = max(worst, *(float((a - b).abs().max()) for a, b in zip(*gradients, strict=True)))
             cases += 1
             if recorder.problems:
-                problems[f"{gpus} {each} {schedule} {pipe.remat} {data}"] = recorder.problems[:3]
+                problems[f"{gpus} {schedule} {pipe.remat} {data}"] = recorder.problems[:3]
                 recorder.problems.clear()
     return {"cases": cases, "problems": problems, "difference": worst}
 

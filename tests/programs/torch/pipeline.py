@@ -201,9 +201,7 @@ def case_rank_0_plans_and_all_obey(world: hvdtrain.World) -> None:
     asked: list[tuple[Any, ...]] = []
 
     def applied(plan: ParallelPlan) -> tuple[Any, Settings]:
-        def choose(
-            model: Any, example: Tensor, loss: Any, *, devices: Any, batch: int, optimizer_copies: float
-        ) -> ParallelPlan:
+        def choose(model: Any, example: Tensor, *, devices: Any, batch: int, optimizer_copies: float) -> ParallelPlan:
             asked.append((tuple(example.shape), list(devices), batch, optimizer_copies))
             return plan
 

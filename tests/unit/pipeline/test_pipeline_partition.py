@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from test_pipeline_plan import modes, real_peaks
+from test_pipeline_plan import CHAIN, modes, real_peaks
 
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.pipeline.plan.costs import Curve, Device, Link, SegmentCost, device_peak_bytes, stage_costs
+from hvdtrain.pipeline.plan.costs import Curve, Device, Link, SegmentCost
 from hvdtrain.pipeline.plan.partition import partition
 from hvdtrain.pipeline.plan.schedule import actions, micro_batch_sizes, recomputed
 
@@ -23,8 +23,8 @@ def cuts(segments: int, stages: int) -> Iterator[tuple[int, ...]]:
         yield tuple(b - a for a, b in itertools.pairwise((0, *ends, segments)))
 
 
-def by_hand(costs, devices, cut, *, batch, micro_batches, schedule, remat, link) -> tuple[float, list[float]]:
-    """The bottleneck and the bytes of each stage of one cut."""
+def by_hand(costs, devices, cut, *, batch, micro_batches, schedule, remat, link) -> tuple[float, Sequence[float]]:
+    """The bottleneck of one cut; and the bytes of each stage, which test_pipeline_plan compares with an allocator's."""
     sizes = micro_batch_sizes(batch, micro_batches)
     slowest, begin = 0.0, 0
     for stage, count in enumerate(cut):
@@ -37,11 +37,8 @@ def by_hand(costs, devices, cut, *, batch, micro_batches, schedule, remat, link)
         )
         sent = sum(link.seconds(mine[-1].output_bytes(size)) for size in sizes) if stage < len(cut) - 1 else 0.0
         slowest = max(slowest, passes / devices[stage].speed, sent)
-    peaks = [
-        device_peak_bytes([one], actions(schedule, stage, len(cut), micro_batches), sizes, remat)
-        for stage, one in enumerate(stage_costs(costs, cut, devices))
-    ]
-    return slowest, peaks
+    run = {"batch": batch, "micro_batches": micro_batches, "schedule": schedule, "remat": remat}
+    return slowest, partition(costs, devices, balance=cut, **run).stage_bytes
 
 
 def fits(peaks: Sequence[float], devices: Sequence[Device]) -> bool:
@@ -52,7 +49,7 @@ def fits(peaks: Sequence[float], devices: Sequence[Device]) -> bool:
 few = st.integers(0, 6)  # so that ties are common
 segments = st.builds(
     lambda forward, backward, fixed, kept, out: SegmentCost(
-        "s", Curve.per_sample(forward), Curve(((1, backward + 1), (4, 2 * backward + 1))), parameter_bytes=fixed,
+        "s", Curve.per_sample(forward), Curve(((1, backward + 1), (4, 2 * backward + 1))), fixed_bytes=fixed,
         activation_bytes=Curve.per_sample(kept), output_bytes=Curve.per_sample(out),
     ),
     few, few, st.integers(0, 50), few, few,
@@ -142,9 +139,6 @@ def test_what_fits_nowhere_really_fails(costs, stages, limit, micro_batches, sch
 
 
 # ---- what it says
-
-
-CHAIN = [SegmentCost(name, Curve.per_sample(1), Curve.per_sample(2), parameter_bytes=2**30) for name in "abcd"]
 
 
 def test_memory_that_is_too_small_is_told_per_device():

@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.pipeline.plan.costs import Curve, Device, SegmentCost, device_peak_bytes, stage_costs
+from hvdtrain.pipeline.plan.costs import Curve, Device, SegmentCost
+from hvdtrain.pipeline.plan.partition import partition
 from hvdtrain.pipeline.plan.schedule import (
     REMATS,
+    SCHEDULES,
     Action,
     Remat,
-    Schedule,
     actions,
     footprints,
     micro_batch_sizes,
     recomputed,
 )
 
-# the others: test_pipeline_schedules.py
-SCHEDULES: tuple[Schedule, ...] = ("gpipe", "1f1b")
-# ---- schedules: tables, bubbles and rows by hand are in test_pipeline_schedules.py and test_pipeline_simulate.py
+# ---- schedules: bubbles are in test_pipeline_simulate.py
 
 
 def test_gpipe_and_1f1b_by_hand():
@@ -127,7 +127,7 @@ class StubStage:
         self.costs, self.sizes, self.memory = costs, sizes, memory
         self.tensors = [received, *(cost.output_bytes for cost in costs)]
         for cost in costs:
-            memory.take(cost.parameter_bytes + cost.gradient_bytes + cost.optimizer_bytes + cost.buffer_bytes)
+            memory.take(cost.fixed_bytes)
 
     def run(self, order: Sequence[Action], again: frozenset[int]) -> None:
         for action in order:
@@ -171,10 +171,18 @@ def real_peaks(
     return peaks
 
 
+def promised_bytes(costs, cut: Sequence[int], batch: int, micro_batches: int, schedule, remat, ahead: int = 0):
+    """The peak of each stage of a cut, as a partition has it."""
+    devices = [Device(str(stage), ahead=ahead) for stage in range(len(cut))]
+    run = {"batch": batch, "micro_batches": micro_batches, "schedule": schedule, "remat": remat}
+    return partition(costs, devices, balance=cut, **run).stage_bytes
+
+
+CHAIN = [SegmentCost(name, Curve.per_sample(1), Curve.per_sample(2), fixed_bytes=2**30) for name in "abcd"]
 whole = st.integers(0, 1000)
 segments = st.builds(
     SegmentCost, st.sampled_from("abc"), st.just(Curve.constant(0)), st.just(Curve.constant(0)),
-    whole, whole, whole, whole, whole.map(Curve.per_sample), whole.map(Curve.per_sample),
+    whole, whole, whole.map(Curve.per_sample), whole.map(Curve.per_sample),
 )  # fmt: skip
 chains = st.lists(segments, min_size=3, max_size=7)
 modes = {"schedule": st.sampled_from(SCHEDULES), "remat": st.sampled_from(REMATS)}
@@ -184,11 +192,7 @@ modes = {"schedule": st.sampled_from(SCHEDULES), "remat": st.sampled_from(REMATS
 def test_promised_memory_is_what_a_stage_takes(costs, stages, micro_batches, size, schedule, remat):
     """It fits exactly, and one byte less is an error."""
     cut, sizes = [1] * (stages - 1) + [len(costs) - stages + 1], [size] * micro_batches
-    found = stage_costs(costs, cut, [Device(str(stage)) for stage in range(stages)])
-    promised = [
-        device_peak_bytes([one], actions(schedule, stage, stages, micro_batches), sizes, remat)
-        for stage, one in enumerate(found)
-    ]
+    promised = promised_bytes(costs, cut, size * micro_batches, micro_batches, schedule, remat)
     assert real_peaks(costs, cut, sizes, schedule, remat, promised) == pytest.approx(promised)
     for stage, most in enumerate(promised):
         if most:
@@ -201,14 +205,21 @@ def test_promised_memory_is_what_a_stage_takes(costs, stages, micro_batches, siz
 def test_promised_memory_is_enough_for_uneven_micro_batches(costs, stages, batch, micro_batches, schedule, remat):
     """It may be more by what one sample's gradients take."""
     cut, sizes = [1] * (stages - 1) + [len(costs) - stages + 1], micro_batch_sizes(batch, micro_batches)
-    found = stage_costs(costs, cut, [Device(str(stage)) for stage in range(stages)])
-    promised = [
-        device_peak_bytes([one], actions(schedule, stage, stages, micro_batches), sizes, remat)
-        for stage, one in enumerate(found)
-    ]
+    promised = promised_bytes(costs, cut, batch, micro_batches, schedule, remat)
     taken = real_peaks(costs, cut, sizes, schedule, remat, promised)
-    for one, most, peak in zip(found, promised, taken, strict=True):
-        assert most - one.working_bytes(1) - 1e-6 <= peak <= most
+    begin = 0
+    for count, most, peak in zip(cut, promised, taken, strict=True):
+        crossing = [cost.output_bytes(1) for cost in costs[max(0, begin - 1) : begin + count]]
+        begin += count
+        assert most - 2 * max(crossing) - 1e-6 <= peak <= most
+
+
+def test_what_is_received_ahead_is_held():
+    """Of the tensors that come in, or of the gradients that come back, the larger."""
+    costs = [replace(CHAIN[0], output_bytes=Curve.per_sample(each)) for each in (3, 5, 4, 7)]
+    cut, run = [2, 2], (8, 2, "1f1b", "never")
+    plain, ahead = promised_bytes(costs, cut, *run), promised_bytes(costs, cut, *run, ahead=2)
+    assert [a - b for a, b in zip(ahead, plain, strict=True)] == [2 * 4 * 5, 2 * 4 * 7]
 
 
 @given(batch=st.integers(8, 30), micro_batches=st.integers(1, 8), weights=st.tuples(whole, whole), **modes)
