@@ -16,6 +16,7 @@ current_autograd_node = torch._C._current_autograd_node
 storage_use_count = torch._C._storage_Use_Count
 top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 profiler_enabled = torch.autograd._profiler_enabled
+execution_engine = torch.autograd.Variable._execution_engine
 multiply_each_ = torch._foreach_mul_
 gpu_index = torch.cuda._utils._get_device_index
 canonical_mask = torch.nn.functional._canonical_mask
@@ -24,7 +25,7 @@ sequence_length = torch.nn.modules.transformer._get_seq_len
 
 __all__ = [
     "DeviceContext", "DisableTorchFunction", "ExceptionWrapper", "TorchDispatchMode", "canonical_mask",
-    "current_autograd_node", "data_worker", "detect_is_causal_mask", "dispatch_modes",
+    "current_autograd_node", "data_worker", "detect_is_causal_mask", "dispatch_modes", "execution_engine",
     "function_modes", "gpu_index", "multiply_each_", "profiler_enabled", "pytree", "sequence_length",
     "storage_use_count", "top_saved_tensors_hooks",
 ]  # fmt: skip

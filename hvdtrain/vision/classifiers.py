@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 from typing import Any
 
-import torch
 import torchvision
 from torch import nn
 from torchvision.models.resnet import BasicBlock, Bottleneck

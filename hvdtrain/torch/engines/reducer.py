@@ -125,7 +125,7 @@ class Reducer:
     """Buckets, and the hooks on a module's trainable parameters that fill them; the next update notices freezing and
     unfreezing. `sum_async` is called with the same names on every rank. A parameter that is larger than a bucket has
     a bucket of its own. `where_they_lie` is asked whenever buckets are made, and returns True if large gradients are
-    summed without a copy. `in_order` sends a bucket after all those before it, for sums without names."""
+    summed without a copy."""
 
     def __init__(
         self,
@@ -136,7 +136,6 @@ class Reducer:
         compression: str | None = None,
         staged: Staged | None = None,
         where_they_lie: Callable[[], bool] = lambda: False,
-        in_order: bool = False,
     ) -> None:
         self._module = module
         self._staged = staged
@@ -144,7 +143,6 @@ class Reducer:
         self._bucket_bytes = bucket_bytes
         self._wire_type = HALVES[compression] if compression else None
         self._where_they_lie = where_they_lie
-        self._in_order = in_order
         self._layouts = WeakTensorKeyDictionary()  # by parameter, not by its id, which another may have once it is gone
         for parameter in module.parameters():
             self._layouts[parameter] = layout_of(parameter)
@@ -184,16 +182,9 @@ class Reducer:
                     )
                 bucket.fill(index)
                 if bucket.missing == 0:
-                    self._send_full()
+                    bucket.send(self._sum_async, self._wire_type)
 
         return hook
-
-    def _send_full(self) -> None:
-        for bucket in self.buckets:
-            if bucket.missing and self._in_order:
-                return
-            if not bucket.missing and not bucket.waits:
-                bucket.send(self._sum_async, self._wire_type)
 
     def begin_again(self) -> None:
         """The ranks have changed: what is under way is forgotten, and all count alike from here on."""
@@ -242,7 +233,8 @@ class Reducer:
                         if known is None:
                             used[position + index] = float(bucket.parameters[index].grad is not None)
                         bucket.fill(index)  # with what earlier micro-batches left, or zeros
-            self._send_full()
+            if not bucket.waits:
+                bucket.send(self._sum_async, self._wire_type)
             position += len(bucket.parameters)
         self._extras = extras
         device = self.buckets[0].flat.device if self.buckets else torch.device("cpu")
