@@ -13,6 +13,7 @@ import pytest
 from harness import clean_environment
 
 from hvdtrain.__main__ import main
+from hvdtrain.cluster.launch.output import without_libraries
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.keywords import refuses_other_keywords
 from hvdtrain.core.lr import LR
@@ -88,6 +89,26 @@ def test_a_shell_completes_commands_and_flags(tmp_path: Path) -> None:
 def test_json_is_all_that_is_printed(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*command.split(), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["command"] == command.split()[0]
+
+
+TRACEBACK = """\
+Traceback (most recent call last):
+  File "/home/me/train.py", line 8, in <module>
+    loss = model(x)
+           ^^^^^^^^
+  File "/venv/lib/python3.11/site-packages/torch/nn/modules/module.py", line 1, in _call_impl
+    return forward_call(*args)
+  File "/venv/lib/python3.11/site-packages/torch/nn/modules/linear.py", line 2, in forward
+    return F.linear(input)
+RuntimeError: shapes cannot be multiplied""".splitlines()
+
+
+def test_a_traceback_is_shown_to_the_users_line() -> None:
+    user = [*TRACEBACK[:4], "  ... 2 frame(s) of libraries, see the log", TRACEBACK[-1]]
+    assert without_libraries(TRACEBACK) == user
+    libraries_only = [TRACEBACK[0], *TRACEBACK[4:]]
+    assert without_libraries(libraries_only) == libraries_only, "without a line of the user's, all of it"
+    assert without_libraries(["a", "    b", 'File "x"']) == ["a", "    b", 'File "x"']
 
 
 @pytest.mark.parametrize("no_colour", ["", "1"])

@@ -84,7 +84,7 @@ class Connection(Channel):
 
 OnLine = Callable[[int, str, str], None]  # rank, "stdout", "stderr" or "result", line
 Event = tuple[Connection | None, Message | None]  # None, None: nobody reads the output any more
-TAIL_LINES = 40  # of each rank, kept for when it fails
+TAIL_LINES = 200  # of each rank, kept for when it fails: a traceback down from the user's line
 _FLUSH_S = 0.002  # between two looks at whether an agent takes more of what it is sent
 
 

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import select
 import sys
 import time
@@ -21,6 +22,9 @@ from hvdtrain.record.folder import next_folder
 _LOOK_S = 0.1
 LONGEST_LINE = 1000
 RECORD = "launch.json"  # of a job's attempts, in the folder of its logs
+_FRAME = re.compile(r'  File "([^"]*)", line \d+')
+_LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen ", f"{Path(__file__).parents[2]}/")
+_SHOWN_LINES = 40
 _COLOURS = (36, 33, 35, 32, 34, 31)  # cyan, yellow, magenta, green, blue, red
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
@@ -176,10 +180,31 @@ def failure_block(failure: Failure, folder: Path) -> str:
     lines = [f"{host}{failure.who} failed first, after {failure.after_s:.1f} s: {failure.why}"]
     if failure.lines:
         lines.append("  its last lines:")
-    for line in failure.lines:
+    for line in without_libraries(failure.lines)[-_SHOWN_LINES:]:
         more = f" ... ({len(line)} characters, see the log)" if len(line) > LONGEST_LINE else ""
         lines.append(f"  | {line[:LONGEST_LINE]}{more}")
     if failure.remedy:
         lines.append(f"  fix: {failure.remedy}")
     lines.append(f"  logs: {log_of(folder, failure.rank) if failure.rank is not None else folder}")
     return "\n".join(lines)
+
+
+def without_libraries(lines: Sequence[str]) -> list[str]:
+    """Returns a rank's lines without the frames of libraries and of hvdtrain that stand below a user's frame in a
+    traceback; with their number in the place of each group."""
+    kept: list[str] = []
+    hidden, below_user, hides = 0, False, False
+    for line in lines:
+        frame = _FRAME.match(line)
+        if frame is not None:
+            library = any(part in frame[1] for part in _LIBRARIES)
+            below_user, hides = below_user or not library, below_user and library
+            hidden += hides
+        elif not line.startswith("    "):
+            below_user = hides = False
+        if not hides:
+            if hidden:
+                kept.append(f"  ... {hidden} frame(s) of libraries, see the log")
+            kept.append(line)
+            hidden = 0
+    return kept
