@@ -93,8 +93,13 @@ class HvdtrainError(RuntimeError):
         self.remedy = remedy
         self.shared = shared
 
+    @property
+    def title(self) -> str:
+        """The first line: the rule, and the code that docs/troubleshooting.md explains."""
+        return f"{self.rule} [HVT-{self.code:03}]" if self.code else self.rule
+
     def __str__(self) -> str:
-        lines = [f"{self.rule} [HVT-{self.code:03}]" if self.code else self.rule]
+        lines = [self.title]
         if self.received:
             lines.append("  received: " + self.received.replace("\n", "\n            "))
         if self.remedy:

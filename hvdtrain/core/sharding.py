@@ -64,7 +64,10 @@ class Plan:
         for name, least in (("samples", 0), ("size", 1), ("per_rank_batch", 1), ("seed", 0)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, numbers.Integral) or int(value) < least:
-                raise ConfigError(f"{name} must be a whole number >= {least}", f"{name}={value!r}")
+                fix = "loader((x, y), per_rank_batch=32), with the arrays as one tuple"
+                if isinstance(value, numbers.Real):
+                    fix = "divide with //, as in 64 // world.size" if value >= least else ""
+                raise ConfigError(f"{name} must be a whole number >= {least}", f"{name}={value!r}"[:100], fix)
         if self.seed >= 2**64:
             raise ConfigError("seed must be below 2**64", f"seed={self.seed!r}")
         if self.tail not in ("weighted", "drop"):

@@ -404,6 +404,8 @@ def classification(top: tuple[int, ...] = (1, 5), label_smoothing: float = 0.0) 
         top: the values of k.
         label_smoothing: as of `torch.nn.functional.cross_entropy`.
     """
+    if not isinstance(top, (tuple, list)):
+        raise ConfigError("top must be a tuple of whole numbers", f"top={top!r}", "classification(top=(1,))")
     if any(isinstance(k, bool) or not isinstance(k, int) or k < 1 for k in top):
         raise ConfigError("top must contain whole numbers >= 1", f"top={top!r}")
 

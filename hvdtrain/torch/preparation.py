@@ -51,6 +51,8 @@ _NO_LOADER = (
     " sample once an epoch; hvdtrain.torch.loader(dataset, per_rank_batch) does both"
 )
 
+_OWN_RATE = "hvdtrain: global batch {}; the learning rate is the optimizer's (no lr=)"
+
 _OWN_BATCH = (
     "hvdtrain: {} batch-norm layer(s) use each rank's own batch;"
     " for the global batch: prepare(..., sync_batchnorm=True)"
@@ -153,6 +155,8 @@ def prepare(
             print(f"hvdtrain: {proof}", flush=True)
             if rates is not None:
                 print(f"hvdtrain: learning rate {rates.lr.described(rates.global_batch)}", flush=True)
+            elif data is not None:
+                print(_OWN_RATE.format(data.plan.update_samples(accumulate)), flush=True)
             if data is None:
                 print(_NO_LOADER, flush=True)
             if layers := count_unsynchronized(model):

@@ -163,7 +163,7 @@ class Rounds:
                     silent[rank] = {**known, "native": bundle.native_stack(known["pid"])}
             path = bundle.path_of(self._own.run_dir)
             error = hang.hung(verdict, reports, silent, hang_s, str(path or ""))
-            text = [error.rule, error.received, error.remedy]
+            text = [error.title, error.received, error.remedy]
             bundle.write(path, text, verdict, reports, silent)
             self._end(text, list(links.values()), verdict.ranks)
         elif verdict.kind:
@@ -338,7 +338,7 @@ class Watch:
                     link.send(ask=self._question)
         elif all(report.get("asked") == self._question for report in reports.values()):
             error = out_of_step(stuck, self._tracker.remedy)
-            text = [error.rule, error.received, error.remedy]
+            text = [error.title, error.received, error.remedy]
             if self._own.run_dir is not None:  # where `hvdtrain why` looks
                 ranks = list(range(self._tracker.size))
                 reported = {rank: {"rank": rank, "at": state} for rank, state in enumerate(stuck)}

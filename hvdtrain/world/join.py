@@ -40,6 +40,10 @@ from hvdtrain.world.startup import SAME_ON_ALL, load_triton_apart, use_tuned
 from hvdtrain.world.world import World, current, per_rank, set_current
 
 _ENGINES = {"torch": "hvdtrain.torch.engines.engine", "keras": "hvdtrain.keras.backends.engine"}
+_STARTS_NOTHING = (
+    "hvdtrain: this is one rank: python does not start others for -np\n"
+    "  fix: hvdtrain launch -np 2 -- python train.py"
+)
 _CHOSEN = 2**32  # seeds that a program sets are below it; those that PyTorch draws, of 53 bits, almost never
 
 
@@ -107,6 +111,8 @@ def init(
     set_current(world)
     if replaced not in (None, seed) and earlier is None and world.is_main:
         _report_seed(framework, replaced)
+    if chosen == "solo" and {"-np", "--np", "--nproc-per-node"} & set(sys.argv[1:]):
+        print(_STARTS_NOTHING, file=sys.stderr, flush=True)
     if isinstance(its, Elastic):
         _let_it_change(world, its, framework)
     preemption.watch(comm.rank, tracker, os.environ)
@@ -141,7 +147,8 @@ def _detected(its: JobRanks) -> Detected:
 
 def _engine_of(framework: str, engine: str, detected: Detected, its: JobRanks) -> str:
     if framework not in _ENGINES:
-        raise ConfigError('framework must be "torch" or "keras"', f"framework={framework!r}", 'init("torch")')
+        fix = 'hvdtrain.init("keras")' if framework == "tensorflow" else 'hvdtrain.init("torch")'
+        raise ConfigError('framework must be "torch" or "keras"', f"framework={framework!r}", fix)
     chosen = choose_engine(engine, detected, framework)
     if its.may_change and chosen != "horovod":
         raise ConfigError(

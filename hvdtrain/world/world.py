@@ -210,8 +210,8 @@ class World:
         """
         if not callable(fn):
             raise ConfigError(
-                "on_main() needs a function, and what to call it with", f"{type(fn).__name__}: it was called before",
-                'world.on_main(torch.save, state, "m.pt")',
+                "on_main() needs a function, and what to call it with", f"{fn!r:.60}, which a call returned",
+                'world.on_main(print, "saved"), not world.on_main(print("saved"))',
             )  # fmt: skip
         return self._on_main(
             functools.lru_cache(maxsize=1)(lambda: fn(*args, **kw)), getattr(fn, "__qualname__", repr(fn))
