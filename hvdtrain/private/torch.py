@@ -39,7 +39,6 @@ ATTRIBUTES = {
     "node of a graph": "_input_metadata _saved_dim _saved_exponent _saved_ignore_index _saved_ord _saved_other"
     " _saved_reduction _saved_self _saved_self_sym_sizes _saved_target _saved_total_weight _saved_weight",
     "operator": "_local_scalar_dense _schema",
-    "optimizer": "_optimizer_step_post_hooks _optimizer_step_pre_hooks",
     "learning-rate scheduler": "_wrapped_by_lr_sched",
     "data loader": "_iterator _on_queue_feeder_error _shutdown _shutdown_workers",
     "worker of a data loader": "_worker_info",

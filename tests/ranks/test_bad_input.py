@@ -59,21 +59,10 @@ def test_missing_data() -> None:
     told_once(refused(["--data", "/no/such/folder"], 1, "none"), "/no/such/folder: no such file or folder")
 
 
-def test_unwritable_run_directory(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()  # root may write anywhere, but not below a file
-    told_once(refused(["--run-dir", tmp_path / "file" / "run"], launcher="mpirun"), "file/run")
-
-
 def test_run_directory_in_use(tmp_path: Path) -> None:
     with RunLog(tmp_path / "run", World.solo(), config={}, progress=False, tensorboard=False):
         result = refused(["--run-dir", tmp_path / "run"], 1, "none")
         told_once(result, f"{tmp_path / 'run'} is in use by pid {os.getpid()}")
-
-
-def test_run_directory_of_another_run(tmp_path: Path) -> None:
-    with RunLog(tmp_path / "run", World.solo(), config={}, progress=False, tensorboard=False):
-        pass
-    told_once(refused(["--run-dir", tmp_path / "run"], 1, "none"), "holds a run that is finished", "--resume")
 
 
 @pytest.mark.parametrize("launcher", ["horovodrun", pytest.param("mpirun", marks=pytest.mark.thorough)])

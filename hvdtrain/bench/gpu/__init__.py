@@ -51,7 +51,7 @@ CHECKS = (
     GpuCheck(
         "horovod-shared", "Horovod, two ranks on one device (Gloo)", "right.engine", "horovod", ranks=2, shares=True
     ),
-    GpuCheck("ddp", "DistributedDataParallel, one rank (NCCL)", "right.engine", "ddp", ranks=1),
+    GpuCheck("ddp", "torch.distributed, one rank (NCCL)", "right.engine", "ddp", ranks=1),
     GpuCheck("ddp-shared", "the same, two ranks on one device (Gloo)", "right.engine", "ddp", ranks=2, shares=True),
     GpuCheck("deepspeed", "DeepSpeed, if it is there, one rank", "right.engine", "deepspeed", ranks=1),
     GpuCheck("keras", "Keras on PyTorch against plain Keras, one process", "right.keras_fit"),

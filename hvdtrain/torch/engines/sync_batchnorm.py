@@ -236,7 +236,7 @@ class SyncBatchNorm3d(SyncBatchNorm, nn.BatchNorm3d):
 
 
 class SyncBatchNormAny(SyncBatchNorm):
-    """A replacement of PyTorch's `SyncBatchNorm`, of no class that DistributedDataParallel refuses on a CPU."""
+    """A replacement of PyTorch's `SyncBatchNorm`."""
 
     def _check_input_dim(self, input: Tensor) -> None:
         nn.SyncBatchNorm._check_input_dim(self, input)  # type: ignore[arg-type]
