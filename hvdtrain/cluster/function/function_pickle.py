@@ -37,8 +37,10 @@ class _Pickler(cloudpickle.Pickler):
             self.sources.setdefault(name, linecache.getlines(name))
             make, args = self.dispatch_table[types.CodeType](obj)
             return make, tuple(name if arg == "<dynamic-code>" else arg for arg in args)
-        if isinstance(obj, (type, types.FunctionType)) and _program().get(obj.__qualname__) is obj:
-            self.named[obj.__qualname__] = obj
+        if isinstance(obj, (type, types.FunctionType)):
+            own_name = obj.__qualname__
+            if _program().get(own_name) is obj:
+                self.named[own_name] = obj
         return super().reducer_override(obj)
 
 
