@@ -38,9 +38,9 @@ class _Pickler(cloudpickle.Pickler):
             make, args = self.dispatch_table[types.CodeType](obj)
             return make, tuple(name if arg == "<dynamic-code>" else arg for arg in args)
         if isinstance(obj, (type, types.FunctionType)):
-            name = obj.__qualname__
-            if _program().get(name) is obj:
-                self.named[name] = obj
+            own_name = obj.__qualname__
+            if _program().get(own_name) is obj:
+                self.named[own_name] = obj
         return super().reducer_override(obj)
 
 

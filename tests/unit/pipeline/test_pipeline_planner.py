@@ -87,6 +87,8 @@ def test_what_the_backward_pass_hides_is_not_counted():
 def test_a_ring_within_a_host_uses_only_its_links():
     inside, between = Link(5e-6, 12.5e9), Link(30e-6, 1.25e9)
     assert ring_link(8, 8, inside, between) == inside and ring_link(8, 1, inside, between) == between
+    mixed = ring_link(8, 4, inside, between)  # two of eight hops are between hosts
+    assert mixed.latency_s == pytest.approx((2 * 30e-6 + 6 * 5e-6) / 8) and mixed.bytes_per_s == 1.25e9
 
 
 # ---- against the simulator and the allocator
