@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 from weakref import ref
 
 import torch
@@ -78,7 +78,6 @@ def prepare(
     compression: Literal["fp16", "bf16"] | None = None,
     sync_batchnorm: bool = False,
     channels_last: bool = False,
-    compile: bool = False,
     verify: bool = True,
     watch_every: int = 0,
     zero: Literal[0, 1, 2] = 0,
@@ -108,7 +107,6 @@ def prepare(
         compression: sends gradients as "fp16" or "bf16"; default: the value of HVDTRAIN_COMPRESSION.
         sync_batchnorm: batch normalisation over the batches of all ranks.
         channels_last: images and weights in the memory format that GPUs prefer for convolutions.
-        compile: compile the model with `torch.compile`.
         verify: prove before the first step that gradients are averaged (see `verify`).
         watch_every: compare the replicas every so many updates; 0: never.
         zero: ZeRO, on the deepspeed engine: each rank keeps a part of the optimizer's state (1), and of the gradients
@@ -120,10 +118,10 @@ def prepare(
         ReplicaError: on every rank, if the ranks differ in model, optimizer or options, or gradients are not averaged.
     """
     wire: Any = compression or variables.without_none(os.environ.get(variables.COMPRESSION))
-    options = Options(accumulate, clip, amp, wire, sync_batchnorm, channels_last, compile, verify, watch_every, zero)
+    options = Options(accumulate, clip, amp, wire, sync_batchnorm, channels_last, verify, watch_every, zero)
     _check_options(options, lr, data)
     world = given_or_current(world, "torch")
-    unprepared.stop()
+    unprepared.watch(reports=verify)
     _check_zero(options, world)
     compiled = model if is_compiled(model) else None
     model, optimizer, staged = _checked(model, optimizer, options, world)
@@ -135,8 +133,6 @@ def prepare(
     _place(model, optimizer, options, world, staged)
     start.broadcast_state(model, optimizer, world)
     call: Any = staged if staged is not None else compiled  # whose truth would be its length
-    if compile and call is None:
-        call = torch.compile(model)
     session = _bind(model, optimizer, options, data, world, staged, call)
     session.rates = rates
     check_elastic(session)
@@ -162,21 +158,7 @@ def prepare(
         world.tracker.phase = lambda: CLOCK.phase
     CLOCK.use(session.engine.device)
     CLOCK.take()  # setting up is no part of a step
-    return _Prepared((wrapped_model, wrapped_optimizer))
-
-
-class _Prepared(tuple[Any, Any]):
-    """The prepared model and optimizer; not a model, which is what one name for both would take them for."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        self.__getattr__("()")
-
-    def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        what = name if name == "()" else f".{name}"
-        fix = "model, optimizer = hvdtrain.torch.prepare(model, optimizer, ...)"
-        raise ConfigError("prepare() returns two values, which need two names", f"prepare(...){what}", fix)
+    return wrapped_model, wrapped_optimizer
 
 
 def _checked(

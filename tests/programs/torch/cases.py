@@ -109,6 +109,11 @@ def gap(found: Any, wanted: Any) -> float:
     return float(torch.stack([(a.double() - b.double()).abs().max() for a, b in pairs]).max())
 
 
+def apart(found: list[Any], wanted: list[Any]) -> float:
+    """Returns the largest difference of as many numbers or tensors."""
+    return max(float((torch.as_tensor(f) - w).abs().max()) for f, w in zip(found, wanted, strict=True))
+
+
 def report(world: hvdtrain.World, found: Any, out: str | Path) -> None:
     """Rank 0 writes what each rank found, by rank."""
     reports = world.gather(found)
