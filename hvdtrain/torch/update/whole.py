@@ -262,14 +262,14 @@ class _Joiner:
     def _rows(self, nodes: Sequence[_Node]) -> Tensor:
         if len({(node.form[0][1:], node.form[1]) for node in nodes}) > 1:
             raise self._differ(nodes, lambda node: f"{tuple(node.form[0])} {node.form[1]}")
-        absent = [
-            piece.own[node.place]
-            for piece in self._absent
-            for node in _tensors_of(piece.node)
-            if piece.own is not None and node.path == nodes[0].path and piece.own[node.place].requires_grad
-        ]
+        its = [piece.own[node.place] for piece, node in self._absent_at(nodes[0].path) if piece.own is not None]
+        absent = [output for output in its if output.requires_grad]
         pairs = zip(self.pieces, nodes, strict=True)
         return torch.cat([self._leaf(piece, node, absent=absent) for piece, node in pairs])
+
+    def _absent_at(self, path: str) -> list[tuple[_Piece, _Node]]:
+        """Returns the tensors at a place in values of ranks that have no samples."""
+        return [(piece, node) for piece in self._absent for node in _tensors_of(piece.node) if node.path == path]
 
     def _scalar(self, nodes: Sequence[_Node]) -> Tensor:
         """Returns a number that all ranks share, such as a temperature; raises ConfigError if they differ."""
@@ -283,8 +283,9 @@ class _Joiner:
                 "give hvt.whole() the values of each sample, one row per sample; compute the number from its result",
                 shared=True,
             )
-        own = next((place for place, piece in enumerate(self.pieces) if piece.own is not None), 0)
-        return self._leaf(self.pieces[own], nodes[own], shared=True).clone()
+        pairs = [*zip(self.pieces, nodes, strict=True), *self._absent_at(nodes[0].path)]
+        piece, node = next((pair for pair in pairs if pair[0].own is not None), pairs[0])
+        return self._leaf(piece, node, shared=True).clone()
 
     def _leaf(self, piece: _Piece, node: _Node, *, shared: bool = False, absent: Sequence[Tensor] = ()) -> Tensor:
         """Returns a tensor of a piece; where it has a gradient as a leaf."""

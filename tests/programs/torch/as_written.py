@@ -563,6 +563,31 @@ def case_a_loss_of_the_whole_and_of_a_part(world: hvdtrain.World) -> None:
     )  # fmt: skip
 
 
+class Tempered(nn.Module):
+    """Gives a learned number beside its outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.log = net(), nn.Parameter(torch.tensor(0.3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.net(x), self.log.exp()
+
+
+def case_a_number_of_the_model_where_a_rank_has_no_sample(world: hvdtrain.World) -> None:
+    """The last update has one sample: the rank without any has its part in the number's gradient, too."""
+
+    def scaled(out: Tensor, number: Tensor, y: Tensor) -> Tensor:
+        return CE(out * number, y)
+
+    x, y = X[:9], Y[:9]
+    data = hvt.loader((x, y), UPDATE // world.size, shuffle=False)
+    model, optimizer = hvt.prepare(model := Tempered(), sgd(model), data)
+    train(model, optimizer, data, lambda model, x, y: scaled(*hvt.whole(*model(x), y)))
+    plainly(plain := Tempered(), sgd(plain), windows(UPDATE, x, y), lambda model, x, y: scaled(*model(x), y))
+    assert gap(model, plain) < 1e-12, gap(model, plain)
+
+
 class Heads(nn.Module):
     """Gives a list: a number a sample for each head, or two rows for each sample."""
 
