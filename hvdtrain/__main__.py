@@ -38,7 +38,6 @@ COMMANDS = {
         "hvdtrain.horovod_build",
         "build a Horovod wheel for the frameworks installed here, and prove it",
     ),
-    "checkpoint": ("hvdtrain.commands.checkpoint", "checkpoints to and from plain PyTorch files and safetensors"),
     "report": ("hvdtrain.commands.report", "make one page about runs: curves, where time went, faults, advice"),
     "bench": ("hvdtrain.bench", "measure, in paired runs, against the alternatives"),
     "plan": ("hvdtrain.commands.plan", "rank the ways to train a model on given devices, by speed and memory"),

@@ -112,8 +112,9 @@ def prepare(
         base = torch.optim.AdamW(groups, lr=plan.lr.base)
     else:
         base = torch.optim.SGD(groups, lr=plan.lr.base, momentum=0.9, nesterov=plan.optimizer == "nesterov")
+    compiled: Any = torch.compile(network) if args.compile else network
     model, optimizer = hvt.prepare(
-        network,
+        compiled,
         base,
         batches,
         lr=plan.lr,
@@ -123,7 +124,6 @@ def prepare(
         compression=args.compression,
         sync_batchnorm=args.sync_batchnorm,
         channels_last=args.channels_last,
-        compile=args.compile,
         watch_every=args.watch_every,
         zero=args.zero,
     )

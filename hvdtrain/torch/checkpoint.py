@@ -391,7 +391,8 @@ def _keep_precision(saved: Mapping[str, Any], own: list[Described], optimizer: t
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, parameter, before, now in zip(order, parameters, saved.get("parameters", ()), own, strict=False):
         if before[2] == now[2] and index in saved["optimizer"]["state"]:
-            optimizer.state[parameter] = _uncast(saved["optimizer"]["state"][index], optimizer.state[parameter])
+            loaded = optimizer.state[parameter]
+            loaded.update(_uncast(saved["optimizer"]["state"][index], loaded))
 
 
 def _uncast(saved: Any, loaded: Any) -> Any:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -259,16 +259,7 @@ def _merged(results: list[dict[str, float]]) -> dict[str, float]:
     return {name: value for its in results for name, value in its.items()}
 
 
-class _Kept(Protocol):
-    """The data kept from all batches for some metrics, and the results made from it."""
-
-    def add(self, step: Step, outputs: Any, targets: Any) -> None: ...
-
-    def results(self, world: World) -> dict[str, float]:
-        """Returns the metrics over all ranks; collective."""
-
-
-def _kept(metrics: Any, device: torch.device) -> list[_Kept]:
+def _kept(metrics: Any, device: torch.device) -> list[States | _Means | _Predictions]:
     """Returns what keeps each of the metrics; raises `ConfigError` for what is none of the kinds of `evaluate`."""
     if metrics is classification:
         fix = "hvdtrain.torch.classification(), or classification(top=(1, 5))"

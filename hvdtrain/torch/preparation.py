@@ -80,7 +80,6 @@ def prepare(
     compression: Literal["fp16", "bf16"] | None = None,
     sync_batchnorm: bool = False,
     channels_last: bool = False,
-    compile: bool = False,
     verify: bool = True,
     watch_every: int = 0,
     zero: Literal[0, 1] = 0,
@@ -110,7 +109,6 @@ def prepare(
         compression: sends gradients as "fp16" or "bf16"; default: the value of HVDTRAIN_COMPRESSION.
         sync_batchnorm: batch normalisation over the batches of all ranks.
         channels_last: images and weights in the memory format that GPUs prefer for convolutions.
-        compile: compile the model with `torch.compile`.
         verify: prove before the first step that gradients are averaged (see `verify`).
         watch_every: compare the replicas every so many updates; 0: never.
         zero: 1 for ZeRO stage 1, on the engines ddp and deepspeed: each rank keeps the optimizer's state of a part of
@@ -122,10 +120,10 @@ def prepare(
         ReplicaError: on every rank, if the ranks differ in model, optimizer or options, or gradients are not averaged.
     """
     wire: Any = compression or variables.without_none(os.environ.get(variables.COMPRESSION))
-    options = Options(accumulate, clip, amp, wire, sync_batchnorm, channels_last, compile, verify, watch_every, zero)
+    options = Options(accumulate, clip, amp, wire, sync_batchnorm, channels_last, verify, watch_every, zero)
     _check_options(options, lr, data)
     world = given_or_current(world, "torch")
-    unprepared.stop()
+    unprepared.watch(reports=verify)
     _check_zero(options, world)
     compiled = model if is_compiled(model) else None
     model, optimizer, staged = _checked(model, optimizer, options, world)
@@ -137,8 +135,6 @@ def prepare(
     _place(model, optimizer, options, world, staged)
     start.broadcast_state(model, optimizer, world)
     call: Any = staged if staged is not None else compiled  # whose truth would be its length
-    if compile and call is None:
-        call = torch.compile(model)
     session = _bind(model, optimizer, options, data, world, staged, call)
     session.rates = rates
     check_elastic(session)

@@ -28,11 +28,9 @@ def told_once(result: Result, *parts: str) -> None:
     ("flags", "part"),
     [
         (["--per-rank-batch", "0"], "--per-rank-batch must be a whole number >= 1, not '0'"),
-        (["--accumulate", "-1"], "--accumulate"),
         (["--label-smoothing", "-0.1"], "--label-smoothing must be a number >= 0"),
         (["--clip", "0"], "--clip must be a number > 0"),
         (["--engine", "mpi"], "--engine"),
-        (["--amp", "fp8"], "--amp"),
         (["--resume", "--weights", "somewhere"], "--weights"),
         (["--data", "/no/such/folder"], "/no/such/folder"),
         (["--weights", "/no/such/checkpoint"], "/no/such/checkpoint: no such folder"),

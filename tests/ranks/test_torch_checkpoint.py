@@ -71,7 +71,7 @@ STATE = torch_cases.FOLDER / "state.py"
 
 @pytest.fixture(
     scope="module",
-    params=["solo", "horovod", pytest.param("ddp", marks=pytest.mark.thorough)],
+    params=["horovod", *(pytest.param(engine, marks=pytest.mark.thorough) for engine in ("solo", "ddp"))],
 )
 def state(request: pytest.FixtureRequest) -> Result:
     launcher, ranks, _ = JOBS[request.param]

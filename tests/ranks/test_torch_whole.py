@@ -1,9 +1,10 @@
-"""Losses of the global batch: 49 in which samples meet, on ranks and over batches, have the weights of one process."""
+"""Losses of the global batch, in which samples meet, on ranks and over batches, have the weights of one process."""
 
 from __future__ import annotations
 
 import json
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,7 @@ from harness import FORKED, PROGRAMS, run_ranks
 from limits import Limit
 
 PROGRAM = PROGRAMS / "torch" / "whole.py"
-LOSSES = re.findall(
-    r'^(?:@loss\ndef |    ")(\w+)(?=\(|": lambda model, o, y)', PROGRAM.read_text("utf-8"), re.MULTILINE
-)
-# each for what no other has: views, labels, proxies, orders, ratios, statistics of the batch; the others are thorough
-OFTEN = (
-    "clip", "swapped_clusters", "batch_hard_triplet", "survival", "median_and_spread", "dice", "detr", "advantages",
-    "whitening", "lovasz", "a_bare_sum",
-)  # fmt: skip
+LOSSES = re.findall(r"^@loss\ndef (\w+)", PROGRAM.read_text("utf-8"), re.MULTILINE)
 # engine, ranks, batches of an update
 MORE = [
     ("horovod", 1, 1), ("horovod", 1, 3), ("horovod", 2, 3), ("horovod", 3, 1), ("horovod", 3, 3), ("ddp", 2, 1),
@@ -27,36 +21,37 @@ MORE = [
 ]  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Found:
+    ranks: int
+    losses: list[dict[str, Any]]
+    means: list[dict[str, list[float]]]  # by rank
+
+
 @pytest.fixture(
     scope="module",
     params=[("horovod", 2, 1), *(pytest.param(way, marks=pytest.mark.thorough) for way in MORE)],
     ids=lambda way: "-".join(map(str, way)),
 )
-def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, list[Any]]:
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
     engine, ranks, accumulate = request.param
     out = tmp_path_factory.mktemp("whole") / "found.json"
-    specs = [getattr(item, "callspec", None) for item in request.session.items]
-    params = [its.params for its in specs if its is not None]
-    names = [its["name"] for its in params if its.get("found") == request.param and "name" in its]
-    program = [PROGRAM, engine, str(accumulate), out, *(names or OFTEN)]
-    run_ranks(program, ranks, launcher=FORKED[engine], timeout_s=400).check()
-    return ranks, [one for report in json.loads(out.read_text()) for one in report]
+    run_ranks([PROGRAM, engine, str(accumulate), out], ranks, launcher=FORKED[engine], timeout_s=400).check()
+    losses, means = zip(*json.loads(out.read_text()), strict=True)
+    return Found(ranks, [one for report in losses for one in report], list(means))
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.thorough] * (name not in OFTEN)) for name in LOSSES]
-)
-def test_a_loss_of_the_whole_batch_is_that_of_one_process(name: str, found: tuple[int, list[Any]]) -> None:
-    _, reports = found
-    mine = [one for one in reports if one["loss"] == name and one["way"] != "own rows"]
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_of_the_whole_batch_is_that_of_one_process(name: str, found: Found) -> None:
+    mine = [one for one in found.losses if one["loss"] == name and one["way"] != "own rows"]
     assert mine
     for one in mine:
         assert max(one["errors"]) <= 1e-10, one
 
 
-def test_a_rank_by_itself_has_another_loss(found: tuple[int, list[Any]], limit: Limit) -> None:
+def test_a_rank_by_itself_has_another_loss(found: Found, limit: Limit) -> None:
     """The twin: without the whole batch a loss is refused, or its weights are others."""
-    ranks, reports = found
+    ranks, reports = found.ranks, found.losses
     alone = [one for one in reports if one["way"] == "own rows"]
     assert len(alone) == ranks * len({one["loss"] for one in reports}) >= ranks
     if ranks > 1:
@@ -65,22 +60,13 @@ def test_a_rank_by_itself_has_another_loss(found: tuple[int, list[Any]], limit: 
         assert all("refused" in one or one["errors"][0] > 1e-6 for one in alone), alone
 
 
-@pytest.mark.parametrize(
-    ("engine", "ranks", "accumulate"),
-    [pytest.param(*way, marks=[pytest.mark.thorough] * (way not in MORE[2:4])) for way in MORE],
-)
-def test_means_with_divisors_of_their_own(
-    engine: str, ranks: int, accumulate: int, tmp_path: Path, limit: Limit
-) -> None:
-    out = tmp_path / "found.json"
-    program = PROGRAMS / "torch" / "terms.py"
-    run_ranks([program, engine, str(accumulate), out], ranks, launcher=FORKED[engine], timeout_s=120).check()
+def test_means_with_divisors_of_their_own(found: Found, limit: Limit) -> None:
     worst = 0.0
-    for report in json.loads(out.read_text()):
-        worst = max(worst, *report["loop"], *report["call"])
-        assert worst <= 1e-10, report
-        assert ranks * accumulate == 1 or max(report["one weight"]) > 1e-4, report  # the twin
-    limit("T30", f"three means with divisors of their own, {ranks} ranks, accumulate={accumulate}", exact=worst)
+    for means in found.means:
+        worst = max(worst, *means["loop"], *means["call"])
+        assert worst <= 1e-10, means
+        assert max(means["one weight"]) > 1e-4, means  # the twin
+    limit("T30", f"three means with divisors of their own, {found.ranks} ranks, accumulate=3", exact=worst)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

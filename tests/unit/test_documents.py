@@ -74,7 +74,7 @@ def test_what_is_wrong_is_seen(text: str) -> None:
         "tests/unit/test_nothing.py::test_row",
         "tests/unit/core/test_launchers.py::TestDetect::test_rule",
         "tests/unit/core/test_launchers.py::TestGpus",
-        "tests/ranks/test_torch_prepare.py::test_in_one_process[alone.py-case_of_no_kind]",
+        "tests/ranks/test_torch_prepare.py::test_in_one_process[case_of_no_kind]",
     ],
 )
 def test_tests_that_are_none_are_seen(text: str) -> None:

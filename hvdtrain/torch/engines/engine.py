@@ -28,7 +28,7 @@ def attach(detected: Detected, *, engine: str, device: str, gpus_per_rank: int, 
     if started.device.type == "cpu":
         keep_freed_memory()
     torch.manual_seed(seed)  # of all devices
-    unprepared.watch(started.rank, started.size)
+    unprepared.watch()
     return started
 
 

@@ -87,7 +87,7 @@ def check_equal(module: nn.Module, world: World, when: str) -> None:
         f"the replicas must be equal ({when})",
         f"{first} of rank(s) {', '.join(map(str, others))} differs from rank 0's"
         + (f"; {len(differing)} of {len(reports[0])} parameters differ" if len(differing) > 1 else ""),
-        (f"prepare() was never called: {unprepared.PREPARE}\n" if unprepared.reported else "")
+        (f"prepare each optimizer that steps: {unprepared.PREPARE}\n" if unprepared.reported else "")
         + "change parameters on every rank alike, only through optimizer.step();\n"
         "load weights before prepare(), or with Checkpointer.restore",
         shared=True,

@@ -20,7 +20,7 @@ from hvdtrain.torch.losses.loss_graph import UNNAMED, Term
 
 Number = float | Tensor
 Weight = float | Tensor | Callable[[Any], Any] | None
-SIZE = 12  # of what travels
+SIZE = 14  # of what travels
 # squared relative deviation of divisor / weight: rounding of float32 is far below, one label of ten thousand above
 _UNEVEN = 1e-9
 _SHARE = 1e-6
@@ -43,6 +43,7 @@ class Tally:
     problems: Number = 0.0  # losses that no weight makes right
     rates: Number = 0.0  # the learning rates that the update begins with, as one number: that of all ranks
     whole: Number = 0.0  # of losses of the whole batch, which every rank computes alike, as one number
+    place: float = 0.0  # a digest of which update this is; 0: not compared
     preempted: float = 0.0  # 1 where this rank was preempted
     leaves: float = 0.0  # 1 where this rank knows that the ranks are about to change
     text: Callable[[], str] = lambda: "nothing was differentiated"  # what the loss divides by, called when needed
@@ -96,9 +97,9 @@ class Tally:
     def tensor(self, device: torch.device) -> Tensor:
         """Returns float64 [SIZE], to be summed over ranks."""
         given = float(bool(self.given))
-        rates = (self.rates, self.rates**2, self.whole, self.whole**2)
         weighed, words = (self.loss, self.weight, self.divisors, self.squares), (self.leaves, self.preempted)
-        parts = (*weighed, given, self.problems, *rates, *words)
+        alike = [power for number in (self.place, self.rates, self.whole) for power in (number, number**2)]
+        parts = (*weighed, given, self.problems, *alike, *words)
         if not any(isinstance(part, Tensor) for part in parts):
             return torch.tensor(parts, dtype=torch.float64, device=device)
         full = [
@@ -121,13 +122,19 @@ def _differ(total: Any, squares: Any, ranks: int) -> Any:
     return ranks * squares - total**2 > _UNEVEN * total**2
 
 
+def out_of_step(sums: Any, ranks: int) -> Any:
+    """Returns True if ranks were not in the same update (Cauchy and Schwarz), of sums as `Tally.tensor` gives them."""
+    place, place_squares = sums[6], sums[7]
+    return ranks * place_squares != place * place
+
+
 def wrong(sums: Tensor, ranks: int) -> Number:
     """Returns, of what `Tally.tensor` gave summed over ranks, 1 where the weights are not right, else 0; a scalar."""
     on_cpu = sums.device.type == "cpu"  # where numbers cost less than tensors
     values: Any = sums.tolist() if on_cpu else sums
-    _, weight, divisors, squares, given, problems, rates, rate_squares, whole, whole_squares, *_ = values
+    _, weight, divisors, squares, given, problems, _, _, rates, rate_squares, whole, whole_squares, *_ = values
     mixed = (given != 0) & (given != ranks)
-    apart = _differ(rates, rate_squares, ranks) | _differ(whole, whole_squares, ranks)
+    apart = _differ(rates, rate_squares, ranks) | _differ(whole, whole_squares, ranks) | out_of_step(values, ranks)
     found = uneven(weight, divisors, squares) | mixed | (problems > 0) | apart
     return float(found) if on_cpu else found.double()
 
@@ -138,7 +145,7 @@ def refusal(
     """Returns the error for an update whose weights are not right, of every rank's `Tally.text`, reason why no
     weight makes the loss right ("" for none), and first group's learning rate; `types` is what to type."""
     mixed = 0 < sums[4] < ranks
-    if not mixed and _differ(sums[6], sums[7], ranks):
+    if not mixed and _differ(sums[8], sums[9], ranks):
         return ReplicaError(
             "all ranks must train with the same learning rates",
             "\n".join(f"rank {rank}: {rate:g}" for rank, rate in enumerate(rates)),
@@ -152,7 +159,7 @@ def refusal(
     if mixed:
         rule, remedy = "weight= must be given on all ranks, or on none", "give weight= on every rank"
         received = f"weight= was given on {sums[4]:g} of {ranks} ranks"
-    elif _differ(sums[8], sums[9], ranks):
+    elif _differ(sums[10], sums[11], ranks):
         rule = "a loss of the whole batch must be the same on every rank"
         received = "\n".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
         remedy = (

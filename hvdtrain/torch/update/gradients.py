@@ -19,9 +19,11 @@ from torch import Tensor, nn
 from hvdtrain.comm import elastic
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.private.torch import multiply_each_
+from hvdtrain.torch.engines import unprepared
 from hvdtrain.torch.losses.loss_graph import nodes_of
 from hvdtrain.torch.losses.tally import Number, Tally, double
 from hvdtrain.torch.update.batches import Batch
+from hvdtrain.torch.update.several import members_of
 from hvdtrain.watch.preemption import is_preempted
 
 # idle: backward() is next. more: another backward() for the same batch was announced. partial: a micro-batch is done
@@ -52,6 +54,8 @@ class Gradients:
         self.gathering = False  # the user stands within an update
         self._weight: Number = 0.0
         self._shared = False
+        self.used = False  # an update was made, or the prepared optimizer was closed
+        unprepared.prepared(self._parameters, members_of(optimizer))
         self._watch()
         self._aside: list[tuple[nn.Parameter, Tensor]] = []
         self._samples_seen = 0
@@ -126,9 +130,9 @@ class Gradients:
         value = float(loss.detach()) if self._device.type == "cpu" else loss.detach().double().reshape(())
         self.tally.count(value, weight, coefficient)
 
-    def sums(self) -> Tensor:
-        """Returns float64 [k], to be summed over ranks: this rank's `tally`."""
-        self.tally.rates = 0.0
+    def sums(self, place: float) -> Tensor:
+        """Returns float64 [k], to be summed over ranks: this rank's `tally`, of the update at this place."""
+        self.tally.place, self.tally.rates = place, 0.0
         for index, group in enumerate(self._optimizer.param_groups):
             self.tally.rates = self.tally.rates + double(group["lr"]) * math.sqrt(index + 1)
         self.tally.preempted = float(is_preempted())
@@ -153,6 +157,7 @@ class Gradients:
                 self._hooks[id(parameter)] = parameter.register_post_accumulate_grad_hook(hook)
 
     def close(self) -> None:
+        unprepared.closed(self._parameters, members_of(self._optimizer), used=self.used)
         for hook in self._hooks.values():
             hook.remove()
         self._hooks = {}

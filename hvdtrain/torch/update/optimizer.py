@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary, finalize, ref
+from weakref import finalize
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from hvdtrain.checkpoint.parts import Progress
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.torch.engines import replicas
+from hvdtrain.torch.engines import replicas, unprepared
 from hvdtrain.torch.engines.base import EngineModel
 from hvdtrain.torch.update.amp import ScalerAdapter
 from hvdtrain.torch.update.batches import Batch, require_batch
@@ -25,11 +24,10 @@ from hvdtrain.torch.update.passes import BatchPasses
 from hvdtrain.torch.update.refusals import check_held
 from hvdtrain.torch.update.regroup import compared, updated
 from hvdtrain.torch.update.session import Session, not_finite, rates_of
-from hvdtrain.torch.update.several import Several, members_of
+from hvdtrain.torch.update.several import Several
 from hvdtrain.torch.values.clock import CLOCK
 from hvdtrain.torch.values.out_of_memory import explained
 from hvdtrain.values.nested import tensors_of
-from hvdtrain.world.world import current
 
 _LOOKED_AT = 2  # updates, where no loader deals the data
 
@@ -83,8 +81,7 @@ class Optimizer(BatchPasses, torch.optim.Optimizer):
         self._alike = 0  # updates for which all ranks had the same batch
         self._stepper = ScalerAdapter(self.wrapped, partial(_step_engine, session))
         # nothing that stays on model and optimizer may refer to this one: when it is dropped, they are plain again
-        self._guard = _Guard(session, members_of(self.wrapped))
-        self._closing = finalize(self, _close, self._guard, session.gradients, session.engine_model)
+        self._closing = finalize(self, _close, session.gradients, session.engine_model)
         self._closing.atexit = False
 
     # -- one update ------------------------------------------------------------------------------------------
@@ -259,7 +256,7 @@ class Optimizer(BatchPasses, torch.optim.Optimizer):
             )
 
     def _advance(self) -> None:
-        self._guard.used = True
+        self.session.gradients.used = True
         batch = self.session.gradients.batch
         assert batch is not None
         epoch, in_epoch = self.session.batches.applied(batch)
@@ -400,63 +397,17 @@ class Optimizer(BatchPasses, torch.optim.Optimizer):
 
         With zero= it is collective, and gives the optimizer its whole state back (deleting does not).
         """
-        self._guard.used = True
+        self.session.gradients.used = True
         if self._closing.alive and self.session.zero is not None:
             self.session.zero.give_back(self.state_dict())
         self._closing()
 
 
 def _step_engine(session: Session, closure: Callable[[], object] | None = None) -> None:
-    session.stepping = True
-    try:
+    with unprepared.engine_steps():
         session.engine_model.step(closure)
-    finally:
-        session.stepping = False
 
 
-def _close(guard: _Guard, gradients: Gradients, model: EngineModel) -> None:
-    guard.close()
+def _close(gradients: Gradients, model: EngineModel) -> None:
     gradients.close()
     model.close()
-
-
-_guards: WeakKeyDictionary[torch.optim.Optimizer, _Guard] = WeakKeyDictionary()  # by plain optimizer
-
-
-class _Guard:
-    """Refuses calls of the plain optimizers after `prepare(...)`, also if its result was not assigned."""
-
-    def __init__(self, session: Session, members: Sequence[torch.optim.Optimizer]) -> None:
-        self._session, self.used = ref(session), False
-        self._members = list(map(ref, members))
-        self._hooks: list[RemovableHandle] = []
-        for member in members:
-            if (earlier := _guards.pop(member, None)) is not None:
-                earlier.remove()
-            _guards[member] = self
-            self._hooks.append(member.register_step_pre_hook(lambda optimizer, *_: self._refuse("step", optimizer)))
-            vars(member)["backward"] = partial(self._refuse, "backward", ref(member))
-
-    def _refuse(self, call: str, optimizer: Any, *_: object, **__: object) -> None:
-        session, world = self._session(), current()
-        engine_steps = session is not None and session.stepping and call == "step"
-        if engine_steps or world is None or world.size == 1:
-            return
-        optimizer = optimizer() if isinstance(optimizer, ref) else optimizer
-        raise ConfigError(
-            f"{call}() must be called on the optimizer that prepare() returned",
-            f"{call}() of the {type(optimizer).__name__} that was given to prepare()",
-            f"model, optimizer = prepare(model, optimizer, ...), then {call}() of the returned optimizer",
-            code=34,
-        )
-
-    def close(self) -> None:
-        """Takes the guard off, unless no update was made."""
-        if self.used:
-            self.remove()
-
-    def remove(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        for member in filter(None, (its() for its in self._members)):
-            vars(member).pop("backward", None)

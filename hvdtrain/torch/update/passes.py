@@ -12,18 +12,18 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.checkpoint.parts import Progress
-from hvdtrain.core.errors import ConfigError, RanksLost, ReplicaError
+from hvdtrain.core.errors import ConfigError, HvdtrainError, RanksLost, ReplicaError
+from hvdtrain.torch.engines import unprepared
 from hvdtrain.torch.engines.base import Pass
-from hvdtrain.torch.losses.loss_graph import recomputes_reentrantly
+from hvdtrain.torch.losses.loss_graph import leaves_of, recomputes_reentrantly
 from hvdtrain.torch.losses.loss_proof import Looked
-from hvdtrain.torch.losses.tally import SIZE, Number, Weight, weight_of, wrong
+from hvdtrain.torch.losses.tally import SIZE, Number, Tally, Weight, out_of_step, weight_of, wrong
 from hvdtrain.torch.update.amp import ScalerAdapter, widened
 from hvdtrain.torch.update.batches import Batch, require_batch
 from hvdtrain.torch.update.gradients import check_loss, refuse_divided, scale, zero_gradients
 from hvdtrain.torch.update.model import Model
 from hvdtrain.torch.update.nonfinite import PendingLosses, first_bad_layer
 from hvdtrain.torch.update.pieces import model_differs, pieces_differ
-from hvdtrain.torch.update.refusals import note_reached, watch_unprepared
 from hvdtrain.torch.update.regroup import check_once, go_on_without
 from hvdtrain.torch.update.session import Session, rates_of
 from hvdtrain.torch.update.staged import SMALLER_STAGES, Arguments, Loss, in_one_call, pieces_for, run_step
@@ -60,8 +60,6 @@ class BatchPasses:
         self.session = session
         self.progress = Progress()
         self._model = Model(session)
-        if session.world.size > 1 and session.options.verify:
-            watch_unprepared()
         self._layer = ""
         self._mean: Tensor | None = None  # loss of the update
         self._failed: BaseException | None = None  # of a pass whose gradients other ranks wait for
@@ -174,7 +172,7 @@ class BatchPasses:
         mean, entered = self._loss_of_all(micro_batches, loss)
         gradients.tally.count_whole(mean)
         gradients.add_loss(mean, amount, coefficient)
-        sums = gradients.sums()
+        sums = self._sums()
         self._passes_again(micro_batches, mean, entered, amount, coefficient, sums)
         self._conclude(batch, mean, sums)
         return mean.detach()
@@ -258,15 +256,24 @@ class BatchPasses:
             if not one.batch.padding:
                 with self._refused_on_all_ranks():
                     run_step(self.session, one.arguments, None, loss, coefficient, None, None, whole=True)
+
+        self._run_passes(passes, sums)
+
+    def _run_passes(self, passes: Callable[[], None], sums: Tensor | None) -> None:
+        """Runs a batch's passes through the stages; `sums` travel with the gradients of an update's last batch."""
+        session, reduces = self.session, sums is not None
+
+        def then_sums() -> None:
+            passes()
             if sums is not None:
-                sums.copy_(self.session.gradients.sums())
+                sums.copy_(self._sums())
 
         with (
-            explained("passes of the pipeline", self.session.sizes, SMALLER_STAGES),
-            self.session.gradients.differentiating(),
-            self._others_wait(sums is not None),
+            explained("passes of the pipeline", session.sizes, SMALLER_STAGES),
+            session.gradients.differentiating(),
+            self._others_wait(reduces),
         ):
-            self.session.engine_model.run(passes, Pass(reduce=sums is not None, extras=sums))
+            session.engine_model.run(then_sums, Pass(reduce=reduces, extras=sums))
 
     @contextmanager
     def _refused_on_all_ranks(self) -> Iterator[None]:
@@ -315,15 +322,8 @@ class BatchPasses:
                 with self._refused_on_all_ranks():
                     mean = run_step(session, arguments, y, loss, coefficient, weight, outputs)
                     gradients.add_loss(mean, amount, coefficient)
-            if sums is not None:
-                sums.copy_(gradients.sums())
 
-        with (
-            explained("passes of the pipeline", session.sizes, SMALLER_STAGES),
-            gradients.differentiating(),
-            self._others_wait(sums is not None),
-        ):
-            session.engine_model.run(passes, Pass(reduce=sums is not None, extras=sums))
+        self._run_passes(passes, sums)
         self._conclude(batch, mean, sums)
         return mean
 
@@ -385,7 +385,7 @@ class BatchPasses:
         if session.before is not None and not batch.padding:
             session.before.look(loss, batch)
         if session.proof.is_due:
-            note_reached(loss)
+            unprepared.note_reached(leaves_of(loss))
         if session.proof.is_due and batch.step is not None and is_whole(loss):
             session.proof.look_whole(loss, batch.step.samples, batch.step.global_samples)
         entered = gradients_of(loss, session.module, session.world.size, retain_graph)
@@ -408,7 +408,7 @@ class BatchPasses:
             session.proof.close_batch()
         gradients.add_loss(loss, amount, coefficient)
         CLOCK.enter("backward")
-        sums = gradients.sums() if batch.is_last_micro_batch and not more else None
+        sums = self._sums() if batch.is_last_micro_batch and not more else None
         passed = loss if entered is None else given_gradients(loss, *entered)
         self._differentiate(passed, amount, coefficient, sums, retain_graph, counts=not batch.padding, outputs=outputs)
         self._conclude(batch, loss, sums, weight=amount, more=more)
@@ -447,7 +447,7 @@ class BatchPasses:
         self._terms.restore(totals, gradients.parameters())
         mean = self._terms.mean(totals)
         gradients.add_loss(mean * size, amount, coefficient)
-        sums = gradients.sums()
+        sums = self._sums()
         whole = [terms[at].mean * (terms[at].divisor / totals[at]) for at in counted]
         passed = sum(whole[1:], whole[0]) if whole else _tracked(terms[0].mean, outputs)
         self._differentiate(
@@ -469,7 +469,7 @@ class BatchPasses:
         outputs = session.proof.tracked()
         if session.proof.is_due:
             for at in counted:
-                note_reached(terms[at].mean)
+                unprepared.note_reached(leaves_of(terms[at].mean))
         session.proof.close_batch()
         if session.before is not None and counted:
             session.before.look(terms[counted[0]].mean, batch)
@@ -520,6 +520,11 @@ class BatchPasses:
                 self._failed = error
             raise
 
+    def _sums(self) -> Tensor:
+        """Returns what travels with an update's gradients."""
+        session = self.session
+        return session.gradients.sums(session.engine_model.place().digest() if session.world.tracker.on else 0.0)
+
     def _reopen(self, batch: Batch) -> None:
         check_once(self.session)
         if self.session.gradients.state == "ready":
@@ -538,8 +543,8 @@ class BatchPasses:
             session.engine_model.finish()
             CLOCK.enter("optimizer")
             try:
-                gradients.complete()
                 self._settle_update(batch, sums)
+                gradients.complete()
             except (ConfigError, ReplicaError):  # step() has nothing to apply, should the user catch it
                 session.precision.forget()
                 gradients.restart()
@@ -613,12 +618,23 @@ class BatchPasses:
         layer, self._layer = self._layer, ""
         session.losses.add(PendingLosses(
             self.progress.step + 1, batch.place[0], every, tally.loss, layer,
-            wrong(sums, session.world.size),
-            session.proof.explain(tally, sums, partial(rates_of, session.optimizer)), sums[-2:],
+            wrong(sums, session.world.size), self._explain(tally, sums), sums[-2:],
         ))  # fmt: skip
         if tally.given:
             session.precision.note_weights(weight / batch.planned)
         session.precision.unscale(self._stepper)
+
+    def _explain(self, tally: Tally, sums: Tensor) -> Callable[[], HvdtrainError]:
+        """Returns what makes the error of an update that is refused, collective when it is called."""
+        session, place = self.session, self.session.engine_model.place()
+        wrong_weights = session.proof.explain(tally, sums, partial(rates_of, session.optimizer))
+
+        def error() -> HvdtrainError:
+            if bool(out_of_step(sums, session.world.size)):
+                return session.engine_model.out_of_step(place)
+            return wrong_weights()
+
+        return error
 
 
 def _entries(

@@ -1,20 +1,14 @@
-"""What cannot be prepared, refused before anything is moved or sent; and optimizers that train unprepared."""
+"""What cannot be prepared, refused before anything is moved or sent."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.torch.losses.loss_graph import leaves_of
-from hvdtrain.torch.update.session import prepared_optimizers, session_of
-from hvdtrain.world.world import current
 
 # who wraps models and optimizers, by how the name of their class's module begins
 _WRAPPERS = {
@@ -106,63 +100,3 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
 
 def _wrapper_of(kind: type) -> str:
     return next((who for start, who in _WRAPPERS.items() if kind.__module__.startswith(start)), "")
-
-
-# ---- optimizers that are not prepared
-
-_reached = WeakTensorKeyDictionary()  # parameters of no prepared model that a loss would put gradients into
-_watching = False
-_reported = set[str]()
-
-
-def watch_unprepared() -> None:
-    """Looks at the steps of optimizers that are not prepared, from now on: each rank would update the parameters that
-    they have with its own gradients."""
-    global _watching
-    if not _watching:
-        register_optimizer_step_pre_hook(_check_step)
-        _watching = True
-
-
-def note_reached(loss: Tensor) -> None:
-    """Has optimizers refused that are not prepared, and would update parameters that this loss reaches."""
-    leaves = [leaf for leaf in leaves_of(loss) if isinstance(leaf, nn.Parameter)]
-    prepared = set(map(id, _prepared())) if leaves else set()
-    for leaf in leaves:
-        if id(leaf) not in prepared:
-            _reached[leaf] = True
-
-
-def _prepared() -> Iterator[nn.Parameter]:
-    """Yields parameters that a prepared optimizer trains, until it is closed or deleted."""
-    modules = (module for module in list(prepared_optimizers) if session_of(module) is not None)
-    return (parameter for module in modules for parameter in module.parameters())
-
-
-def _check_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    sessions = [session for module in list(prepared_optimizers) if (session := session_of(module)) is not None]
-    world = current()
-    if world is None or world.size == 1 or any(session.stepping for session in sessions):
-        return
-    prepared, kind = set(map(id, _prepared())), type(optimizer).__name__
-    its = [
-        p for group in optimizer.param_groups for p in group["params"] if p.grad is not None and id(p) not in prepared
-    ]
-    reached = [tuple(parameter.shape) for parameter in its if parameter in _reached]
-    if sessions and reached:
-        raise ConfigError(
-            "all parameters that a loss trains must belong to the prepared model",
-            f"{kind}.step() of an optimizer without prepare():\nthe loss reaches {len(reached)} of its parameters,"
-            f" of shapes {', '.join(map(str, reached[:3]))}",
-            "make them a part of the model (an attribute, or one torch.nn.ModuleDict of both), with one optimizer\n"
-            'whose groups have separate rates: SGD([{"params": ..., "lr": ...}, ...]), and prepare() these',
-            shared=True,
-        )
-    averages = hasattr(optimizer, "synchronize")  # Horovod's own
-    if its and not averages and kind not in _reported and world.is_main:
-        _reported.add(kind)
-        print(
-            f"hvdtrain: {kind}.step() of an optimizer that is not prepared: each rank trains its own copy of its"
-            " parameters\n  fix: model, optimizer = hvdtrain.torch.prepare(model, optimizer, data), with this one",
-            flush=True,
-        )

@@ -50,7 +50,6 @@ class Options:
     compression: Literal["fp16", "bf16"] | None = None
     sync_batchnorm: bool = False
     channels_last: bool = False
-    compile: bool = False
     verify: bool = True
     watch_every: int = 0
     zero: int = 0
@@ -78,7 +77,6 @@ class Session:
     rates: Rates | None = None  # sets the learning rate; None leaves it to the user
     last_call: tuple[tuple[Any, ...], dict[str, Any]] | None = None  # arguments of the last training forward pass
     last_method: Callable[..., Any] | None = None  # the user's own that took them, in place of forward
-    stepping: bool = False  # the optimizer's step is called by `Optimizer.step`
     entered: bool = False  # the model was called, or a method of it, since the last backward pass
     saver: Saver | None = None  # what saves this training, if a checkpointer knows it
     before: UpdateSnapshot | None = None  # the state to restore if an update is discarded, in an elastic job

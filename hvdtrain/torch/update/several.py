@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import torch
@@ -32,8 +33,9 @@ class Several(torch.optim.Optimizer):
         return [group for member in self.members for group in member.param_groups]
 
     @property
-    def state(self) -> MutableMapping[Tensor, Any]:  # type: ignore[override]
-        return _States(self.members)
+    def state(self) -> Mapping[Tensor, Any]:  # type: ignore[override]
+        """The states of all members; a new one is set in the member that has the parameter."""
+        return MappingProxyType({p: state for member in self.members for p, state in member.state.items()})
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for member in self.members:
@@ -84,33 +86,6 @@ class Several(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         return f"[{', '.join(map(repr, self.members))}]"
-
-
-class _States(MutableMapping[Tensor, Any]):
-    """The states of all members, each parameter's in the member that has it."""
-
-    def __init__(self, members: Sequence[torch.optim.Optimizer]) -> None:
-        self._members = members
-        self._owner = {id(p): member for member in members for group in member.param_groups for p in group["params"]}
-
-    def _of(self, key: Any) -> MutableMapping[Any, Any]:
-        return self._owner.get(id(key), self._members[0]).state
-
-    def __getitem__(self, key: Any) -> Any:
-        return self._of(key)[key]
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self._of(key)[key] = value
-
-    def __delitem__(self, key: Any) -> None:
-        del self._of(key)[key]
-
-    def __iter__(self) -> Iterator[Any]:
-        for member in self._members:
-            yield from member.state
-
-    def __len__(self) -> int:
-        return sum(len(member.state) for member in self._members)
 
 
 def kind_of(optimizer: torch.optim.Optimizer) -> str:

@@ -37,12 +37,6 @@ def check_staged(staged: Staged, options: Options, engine: TorchEngine) -> None:
             f"engine={engine.name!r}",
             'hvdtrain.init("torch", engine="horovod"), started with horovodrun, mpirun or srun',
         )
-    if options.compile:
-        raise ConfigError(
-            "torch.compile is not supported for a pipeline: its stages run traced operations",
-            "compile=True",
-            "remove compile, or train the model without a pipeline",
-        )
     if options.sync_batchnorm or any(is_synchronized(layer) for layer in staged.module.modules()):
         raise ConfigError(
             "sync_batchnorm is not supported in a pipeline: each stage is at another micro-batch",

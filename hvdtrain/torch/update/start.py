@@ -18,7 +18,7 @@ from hvdtrain.torch.engines import buffers
 from hvdtrain.torch.engines.base import Staged
 from hvdtrain.torch.update import staged as stages
 from hvdtrain.torch.update.session import Options
-from hvdtrain.torch.update.several import kind_of
+from hvdtrain.torch.update.several import kind_of, members_of
 from hvdtrain.values.nested import map_tensors
 from hvdtrain.world.world import World
 
@@ -108,7 +108,8 @@ def _broadcast_optimizer(optimizer: torch.optim.Optimizer, world: World) -> None
     skeleton, shapes = world.broadcast((skeleton, shapes))
     if not shapes:
         if not world.is_main:
-            optimizer.state.clear()
+            for member in members_of(optimizer):
+                member.state.clear()
         return
     if not world.is_main:
         device = next(parameter.device for group in optimizer.param_groups for parameter in group["params"])

@@ -8,11 +8,10 @@ takes them through its own model; the sum over ranks is the gradient of one proc
 from __future__ import annotations
 
 import math
-import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -30,24 +29,21 @@ from hvdtrain.values.nested import made_of, parts_of, tensors_of
 from hvdtrain.world.world import World, given_or_current
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, np.generic)
-_SMALL = 1 << 20  # bytes: less is not reported
 _ALIGNED = 16  # any type of number may begin at such a byte
 _ITEMS = (str, bytes, bool, int, float)  # in a tuple: one for each sample
-_warned: WeakSet[Session] = WeakSet()  # of outputs larger than the gradients
-_reports: WeakKeyDictionary[Session, dict[str, tuple[Any, bytes, list[Any]]]] = WeakKeyDictionary()
 _lists: WeakKeyDictionary[Session, dict[str, bool]] = WeakKeyDictionary()  # are parts of a value
 
 
 @dataclass(frozen=True)
 class _Own:
-    """This rank's part of a joined tensor: rows `start` to `stop`; None: the whole tensor, the same on every rank."""
+    """What a leaf of a loss stands for; it has the values of one rank's piece of a batch."""
 
-    output: Tensor  # what this rank's model gave, with its graph
-    start: int | None
-    stop: int | None
+    output: Tensor | None  # what this rank's model gave, with its graph; None: another rank's piece
+    shared: bool = False  # one number that is the same on every rank
+    absent: Sequence[Tensor] = ()  # outputs of this rank for batches without samples, which get gradients of 0
 
 
-_owns: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # by joined tensor
+_owns: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # by leaf
 
 
 def whole(*values: Any, world: World | None = None) -> Any:
@@ -102,38 +98,13 @@ def joined(own: Sequence[Any], steps: Sequence[Step | None], world: World, sessi
             mine.append((_described(values, "", samples, tensors), tensors))
     except ConfigError as error:
         problem = error.received
-    report: _Report = (problem, absent, [node for node, _ in mine])
-    reports = _of_all_ranks(report, world, {} if session is None else _reports.setdefault(session, {}))
+    reports: list[_Report] = world.gather((problem, absent, [node for node, _ in mine]))
     problems = [f"rank {rank}: {its}" for rank, (its, _, _) in enumerate(reports) if its]
     if problems:
         raise _refused("\n".join(problems))
-    every = _of_all([tensors for _, tensors in mine], reports, world)
-    joiner = _Joiner(every, {} if session is None else _lists.setdefault(session, {}))
-    found = joiner.value([piece.node for piece in joiner.pieces], [piece.node for piece in joiner.absent], own[0])
-    if session is not None and world.is_main and session not in _warned:
-        gradients = sum(parameter.nbytes for parameter in session.gradients.parameters())
-        if joiner.bytes > max(_SMALL, gradients):
-            _warned.add(session)
-            print(
-                f"hvdtrain: hvt.whole() sends {joiner.bytes / 1e6:,.1f} MB of outputs an update, and"
-                f" {gradients / 1e6:,.1f} MB of gradients; a loss in which samples do not meet needs only"
-                " optimizer.backward(loss, weight=...)",
-                flush=True,
-            )
-    return found
-
-
-def _of_all_ranks(own: _Report, world: World, known: dict[str, tuple[Any, bytes, list[_Report]]]) -> list[_Report]:
-    """Returns the reports of all ranks; collective. Where none has changed since the last call of this line, which the
-    ranks' meeting shows, these are those that are `known`, by line: with the ranks that met, and this rank's own."""
-    line, data = user_line(), pickle.dumps(own)
-    comm, before, reports = known.get(line, (None, b"", []))
-    is_new = comm is not world.comm or data != before
-    with world.in_step("hvt.whole()", value=float(is_new)) as changed:
-        if changed:
-            reports = world.gather(own)
-            known[line] = world.comm, data, reports
-    return reports
+    pieces = _of_all([tensors for _, tensors in mine], reports, world)
+    joiner = _Joiner(pieces, {} if session is None else _lists.setdefault(session, {}))
+    return joiner.value([piece.node for piece in joiner.pieces], own[0])
 
 
 @dataclass(frozen=True)
@@ -204,23 +175,22 @@ class _Piece:
 
 
 class _Joiner:
-    """Puts pieces together. `lists`: True if a list was parts before, by line and path; `bytes`: of all outputs."""
+    """Puts pieces together. `lists`: True if a list was parts before, by line and path."""
 
     def __init__(self, pieces: Sequence[_Piece], lists: dict[str, bool]) -> None:
         self._lists = lists
         present = [piece for piece in pieces if not piece.absent]
         self.pieces = present or pieces  # the samples of all ranks are none
-        self.absent = [piece for piece in pieces if piece.absent and piece.own is not None] if present else []
-        self.bytes = 0
+        self._absent = [piece for piece in pieces if piece.absent] if present else []
 
-    def value(self, nodes: Sequence[_Node], absent: Sequence[_Node], example: Any) -> Any:
+    def value(self, nodes: Sequence[_Node], example: Any) -> Any:
         """Returns the joined value of these nodes; `example` is one of this rank's own."""
         kinds = {node.kind for node in nodes}
         if len(kinds) > 1:
             raise self._differ(nodes, lambda node: f"a value of kind {node.kind}")
         (kind,) = kinds
         if kind == "rows":
-            return self._rows(nodes, absent)
+            return self._rows(nodes)
         if kind == "scalar":
             return self._scalar(nodes)
         if kind == "plain":
@@ -232,11 +202,11 @@ class _Joiner:
             if len({(node.content.shape[1:], node.content.dtype) for node in nodes}) > 1:
                 raise self._differ(nodes, lambda node: f"{node.content.shape} {node.content.dtype}")
             return np.concatenate([node.content for node in nodes])
-        return self._list(nodes, absent, example) if kind == "list" else self._parts(nodes, absent, example)
+        return self._list(nodes, example) if kind == "list" else self._parts(nodes, example)
 
-    def _list(self, nodes: Sequence[_Node], absent: Sequence[_Node], example: Any) -> Any:
+    def _list(self, nodes: Sequence[_Node], example: Any) -> Any:
         if self._are_parts(nodes):
-            return self._parts(nodes, absent, example)
+            return self._parts(nodes, example)
         if not all(node.as_items for node in nodes):
             raise self._differ(nodes, lambda node: f"{node.form[0]} items")
         one = example[0] if len(example) else None
@@ -266,9 +236,8 @@ class _Joiner:
     def _item(self, node: _Node, piece: _Piece, example: Any) -> Any:
         """Returns the value of one sample, in the form of one of this rank's own."""
         if node.kind in ("rows", "scalar"):
-            tensor = piece.tensors[node.place]
-            own = [] if piece.own is None else [(piece.own[node.place], 0, len(tensor) if tensor.dim() else None)]
-            return self._leaf(tensor, own) if node.tracked else tensor
+            tensor = self._leaf(piece, node)
+            return tensor.clone() if node.tracked else tensor  # which a loss may change in place
         if node.kind in ("array", "plain"):
             return node.content
         shown = parts_of(example) or {}
@@ -280,36 +249,27 @@ class _Joiner:
             return list(its.values())
         return made_of(its, example) if shown and tuple(shown) == node.names else its
 
-    def _parts(self, nodes: Sequence[_Node], absent: Sequence[_Node], example: Any) -> Any:
+    def _parts(self, nodes: Sequence[_Node], example: Any) -> Any:
         if len({node.form for node in nodes}) > 1:
             raise self._differ(nodes, lambda node: f"parts {', '.join(map(str, node.names))}")
         shown = parts_of(example) or {}
-        alike = [node for node in absent if len(node.parts) == len(nodes[0].parts)]
         its = {
-            name: self.value([node.parts[at] for node in nodes], [node.parts[at] for node in alike], shown.get(name))
+            name: self.value([node.parts[at] for node in nodes], shown.get(name))
             for at, name in enumerate(nodes[0].names)
         }
         return made_of(its, example) if tuple(shown) == nodes[0].names else its
 
-    def _rows(self, nodes: Sequence[_Node], absent: Sequence[_Node]) -> Tensor:
+    def _rows(self, nodes: Sequence[_Node]) -> Tensor:
         if len({(node.form[0][1:], node.form[1]) for node in nodes}) > 1:
             raise self._differ(nodes, lambda node: f"{tuple(node.form[0])} {node.form[1]}")
-        pieces = [piece.tensors[node.place] for piece, node in zip(self.pieces, nodes, strict=True)]
-        found = torch.cat(pieces)
-        if not any(node.tracked for node in nodes):
-            return found
-        self.bytes += found.nbytes
-        own, start = [], 0
-        for piece, node, tensor in zip(self.pieces, nodes, pieces, strict=True):
-            if piece.own is not None:
-                own.append((piece.own[node.place], start, start + len(tensor)))
-            start += len(tensor)
-        own += [
-            (piece.own[node.place], 0, 0)
-            for piece, node in zip(self.absent, absent, strict=False)
-            if piece.own is not None and node.kind == "rows"
-        ]
-        return self._leaf(found, own)
+        its = [piece.own[node.place] for piece, node in self._absent_at(nodes[0].path) if piece.own is not None]
+        absent = [output for output in its if output.requires_grad]
+        pairs = zip(self.pieces, nodes, strict=True)
+        return torch.cat([self._leaf(piece, node, absent=absent) for piece, node in pairs])
+
+    def _absent_at(self, path: str) -> list[tuple[_Piece, _Node]]:
+        """Returns the tensors at a place in values of ranks that have no samples."""
+        return [(piece, node) for piece in self._absent for node in _tensors_of(piece.node) if node.path == path]
 
     def _scalar(self, nodes: Sequence[_Node]) -> Tensor:
         """Returns a number that all ranks share, such as a temperature; raises ConfigError if they differ."""
@@ -323,19 +283,17 @@ class _Joiner:
                 "give hvt.whole() the values of each sample, one row per sample; compute the number from its result",
                 shared=True,
             )
-        if not any(node.tracked for node in nodes):
-            return numbers[0]
-        own = next(
-            ((piece.own[node.place], None, None) for piece, node in zip(self.pieces, nodes, strict=True) if piece.own),
-            None,
-        )
-        return self._leaf(numbers[0].clone(), [] if own is None else [own])
+        pairs = [*zip(self.pieces, nodes, strict=True), *self._absent_at(nodes[0].path)]
+        piece, node = next((pair for pair in pairs if pair[0].own is not None), pairs[0])
+        return self._leaf(piece, node, shared=True).clone()
 
-    def _leaf(self, tensor: Tensor, own: Sequence[tuple[Tensor, int | None, int | None]]) -> Tensor:
-        leaf = tensor.detach().requires_grad_()
-        _owns[leaf] = [_Own(*one) for one in own if one[0].requires_grad]
-        opened: Tensor = _Opened.apply(leaf)
-        return opened
+    def _leaf(self, piece: _Piece, node: _Node, *, shared: bool = False, absent: Sequence[Tensor] = ()) -> Tensor:
+        """Returns a tensor of a piece; where it has a gradient as a leaf."""
+        tensor = piece.tensors[node.place]
+        if node.tracked:
+            tensor = tensor.detach().requires_grad_()
+            _owns[tensor] = _Own(None if piece.own is None else piece.own[node.place], shared, absent)
+        return tensor
 
     def _differ(self, nodes: Sequence[_Node], shown: Callable[[_Node], str]) -> ConfigError:
         lines = zip(self.pieces, nodes, strict=True)
@@ -355,7 +313,7 @@ def _refused(received: str) -> ConfigError:
 def _of_all(own: Sequence[list[Tensor]], reports: Sequence[_Report], world: World) -> list[_Piece]:
     """Returns all ranks' pieces, first those of the first micro-batch."""
     engine = engine_of(world)
-    forms = [[[*_forms(node)] for node in nodes] for _, _, nodes in reports]
+    forms = [[[leaf.form for leaf in _tensors_of(node)] for node in nodes] for _, _, nodes in reports]
     counts = [sum(_padded(_bytes(form)) for its in ranks for form in its) or _ALIGNED for ranks in forms]
     sent = torch.zeros(counts[world.rank], dtype=torch.uint8, device=engine.device)
     at = 0
@@ -388,23 +346,11 @@ def _padded(size: int) -> int:
     return -(-size // _ALIGNED) * _ALIGNED
 
 
-def _forms(node: _Node) -> Iterator[tuple[tuple[int, ...], torch.dtype]]:
+def _tensors_of(node: _Node) -> Iterator[_Node]:
     if node.kind in ("rows", "scalar"):
-        yield node.form
+        yield node
     for part in node.parts:
-        yield from _forms(part)
-
-
-class _Opened(torch.autograd.Function):
-    """A leaf's values, of the same memory, as a tensor that a loss may change in place, as it may a model's output."""
-
-    @staticmethod
-    def forward(ctx: Any, leaf: Tensor) -> Tensor:
-        return leaf.new_empty(0).set_(leaf.untyped_storage(), leaf.storage_offset(), leaf.size(), leaf.stride())
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
+        yield from _tensors_of(part)
 
 
 class _Given(torch.autograd.Function):
@@ -433,7 +379,8 @@ def gradients_of(
         return None
     trained = {id(parameter) for parameter in module.parameters()}
     direct = [tensor for tensor in reached if id(tensor) in trained]
-    local = {own.output.grad_fn for tensor in joins for own in _owns[tensor]} - {None}
+    owns: list[_Own] = [_owns[tensor] for tensor in joins]
+    local = {output.grad_fn for own in owns for output in (own.output, *own.absent) if output is not None} - {None}
     if not local.isdisjoint(nodes_of(loss, ())):
         raise ConfigError(
             "a loss of the whole batch must be computed only from what hvt.whole() returned",
@@ -444,15 +391,16 @@ def gradients_of(
     found = torch.autograd.grad(loss, [*joins, *direct], retain_graph=retain_graph, allow_unused=True)
     outputs: list[Tensor] = []
     gradients: list[Tensor] = []
-    for tensor, gradient in zip(joins, found, strict=False):
-        for own in _owns[tensor] if gradient is not None else ():
+    absent: dict[int, Tensor] = {}
+    for own, gradient in zip(owns, found, strict=False):
+        if gradient is None:
+            continue
+        absent |= {id(output): output for output in own.absent}
+        if own.output is not None:
             outputs.append(own.output)
-            if own.start is None:  # one number of all ranks
-                gradients.append(gradient)
-            elif own.start == own.stop:  # no sample of this rank's
-                gradients.append(torch.zeros_like(own.output))
-            else:
-                gradients.append(gradient[own.start : own.stop] * size)
+            gradients.append(gradient if own.shared else gradient * size)
+    outputs += absent.values()
+    gradients += map(torch.zeros_like, absent.values())
     for parameter, gradient in zip(direct, found[len(joins) :], strict=True):
         if gradient is not None:
             outputs.append(parameter)

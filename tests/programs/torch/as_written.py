@@ -130,10 +130,6 @@ def case_prepare_whose_result_is_not_assigned(world: hvdtrain.World) -> None:
         CE(model(x), y).backward()
         with refused("step() must be called on the optimizer that prepare() returned", kind=ConfigError):
             optimizer.step()
-        with refused("backward() must be called on the optimizer", kind=ConfigError):
-            optimizer.backward(CE(model(x), y))  # type: ignore[attr-defined]
-    with refused("prepare() returns two values, which need two names", kind=ConfigError):
-        hvt.prepare(model, optimizer, data)(X)  # type: ignore[operator]
     prepared, own = hvt.prepare(model, optimizer, data)
     train(prepared, own, data, plain_loss)
     del prepared, own
@@ -530,7 +526,7 @@ def case_an_optimizer_that_the_loss_does_not_reach(world: hvdtrain.World) -> Non
             own.zero_grad()
             CE(other(x), y).backward()
             own.step()
-    assert said.getvalue().count("RMSprop.step() of an optimizer that is not prepared") == world.is_main
+    assert said.getvalue().count("RMSprop.step() on 2 ranks of an optimizer that is not prepared") == world.is_main
     shown("T37c", "one line reports it")
 
 
@@ -544,7 +540,7 @@ def case_an_optimizer_made_after_prepare(world: hvdtrain.World) -> None:
             optimizer.zero_grad()
             CE(model(x), y).backward()
             optimizer.step()
-    assert printed.getvalue().count("Adagrad.step() of an optimizer that is not prepared") == world.is_main
+    assert printed.getvalue().count("Adagrad.step() on 2 ranks of an optimizer that is not prepared") == world.is_main
     shown("T37d", "one line reports it")
 
 
@@ -565,6 +561,31 @@ def case_a_loss_of_the_whole_and_of_a_part(world: hvdtrain.World) -> None:
         world, "T38b", Y, lambda model, x, y: both(*hvt.whole(model(x), y)),
         plain=lambda model, x, y: both(model(x), y),
     )  # fmt: skip
+
+
+class Tempered(nn.Module):
+    """Gives a learned number beside its outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.log = net(), nn.Parameter(torch.tensor(0.3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.net(x), self.log.exp()
+
+
+def case_a_number_of_the_model_where_a_rank_has_no_sample(world: hvdtrain.World) -> None:
+    """The last update has one sample: the rank without any has its part in the number's gradient, too."""
+
+    def scaled(out: Tensor, number: Tensor, y: Tensor) -> Tensor:
+        return CE(out * number, y)
+
+    x, y = X[:9], Y[:9]
+    data = hvt.loader((x, y), UPDATE // world.size, shuffle=False)
+    model, optimizer = hvt.prepare(model := Tempered(), sgd(model), data)
+    train(model, optimizer, data, lambda model, x, y: scaled(*hvt.whole(*model(x), y)))
+    plainly(plain := Tempered(), sgd(plain), windows(UPDATE, x, y), lambda model, x, y: scaled(*model(x), y))
+    assert gap(model, plain) < 1e-12, gap(model, plain)
 
 
 class Heads(nn.Module):

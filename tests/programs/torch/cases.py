@@ -129,6 +129,11 @@ def close(row: str, *pairs: tuple[nn.Module, nn.Module], below: float = 1e-10) -
     shown(row, largest)
 
 
+def apart(found: list[Any], wanted: list[Any]) -> float:
+    """Returns the largest difference of as many numbers or tensors."""
+    return max(float((torch.as_tensor(f) - w).abs().max()) for f, w in zip(found, wanted, strict=True))
+
+
 def report(world: hvdtrain.World, found: Any, out: str | Path) -> None:
     """Rank 0 writes what each rank found, by rank."""
     reports = world.gather(found)

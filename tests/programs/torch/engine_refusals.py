@@ -88,7 +88,7 @@ def main() -> None:
     except hvdtrain.ConfigError as error:
         found["sync over pieces"] = str(error)
     found["compiled pieces"] = bind_says(pieces, nn.Sequential(torch.compile(nn.Linear(2, 2))))
-    found["compiled by prepare"] = prepare_says(nn.Linear(2, 2), compile=True)
+    found["compiled by prepare"] = prepare_says(torch.compile(nn.Linear(2, 2)))
     found["counts rows"] = prepare_says(nn.Embedding(3, 2, scale_grad_by_freq=True))
     frozen = nn.Embedding(3, 2, scale_grad_by_freq=True).requires_grad_(False)
     found["counts frozen rows"] = prepare_says(nn.Sequential(frozen, nn.Linear(2, 2)))

@@ -97,17 +97,6 @@ class Comparing(nn.Module):
         return contrastive(self.body(x))
 
 
-class Summing(nn.Module):
-    """Gives nothing but its loss, a mean over samples; a weight that is computed has a row for each sample."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, 12)), nn.Linear(12, KINDS))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.cross_entropy(self.body(x), (x[:, 0] > 0).long())
-
-
 class SequenceFirst(nn.Module):
     """[n, WIDTH] to [4, n, KINDS]: as long as a micro-batch is wide, where there are 6 of them."""
 
@@ -218,10 +207,6 @@ def heads(outputs: Tensor, y: Tensor, *_: Any) -> Tensor:
     return torch.stack([F.binary_cross_entropy_with_logits(o, t, reduction="sum") for o, t in ways]).mean()
 
 
-def contrastive_in_chunks(outputs: Tensor, y: Tensor, model: nn.Module, x: Tensor) -> Tensor:
-    return contrastive(torch.cat([model(part) for part in x.tensor_split(2)]))
-
-
 def by_graph(outputs: Tensor, y: Tensor, model: nn.Module, x: Tensor) -> Tensor:
     """The nodes of each sample added up."""
     return torch.zeros(len(x)).index_add(0, nodes_of_samples(x), outputs[:, 0]).square().mean()
@@ -322,7 +307,6 @@ CASES = {
     "advantages, one by one": Case(advantages_one_by_one, REAL),
     "divisors of their own, one by one": Case(own_divisors_one_by_one, TOKENS, sequence),
     "nodes of graphs": Case(by_graph, REAL, Nodes),
-    "contrastive, of chunks": refused(contrastive_in_chunks, ADDED),
     "batch-hard, as wide as the batch": refused(batch_hard, ADDED, Y, wide),
     "normalised over the batch, as wide as it": refused(lambda o, *_: o.softmax(0).square().mean(), ADDED, Y, wide),
     "contrastive, later": refused(contrastive_later, ADDED, REAL),
@@ -337,7 +321,6 @@ CASES = {
     ),
     "inner product with weights": weighted(weighted_product, Y, "weight=", lambda y: (y + 1).sum()),
     "contrastive, within the model": refused(lambda o, *_: o * 1.0, "not the sum of its pieces", Y, Comparing),
-    "mean, within the model": Case(lambda o, *_: o * 1.0, Y, Summing),
     "sequence first": Case(lambda o, y, *_: CE(o.mean(0), y), Y, SequenceFirst),
 }
 IN_STAGES = [
@@ -406,8 +389,7 @@ def distance(first: tuple[list[Tensor], list[float]], second: tuple[list[Tensor]
 
 def ways(case: Case, name: str, everything: bool, engine: str) -> Iterator[tuple[str, int]]:
     yield "backward", 0
-    uses_model = case.loss is contrastive_in_chunks  # which the pieces' first look calls with the whole input
-    if (everything or case.verdict != "exact") and not uses_model:
+    if everything or case.verdict != "exact":
         yield "forward_backward", 0
     if name in IN_STAGES and engine != "ddp":  # which trains no pipeline
         yield from (("forward_backward", count) for count in ((1, 3) if everything else (3,)))

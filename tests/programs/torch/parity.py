@@ -244,15 +244,13 @@ class Case:
 
 
 CASES = {
-    f"{kind}_accumulate{accumulate}{'_clip' if clip else ''}": Case(
-        optimizer=make, prepare={"accumulate": accumulate, "clip": clip}
-    )
-    for kind, make in (("sgd", sgd), ("adamw", adamw))
+    f"accumulate{accumulate}{'_clip' if clip else ''}": Case(prepare={"accumulate": accumulate, "clip": clip})
     for accumulate in (1, 3)
     for clip in (None, 0.2)
 }
 WARMUP = hvdtrain.LR(BASE_LR, GLOBAL_BATCH // 2, warmup_samples=30, schedule="cosine", total_samples=52)
 CASES |= {
+    "adamw": Case(optimizer=adamw, prepare={"accumulate": 3, "clip": 0.2}),
     "shared": Case(model=Shared),
     "shared_accumulate2": Case(model=Shared, prepare={"accumulate": 2}),
     "frozen": Case(model=frozen, optimizer=trainable_only),

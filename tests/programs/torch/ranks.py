@@ -23,8 +23,6 @@ from hvdtrain.torch.engines.base import Pass
 from hvdtrain.torch.update import start
 from hvdtrain.torch.update.nonfinite import NonFiniteError
 
-LAST = -1  # the rank at which something is different
-
 
 def prepared(model: nn.Module | None = None, samples: int = 32, **options: Any) -> tuple[Any, Any, Any]:
     model = model if model is not None else mlp()
@@ -183,12 +181,6 @@ def case_a_step_past_the_adapter_is_refused(world: hvdtrain.World) -> None:
     _, optimizer, _ = prepared()
     with refused("the optimizer that prepare() returned", kind=ConfigError):
         optimizer.wrapped.step()
-
-
-# -- precision ----------------------------------------------------------------------------------------------------
-
-
-# -- batches that do not count as planned -------------------------------------------------------------------------
 
 
 def case_a_restored_learning_rate_is_no_other_hand(world: hvdtrain.World) -> None:

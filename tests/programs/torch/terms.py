@@ -1,19 +1,14 @@
-"""A loss of three means with divisors of their own, on ranks, against one process with the global batch.
-
-usage: terms.py ENGINE ACCUMULATE OUT.json
-"""
+"""A loss of three means with divisors of their own, on ranks, against one process with the global batch."""
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from cases import plainly, report, train, windows
+from cases import apart, plainly, train, windows
 from torch import Tensor, nn
 
-import hvdtrain
 import hvdtrain.torch as hvt
 
 UPDATE, SAMPLES = 18, 43  # the last update has 7 samples
@@ -64,21 +59,10 @@ def trained(way: str, world: Any = None, accumulate: int = 1) -> tuple[list[floa
     return losses, [parameter.detach() for parameter in plain.parameters()]
 
 
-def apart(found: list[Any], wanted: list[Any]) -> float:
-    assert len(found) == len(wanted)
-    return max(float((torch.as_tensor(f) - w).abs().max()) for f, w in zip(found, wanted, strict=True))
-
-
-def main() -> None:
-    engine, accumulate, out = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-    torch.set_default_dtype(torch.float64)
+def gaps(world: Any, accumulate: int) -> dict[str, list[float]]:
+    """Returns how far losses and weights are from those of one process, for each way to train."""
     wanted, found = trained("plain"), {}
-    with hvdtrain.init("torch", engine=engine) as world:
-        for way in ("loop", "call", "one weight"):
-            pairs = zip(trained(way, world, accumulate), wanted, strict=True)
-            found[way] = [apart(its, right) for its, right in pairs]
-        report(world, found, out)
-
-
-if __name__ == "__main__":
-    main()
+    for way in ("loop", "call", "one weight"):
+        pairs = zip(trained(way, world, accumulate), wanted, strict=True)
+        found[way] = [apart(its, right) for its, right in pairs]
+    return found
