@@ -41,8 +41,7 @@ from hvdtrain.world.world import World, current, per_rank, set_current
 
 _ENGINES = {"torch": "hvdtrain.torch.engines.engine", "keras": "hvdtrain.keras.backends.engine"}
 _STARTS_NOTHING = (
-    "hvdtrain: this is one rank: python does not start others for -np\n"
-    "  fix: hvdtrain launch -np 2 -- python train.py"
+    "hvdtrain: this is one rank: python does not start others for -np\n  fix: hvdtrain launch -np 2 -- python train.py"
 )
 _CHOSEN = 2**32  # seeds that a program sets are below it; those that PyTorch draws, of 53 bits, almost never
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 from weakref import WeakSet
 
 from torch import Tensor, nn
@@ -40,15 +41,18 @@ def stop() -> None:
 
 def prepared(parameters: Iterable[nn.Parameter], optimizers: Iterable[Optimizer]) -> None:
     """Notes that the optimizer that `prepare` returns trains these parameters, by these plain optimizers."""
-    _given.update(optimizers)
+    for optimizer in optimizers:
+        _given.add(optimizer)
+        vars(optimizer)["backward"] = partial(_refuse, "backward", type(optimizer).__name__)
     for parameter in parameters:
         _trained[parameter] = True
 
 
 def closed(parameters: Iterable[nn.Parameter], optimizers: Iterable[Optimizer], *, used: bool) -> None:
     """Notes that the prepared optimizer is gone; a plain one stays refused if it was never `used`."""
-    if used:
-        _given.difference_update(optimizers)
+    for optimizer in optimizers if used else ():
+        _given.discard(optimizer)
+        vars(optimizer).pop("backward", None)
     for parameter in parameters:
         _trained.pop(parameter, None)
 
@@ -71,17 +75,21 @@ def engine_steps() -> Iterator[None]:
         _engine_steps = False
 
 
+def _refuse(call: str, kind: str, *_: object, **__: object) -> NoReturn:
+    raise ConfigError(
+        f"{call}() must be called on the optimizer that prepare() returned",
+        f"{call}() of the {kind} that was given to prepare()",
+        f"model, optimizer = prepare(model, optimizer, ...), then {call}() of the returned optimizer",
+        code=34,
+    )
+
+
 def _check_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     world, kind = current(), type(optimizer).__name__
     if world is None or world.size == 1 or _engine_steps:
         return
     if optimizer in _given:
-        raise ConfigError(
-            "step() must be called on the optimizer that prepare() returned",
-            f"step() of the {kind} that was given to prepare()",
-            "model, optimizer = prepare(model, optimizer, ...), then step() of the returned optimizer",
-            code=34,
-        )
+        _refuse("step", kind)
     held = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None and p not in _trained]
     reached = [tuple(parameter.shape) for parameter in held if parameter in _reached]
     if len(_trained) and reached:

@@ -130,6 +130,10 @@ def case_prepare_whose_result_is_not_assigned(world: hvdtrain.World) -> None:
         CE(model(x), y).backward()
         with refused("step() must be called on the optimizer that prepare() returned", kind=ConfigError):
             optimizer.step()
+        with refused("backward() must be called on the optimizer", kind=ConfigError):
+            optimizer.backward(CE(model(x), y))  # type: ignore[attr-defined]
+    with refused("prepare() returns two values, which need two names", kind=ConfigError):
+        hvt.prepare(model, optimizer, data)(X)  # type: ignore[operator]
     prepared, own = hvt.prepare(model, optimizer, data)
     train(prepared, own, data, plain_loss)
     del prepared, own
