@@ -49,7 +49,7 @@ def check(model: keras.Model, session: KerasSession, *, is_first: bool) -> None:
     Raises:
         ReplicaError: on every rank; the loss does not decompose.
     """
-    data, session.notes.kept_batch = session.notes.kept_batch, None
+    data = session.notes.kept_batch
     normalising = [layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.BatchNormalization)]
     synchronized = [layer for layer in normalising if is_synchronized(layer)]
     of_torch = any(normalises(part) for _, module in replicas.torch_modules(model) for part in module.modules())
@@ -306,9 +306,8 @@ def _scratch(model: keras.Model) -> Iterator[None]:
     own = {id(v) for v in replicas.optimizer_variables(model)}
     variables = [v for v in replicas.everything(model) if id(v) not in own]
     random = rng.capture(model)
-    before = BACKEND.copies(variables)
     try:
-        yield
+        with replicas.unchanged(variables):
+            yield
     finally:
-        BACKEND.put_back(variables, before)
         rng.restore(model, random)

@@ -34,9 +34,11 @@ def cases(**jobs: Callable[[], object]) -> None:
         CASES.append(job)  # type: ignore[arg-type]
 
 
-def compiled(optimizer: Any = None, *, seed: int = 0, **arguments: Any) -> keras.Model:
+def compiled(optimizer: Any = None, *, seed: int = 0, traced: bool = False, **arguments: Any) -> keras.Model:
+    """On TensorFlow tracing takes longer than these steps: few cases need it."""
     keras.utils.set_random_seed(seed)
     model = cnn()
+    arguments["run_eagerly"] = not traced
     model.compile(optimizer or O.SGD(0.1), arguments.pop("loss", None) or loss(), **arguments)
     return model
 

@@ -101,13 +101,18 @@ def by_what_counts(y: Any, p: Any) -> Any:
     return keras.ops.mean(keras.ops.square(y[:, :3] - p), -1) * counts / keras.ops.mean(counts)
 
 
-# model, loss, x, y, then compile arguments, weights of samples or classes
+# model, loss, x, y, then compile arguments, weights of samples or classes; on TensorFlow tracing takes longer than the
+# steps: few cases need it
 CASES: dict[str, dict[str, Any]] = {
     "ignore_class": {"model": tagger, "loss": lambda: ce(ignore_class=-1), "x": TOKENS, "y": IGNORED},
-    "one_rank_ignored": {"model": tagger, "loss": lambda: ce(ignore_class=-1), "x": TOKENS, "y": ONE_RANK_IGNORED},
-    "mask_zero": {"model": lambda: tagger(True), "loss": ce, "x": TOKENS, "y": TAGS},
+    "one_rank_ignored": {
+        "model": tagger, "loss": lambda: ce(ignore_class=-1), "x": TOKENS, "y": ONE_RANK_IGNORED, "traced": True,
+    },
+    "mask_zero": {"model": lambda: tagger(True), "loss": ce, "x": TOKENS, "y": TAGS, "traced": True},
     "masking_lstm": {"model": recurrent, "loss": ce, "x": TOKENS[..., None].astype("float64"), "y": TAGS},
-    "weights_zero_on_a_rank": {"model": net, "loss": ce, "y": LABEL, "sample_weight": HALF_ZERO, "weighted": True},
+    "weights_zero_on_a_rank": {
+        "model": net, "loss": ce, "y": LABEL, "sample_weight": HALF_ZERO, "weighted": True, "traced": True,
+    },
     "mean_of_weights": {
         "model": net, "loss": lambda: ce(reduction="mean_with_sample_weight"), "y": LABEL, "sample_weight": WEIGHT,
     },
@@ -115,7 +120,8 @@ CASES: dict[str, dict[str, Any]] = {
     "sum": {"model": net, "loss": lambda: ce(reduction="sum"), "y": LABEL},
     "two_outputs": {
         "model": two_outputs, "loss": lambda: {"tags": ce(ignore_class=-1), "label": ce()}, "x": TOKENS,
-        "y": {"tags": IGNORED, "label": LABEL}, "compile": {"loss_weights": {"tags": 0.7, "label": 2.0}},
+        "y": {"tags": IGNORED, "label": LABEL}, "traced": True,
+        "compile": {"loss_weights": {"tags": 0.7, "label": 2.0}},
     },
     # refused
     "none": {"model": net, "loss": lambda: ce(reduction=None), "y": LABEL},
@@ -139,7 +145,8 @@ def train(case: dict[str, Any]) -> tuple[keras.Model, dict[str, list[float]]]:
     model = case["model"]()
     model.compile(
         O.SGD(0.5, gradient_accumulation_steps=ACCUMULATE), case["loss"](),
-        weighted_metrics=["accuracy"] if case.get("weighted") else None, **case.get("compile", {}),
+        weighted_metrics=["accuracy"] if case.get("weighted") else None, run_eagerly=not case.get("traced"),
+        **case.get("compile", {}),
     )  # fmt: skip
     if not RANKED:
         history = model.fit(x, y, batch_size=BATCH, epochs=EPOCHS, shuffle=False, verbose=0, **weights)
@@ -167,7 +174,7 @@ def main(out: str, wanted: list[str]) -> None:
         if BACKEND == "tensorflow":
             import tensorflow as tf
 
-            tf.config.run_functions_eagerly(True)  # tracing takes longer than these steps
+            tf.config.run_functions_eagerly(True)
     arrays: dict[str, np.ndarray] = {}
     facts: dict[str, Any] = {}
     for name in wanted or list(CASES):

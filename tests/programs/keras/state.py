@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import tempfile
 import threading
@@ -130,7 +129,9 @@ def case_two_models_share_no_directory() -> None:
 def case_k11_save_every_is_kept_with_several_steps_an_execution() -> None:
     """10 updates an epoch of 16 samples, 4 at a time (not on PyTorch); a mid-epoch checkpoint knows its samples."""
     with folder() as path:
-        model = prepared(keras.optimizers.SGD(0.01), steps_per_execution=4 if BACKEND.name == "tensorflow" else 1)
+        model = prepared(
+            keras.optimizers.SGD(0.01), traced=True, steps_per_execution=4 if BACKEND.name == "tensorflow" else 1
+        )
         run(model, hvdtrain.Checkpointer(path, keep=99, best=None), epochs=2, samples=160, save_every=3)
         wanted = [(0, 4, 64), (0, 8, 128), (1, 10, 0), (1, 14, 64), (1, 18, 128), (2, 20, 0)]
         if BACKEND.name == "torch":
@@ -165,8 +166,8 @@ def case_a_fit_of_the_models_own_knows_its_data_and_callbacks() -> None:
         ours = hvk.callbacks(model, checkpointer=hvdtrain.Checkpointer(path, best=None))
         model.fit(data, epochs=2, verbose=0, callbacks=[*ours, StopsAtStep2()])
         assert saved(path) == [(0, 2, 32)], saved(path)
-        with refused("cannot change an argument", "by position", "callbacks=..."):
-            model.fit(data, None, None, 1, 0, ours)
+        model.fit(data, None, None, 1, 0, ours)
+        assert saved(path)[-1] == (1, 7, 0), saved(path)
 
 
 class Talkative(L.Dense):
@@ -268,9 +269,8 @@ def case_t8_checksums_see_the_order() -> None:
             if kind == "bool" and 3 in one:
                 continue
             variables = [keras.Variable(np.array(value), dtype=kind, trainable=False) for value in (one, other, one)]
-            sums, often = BACKEND.checksums(variables), BACKEND.make_checksums(variables)()
+            sums = [replicas.checksum(variable) for variable in variables]
             assert sums[0] != sums[1] and sums[0] == sums[2], (kind, one)
-            assert list(sums) == list(often), (kind, one)
 
 
 @case
@@ -528,17 +528,6 @@ def case_a_checkpoint_holds_the_weights_and_not_the_average_that_is_swapped_in()
         checkpoints.restore(hvk.model_state(again))
     swapped(again, 2, 3)
     assert apart(weights_of(again), weights_of(whole)) <= 1e-6
-
-
-@case
-def case_what_is_set_after_the_average_was_swapped_in_is_said_to_be_in_no_checkpoint() -> None:
-    for after in (True, False):
-        model = prepared(keras.optimizers.Adam(0.05, use_ema=True), small())
-        swap, rate = keras.callbacks.SwapEMAWeights(swap_on_epoch=True), Halves()
-        with folder() as path, contextlib.redirect_stdout(io.StringIO()) as out:
-            ours = hvk.callbacks(model, checkpointer=hvdtrain.Checkpointer(path, best=None))
-            model.fit(batches(), verbose=0, callbacks=[*ours, *((swap, rate) if after else (rate, swap))])
-        assert ("Halves: listed after SwapEMAWeights" in out.getvalue()) is (after and RANK == 0), out.getvalue()
 
 
 @case

@@ -60,18 +60,6 @@ def info_nce(y: Any, out: Any) -> Any:
 
 
 @loss
-def vicreg(y: Any, out: Any) -> Any:
-    a, b, _, _ = parts(out)
-    spread = [ops.mean(ops.relu(1 - ops.sqrt(ops.var(v, 0) + 1e-4))) for v in (a, b)]
-    return ops.mean((a - b) ** 2) + spread[0] + spread[1]
-
-
-@loss
-def list_wise(y: Any, out: Any) -> Any:
-    return -ops.sum(ops.softmax(y[:, 1], 0) * log_softmax(parts(out)[2], 0))
-
-
-@loss
 def hardest_quarter(y: Any, out: Any) -> Any:
     each = ops.sort(-ops.sum(kinds(y) * log_softmax(parts(out)[3]), 1))
     place = ops.arange(ops.shape(each)[0])
@@ -83,20 +71,6 @@ def hardest_quarter(y: Any, out: Any) -> Any:
 def soft_f1_by_class(y: Any, out: Any) -> Any:
     p, k = ops.softmax(parts(out)[3]), kinds(y)
     return ops.mean(1 - 2 * ops.sum(p * k, 0) / (ops.sum(p, 0) + ops.sum(k, 0) + 1e-8))
-
-
-@loss
-def correlation(y: Any, out: Any) -> Any:
-    p, t = parts(out)[2], y[:, 1]
-    p, t = p - ops.mean(p), t - ops.mean(t)
-    return 1 - ops.sum(p * t) / ops.sqrt(ops.sum(p * p) * ops.sum(t * t) + 1e-8)
-
-
-@loss
-def expert_balance(y: Any, out: Any) -> Any:
-    p = ops.softmax(parts(out)[3])
-    share = ops.mean(ops.cast(ops.equal(p, ops.max(p, 1, keepdims=True)), p.dtype), 0)
-    return KINDS * ops.sum(ops.stop_gradient(share) * ops.mean(p, 0)) - ops.mean(kinds(y) * ops.log(p))
 
 
 def model_for(function: Callable[[Any, Any], Any]) -> keras.Model:
