@@ -7,13 +7,12 @@ usage: loop.py FOLDER        writes FOLDER/loop.rankR.json: case -> "passed ..."
 from __future__ import annotations
 
 import random
-import tempfile
 from typing import Any
 
 import keras
 import numpy as np
 from common import BACKEND, L, dense, images, loss, numpy_of
-from jobs import RANK, SIZE, O, case, cases, compiled, data, fit, fitted, hvk, run_cases, world
+from jobs import RANK, SIZE, O, case, cases, compiled, data, fit, fitted, hvk, run_cases, shared_folder, world
 
 import hvdtrain
 from hvdtrain import LR
@@ -264,11 +263,10 @@ def restored(progress: Any, **arguments: Any) -> str:
     """Goes on with data that knows nothing of it, from a checkpoint that was taken there."""
     batches = hvk.loader((X, Y), 8)
     model = hvk.prepare(compiled(), batches, lr=LR(0.1, 8))
-    with tempfile.TemporaryDirectory() as folder:
-        checkpoints = hvdtrain.Checkpointer(world.broadcast(folder), best=None)
+    with shared_folder() as folder:
+        checkpoints = hvdtrain.Checkpointer(folder, best=None)
         checkpoints.save(hvk.model_state(model), progress=progress)
         assert checkpoints.restore(hvk.model_state(model)) == progress
-        world.barrier()
     fitted(model, batches, epochs=3, **arguments)
     return f"trained, {vars(model)['_hvdtrain'].place.progress}"
 
@@ -296,11 +294,8 @@ def a_callback_of_the_users_sets_the_rate() -> str:
 @case
 def several_rates_recorded() -> str:
     model = hvk.prepare(compiled(multi()))
-    with tempfile.TemporaryDirectory() as folder:
-        folder = world.broadcast(folder)
-        with hvdtrain.RunLog(folder, world, config={}, progress=False, tensorboard=False) as run:
-            fit(model, hvk.callbacks(model, run=run))
-        world.barrier()
+    with shared_folder() as folder, hvdtrain.RunLog(folder, world, config={}, progress=False, tensorboard=False) as run:
+        fit(model, hvk.callbacks(model, run=run))
     return "trained"
 
 
@@ -419,14 +414,12 @@ def noise_of(kind: str, *, eagerly: bool = False) -> str:
                   callbacks=[*hvk.callbacks(model, checkpointer=saver), end])  # fmt: skip
         return seen
 
-    with tempfile.TemporaryDirectory() as folder:
-        folder = world.broadcast(folder)
+    with shared_folder() as folder:
         whole = train(f"{folder}/whole", 2)
         keras.backend.clear_session()
         train(f"{folder}/cut", 1)
         keras.backend.clear_session()
         rest = train(f"{folder}/cut", 2, resume=True)
-        world.barrier()
     assert whole[len(whole) // 2 :] == rest, (whole, rest)
     ranks = world.gather(whole)
     assert not set(ranks[0]) & set(ranks[1]) and len(set(whole)) == len(whole), ranks
@@ -459,9 +452,8 @@ def tensorflow_noise_with_checkpoints() -> str:
     if BACKEND != "tensorflow":
         return "none"
     model = noisy("tf")
-    with tempfile.TemporaryDirectory() as folder:
-        saver = hvdtrain.Checkpointer(world.broadcast(folder), best=None)
-        fit(model, hvk.callbacks(model, checkpointer=saver))
+    with shared_folder() as folder:
+        fit(model, hvk.callbacks(model, checkpointer=hvdtrain.Checkpointer(folder, best=None)))
     return "trained"
 
 
