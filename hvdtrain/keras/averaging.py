@@ -216,10 +216,8 @@ def _train_step(model: keras.Model, inner: Callable[[Any], Any], data: Any) -> A
     session: KerasSession = vars(model)[KEY]
     _before_step(model, session, data)
     sync_batchnorm.of_step(session)
-    steps.note_batch(session.proofs, data)
     samples, data, may_be_dead = _split_dead(data)
-    if session.prepared.verify and not has_own_step(model):
-        session.notes.keep_batch(data)
+    session.notes.keep_batch(data)
     # a batch without a sample must leave no trace in metrics and moving statistics; building metrics computes a loss,
     # which is not one of this step's
     local = [*_metric_variables(model, data), *sync_batchnorm.own_statistics(model)] if may_be_dead else []

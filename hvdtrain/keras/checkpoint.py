@@ -29,30 +29,9 @@ from hvdtrain.keras.backends.session import (
     require_compiled,
     session_of,
 )
-from hvdtrain.keras.state import counts, metric_states, moving_average, replicas, rng
+from hvdtrain.keras.state import counts, metric_states, replicas, rng
 from hvdtrain.private.keras import BaseOptimizer, H5IOStore, saving_lib
 from hvdtrain.world.world import World
-
-
-def check_saveable(model: keras.Model) -> None:
-    """Raises ConfigError for a model that Keras cannot describe in a file, before anything is trained."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # each save prints them
-            json.dumps(keras.saving.serialize_keras_object(model))
-    except Exception as error:  # whatever a user's get_config() raises
-        if not (is_built(model) or isinstance(error, NotImplementedError)):
-            return  # it may need what build() makes
-        text = " ".join(str(error).split()) or type(error).__name__
-        raise ConfigError(
-            "a model cannot be saved if Keras cannot serialize its class",
-            f"{type(model).__name__} {model.name!r}: {text[:300]}",
-            "give that class get_config(), which returns the arguments of its __init__,\n"
-            "and @keras.saving.register_keras_serializable();\n"
-            "see https://keras.io/guides/serialization_and_saving",
-            shared=True,
-        ) from error
-
 
 # the beginnings of Keras' warnings about values that it does not load
 _NOT_LOADED = ("Skipping ", "A total of ")
@@ -80,15 +59,14 @@ class KerasModelPart(Part):
         replicas.check_finite(self.model, world)
 
     def write(self, file: StateFile) -> None:
-        with moving_average.themselves(self.model, self.session.place):
-            if not file.in_memory:
-                self.model.save(file)
-                return
-            others = _Archive()
-            with _weights_go_into(file):
-                self.model.save(others)
-            file.seek(file.size)
-            file.write(others.getbuffer())
+        if not file.in_memory:
+            self.model.save(file)
+            return
+        others = _Archive()
+        with _weights_go_into(file):
+            self.model.save(others)
+        file.seek(file.size)
+        file.write(others.getbuffer())
 
     def load(self, path: Path) -> None:
         """Reads weights and optimizer state into the model; raises CheckpointError for those of another one."""
@@ -100,7 +78,6 @@ class KerasModelPart(Part):
             )
         if not self.model.optimizer.built:
             self.model.optimizer.build(self.model.trainable_variables)
-        moving_average.forget(self.session.place)
         try:
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
@@ -208,7 +185,7 @@ class RandomPart(Part):
     def __init__(self, model: keras.Model, place: TrainingPlace, world: World) -> None:
         self.model, self.place, self.world = model, place, world
         self.states: list[dict[str, np.ndarray]] = []
-        self.counts: list[Any] = []
+        self.counts: counts.States = {}
 
     def collect(self) -> None:
         mine = rng.capture(self.model)
@@ -238,13 +215,12 @@ class RandomPart(Part):
             for index, variable in enumerate(_not_in_file(self.model)):
                 variable.assign(stored[f"kept.{index}"])
             self.place.order = str(stored["order"]) if "order" in stored.files else None
-            counted = _unpacked(json.loads(stored["counts"].tobytes()), stored)
+            self.place.restored_counts = _unpacked(json.loads(stored["counts"].tobytes()), stored)
         rng.restore(self.model, state)
         if not same_size:
             rng.apply_derived(self.model, state, self.world.rank)
             state = rng.capture(self.model)
         self.place.restored_random = state
-        self.place.restored_counts = {(name, index): values for name, index, values in counted}
 
     def restored(self, progress: Progress) -> None:
         self.place.progress = progress

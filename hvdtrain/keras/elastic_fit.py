@@ -48,9 +48,6 @@ def check_elastic(
         "one fit in the program, of one model": its.member is None,
         "fit(hvdtrain.keras.loader(...)) of arrays or of a PyTorch Dataset with a length": by_index,
         "callbacks=[*hvdtrain.keras.callbacks(model), ...]": {StartOfFit, EndOfEpoch, Count} <= kinds,
-        "no BackupAndRestore (new ranks get their state from the others)": not any(
-            issubclass(kind, keras.callbacks.BackupAndRestore) for kind in kinds
-        ),
         "a model that is built before fit (keras.Input, or model.build(shape))": is_built(model),
         "sync_batchnorm=False, and no synchronized=True": all(hook is None for _, hook in session.moments),
         "optimizers without gradient_accumulation_steps": not any(

@@ -24,14 +24,20 @@ from hvdtrain.keras.backends.session import KEY, KerasSession, RunningFit, hook,
 from hvdtrain.keras.data.loader import KerasLoader
 from hvdtrain.keras.data.streams import open_ended
 from hvdtrain.keras.elastic_fit import ElasticFit, check_elastic
-from hvdtrain.keras.state import moving_average, start
+from hvdtrain.keras.state import start
 from hvdtrain.keras.state.steps import same_work
-from hvdtrain.keras.state.stopping import may_stop
 from hvdtrain.world import same_data
 from hvdtrain.world.world import World
 
 _K = keras.callbacks
-_SET = (_K.EarlyStopping, _K.LambdaCallback, _K.ReduceLROnPlateau)  # they may set something at an epoch's end
+# they end nothing within an epoch; any other callback with one of these hooks may
+_ENDS_EPOCHS_ONLY = (
+    _K.BackupAndRestore, _K.CSVLogger, _K.EarlyStopping, _K.History, _K.LearningRateScheduler, _K.ModelCheckpoint,
+    _K.ProgbarLogger, _K.ReduceLROnPlateau, _K.RemoteMonitor, _K.SwapEMAWeights, _K.TensorBoard,
+)  # fmt: skip
+_WITHIN_EPOCHS = (
+    "on_train_begin", "on_epoch_begin", "on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end",
+)  # fmt: skip
 _INSTEAD = {  # of what fit(loader) does not read
     "y": "hvdtrain.keras.loader((x, y), ...)",
     "class_weight": "hvdtrain.keras.loader((x, y), ..., class_weight=)",
@@ -53,23 +59,22 @@ def _fit(model: keras.Model, inner: Callable[..., Any], *args: Any, **kwargs: An
     call = FitCall(model, inner, args, kwargs)
     _refuse_unread(call.given)
     _skip_empty_rest(call)
-    if not (call.session.prepared.world.is_main or "verbose" in call.unnamed) and call.given.get("verbose") == "auto":
-        call.give("verbose", 0)
+    if not call.session.prepared.world.is_main and call.given.get("verbose") == "auto":
+        call.given["verbose"] = 0
     within = _begin(call)
     its = elastic.ranks()
     if its.may_change:
         check_elastic(model, call.session, its, call.callbacks, within=within)
     data = call.session.fit.data
     if call.given.get("validation_data") is data and isinstance(data, KerasLoader):  # each has a place of its own
-        call.give("validation_data", data.apart())
+        call.given["validation_data"] = data.apart()
     _add_callbacks(call, within=within)
     _check_rate(call)
     _check_counts(call)
-    _name_what_is_not_saved(call)
     _start_without_callbacks(call)
     _compare_ranks(call)
     with _timed(call), _elastic(call, its), open_ended(), _running(call.session):
-        moving_average.go_on(model, call.session, call.callbacks, within=within)
+        start.check_averages(model)
         return call.run()
 
 
@@ -78,39 +83,28 @@ class FitCall:
 
     Attributes:
         given: the arguments, by name.
-        unnamed: those that the call has by their position only.
         callbacks: those that it will run, in their order (of a `CallbackList` those in it).
     """
 
     def __init__(
         self, model: keras.Model, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
-        self.model, self.session = model, vars(model)[KEY]
-        self._inner, signature = inner, inspect.signature(inner)
-        self._bound = signature.bind(*args, **kwargs)
-        self._bound.apply_defaults()
-        rest = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), None)
-        self._more: dict[str, Any] = self._bound.arguments[rest] if rest is not None else {}
-        self.unnamed = _by_position(self._bound)
-        self.given: dict[str, Any] = {**self._bound.arguments, **self._more, **self.unnamed}
+        self.model, self.session, self._inner = model, vars(model)[KEY], inner
+        signature = inspect.signature(inner)
+        signature.bind(*args, **kwargs)  # raises Python's own error
+        parameters = signature.parameters.values()
+        names = [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+        if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):  # of a user's fit(self, *args)
+            names += list(inspect.signature(keras.Model.fit).parameters)[1 + len(names) :]
+        self._positional = names[: len(args)]
+        defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+        self.given: dict[str, Any] = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
         received = self.given.get("callbacks")
         self.callbacks: list[Any] = keras.tree.flatten(getattr(received, "callbacks", received) or [])
 
     @property
     def first_epoch(self) -> int:
         return int(self.given.get("initial_epoch") or 0)
-
-    def give(self, name: str, value: Any) -> None:
-        """Sets an argument; raises ConfigError if the call has it by its position."""
-        if name in self.unnamed:
-            raise ConfigError(
-                "hvdtrain cannot change an argument of fit() that is given by position",
-                f"{name} by position, in a fit{self._bound.signature} of {type(self.model).__name__}'s own",
-                f"fit(..., {name}=...)",
-                shared=True,
-            )
-        (self._bound.arguments if name in self._bound.arguments else self._more)[name] = value
-        self.given[name] = value
 
     def has(self, kind: type) -> bool:
         """Returns True if one of the callbacks is of this kind."""
@@ -123,18 +117,9 @@ class FitCall:
 
     def run(self) -> Any:
         """Runs Keras' `fit` with the callbacks."""
-        self.give("callbacks", self.callbacks)
-        return self._inner(*self._bound.args, **self._bound.kwargs)
-
-
-def _by_position(bound: inspect.BoundArguments) -> dict[str, Any]:
-    """Names what the `fit(self, *args, **kwargs)` of a user's model passes on, by Keras' order."""
-    kinds = [parameter.kind for parameter in bound.signature.parameters.values()]
-    if inspect.Parameter.VAR_POSITIONAL not in kinds:
-        return {}
-    first = kinds.index(inspect.Parameter.VAR_POSITIONAL)
-    names = list(inspect.signature(keras.Model.fit).parameters)[1 + first :]  # without self
-    return dict(zip(names, bound.args[first:], strict=False))
+        named = {**self.given, "callbacks": self.callbacks}
+        positional = [named.pop(name) for name in self._positional]
+        return self._inner(*positional, **named)
 
 
 def _refuse_unread(given: dict[str, Any]) -> None:
@@ -160,7 +145,7 @@ def _skip_empty_rest(call: FitCall) -> None:
     within = restored and now.samples_in_epoch > 0
     if within and isinstance(data, KerasLoader) and not data.has_more(now.epoch, now.samples_in_epoch):
         place.progress = replace(now, epoch=now.epoch + 1, samples_in_epoch=0)
-        call.give("initial_epoch", now.epoch + 1)
+        call.given["initial_epoch"] = now.epoch + 1
 
 
 def _begin(call: FitCall) -> bool:
@@ -309,24 +294,6 @@ def _check_counts(call: FitCall) -> None:
         )
 
 
-def _name_what_is_not_saved(call: FitCall) -> None:
-    """Prints what a checkpoint lacks: what callbacks set after `SwapEMAWeights`."""
-    if not call.session.place.saves:
-        return
-    after = call.others[_first_swap(call.others) + 1 :]
-    late = [
-        type(callback).__name__ for callback in after
-        if getattr(callback.on_epoch_end, "__func__", None) is not _K.Callback.on_epoch_end
-        and (not type(callback).__module__.startswith("keras.") or isinstance(callback, _SET))
-    ]  # fmt: skip
-    if late:
-        call.session.prepared.say(
-            f"{' and '.join(late)}: listed after SwapEMAWeights, before which a checkpoint is taken: what on_epoch_end"
-            " sets there is not in the checkpoint of that epoch. List SwapEMAWeights last",
-            once="swap",
-        )
-
-
 def _start_without_callbacks(call: FitCall) -> None:
     """Starts a restored run here if `hvdtrain.keras.callbacks` are not there to do it."""
     if call.session.place.restored_random is not None and not call.has(fit_callbacks.StartOfFit):
@@ -357,9 +324,7 @@ def _compare_ranks(call: FitCall) -> None:
     session.proofs.compared.clear()
     data = _arrays(call)
     card = None if data is None else same_data.of_arrays(data)
-    reports = world.gather(
-        (card, any(may_stop(callback) for callback in call.others), call.has(fit_callbacks.EndOfEpoch))
-    )
+    reports = world.gather((card, any(map(_may_stop_within, call.others)), call.has(fit_callbacks.EndOfEpoch)))
     ours = [has for _, _, has in reports]
     if any(ours) and not all(ours):
         raise ConfigError(
@@ -370,9 +335,17 @@ def _compare_ranks(call: FitCall) -> None:
         )
     if card is not None and all(other == card for other, _, _ in reports):
         raise same_work(f"fit() was given the same {card.lengths[0]} samples on all {world.size} ranks")
-    session.proofs.first_batch = None if data is not None or session.fit.data is not None else False
+    session.proofs.undealt = data is None and session.fit.data is None
     kind = fit_callbacks.LastOfBatch if any(stops for _, stops, _ in reports) else fit_callbacks.Last
     call.callbacks.append(kind(session, call.first_epoch))
+
+
+def _may_stop_within(callback: Any) -> bool:
+    """Returns True if a callback may set `model.stop_training` within an epoch, which ranks then share at each step."""
+    if type(callback) in _ENDS_EPOCHS_ONLY:
+        return False
+    hooks = (getattr(callback, name, None) for name in _WITHIN_EPOCHS)
+    return any(not getattr(hook, "_is_default", False) for hook in hooks)  # Keras' mark
 
 
 # -------------------------------------------------------------------- around Keras' loop

@@ -26,9 +26,9 @@ from hvdtrain.core.lr import LR
 from hvdtrain.keras import averaging
 from hvdtrain.keras.backends.chosen import BACKEND
 from hvdtrain.keras.backends.session import KerasSession, Prepared, is_built, is_hooked, leaves_of, missing_hook
-from hvdtrain.keras.checkpoint import check_saveable, model_state
+from hvdtrain.keras.checkpoint import model_state
 from hvdtrain.keras.data.loader import KerasLoader
-from hvdtrain.keras.state import counts, metric_states, moving_average, replicas, start
+from hvdtrain.keras.state import counts, metric_states, replicas, start
 from hvdtrain.keras.state.steps import ended_early
 from hvdtrain.record.log import RunLog
 from hvdtrain.world.world import World
@@ -303,9 +303,6 @@ def check_rate(optimizer: Any, lr: LR, global_batch: int) -> None:
 class ReplicaWatch(Callback):
     """Compares the replicas every so many steps: one checksum per variable, one small all-reduce."""
 
-    def on_train_begin(self, logs: Any = None) -> None:
-        self._checksums: Any = None
-
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._step = self.place.progress.step
 
@@ -314,10 +311,7 @@ class ReplicaWatch(Callback):
         every = self.session.prepared.watch_every
         if self._step // every == before // every:  # several steps with steps_per_execution
             return
-        if self._checksums is None:
-            self._variables = replicas.replicated(self.model)
-            self._checksums = BACKEND.make_checksums(self._variables)
-        replicas.check_equal(self._variables, self.world, self._checksums, when=f"after step {self._step}")
+        replicas.check_equal(replicas.replicated(self.model), self.world, when=f"after step {self._step}")
 
 
 class Record(Callback):
@@ -424,7 +418,6 @@ class Save(Callback):
                 f"save_every={self.every_steps}, data that hvdtrain does not deal",
                 "fit(hvdtrain.keras.loader(...)), or save after each epoch only",
             )
-        check_saveable(self.model)
         self._saved_at = self.place.progress.step
         self._done = f"what it has learned is in {self.checkpointer.directory}"
         self.session.fit.saving = self
@@ -498,7 +491,7 @@ class Save(Callback):
 
 # -------------------------------------------------------------------- what fit adds itself
 class EpochOfLoaders(Callback):
-    """Passes the epoch to loaders, restores what callbacks had counted, and keeps the weights behind an average."""
+    """Passes the epoch to loaders, and restores what callbacks had counted."""
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self.epoch = epoch
@@ -518,8 +511,6 @@ class EpochOfLoaders(Callback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         if self.data is not None and not self.session.prepared.alone and not self.model.stop_training:
             self.data.check_end(self.world)
-        is_rest = self.data is not None and self.data.done(epoch) > 0
-        moving_average.keep(self.model, self.place, is_rest=is_rest)
 
 
 class RateOfRestored(Callback):

@@ -35,10 +35,9 @@ ATTRIBUTES = {
     "model": "_call_has_training_arg _compile_loss _compile_metrics _compute_loss _eval_epoch_iterator _flatten_layers"
     " _flatten_metrics_in_order _initial_epoch _loss_tracker _symbolic_build _use_cached_eval_dataset",
     "compiled loss": "_user_loss _user_loss_weights",
-    "optimizer": "_accumulated_gradients _clip_gradients _iterations _learning_rate _model_variables_moving_average"
-    " _trainable_variables",
+    "optimizer": "_accumulated_gradients _clip_gradients _iterations _learning_rate _trainable_variables",
     "epoch iterator": "_current_iterator _distributed_dataset _enumerate_iterator _get_iterator _num_batches",
-    "callback": "_batches_seen_since_last_saving _ema_weights_in_model _is_default _last_batch_seen _model _params",
+    "callback": "_batches_seen_since_last_saving _is_default _last_batch_seen",
     "batch normalization": "_moments _reduction_axes",
     "HDF5 store": "_get_h5_file",
 }

@@ -281,15 +281,6 @@ def _on_host(value: Any) -> np.ndarray:
 PRIME = -7046029254386353131
 
 
-def checksum(array: np.ndarray) -> int:
-    """Returns that checksum of an array in main memory, of numbers or truth values (int64)."""
-    import numpy as np
-
-    bits = np.ascontiguousarray(array).reshape(-1).view(f"i{array.itemsize}")
-    places = np.arange(1, len(bits) + 1, dtype=np.int64) * PRIME
-    return int((bits * ((places ^ (places >> 29)) * PRIME | 1)).sum())
-
-
 def is_statistic(name: str) -> bool:
     """Returns True for a running mean or variance, by its name: then a mean over ranks has a meaning.
 

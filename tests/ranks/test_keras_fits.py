@@ -39,7 +39,6 @@ ACCEPTED = {
     "halves_before_the_sum": None,
     "prepared_again_with_another_option": ("K8e", "a second prepare() with another option"),
     "schedule_free": ("K17b", "ScheduleFreeAdamW (plain Keras on TensorFlow: right only if built before fit)"),
-    "an_average_and_an_epoch_in_two_fits": ("K6b", "use_ema, an epoch that is stopped and resumed"),
     "a_restored_fit_is_one_training_for_callbacks": None,
     "bar_of_rank_0": ("K8f", "the progress bar of fit"),
 }

@@ -16,11 +16,11 @@ PROGRAM = PROGRAMS / "keras" / "guides.py"
 NAMES = re.findall(r"^@program\(\d+\)\ndef (\w+)", PROGRAM.read_text(encoding="utf-8"), re.MULTILINE)
 QUICK = {
     "tensorflow": {
-        "custom_train_step", "compute_loss_of_ones_own", "vae", "endpoint_layer", "siamese_triplets",
+        "custom_train_step", "compute_loss_of_ones_own", "vae", "siamese_triplets",
         "metric_learning_with_a_sum", "metric_learning_of_an_unbuilt_model", "simclr", "metrics_of_the_whole_batch",
         "loop_from_scratch",
     },
-    "torch": {"train_step_with_sample_weight", "wgan_gp", "simclr"},
+    "torch": {"wgan_gp", "simclr"},
 }  # fmt: skip
 # Keras on PyTorch computes losses and matrix products in float32, whatever the weights are
 BOUNDS = {"tensorflow": 1e-10, "torch": 5e-6}

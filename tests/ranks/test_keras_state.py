@@ -6,24 +6,25 @@ import re
 
 import pytest
 from harness import PROGRAMS, Result, run_ranks
+from keras_cases import BACKENDS, Outcomes, passed, ran
 from limits import Limit
 
 PROGRAM = PROGRAMS / "keras" / "state.py"
 CASES = re.findall(r"^def (case_\w+)", PROGRAM.read_text(encoding="utf-8"), re.MULTILINE)
 
 
-@pytest.fixture(scope="module", params=["tensorflow", pytest.param("torch", marks=pytest.mark.thorough)])
-def ended(request: pytest.FixtureRequest) -> Result:
-    return run_ranks([PROGRAM], 2, env={"KERAS_BACKEND": request.param}, timeout_s=300)
+@pytest.fixture(scope="module", params=BACKENDS)
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, Outcomes]:
+    return ran(PROGRAM, request, tmp_path_factory, request.param)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_case(case: str, ended: Result) -> None:
-    assert f"passed {case}\n" in ended.out, ended.text
+def test_case(case: str, found: tuple[Result, Outcomes]) -> None:
+    passed(found[1], case)
 
 
-def test_limits(ended: Result, limit: Limit) -> None:
-    ended.check()
+def test_limits(found: tuple[Result, Outcomes], limit: Limit) -> None:
+    ended, _ = found
     refusal = "weights that are not finite are not saved: training has diverged"
     assert ended.out.count(f"no checkpoint after step 6: {refusal}") == 1, "told by rank 0"
     limit("K9", "divergence deletes every good checkpoint", refused=refusal)

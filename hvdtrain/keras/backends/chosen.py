@@ -2,16 +2,13 @@
 
 `BACKEND` is the one place where the adapter branches on Keras' backend: tensor and collective operations, of which both
 backends have all. Variables are `keras.Variable`, tensors the backend's own. An operation with a `name` is collective:
-all ranks call it with the same name. A backend whose training step has no place for Horovod is refused before Keras
-starts it.
+all ranks call it with the same name. A backend whose training step has no place for Horovod is refused.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hvdtrain.core.errors import ConfigError, missing_package
@@ -33,28 +30,19 @@ def _refuse_unsupported(name: str) -> None:
     )
 
 
-def _configured() -> str:
-    """Returns the backend that Keras will start with: `KERAS_BACKEND`, else that of its `keras.json`."""
-    path = Path(os.environ.get("KERAS_HOME") or Path.home() / ".keras") / "keras.json"
-    try:
-        own = json.loads(path.read_text(encoding="utf-8")).get("backend")
-    except (OSError, ValueError, AttributeError):
-        own = None  # Keras reports a file that is not JSON
-    return os.environ.get("KERAS_BACKEND") or str(own or "tensorflow")
-
-
 def _choose() -> TensorFlowBackend | TorchBackend:
     """Returns the backend Keras was imported with, or starts with."""
     if "keras" not in sys.modules:
-        _refuse_unsupported(_configured())
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")  # TensorFlow's C++ prints warnings and errors, no notes
     try:
         import keras
     except ModuleNotFoundError as error:
+        if error.name in ("jax", "openvino"):  # of a backend that is not installed
+            _refuse_unsupported(error.name)
         raise missing_package(error, "keras") from error
 
     name = keras.backend.backend()
-    _refuse_unsupported(name)  # a program that imported Keras first may run another one
+    _refuse_unsupported(name)
     if name == "tensorflow":
         from hvdtrain.keras.backends.tensorflow import TensorFlowBackend
 

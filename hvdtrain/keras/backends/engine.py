@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -41,32 +40,24 @@ def attach(detected: Detected, *, engine: str, device: str, gpus_per_rank: int, 
     keras.utils.set_random_seed(seed)
     if engine == "solo":
         return SoloEngine(devices=devices)
-    if "fit" not in vars(_Reported):
-        _Reported.fit = keras.Model.fit
-        keras.Model.fit = _fit
-    UPDATES.close()
+    for watched in (FITS, UPDATES):
+        watched.close()
+    FITS.enter_context(replaced(keras.Model, "fit", _fit))
     UPDATES.enter_context(replaced(BaseOptimizer, "apply", _apply))
     return KerasHorovodEngine.join(BACKEND.hvd, detected, devices)
 
 
-class _Reported:
-    """Keras' own `fit`, and whether a model without `prepare` was reported."""
-
-    fit: Any
-    done = False
+# hvdtrain watches the fits of all models, and the updates of all optimizers, until these are closed
+FITS, UPDATES = ExitStack(), ExitStack()
 
 
-UPDATES = ExitStack()  # hvdtrain watches the updates of all optimizers until it is closed
-
-
-@functools.wraps(keras.Model.fit)
-def _fit(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
+def _fit(original: Callable[..., Any], model: keras.Model, *args: Any, **kwargs: Any) -> Any:
     """Reports the first model that is fitted on several ranks without `prepare`: each rank trains alone."""
     if session_of(model) is None and session_of(getattr(model, "optimizer", None)) is None:
         _report(
             "fit() on {} ranks of a model that is not prepared", " before fit(data, callbacks=hvk.callbacks(model))"
         )
-    return _Reported.fit(model, *args, **kwargs)
+    return original(model, *args, **kwargs)
 
 
 def _apply(original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -80,9 +71,10 @@ def _apply(original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: A
 
 def _report(what: str, when: str) -> None:
     world = current()
-    if world is None or world.size == 1 or _Reported.done:
+    if world is None or world.size == 1:
         return
-    _Reported.done = True
+    FITS.close()
+    UPDATES.close()
     if world.is_main:
         print(
             f"hvdtrain: {what.format(world.size)}: hvdtrain averages nothing\n"

@@ -76,11 +76,9 @@ class TrainingPlace:
     streams_set: bool = False  # every rank has its own random stream, which a second `fit` continues
     step_random: OwnRandom | None = None  # Python's and numpy's generators of this rank within a train step
     restored_random: Mapping[str, np.ndarray] | None = None  # of a checkpoint, until training starts from it
-    loaded: bool = False  # a checkpoint was loaded since the last `fit`
     callbacks: Sequence[Any] = ()  # of the last `fit`
     restored_counts: Mapping[tuple[str, int], Any] | None = None  # of its callbacks, until training starts from them
     restored_metrics: Sequence[np.ndarray] = ()  # of this rank, of a checkpoint within an epoch
-    kept_weights: Any = None  # that Keras wrote an average over as `fit` ended (`moving_average.KeptWeights`)
     saves: bool = False  # this run writes checkpoints
     records: bool = False  # it writes steps to a run log
     preempted: bool = False  # all ranks know that one of them was
@@ -123,7 +121,7 @@ class Proofs:
     wants_broadcast: bool = False  # the callbacks asked for rank 0's state before the next step
     proof: Any = None  # the result of the last verification
     compared: set[str] = field(default_factory=set)  # over ranks in this `fit`: "step", or an optimizer's collectives
-    first_batch: Any = None  # numbers of the first batch; False until there is one, None if it is not needed
+    undealt: bool = False  # the data of this `fit` may be the same on all ranks: the first batches are compared
     executed: int = 0  # calls of the train function, in all
     by_samples: bool = True  # every loss so far divides by samples: ranks need not exchange what it divides by
     # which metric's result a log of a step is, by their names ("val_..." of a test step); None: of none
@@ -236,13 +234,10 @@ def first_made(kind: type, made: Callable[[Any], None]) -> AbstractContextManage
 
 def hook(owner: Any, name: str, function: Callable[..., Any]) -> bool:
     """Puts `function` around a method of this one object, permanently and once. Returns True the first time."""
-    code = getattr(getattr(function, "func", function), "__code__", None)  # of a partial, or a method
-    fresh = name not in vars(owner)
-    if fresh:
-        vars(owner)[name] = _around(getattr(owner, name), function)
-        vars(owner)[name].hooked = code
-    assert getattr(vars(owner)[name], "hooked", code) is code, f"{name} is hooked by something else"
-    return fresh
+    if name in vars(owner):
+        return False
+    vars(owner)[name] = _around(getattr(owner, name), function)
+    return True
 
 
 def _around(original: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
@@ -257,14 +252,11 @@ def require_keras(target: Any) -> None:
     """Raises `ConfigError` for what is no model or optimizer of Keras 3."""
     if isinstance(target, (keras.Model, keras.optimizers.Optimizer)):
         return
-    kinds = [f"{kind.__module__}.{kind.__qualname__}" for kind in type(target).__mro__]
-    old = any(kind.startswith(("tf_keras.", "tensorflow.python.keras.")) for kind in kinds)
     raise ConfigError(
         "hvdtrain.keras needs a model of Keras 3 (keras.Model) or its optimizer",
-        kinds[0] + (" of Keras 2" if old else ""),
-        "build it with `import keras` (tf.keras, without TF_USE_LEGACY_KERAS), not tf_keras"
-        if old
-        else "give the compiled model, or its optimizer",
+        f"{type(target).__module__}.{type(target).__qualname__}",
+        "give the compiled model, or its optimizer; build it with `import keras` (tf_keras, and tf.keras with\n"
+        "TF_USE_LEGACY_KERAS, are Keras 2)",
     )
 
 

@@ -19,16 +19,11 @@ import tensorflow as tf
 from hvdtrain.comm.engines import losses_in
 from hvdtrain.keras.backends.session import KEY, LiveBatch, first_made, map_leaves
 from hvdtrain.private.keras import BackendEpochIterator
-from hvdtrain.world import same_data
-from hvdtrain.world.same_data import PRIME
 
-# bfloat16 and the unsigned types are missing from the type list of Horovod's TensorFlow operations.
-REDUCIBLE = frozenset({"float16", "float32", "float64"})
 _HIDDEN_RANDOM = {
     "Multinomial", "ParameterizedTruncatedNormal", "RandomGamma", "RandomPoissonV2", "RandomShuffle",
     "RandomStandardNormal", "RandomUniform", "RandomUniformInt", "TruncatedNormal",
 }  # fmt: skip
-_INTEGER_OF_WIDTH = {1: tf.int8, 2: tf.int16, 4: tf.int32, 8: tf.int64}
 
 
 class TensorFlowBackend:
@@ -123,24 +118,6 @@ class TensorFlowBackend:
         words = ("Horovod", "gloo", "node hvdtrain.")
         kinds = (tf.errors.UnknownError, tf.errors.AbortedError, tf.errors.FailedPreconditionError)
         return losses_in(*kinds, told_by=lambda error: any(word in str(error.message) for word in words))
-
-    def checksums(self, variables: Sequence[Any]) -> np.ndarray:
-        """Returns one int64 per variable, a checksum of its bits and their order."""
-        return np.array([self._checksum(variable) for variable in variables], np.int64)
-
-    def _checksum(self, variable: Any) -> int:
-        """A dozen operations of TensorFlow's, called one by one, take longer than numpy with millions of numbers."""
-        small = int(np.prod(variable.shape)) <= 1 << 22
-        return same_data.checksum(self.to_numpy(variable)) if small else int(_checksum(variable.value))
-
-    def make_checksums(self, variables: Sequence[Any]) -> Callable[[], np.ndarray]:
-        """Returns `checksums` as a function to be called often: traced once, one transfer to the host."""
-
-        @tf.function(autograph=False)
-        def checksums() -> Any:
-            return tf.stack([_checksum(variable.value) for variable in variables])
-
-        return lambda: checksums().numpy()
 
     # ---------------------------------------------------------------- inside a step
     def split_dead(self, x: Any, sample_weight: Any) -> tuple[Any, Any]:
@@ -326,26 +303,18 @@ class TensorFlowBackend:
         elif float(samples) == 0:
             self.put_back(variables, before)
 
-    def reduce(self, tensors: list[Any], op: str, name: str, *, half: bool, size: int) -> list[Any]:
-        """Reduces dense tensors of one dtype over all ranks, as one group. `op`: `average` | `max`."""
-        dtype = tensors[0].dtype
-        if half and op == "average" and dtype.size > 2:
-            # divided before the cast: a sum of N values then fits wherever one value does
-            sent = [tf.cast(tensor / tf.cast(size, dtype), tf.float16) for tensor in tensors]
-            operation = self.hvd.Sum
-        else:
-            sent = tensors if dtype.name in REDUCIBLE else [tf.cast(tensor, tf.float32) for tensor in tensors]
-            operation = self.hvd.Average if op == "average" else self.hvd.Max
-        received = self.hvd.grouped_allreduce(sent, op=operation, name=name, ignore_name_scope=True)
-        received = [value if value.dtype == dtype else tf.cast(value, dtype) for value in received]
+    def reduce(self, tensors: list[Any], op: str, name: str) -> list[Any]:
+        """Reduces dense tensors of one dtype over all ranks, as one group. `op`: `average` | `sum` | `max`."""
+        operation = {"average": self.hvd.Average, "sum": self.hvd.Sum, "max": self.hvd.Max}[op]
+        received = self.hvd.grouped_allreduce(tensors, op=operation, name=name, ignore_name_scope=True)
         for value, tensor in zip(received, tensors, strict=True):
             value.set_shape(tensor.shape)
-        return received
+        return list(received)
 
     def gather_sparse(self, slices: Any, name: str, size: int) -> Any:
         """Returns the average of `IndexedSlices` over ranks; `grouped_allreduce` mistakes their dense_shape."""
         dtype = slices.values.dtype
-        values = slices.values if dtype.name in REDUCIBLE else tf.cast(slices.values, tf.float32)
+        values = slices.values if dtype in (tf.float16, tf.float32, tf.float64) else tf.cast(slices.values, tf.float32)
         values = values / tf.cast(size, values.dtype)
         values = self.hvd.allgather(values, name=f"{name}.values", ignore_name_scope=True)
         indices = self.hvd.allgather(slices.indices, name=f"{name}.indices", ignore_name_scope=True)
@@ -442,15 +411,15 @@ class TensorFlowNotes:
         self._wants_batch.assign(True)
 
     def keep_batch(self, data: Any) -> None:
-        """Keeps a wanted batch as `kept_batch`."""
+        """Keeps a wanted batch as `kept_batch`; not a ragged or sparse one, which is not cut in pieces."""
         leaves = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
+        if any(isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor)) for leaf in leaves):
+            return
         if tf.executing_eagerly():
             if self._wants_batch:
                 self.kept_batch = data
                 self._wants_batch.assign(False)
             return
-        if not all(isinstance(leaf, tf.Tensor) for leaf in leaves):
-            return  # ragged and sparse batches are not cut in pieces
 
         def store(*arrays: Any) -> None:
             received = iter([np.array(array) for array in arrays])
@@ -511,12 +480,3 @@ def _rows(leaf: Any) -> Any:
     if isinstance(leaf, tf.SparseTensor):
         return leaf.dense_shape[0]
     return tf.shape(leaf)[0]
-
-
-def _checksum(value: Any) -> Any:
-    """The elements' bits as integers, each times an odd number that belongs to its place, modulo 2**64."""
-    value = tf.reshape(value, [-1])
-    bits = tf.cast(value, tf.int8) if value.dtype == tf.bool else tf.bitcast(value, _INTEGER_OF_WIDTH[value.dtype.size])
-    places = tf.range(1, tf.size(bits, out_type=tf.int64) + 1, dtype=tf.int64) * PRIME
-    factors = tf.bitwise.bitwise_xor(places, tf.bitwise.right_shift(places, tf.constant(29, tf.int64))) * PRIME
-    return tf.reduce_sum(tf.cast(bits, tf.int64) * tf.bitwise.bitwise_or(factors, tf.constant(1, tf.int64)))

@@ -17,10 +17,6 @@ import torch
 from hvdtrain.comm.engines import losses_in
 from hvdtrain.keras.backends.session import LiveBatch, map_leaves
 from hvdtrain.private.keras import BackendEpochIterator
-from hvdtrain.world.same_data import PRIME
-
-REDUCIBLE = frozenset({torch.float16, torch.float32, torch.float64})
-_INTEGER_OF_WIDTH = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class TorchBackend:
@@ -78,12 +74,6 @@ class TorchBackend:
         with torch.no_grad():
             for variable, copy in zip(variables, copies, strict=True):
                 variable.value.copy_(copy)
-
-    def checksums(self, variables: Sequence[Any]) -> np.ndarray:
-        return torch.stack([_checksum(variable.value) for variable in variables]).cpu().numpy()
-
-    def make_checksums(self, variables: Sequence[Any]) -> Callable[[], np.ndarray]:
-        return lambda: self.checksums(variables)
 
     # ---------------------------------------------------------------- inside a step
     def split_dead(self, x: Any, sample_weight: Any) -> tuple[float, Any]:
@@ -184,19 +174,11 @@ class TorchBackend:
         if samples == 0:
             self.put_back(variables, before)
 
-    def reduce(self, tensors: list[Any], op: str, name: str, *, half: bool, size: int) -> list[Any]:
-        dtype = tensors[0].dtype
-        tensors = [tensor.detach() for tensor in tensors]
-        if half and op == "average" and dtype.itemsize > 2:
-            # divided before the cast: a sum of N values then fits wherever one value does
-            sent = [(tensor / size).to(torch.float16).contiguous() for tensor in tensors]
-            operation = self.hvd.Sum
-        else:
-            # Horovod wants contiguous memory; it reduces in place, in `variable.grad` as a rule
-            sent = [tensor.contiguous() if dtype in REDUCIBLE else tensor.to(torch.float32) for tensor in tensors]
-            operation = self.hvd.Average if op == "average" else self.hvd.Max
-        received = self.hvd.grouped_allreduce_(sent, op=operation, name=name)
-        return [value if value.dtype == dtype else value.to(dtype) for value in received]
+    def reduce(self, tensors: list[Any], op: str, name: str) -> list[Any]:
+        operation = {"average": self.hvd.Average, "sum": self.hvd.Sum, "max": self.hvd.Max}[op]
+        # Horovod wants contiguous memory; it reduces in place, in `variable.grad` as a rule
+        sent = [tensor.detach().contiguous() for tensor in tensors]
+        return list(self.hvd.grouped_allreduce_(sent, op=operation, name=name))
 
     def gather_sparse(self, slices: Any, name: str, size: int) -> Any:
         raise NotImplementedError("Keras on PyTorch computes dense gradients only")
@@ -330,11 +312,3 @@ class _Rows(torch.autograd.Function):
         if not ctx.rows:
             return upstream.new_zeros(ctx.shape), None, None, None, None
         return upstream[ctx.start : ctx.start + ctx.rows] * ctx.factor, None, None, None, None
-
-
-def _checksum(value: torch.Tensor) -> torch.Tensor:
-    """The elements' bits as integers, each times an odd number that belongs to its place, modulo 2**64."""
-    value = value.detach().reshape(-1)
-    bits = value.to(torch.int8) if value.dtype == torch.bool else value.view(_INTEGER_OF_WIDTH[value.element_size()])
-    places = torch.arange(1, len(bits) + 1, device=bits.device) * PRIME
-    return (bits * ((places ^ (places >> 29)) * PRIME | 1)).sum()

@@ -14,6 +14,7 @@ from hvdtrain.keras.backends.session import map_leaves
 from hvdtrain.world import same_data
 from hvdtrain.world.streams import epoch_seed
 
+_NO_NUMBERS = (np.object_, np.str_, np.bytes_, np.void, np.datetime64, np.timedelta64)
 Batch = tuple[Any, Any, Any]  # x, y and sample weights; None is what is not there
 _TENSORS = {("torch", "Tensor"), ("tensorflow", "EagerTensor"), ("tensorflow", "Tensor")}  # also of the other backend
 
@@ -164,34 +165,34 @@ def arrays(data: Any, name: str) -> Any:
     """Returns nested data with tensors as numpy arrays, `None` kept; raises ConfigError for what is no array."""
 
     def one(leaf: Any) -> Any:
-        kind = str(getattr(leaf, "dtype", "")).lower()
-        if (
-            kind == "object"
-            or kind.startswith(("|s", "|v", "[", "<u", ">u", "datetime", "timedelta"))
-            or "string" in kind
-        ):
+        array, kind = _array_of(leaf), f"{type(leaf).__module__}.{type(leaf).__qualname__}"
+        if leaf is not None and (array is None or not array.ndim):
+            raise ConfigError(
+                f"{name} must be arrays or tensors, also in dicts, lists and tuples, with samples along axis 0",
+                kind + (f" in {type(data).__name__}" if leaf is not data else ""),
+                f"give np.asarray({name}); for data larger than memory a tf.data.Dataset,\n"
+                "a keras.utils.PyDataset, or a function that begins a generator of batches",
+            )
+        if array is not None and issubclass(array.dtype.type, _NO_NUMBERS):
             raise ConfigError(
                 f"{name} must hold numbers: text and Python objects are not dealt",
-                f"{type(leaf).__module__}.{type(leaf).__qualname__} of {kind}",
+                f"{kind} of {leaf.dtype}",
                 "turn text into numbers: keras.layers.TextVectorization or StringLookup on the whole data;\n"
                 "turn rows of different lengths into one array: keras.utils.pad_sequences",
             )
-        if leaf is None or isinstance(leaf, np.ndarray) and leaf.ndim:
-            return leaf
-        if keras.ops.is_tensor(leaf) and len(leaf.shape):
-            return keras.ops.convert_to_numpy(leaf)
-        kinds = {(kind.__module__.split(".")[0], kind.__name__) for kind in type(leaf).__mro__}
-        if kinds & _TENSORS and len(leaf.shape):
-            return same_data.as_array(leaf)
-        raise ConfigError(
-            f"{name} must be arrays or tensors, also in dicts, lists and tuples, with samples along axis 0",
-            f"{type(leaf).__module__}.{type(leaf).__qualname__}"
-            + (f" in {type(data).__name__}" if leaf is not data else ""),
-            f"give np.asarray({name}); for data larger than memory a tf.data.Dataset,\n"
-            "a keras.utils.PyDataset, or a function that begins a generator of batches",
-        )
+        return array
 
     return keras.tree.map_structure(one, data)
+
+
+def _array_of(leaf: Any) -> np.ndarray | None:
+    """Returns an array or a tensor of any framework as an array; None for anything else."""
+    if isinstance(leaf, np.ndarray):
+        return leaf
+    if keras.ops.is_tensor(leaf):
+        return np.asarray(keras.ops.convert_to_numpy(leaf))
+    kinds = {(kind.__module__.split(".")[0], kind.__name__) for kind in type(leaf).__mro__}
+    return same_data.as_array(leaf) if kinds & _TENSORS else None
 
 
 def _count(data: Any) -> int:

@@ -20,7 +20,16 @@ import numpy as np
 from hvdtrain.core.errors import ReplicaError
 from hvdtrain.core.proof import Proof
 from hvdtrain.keras.backends.chosen import BACKEND
-from hvdtrain.keras.backends.session import HOOKS, KerasSession, LiveBatch, is_hooked, is_stock, leaves_of, missing_hook
+from hvdtrain.keras.backends.session import (
+    HOOKS,
+    KerasSession,
+    LiveBatch,
+    is_hooked,
+    is_stock,
+    leaves_of,
+    missing_hook,
+    while_set,
+)
 from hvdtrain.keras.state import replicas
 from hvdtrain.keras.state.reduce import overwrites
 
@@ -84,12 +93,9 @@ def _not_averaged(model: keras.Model, off: Sequence[float], own: Sequence[float]
 def _update(optimizer: Any, variables: Sequence[Any], gradients: list[Any]) -> list[np.ndarray]:
     """Applies gradients as training would; returns the weights after it, and takes it back."""
     touched = list({id(v): v for v in [*variables, *replicas.state_of(optimizer)]}.values())
-    before = BACKEND.copies(touched)
-    try:
+    with replicas.unchanged(touched):
         optimizer.apply(gradients, list(variables))
         return _values(variables)
-    finally:
-        BACKEND.put_back(touched, before)
 
 
 def _plain_update(optimizer: Any, variables: Sequence[Any], gradients: list[Any]) -> list[np.ndarray]:
@@ -134,24 +140,20 @@ def _largest(a: Sequence[np.ndarray], b: Sequence[np.ndarray]) -> float:
 @contextmanager
 def _scratch(model: keras.Model, optimizer: Any, session: KerasSession) -> Iterator[None]:
     """Sets the optimizer up for one telling update (rate > 0, update due), and undoes everything."""
-    variables = replicas.everything(model)
-    before = BACKEND.copies(variables)
-    rates = []
     size = session.prepared.world.size
-    session.live = LiveBatch(1.0, lambda: float(size))  # as within a step: all ranks have samples, as many
-    try:
-        for leaf in leaves_of(optimizer):
-            rates.append((leaf, vars(leaf)["_learning_rate"]))
-            vars(leaf)["_learning_rate"] = _RATE
-            steps = leaf.gradient_accumulation_steps
-            if steps:
-                leaf._iterations.assign(steps - 1)
-                for accumulator in leaf._accumulated_gradients:
-                    if accumulator is not None:
-                        accumulator.assign(keras.ops.zeros_like(accumulator))
-        yield
-    finally:
-        session.live = None
-        for leaf, rate in rates:
-            vars(leaf)["_learning_rate"] = rate
-        BACKEND.put_back(variables, before)
+    live = LiveBatch(1.0, lambda: float(size))  # as within a step: all ranks have samples, as many
+    rates = [(leaf, vars(leaf)["_learning_rate"]) for leaf in leaves_of(optimizer)]
+    with replicas.unchanged(replicas.everything(model)), while_set(session, "live", live):
+        try:
+            for leaf, _ in rates:
+                vars(leaf)["_learning_rate"] = _RATE
+                steps = leaf.gradient_accumulation_steps
+                if steps:
+                    leaf._iterations.assign(steps - 1)
+                    for accumulator in leaf._accumulated_gradients:
+                        if accumulator is not None:
+                            accumulator.assign(keras.ops.zeros_like(accumulator))
+            yield
+        finally:
+            for leaf, rate in rates:
+                vars(leaf)["_learning_rate"] = rate

@@ -6,34 +6,32 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
-import numpy as np
 
-_PLAIN = (bool, int, float, str, type(None), np.ndarray, np.generic)
-_COUNTING = (
-    keras.callbacks.EarlyStopping, keras.callbacks.History, keras.callbacks.ModelCheckpoint,
-    keras.callbacks.ReduceLROnPlateau,
-)  # fmt: skip
-_SAVED = {
+_COUNTED = {
     keras.callbacks.EarlyStopping: ("best", "best_epoch", "best_weights", "wait"),
     keras.callbacks.ModelCheckpoint: ("best", "_batches_seen_since_last_saving", "_last_batch_seen"),
     keras.callbacks.ReduceLROnPlateau: ("best", "cooldown_counter", "wait"),
 }
-States = Mapping[tuple[str, int], Any]
+_HISTORY = {keras.callbacks.History: ("epoch", "history")}
+States = Mapping[tuple[str, int], Any]  # by the callback's class, and how many of that class came before
 
 
-def saved_of(callbacks: Sequence[Any]) -> list[Any]:
-    """Returns what a checkpoint keeps of Keras' own callbacks, as `[class, how many came before, counts]`."""
-    states = []
-    for (name, index), callback in _numbered(callbacks):
-        names = [name for kind, names in _SAVED.items() if isinstance(callback, kind) for name in names]
-        if names:
-            states.append([name, index, {name: vars(callback)[name] for name in names if name in vars(callback)}])
-    return states
+def saved_of(callbacks: Sequence[Any]) -> States:
+    """Returns what a checkpoint keeps of Keras' own callbacks."""
+    states = {key: _attributes(callback, _counted(callback, _COUNTED)) for key, callback in _numbered(callbacks)}
+    return {key: state for key, state in states.items() if state}
 
 
 def states_of(callbacks: Sequence[Any]) -> States:
-    """Returns what those of Keras and hvdtrain count, and the `state_dict()` of others that have one; picklable."""
-    return {key: state for key, callback in _numbered(callbacks) if (state := _state_of(callback)) is not None}
+    """Returns what Keras' and hvdtrain's own count, and the `state_dict()` of others that have one; picklable."""
+    states = {}
+    for key, callback in _numbered(callbacks):
+        if hasattr(callback, "state_dict") and hasattr(callback, "load_state_dict"):
+            states[key] = callback.state_dict()
+        else:
+            counted = _counted(callback, {**_COUNTED, **_HISTORY})
+            states[key] = _attributes(callback, [*getattr(callback, "fed", ()), *counted])
+    return states
 
 
 def feed(callbacks: Sequence[Any], states: States) -> None:
@@ -46,7 +44,7 @@ def feed(callbacks: Sequence[Any], states: States) -> None:
 
 
 def _numbered(callbacks: Sequence[Any]) -> Iterator[tuple[tuple[str, int], Any]]:
-    """Yields each by its class, and how many of that class came before: rank 0 may have more of them than others."""
+    """Yields each with its key in `States`: rank 0 may have more of them than others."""
     seen: dict[str, int] = {}
     for callback in callbacks:
         name = type(callback).__qualname__
@@ -54,18 +52,9 @@ def _numbered(callbacks: Sequence[Any]) -> Iterator[tuple[tuple[str, int], Any]]
         yield (name, seen[name]), callback
 
 
-def _state_of(callback: Any) -> Any:
-    if hasattr(callback, "state_dict") and hasattr(callback, "load_state_dict"):
-        return callback.state_dict()
-    if names := getattr(callback, "fed", ()):
-        return {name: vars(callback)[name] for name in names if name in vars(callback)}
-    if isinstance(callback, _COUNTING):
-        own = "min_delta"  # which has a sign by now
-        return {name: value for name, value in vars(callback).items() if name != own and _is_plain(value)}
-    return None
+def _counted(callback: Any, by_kind: Mapping[type, Sequence[str]]) -> list[str]:
+    return [name for kind, names in by_kind.items() if isinstance(callback, kind) for name in names]
 
 
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, dict):
-        return all(_is_plain(item) for pair in value.items() for item in pair)
-    return all(map(_is_plain, value)) if isinstance(value, (list, tuple)) else isinstance(value, _PLAIN)
+def _attributes(callback: Any, names: Sequence[str]) -> dict[str, Any]:
+    return {name: vars(callback)[name] for name in names if name in vars(callback)}

@@ -3,14 +3,14 @@
 N ranks compute the loss of their pieces; one process would compute that of the whole. The two agree for a mean over
 samples, labels, steps or weights, for a sum, and for terms without data. They do not agree for a loss that looks at a
 batch as a whole (dice over the batch, contrastive pairs within it) or a function that returns a sum. So the batch is
-evaluated whole and in two pieces, weighed as ranks weigh them, in inference mode; and again in training mode if nothing
-is drawn there and no batch is normalised. The training state is not changed.
+evaluated whole and in two pieces, weighed as ranks weigh them, in training mode; or in inference mode if something is
+drawn in training, or a batch is normalised. The training state is not changed.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -49,14 +49,14 @@ def check(model: keras.Model, session: KerasSession, *, is_first: bool) -> None:
     Raises:
         ReplicaError: on every rank; the loss does not decompose.
     """
-    data, session.notes.kept_batch = session.notes.kept_batch, None
+    data = session.notes.kept_batch
     normalising = [layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.BatchNormalization)]
     synchronized = [layer for layer in normalising if is_synchronized(layer)]
     of_torch = any(normalises(part) for _, module in replicas.torch_modules(model) for part in module.modules())
     data = _of_several(data, session)
     if not has_own_step(model):
         # a synchronised one would wait for the other ranks, one of PyTorch refuses a single sample
-        trains = not synchronized and not of_torch
+        trains = not synchronized and not of_torch and model._call_has_training_arg
         mine = _judge(model, data, trains=trains, normalises=bool(normalising), added=session.prepared.whole)
     else:
         mine = (
@@ -124,31 +124,22 @@ def _judge(model: keras.Model, data: Any, *, trains: bool, normalises: bool, add
     batch, rows = _first_rows(data)
     if rows < 2:
         return "note", "a batch of one sample has no pieces: that the loss is a mean over samples was not checked"
-    text = ""
-    limit = _limit(model)
     try:
         with _scratch(model):
-            found = its = _compared(model, batch, rows, training=False, added=added)
-            if not np.isfinite(its.whole):
-                return "note", f"the loss of a batch is {its.whole}: it was not checked on pieces of a batch"
-            if its.whole != its.again:
-                return (
-                    "note",
-                    "the model draws random numbers in inference: its loss was not checked on pieces of a batch",
-                )
-            if trains and not its.differs(limit) and model._call_has_training_arg:
-                its = _compared(model, batch, rows, training=True, added=added)
-                if not normalises and its.whole == its.again and np.isfinite(its.whole):
-                    found = its
-                elif its.added != found.added:  # nothing to tell by: what is drawn, or normalised, is so for each piece
-                    text = "losses that layers add in training only were not checked on pieces of a batch"
+            found = trained = _compared(model, batch, rows, training=trains, added=added)
+            if normalises or trained.whole != trained.again:  # what is drawn, or normalised, is so for each piece
+                found = _compared(model, batch, rows, training=False, added=added)
     except Exception as error:  # whatever a user's model does with a batch of another size
         return "note", f"the loss was not checked on pieces of a batch: {type(error).__name__}: {str(error)[:200]}"
-    if found.differs(limit):
+    if not np.isfinite(found.whole):
+        return "note", f"the loss of a batch is {found.whole}: it was not checked on pieces of a batch"
+    if found.whole != found.again:
+        return "note", "the model draws random numbers in inference: its loss was not checked on pieces of a batch"
+    if found.differs:
         sizes = f"{found.first} and {rows - found.first}"
         return "differs", f"loss {found.whole:.9g} of {rows} samples, {found.together:.9g} from pieces of {sizes}"
-    if text:
-        return "note", text
+    if trained.added != found.added:
+        return "note", "losses that layers add in training only were not checked on pieces of a batch"
     if found.functions:
         return (
             "note",
@@ -165,37 +156,41 @@ class _Compared:
     whole: float
     again: float  # of the batch, computed a second time
     together: float  # of its pieces: the first so many samples (`first`), and the others
-    scale: float  # the largest of batch and pieces
-    untrained: float  # of the batch, with outputs that are 0
+    differs: bool  # by more than rounding
     first: int
     functions: int  # losses that return one number for a batch
     added: int  # losses that layers add
-
-    def differs(self, limit: float) -> bool:
-        gaps = compared(LossGradients(self.whole), [LossGradients(self.together)], [1.0])
-        rounding = limit * max(self.scale, ROUNDING * self.untrained)
-        return math.isfinite(gaps.loss) and judge(gaps, gradient=0.0, loss=rounding) != "holds"
 
 
 def _compared(model: keras.Model, batch: Any, rows: int, *, training: bool, added: bool) -> _Compared:
     first, loss = max(1, rows // 4), partial(_loss, model, training=training, added=added)
     (whole, _, functions), (again, _, _) = (loss(batch) for _ in range(2))
     losses = len(model.losses)
-    try:
-        untrained = abs(loss(batch, untrained=True)[0])
-    except Exception:  # a loss of the user's that is none of zeros
-        untrained = 0.0
     together, scale = 0.0, abs(whole)
     pieces = (slice(0, first), slice(first, rows))
     parts = [_cut(batch, piece) for piece in pieces]
-    known = [loss(part)[1] for part in parts]
-    for part, own, piece in zip(parts, known, pieces, strict=True):
+    values, known, _ = zip(*map(loss, parts), strict=True)
+    for part, value, own, piece in zip(parts, values, known, pieces, strict=True):
         share = (piece.stop - piece.start) / rows
         weights = [_share(mine, all_, share) for mine, all_ in zip(own, _add(known), strict=True)]
-        of_piece = share * loss(part, weights)[0]
-        together, scale = together + of_piece, max(scale, abs(of_piece))
-    untrained = untrained if np.isfinite(untrained) else 0.0
-    return _Compared(whole, again, together, scale, untrained, first, functions, losses)
+        weighed = value if all(weight == 1.0 for weight in weights) else loss(part, weights)[0]
+        together, scale = together + share * weighed, max(scale, abs(share * weighed))
+    gaps = compared(LossGradients(whole), [LossGradients(together)], [1.0])
+    limit = _limit(model)
+    differs = math.isfinite(gaps.loss) and judge(gaps, gradient=0.0, loss=limit * scale) != "holds"
+    if differs:
+        rounding = limit * ROUNDING * _untrained(loss, batch)
+        differs = judge(gaps, gradient=0.0, loss=rounding) != "holds"
+    return _Compared(whole, again, together, differs, first, functions, losses)
+
+
+def _untrained(loss: Callable[..., tuple[float, Any, int]], batch: Any) -> float:
+    """Returns the size of the loss of outputs that are 0; 0.0 if it has none."""
+    try:
+        value = abs(loss(batch, untrained=True)[0])
+    except Exception:  # a loss of the user's that is none of zeros
+        return 0.0
+    return value if math.isfinite(value) else 0.0
 
 
 def _limit(model: keras.Model) -> float:
@@ -262,7 +257,7 @@ def _share(mine: float | None, together: float, share: float) -> float:
     return mine / together / share if together else 0.0
 
 
-def _add(known: list[list[Any]]) -> list[float]:
+def _add(known: Sequence[list[Any]]) -> list[float]:
     return [0.0 if pieces[0] is None else sum(pieces) for pieces in zip(*known, strict=True)]
 
 
@@ -306,9 +301,8 @@ def _scratch(model: keras.Model) -> Iterator[None]:
     own = {id(v) for v in replicas.optimizer_variables(model)}
     variables = [v for v in replicas.everything(model) if id(v) not in own]
     random = rng.capture(model)
-    before = BACKEND.copies(variables)
     try:
-        yield
+        with replicas.unchanged(variables):
+            yield
     finally:
-        BACKEND.put_back(variables, before)
         rng.restore(model, random)

@@ -14,6 +14,8 @@ from hvdtrain.keras.backends.chosen import BACKEND
 from hvdtrain.keras.backends.session import LiveBatch, Prepared
 from hvdtrain.world.world import World
 
+_REDUCIBLE = ("float16", "float32", "float64")  # Horovod's TensorFlow operations take no bfloat16 and unsigned types
+
 
 def weigh(gradients: Sequence[Any], live: LiveBatch, ranks: Any) -> list[Any]:
     """Multiplies gradients by live samples x ranks / live samples of all ranks: exactly 1 for equal shares."""
@@ -67,10 +69,17 @@ def _reduce_groups(
     for i in where:
         groups.setdefault(keras.backend.standardize_dtype(tensors[i].dtype), []).append(i)
     for dtype in sorted(groups):
-        members = groups[dtype]
-        received = BACKEND.reduce([tensors[i] for i in members], op, f"{name}.{dtype}", half=half, size=ranks)
+        members, operation = groups[dtype], op
+        sent = [tensors[i] for i in members]
+        if half and op == "average" and dtype in ("float32", "float64"):
+            # divided before the cast: a sum of N values then fits wherever one value does
+            sent = [keras.ops.cast(tensor / keras.ops.cast(ranks, dtype), "float16") for tensor in sent]
+            operation = "sum"
+        elif dtype not in _REDUCIBLE:
+            sent = [keras.ops.cast(tensor, "float32") for tensor in sent]
+        received = BACKEND.reduce(sent, operation, f"{name}.{dtype}")
         for i, tensor in zip(members, received, strict=True):
-            tensors[i] = tensor
+            tensors[i] = keras.ops.cast(tensor, dtype)
     return tensors
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import keras
@@ -64,6 +65,16 @@ def everything(model: keras.Model) -> list[Any]:
     return _unique([*model.variables, *untrained(model), *metrics, *optimizer_variables(model)])
 
 
+@contextmanager
+def unchanged(variables: Sequence[Any]) -> Iterator[None]:
+    """Undoes what happens to variables while open."""
+    before = BACKEND.copies(variables)
+    try:
+        yield
+    finally:
+        BACKEND.put_back(variables, before)
+
+
 class Buffer:
     """A buffer of a PyTorch module in a Keras layer, as what is asked of a `keras.Variable`; to Keras it is none."""
 
@@ -115,7 +126,6 @@ def fingerprint(model: keras.Model) -> str:
 def check_equal(
     variables: Sequence[Any],
     world: World,
-    checksums: Callable[[], np.ndarray] | None = None,
     *,
     when: str,
     model: keras.Model | None = None,
@@ -126,7 +136,7 @@ def check_equal(
     """
     if not variables:
         return
-    differing = _differing(BACKEND.checksums(variables) if checksums is None else checksums(), world)
+    differing = _differing(variables, world)
     if not differing.size:
         return
     first = variables[int(differing[0])]
@@ -150,8 +160,15 @@ def check_equal(
     )
 
 
-def _differing(checksums: np.ndarray, world: World) -> np.ndarray:
-    """Returns which of the ranks' checksums differ; collective."""
+def checksum(variable: Any) -> int:
+    """Returns a signed 64-bit checksum of a variable's bits and their order."""
+    value = np.ascontiguousarray(BACKEND.to_numpy(variable)).reshape(-1).view(np.uint8)
+    return int.from_bytes(hashlib.blake2b(value.data, digest_size=8).digest(), "little", signed=True)
+
+
+def _differing(variables: Sequence[Any], world: World) -> np.ndarray:
+    """Returns the indices of the variables that differ over the ranks; collective."""
+    checksums = np.array([checksum(variable) for variable in variables], np.int64)
     both = np.concatenate([checksums, ~checksums])
     low_high = reduce.on_host(both, "min", world, "comparison of the replicas")
     return np.flatnonzero(low_high[: len(checksums)] != ~low_high[len(checksums) :])
@@ -228,7 +245,7 @@ def average_statistics(model: keras.Model, world: World) -> None:
     variables = untrained(model)
     if world.size == 1 or not variables:
         return
-    differ = [variables[index] for index in _differing(BACKEND.checksums(variables), world)]
+    differ = [variables[index] for index in _differing(variables, world)]
     average([v for v in differ if _is_statistic(v)], world)
     broadcast([v for v in differ if not _is_statistic(v)], world)
 
@@ -238,4 +255,4 @@ def parted(model: keras.Model, world: World) -> list[str]:
     variables = [v for v in untrained(model) if not _is_statistic(v)]
     if not variables:
         return []
-    return [path_of(variables[index]) for index in _differing(BACKEND.checksums(variables), world)]
+    return [path_of(variables[index]) for index in _differing(variables, world)]

@@ -9,8 +9,9 @@ from typing import Any
 import keras
 
 from hvdtrain.comm.elastic import repeated
-from hvdtrain.keras.backends.session import KerasSession, is_hooked, missing_hook, optimizers_of
-from hvdtrain.keras.state import moving_average, replicas, rng
+from hvdtrain.core.errors import ConfigError
+from hvdtrain.keras.backends.session import KerasSession, is_hooked, leaves_of, missing_hook, optimizers_of
+from hvdtrain.keras.state import replicas, rng
 
 
 def start(model: keras.Model, session: KerasSession) -> None:
@@ -23,7 +24,7 @@ def start(model: keras.Model, session: KerasSession) -> None:
     if not alone and not is_hooked(model.optimizer):
         raise missing_hook(model.name, model.optimizer)
     if not model.optimizer.built:  # alone as well: some optimizers start from the weights as they then are
-        moving_average.check(model)
+        check_averages(model)
         model.optimizer.build(model.trainable_variables)
     if not alone:
         session.proofs.proof = _made_equal(model, session)
@@ -34,6 +35,22 @@ def start(model: keras.Model, session: KerasSession) -> None:
     elif not place.streams_set:
         rng.split_streams(model, session.prepared.world)
     place.streams_set = session.proofs.ready = True
+
+
+def check_averages(model: keras.Model) -> None:
+    """Checks a model before its first update, and before `fit`, where Keras on torch builds the optimizer.
+
+    Raises:
+        ConfigError: `fit` would end with averages of one optimizer in place of weights that another one updates.
+    """
+    several = len(optimizers_of(model)) > 1
+    if several and any(getattr(leaf, "use_ema", False) and not leaf.built for leaf in leaves_of(model.optimizer)):
+        raise ConfigError(
+            "of several optimizers, one with use_ema must be built before fit(), which ends with the averages",
+            f"{model.optimizer.name} (model.optimizer) is not built",
+            "model.optimizer.build(the variables that it updates), before fit",
+            shared=True,
+        )
 
 
 @repeated

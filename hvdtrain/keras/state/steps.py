@@ -13,11 +13,10 @@ import numpy as np
 from hvdtrain.checkpoint.parts import end
 from hvdtrain.comm.elastic import repeated
 from hvdtrain.core.errors import ReplicaError
-from hvdtrain.keras.backends.chosen import BACKEND
-from hvdtrain.keras.backends.session import KEY, KerasSession, Proofs, has_own_step, hook
+from hvdtrain.keras.backends.session import KEY, KerasSession, has_own_step, hook, map_leaves
 from hvdtrain.keras.state import decompose, replicas
 from hvdtrain.watch import preemption
-from hvdtrain.world.world import World
+from hvdtrain.world import same_data
 
 
 def wrap_train_function(model: keras.Model) -> None:
@@ -64,7 +63,7 @@ def _step_of_all(model: keras.Model, session: KerasSession, inner: Callable[[Any
         session.notes.preempted.assign(1.0)
     is_first = "step" not in proofs.compared
     tries = _tries(model, session, is_first)
-    if tries:
+    if tries or (is_first and proofs.undealt):
         session.notes.want_batch()
     key = f"of {session.prepared.name.replace('hvdtrain.', 'model ')}"
 
@@ -78,9 +77,10 @@ def _step_of_all(model: keras.Model, session: KerasSession, inner: Callable[[Any
     proofs.executed += 1
     if is_first:
         proofs.compared.add("step")
-        _after_first(model, proofs, world)
+        _after_first(model, session)
     if tries:
         _try_loss(model, session, is_first)
+    session.notes.kept_batch = None
     if model.stop_training and not session.fit.stops_in_epoch:
         raise ReplicaError(
             "all ranks must stop at the same step",
@@ -91,13 +91,21 @@ def _step_of_all(model: keras.Model, session: KerasSession, inner: Callable[[Any
 
 
 @repeated
-def _after_first(model: keras.Model, proofs: Proofs, world: World) -> None:
+def _after_first(model: keras.Model, session: KerasSession) -> None:
     """Checks after the first update that the replicas are equal, and that each saw samples of its own."""
+    world = session.prepared.world
     replicas.check_equal(replicas.replicated(model), world, when="after the first step")
-    if isinstance(proofs.first_batch, keras.Variable):
-        seen = world.gather(BACKEND.to_numpy(proofs.first_batch).tolist())
-        if all(other == seen[0] for other in seen) and seen[0][1] > 0:
+    if session.proofs.undealt:
+        batch = map_leaves(keras.ops.convert_to_numpy, session.notes.kept_batch)
+        cards = world.gather(same_data.of_arrays(batch).card if _has_contents(batch) else None)
+        if cards[0] is not None and all(card == cards[0] for card in cards):
             raise same_work(f"the first batch is the same on all {world.size} ranks")
+
+
+def _has_contents(batch: Any) -> bool:
+    """Returns True if numbers of a batch differ from one another, unlike those of made-up data."""
+    leaves = [leaf for leaf in keras.tree.flatten(batch) if leaf is not None and leaf.dtype.kind in "fiu"]
+    return any(leaf.size and np.ptp(leaf) > 0 for leaf in leaves)
 
 
 def _tries(model: keras.Model, session: KerasSession, is_first: bool) -> bool:
@@ -115,37 +123,6 @@ def _tries(model: keras.Model, session: KerasSession, is_first: bool) -> bool:
 @repeated
 def _try_loss(model: keras.Model, session: KerasSession, is_first: bool) -> None:
     decompose.check(model, session, is_first=is_first)
-
-
-def note_batch(proofs: Proofs, data: Any) -> None:
-    """Notes what the batch of a data set or generator looks like (in a graph: of each batch, a few numbers)."""
-    if proofs.first_batch is None or "step" in proofs.compared:
-        return
-    parts = [_few(leaf) for leaf in keras.tree.flatten(data) if keras.ops.is_tensor(leaf) and _is_dense(leaf)]
-    if not parts:
-        return
-    if proofs.first_batch is False:
-        with BACKEND.eager():
-            proofs.first_batch = keras.Variable(np.zeros(2), dtype="float64", trainable=False, name="first_batch")
-    few = keras.ops.concatenate(parts)
-    factors = keras.ops.cos(keras.ops.cast(keras.ops.arange(keras.ops.shape(few)[0]), "float64"))
-    spread = keras.ops.max(few) - keras.ops.min(few)
-    proofs.first_batch.assign(keras.ops.stack([keras.ops.sum(few * factors), spread]))
-
-
-def _is_dense(leaf: Any) -> bool:
-    """Returns True for a plain tensor of numbers."""
-    if getattr(leaf, "is_sparse", False) or type(leaf).__name__ in ("SparseTensor", "RaggedTensor"):
-        return False
-    return any(word in str(leaf.dtype) for word in ("float", "int"))
-
-
-def _few(leaf: Any) -> Any:
-    """Up to about a thousand elements of a tensor, spread over it, as float64."""
-    flat = keras.ops.reshape(leaf, (-1,))
-    step = keras.ops.shape(flat)[0] // 1024 + 1
-    # TensorFlow does not know the rank of a strided slice
-    return keras.ops.reshape(keras.ops.cast(flat[::step], "float64"), (-1,))
 
 
 def ended_early(model: keras.Model, session: KerasSession, steps: int | None) -> None:

@@ -25,7 +25,7 @@ from keras import ops
 
 from hvdtrain.core.errors import ConfigError, ReplicaError
 from hvdtrain.keras.backends.chosen import BACKEND
-from hvdtrain.keras.backends.session import KEY, KerasSession, LiveBatch, hook, replaced
+from hvdtrain.keras.backends.session import KEY, KerasSession, LiveBatch, hook, replaced, while_set
 from hvdtrain.private.keras import CompileLoss, get_keras_mask, keras_loss, set_keras_mask
 
 MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
@@ -117,16 +117,6 @@ def _is_of_all(value: Any, rows: Any, session: KerasSession, live: LiveBatch) ->
     of_first = every[:1, 1]
     alike = ops.abs(every[:, 1] - of_first) <= 1e-6 * ops.abs(of_first)
     return ops.all(ops.logical_and(every[:, 0] == live.total(), alike))
-
-
-@contextmanager
-def as_it_is(live: LiveBatch) -> Iterator[None]:
-    """Marks losses as those of the global batch while the context is open."""
-    live.of_whole = True
-    try:
-        yield
-    finally:
-        live.of_whole = False
 
 
 def _means_of_batches(session: KerasSession, live: LiveBatch) -> AbstractContextManager[None]:
@@ -253,5 +243,5 @@ def _compute_loss(model: keras.Model, original: Callable[..., Any], *args: Any, 
     own = type(model).compute_loss is not keras.Model.compute_loss
     names = [name for name in ("x", "y", "y_pred", "sample_weight") if name in given and (own or name != "x")]
     given.update(zip(names, whole(tuple(given[name] for name in names)), strict=True))
-    with as_it_is(session.live):
+    with while_set(session.live, "of_whole", True):
         return original(*bound.args, **bound.kwargs)

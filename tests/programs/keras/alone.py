@@ -62,9 +62,7 @@ def refused_where_ranks_change() -> None:
     """What a `fit` of an elastic job needs, each missing for once."""
     x, y = images(16)
 
-    def fit(
-        data: Any = None, *, start: int = 0, ours: bool = True, more: Any = None, built: bool = True, **options: Any
-    ):
+    def fit(data: Any = None, *, start: int = 0, ours: bool = True, built: bool = True, **options: Any):
         inside = [keras.Input((8, 8, 1))] if built else []
         layers = [keras.layers.BatchNormalization(), keras.layers.Flatten(), keras.layers.Dense(4)]
         model = keras.Sequential([*inside, *layers])
@@ -73,14 +71,13 @@ def refused_where_ranks_change() -> None:
         data = hvk.loader((x, y), 4) if data is None else data
         if start:
             data.go_on(0, start)
-        callbacks = [*(hvk.callbacks(model) if ours else []), *([] if more is None else [more])]
+        callbacks = hvk.callbacks(model) if ours else []
         model.fit(**({"x": x, "y": y} if data == "arrays" else {"x": data}), verbose=0, callbacks=callbacks)
 
     cases: dict[str, Callable[[], None]] = {
         "this fit() needs fit(hvdtrain.keras.loader(...)) of arrays": lambda: fit("arrays"),
         "or of a PyTorch Dataset with a length": lambda: fit(hvk.loader(lambda: iter([(x, y)]))),
         "this fit() needs callbacks=[*hvdtrain.keras.callbacks(model)": lambda: fit(ours=False),
-        "this fit() needs no BackupAndRestore": lambda: fit(more=keras.callbacks.BackupAndRestore("nowhere")),
         "this fit() needs a model that is built": lambda: fit(built=False),
         "this fit() needs sync_batchnorm=False": lambda: fit(sync_batchnorm=True),
         "this fit() needs optimizers without gradient_accumulation_steps": lambda: fit(passes=2),

@@ -31,7 +31,7 @@ cases(
     unwrapped_fit=lambda: fitted(compiled(), data()),
     stock=stock,
     # without hvk.callbacks: nobody makes the replicas equal
-    forgotten_broadcast=lambda: fit(hvk.prepare(compiled(seed=RANK))),
+    forgotten_broadcast=lambda: fit(hvk.prepare(compiled(seed=RANK, traced=True))),
     unequal_rate=lambda: fitted(hvk.prepare(compiled(O.SGD(0.1 * (RANK + 1)))), data()),
     # rank-dependent arithmetic after the average: the update is not that of the mean; a sum where a mean belongs
     averaged_then_changed=lambda: changed_after_the_average(RANK + 1.0),
@@ -144,7 +144,7 @@ def optimizer_inside_loss_scale() -> str:
     """
     keras.config.set_dtype_policy("mixed_float16")
     try:
-        model = compiled(hvk.prepare(O.SGD(0.1)))
+        model = compiled(hvk.prepare(O.SGD(0.1)), traced=True)
         fit(model)
         return "trained"
     finally:
@@ -178,7 +178,8 @@ def restored_after_training() -> str:
     model = keras.Sequential(
         [L.Input((6, 6, 1)), L.Flatten(), dense(8), L.BatchNormalization(), L.Dropout(0.5, seed=1), dense(4)]
     )
-    model.compile(O.Adam(1e-2, clipnorm=1.0, use_ema=True, gradient_accumulation_steps=3), loss(), metrics=["accuracy"])
+    optimizer = O.Adam(1e-2, clipnorm=1.0, use_ema=True, gradient_accumulation_steps=3)
+    model.compile(optimizer, loss(), metrics=["accuracy"], run_eagerly=True)
     hvk.prepare(model)
     fitted(model, data(), epochs=2)
     before = [numpy_of(v).tobytes() for v in state(model)]
@@ -204,7 +205,7 @@ def overflowing(**options: Any) -> str:
     """An overflow on one rank: all ranks skip that step, and halve the same loss scale."""
     keras.config.set_dtype_policy("mixed_float16")
     try:
-        model = hvk.prepare(compiled(O.Adam(1e-3, **options)))
+        model = hvk.prepare(compiled(O.Adam(1e-3, **options), traced=True))
         x, y = images(64)
         x, mine = x.astype("float32"), slice(RANK * 32, RANK * 32 + 32)
         if RANK == SIZE - 1:
@@ -228,7 +229,7 @@ cases(
 def optimizer_inside_loss_scale_with_callbacks() -> str:
     keras.config.set_dtype_policy("mixed_float16")
     try:
-        model = compiled(hvk.prepare(O.SGD(0.1)))
+        model = compiled(hvk.prepare(O.SGD(0.1)), traced=True)
         fitted(model, data())
         return str(vars(model)["_hvdtrain"].proofs.proof)
     finally:

@@ -9,9 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import tempfile
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -19,7 +16,7 @@ import keras
 import numpy as np
 from common import BACKEND, L, apart, dense, numpy_of, weights_of
 from common import loss as crossentropy
-from jobs import RANK, SIZE, O, case, cases, hvk, run_cases, world
+from jobs import RANK, SIZE, O, case, cases, hvk, run_cases, shared_folder, world
 
 import hvdtrain
 from hvdtrain.keras.state import replicas
@@ -40,10 +37,12 @@ def sparse(**options: Any) -> keras.losses.Loss:
     return keras.losses.SparseCategoricalCrossentropy(from_logits=True, **options)
 
 
-def net(optimizer: Any = None, seed: int = 1, layers: Any = (), **compile: Any) -> keras.Model:
+def net(optimizer: Any = None, seed: int = 1, layers: Any = (), traced: bool = False, **compile: Any) -> keras.Model:
+    """On TensorFlow tracing takes longer than these steps: few cases need it."""
     keras.utils.set_random_seed(seed)
     model = keras.Sequential([L.Input((5,)), dense(4, activation="tanh"), *layers, dense(3)])
-    model.compile(optimizer or O.SGD(0.3), compile.pop("loss", None) or sparse(), jit_compile=False, **compile)
+    options = {"jit_compile": False, "run_eagerly": not traced, **compile}
+    model.compile(optimizer or O.SGD(0.3), options.pop("loss", None) or sparse(), **options)
     return model
 
 
@@ -54,7 +53,7 @@ def wide(units: int) -> Any:
 def tagger() -> keras.Model:
     keras.utils.set_random_seed(1)
     model = keras.Sequential([L.Input((STEPS,), dtype="int32"), L.Embedding(9, 4), wide(3)])
-    model.compile(O.SGD(0.3), sparse(ignore_class=-1))
+    model.compile(O.SGD(0.3), sparse(ignore_class=-1), run_eagerly=True)
     return model
 
 
@@ -112,14 +111,7 @@ def alike(make: Any, x: Any, y: Any, *weights: Any, epochs: int = 2, fit: Any = 
     return near(between(model, plain), *logged.values())
 
 
-@contextlib.contextmanager
-def shared_folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory() as own:
-        yield Path(world.broadcast(own))
-        world.barrier()
-
-
-def both(make: Any, x: Any, y: Any, val: Any, epochs: int = 3, callbacks: Any = lambda: []) -> str:
+def both(make: Any, x: Any, y: Any, val: Any, epochs: int = 2, callbacks: Any = lambda: []) -> str:
     """Fits with validation on all ranks and in plain Keras: the logs, and what callbacks make of them."""
     model, plain = hvk.prepare(make()), make()
     here = ours(model, deal(x, y), epochs, callbacks(), validation_data=deal(*val))
@@ -130,12 +122,12 @@ def both(make: Any, x: Any, y: Any, val: Any, epochs: int = 3, callbacks: Any = 
 @case
 def validates_with_a_tail() -> str:
     """One sample more than full batches: a rank has none in the last step."""
-    return both(lambda: net(metrics=["accuracy"]), X[:44], Y[:44], (X[44:57], Y[44:57]))
+    return both(lambda: net(metrics=["accuracy"], traced=True), X[:44], Y[:44], (X[44:57], Y[44:57]))
 
 
 @case
 def validates_fewer_samples_than_ranks() -> str:
-    return both(lambda: net(metrics=["accuracy"]), X[:44], Y[:44], (X[44:45], Y[44:45]), epochs=2)
+    return both(lambda: net(metrics=["accuracy"]), X[:44], Y[:44], (X[44:45], Y[44:45]))
 
 
 @case
@@ -161,9 +153,7 @@ def evaluates_as_plain_keras() -> str:
 
 
 OPTIMIZERS: dict[str, Any] = {
-    "rmsprop": lambda: O.RMSprop(1e-2, momentum=0.5, centered=True, gradient_accumulation_steps=3),
     "adamw": lambda: O.AdamW(1e-2, weight_decay=0.1, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2),
-    "adafactor": lambda: O.Adafactor(1e-2),
     "scaled": lambda: O.LossScaleOptimizer(O.Nadam(1e-2), initial_scale=4.0, dynamic_growth_steps=3),
 }
 
@@ -173,7 +163,7 @@ def every_optimizer() -> str:
     """With the options that each takes, and a tail; the second epoch is another model's, from a checkpoint."""
     gaps, x, y = {}, X[: 8 * BATCH // 3], Y[: 8 * BATCH // 3]
     for name, make in OPTIMIZERS.items():
-        model, new, plain = (net(make(), run_eagerly=True, loss=crossentropy()) for _ in range(3))
+        model, new, plain = (net(make(), loss=crossentropy()) for _ in range(3))
         ours(hvk.prepare(model), deal(x, y))
         hvk.prepare(new)
         with shared_folder() as folder:
@@ -282,7 +272,7 @@ def a_step_that_unpacks_x_and_y() -> str:
         model.compile(O.SGD(0.3), crossentropy(), metrics=["accuracy"], jit_compile=False)
         return model
 
-    return both(make, X[:37], Y[:37], (X[37:50], Y[37:50]), epochs=2)
+    return both(make, X[:37], Y[:37], (X[37:50], Y[37:50]))
 
 
 @case
@@ -347,7 +337,7 @@ def guided(kind: type[Guided]) -> keras.Model:
     keras.utils.set_random_seed(1)
     x = L.Input((5,))
     model = kind(x, dense(5)(dense(4, activation="tanh")(x)))
-    model.compile(O.SGD(0.1), "mse", jit_compile=False)
+    model.compile(O.SGD(0.1), "mse", jit_compile=False, run_eagerly=kind is Guided)
     return model
 
 
@@ -395,7 +385,7 @@ def masks_with_weights_of_steps() -> str:
     def make() -> keras.Model:
         keras.utils.set_random_seed(1)
         model = keras.Sequential([L.Input((STEPS, 2)), L.Masking(), L.SimpleRNN(3, return_sequences=True), wide(1)])
-        model.compile(O.SGD(0.1), keras.losses.MeanSquaredError("mean_with_sample_weight"), jit_compile=False)
+        model.compile(O.SGD(0.1), keras.losses.MeanSquaredError("mean_with_sample_weight"), run_eagerly=True)
         return model
 
     return alike(make, x, RNG.normal(size=(40, STEPS, 1)), np.abs(RNG.normal(size=(40, STEPS))))
@@ -419,7 +409,7 @@ def nothing_to_train() -> str:
     def make() -> keras.Model:
         model = net()
         model.trainable = False
-        model.compile(O.Adam(0.1), crossentropy(), jit_compile=False)
+        model.compile(O.Adam(0.1), crossentropy(), run_eagerly=True)
         return model
 
     return alike(make, X[:37], Y[:37], epochs=1)
@@ -430,7 +420,7 @@ def a_loss_that_is_next_to_nothing() -> str:
     """Rounding is all that is left of it: other pieces of the batch have another rounding."""
     keras.utils.set_random_seed(1)
     model = keras.Sequential([L.Input((5,)), dense(500), dense(1)])  # wide: so that pieces do have another rounding
-    model.compile(O.SGD(0.01), "mse", jit_compile=False)
+    model.compile(O.SGD(0.01), "mse", run_eagerly=True)
     first, bias, second, its = weights_of(model)
     data = deal(X, np.asarray(X @ (first @ second) + (bias @ second + its)))
     loss = ours(hvk.prepare(model, data), data, 3).history["loss"]
@@ -475,7 +465,7 @@ class Largest(keras.metrics.Metric):
 @case
 def averages_a_metric_that_says_so() -> str:
     """Ranks hold 9 and 4 of 13 samples... each rank's state counts by its samples."""
-    model = hvk.prepare(net(O.SGD(0.0), metrics=[Largest()]))
+    model = hvk.prepare(net(O.SGD(0.0), metrics=[Largest()], traced=True))  # Keras itself cannot do it eagerly
     mine = slice(0, 9) if RANK == 0 else slice(9, 13)
     logs = ours(model, X[mine], y=np.where(np.arange(13) < 9, 0, 2)[mine], batch_size=9).history
     expected = (9 * 2.0 + 4 * 4.0) / 13
@@ -488,7 +478,7 @@ def normalises_by_live_samples_only() -> str:
     """Moving statistics: the mean over ranks of what plain Keras has after each rank's own samples; validation, too."""
 
     def make() -> keras.Model:
-        return net(O.SGD(0.0), layers=[L.BatchNormalization(momentum=0.7)])
+        return net(O.SGD(0.0), layers=[L.BatchNormalization(momentum=0.7)], traced=True)
 
     model, val = hvk.prepare(make()), (X[13:30], Y[13:30])
     # rank 0: 6 and 1 samples, rank 1: 6 and none
@@ -511,7 +501,7 @@ def normalises_by_live_samples_only() -> str:
 @case
 def goes_on_accumulating() -> str:
     """Two fits of two steps, three steps an update: the second goes on with what the first accumulated."""
-    model, plain = (net(O.SGD(0.5, gradient_accumulation_steps=3)) for _ in range(2))
+    model, plain = (net(O.SGD(0.5, gradient_accumulation_steps=3), traced=True) for _ in range(2))
     hvk.prepare(model)
     for part in (slice(0, 24), slice(24, 48)):
         ours(model, deal(X[part], Y[part]))
@@ -522,7 +512,7 @@ def goes_on_accumulating() -> str:
 @case
 def counts_every_step_of_an_execution() -> str:
     """steps_per_execution: steps, samples, and comparisons of replicas every so many steps."""
-    model = hvk.prepare(net(steps_per_execution=2 if BACKEND == "tensorflow" else 1), watch_every=2)
+    model = hvk.prepare(net(traced=True, steps_per_execution=2 if BACKEND == "tensorflow" else 1), watch_every=2)
     callbacks = hvk.callbacks(model, run=_Log())
     with mock.patch.object(replicas, "check_equal", wraps=replicas.check_equal) as compared:
         model.fit(deal(X[:48], Y[:48]), epochs=2, verbose=0, callbacks=callbacks)
@@ -552,7 +542,7 @@ def records_the_loss_of_the_global_batch() -> str:
     plain, gaps = net(), []
     batches = [slice(first, min(first + BATCH, 37)) for first in range(0, 37, BATCH)]
     expected = [plain.train_on_batch(X[rows], Y[rows]) for rows in [*batches, *batches]]
-    for model in (hvk.prepare(net()), net(hvk.prepare(O.SGD(0.3)))):
+    for model in (hvk.prepare(net(traced=True)), net(hvk.prepare(O.SGD(0.3)))):
         log = _Log()
         callbacks = hvk.callbacks(model, run=log)
         model.fit(deal(X[:37], Y[:37]), epochs=2, verbose=0, callbacks=callbacks)
@@ -576,7 +566,7 @@ def halves_before_the_sum() -> str:
 @case
 def prepared_again_with_another_option() -> str:
     """What was traced for the first ``prepare`` is not used after the second."""
-    model, data = hvk.prepare(net(O.SGD(1.0)), verify=False), deal(X[:12], Y[:12])
+    model, data = hvk.prepare(net(O.SGD(1.0), traced=True), verify=False), deal(X[:12], Y[:12])
     ours(model, data)
     for variable, value in zip(model.weights, weights_of(net(seed=2)), strict=True):
         variable.assign(value)
@@ -591,15 +581,11 @@ def prepared_again_with_another_option() -> str:
 @case
 def schedule_free() -> str:
     """Keras on TensorFlow starts its momentum anew in every step, unless the optimizer is built before ``fit``."""
-    model, plain = (net(O.ScheduleFreeAdamW(1e-2)) for _ in range(2))
+    model, plain = (net(O.ScheduleFreeAdamW(1e-2), traced=True) for _ in range(2))
     plain.optimizer.build(plain.trainable_variables)
     ours(hvk.prepare(model), deal(X[:48], Y[:48]), 3)
     plainly(plain, X[:48], Y[:48], 3)
     return near(between(model, plain))
-
-
-def averaging() -> keras.Model:
-    return net(O.Adam(0.05, use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=5), run_eagerly=True)
 
 
 class StopsAtStep(K.Callback):
@@ -610,35 +596,6 @@ class StopsAtStep(K.Callback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.left -= 1
         self.model.stop_training = self.left == 0
-
-
-@case
-def an_average_and_an_epoch_in_two_fits() -> str:
-    """Keras writes averages over the weights at the end of each fit; one that ended within an epoch goes on as if it
-    had not. Every way to go on: a new process' model, the same model, and from a checkpoint in between."""
-    plain, gaps, notes = averaging(), [], io.StringIO()
-    plainly(plain, X[:48], Y[:48], 3)
-    with shared_folder() as folder, contextlib.redirect_stdout(notes):
-        checkpoints = hvdtrain.Checkpointer(folder, best=None)
-        stopped, swap = hvk.prepare(averaging()), K.SwapEMAWeights(swap_on_epoch=True)
-        calls = [swap, StopsAtStep(6), *hvk.callbacks(stopped, checkpointer=checkpoints)]
-        stopped.fit(deal(X[:48], Y[:48]), epochs=3, verbose=0, callbacks=calls)
-        new = hvk.prepare(averaging())
-        progress = checkpoints.restore(hvk.model_state(new))
-        assert progress == hvdtrain.Progress(epoch=1, step=6, samples_seen=72, samples_in_epoch=24), progress
-        rest, whole = (deal(X[:48], Y[:48]) for _ in range(2))
-        rest.go_on(1, 24)  # the same model goes on; the restored one puts its data there itself
-        stopped.fit(rest, initial_epoch=1, epochs=2, verbose=0, callbacks=[swap, *hvk.callbacks(stopped)])
-        ours(new, whole, 2, initial_epoch=1)
-        averages, restored = weights_of(new), hvk.prepare(averaging())
-        checkpoints.save(hvk.model_state(new), progress=hvdtrain.Progress(2, 8, 96, 0))
-        assert apart(averages, weights_of(new)) == 0, "saving leaves them"
-        checkpoints.restore(hvk.model_state(restored))
-        for model in (stopped, new, restored):
-            ours(model, whole, 3, initial_epoch=2)
-            gaps.append(between(model, plain))
-    assert notes.getvalue().count("continues with the weights themselves") == (RANK == 0) * 3, notes.getvalue()
-    return near(*gaps)
 
 
 class Notes(K.Callback):
@@ -748,7 +705,7 @@ def compiled_apart(loss: Any, weights: Any = None) -> None:
     keras.utils.set_random_seed(1)
     x, y = L.Input((5,)), X[:24, :1]
     model = keras.Model(x, [dense(1)(x), dense(1)(x)] if weights else dense(1)(x))
-    model.compile(O.SGD(0.1), loss, loss_weights=weights, jit_compile=False)
+    model.compile(O.SGD(0.1), loss, loss_weights=weights, run_eagerly=True)
     trained(model, (y, y) if weights else y)
 
 

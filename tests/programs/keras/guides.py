@@ -42,10 +42,6 @@ X = RNG.normal(size=(ROWS, 5))
 VALUE = X[:, :1] * X[:, 1:2] + RNG.normal(size=(ROWS, 1))
 LABEL = RNG.integers(0, 3, ROWS)
 WEIGHT = np.linspace(0.1, 3.0, ROWS)
-STEPS = 6
-LENGTH = 1 + (np.arange(ROWS) % BATCH) * STEPS // BATCH  # ranks' parts of a batch hold unlike numbers of tokens
-TOKENS = np.where(np.arange(STEPS) < LENGTH[:, None], RNG.integers(1, 9, (ROWS, STEPS)), 0)
-NEXT = np.where(np.arange(STEPS) < LENGTH[:, None], RNG.integers(1, 9, (ROWS, STEPS)), 0)
 PICTURES = RNG.uniform(size=(ROWS, 4, 4, 1))
 # in these plain Keras cannot run a metric of one's own where it is eager
 TRACED = ("metrics_of_the_whole_batch",)
@@ -145,11 +141,7 @@ def small(kind: Any = keras.Model, units: int = 1, **layer: Any) -> Any:
 
 class Custom(keras.Model):
     def train_step(self, data: Any) -> Any:
-        if len(data) == 3:
-            x, y, sample_weight = data
-        else:
-            sample_weight = None
-            x, y = data
+        x, y, sample_weight = data
 
         def loss_of() -> Any:
             y_pred = self(x, training=True)
@@ -166,14 +158,6 @@ class Custom(keras.Model):
 
 @program(25)
 def custom_train_step(n: int) -> Any:
-    model = small(Custom)
-    model.compile(optimizer="adam", loss="mse", metrics=["mae"])
-    data = cut((X, VALUE), n)
-    return all_of(model, fit(model, data), data, data[0])
-
-
-@program(25)
-def train_step_with_sample_weight(n: int) -> Any:
     model = small(Custom)
     model.compile(optimizer=O.Adam(0.02), loss="mse", metrics=["mae"])
     data = cut((X, VALUE, WEIGHT), n)
@@ -341,27 +325,6 @@ def vae(n: int) -> Any:
     return all_of(model, fit(model, (PICTURES[:n],)))
 
 
-class LogisticEndpoint(L.Layer):
-    """Takes targets, and adds the loss: `compile` is given none."""
-
-    def __init__(self, name: str | None = None) -> None:
-        super().__init__(name=name)
-        self.loss_fn = keras.losses.BinaryCrossentropy(from_logits=True)
-
-    def call(self, targets: Any, logits: Any) -> Any:
-        self.add_loss(self.loss_fn(targets, logits))
-        return ops.softmax(logits)
-
-
-@program(29)
-def endpoint_layer(n: int) -> Any:
-    inputs, targets = keras.Input((5,), name="inputs"), keras.Input((3,), name="targets")
-    model = keras.Model({"inputs": inputs, "targets": targets}, LogisticEndpoint()(targets, L.Dense(3)(inputs)))
-    model.compile(optimizer="adam")
-    data = {"inputs": X[:n], "targets": np.eye(3)[LABEL[:n]]}
-    return all_of(model, fit(model, (data,)), None, data)
-
-
 class CategoricalTruePositives(keras.metrics.Metric):
     def __init__(self, name: str = "categorical_true_positives", **kwargs: Any) -> None:
         super().__init__(name=name, **kwargs)
@@ -380,58 +343,6 @@ class CategoricalTruePositives(keras.metrics.Metric):
 
     def reset_state(self) -> None:
         self.true_positives.assign(0)
-
-
-# -------------------------------------------------------------------- distillation
-
-
-class Distiller(keras.Model):
-    def __init__(self, student: Any, teacher: Any) -> None:
-        super().__init__()
-        self.teacher = teacher
-        self.student = student
-
-    def compile(
-        self, optimizer: Any, metrics: Any, student_loss_fn: Any, distillation_loss_fn: Any, alpha: float = 0.1,
-        temperature: float = 3,
-    ) -> None:  # fmt: skip
-        super().compile(optimizer=optimizer, metrics=metrics)
-        self.student_loss_fn = student_loss_fn
-        self.distillation_loss_fn = distillation_loss_fn
-        self.alpha = alpha
-        self.temperature = temperature
-
-    def compute_loss(
-        self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None, allow_empty: bool = False
-    ) -> Any:
-        teacher_pred = self.teacher(x, training=False)
-        student_loss = self.student_loss_fn(y, y_pred)
-        distillation_loss = self.distillation_loss_fn(
-            ops.softmax(teacher_pred / self.temperature, axis=1), ops.softmax(y_pred / self.temperature, axis=1)
-        ) * (self.temperature**2)
-        return self.alpha * student_loss + (1 - self.alpha) * distillation_loss
-
-    def call(self, x: Any) -> Any:
-        return self.student(x)
-
-
-@program(25)
-def distillation(n: int) -> Any:
-    teacher, student = small(units=3), keras.Sequential([keras.Input((5,)), L.Dense(3)])
-    data = cut((X, LABEL), n)
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    teacher.compile(optimizer=O.Adam(0.02), loss=loss, metrics=[keras.metrics.SparseCategoricalAccuracy()])
-    taught = fit(teacher, data, 1)
-    distiller = Distiller(student=student, teacher=teacher)
-    distiller.compile(
-        optimizer=O.Adam(0.02),
-        metrics=[keras.metrics.SparseCategoricalAccuracy()],
-        student_loss_fn=loss,
-        distillation_loss_fn=keras.losses.KLDivergence(),
-        alpha=0.1,
-        temperature=10,
-    )
-    return {**all_of(distiller, fit(distiller, data), data), "taught": taught}
 
 
 # -------------------------------------------------------------------- pairs and triplets
@@ -652,113 +563,6 @@ def dice_of_the_batch(y: Any, p: Any) -> Any:
     """Over the whole batch."""
     truth = ops.one_hot(ops.cast(y[:, 0], "int32"), 3, dtype=p.dtype)
     return 1 - 2 * ops.sum(truth * p) / ops.sum(truth + p * p)
-
-
-class MaskedLanguageModel(keras.Model):
-    """Of the example: a loss without reduction, whose sum over the batch is followed."""
-
-    loss_fn = keras.losses.SparseCategoricalCrossentropy(reduction=None)
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.loss_tracker = keras.metrics.Mean(name="loss")
-
-    def train_step(self, inputs: Any) -> Any:
-        features, labels, sample_weight = inputs
-
-        def loss_of() -> Any:
-            predictions = self(features, training=True)
-            every, all_predictions, weight = whole(labels, predictions, sample_weight)
-            losses = self.loss_fn(every, all_predictions, sample_weight=weight)
-            return losses if BACKEND == "tensorflow" else ops.sum(losses), losses, weight
-
-        _, losses, weight = descend(self, self.optimizer, self.trainable_variables, loss_of)
-        self.loss_tracker.update_state(losses, sample_weight=weight)
-        return {"loss": self.loss_tracker.result()}
-
-    @property
-    def metrics(self) -> Any:
-        return [self.loss_tracker]
-
-
-@program(25)
-def masked_language_model(n: int) -> Any:
-    inputs = keras.Input((STEPS,), dtype="int64")
-    model = MaskedLanguageModel(inputs, L.Dense(9, activation="softmax")(L.Embedding(9, 4)(inputs)))
-    model.compile(optimizer=O.SGD(0.02))
-    masked = np.where(np.arange(STEPS) % 3 == np.arange(ROWS)[:, None] % 3, 1.0, 0.0)
-    return all_of(model, fit(model, cut((TOKENS, NEXT, masked), n)))
-
-
-# -------------------------------------------------------------------- captions
-
-
-class ImageCaptioningModel(keras.Model):
-    """Of the example: a loss without reduction, which the train step masks and reduces."""
-
-    cross_entropy: Any = None
-
-    def __init__(self, encoder: Any, decoder: Any) -> None:
-        super().__init__()
-        self.encoder = encoder
-        self.decoder = decoder
-        self.loss_tracker = keras.metrics.Mean(name="loss")
-        self.acc_tracker = keras.metrics.Mean(name="accuracy")
-
-    def calculate_loss(self, y_true: Any, y_pred: Any, mask: Any) -> Any:
-        loss = (self.cross_entropy or self.loss)(y_true, y_pred)
-        mask = ops.cast(mask, dtype=loss.dtype)
-        loss *= mask
-        return ops.sum(loss) / ops.sum(mask)
-
-    def calculate_accuracy(self, y_true: Any, y_pred: Any, mask: Any) -> Any:
-        accuracy = ops.equal(ops.cast(y_true, "int64"), ops.cast(ops.argmax(y_pred, axis=2), "int64"))
-        accuracy = ops.cast(ops.logical_and(mask, accuracy), "float64")
-        return ops.sum(accuracy) / ops.sum(ops.cast(mask, "float64"))
-
-    def loss_and_acc(self, batch_data: Any, training: bool) -> Any:
-        batch_img, batch_seq = batch_data
-        encoder_out = self.encoder(batch_img, training=training)
-        seq_inp, seq_true = batch_seq[:, :-1], batch_seq[:, 1:]
-        pred = self.decoder([seq_inp, encoder_out], training=training)
-        seq_true, pred = whole(seq_true, pred)
-        mask = ops.not_equal(seq_true, 0)
-        return self.calculate_loss(seq_true, pred, mask), self.calculate_accuracy(seq_true, pred, mask)
-
-    def train_step(self, batch_data: Any) -> Any:
-        weights = self.encoder.trainable_variables + self.decoder.trainable_variables
-        loss, acc = descend(self, self.optimizer, weights, lambda: self.loss_and_acc(batch_data, True))
-        self.loss_tracker.update_state(loss)
-        self.acc_tracker.update_state(acc)
-        return {"loss": self.loss_tracker.result(), "acc": self.acc_tracker.result()}
-
-    def test_step(self, batch_data: Any) -> Any:
-        loss, acc = self.loss_and_acc(batch_data, False)
-        self.loss_tracker.update_state(loss)
-        self.acc_tracker.update_state(acc)
-        return {"loss": self.loss_tracker.result(), "acc": self.acc_tracker.result()}
-
-    @property
-    def metrics(self) -> Any:
-        return [self.loss_tracker, self.acc_tracker]
-
-
-@program(25)
-def image_captioning(n: int) -> Any:
-    sequence, picture = keras.Input((STEPS - 1,), dtype="int32"), keras.Input((4,))
-    given = L.Add()([L.Embedding(9, 4)(sequence), L.RepeatVector(STEPS - 1)(picture)])
-    decoder = keras.Model(
-        [sequence, picture], L.Dense(9, activation="softmax")(L.Conv1D(4, 2, padding="causal")(given))
-    )
-    encoder = keras.Sequential([keras.Input((4, 4, 1)), L.Flatten(), L.Dense(4, activation="relu")])
-    model = ImageCaptioningModel(encoder, decoder)
-    cross_entropy = keras.losses.SparseCategoricalCrossentropy(from_logits=False, reduction=None)
-    if BACKEND == "torch":  # on which plain Keras would build the loss of compile by a call()
-        model.built, model.cross_entropy = True, cross_entropy
-    model.compile(optimizer=O.Adam(0.02), loss=None if BACKEND == "torch" else cross_entropy)
-    words = np.maximum(NEXT, np.where(np.arange(STEPS) < 2, 1, 0))  # two words at least
-    data = cut((PICTURES, words), n)
-    return all_of(model, fit(model, data, val=data), data)
 
 
 # -------------------------------------------------------------------- loops of one's own

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 import traceback
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
 
 import keras
 from common import cnn, images, loss, report
@@ -18,10 +21,11 @@ import hvdtrain.keras as hvk  # noqa: E402  (the adapter joins the ranks first)
 
 RANK, SIZE = world.rank, world.size
 O = keras.optimizers  # noqa: E741
-CASES: list[Callable[[], str]] = []
+CASES: list[Callable[[], object]] = []
+T = TypeVar("T", bound=Callable[[], object])
 
 
-def case(function: Callable[[], str]) -> Callable[[], str]:
+def case(function: T) -> T:
     """Registers a case: it returns what it found out, or raises what it was refused with."""
     CASES.append(function)
     return function
@@ -31,12 +35,21 @@ def cases(**jobs: Callable[[], object]) -> None:
     """Registers cases of a line each, by their names."""
     for name, job in jobs.items():
         job.__name__ = name
-        CASES.append(job)  # type: ignore[arg-type]
+        CASES.append(job)
 
 
-def compiled(optimizer: Any = None, *, seed: int = 0, **arguments: Any) -> keras.Model:
+@contextmanager
+def shared_folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as own:
+        yield Path(world.broadcast(own))
+        world.barrier()
+
+
+def compiled(optimizer: Any = None, *, seed: int = 0, traced: bool = False, **arguments: Any) -> keras.Model:
+    """On TensorFlow tracing takes longer than these steps: few cases need it."""
     keras.utils.set_random_seed(seed)
     model = cnn()
+    arguments["run_eagerly"] = not traced
     model.compile(optimizer or O.SGD(0.1), arguments.pop("loss", None) or loss(), **arguments)
     return model
 

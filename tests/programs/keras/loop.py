@@ -7,18 +7,15 @@ usage: loop.py FOLDER        writes FOLDER/loop.rankR.json: case -> "passed ..."
 from __future__ import annotations
 
 import random
-import tempfile
-import time
 from typing import Any
 
 import keras
 import numpy as np
-from common import BACKEND, L, cnn, dense, images, loss, numpy_of
-from jobs import RANK, SIZE, O, case, cases, compiled, data, fit, fitted, hvk, run_cases, world
+from common import BACKEND, L, dense, images, loss, numpy_of
+from jobs import RANK, SIZE, O, case, cases, compiled, data, fit, fitted, hvk, run_cases, shared_folder, world
 
 import hvdtrain
 from hvdtrain import LR
-from hvdtrain.keras.state.stopping import may_stop
 
 K = keras.callbacks
 X, Y = images(64)
@@ -51,14 +48,14 @@ cases(
     other_seed=lambda: hvk.loader((X, Y), 8, seed=RANK),
     strided_evaluation=lambda: hvk.evaluate(hvk.prepare(compiled()), (X[RANK::SIZE], Y[RANK::SIZE]), per_rank_batch=8),
     plain_fit_of_all_data=lambda: fitted(hvk.prepare(compiled()), X, Y),
-    data_set_of_all_data=lambda: fitted(hvk.prepare(compiled()), source(slice(None))),
-    data_set_of_own_shard=lambda: equal(fitted(hvk.prepare(compiled()), source(slice(RANK, None, SIZE)))),
+    data_set_of_all_data=lambda: fitted(hvk.prepare(compiled(traced=True)), source(slice(None))),
+    data_set_of_own_shard=lambda: equal(fitted(hvk.prepare(compiled(traced=True)), source(slice(RANK, None, SIZE)))),
     labels_in_a_list=lambda: hvk.loader((X, Y.tolist()), 8),
     optimizer_in_a_dict=lambda: parts("dict"),
     optimizer_of_a_submodel=lambda: parts("submodel"),
     optimizer_out_of_sight=lambda: parts("hidden"),
     variables_assigned_by_hand=lambda: parts("by hand"),
-    optimizer_without_callbacks=lambda: fit(compiled(hvk.prepare(O.SGD(0.1)), seed=RANK)),
+    optimizer_without_callbacks=lambda: fit(compiled(hvk.prepare(O.SGD(0.1)), seed=RANK, traced=True)),
     other_batch_than_prepared=lambda: fitted(with_lr(), hvk.loader((X, Y), 16)),
     progress_without_initial_epoch=lambda: restored(hvdtrain.Progress(2, 8, 128, 0)),
     mid_epoch_restored=lambda: restored(hvdtrain.Progress(2, 9, 144, 16), initial_epoch=2),
@@ -113,34 +110,6 @@ def text_as_data() -> str:
     assert all("must hold numbers" in message for message in messages), messages
     hvk.loader((words, Y[:24]), 8)
     return "dealt"
-
-
-class Unsaid(keras.Model):
-    """Takes a layer, of which its configuration cannot know."""
-
-    def __init__(self, inner: Any) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def call(self, x: Any) -> Any:
-        return self.inner(x)
-
-
-@case
-def a_model_that_cannot_be_saved() -> str:
-    """Told before the first step: Keras would say so at the first save."""
-    model = Unsaid(cnn())
-    model.compile(O.SGD(0.1), loss())
-    hvk.prepare(model)
-    steps: list[int] = []
-    seen = K.LambdaCallback(on_train_batch_end=lambda batch, logs: steps.append(batch))
-    with tempfile.TemporaryDirectory() as folder:
-        checkpoints = hvdtrain.Checkpointer(folder, best=None)
-        try:
-            fit(model, [*hvk.callbacks(model, checkpointer=checkpoints), seen])
-        finally:
-            assert not steps, "it has trained"
-    return "trained"
 
 
 @case
@@ -294,11 +263,10 @@ def restored(progress: Any, **arguments: Any) -> str:
     """Goes on with data that knows nothing of it, from a checkpoint that was taken there."""
     batches = hvk.loader((X, Y), 8)
     model = hvk.prepare(compiled(), batches, lr=LR(0.1, 8))
-    with tempfile.TemporaryDirectory() as folder:
-        checkpoints = hvdtrain.Checkpointer(world.broadcast(folder), best=None)
+    with shared_folder() as folder:
+        checkpoints = hvdtrain.Checkpointer(folder, best=None)
         checkpoints.save(hvk.model_state(model), progress=progress)
         assert checkpoints.restore(hvk.model_state(model)) == progress
-        world.barrier()
     fitted(model, batches, epochs=3, **arguments)
     return f"trained, {vars(model)['_hvdtrain'].place.progress}"
 
@@ -326,11 +294,8 @@ def a_callback_of_the_users_sets_the_rate() -> str:
 @case
 def several_rates_recorded() -> str:
     model = hvk.prepare(compiled(multi()))
-    with tempfile.TemporaryDirectory() as folder:
-        folder = world.broadcast(folder)
-        with hvdtrain.RunLog(folder, world, config={}, progress=False, tensorboard=False) as run:
-            fit(model, hvk.callbacks(model, run=run))
-        world.barrier()
+    with shared_folder() as folder, hvdtrain.RunLog(folder, world, config={}, progress=False, tensorboard=False) as run:
+        fit(model, hvk.callbacks(model, run=run))
     return "trained"
 
 
@@ -359,101 +324,6 @@ def stopped(callbacks: list[Any]) -> str:
     return f"{updated(model)}, {equal(model)}"
 
 
-class Timer(K.Callback):
-    """What only measures."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ends: list[tuple[float, float]] = []
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        super().on_train_batch_end(batch, logs)
-        self.ends.append((now(), float(np.float64(batch))))
-
-
-def now() -> float:
-    return time.perf_counter()
-
-
-class Stopper:
-    def __init__(self, model: keras.Model) -> None:
-        self.model = model
-
-    def batch_ended(self, batch: int, logs: Any = None) -> None:
-        self.finish()
-
-    def finish(self) -> None:
-        self.model.stop_training = True
-
-
-class Holder(K.Callback):
-    """Knows a model by way of another object."""
-
-    def __init__(self, model: keras.Model) -> None:
-        super().__init__()
-        self.inner = Stopper(model)
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self.inner.end()
-
-
-class Told(K.Callback):
-    """Keeps the model that it is told of."""
-
-    def set_model(self, model: keras.Model) -> None:
-        self.net = model
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self.net.end()
-
-
-class Ender:
-    @staticmethod
-    def end(callback: K.Callback) -> None:
-        callback.model.stop_training = True
-
-
-class Outside(K.Callback):
-    """Has others stop it."""
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        super().on_train_batch_end(batch, logs)
-        Ender.end(self)
-
-
-def end_it() -> None:
-    GLOBAL[0].stop_training = True
-
-
-GLOBAL: list[keras.Model] = []
-
-
-@case
-def who_may_stop() -> str:
-    """Ranks ask each other after every step only where a callback knows a model."""
-    model, ends = compiled(), []
-    stopper = Stopper(model)
-    may_not = [Timer(), K.LambdaCallback(on_train_batch_end=lambda batch, logs: ends.append(batch))]
-    may = [
-        Stop(1), Holder(model), Outside(), K.TerminateOnNaN(),
-        K.LambdaCallback(on_train_batch_end=lambda *_: model.stop()),
-        K.LambdaCallback(on_train_batch_begin=lambda *_: end_it()),
-        K.LambdaCallback(on_train_batch_end=stopper.batch_ended),
-        K.LambdaCallback(on_train_batch_end=lambda batch, logs=None, by=stopper: by.finish()),
-        K.LambdaCallback(on_train_batch_end=lambda batch, logs=None, *, by=stopper: by.finish()), Told(),
-    ]  # fmt: skip
-    assert [may_stop(callback) for callback in (*may_not, *may)] == [False] * 2 + [True] * 10
-    asked = []
-    for callback in (Timer(), Stop(100)):
-        model = hvk.prepare(compiled())
-        log = K.LambdaCallback(
-            on_train_end=lambda logs, model=model: asked.append(vars(model)["_hvdtrain"].fit.stops_in_epoch)
-        )
-        fit(model, [log, callback, *hvk.callbacks(model)])
-    assert asked == [False, True], asked
-    return equal(model)
-
-
 @case
 def traced_once() -> str:
     """Metrics get their variables in the first step, for which TensorFlow would trace it a second time."""
@@ -464,20 +334,24 @@ def traced_once() -> str:
             traces.append("once")
         return keras.ops.mean(keras.ops.square(predicted), -1) + 0.0 * keras.ops.cast(y, predicted.dtype)
 
-    model = hvk.prepare(compiled(loss=squared, metrics=["accuracy"]))
+    model = hvk.prepare(compiled(traced=True, loss=squared, metrics=["accuracy"]))
     fit(model, hvk.callbacks(model))
     return f"traced {' and '.join(traces)}, {equal(model)}"
 
 
 @case
 def stop_at_an_epochs_end_of_one_rank() -> str:
+    shared: list[bool] = []
+
     def stop(epoch: int, logs: Any) -> None:
+        shared.append(vars(model)["_hvdtrain"].fit.stops_in_epoch)
         if RANK == 1:
             model.stop_training = True
 
     model = hvk.prepare(compiled())
     fitted(model, data(), epochs=3, more=[K.LambdaCallback(on_epoch_end=stop)])
     hvk.evaluate(model, (X, Y), per_rank_batch=8)
+    assert shared == [False], "no callback has a hook within an epoch: ranks ask each other at its end"
     return f"{updated(model)}, {equal(model)}"
 
 
@@ -486,7 +360,7 @@ def nan_on_one_rank() -> str:
     x = X.copy()
     x[5 + 16 * (SIZE - 1)] = np.nan
     options = {"batch_size": 8, "epochs": 3, "shuffle": False, "more": [K.TerminateOnNaN()]}
-    return updated(fitted(hvk.prepare(compiled()), x[mine()], Y[mine()], **options))
+    return updated(fitted(hvk.prepare(compiled(traced=True)), x[mine()], Y[mine()], **options))
 
 
 # -------------------------------------------------------------------- random state
@@ -540,14 +414,12 @@ def noise_of(kind: str, *, eagerly: bool = False) -> str:
                   callbacks=[*hvk.callbacks(model, checkpointer=saver), end])  # fmt: skip
         return seen
 
-    with tempfile.TemporaryDirectory() as folder:
-        folder = world.broadcast(folder)
+    with shared_folder() as folder:
         whole = train(f"{folder}/whole", 2)
         keras.backend.clear_session()
         train(f"{folder}/cut", 1)
         keras.backend.clear_session()
         rest = train(f"{folder}/cut", 2, resume=True)
-        world.barrier()
     assert whole[len(whole) // 2 :] == rest, (whole, rest)
     ranks = world.gather(whole)
     assert not set(ranks[0]) & set(ranks[1]) and len(set(whole)) == len(whole), ranks
@@ -580,9 +452,8 @@ def tensorflow_noise_with_checkpoints() -> str:
     if BACKEND != "tensorflow":
         return "none"
     model = noisy("tf")
-    with tempfile.TemporaryDirectory() as folder:
-        saver = hvdtrain.Checkpointer(world.broadcast(folder), best=None)
-        fit(model, hvk.callbacks(model, checkpointer=saver))
+    with shared_folder() as folder:
+        fit(model, hvk.callbacks(model, checkpointer=hvdtrain.Checkpointer(folder, best=None)))
     return "trained"
 
 

@@ -1,9 +1,8 @@
 """Trains with dropout, BatchNorm, a schedule and gradient accumulation, and stops, saves or resumes in the middle.
 
 usage: resume.py PHASE FOLDER [MODEL.keras]
-    PHASE: both (4 epochs at once, then 2 of 4) | second (epochs 3 and 4, from the checkpoint) | elsewhere (restores
-    first's checkpoint at another world size) | plain (loads a checkpoint's model.keras as anybody would, where neither
-    Horovod nor hvdtrain can be imported, and trains it)
+    PHASE: both (4 epochs at once, then 2 of 4) | second (epochs 3 and 4, from the checkpoint) | plain (loads a
+    checkpoint's model.keras as anybody would, where neither Horovod nor hvdtrain can be imported, and trains it)
 """
 
 from __future__ import annotations
@@ -35,7 +34,8 @@ def build() -> tuple[keras.Model, Any]:
     inner = [L.Flatten(), L.Dense(16), L.BatchNormalization(), L.Dropout(0.4), L.Dense(8, activation="relu")]
     model = keras.Sequential([L.Input((6, 6, 1)), *inner, L.Dropout(0.3, seed=2), L.Dense(4)])
     optimizer = keras.optimizers.Adam(1e-2, gradient_accumulation_steps=2, use_ema=True, ema_overwrite_frequency=5)
-    model.compile(optimizer, make_loss(), metrics=["accuracy"])
+    # tracing takes longer than these steps
+    model.compile(optimizer, make_loss(), metrics=["accuracy"], run_eagerly=True)
     lr = hvdtrain.LR(1e-2, 16, warmup_samples=32, schedule="cosine", total_samples=4 * SAMPLES)
     x, y = images(SAMPLES)
     data = hvk.loader((x.astype("float32"), y), PER_RANK)
@@ -72,10 +72,9 @@ def main(phase: str, folder: Path) -> None:
         extra = {"table": np.zeros(3)}
         progress = hvdtrain.Checkpointer(folder / "parts", best=None).restore(hvk.model_state(model, extra=extra))
         assert progress is not None and extra["table"].tolist() == [0, 1, 2], "the callbacks saved it"
-        if phase == "second":
-            store(model, folder / "restored", progress)
-            fit(model, data, folder / "parts", epochs=4, progress=progress)
-        store(model, folder / f"{phase}_end", progress)
+        store(model, folder / "restored", progress)
+        fit(model, data, folder / "parts", epochs=4, progress=progress)
+        store(model, folder / "second_end", progress)
     world.barrier()
     world.comm.shutdown()
 

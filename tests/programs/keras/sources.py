@@ -5,16 +5,14 @@ usage: sources.py FOLDER        writes FOLDER/sources.rankR.json: case -> "passe
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
 from common import BACKEND, L, dense, weights_of
-from jobs import RANK, SIZE, O, case, hvk, run_cases, world
+from jobs import RANK, SIZE, O, case, hvk, run_cases, shared_folder, world
 
 import hvdtrain
 
@@ -278,8 +276,7 @@ def resumed_at_the_batch() -> str:
     def make(**options: Any) -> Any:
         return hvk.loader(lambda epoch: iter(cut(order_of(epoch))), **options)
 
-    with tempfile.TemporaryDirectory() as own:
-        folder = Path(world.broadcast(own))
+    with shared_folder() as folder:
         lr = hvdtrain.LR(base=0.3, reference_batch=ROWS * SIZE, schedule="cosine", total_samples=150)
         whole = hvk.prepare(net(), data := make(), lr=lr)
         whole.fit(data, epochs=3, verbose=0, callbacks=hvk.callbacks(whole))
@@ -296,7 +293,6 @@ def resumed_at_the_batch() -> str:
         refused(wrong, "seed 7", "it began with")
         for first in (1, 2):
             again.fit(data, initial_epoch=first, epochs=first + 1, verbose=0, callbacks=hvk.callbacks(again))
-        world.barrier()
     return gap(again, whole)
 
 
