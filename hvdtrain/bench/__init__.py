@@ -13,6 +13,7 @@ BENCHES = {  # each is a module of this folder
     "comm": "sums over ranks: Horovod, MPI, a ring and parameter servers; every link's bytes",
     "gpu": "everything on this machine's GPU: right against plain references, and what it costs",
     "input": "images a second that reach the training loop, against a plain DataLoader",
+    "pipeline": "a model split over CPU stages, against the naive split and the tutorial's pattern",
     "train": "step times of a prepared fit against plain Keras, and of more ranks against one",
 }
 

@@ -89,23 +89,25 @@ class SplitJob:
         """The work of one repeat, in words."""
         return "a batch" if self.settings.batches == 1 else f"{self.settings.batches} batches"
 
-    def variant(self, model: Any, **change: Any) -> Variant:
+    def variant(self, model: Any, *, cores: Sequence[int] | None = None, **change: Any) -> Variant:
         """Returns one repeat of a training: every batch forward and backward, new gradients each time, and a plain SGD
-        step after each; a function of how many of the batches (all). `change` is set on the model before."""
+        step after each; a function of how many of the batches (all). `change` is set on the model before; `cores` are
+        as in `hvdtrain.pipeline.tuning.unsplit.on_cores`."""
         import torch
+
+        from hvdtrain.pipeline.tuning.unsplit import on_cores
 
         optimizer = torch.optim.SGD(list(model.parameters()), lr=0.001)
         if hasattr(model, "proofs"):
-            model.proofs = (
-                False  # which double a training's steps 1, 2, 4, 8 ... and would be measured as its usual ones
-            )
+            model.proofs = False  # they double a training's steps 1, 2, 4, 8 ..., which are measured here
 
         def train(count: int = len(self.batches)) -> None:
             for name, value in change.items():
                 setattr(model, name, value)
             for x, y in self.batches[:count]:
                 optimizer.zero_grad()
-                model.step(x, y, self.loss)
+                with on_cores(cores):
+                    model.step(x, y, self.loss)
                 optimizer.step()
 
         return train

@@ -79,7 +79,7 @@ def test_the_toy_by_hand_and_by_split_is_plain_pytorch() -> None:
         gradients = torch.autograd.grad(loss, [*model.parameters()])
         with torch.no_grad():
             for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-                parameter -= 0.1 * gradient
+                parameter.sub_(0.1 * gradient)
     result = run("--preset", "toy", "--devices", "cpu,cpu").check()
     rows = [line.split() for line in result.out.splitlines() if line[:1].isdigit()]
     assert len(rows) == len(plain) == 10 and "the same" in result.out and "NOT" not in result.out
