@@ -59,7 +59,7 @@ def _fit(model: keras.Model, inner: Callable[..., Any], *args: Any, **kwargs: An
     call = FitCall(model, inner, args, kwargs)
     _refuse_unread(call.given)
     _skip_empty_rest(call)
-    if not call.session.prepared.world.is_main and call.given.get("verbose") == "auto":
+    if not call.session.prepared.world.is_main:  # one progress line is enough
         call.given["verbose"] = 0
     within = _begin(call)
     its = elastic.ranks()
