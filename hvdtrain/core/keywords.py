@@ -50,11 +50,12 @@ def _checked(function: Callable[..., Any], name: str, instead: Mapping[str, str]
                 raise ConfigError(rule, f"{name}(..., {key}={kwargs[key]!r})"[:100], remedy)
         try:
             bound = signature.bind_partial(*args, **kwargs).arguments
-        except TypeError as error:  # too many values
+        except TypeError:  # too many values
             form = ", ".join(taken[: list(taken).index("data") + 1]) if "data" in taken else ""
-            remedy = f"{name}({form}, ...), where data is one value: (x, y) for two arrays" if form else ""
+            remedy = f"{name}({form.replace('data', '(x, y)')}, ...): two arrays are one value, a tuple"
+            remedy = remedy if form else f"{name}{signature}"
             kinds = ", ".join([type(its).__name__ for its in args] + [f"{key}=" for key in kwargs])
-            raise ConfigError(f"{name}() cannot take these arguments: {error}", f"{name}({kinds})", remedy) from error
+            raise ConfigError(f"{name}() cannot take these arguments", f"{name}({kinds})", remedy) from None
         for key in instead:
             if key in taken and key not in bound:
                 raise ConfigError(f"{name}() needs {key}=", f"{name}() without it", instead[key])

@@ -117,7 +117,9 @@ __main__.main(["why", "."])
     assert done.stdout == "(True, 0, 1, '')", done.stdout + done.stderr
 
 
-@pytest.mark.parametrize(("command", "unbuffered"), [("bench", ""), ("--version", "1"), ("why --help", "")])
+@pytest.mark.parametrize(
+    ("command", "unbuffered"), [("build-horovod --edits", ""), ("--version", "1"), ("why --help", "")]
+)
 def test_a_full_disk_under_the_output_gets_no_traceback(command, unbuffered):
     done = shell(f"{command} > /dev/full", PYTHONUNBUFFERED=unbuffered)
     assert done.returncode == 1

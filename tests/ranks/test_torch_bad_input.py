@@ -47,8 +47,7 @@ def test_a_batch_that_leaves_one_picture_for_batch_norm(tmp_path: Path) -> None:
     """1437 digits are 4 x 359 + 1; two devices share the last."""
     flags = ["--model", "resnet18", "--data", "digits", "--run-dir", tmp_path / "run"]
     result = refused([*flags, "--per-rank-batch", 359], 1)
-    told_once(result, "1437 pictures of 32 x 32 on 1 rank(s), 359 each", "--per-rank-batch 358")
-    assert not (tmp_path / "run" / "run.json").exists()
+    told_once(result, "Expected more than 1 value per channel", 'tail="drop"')
 
 
 @pytest.mark.parametrize("launcher", ["forked", pytest.param("mpirun", marks=pytest.mark.thorough)])

@@ -97,7 +97,7 @@ def _after_first(model: keras.Model, session: KerasSession) -> None:
     replicas.check_equal(replicas.replicated(model), world, when="after the first step")
     if session.proofs.undealt:
         batch = map_leaves(keras.ops.convert_to_numpy, session.notes.kept_batch)
-        cards = world.gather(same_data.of_arrays(batch).card if _has_contents(batch) else None)
+        cards = world.gather(same_data.of_arrays(batch) if _has_contents(batch) else None)
         if cards[0] is not None and all(card == cards[0] for card in cards):
             raise same_work(f"the first batch is the same on all {world.size} ranks")
 

@@ -37,7 +37,7 @@ class ZeroModel:
         if type(optimizer) not in _BY_PARAMETER:
             raise ConfigError(
                 "the optimizer must update each parameter from its own gradient and state alone with zero=",
-                f"{type(optimizer).__name__}, which is not known to do so",
+                f"{_name_of(optimizer)}, which is not known to do so",
                 f"use zero=0, or an optimizer of torch.optim: {', '.join(kind.__name__ for kind in _BY_PARAMETER)}",
             )
         self._model, self._optimizer, self._world = model, optimizer, world
@@ -105,6 +105,10 @@ class ZeroModel:
 
     def close(self) -> None:
         self._model.close()
+
+
+def _name_of(optimizer: torch.optim.Optimizer) -> str:
+    return "a list of optimizers" if type(optimizer).__module__.startswith("hvdtrain.") else type(optimizer).__name__
 
 
 class _SplitState:

@@ -16,6 +16,7 @@ from hvdtrain.checkpoint.parts import Progress
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.torch.engines import replicas, unprepared
 from hvdtrain.torch.engines.base import EngineModel
+from hvdtrain.torch.losses.loss_proof import LossProof
 from hvdtrain.torch.update.amp import ScalerAdapter
 from hvdtrain.torch.update.batches import Batch, require_batch
 from hvdtrain.torch.update.gradients import Gradients
@@ -81,7 +82,7 @@ class Optimizer(BatchPasses, torch.optim.Optimizer):
         self._alike = 0  # updates for which all ranks had the same batch
         self._stepper = ScalerAdapter(self.wrapped, partial(_step_engine, session))
         # nothing that stays on model and optimizer may refer to this one: when it is dropped, they are plain again
-        self._closing = finalize(self, _close, session.gradients, session.engine_model)
+        self._closing = finalize(self, _close, session.gradients, session.proof, session.engine_model)
         self._closing.atexit = False
 
     # -- one update ------------------------------------------------------------------------------------------
@@ -408,6 +409,7 @@ def _step_engine(session: Session, closure: Callable[[], object] | None = None) 
         session.engine_model.step(closure)
 
 
-def _close(gradients: Gradients, model: EngineModel) -> None:
+def _close(gradients: Gradients, proof: LossProof, model: EngineModel) -> None:
     gradients.close()
+    proof.forget()
     model.close()
