@@ -37,8 +37,8 @@ def test_no_two_public_classes_have_one_name() -> None:
 # not of PyTorch or Keras: of Python, numpy, Horovod, TensorFlow, DeepSpeed, Lightning, torchmetrics, and marks of the
 # guard's own
 OTHERS = {
-    "_allreduce_grads", "_async", "_async_", "_broadcast_model", "_codecs", "_computed", "_constant_", "_current_frames", "_exit",
-    "_getframe", "_global", "_guard", "_guard_line", "_guard_loader", "_guard_pass",
+    "_allreduce_grads", "_async", "_async_", "_broadcast_model", "_codecs", "_computed", "_constant_",
+    "_current_frames", "_exit", "_getframe", "_global", "_guard", "_guard_line", "_guard_loader", "_guard_pass",
     "_guard_trained", "_hvdtrain", "_layer_sync", "_local", "_operator",
     "_part_", "_process_set", "_pydevd_bundle", "_reconstruct", "_reductions", "_rng", "_saved_",
     "_to_sync", "_update_count", "_utils", "_worker_handler",
