@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -61,7 +62,8 @@ for command in {commands!r}:
         __main__.main([*command.split(), "--help"])
 print(*sys.modules)
 """
-    return set(run([sys.executable, "-c", program]).stdout.split())
+    env = {name: value for name, value in os.environ.items() if name != "COVERAGE_PROCESS_START"}  # it imports, too
+    return set(run([sys.executable, "-c", program], env=env).stdout.split())
 
 
 def test_help_imports_no_subcommand():
