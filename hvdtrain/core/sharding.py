@@ -65,7 +65,7 @@ class Plan:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, numbers.Integral) or int(value) < least:
                 fix = "loader((x, y), per_rank_batch=32), with the arrays as one tuple"
-                if isinstance(value, numbers.Real):
+                if isinstance(value, (int, float)):
                     fix = "divide with //, as in 64 // world.size" if value >= least else ""
                 raise ConfigError(f"{name} must be a whole number >= {least}", f"{name}={value!r}"[:100], fix)
         if self.seed >= 2**64:
