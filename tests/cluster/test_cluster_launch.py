@@ -387,7 +387,7 @@ def test_a_refused_job_leaves_no_folder(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["-np", "2"], "needs a command"),
         (["-H", "a;reboot:2", "--", "true"], "'a;reboot:2'"),
@@ -397,10 +397,10 @@ def test_a_refused_job_leaves_no_folder(tmp_path):
         (["-np", "1000000000", "--", "true"], "-np 1,000,000,000"),
     ],
 )
-def test_refusals(arguments, said, tmp_path, monkeypatch, capsys):
+def test_refusals(arguments, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["launch", *arguments]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_dry_run_tells_and_starts_nothing(tmp_path):

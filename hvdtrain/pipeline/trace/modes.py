@@ -24,7 +24,7 @@ def opened(call: Call) -> set[str]:
 
 def key(node: fx.Node) -> Any:
     target: Any = node.target
-    if isinstance(target, nn.Module):  # made anew in each run
+    if isinstance(target, nn.Module):  # made again in each run
         target = repr(target)
     elif not isinstance(target, str):  # and so are bound methods (`Function.apply`)
         target = getattr(target, "__name__", ""), id(getattr(target, "__self__", None) or target)
