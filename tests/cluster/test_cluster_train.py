@@ -94,7 +94,7 @@ def test_two_hosts_train(
 @pytest.mark.thorough
 @pytest.mark.parametrize("launcher", ["hvdtrain launch", "horovodrun", "mpirun"])
 def test_torch_distributed_meets_where_rank_0_finds_a_free_port(launcher: str, hosts: Cluster, tmp_path: Path) -> None:
-    """Twice in one process; the ports that hvdtrain's launcher would make up are taken. Give mpirun the port yourself."""
+    """Twice in one process; the ports that hvdtrain launch would make up are taken. Give mpirun a port yourself."""
     program = [str(PROGRAMS / "torch" / "beginning.py"), "taken", str(PROGRAMS / "torch" / "relay.py")]
     legs = [f"{tmp_path}/relay:ddp={updates}" for updates in (2, 3)]
     options = {
