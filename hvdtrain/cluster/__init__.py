@@ -1,4 +1,4 @@
-"""Many hosts: names, addresses, one ssh session a host, and the messages through it.
+"""Many hosts: reached by ssh, examined, and given ranks.
 
 `launch` starts ranks on the hosts and ends them together. `doctor` finds faults of the hosts. `verify` trains a toy
 model on them. This package imports no framework.

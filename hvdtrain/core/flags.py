@@ -15,6 +15,9 @@ from typing import Any, NoReturn, TypeVar
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.keywords import nearest
 
+# flags of other launchers, and what they are here
+_ELSEWHERE = dict.fromkeys(("--nproc-per-node", "--nproc_per_node", "--num_processes"), "--np")
+
 
 class _Parser(argparse.ArgumentParser):
     """A parser whose errors are `ConfigError`: what it does not know, with the nearest name that it knows."""
@@ -25,7 +28,7 @@ class _Parser(argparse.ArgumentParser):
             name = unknown[0].partition("=")[0]
             kind = "a flag" if name.startswith("-") else "an argument"
             known = [flag for action in self._actions for flag in action.option_strings]
-            raise self._error(f"{name} is not {kind} of {self.prog}{nearest(name, known)}")
+            raise self._error(f"{name} is not {kind} of {self.prog}{nearest(_ELSEWHERE.get(name, name), known)}")
         return namespace, unknown
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:

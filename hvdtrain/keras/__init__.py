@@ -246,7 +246,7 @@ def verify(model: keras.Model, *, world: World | None = None) -> Proof:
     """
     require_keras(model)
     require_compiled(model)
-    from hvdtrain.keras.state import average
+    from hvdtrain.keras.state import averaging_proof
 
     found = session_of(model) or session_of(model.optimizer)
     if found is not None and world is not None and world.comm is not found.prepared.world.comm:
@@ -259,7 +259,7 @@ def verify(model: keras.Model, *, world: World | None = None) -> Proof:
         if not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
         start.check_agreement(model, session)
-        return average.prove(model, session)
+        return averaging_proof.prove(model, session)
 
 
 def _session_for(model: keras.Model) -> KerasSession:

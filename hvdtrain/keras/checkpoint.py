@@ -29,7 +29,7 @@ from hvdtrain.keras.backends.session import (
     require_compiled,
     session_of,
 )
-from hvdtrain.keras.state import counts, metric_states, replicas, rng
+from hvdtrain.keras.state import callback_counts, metric_states, replicas, rng
 from hvdtrain.private.keras import BaseOptimizer, H5IOStore, saving_lib
 from hvdtrain.world.world import World
 
@@ -185,14 +185,14 @@ class RandomPart(Part):
     def __init__(self, model: keras.Model, place: TrainingPlace, world: World) -> None:
         self.model, self.place, self.world = model, place, world
         self.states: list[dict[str, np.ndarray]] = []
-        self.counts: counts.States = {}
+        self.counts: callback_counts.States = {}
 
     def collect(self) -> None:
         mine = rng.capture(self.model)
         if self.place.progress.samples_in_epoch:
             mine |= {f"metric.{i}": array for i, (_, array) in enumerate(metric_states.states(self.model))}
         self.states = self.world.gather(mine)
-        self.counts = counts.saved_of(self.place.callbacks)
+        self.counts = callback_counts.saved_of(self.place.callbacks)
 
     def write(self, file: StateFile) -> None:
         arrays = {f"{rank}/{key}": value for rank, state in enumerate(self.states) for key, value in state.items()}

@@ -26,7 +26,7 @@ from hvdtrain.keras.data.sources import DatasetBatches
 from hvdtrain.keras.data.streams import WalkedLoader
 from hvdtrain.keras.fit_callbacks import Count, EndOfEpoch, StartOfFit
 from hvdtrain.keras.state import replicas, rng
-from hvdtrain.keras.state.counts import States, feed, states_of
+from hvdtrain.keras.state.callback_counts import States, feed, states_of
 
 Steps = Iterator[tuple[int, int, Any]]
 RULE = "an elastic job must train one Keras model, in one fit() that can repeat a batch"

@@ -28,7 +28,7 @@ from hvdtrain.keras.backends.chosen import BACKEND
 from hvdtrain.keras.backends.session import KerasSession, Prepared, is_built, is_hooked, leaves_of, missing_hook
 from hvdtrain.keras.checkpoint import model_state
 from hvdtrain.keras.data.loader import KerasLoader
-from hvdtrain.keras.state import counts, metric_states, replicas, start
+from hvdtrain.keras.state import callback_counts, metric_states, replicas, start
 from hvdtrain.keras.state.steps import ended_early
 from hvdtrain.record.log import RunLog
 from hvdtrain.world.world import World
@@ -498,7 +498,7 @@ class EpochOfLoaders(Callback):
         if self.place.elastic is not None:
             self.place.elastic.epoch_has_begun()
         if self.place.restored_counts is not None:  # after on_train_begin of all, which restarts counts
-            counts.feed(self.place.callbacks, self.place.restored_counts)
+            callback_counts.feed(self.place.callbacks, self.place.restored_counts)
             self.place.restored_counts = None
         if self.data is not None:
             self.data.next_epoch = epoch

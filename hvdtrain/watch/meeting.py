@@ -356,15 +356,19 @@ def _others_receive(states: Sequence[State]) -> bool:
 
 def out_of_step(states: Sequence[State], remedy: str = "") -> ReplicaError:
     """Returns the error that names where each rank is; pure. Without a remedy, that for programs of hvdtrain's."""
+    advice = [
+        "call collective functions (evaluate, save, gather ...) on every rank, in the same order,\n"
+        "on the same line, and not under `if world.is_main:`",
+        "break and continue on every rank alike (stop = world.broadcast(stop) gives all rank 0's decision)",
+    ]
+    if any(state["kind"] == END for state in states):  # it has left the loop
+        advice.reverse()
     return ReplicaError(
         "every rank must come to the same collective operation",
         by_rank(list(map(described, states))),
         remedy
         or elastic.hint()
-        + "call collective functions (evaluate, save, gather ...) on every rank, in the same order,\n"
-        "on the same line, and not under `if world.is_main:`;\n"
-        "break and continue on every rank alike (stop = world.broadcast(stop) gives all rank 0's decision);\n"
-        "give every rank the same number of batches, as hvdtrain's loaders do",
+        + ";\n".join([*advice, "give every rank the same number of batches, as hvdtrain's loaders do"]),
         shared=True,
         code=43,
     )

@@ -28,6 +28,7 @@ from hvdtrain.core.lr import LR
         ("launch --nnodes 1", "--nnodes is not a flag of hvdtrain launch\n", "hvdtrain launch --help"),
         ("launch --logdir d", "launch; did you mean --log-dir?", "hvdtrain launch --help"),
         ("launch --np2", "launch; did you mean --np?", "hvdtrain launch --help"),
+        ("launch --nproc_per_node 2", "launch; did you mean --np?", "hvdtrain launch --help"),
         ("launch -np 2 -hostfile /no -- true", "a host file must be readable text", "/no"),
         ("launch -np 4 -H a:2,b -- true", "and a slot for each", "fix: -np 3, or more slots: -H a:2,b:2\n"),
         ("launch -np 2 -H localhost -- true", "and a slot for each", "fix: -np 1, or more slots: -H localhost:2\n"),

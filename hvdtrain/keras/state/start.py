@@ -67,9 +67,9 @@ def _made_equal(model: keras.Model, session: KerasSession) -> Any:
             variables = [variable for variable in variables if id(variable) not in own]
         replicas.broadcast(variables, world)
     if prepared.verify and proofs.proof is None and world.size > 1:  # an elastic job may begin with one
-        from hvdtrain.keras.state import average
+        from hvdtrain.keras.state import averaging_proof
 
-        proof = average.prove(model, session)
+        proof = averaging_proof.prove(model, session)
         prepared.say(str(proof))
         return proof
     replicas.check_equal(replicas.replicated(model), world, when="when training starts")

@@ -22,7 +22,7 @@ from hvdtrain.core import variables
 from hvdtrain.core.errors import OUT_OF_STEP_CODE, ConfigError
 from hvdtrain.core.launchers import Detected
 from hvdtrain.watch import watch
-from hvdtrain.watch.meeting import State, Tracker, deadlocked, described, out_of_step
+from hvdtrain.watch.meeting import END, State, Tracker, deadlocked, described, out_of_step
 
 LEFT = "collective calls are not allowed after the rank has left its world"
 
@@ -66,6 +66,12 @@ def test_the_error_names_every_rank_and_folds_equal_ones() -> None:
         "ranks 1-2: in gather, after 2 update(s): a.py:1",
     ]
     assert error.shared and error.remedy
+
+
+def test_the_first_advice_is_for_what_happened() -> None:
+    left: State = {**gather(1, updates=2), "kind": END}
+    assert out_of_step([update(3), left]).remedy.startswith("break and continue on every rank alike")
+    assert out_of_step([update(3), gather(1, updates=2)]).remedy.startswith("call collective functions")
 
 
 def test_an_update_is_counted_from_the_first_of_the_training() -> None:
