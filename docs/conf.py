@@ -25,6 +25,7 @@ pygments_style = "default"  # whose diffs are red and green
 html_title = f"hvdtrain {version}"
 html_static_path = ["static"]
 html_css_files = ["pages.css"]
+html_js_files = ["pages.js"]
 html_copy_source = html_show_sourcelink = False
 
 default_role = "literal"  # docstrings write `code` as Markdown does

@@ -49,7 +49,7 @@ class TrainingArguments(transformers.TrainingArguments):
     """Transformers' arguments, for the ranks of hvdtrain: those of `hvdtrain.init`, else joined here."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()  # type: ignore[no-untyped-call]
+        super().__post_init__()
         received = ", ".join(name for name, given in _unsupported(self).items() if given)
         if self.world.size > 1 and received:
             raise ConfigError(
@@ -380,7 +380,7 @@ class Trainer(transformers.Trainer):
             self.world.barrier()  # the other ranks then look for the best checkpoint
 
     def store_flos(self) -> None:
-        self.current_flos = int(self.world.sum({"flos": self.current_flos})["flos"])
+        self.current_flos: float = int(self.world.sum({"flos": self.current_flos})["flos"])
         super().store_flos()
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
@@ -461,14 +461,15 @@ def _weighed(compute_loss: Callable[..., Any], weight: float, *args: Any, **kwar
 @contextmanager
 def _replaced(trainer: Trainer, **methods: Callable[..., Any]) -> Iterator[None]:
     """Puts other functions in the place of a trainer's methods, also of those that a subclass has overridden."""
-    before = {name: value for name, value in vars(trainer).items() if name in methods}
-    vars(trainer).update(methods)
+    own = trainer.__dict__
+    before = {name: value for name, value in own.items() if name in methods}
+    own.update(methods)
     try:
         yield
     finally:
         for name in methods:
-            del vars(trainer)[name]
-        vars(trainer).update(before)
+            del own[name]
+        own.update(before)
 
 
 def _rows_of(values: Any, samples: int, batch: int) -> Any:
