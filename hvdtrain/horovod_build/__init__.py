@@ -13,7 +13,6 @@ import shutil
 from pathlib import Path
 
 from hvdtrain.core import variables
-from hvdtrain.core.errors import HvdtrainError
 
 DESCRIPTION = """\
 Build a Horovod 0.28.1 wheel for the frameworks installed in this Python environment, prove it on 2 ranks
@@ -54,18 +53,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from hvdtrain.horovod_build import build, dist, environment, patching, steps, support, swap
+    from hvdtrain.horovod_build import build, dist, environment, patching, steps, swap
 
     if args.edits:
         print(patching.table())
         return 0
-    if args.sdist is not None and not args.sdist.is_file():
-        remedy = "pip download --no-deps --no-binary horovod horovod==0.28.1"
-        raise HvdtrainError("--sdist must name a file", str(args.sdist), remedy)
+    if args.sdist is not None:
+        build.checked(args.sdist)
     found = environment.look(args.gpu, args.mpi)
     cache = args.cache or build.cache_folder()
-    digest = build.sha256_of(args.sdist) if args.sdist else support.SDIST_SHA256
-    folder = cache / build.cache_key(found, args.cuda, digest)
+    folder = cache / build.cache_key(found, args.cuda)
     wheel = None if args.rebuild else build.find_cached(folder)
     _say(f"Horovod 0.28.1 for {found.describe()}")
     for note in found.untested():
