@@ -3,17 +3,11 @@
 #
 #   HVDTRAIN_SETUP    train: what training needs; test: pytest as well, for test.sh --smoke; dev: the developers' tools,
 #                     for all tests   (default: train)
-#   HVDTRAIN_WHEELS   a folder of ready wheels of Horovod, or a page of links (docs/horovod.md): to train, one of them is
-#                     taken when it fits, and nothing is compiled
 #   PYTHON            interpreter for a new .venv   (default: the newest of python3.10 to python3.13 on the PATH)
 #   HVDTRAIN_VENV     where the environment lives   (default: .venv in the checkout)
 #   HVDTRAIN_CACHE    where Horovod wheels are kept (default: ~/.cache/hvdtrain)
 
 set -euo pipefail
-case ${HVDTRAIN_WHEELS:-/} in
-  /* | *://*) ;;
-  *) HVDTRAIN_WHEELS=$PWD/$HVDTRAIN_WHEELS ;;
-esac
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 VENV=${HVDTRAIN_VENV:-$PWD/.venv}
 SETUP_LOG=${TMPDIR:-/tmp}/hvdtrain-setup.$$.log
@@ -60,18 +54,16 @@ find_python() {
 # `compiler_comes` is the process to wait for.
 compiler_comes=
 system_packages() {
-  local first=() later=() python=$1 what=$2
+  local first=() later=() python=$1
   [ -n "$python" ] || first+=(python3)
   venv_works || "${python:-false}" -c 'import ensurepip, venv' 2>/dev/null || first+=(python3-venv)
-  if [ "$what" = compile ]; then
-    command -v g++ >/dev/null || later+=(g++)
-    command -v make >/dev/null || later+=(make)
-    command -v cmake >/dev/null || later+=(cmake)
-    command -v mpicxx >/dev/null || later+=(libopenmpi-dev)
-    command -v mpirun >/dev/null || later+=(openmpi-bin)
-    "${python:-false}" -c 'import os, sysconfig, sys
+  command -v g++ >/dev/null || later+=(g++)
+  command -v make >/dev/null || later+=(make)
+  command -v cmake >/dev/null || later+=(cmake)
+  command -v mpicxx >/dev/null || later+=(libopenmpi-dev)
+  command -v mpirun >/dev/null || later+=(openmpi-bin)
+  "${python:-false}" -c 'import os, sysconfig, sys
 sys.exit(not os.path.exists(sysconfig.get_paths()["include"] + "/Python.h"))' || later+=(python3-dev)
-  fi
   [ $((${#first[@]} + ${#later[@]})) -gt 0 ] || return 0
   local all=("${first[@]}" "${later[@]}")
   command -v apt-get >/dev/null || die "missing: ${all[*]}. Install them with this system's package manager"
@@ -133,16 +125,15 @@ fingerprint() {
 
 set_up() {
   local ready=$VENV/.ready wanted python extras=torch,keras,build,tensorboard,mpi what=${HVDTRAIN_SETUP:-train}
-  local started=$SECONDS compile=compile clear
+  local started=$SECONDS clear
   wanted=$(fingerprint)
   case "$what $(cat "$ready" 2>/dev/null || true)" in
     *" $wanted $what" | *" $wanted dev" | "train $wanted test") return 0 ;;
   esac
-  [ "$what" = dev ] || [ -z "${HVDTRAIN_WHEELS:-}" ] || compile=
   check_folders
   python=$(find_python)
   venv_works || room_for_venv
-  system_packages "$python" "$compile"
+  system_packages "$python"
   if ! venv_works; then
     [ -n "$python" ] || python=$(find_python)
     # what is there stays, unless its Python does not run
@@ -152,22 +143,11 @@ set_up() {
   [ "$what" = train ] || extras+=,$what
   step "installing PyTorch, TensorFlow and Keras as pinned in setup.cfg (6.5 GB, about a minute)" \
     "$VENV/bin/python" -m pip install -q --no-compile --disable-pip-version-check -e ".[$extras]"
-  if [ "$what" = dev ] || ! ready_wheel; then
-    [ -n "$compiler_comes" ] || system_packages "$python" compile
-    [ -z "$compiler_comes" ] || wait "$compiler_comes" || exit 1
-    say "building Horovod unless its wheel is cached (about 3 minutes on 2 cores, once a machine) ..."
-    "$VENV/bin/python" -m hvdtrain build-horovod --install >&2 || die "Horovod could not be built: read the lines above"
-  fi
+  [ -z "$compiler_comes" ] || wait "$compiler_comes" || exit 1
+  say "building Horovod unless its wheel is cached (about 3 minutes on 2 cores, once a machine) ..."
+  "$VENV/bin/python" -m hvdtrain build-horovod --install >&2 || die "Horovod could not be built: read the lines above"
   printf '%s\n' "$wanted $what" >"$ready"
   say "ready in $((SECONDS - started)) s"
-}
-
-ready_wheel() {
-  [ -n "${HVDTRAIN_WHEELS:-}" ] || return 1
-  local code=0
-  "$VENV/bin/python" -m hvdtrain build-horovod --ready "$HVDTRAIN_WHEELS" >&2 || code=$?
-  [ $code -lt 128 ] || exit $code  # Ctrl-C, and not "none fits"
-  return $code
 }
 
 set_up

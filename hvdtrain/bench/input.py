@@ -3,8 +3,7 @@
 1. CIFAR-shaped pictures in memory: served in whole batches, against torchvision's transforms image by image.
 2. A folder of JPEGs (your own with --data, else made up): the same transforms, by workers.
 
-On a GPU the DataLoader also runs without pinned memory. With --framework keras: what reaches a Keras fit, from arrays
-and from a PyDataset, by workers (threads and processes) and length of its queue.
+On a GPU the DataLoader also runs without pinned memory.
 
 Prints tables with a recommendation, and writes a JSON file with every sample. Give the machine nothing else to do; with
 --cores 1 everything runs on one core.
@@ -23,7 +22,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hvdtrain.bench import keras_input
 from hvdtrain.bench.turns.turns import begin, finish, measured_on, progress
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.flags import whole
@@ -37,6 +35,7 @@ if TYPE_CHECKING:
 
 MEMORY_IMAGES, MADE_UP_FILES, MADE_UP_SIZE = 10_000, 256, (500, 375)  # the size: ImageNet's average
 
+GOOD_ENOUGH = 0.95  # of the best rate: fewer workers for nearly the same
 # a variant: starts to read, returns its batches and what ends it
 Start = Callable[[], tuple[Iterator[Any], Callable[[], None]]]
 
@@ -45,8 +44,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `hvdtrain bench input`."""
     count = whole(1)
     add = parser.add_argument
-    add("--framework", choices=["torch", "keras"], default="torch", help="(default: %(default)s)")
-    add("--backend", choices=["tensorflow", "torch"], help="backend of Keras (default: KERAS_BACKEND, else tensorflow)")
     add(
         "--data",
         type=Path,
@@ -89,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--cores must be at most {len(cores)} on this machine", f"--cores {args.cores}")
     os.sched_setaffinity(0, cores[: args.cores])
     try:
-        result = begin("input", args, "this benchmark is one process") | {"framework": args.framework}
+        result = begin("input", args, "this benchmark is one process")
         measure(args, result)
     finally:
         os.sched_setaffinity(0, cores)
@@ -98,27 +95,22 @@ def run(args: argparse.Namespace) -> int:
 
 def measure(args: argparse.Namespace, result: dict[str, Any]) -> None:
     """Adds the figures of both parts."""
-    keras = args.framework == "keras"
-    if keras:
-        result["backend"] = keras_input.begin(args.backend)
     import hvdtrain
     from hvdtrain.datasets import load_folder, synthetic
 
-    with hvdtrain.init(args.framework, engine="solo", device=args.device) as world:
+    with hvdtrain.init("torch", engine="solo", device=args.device) as world:
+        from hvdtrain.torch.engines.engine import device_of
+
         progress(f"1/2 pictures in memory, {args.rounds} rounds")
         images = synthetic(MEMORY_IMAGES * 10 // 9, classes=10, size=32)
-        in_memory = keras_input.in_memory if keras else memory_rates
-        result["memory"] = {"images_per_s": in_memory(args, world, images.x_train, images.y_train)}
+        result["memory"] = {"images_per_s": memory_rates(args, world, images.x_train, images.y_train)}
         progress(f"2/2 JPEG files, {args.rounds} rounds")
         with tempfile.TemporaryDirectory(prefix="hvdtrain-bench-") as folder:
             train, _ = load_folder(args.data or write_pictures(Path(folder), size=args.picture_size), world=world)
             made = f"{len(train)} made-up JPEGs of {'x'.join(map(str, args.picture_size))}"
             result["files"] = {"data": train.note if args.data else made}
-            result["files"] |= (keras_input.files if keras else files)(args, world, train)
-        if not keras:
-            from hvdtrain.torch.engines.engine import device_of
-
-            result["device"] = str(device_of(world))
+            result["files"] |= files(args, world, train)
+        result["device"] = str(device_of(world))
 
 
 def interleaved(variants: Mapping[str, Start], args: argparse.Namespace, batch: int) -> dict[str, list[float]]:
@@ -165,31 +157,24 @@ def recommend(images_per_s: Mapping[str, list[float]]) -> int:
         for name, its in images_per_s.items()
         if name.startswith("hvdtrain")
     }
-    return keras_input.least(ours, int)
+    return min(workers for workers, rate in ours.items() if rate >= GOOD_ENOUGH * max(ours.values()))
 
 
 def report(result: Mapping[str, Any]) -> str:
     """The tables of a result, and what they recommend."""
     memory, its = (result[part]["images_per_s"] for part in ("memory", "files"))
-    if result["framework"] == "keras":
-        name, rate = keras_input.recommend(its)
-        where, base, compared, crop = f"Keras on {result['backend']}", next(iter(memory)), ["", ""], ""
-        best = f"{name or 'no workers'}, {rate:,.0f} images/s"
-        last = ";\na model that takes more a second is input bound"
-    else:
-        plain = max((name for name in memory if name != "hvdtrain"), key=lambda name: statistics.median(memory[name]))
-        base = "DataLoader, 0 workers" if "DataLoader, 0 workers" in memory else plain
-        ratio = stats.ratio_of_medians(memory["hvdtrain"], memory[base])
-        compared = [f"in memory: {ratio} times the {base}", ""]
-        where, crop = f"batches on {result['device']}", ", random crop + mirror + normalise"
-        best, last = f"workers={result['files']['recommended_workers']}", ""
-    texts = [
-        f"{measured_on(result)}; {where}",
-        rates(f"pictures in memory, 3x32x32{crop}", memory, base), compared[0],
-        rates(f"{result['files']['data']}{crop}", its, next(iter(its))), compared[1],
-        f"for files like these: {best} a rank that has {result['machine']['cores_usable']} such cores for itself{last}",
-    ]  # fmt: skip
-    return "\n\n".join(filter(None, texts))
+    plain = max((name for name in memory if name != "hvdtrain"), key=lambda name: statistics.median(memory[name]))
+    base = "DataLoader, 0 workers" if "DataLoader, 0 workers" in memory else plain
+    ratio = stats.ratio_of_medians(memory["hvdtrain"], memory[base])
+    best, cores = f"workers={result['files']['recommended_workers']}", result["machine"]["cores_usable"]
+    crop = ", random crop + mirror + normalise"
+    return "\n\n".join([
+        f"{measured_on(result)}; batches on {result['device']}",
+        rates(f"pictures in memory, 3x32x32{crop}", memory, base),
+        f"in memory: {ratio} times the {base}",
+        rates(f"{result['files']['data']}{crop}", its, next(iter(its))),
+        f"for files like these: {best} a rank that has {cores} such cores for itself",
+    ])  # fmt: skip
 
 
 def rates(title: str, images_per_s: Mapping[str, Sequence[float]], base: str) -> str:

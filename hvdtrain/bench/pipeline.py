@@ -1,7 +1,7 @@
-"""A split model on CPU stages of one core each, against the naive split and other pipelines, in rounds that take turns.
+"""A split model on CPU stages of one core each, against the naive split and the pipeline of PyTorch's tutorial.
 
-Every variant trains the same model on the same batch, forward and backward, cut at the same place. A variant that
-cannot use a core for each stage runs on all cores at once, as it uses them best.
+All variants take turns, in rounds. Each trains the same model on the same batch, forward and backward, cut at the same
+place. A variant that cannot use a core for each stage runs on all cores at once, as it uses them best.
 
 Prints a table and writes a JSON file with every sample. Give the machine nothing else to do.
 """
@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hvdtrain.bench.turns.turns import begin, finish, measured_on, progress
 from hvdtrain.core.errors import ConfigError, HvdtrainError
@@ -29,11 +29,8 @@ from hvdtrain.vision import trials
 from hvdtrain.world.resources import keep_freed_memory
 from hvdtrain.world.startup import share_cores
 
-if TYPE_CHECKING:
-    from hvdtrain.pipeline.run.runtime import Pipeline
-
 NAIVE, PLAIN, ALL_CORES = "naive split", "plain model, 1 core", "plain model, all cores"
-ONE_STAGE = "pipeline of 1 stage, 1 core"
+ONE_STAGE, TUTORIAL = "pipeline of 1 stage, 1 core", "tutorial pattern"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,7 +56,6 @@ def run(args: argparse.Namespace) -> int:
         received = f"{len(cores)} core(s) for {args.stages} stage(s)"
         raise ConfigError("--stages must be at least 2, and each stage needs a core", received, "--stages 2")
     result = begin("pipeline", args, "this benchmark is one process")
-    result["machine"]["versions"] |= stats.versions("torchgpipe")
     share_cores(detect(os.environ))  # before PyTorch is imported
     keep_freed_memory()  # before a model is built, as `hvdtrain.init` does for programs
     import torch
@@ -114,44 +110,16 @@ def all_variants(args: argparse.Namespace, job: trials.SplitJob, cores: Sequence
         NAIVE: variant(pipe, micro_batches=1),
     }
     found |= {name: variant(pipe, **change) for name, change in settings_of_ours(args).items()}
-    for count in args.micro_batches:
-        for name, rival in rivals(pipe, count).items():
-            found[f"{name}, {count} micro-batches, {len(cores)} threads an operation"] = variant(rival, cores=cores)
+    for count in args.micro_batches if len(pipe.stages) == 2 else ():
+        forward = partial(tutorial, pipe.stages, count)
+        rival = SimpleNamespace(step=partial(plain_step, forward), parameters=pipe.parameters)
+        found[f"{TUTORIAL}, {count} micro-batches, {len(cores)} threads an operation"] = variant(rival, cores=cores)
     return found
 
 
-def rivals(pipe: Pipeline, count: int) -> dict[str, Any]:
-    """Returns the other pipelines over the same stages: PyTorch's tutorial, and torchgpipe if it is installed."""
-
-    def rival(forward: Callable[[Any], Any]) -> Any:
-        return SimpleNamespace(step=lambda x, y, loss: loss(forward(x), y).backward(), parameters=pipe.parameters)
-
-    found = {"tutorial pattern": rival(partial(tutorial, pipe.stages, count))} if len(pipe.stages) == 2 else {}
-    try:
-        found["torchgpipe"] = rival(gpipe(pipe.stages, count))
-    except ImportError:
-        progress("torchgpipe is not installed: skipped")
-    return found
-
-
-def gpipe(stages: Sequence[Any], count: int) -> Callable[[Any], Any]:
-    """Returns torchgpipe over the same stages, which keeps its activations; raises `ImportError` without it."""
-    import torch
-    import torchgpipe
-
-    class Part(torch.nn.Module):
-        """A stage as a module; its parameters stay with the pipeline."""
-
-        def __init__(self, stage: Any) -> None:
-            super().__init__()
-            self._stage = [stage]  # in a list: not registered
-
-        def forward(self, values: Any) -> Any:
-            outputs = self._stage[0](values if isinstance(values, tuple) else (values,))
-            return outputs[0] if len(outputs) == 1 else outputs
-
-    parts = torch.nn.Sequential(*map(Part, stages))
-    return torchgpipe.GPipe(parts, [1] * len(stages), devices=["cpu"] * len(stages), chunks=count, checkpoint="never")
+def plain_step(forward: Callable[[Any], Any], x: Any, y: Any, loss: Callable[[Any, Any], Any]) -> None:
+    """Runs forward and backward pass of a batch."""
+    loss(forward(x), y).backward()
 
 
 def tutorial(stages: Sequence[Any], count: int, x: Any) -> Any:
@@ -176,7 +144,6 @@ def tutorial(stages: Sequence[Any], count: int, x: Any) -> Any:
 def report(result: Mapping[str, Any]) -> str:
     """The tables of a result."""
     its, machine, seconds = result["settings"], result["machine"], result["seconds"]
-    known = " ".join(f"{name} {machine['versions'].get(name, '-')}" for name in ("torch", "torchgpipe"))
     cut = " | ".join(f"{stage['name']} ({stage['segments']} segments)" for stage in result["cut"])
     rows = [("one step", "median", f"x {NAIVE}, 95 %", "efficiency")]
     for name, samples in seconds.items():
@@ -187,7 +154,7 @@ def report(result: Mapping[str, Any]) -> str:
         [
             f"{its['model']}, batch {its['batch']} of {its['image_size']}x{its['image_size']},"
             f" {its['stages']} stage(s) on {min(its['stages'], machine['cores_usable'])} core(s): {cut}\n"
-            f"{measured_on(result)}; {known}",
+            f"{measured_on(result)}; torch {machine['versions']['torch']}",
             stats.table(rows),
             "efficiency: (naive split / stages) / pipeline / (m / (m + stages - 1)), m micro-batches",
             "\n".join(comparisons(result)),
@@ -215,7 +182,7 @@ def comparisons(result: Mapping[str, Any]) -> list[str]:
     best = min(ours, key=lambda name: median(ours[name]))
     pairs = [(best, NAIVE), (ONE_STAGE, PLAIN), (best, ALL_CORES)]
     for name in seconds:
-        if name.startswith(("torchgpipe", "tutorial")):
+        if name.startswith(TUTORIAL):
             same = [mine for mine in ours if count_of(mine) == count_of(name)]
             pairs.append((min(same, key=lambda mine: median(ours[mine])), name))
     return [f"{above} / {below}: {stats.ratio_of_medians(seconds[above], seconds[below])}" for above, below in pairs]

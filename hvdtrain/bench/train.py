@@ -18,9 +18,7 @@ Prints a table and writes a JSON file with every sample. Give the machine nothin
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib.util
-import inspect
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -191,7 +189,6 @@ def measure(args: argparse.Namespace, model: str) -> dict[str, Any]:
     return {
         "ranks": args.ranks, "seconds": wall, "cpu_seconds": cpu,
         "memory_bytes": {way.label: max(_all(memory, way.label)) for way in ways},
-        "lines": {way.label: changed_lines(way) for way in ways},
         "ratios": {way.label: ratios(way, wall, args.ranks) for way in ways},
     }  # fmt: skip
 
@@ -273,25 +270,13 @@ def _all(groups: Groups, label: str) -> list[float]:
     return [sample for group in groups for sample in group.get(label, ())]
 
 
-def changed_lines(way: Way) -> int:
-    """Lines of the plain arm to change, take away or add for this one, of the jobs of this benchmark."""
-    plain, its = (_lines(train_job.ARMS[arm]) for arm in ("plain" if way.keras else "alone", way.arm))
-    steps = difflib.SequenceMatcher(None, plain, its, autojunk=False).get_opcodes()
-    return sum(max(b - a, d - c) for kind, a, b, c, d in steps if kind != "equal")
-
-
-def _lines(arm: Any) -> list[str]:
-    """Returns the lines below an arm's first line and docstring."""
-    return [line for line in inspect.getsource(arm).splitlines()[2:] if line.strip()]
-
-
 # ---- the report
 
 
 NOTE = """\
 speed-up: samples a second over those of one process of the same framework; efficiency: over those of processes that do
 not talk; both in the same rounds of the same group. memory: the most that a device held; without GPUs, a process, also
-one of several devices. changed lines: of the loop and what is before it, not of the input that processes share."""
+one of several devices."""
 
 
 def _what(result: Mapping[str, Any], model: str) -> str:
@@ -329,5 +314,4 @@ def _row(way: Way, part: Mapping[str, Any], settings: Mapping[str, Any]) -> dict
         "speed-up, 95 %": shown("speedup", way.alone),
         "efficiency, 95 %": shown("efficiency", way.apart),
         "memory": f"{part['memory_bytes'][way.label] / 2**20:.0f} MiB",
-        "changed lines": str(part["lines"][way.label]),
     }

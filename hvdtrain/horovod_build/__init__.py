@@ -2,7 +2,7 @@
 
 `support` holds the table of versions, `patches` what is changed in Horovod's sources, `patching` applies it,
 `environment` looks around, `cuda` finds a CUDA compiler, `build` compiles and caches, `proof` proves; `dist` makes
-wheels for other machines, `ready` installs one, `swap` puts it in the place of another.
+wheels for other machines, `swap` puts a wheel in the place of another.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import shutil
 from pathlib import Path
 
 from hvdtrain.core import variables
-from hvdtrain.core.errors import HvdtrainError
 
 DESCRIPTION = """\
 Build a Horovod 0.28.1 wheel for the frameworks installed in this Python environment, prove it on 2 ranks
@@ -24,7 +23,6 @@ examples:
   hvdtrain build-horovod --install              build (or take from the cache) and install here
   hvdtrain build-horovod --output wheels/       leave a copy of the wheel in wheels/
   hvdtrain build-horovod --dist wheels/         for other machines: manylinux, chosen by pip
-  hvdtrain build-horovod --ready wheels/        install such a wheel, if one fits: no compiler is needed
   hvdtrain build-horovod --sdist horovod-0.28.1.tar.gz --gpu none
   hvdtrain build-horovod --edits                what is changed in Horovod's sources, and why
 """
@@ -44,7 +42,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--install", action="store_true", help="install the wheel into this environment")
     add("--output", type=Path, metavar="DIR", help="copy the wheel to DIR")
     add("--dist", type=Path, metavar="DIR", help="write a wheel of hvdtrain-horovod to DIR")
-    add("--ready", metavar="DIR|URL", help="do not build: install a matching wheel of hvdtrain-horovod from there")
     kept = f"keep wheels in DIR (default: ${variables.CACHE} or ~/.cache/hvdtrain)"
     add("--cache", type=Path, metavar="DIR", help=kept)
     add("--rebuild", action="store_true", help="build even if the cache has a wheel")
@@ -56,21 +53,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from hvdtrain.horovod_build import build, dist, environment, patching, ready, steps, support, swap
+    from hvdtrain.horovod_build import build, dist, environment, patching, steps, swap
 
     if args.edits:
         print(patching.table())
         return 0
-    if args.ready is not None:
-        _say(f"installed and proven: {dist.NAME} {ready.install(args.ready, _say)}")
-        return 0
-    if args.sdist is not None and not args.sdist.is_file():
-        remedy = "pip download --no-deps --no-binary horovod horovod==0.28.1"
-        raise HvdtrainError("--sdist must name a file", str(args.sdist), remedy)
+    if args.sdist is not None:
+        build.checked(args.sdist)
     found = environment.look(args.gpu, args.mpi)
     cache = args.cache or build.cache_folder()
-    digest = build.sha256_of(args.sdist) if args.sdist else support.SDIST_SHA256
-    folder = cache / build.cache_key(found, args.cuda, digest)
+    folder = cache / build.cache_key(found, args.cuda)
     wheel = None if args.rebuild else build.find_cached(folder)
     _say(f"Horovod 0.28.1 for {found.describe()}")
     for note in found.untested():

@@ -5,8 +5,8 @@
     0.28.1+tf2.21cu130                    with NCCL, for TensorFlow alone
 
 pip sees that torch is another (`Requires-Dist`), but not so TensorFlow, which has two names (a wheel cannot ask for one
-or the other; extras name each), nor whether PyTorch is a CUDA build: `ready` asks for the very version that fits, and
-Horovod names both versions where an extension does not load.
+or the other; extras name each), nor whether PyTorch is a CUDA build. Ask for the very version that fits; Horovod names
+both versions where an extension does not load.
 """
 
 from __future__ import annotations

@@ -166,19 +166,14 @@ def _gpu_problems(gpu: str, torch: dict[str, Any]) -> list[str]:
 
 
 def _mpi(wanted: str, problems: list[str]) -> str | None:
-    """Returns `mpi_here()` if MPI can be compiled against, else None."""
-    found = mpi_here() if wanted != "off" and shutil.which("mpicxx") is not None else None
+    """Returns the first line of `mpirun --version` if MPI can be compiled against, else None."""
+    found = None
+    if wanted != "off" and shutil.which("mpicxx") is not None and shutil.which("mpirun") is not None:
+        lines = subprocess.run(["mpirun", "--version"], capture_output=True, text=True).stdout.splitlines()
+        found = lines[0].strip() if lines else "MPI"
     if wanted == "on" and found is None:
         problems.append("--mpi on, but mpicxx or mpirun is missing: apt-get install openmpi-bin libopenmpi-dev")
     return found
-
-
-def mpi_here() -> str | None:
-    """Returns the first line of `mpirun --version`; None: it is not installed."""
-    if shutil.which("mpirun") is None:
-        return None
-    lines = subprocess.run(["mpirun", "--version"], capture_output=True, text=True).stdout.splitlines()
-    return lines[0].strip() if lines else "MPI"
 
 
 def mpi_rpath() -> str:

@@ -27,14 +27,9 @@ def replace(wheel: Path) -> None:
 
 
 def _must(wheel: Path, verb: str, *words: str) -> None:
-    done = pip(verb, *words)
+    command = [sys.executable, "-m", "pip", verb, "-q", "--disable-pip-version-check", *words]
+    env = {name: value for name, value in os.environ.items() if name not in _ELSEWHERE}
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
     if done.returncode:
         remedy = f"{sys.executable} -m pip install --force-reinstall --no-deps --no-index {wheel}"
         raise HvdtrainError(f"pip cannot {verb} Horovod here", done.stderr.strip()[-2000:], remedy)
-
-
-def pip(verb: str, *words: str) -> subprocess.CompletedProcess[str]:
-    """Runs pip for this environment; what it printed is in the result."""
-    command = [sys.executable, "-m", "pip", verb, "-q", "--disable-pip-version-check", *words]
-    env = {name: value for name, value in os.environ.items() if name not in _ELSEWHERE}
-    return subprocess.run(command, capture_output=True, text=True, env=env)

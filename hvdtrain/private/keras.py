@@ -14,7 +14,6 @@ from keras.src.saving.saving_lib import H5IOStore
 from keras.src.trainers.compile_utils import CompileLoss, CompileMetrics
 from keras.src.trainers.data_adapters import data_adapter_utils, is_tf_dataset, is_torch_dataloader
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
-from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 from keras.src.trainers.epoch_iterator import EpochIterator
 from keras.src.utils.rng_utils import GLOBAL_RANDOM_SEED
 
@@ -27,9 +26,9 @@ get_keras_mask, set_keras_mask = keras.src.backend.get_keras_mask, keras.src.bac
 
 __all__ = [
     "GLOBAL_RANDOM_SEED", "BackendEpochIterator", "BaseOptimizer", "CallbackList", "CompileLoss", "CompileMetrics",
-    "DataAdapter", "EpochIterator", "H5IOStore", "PyDatasetAdapter", "data_adapter_utils", "get_keras_mask",
-    "global_seed_generator", "global_state", "in_stateless_scope", "is_tf_dataset", "is_torch_dataloader", "keras_loss",
-    "saving_lib", "set_keras_mask",
+    "DataAdapter", "EpochIterator", "H5IOStore", "data_adapter_utils", "get_keras_mask", "global_seed_generator",
+    "global_state", "in_stateless_scope", "is_tf_dataset", "is_torch_dataloader", "keras_loss", "saving_lib",
+    "set_keras_mask",
 ]  # fmt: skip
 ATTRIBUTES = {
     "model": "_call_has_training_arg _compile_loss _compile_metrics _compute_loss _eval_epoch_iterator _flatten_layers"

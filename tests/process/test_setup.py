@@ -14,7 +14,6 @@ from harness import REPOSITORY
 INTERPRETER = """\
 #!/bin/sh
 echo "$*" >>"$0.asked"
-case "$*" in *--ready*) exit {ready} ;; esac
 """
 TRAIN = "-m pip install -q --no-compile --disable-pip-version-check -e .[torch,keras,build,tensorboard,mpi]"
 DEV = TRAIN.replace("mpi]", "mpi,dev]")
@@ -28,10 +27,7 @@ class SetUp:
         (folder / "pyvenv.cfg").touch()
         self.asked = folder / "bin" / "python.asked"
         self.variables = {**os.environ, "HVDTRAIN_VENV": str(folder)}
-        self.ready(0)
-
-    def ready(self, code: int) -> None:
-        self.python.write_text(INTERPRETER.format(ready=code))
+        self.python.write_text(INTERPRETER)
         self.python.chmod(0o755)
 
     def __call__(self, what: str = "", **variables: str) -> list[str]:
@@ -67,27 +63,6 @@ def test_an_environment_of_another_recipe_is_looked_at_again(set_up, tmp_path):
     assert set_up("dev") == [DEV, BUILD]
 
 
-def test_a_ready_wheel_that_fits_is_taken_and_nothing_compiled(set_up):
-    ready = "-m hvdtrain build-horovod --ready /wheels"
-    assert set_up(HVDTRAIN_WHEELS="/wheels") == [TRAIN, ready]
-    assert set_up("dev", HVDTRAIN_WHEELS="/wheels") == [DEV, BUILD], "the tests look at this checkout's recipe"
-
-
-def test_where_no_ready_wheel_fits_one_is_built(set_up):
-    set_up.ready(2)
-    assert set_up(HVDTRAIN_WHEELS="/wheels") == [TRAIN, "-m hvdtrain build-horovod --ready /wheels", BUILD]
-
-
-def test_ctrl_c_while_a_ready_wheel_is_proven_ends_it(set_up):
-    set_up.ready(130)
-    done = subprocess.run(
-        ["bash", "-c", ". scripts/setup.sh; echo goes on"], cwd=REPOSITORY, capture_output=True, text=True,
-        env=set_up.variables | {"HVDTRAIN_WHEELS": "/wheels"},
-    )  # fmt: skip
-    assert done.returncode == 130 and not done.stdout, done.stdout
-    assert BUILD not in set_up.asked.read_text()
-
-
 def test_a_disk_without_room_for_an_environment_is_said_before_anything_is_installed(set_up, tmp_path):
     tools, venv = tmp_path / "tools", tmp_path / "not" / "yet"
     tools.mkdir()
@@ -103,14 +78,8 @@ def test_a_disk_without_room_for_an_environment_is_said_before_anything_is_insta
     assert not venv.exists()
 
 
-@pytest.mark.parametrize(
-    ("wheels", "packages"),
-    [
-        ("", "python3 python3-venv g++ make cmake libopenmpi-dev openmpi-bin python3-dev"),
-        ("/wheels", "python3 python3-venv"),
-    ],
-)
-def test_a_bare_system_asks_for_all_packages_at_once(set_up, tmp_path, wheels, packages):
+def test_a_bare_system_asks_for_all_packages_at_once(set_up, tmp_path):
+    packages = "python3 python3-venv g++ make cmake libopenmpi-dev openmpi-bin python3-dev"
     tools = tmp_path / "tools"
     tools.mkdir()
     for name in ("awk", "cat", "cut", "df", "dirname", "sha256sum"):
@@ -120,13 +89,7 @@ def test_a_bare_system_asks_for_all_packages_at_once(set_up, tmp_path, wheels, p
         (tools / name).chmod(0o755)
     done = subprocess.run(
         ["/bin/bash", "-c", ". scripts/setup.sh; echo goes on"], cwd=REPOSITORY, text=True, capture_output=True,
-        env={"PATH": str(tools), "HVDTRAIN_VENV": str(tmp_path / "venv"), "HVDTRAIN_WHEELS": wheels},
+        env={"PATH": str(tools), "HVDTRAIN_VENV": str(tmp_path / "venv")},
     )  # fmt: skip
     assert done.returncode == 1 and not done.stdout, done.stdout
     assert done.stderr.splitlines()[-1].endswith(f"apt-get install -y --no-install-recommends {packages}"), done.stderr
-
-
-def test_a_folder_of_ready_wheels_is_that_of_the_caller(set_up, tmp_path):
-    script = f"cd {tmp_path}; . {REPOSITORY}/scripts/setup.sh"
-    subprocess.run(["bash", "-c", script], env=set_up.variables | {"HVDTRAIN_WHEELS": "wheels"}, check=True)
-    assert f"--ready {tmp_path}/wheels" in set_up.asked.read_text()

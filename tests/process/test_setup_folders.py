@@ -65,7 +65,7 @@ class Machine:
         self, script: str = ". scripts/setup.sh; echo goes on", **variables: str
     ) -> subprocess.CompletedProcess:
         self.asked.write_text("")
-        own = {"HVDTRAIN_VENV": str(self.venv), "PYTHON": str(self.python), "HVDTRAIN_WHEELS": "", "PIP_NO_INDEX": "1"}
+        own = {"HVDTRAIN_VENV": str(self.venv), "PYTHON": str(self.python), "PIP_NO_INDEX": "1"}
         path = {"PATH": f"{self.tools}:{os.environ['PATH']}"}
         return subprocess.run(
             [shutil.which("bash") or "bash", "-c", script], capture_output=True, text=True, timeout=60, cwd=REPOSITORY,

@@ -17,7 +17,7 @@ from statistics import median
 from typing import Any
 
 from hvdtrain.bench.comm.report import report
-from hvdtrain.bench.comm.ways import COUNTS, WAYS, link_cost
+from hvdtrain.bench.comm.ways import WAYS
 from hvdtrain.bench.turns.turns import ONE_THREAD, InterleavedJobs, begin, finish, launched, progress
 from hvdtrain.core.errors import ConfigError, install_command
 from hvdtrain.core.flags import whole
@@ -63,7 +63,6 @@ def run(args: argparse.Namespace) -> int:
     result["ranks"] = {}
     for ranks in args.ranks:
         result["ranks"][str(ranks)] = measure(args, ranks)
-    result["links"] = links(result["ranks"])
     return finish(args, result, report)
 
 
@@ -124,18 +123,4 @@ def slow_ranks(
         for name, (job, way) in ways.items():
             turns = [jobs.turn(job, way=way, bytes=SLOW_BYTES, repeat=2, late_s=late_s) for _ in range(args.rounds)]
             found[name][what] = median(max(answer["wall"] for answer in answers) for answers in turns)
-    return found
-
-
-def links(measured: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns latency and bandwidth of a link, from all numbers of ranks, for the ways whose messages are counted."""
-    found = {}
-    for way in COUNTS:
-        seconds = {
-            int(ranks): {size: min(its) for size, its in part["seconds"][way].items() if size >= 1 << 18}
-            for ranks, part in measured.items()
-            if way in part["seconds"]
-        }
-        if sum(map(len, seconds.values())) > 1:
-            found[way] = vars(link_cost(way, seconds))
     return found

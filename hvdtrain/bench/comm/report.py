@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
-from hvdtrain.bench.comm.ways import COUNTS
+from hvdtrain.bench.comm.ways import RULES
 from hvdtrain.bench.turns.turns import heading
 from hvdtrain.record import stats
 
@@ -26,7 +26,7 @@ def report(result: Mapping[str, Any]) -> str:
         wrong = [f"NOT numpy's sum: {way}, {readable(size)}" for way, size in part["inexact"]]
         exact = "\n".join(wrong or ["every sum is numpy's"])
         tables += [_seconds(ranks, part), _bandwidths(int(ranks), part, size), exact, _slow(part)]
-    tables.append(_links(result))
+    tables.append("the ranks share this machine's memory and cores: this is not what a network does")
     return "\n\n".join(tables)
 
 
@@ -51,7 +51,7 @@ def _bandwidths(ranks: int, part: Mapping[str, Any], size: int) -> str:
     for way, sizes in _medians(part).items():
         rate = size / sizes[size] / 1e9
         counted = part["links"][way][size]
-        rule = COUNTS[way][1](ranks) if way in COUNTS else None
+        rule = RULES[way](ranks) if way in RULES else None
         rows.append((
             way, f"{rate:.2f} GB/s", f"{rate * 2 * (ranks - 1) / ranks:.2f} GB/s",
             f"{counted['one way']:.4g} x" if rule else "", f"{counted['both ways']:.4g} x" if rule else "",
@@ -60,24 +60,11 @@ def _bandwidths(ranks: int, part: Mapping[str, Any], size: int) -> str:
     return stats.table(rows)
 
 
-def _rate(s_per_byte: float) -> str:
-    return f"{1e-9 / s_per_byte:.2f} GB/s" if s_per_byte else "any rate"
-
-
 def _slow(part: Mapping[str, Any]) -> str:
     cases = list(next(iter(part["slow"].values())))
     rows = [("one slow rank, 4 MiB", *cases)]
     rows += [(way, *(f"{its[case] * 1e3:.1f} ms" for case in cases)) for way, its in part["slow"].items()]
     return stats.table(rows)
-
-
-def _links(result: Mapping[str, Any]) -> str:
-    costs = ", ".join(
-        f"{way} {cost['latency_s'] * 1e6:.0f} us a message and {_rate(cost['s_per_byte'])}"
-        for way, cost in result["links"].items()
-    )
-    note = "the ranks share this machine's memory and cores: this is not what a network does"
-    return f"links: {costs or 'not measured, without ring and servers (mpirun)'}\n{note}"
 
 
 def readable(size: float) -> str:

@@ -3,16 +3,12 @@
 The ring is Patarasuk and Yuan's (J. Parallel Distrib. Comput. 69, 2009): reduce-scatter, then all-gather. The
 parameter server is Li et al.'s (OSDI 2014), synchronous: ranks push their gradients, the server adds and sends the sum
 back. Servers are ranks that train as well, as the documents have it for machines that are all alike.
-
-A message costs Hockney's a + b S (Parallel Computing 20, 1994); ring and server send theirs one after another as
-Thakur, Rabenseifner and Gropp count them (IJHPCA 19, 2005).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import Any
 
 CHUNK_BYTES = 1 << 20  # of a message: while one is added, the next is on its way
@@ -151,44 +147,9 @@ def mpi(links: CountedLinks, values: Any) -> Any:
 
 
 WAYS: dict[str, Callable[[CountedLinks, Any], Any]] = {"mpi": mpi, "ring": ring, "server": server, "servers": servers}
-
-
-# ---- what a link costs
-
-# messages one after another, and bytes through the busiest link in one direction as a multiple of the array's
-Counts = tuple[Callable[[int], float], Callable[[int], float]]
-COUNTS: dict[str, Counts] = {
-    "ring": (lambda ranks: 2 * (ranks - 1), lambda ranks: 2 * (ranks - 1) / ranks),
-    "server": (lambda ranks: 2, lambda ranks: ranks - 1),
-    "servers": (lambda ranks: 2, lambda ranks: 2 * (ranks - 1) / ranks),
+# bytes through the busiest link in one direction, as a multiple of the array's
+RULES: dict[str, Callable[[int], float]] = {
+    "ring": lambda ranks: 2 * (ranks - 1) / ranks,
+    "server": lambda ranks: ranks - 1,
+    "servers": lambda ranks: 2 * (ranks - 1) / ranks,
 }
-
-
-@dataclass(frozen=True)
-class LinkCost:
-    """The cost of one link in one direction: seconds of a message, and of a byte."""
-
-    latency_s: float
-    s_per_byte: float
-
-
-def link_cost(way: str, seconds: Mapping[int, Mapping[int, float]]) -> LinkCost:
-    """Returns the link that explains the measured seconds best, by least squares of relative errors.
-
-    Args:
-        way: "ring", "server" or "servers".
-        seconds: by number of ranks, by size in bytes; two numbers in all or more.
-    """
-    import numpy as np
-
-    messages, volume = COUNTS[way]
-    both = np.array([
-        (messages(ranks) / its, volume(ranks) * size / its)
-        for ranks, sizes in seconds.items()
-        for size, its in sizes.items()
-    ])  # fmt: skip
-    found = np.linalg.lstsq(both, np.ones(len(both)), rcond=None)[0]
-    if min(found) < 0:  # the best is on the border: one of them alone explains it
-        alone = [np.where(np.arange(2) == part, both[:, part].sum() / (both[:, part] ** 2).sum(), 0) for part in (0, 1)]
-        found = min(alone, key=lambda its: float(((both @ its - 1) ** 2).sum()))
-    return LinkCost(float(found[0]), float(found[1]))

@@ -1,9 +1,8 @@
 """`hvdtrain bench gpu`: is everything right on this machine's GPU, and what does it cost?
 
 Each check is a program of its own: a plain reference without hvdtrain beside every engine, Keras and the pipeline; what
-200 steps leave behind; ResNet-50 in bf16 against the bare loop, and against its input. One that fails or hangs stops no
-other. Prints one table, writes one JSON file. With --device cpu --tiny every check is tried in a minute or two, and no
-time is judged.
+200 steps leave behind; ResNet-50 in bf16 against the bare loop. One that fails or hangs stops no other. Prints one
+table, writes one JSON file. With --device cpu --tiny every check is tried in a minute or two, and no time is judged.
 
 exit code: 0 all is right and every goal kept, 1 not
 """
@@ -61,7 +60,6 @@ CHECKS = (
     GpuCheck("pipeline", "two stages on one device against the unsplit model", "cost.stages"),
     GpuCheck("speed", "ResNet-50, bf16: images/s, and against the bare loop", "cost.speed", "solo", 120, timed=True),
     GpuCheck("speed-horovod", "the same over Horovod, one rank (NCCL)", "cost.speed", "horovod", 120, 1, timed=True),
-    GpuCheck("input", "does the loader keep up: pictures in memory, JPEG files", "cost.feed", "", 150, timed=True),
 )
 
 

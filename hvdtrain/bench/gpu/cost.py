@@ -1,17 +1,15 @@
-"""What training costs: ResNet-50 in bf16, channels last, against the bare loop and against its input; a model in two
-stages; what 200 steps leave behind."""
+"""What training costs: ResNet-50 in bf16, channels last, against the bare loop; a model in two stages; what 200 steps
+leave behind."""
 
 from __future__ import annotations
 
 import argparse
 import copy
 import gc
-import itertools
 import os
 import resource
-import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -23,16 +21,13 @@ from torch import Tensor, nn
 import hvdtrain
 import hvdtrain.torch as hvt
 from hvdtrain.bench.gpu.check import Found, Goal, apart
-from hvdtrain.bench.input import write_pictures
 from hvdtrain.bench.turns.train_job import CLASSES, TOY, network, torch_sgd
-from hvdtrain.datasets import load_folder
 from hvdtrain.pipeline import split
 from hvdtrain.pipeline.tuning.unsplit import seconds_of
 from hvdtrain.record import stats
 from hvdtrain.torch.engines.engine import device_of
 
 OVERHEAD = 1.01
-IN_MEMORY = 1.05  # a step from the loader, against one whose batch lies there
 EXACT, STEPS = 1e-10, 4  # of stages
 BATCH, SIZE, STEPS_AN_EPOCH, EVERY = 16, 16, 20, 5  # of what is left behind
 MIB = 2**20
@@ -81,10 +76,10 @@ def resnet(device: torch.device, *, tiny: bool) -> nn.Module:
     return made.to(memory_format=torch.channels_last)
 
 
-def prepared(device: torch.device, data: Any = None, *, tiny: bool) -> Callable[[Tensor, Tensor], None]:
+def prepared(device: torch.device, *, tiny: bool) -> Callable[[Tensor, Tensor], None]:
     """hvdtrain's loop: a step on a batch."""
     whole = resnet(device, tiny=tiny)
-    model, optimizer = hvt.prepare(whole, torch_sgd(whole.parameters()), data, amp="bf16", channels_last=True)
+    model, optimizer = hvt.prepare(whole, torch_sgd(whole.parameters()), amp="bf16", channels_last=True)
 
     def step(x: Tensor, y: Tensor) -> None:
         optimizer.zero_grad()
@@ -127,59 +122,6 @@ def in_turns(arms: Mapping[str, Step], sizes: Sizes, device: torch.device) -> di
         for step in arms.values():
             step()
     return stats.in_turns({name: partial(seconds, step) for name, step in arms.items()}, sizes.rounds)
-
-
-# ---- the input
-
-
-def feed(args: argparse.Namespace) -> Found:
-    """Does the loader keep up: steps from a loader against the same on one batch.
-
-    From pictures in memory, and from JPEG files by as many workers as the loader chooses.
-    """
-    sizes, many = (TINY, 24) if args.tiny else (replace(REAL, rounds=5), 8192)
-    with (
-        tempfile.TemporaryDirectory(prefix="hvdtrain-gpu-") as folder,
-        hvdtrain.init("torch", engine="solo", device=args.device, seed=5) as world,
-    ):
-        device = device_of(world)
-        torch.backends.cudnn.benchmark = True
-        draw = torch.Generator().manual_seed(3)
-        shape = (many, 3, sizes.pixels, sizes.pixels)
-        x = torch.randint(0, 255, shape, dtype=torch.uint8, generator=draw).numpy()
-        y = torch.randint(0, CLASSES, (many,), generator=draw).numpy()
-        augment = hvt.crop_flip(hvt.IMAGENET_MEAN, hvt.IMAGENET_STD)
-        memory = hvt.loader((x, y), sizes.batch, augment=augment, tail="drop")
-        train, _ = load_folder(_files(Path(folder), many, tiny=args.tiny), world=world)
-        files = hvt.loader(hvt.ImageFiles(train, train=True, size=sizes.pixels), sizes.batch, tail="drop")
-        ratios, rates = {}, {}
-        for name, loader in {"memory": memory, "files": files}.items():
-            seconds = _from(loader, sizes, device, tiny=args.tiny)
-            ratios[name] = stats.ratio_of_medians(seconds["loader"], seconds["one batch"])
-            rates[name] = round(sizes.batch / median(seconds["loader"]))
-            loader.close()
-        goal = Goal("from memory, against one batch, at least", ratios["memory"].low, None if args.tiny else IN_MEMORY)
-        found = {name: f"{ratios[name]} at {rates[name]} images/s" for name in ratios}
-        return [goal], found | {"workers": files.workers, "cores": len(os.sched_getaffinity(0))}
-
-
-def _from(loader: Any, sizes: Sizes, device: torch.device, *, tiny: bool) -> dict[str, list[float]]:
-    step, still = prepared(device, loader, tiny=tiny), prepared(device, tiny=tiny)
-    batches = itertools.chain.from_iterable(itertools.repeat(loader))
-    x, y = next(batches)
-    step(x, y)
-    x, y = x.clone(), y.clone()
-    return in_turns({"loader": lambda: step(*next(batches)), "one batch": lambda: still(x, y)}, sizes, device)
-
-
-def _files(root: Path, many: int, *, tiny: bool) -> Path:
-    """Writes made-up JPEGs, each under many names: workers restart with each pass, so a pass must last."""
-    unique = 8 if tiny else 256
-    write_pictures(root, unique)
-    for picture in sorted(root.glob("*/*.jpg")):
-        for number in range(1, many // unique):
-            os.link(picture, picture.with_name(f"{picture.stem}-{number}.jpg"))
-    return root
 
 
 # ---- two stages

@@ -83,13 +83,6 @@ def test_ratios_are_of_the_same_group() -> None:
     assert train.ratios(FAR, groups, 2)["ours"]["value"] == 0.25
 
 
-def test_changed_lines() -> None:
-    by_label = {way.label: train.changed_lines(way) for way in WAYS}
-    assert all((by_label[way.label] == 0) == (way.arm in ("alone", "plain")) for way in WAYS)
-    # init_process_group and the wrapper with their imports, and the loop that calls the wrapper
-    assert by_label["DistributedDataParallel"] == 5
-
-
 @pytest.mark.parametrize("flags", [("--ranks=1",), ("--models", "resnet18", "resnet50")])
 def test_one_model_on_several_ranks(flags: tuple[str, ...], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--all needs at least 2 ranks and exactly one model"):

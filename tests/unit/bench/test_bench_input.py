@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.bench import input as bench
-from hvdtrain.bench import keras_input
 from hvdtrain.core.errors import ConfigError
 
 
@@ -26,20 +25,6 @@ def test_the_fewest_workers_that_are_nearly_the_best() -> None:
     assert bench.recommend({**rates, "DataLoader, 4 workers": [1000.0]}) == 2
     rates["hvdtrain, 2 workers"] = [90.0]
     assert bench.recommend(rates) == 8
-
-
-def test_of_keras_the_fewest_workers_and_then_the_shortest_queue() -> None:
-    rates = {
-        "PyDataset, no workers": [50.0], "PyDataset, 2 threads": [96.0, 1.0, 97.0], "PyDataset, 2 processes": [30.0],
-        "PyDataset, 8 threads": [100.0],
-    }  # fmt: skip
-    assert keras_input.recommend(rates) == ("PyDataset, 2 threads", 96.0)
-    queue = "PyDataset, 2 threads, max_queue_size="
-    # in a slower minute of the machine: they are compared with each other only
-    queues = {f"{queue}2": [60.0], f"{queue}10": [76.0], f"{queue}50": [80.0]}
-    assert keras_input.recommend({**rates, **queues}) == (f"{queue}10", 76.0)
-    rates["PyDataset, no workers"] = [199.0]
-    assert keras_input.recommend({**rates, **queues}) == ("", 199.0)
 
 
 def test_rate_counts_after_the_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,13 +6,12 @@ import argparse
 import os
 from collections.abc import Callable
 from pathlib import Path
-from subprocess import CompletedProcess
 
 import pytest
 
 from hvdtrain import horovod_build
 from hvdtrain.core.errors import HvdtrainError
-from hvdtrain.horovod_build import build, dist, environment, ready
+from hvdtrain.horovod_build import build, dist, environment
 
 HERE = environment.Environment(
     python="3.11.7", python_tag="cpython-311", machine="x86_64", cpu_flags="avx", torch="2.12.1", torch_cuda=None,
@@ -29,14 +28,6 @@ def build_into(folder: Path, monkeypatch: Patch) -> None:
     build.build(HERE, sdist=folder / "absent.tar.gz", cache=folder, say=quietly)
 
 
-def take_a_ready_wheel(folder: Path, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(ready, "cache_folder", lambda: folder)
-    monkeypatch.setattr(ready, "torch_here", lambda problems: {"version": "2.12.1"})
-    monkeypatch.setattr(ready, "mpi_here", lambda: None)
-    monkeypatch.setattr(ready, "pip", lambda *words: CompletedProcess(words, 1, "", "no version fits"))
-    ready.install("wheels", quietly)
-
-
 def leave_a_copy(option: str, folder: Path, monkeypatch: Patch) -> None:
     """Of a wheel that the cache has."""
     monkeypatch.setattr(environment, "look", lambda gpu, mpi: HERE)
@@ -50,7 +41,6 @@ def leave_a_copy(option: str, folder: Path, monkeypatch: Patch) -> None:
 
 WORK: dict[str, Callable[[Path, Patch], None]] = {
     "HVDTRAIN_CACHE=DIR, or --cache DIR": build_into,
-    "HVDTRAIN_CACHE=DIR": take_a_ready_wheel,
     "--output DIR": lambda *its: leave_a_copy("--output", *its),
     "--dist DIR": lambda *its: leave_a_copy("--dist", *its),
 }

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 import shutil
-import tarfile
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,91 +11,12 @@ import pytest
 from hvdtrain.core.errors import HvdtrainError
 from hvdtrain.horovod_build import build, environment, patching, support
 
-NAMES = (*patching.ALWAYS, *patching.BY_GPU["none"], *patching.BY_GPU["nccl"])
-Files = dict[str, bytes]
-
-
-def files_of(patch: patching.Patch) -> set[str]:
-    return {file for file, _, _ in patch.hunks()}
-
-
-def write(files: Files, folder: Path) -> Path:
-    for file, data in files.items():
-        (folder / file).parent.mkdir(parents=True, exist_ok=True)
-        (folder / file).write_bytes(data)
-    return folder
-
-
-def snapshot(source: Path) -> Files:
-    return {path.relative_to(source).as_posix(): path.read_bytes() for path in source.rglob("*") if path.is_file()}
-
-
-@pytest.fixture(scope="module")
-def pristine(sdist) -> Files:
-    """The files that are patched, as they come: the whole is 3700 files, most of them other projects'."""
-    wanted = {
-        f"horovod-{support.HOROVOD_VERSION}/{file}": file
-        for name in NAMES
-        for file in files_of(patching.Patch.read(name))
-    }
-    with tarfile.open(sdist) as tar:
-        found = {wanted[member.name]: tar.extractfile(member) for member in tar if member.name in wanted}
-        return {file: opened.read() for file, opened in found.items() if opened is not None}
-
-
-@pytest.fixture(scope="module")
-def before(pristine, tmp_path_factory) -> dict[str, Files]:
-    """The files of each patch, as it finds them."""
-    found = {}
-    for gpu in ("none", "nccl"):
-        source = write(pristine, tmp_path_factory.mktemp("stages"))
-        for patch in patching.needed(gpu):
-            there = [file for file in files_of(patch) if (source / file).exists()]  # others it makes
-            found[patch.name] = {file: (source / file).read_bytes() for file in there}
-            patching.apply(source, [patch])
-    return found
-
-
-@pytest.fixture
-def source(pristine, tmp_path) -> Path:
-    return write(pristine, tmp_path)
-
 
 def test_cuda_patches_depend_on_the_target():
     names = {gpu: {patch.name for patch in patching.needed(gpu)} for gpu in ("none", "nccl")}
     assert "no-cuda" in names["none"] - names["nccl"]
     assert "tensorflow-late-nccl" in names["nccl"] - names["none"]
     assert "gloo-stall-check" in names["none"] & names["nccl"]
-
-
-def test_a_second_application_is_refused_and_changes_nothing(source):
-    patching.apply(source, patching.needed("none"))
-    before = snapshot(source)
-    with pytest.raises(HvdtrainError, match=r"patch '.*' must find its lines"):
-        patching.apply(source, patching.needed("none"))
-    assert snapshot(source) == before
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_patch_refuses_sources_that_differ_in_any_line_it_names(before, tmp_path, name):
-    patch = patching.Patch.read(name)
-    for file, first, hunk in patch.hunks():
-        if not first:
-            with pytest.raises(HvdtrainError, match="the file is there"):
-                patching.apply(write({**before[name], file: b""}, tmp_path), [patch])
-            (tmp_path / file).unlink()
-            continue
-        for number in range(first, first + sum(not line.startswith("+") for line in hunk)):
-            lines = before[name][file].splitlines(keepends=True)
-            lines[number - 1] = b"another\n"
-            changed = {**before[name], file: b"".join(lines)}
-            received = (
-                rf"patch '{name}' must find its lines in {re.escape(file)}(.|\n)*line {number} is 'another', expected"
-            )
-            with pytest.raises(HvdtrainError, match=received):
-                patching.apply(write(changed, tmp_path), [patch])
-            assert snapshot(tmp_path) == changed
-    patching.apply(write(before[name], tmp_path), [patch])  # the twin: nothing differs
 
 
 HERE = environment.Environment(
@@ -153,10 +71,9 @@ def test_nccl_is_built_in_where_a_framework_for_gpus_is(monkeypatch, torch, pack
     assert environment._gpu_problems("auto", torch) == []
 
 
-def test_the_cache_key_sees_source_and_patches(tmp_path, monkeypatch):
+def test_the_cache_key_sees_compiler_and_patches(tmp_path, monkeypatch):
     key = build.cache_key(HERE)
     assert build.cache_key(HERE) == key
-    assert build.cache_key(HERE, sdist_sha256="0" * 64) != key
     assert build.cache_key(HERE, cuda="wheels") != key
     monkeypatch.setattr(patching, "FOLDER", shutil.copytree(patching.FOLDER, tmp_path / "patches"))
     patch = patching.FOLDER / "cxx17.patch"
@@ -197,12 +114,9 @@ def test_old_versions_are_refused_and_new_ones_noted(name, tested, too_old, newe
 
 
 def test_other_archives_are_refused(tmp_path):
-    garbage = tmp_path / "garbage.tar.gz"
-    garbage.write_bytes(b"\x1f\x8b not really")
-    with pytest.raises(HvdtrainError, match=r"readable .tar.gz"):
-        build.unpack(garbage, tmp_path / "a")
-    other = tmp_path / "other.tar.gz"
-    with tarfile.open(other, "w:gz") as tar:
-        tar.add(__file__, "horovod-0.27.0/setup.py")
-    with pytest.raises(HvdtrainError, match=r"0\.28\.1: the recipe patches no other version(.|\n)*horovod-0\.27\.0"):
-        build.unpack(other, tmp_path / "b")
+    other = tmp_path / "horovod-0.28.1.tar.gz"
+    with pytest.raises(HvdtrainError, match="No such file"):
+        build.unpack(other, tmp_path)
+    other.write_bytes(b"another")
+    with pytest.raises(HvdtrainError, match=r"the source must be PyPI's horovod-0\.28\.1"):
+        build.unpack(other, tmp_path)
