@@ -47,10 +47,12 @@ def place(tmp_path) -> SimpleNamespace:
         alone = {**os.environ, "PIP_CONFIG_FILE": os.devnull}  # --isolated reads the machine's settings all the same
         return subprocess.run(command, capture_output=True, text=True, timeout=60, env=alone)
 
-    def have(name: str, version: str) -> None:
-        install("--no-index", str(tiny_wheel(own, name, version, HEAD))).check_returncode()
-
     (site,) = (tmp_path / "env" / "lib").glob("python3*/site-packages")
+
+    def have(name: str, version: str) -> None:
+        with zipfile.ZipFile(tiny_wheel(own, name, version, HEAD)) as packed:
+            packed.extractall(site)
+
     return SimpleNamespace(pip=install, have=have, site=site, python=str(tmp_path / "env" / "bin" / "python"))
 
 
