@@ -61,7 +61,7 @@ def test_what_has_parts_is_saved_whole(first: str, then: list[str], tmp_path: Pa
     for engine in (first, *then):
         launcher, ranks, env = JOBS[engine]
         written = ["case_a_run_goes_on_bit_for_bit"] if engine == first else []
-        program = [PROGRAM, engine, tmp_path, "float32", *written, case]
+        program: list[str | Path] = [PROGRAM, engine, tmp_path, "float32", *written, case]
         done = run_ranks(program, ranks, launcher=launcher, env=env, timeout_s=180).check()
         assert case in torch_cases.passed(done.out), done.text
 

@@ -380,14 +380,11 @@ def distance(first: tuple[list[Tensor], list[float]], second: tuple[list[Tensor]
 
 
 def ways(case: Case, everything: bool) -> list[tuple[str, int]]:
-    """Returns calls, each with the batches of an update: those in which a loss of this kind can go wrong, or all."""
+    """Returns calls, each with the batches of an update; not all repeat what the others show of such a loss."""
+    backward = [("backward", 1), ("backward", 3)]
     if everything:
-        return [(call, accumulate) for call in ("backward", "forward_backward") for accumulate in (1, 3)]
-    return {
-        "exact": [("backward", 1), ("backward", 3)],
-        "weighted": [("backward", 1), ("backward", 3), ("forward_backward", 3)],
-        "refused": [("backward", 1)],
-    }[case.verdict]
+        return [*backward, ("forward_backward", 1), ("forward_backward", 3)]
+    return [*backward, ("forward_backward", 3)] if case.verdict == "weighted" else backward
 
 
 def look_at(name: str, world: hvdtrain.World, everything: bool) -> list[dict[str, Any]]:
