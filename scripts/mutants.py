@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import functools
 import json
 import os
 import re
@@ -30,6 +29,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import tomllib
+from sources import bodies, parsed
 
 ROOT = Path(__file__).resolve().parent.parent
 LIST = ROOT / "tests" / "mutants.toml"
@@ -100,7 +100,7 @@ def _texts(text: str, change: Mutant) -> list[tuple[int, int, str]]:
 
 def _places(text: str, change: Mutant) -> Iterator[tuple[int, int, str]]:
     """Yields from which byte to which a change is, and what comes there."""
-    scope = _scope(_parsed(text), change.at.partition("::")[2])
+    scope = _scope(parsed(text), change.at.partition("::")[2])
     begins = [0]
     for line in text.encode().splitlines(keepends=True):
         begins.append(begins[-1] + len(line))
@@ -116,7 +116,7 @@ def _places(text: str, change: Mutant) -> Iterator[tuple[int, int, str]]:
                 yield begins[node.lineno - 1] + node.col_offset, end, change.new if plain else f"({change.new})"
         return
     statements = ast.parse(change.old).body
-    for body in _bodies(scope):
+    for body in bodies(scope):
         for at in range(len(body) - len(statements) + 1):
             window = body[at : at + len(statements)]
             if all(type(a) is type(b) and shape(a) == shape(b) for a, b in zip(window, statements, strict=True)):
@@ -128,16 +128,11 @@ def _places(text: str, change: Mutant) -> Iterator[tuple[int, int, str]]:
                 yield begins[line - 1] + first.col_offset, end, lines or "pass"
 
 
-@functools.cache
-def _parsed(text: str) -> ast.Module:
-    return ast.parse(text)
-
-
 def _scope(tree: ast.AST, names: str) -> ast.AST:
     """Returns a class or a function by its name in a module; of several by one name, as overloads are, the last."""
     for name in names.split(".") if names else ():
         kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-        inner = [node for body in _bodies(tree) for node in body if isinstance(node, kinds) and node.name == name]
+        inner = [node for body in bodies(tree) for node in body if isinstance(node, kinds) and node.name == name]
         if not inner:
             raise NotThere(f"no {name} in {names}")
         tree = inner[-1]
@@ -156,14 +151,6 @@ def _walk(node: ast.AST) -> Iterator[ast.AST]:
     yield node
     for child in ast.iter_child_nodes(node) if not isinstance(node, ast.JoinedStr) else ():
         yield from _walk(child)
-
-
-def _bodies(scope: ast.AST) -> Iterator[list[ast.stmt]]:
-    for node in _walk(scope):
-        for name in ("body", "orelse", "finalbody"):
-            body = getattr(node, name, None)
-            if isinstance(body, list) and body:
-                yield body
 
 
 def shape(node: ast.AST) -> str:

@@ -18,18 +18,9 @@ from collections.abc import Iterable, Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-PACKAGE = "hvdtrain"
+from sources import PACKAGE, ROOT, modules, nodes, tree_of
+
 Graph = dict[str, set[str]]
-
-
-def modules(root: Path = ROOT) -> dict[str, Path]:
-    """Returns the file of every module, by its full name."""
-    found = {}
-    for path in sorted((root / PACKAGE).rglob("*.py")):
-        name = ".".join(path.relative_to(root).with_suffix("").parts)
-        found[name.removesuffix(".__init__")] = path
-    return found
 
 
 def imports(found: Mapping[str, Path]) -> Graph:
@@ -37,7 +28,7 @@ def imports(found: Mapping[str, Path]) -> Graph:
     graph: Graph = {}
     for name, path in found.items():
         graph[name] = set()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes(tree_of(path)):
             if isinstance(node, ast.ImportFrom) and node.module:
                 wanted = [f"{node.module}.{alias.name}" for alias in node.names]
                 wanted = [full if full in found else node.module for full in wanted]
@@ -84,7 +75,7 @@ def tree(found: Mapping[str, Path], root: Path = ROOT) -> str:
     lines = []
     for folder in sorted({path.parent for path in found.values()}):
         depth = len(folder.relative_to(root).parts) - 1
-        doc = ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8"))) or ""
+        doc = ast.get_docstring(tree_of(folder / "__init__.py")) or ""
         inside = " ".join(sorted(path.stem for path in folder.glob("*.py") if path.stem != "__init__"))
         lines.append(f"{'  ' * depth}{folder.name}/  {doc.splitlines()[0]}\n{'  ' * (depth + 1)}  {inside}")
     return "\n".join(lines)
@@ -94,7 +85,7 @@ def twice(found: Mapping[str, Path]) -> list[str]:
     """Returns public classes, not those within a function or class, of which another module has one of that name."""
     named: dict[str, list[str]] = {}
     for module, path in found.items():
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        for node in tree_of(path).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 named.setdefault(node.name, []).append(module)
     return [f"{name}: {', '.join(modules)}" for name, modules in named.items() if len(modules) > 1]

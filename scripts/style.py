@@ -15,7 +15,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+from sources import ROOT as REPOSITORY
+from sources import modules, nodes, tree_of
+
 DICTIONARY = REPOSITORY / "scripts" / "style.txt"
 RESULTS = ("limits.md", "failures.md", "documents.md", "benchmarks.md")  # tables that tests and programs write
 PHRASES = {  # regular expressions, each with what to write
@@ -52,12 +54,11 @@ def pages() -> list[Path]:
 
 def texts(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Yields each text of two words or more with its line; docstrings only if the module prints its own."""
-    nodes = list(ast.walk(tree))
-    docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
-    parts = {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
-    if any(isinstance(node, ast.Name) and node.id == "__doc__" for node in nodes):
+    docstrings = {id(node.value) for node in nodes(tree) if isinstance(node, ast.Expr)}
+    parts = {id(part) for node in nodes(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+    if any(isinstance(node, ast.Name) and node.id == "__doc__" for node in nodes(tree)):
         docstrings -= {id(node.value) for node in tree.body if isinstance(node, ast.Expr)}
-    for node in nodes:
+    for node in nodes(tree):
         match node:
             case ast.Constant(value=str(text)) if id(node) not in docstrings | parts:
                 pass
@@ -71,8 +72,8 @@ def texts(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 def of_package() -> Iterator[tuple[str, str]]:
     """Yields the place and the text of everything that a user of hvdtrain can see."""
-    for path in sorted((REPOSITORY / "hvdtrain").rglob("*.py")):
-        for line, text in texts(ast.parse(path.read_text(encoding="utf-8"))):
+    for path in modules().values():
+        for line, text in texts(tree_of(path)):
             yield f"{path.relative_to(REPOSITORY)}:{line}", text
 
 

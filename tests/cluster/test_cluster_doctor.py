@@ -84,7 +84,14 @@ ALONE = [
     "no_route", "closed_port", "older_python", "no_python", "same_machine_twice", "run_dir_read_only",
     "run_dir_not_shared", "full_disk", "no_such_folder", "no_common_network", "slow_link",
 ]  # fmt: skip
-SAME_PLACE = ("no_route", "slow_link", "run_dir_read_only", "older_python")  # as others find
+SAME_PLACE = (
+    "no_route",
+    "slow_link",
+    "run_dir_read_only",
+    "no_such_folder",
+    "older_python",
+    "same_machine_twice",
+)  # as others find
 TOGETHER = [
     ["sshd_stopped", "unknown_host_key"],
     ["link_cut", "changed_host_key"],

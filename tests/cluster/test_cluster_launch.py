@@ -156,19 +156,6 @@ def test_lines_are_marked_and_logged(tmp_path):
     assert record["np"] == 2 and [attempt["exit_code"] for attempt in record["attempts"]] == [0]
 
 
-def test_why_reads_the_folder_that_the_launcher_names(tmp_path):
-    ended = launch(tmp_path, "1:raise:the cause", "*:sleep:60")
-    named = ended.err.split("logs in ")[1].splitlines()[0]
-    for where in (named, f"{named}/launch.json"):
-        done = why(tmp_path / where)
-        assert done.returncode == 0 and "attempt 1 ended with exit code 1\nrank 1 on localhost failed" in done.stdout
-        assert "  | ValueError: the cause\n" in done.stdout and done.stdout.endswith("rank-0001.log\n"), done.stdout
-
-
-def why(where: Path) -> subprocess.CompletedProcess:
-    return here(sys.executable, "-m", "hvdtrain", "why", str(where))
-
-
 def test_two_jobs_in_one_log_dir_do_not_mix_their_logs(tmp_path):
     first, second = [launch(tmp_path, "--log-dir=logs", f"*:say:{word}") for word in ("first", "second")]
     assert (first.code, second.code) == (0, 0) and "logs has the logs of another job" in second.err, second.text
@@ -214,12 +201,17 @@ def test_a_reader_that_goes_away_ends_the_job(tmp_path):
 # ---- failures
 
 
-def test_the_first_failure_is_shown_last_and_ends_all(tmp_path):
+def test_the_first_failure_is_shown_last_and_by_why_and_ends_all(tmp_path):
     ended = launch(tmp_path, "1:say:before", "1:raise:the cause", "*:sleep:60", np=3)
     assert ended.code == 1, ended.text
     last = ended.err[ended.err.rindex("hvdtrain launch: ") :]
     assert last.startswith("hvdtrain launch: rank 1 on localhost failed first"), ended.text
     assert "exit code 1" in last and "  | ValueError: the cause\n" in last and last.endswith("rank-0001.log\n")
+    named = ended.err.split("logs in ")[1].splitlines()[0]
+    for where in (named, f"{named}/launch.json"):
+        why = here(sys.executable, "-m", "hvdtrain", "why", str(tmp_path / where))
+        assert why.returncode == 0 and "attempt 1 ended with exit code 1\nrank 1 on localhost failed" in why.stdout
+        assert "  | ValueError: the cause\n" in why.stdout and why.stdout.endswith("rank-0001.log\n"), why.stdout
 
 
 def test_a_rank_that_a_signal_ends(tmp_path):

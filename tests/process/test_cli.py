@@ -14,7 +14,7 @@ from harness import clean_environment
 from run_logs import one_step, open_log
 from test_import_process import HEAVY
 
-from hvdtrain.__main__ import COMMANDS
+from hvdtrain.__main__ import COMMANDS, main
 from hvdtrain.bench import BENCHES
 from hvdtrain.core.errors import EXIT_CODES
 
@@ -40,11 +40,13 @@ def test_help_lists_every_command():
 
 
 @pytest.mark.parametrize("name", sorted(COMMANDS))
-def test_every_command_has_help_with_its_exit_codes(name):
-    done = hvdtrain(name, "--help")
-    assert done.returncode == 0 and f"hvdtrain {name}" in done.stdout, done.stderr
+def test_every_command_has_help_with_its_exit_codes(name, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([name, "--help"])
+    shown = capsys.readouterr().out
+    assert not ended.value.code and f"hvdtrain {name}" in shown
     for code, commands, meaning in EXIT_CODES:
-        assert (f"  {code:<7}{meaning}\n" in done.stdout) is (not commands or name in commands.split())
+        assert (f"  {code:<7}{meaning}\n" in shown) is (not commands or name in commands.split())
 
 
 def test_a_wrong_command_is_refused():
@@ -91,7 +93,7 @@ def test_the_help_of_one_command_imports_no_other():
 
 @pytest.mark.parametrize(
     ("command", "closed"),
-    [("bench", "<&- >&- 2>&-"), ("build-horovod --edits", "2>&-"), ("why .", ">&-")],
+    [("bench", "<&- >&- 2>&-"), ("why .", ">&-")],
 )
 def test_commands_run_with_closed_descriptors(tmp_path, command, closed):
     whole, done = [shell(f"{command} {redirected}", cwd=tmp_path) for redirected in ("", closed)]
@@ -119,9 +121,7 @@ __main__.main(["why", "."])
     assert done.stdout == "(True, 0, 1, '')", done.stdout + done.stderr
 
 
-@pytest.mark.parametrize(
-    ("command", "unbuffered"), [("build-horovod --edits", ""), ("--version", "1"), ("why --help", "")]
-)
+@pytest.mark.parametrize(("command", "unbuffered"), [("build-horovod --edits", ""), ("--version", "1")])
 def test_a_full_disk_under_the_output_gets_no_traceback(command, unbuffered):
     done = shell(f"{command} > /dev/full", PYTHONUNBUFFERED=unbuffered)
     assert done.returncode == 1

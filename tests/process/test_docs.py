@@ -36,6 +36,7 @@ def test_all_that_a_page_shows_runs(page: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_sphinx_has_nothing_to_say_and_every_public_name_is_there(tmp_path: Path) -> None:
     options: list[str | Path] = ["-q", "-n", "-W", "--keep-going", "-c", REPOSITORY / "docs"]
     command: list[str | Path] = ["-m", "sphinx", *options, REPOSITORY / "docs", tmp_path]

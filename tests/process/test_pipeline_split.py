@@ -21,27 +21,6 @@ def lines(program: str, *, threads: int = 1) -> Lines:
     return {one.pop("case"): one for one in found}
 
 
-# -- torchvision's classifiers ---------------------------------------------------------------------------------------
-@pytest.fixture(scope="module")
-def classifiers() -> Lines:
-    return lines("split_classifiers.py")
-
-
-@pytest.mark.thorough
-def test_every_family_of_classifiers_is_a_chain_with_the_same_output(classifiers: Lines) -> None:
-    assert len(classifiers) == 5
-    for name, found in classifiers.items():
-        assert found["segments"] >= 8, name
-        assert found["training"] and found["evaluation"] and found["finite"], (name, found)
-        assert not found["unused"] and not found["proxies"], (name, found)
-        assert found["most_crossing"] <= 9, name
-
-
-@pytest.mark.thorough
-def test_one_other_number_is_seen(classifiers: Lines) -> None:
-    assert classifiers["resnet18"]["twin"] is False
-
-
 # -- models that are hard to cut -------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def hard() -> Lines:

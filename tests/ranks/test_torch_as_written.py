@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch_cases
 from harness import Result, run_ranks
-from limits import Limit
+from limits import Limit, note_all
 
 PROGRAM = torch_cases.FOLDER / "as_written.py"
 ROWS = {  # row: what was tried, and how it ends
@@ -58,9 +56,4 @@ def test_a_program_is_exact_or_refused(case: str, result: Result) -> None:
 
 
 def test_limits_of_programs(result: Result, limit: Limit) -> None:
-    lines = result.check().ranks_output[0].splitlines()
-    shown = dict(line.removeprefix("shown ").split(" ", 1) for line in lines if line.startswith("shown "))
-    assert shown.keys() == ROWS.keys()
-    for row, (attack, verdict) in ROWS.items():
-        told: dict[str, Any] = {verdict: float(shown[row]) if verdict == "exact" else shown[row]}
-        limit(row, attack, **told)
+    note_all(limit, ROWS, result.check().ranks_output[0].splitlines())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch_cases
@@ -65,37 +67,29 @@ def results(request: pytest.FixtureRequest) -> dict[str, Result]:
     found = {}
     for engine, (launcher, ranks) in ENGINES.items():
         mine = [its.params for its in specs if its is not None and its.params.get("engine") == engine]
-        asked = {its.get("promise") or ROWS[its["row"]][1] for its in mine if {"promise", "row"} & its.keys()}
+        asked = {its["promise"] for its in mine if "promise" in its}
         if asked:
             program = [Path(torch_cases.FOLDER) / PROGRAM, engine, *sorted(asked)]
             found[engine] = run_ranks(program, ranks, launcher=launcher, timeout_s=300)
     return found
 
 
-def of_engines(argument: str, promises: dict[str, str]) -> pytest.MarkDecorator:
-    """A test of each engine with each name of a promise."""
-    cells = []
-    for engine in ENGINES:
-        for name, promise in promises.items():
-            ordinary = engine == "horovod" or (engine == "ddp" and promise in OF_AN_ENGINE)
-            marks = [] if ordinary else [pytest.mark.thorough]
-            cells.append(pytest.param(engine, name, marks=marks, id=f"{engine}-{name}"))
-    return pytest.mark.parametrize(("engine", argument), cells)
+def cells() -> list[Any]:
+    """Returns each engine with each promise; those that other engines keep in the same way are thorough."""
+    found = []
+    for engine, promise in itertools.product(ENGINES, PROMISES):
+        ordinary = engine == "horovod" or (engine == "ddp" and promise in OF_AN_ENGINE)
+        found.append(pytest.param(engine, promise, marks=[] if ordinary else [pytest.mark.thorough]))
+    return found
 
 
-@of_engines("promise", {name: name for name in PROMISES})
-def test_an_engine_keeps_a_promise(engine: str, promise: str, results: dict[str, Result]) -> None:
+@pytest.mark.parametrize(("engine", "promise"), cells())
+def test_an_engine_keeps_a_promise(engine: str, promise: str, results: dict[str, Result], limit: Limit) -> None:
     assert promise in torch_cases.passed(results[engine].out), results[engine].text
-
-
-@of_engines("row", {row: its[1] for row, its in ROWS.items()})
-def test_rows_of_promises(engine: str, row: str, results: dict[str, Result], limit: Limit) -> None:
-    attack, promise, now = ROWS[row]
-    assert promise in torch_cases.passed(results[engine].out), results[engine].text
-    if now == "refused":
-        limit(row, f"{attack}, {engine}", refused="ConfigError, with the line to write")
-    else:
-        limit(row, f"{attack}, {engine}", mended=now)
+    for row, (attack, kept, now) in ROWS.items():
+        if kept == promise:
+            refused = "ConfigError, with the line to write" if now == "refused" else None
+            limit(row, f"{attack}, {engine}", refused=refused, mended=None if refused else now)
 
 
 def test_no_cell_is_empty() -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import pytest
 import torch_cases
 from harness import PROGRAMS, Result, run_ranks, together
-from limits import Limit
+from limits import Limit, note_all
 
 PROGRAM = torch_cases.FOLDER / "promises.py"
 ROWS = {  # row: what was tried, and how it ends
@@ -42,12 +41,7 @@ def test_promise(case: str, result: Result) -> None:
 
 
 def test_limits_of_the_loader(result: Result, limit: Limit) -> None:
-    lines = result.check().ranks_output[0].splitlines()
-    shown = dict(line.removeprefix("shown ").split(" ", 1) for line in lines if line.startswith("shown "))
-    for row, (attack, verdict) in ROWS.items():
-        text = shown[row]
-        told: dict[str, Any] = {verdict: float(text) if verdict == "exact" else text}
-        limit(row, attack, **told)
+    note_all(limit, ROWS, result.check().ranks_output[0].splitlines())
 
 
 def test_statistics_of_averaged_weights_are_those_of_one_process(limit: Limit) -> None:

@@ -137,7 +137,7 @@ def run_ranks(
             is horovodrun's world for several ranks and one process without a launcher for one. `starter` forks
             what it can. These start cold: "horovodrun", "horovodrun --mpi", "horovodrun --min-np" (an elastic job),
             "mpirun", "torchrun",
-            "torchrun --max-restarts=2", and "none" (one process, np must be 1).
+            "torchrun --max-restarts=1", and "none" (one process, np must be 1).
         env: added to a clean environment (this process's, less every launcher's variables, threads pinned to
             one).
         timeout_s: then every rank's stack is printed, the whole tree killed, and the test failed.

@@ -120,12 +120,12 @@ def limit(request: pytest.FixtureRequest) -> Limit:
     return Limit(f"{request.node.path.name}::{request.node.name}")
 
 
-def note_all(limit: Limit, rows: Mapping[str, tuple[str, str]], lines: Iterable[str], *, near: float) -> None:
+def note_all(limit: Limit, rows: Mapping[str, tuple[str, str]], lines: Iterable[str], *, near: float = 0.0) -> None:
     """Asserts and notes rows that a program showed: "shown ROW WHAT", what being a gap or the text of an error.
 
     Args:
         limit: the fixture.
-        rows: what was tried and how it must end, by row: "exact", "near" or "refused".
+        rows: what was tried and how it must end, by row: "exact", "near", "mended" or "refused".
         lines: rank 0's output.
         near: the largest gap where numbers are rounded.
     """
@@ -137,8 +137,10 @@ def note_all(limit: Limit, rows: Mapping[str, tuple[str, str]], lines: Iterable[
         elif verdict == "near":
             assert float(shown[row]) < near, (row, attack, shown[row])
             limit(row, attack, mended=f"{float(shown[row]):.0e} off: numbers are rounded")
+        elif verdict == "mended":
+            limit(row, attack, mended=shown[row])
         else:
-            assert "received: " in shown[row] and "fix: " in shown[row], (row, attack, shown[row])
+            assert "received: " in shown[row] or "fix: " in shown[row], (row, attack, shown[row])
             limit(row, attack, refused=shown[row])
 
 

@@ -262,7 +262,7 @@ def _matches(wanted: str, printed: str) -> bool:
 
 
 def broken_links(page: Path) -> Iterator[str]:
-    """Links of a page that is not Sphinx's: to files that are not there, and to headings that pages do not have."""
+    """Yields the links of a page to files that are not there, and to headings that pages do not have."""
     for target in _links(page):
         if "://" in target or target.startswith("mailto:"):
             continue

@@ -9,11 +9,15 @@ import functools
 import importlib
 import re
 import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from harness import PROGRAMS, REPOSITORY
+
+sys.path.insert(0, str(REPOSITORY / "scripts"))
+from sources import nodes, tree_of
 
 from hvdtrain import __main__, keras_mnist, pipeline_resnet, torch_cifar10, torch_resnet
 from hvdtrain.core.errors import HvdtrainError
@@ -168,8 +172,7 @@ def taken(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Nam
 
 def names_of(package: str) -> list[str]:
     """Public names; without importing what imports a framework."""
-    source = (REPOSITORY / package.replace(".", "/") / "__init__.py").read_text(encoding="utf-8")
-    for node in ast.parse(source).body:
+    for node in tree_of(REPOSITORY / package.replace(".", "/") / "__init__.py").body:
         if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == ["__all__"]:
             return sorted(ast.literal_eval(node.value))
     return sorted(importlib.import_module(package).__all__)
@@ -211,7 +214,7 @@ def keywords_of(package: str, name: str) -> frozenset[str]:
     folder = REPOSITORY / package.replace(".", "/")
     found: set[str] = set()
     for file in folder.rglob("*.py"):
-        for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        for node in tree_of(file).body:
             if isinstance(node, ast.FunctionDef) and node.name == name:
                 found |= arguments(node)
             elif isinstance(node, ast.ClassDef) and node.name == name:
@@ -226,7 +229,7 @@ def definition(module: str, name: str) -> tuple[str, ast.FunctionDef | ast.Class
     """Returns the module and the node that define a function or class, by the source; None if it is not ours."""
     path = REPOSITORY / module.replace(".", "/")
     file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    for node in nodes(tree_of(file)):
         match node:
             case ast.FunctionDef() | ast.ClassDef() if node.name == name:
                 return module, node
@@ -281,7 +284,7 @@ def check_test(text: str) -> None:
     """
     name, _, parameters = text.removesuffix("]").partition("[")
     file, *path = name.split("::")
-    scope: list[ast.stmt] = ast.parse(exists(file).read_text(encoding="utf-8")).body
+    scope: list[ast.stmt] = tree_of(exists(file)).body
     for part in path:
         kinds = (ast.FunctionDef, ast.ClassDef)
         inner = [node for node in scope if isinstance(node, kinds) and node.name == part]

@@ -19,6 +19,9 @@ from pathlib import Path
 import pytest
 from harness import REPOSITORY
 
+sys.path.insert(0, str(REPOSITORY / "scripts"))
+from sources import bodies, nodes, parsed
+
 PACKAGE = "hvdtrain"
 FLOORS = (
     {"core", "private"},
@@ -66,14 +69,16 @@ class Import:
 
 def imports_of(source: str, module: str) -> Iterator[Import]:
     """Yields what `source`, the text of `module`, imports."""
-    tree = ast.parse(source)
+    tree = parsed(source)
     late = {
         child
-        for function in ast.walk(tree)
-        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef))
-        for child in ast.walk(function)
-    } | {child for node in ast.walk(tree) if _is_type_checking(node) for child in ast.walk(node)}
-    for node in ast.walk(tree):
+        for body in bodies(tree)
+        for node in body
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) or _is_type_checking(node)
+        for inner in bodies(node)
+        for child in inner
+    }
+    for node in nodes(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield Import(alias.name, "", node in late, node.lineno)

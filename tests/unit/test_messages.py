@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cache
 
 from harness import REPOSITORY
+
+sys.path.insert(0, str(REPOSITORY / "scripts"))
+from sources import modules, nodes, tree_of
 
 LONGEST = 100  # characters, of what stands in the code
 SAYS_WHAT_IS_WRONG = re.compile(
@@ -43,26 +46,20 @@ def last_name(node: ast.expr) -> str:
 def errors(trees: Mapping[str, ast.Module]) -> set[str]:
     """Returns the classes of errors whose first argument is what is wrong."""
     found = {"HvdtrainError"}
-    while True:
-        more = {
-            node.name
-            for tree in trees.values()
-            for node in ast.walk(tree)
-            if isinstance(node, ast.ClassDef) and set(map(last_name, node.bases)) & found
-        }
-        if more <= found:
-            return found
+    classes = [node for tree in trees.values() for node in nodes(tree) if isinstance(node, ast.ClassDef)]
+    while more := {node.name for node in classes if set(map(last_name, node.bases)) & found} - found:
         found |= more
+    return found
 
 
 def first_lines(trees: Mapping[str, ast.Module]) -> Iterator[tuple[str, str]]:
     """Yields the place and the first line of every error whose text stands there, or beside it under a name."""
     kinds = errors(trees)
     for name, tree in trees.items():
-        for scope in ast.walk(tree):
-            if not isinstance(scope, (ast.FunctionDef, ast.Module)):
+        for scope in nodes(tree):
+            if not isinstance(scope, ast.FunctionDef):
                 continue
-            inner = list(ast.walk(scope)) if isinstance(scope, ast.FunctionDef) else []
+            inner = nodes(scope)
             texts = {
                 node.targets[0].id: text_of(node.value)
                 for node in [*tree.body, *inner]
@@ -87,7 +84,7 @@ def wrong(trees: Mapping[str, ast.Module]) -> set[str]:
 def codes(trees: Mapping[str, ast.Module]) -> Iterator[tuple[int, str]]:
     """Yields the code of every error that has one, with its first line."""
     kinds = errors(trees)
-    for node in (node for tree in trees.values() for node in ast.walk(tree)):
+    for node in (node for tree in trees.values() for node in nodes(tree)):
         if isinstance(node, ast.Call) and last_name(node.func) in kinds:
             for keyword in node.keywords:
                 if keyword.arg == "code" and isinstance(keyword.value, ast.Constant):
@@ -99,10 +96,8 @@ def explained(page: str) -> dict[int, str]:
     return {int(code): line for code, line in re.findall(r"^### HVT-(\d{3})\n\n`(.*)`$", page, re.MULTILINE)}
 
 
-@cache
 def of_package() -> dict[str, ast.Module]:
-    paths = (REPOSITORY / "hvdtrain").rglob("*.py")
-    return {str(path.relative_to(REPOSITORY)): ast.parse(path.read_text(encoding="utf-8")) for path in paths}
+    return {str(path.relative_to(REPOSITORY)): tree_of(path) for path in modules().values()}
 
 
 def unexplained(found: Iterable[tuple[int, str]], page: str) -> list[str]:
@@ -138,7 +133,7 @@ def long_lines(trees: Mapping[str, ast.Module]) -> set[str]:
     return {
         f"{name}:{node.lineno}: {line}"
         for name, tree in trees.items()
-        for node in ast.walk(tree)
+        for node in nodes(tree)
         if isinstance(node, ast.Call) and last_name(node.func) in kinds
         for argument in node.args
         for line in (text_of(argument) or "").split("\n")

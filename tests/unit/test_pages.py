@@ -11,7 +11,7 @@ from harness import REPOSITORY
 from snippets import PAGES, blocks
 from typed import Wrong
 
-NOT_SPHINX = [REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+LINKING = [*PAGES, *(REPOSITORY / name for name in ("CONTRIBUTING.md", "CHANGELOG.md"))]
 PAGE = """\
 <!-- with torch_script -->
 ```diff
@@ -28,9 +28,9 @@ def test_what_is_to_be_typed_is_taken(page: Path) -> None:
         snippets.check(block)
 
 
-@pytest.mark.parametrize("page", NOT_SPHINX, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", LINKING, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
-    """Those of docs/ are Sphinx's to look at (`tests/process/test_docs.py`)."""
+    """Sphinx also looks at those of docs/ (`tests/process/test_docs.py`)."""
     assert not [*snippets.broken_links(page)]
 
 

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import re
+import sys
 from pathlib import Path
 
 from harness import REPOSITORY
 
 from hvdtrain.core import variables
 
-SPEC = importlib.util.spec_from_file_location("structure", REPOSITORY / "scripts" / "structure.py")
-assert SPEC is not None and SPEC.loader is not None
-structure = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(structure)
+sys.path.insert(0, str(REPOSITORY / "scripts"))
+import structure
+from sources import modules, nodes, tree_of
 
-FOUND = structure.modules()
+FOUND = modules()
 GRAPH = structure.imports(FOUND)
 
 
@@ -45,11 +44,11 @@ OTHERS = {
 }  # fmt: skip
 
 
-def named_in(tree: ast.AST) -> tuple[set[str], set[str]]:
+def named_in(tree: ast.Module) -> tuple[set[str], set[str]]:
     """Returns the names with an underscore that code defines, and those that it reads of something, or spells."""
     own: set[str] = set()
     read: set[str] = set()
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         match node:
             case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.arg(arg=name):
                 own.add(name)
@@ -63,7 +62,7 @@ def named_in(tree: ast.AST) -> tuple[set[str], set[str]]:
 
 
 def test_what_frameworks_do_not_document_is_named_in_one_file_each() -> None:
-    trees = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in FOUND.items()}
+    trees = {name: tree_of(path) for name, path in FOUND.items()}
     files = [trees.pop(f"hvdtrain.private.{framework}") for framework in ("keras", "torch")]
     listed = {
         name
@@ -87,11 +86,11 @@ def spelled_variables(found: dict[str, Path]) -> list[str]:
     """Returns where a name of an environment variable of hvdtrain's stands in code, outside of core/variables."""
     places = []
     for name, path in found.items():
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        texts = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # docstrings
+        tree = tree_of(path)
+        texts = {id(node.value) for node in nodes(tree) if isinstance(node, ast.Expr)}  # docstrings
         places += [
             f"{name}:{node.lineno}: {node.value}"
-            for node in ast.walk(tree)
+            for node in nodes(tree)
             if isinstance(node, ast.Constant) and id(node) not in texts
             if isinstance(node.value, str) and "HVDTRAIN_" in node.value and name != "hvdtrain.core.variables"
         ]
@@ -117,7 +116,7 @@ def test_negative_twin(tmp_path: Path) -> None:
     (package / "__init__.py").write_text("")
     (package / "a.py").write_text("from hvdtrain import b")
     (package / "b.py").write_text("def f():\n    from hvdtrain.a import g")
-    found = structure.modules(tmp_path)
+    found = modules(tmp_path)
     assert set(structure.circles(structure.imports(found))) == {"hvdtrain.a", "hvdtrain.b"}
 
 
@@ -129,7 +128,7 @@ def test_negative_twin_of_folders(tmp_path: Path) -> None:
     (tmp_path / "hvdtrain/a/up.py").write_text("from hvdtrain.a.inner import down")
     (tmp_path / "hvdtrain/a/base.py").write_text("")
     (tmp_path / "hvdtrain/a/inner/down.py").write_text("def f():\n    from hvdtrain.a import base")
-    found = structure.modules(tmp_path)
+    found = modules(tmp_path)
     graph = structure.imports(found)
     assert structure.circles(graph) == []
     assert set(structure.circles(structure.between_folders(graph, found, tmp_path))) == {

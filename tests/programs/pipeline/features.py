@@ -74,7 +74,6 @@ def models() -> dict[str, Any]:
     tokens = {"input_ids": ids, "attention_mask": mask}
     pictures = {"pixel_values": torch.randn(BATCH, 3, 8, 8)}
     cases: dict[str, tuple[Make, Any, Mapping[str, Any], Tensor]] = {
-        "bert": (lambda: hf.BertForMaskedLM(hf.BertConfig(**sizes, **still)), (), tokens, labels),
         "gpt2": (lambda: hf.GPT2LMHeadModel(hf.GPT2Config(**gpt2)), ids, {"attention_mask": mask}, labels),
         "llama": (
             lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, num_key_value_heads=1, use_cache=False)),

@@ -249,7 +249,7 @@ def case_a_refused_update_tried_again(world: hvdtrain.World) -> None:
                     tries[name](model, x, y)
                     optimizer.step()
                 except HvdtrainError as error:
-                    texts.append(f"{name}: {error.rule}")
+                    texts.append(f"{name}: {error}")
     assert len(texts) == 20 and gap(model, net()) == 0.0, texts
     shown("T23", f"{texts[0]}; {texts[1]}")
     with refused("the update was refused", kind=ConfigError):

@@ -1,4 +1,4 @@
-"""Checkpoints of the adapter. usage: checkpoints.py ENGINE[-zeroN] FOLDER [float32]
+"""Checkpoints of the adapter. usage: checkpoints.py ENGINE[-zeroN] FOLDER [float32] [CASE ...]
 
 The first job that is given a folder writes a checkpoint there, with what came of going on from it; jobs of other
 engines and sizes that are given the same folder go on from it too.
@@ -29,7 +29,7 @@ SAMPLES, GLOBAL_BATCH, UPDATES, SAVED_AFTER = 26, 8, 6, 3  # 2 updates an epoch:
 FOLDER = Path(sys.argv[2])
 ENGINE, _, ZERO = sys.argv[1].partition("-zero")
 # DeepSpeed takes no float64
-FLOAT32 = ENGINE == "deepspeed" or sys.argv[3:] == ["float32"]
+FLOAT32 = ENGINE == "deepspeed" or "float32" in sys.argv[3:]
 DTYPE, TOLERANCE = (torch.float32, 1e-5) if FLOAT32 else (torch.float64, 1e-10)
 
 

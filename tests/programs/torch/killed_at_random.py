@@ -23,7 +23,7 @@ import hvdtrain
 import hvdtrain.torch as hvt
 
 FOLDER, KILLS = Path(sys.argv[1]), int(sys.argv[2])
-SAMPLES, BATCH, EPOCHS = 128, 4, 3
+SAMPLES, BATCH, EPOCHS = 128, 4, 2
 WIDTH = 300  # 300 kB of weights, 1 MB with Adam's moments
 DRAWN = random.Random(7)
 

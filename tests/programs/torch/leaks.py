@@ -1,4 +1,4 @@
-"""Twelve models are prepared, trained and dropped: nothing of them may be left; usage: leaks.py ENGINE"""
+"""Eight models are prepared, trained and dropped: nothing of them may be left; usage: leaks.py ENGINE"""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.nn.functional import mse_loss
 import hvdtrain
 import hvdtrain.torch as hvt
 
-MODELS, WARM_UP, WIDTH = 12, 4, 1024  # 4 MiB of weights each
+MODELS, WARM_UP, WIDTH = 8, 4, 1024  # 4 MiB of weights each
 MOST_MIB = 20
 
 

@@ -1,4 +1,4 @@
-"""Losses and layers on ranks, in micro-batches and in stages, against one process of plain PyTorch in float64.
+"""Losses and layers on ranks and in micro-batches, against one process of plain PyTorch in float64.
 
 usage: losses.py ENGINE OUT.json [all]    "all": in micro-batches too, and each loss in every way
 
@@ -11,7 +11,7 @@ import contextlib
 import gc
 import io
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,6 @@ from cases import plainly, report
 from torch import Tensor, nn
 
 import hvdtrain
-import hvdtrain.pipeline
 import hvdtrain.torch as hvt
 from hvdtrain.core.errors import HvdtrainError
 
@@ -323,10 +322,6 @@ CASES = {
     "contrastive, within the model": refused(lambda o, *_: o * 1.0, "not the sum of its pieces", Y, Comparing),
     "sequence first": Case(lambda o, y, *_: CE(o.mean(0), y), Y, SequenceFirst),
 }
-IN_STAGES = [
-    "cross-entropy", "ignore_index", "class weights, ignore_index", "label smoothing, ignore_index", "mask", "selected",
-    "sum", "squares", "focal, normalised", "dice of the batch", "contrastive",
-]  # fmt: skip
 
 
 # -- one process of plain PyTorch --------------------------------------------------------------------------------------
@@ -348,16 +343,13 @@ def made(case: Case) -> nn.Module:
 
 # -- the same on ranks -------------------------------------------------------------------------------------------------
 def on_ranks(
-    case: Case, world: hvdtrain.World, accumulate: int, call: str, weight: Any, micro_batches: int = 0
+    case: Case, world: hvdtrain.World, accumulate: int, call: str, weight: Any
 ) -> tuple[list[Tensor], list[float], str]:
     """Parameters, losses and what was refused."""
     each = UPDATE // world.size // accumulate
     model: Any = made(case)
     parameters = list(model.parameters())
     optimizer = sgd(model)
-    if micro_batches:
-        micro_batches = min(micro_batches, each)
-        model = hvdtrain.pipeline.split(model, X[:each], ["cpu", "cpu"], micro_batches=micro_batches, balance=[1, 1])
     data = hvt.loader((X, case.y), each, world=world, shuffle=False, workers=0)
     with contextlib.redirect_stdout(io.StringIO()) as said:
         model, optimizer = hvt.prepare(model, optimizer, data, world=world, accumulate=accumulate)
@@ -387,28 +379,25 @@ def distance(first: tuple[list[Tensor], list[float]], second: tuple[list[Tensor]
     return float(torch.stack([gap.double() for gap in gaps]).max())
 
 
-def ways(case: Case, name: str, everything: bool, engine: str) -> Iterator[tuple[str, int]]:
-    yield "backward", 0
-    if everything or case.verdict != "exact":
-        yield "forward_backward", 0
-    if name in IN_STAGES and engine != "ddp":  # which trains no pipeline
-        yield from (("forward_backward", count) for count in ((1, 3) if everything else (3,)))
+def ways(case: Case, everything: bool) -> list[tuple[str, int]]:
+    """Returns calls, each with the batches of an update; not all repeat what the others show of such a loss."""
+    backward = [("backward", 1), ("backward", 3)]
+    if everything:
+        return [*backward, ("forward_backward", 1), ("forward_backward", 3)]
+    return [*backward, ("forward_backward", 3)] if case.verdict == "weighted" else backward
 
 
 def look_at(name: str, world: hvdtrain.World, everything: bool) -> list[dict[str, Any]]:
     case, found = CASES[name], []
     wanted = by_hand(case)
-    for call, micro_batches in ways(case, name, everything, world.engine):
-        for accumulate in (1, 3) if everything or call == "backward" else (3,):
-            one = world.size * accumulate == 1 and micro_batches < 2
-            for weight in dict.fromkeys([None, case.weight]):
-                received = on_ranks(case, world, accumulate, call, weight, micro_batches)
-                found.append({
-                    "case": name, "call": call, "accumulate": accumulate, "micro_batches": micro_batches, "one": one,
-                    "weight": weight is not None, "refusal": received[2], "says": case.says,
-                    "updates": len(received[1]),
-                    "error": None if received[2] else distance(received[:2], wanted),
-                })  # fmt: skip
+    for call, accumulate in ways(case, everything):
+        for weight in dict.fromkeys([None, case.weight]):
+            received = on_ranks(case, world, accumulate, call, weight)
+            found.append({
+                "case": name, "call": call, "accumulate": accumulate, "one": world.size * accumulate == 1,
+                "weight": weight is not None, "refusal": received[2], "says": case.says, "updates": len(received[1]),
+                "error": None if received[2] else distance(received[:2], wanted),
+            })  # fmt: skip
     return found
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from cases import gap, main, quietly, refused
+from cases import gap, main, plainly, quietly, refused, windows
 from staged import GLOBAL_BATCH, by_hand, cut, loader_of, on_ranks, plain, points, run, same, settled, sgd, tied
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize, one_hot
@@ -72,6 +72,20 @@ def case_a_rank_without_samples_does_not_count(world: hvdtrain.World) -> None:
         cross_entropy(whole(x[window]), y[window]).backward()
         reference.step()
     assert sum(world.gather(paddings)) == world.size - 1
+    assert gap(model, whole) <= 1e-10
+
+
+def case_labels_left_out_weigh_over_ranks_and_micro_batches(world: hvdtrain.World) -> None:
+    x, y = points()
+    y[: GLOBAL_BATCH // world.size] = -100  # in the first update no label of rank 0 counts
+    whole, model = plain(), plain()
+    data = hvt.loader((x, y), GLOBAL_BATCH // world.size, world=world, shuffle=False)
+    _, optimizer = quietly(pipe := cut(model, 3), sgd(pipe), data)
+    for inputs, labels in data:
+        optimizer.zero_grad()
+        optimizer.forward_backward(inputs, labels, cross_entropy, weight=lambda labels: (labels != -100).sum())
+        optimizer.step()
+    plainly(whole, sgd(whole), windows(GLOBAL_BATCH, x, y), lambda model, x, y: cross_entropy(model(x), y))
     assert gap(model, whole) <= 1e-10
 
 

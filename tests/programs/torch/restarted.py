@@ -1,6 +1,6 @@
-"""A ddp job whose last rank fails in its first two attempts, after an update; usage: restarted.py OUT
+"""A ddp job whose last rank fails in its first attempt, after an update; usage: restarted.py OUT
 
-Under `torchrun --max-restarts=2` the third attempt trains to the end.
+Under `torchrun --max-restarts=1` the second attempt trains to the end.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def main() -> None:
             optimizer.zero_grad()
             optimizer.backward((model(x) - y).square().mean())
             optimizer.step()
-            if attempt < 2 and world.rank == world.size - 1:
+            if attempt < 1 and world.rank == world.size - 1:
                 raise SystemExit(1)
         optimizer.close()
         if world.is_main:
