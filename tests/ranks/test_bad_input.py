@@ -56,7 +56,7 @@ def test_corrupt_mnist(tmp_path: Path) -> None:
 
 
 def test_missing_data() -> None:
-    told_once(refused(["--data", "/no/such/folder"], 1, "none"), "/no/such/folder: no such file or folder")
+    told_once(refused(["--data", "/no/such/folder"], 1, "none"), "/no/such/folder", "FileNotFoundError")
 
 
 def test_run_directory_in_use(tmp_path: Path) -> None:
