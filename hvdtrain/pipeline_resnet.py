@@ -34,11 +34,6 @@ ON_CPU = TrialSettings(32, 128, 1000, 1, 10, "mse", 180.0, micro_batches=None)  
 def explore(args: argparse.Namespace) -> None:
     """Cuts the model, then does what the flags ask for."""
     devices = devices_of(args.devices)
-    if args.preset == "toy":
-        from hvdtrain.vision import toy  # it brings torch
-
-        print(toy.compare(devices), flush=True)
-        return
     out = folder.choose_run_dir(args.out, "pipeline_resnet", resume=False, data_sha256="")
     folder.check_run_dir(out, resume=False)
     described = hardware(devices)
@@ -149,8 +144,8 @@ def parser() -> argparse.ArgumentParser:
     add("--batch-norm", choices=["batch", "micro"], default="batch",
         help="what the running statistics follow (default: %(default)s)")
     add = p.add_argument_group("what is trained, for time only").add_argument
-    add("--preset", choices=["tutorial", "toy"], help="PyTorch's tutorial: batch 120 of 128x128, 1000 classes, 3"
-        " batches, 10 repeats, MSE, split size 20; or two layers on two devices, by hand and by split")
+    add("--preset", choices=["tutorial"], help="PyTorch's tutorial: batch 120 of 128x128, 1000 classes, 3"
+        " batches, 10 repeats, MSE, split size 20")
     add("--batch", type=count, metavar="N",
         help=f"pictures in a batch (default: {ON_CPU.batch}, on GPUs {ON_GPU.batch})")
     add("--image-size", type=flags.whole(8), metavar="N",
