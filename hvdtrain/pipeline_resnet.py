@@ -162,7 +162,7 @@ def balance(text: str) -> str | list[int]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the program; returns its exit code (2: something was refused, one message explains it; 130: Ctrl-C)."""
+    """Runs the program; returns its exit code (2: something was refused; one message explains it)."""
 
     def work(detected: Detected) -> None:
         args = parser().parse_args(argv)
@@ -178,11 +178,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         startup.find_modules(needed)
         startup.share_cores(detected)
         startup.import_modules(needed)
-        try:
-            explore(args)
-        except KeyboardInterrupt:
-            print(f"\n{PROGRAM}: interrupted", file=sys.stderr)
-            sys.exit(130)
+        explore(args)
 
     return startup.run_program(PROGRAM, work)
 

@@ -1,4 +1,4 @@
-"""The pipeline program, really run: its pictures and its JSON, its flags, what it refuses, Ctrl-C."""
+"""The pipeline program, really run: its pictures and its JSON, its flags."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from harness import PROGRAMS, REPOSITORY, Result, run_ranks
+from harness import REPOSITORY, Result, run_ranks
 from torch import nn
 
 from hvdtrain import pipeline_resnet
 from hvdtrain.vision import trials
 
-MAINS = PROGRAMS / "pipeline" / "tune_mains.py"
 # 32x32 is one pixel before the classifier: batch-norm needs 2 pictures
 SMALL = ["--model", "resnet18", "--image-size", 32, "--classes", 4, "--batch", 6, "--balance", "20,15"]
 
@@ -107,40 +106,6 @@ def test_the_tutorial_is_exact() -> None:
     assert pipeline_resnet.SIZES == [1, 3, 5, 8, 10, 12, 20, 40, 60]
     assert settings("--preset", "tutorial", "--batch", 12).batch == 12, "flags go before"
     assert settings().batch < settings(devices=("cuda:0", "cuda:1")).batch
-
-
-REFUSED = {
-    "no such device": (["--devices", "cpu,cuda:7"], ["cuda:7"]),
-    "no such model": (["--model", "resnet51"], ["did you mean", "resnet50"]),
-    "no such cut": (["--devices", "cpu,cpu", "--balance", "1,2,3"], ["balance", "fix: "]),
-    "too many micro-batches": (["--micro-batches", "7"], ["a batch of 6 in 7 micro-batches", "fix: "]),
-}
-
-
-@pytest.fixture(scope="module")
-def mains(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    out = str(tmp_path_factory.mktemp("mains"))
-    lists = {name: [*SMALL, *flags, "--out", out] for name, (flags, _) in REFUSED.items()}
-    lists["interrupt"] = ["interrupt", *SMALL, "--micro-batches", "3", "--repeats", "1", "--out", out]
-    given = json.dumps([[str(word) for word in words] for words in lists.values()])
-    ended = run_ranks([MAINS, given], 1, timeout_s=240).check()
-    return dict(zip(lists, map(json.loads, ended.out.splitlines()), strict=True))
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_refusals(name: str, mains: dict[str, dict[str, Any]]) -> None:
-    received = mains[name]
-    assert received["code"] == 2 and received["threads"] == [], received
-    for part in ("hvdtrain.pipeline_resnet: rank 0: ", *REFUSED[name][1]):
-        assert part in received["err"], received
-    assert "Traceback" not in received["err"]
-
-
-def test_interrupted(mains: dict[str, dict[str, Any]]) -> None:
-    """One line, exit code 130, no thread left."""
-    received = mains["interrupt"]
-    assert (received["code"], received["threads"]) == (130, []), received
-    assert received["err"].strip() == "hvdtrain.pipeline_resnet: interrupted"
 
 
 def test_not_below_a_launcher(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
