@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from hvdtrain.core import flags
 from hvdtrain.core.errors import ConfigError, install_command
@@ -26,27 +27,24 @@ from hvdtrain.world import startup
 PROGRAM = "hvdtrain.pipeline_resnet"
 BUSY = 0.5  # load a core, from which a note says so
 SIZES = [1, 3, 5, 8, 10, 12, 20, 40, 60]
-TUTORIAL = TrialSettings(120, 128, 1000, 3, 10, "mse", None, micro_batches=6)  # split size 20
-ON_GPU = TrialSettings(120, 128, 1000, 3, 10, "mse", 600.0, micro_batches=None)
-ON_CPU = TrialSettings(32, 128, 1000, 1, 10, "mse", 180.0, micro_batches=None)  # a few minutes on 2 cores
+TUTORIAL = TrialSettings(120, 128, 1000, 3, 10, "mse", micro_batches=6)  # split size 20
+ON_GPU = replace(TUTORIAL, micro_batches=None)
+ON_CPU = replace(ON_GPU, batch=32, batches=1, repeats=5)  # a few minutes on 2 cores
 
 
 def explore(args: argparse.Namespace) -> None:
     """Cuts the model, then does what the flags ask for."""
     devices = devices_of(args.devices)
-    if args.preset == "toy":
-        from hvdtrain.vision import toy  # it brings torch
-
-        print(toy.compare(devices), flush=True)
-        return
     out = folder.choose_run_dir(args.out, "pipeline_resnet", resume=False, data_sha256="")
     folder.check_run_dir(out, resume=False)
-    described = hardware(devices)
-    print("\n".join(described), flush=True)
-    if os.getloadavg()[0] > BUSY * len(os.sched_getaffinity(0)):
+    machine = stats.machine()
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    print(
+        f"{machine['processor']}, {machine['cores_usable']} cores, load {machine['load_1min']}; {versions}", flush=True
+    )
+    if machine["load_1min"] > BUSY * machine["cores_usable"]:
         print("note: other programs use this machine's cores: these measurements are unreliable", flush=True)
-    job = prepare(args, settings_of(args, devices), devices, out)
-    job.result["hardware"] = described
+    job = prepare(args, settings_of(args, devices), devices, out, machine)
     best: int | None = None
     if args.sweep is not None:
         best = sweep(job, args.sweep or SIZES)
@@ -61,9 +59,10 @@ def explore(args: argparse.Namespace) -> None:
     print(f"every number: {job.out / 'result.json'}", flush=True)
 
 
-def prepare(args: argparse.Namespace, settings: TrialSettings, devices: Sequence[str], out: Path) -> SplitJob:
+def prepare(
+    args: argparse.Namespace, its: TrialSettings, devices: Sequence[str], out: Path, machine: dict[str, Any]
+) -> SplitJob:
     """The model, cut, and random batches."""
-    its = settings
     job = SplitJob.made(
         args.model, its, devices, micro_batches=its.micro_batches or "auto", balance=args.balance,
         schedule=args.schedule, remat=args.remat, batch_norm=args.batch_norm,
@@ -79,7 +78,6 @@ def prepare(args: argparse.Namespace, settings: TrialSettings, devices: Sequence
     rows = [("stage", "device", "segments", "parameters")]
     rows += [(f"{s['name']}", f"{s['device']}", f"{s['segments']}", f"{s['parameters']:,}") for s in stages]
     print(stats.table(rows), flush=True)
-    machine = stats.machine()
     given = {name: value for name, value in vars(args).items() if isinstance(value, (str, int, float, list))}
     result = {"format": 1, "program": PROGRAM, "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "flags": given,
               "settings": asdict(its), "machine": machine, "stages": stages}  # fmt: skip
@@ -101,20 +99,6 @@ def devices_of(text: str) -> list[str]:
         return [part.strip() for part in text.split(",")]
     gpus = torch.cuda.device_count()
     return [f"cuda:{index}" for index in range(gpus)] if gpus > 1 else ["cpu", "cpu"]
-
-
-def hardware(devices: Sequence[str]) -> list[str]:
-    """Returns lines about this machine and the stages' devices (`hvdtrain doctor` prints more about GPUs)."""
-    import torch
-
-    machine = stats.machine()
-    threads = torch.get_num_threads()
-    running = f"{threads} thread{'s' * (threads != 1)}, load {machine['load_1min']}"
-    return [
-        f"{machine['processor'] or machine['system']}, {machine['cores_usable']} cores",
-        f"{running}, PyTorch {torch.__version__}, CUDA {torch.version.cuda}",
-        f"devices: {', '.join(devices)}",
-    ]
 
 
 # ---- the flags, and what happens before a framework is imported
@@ -149,8 +133,8 @@ def parser() -> argparse.ArgumentParser:
     add("--batch-norm", choices=["batch", "micro"], default="batch",
         help="what the running statistics follow (default: %(default)s)")
     add = p.add_argument_group("what is trained, for time only").add_argument
-    add("--preset", choices=["tutorial", "toy"], help="PyTorch's tutorial: batch 120 of 128x128, 1000 classes, 3"
-        " batches, 10 repeats, MSE, split size 20; or two layers on two devices, by hand and by split")
+    add("--preset", choices=["tutorial"], help="PyTorch's tutorial: batch 120 of 128x128, 1000 classes, 3"
+        " batches, 10 repeats, MSE, split size 20")
     add("--batch", type=count, metavar="N",
         help=f"pictures in a batch (default: {ON_CPU.batch}, on GPUs {ON_GPU.batch})")
     add("--image-size", type=flags.whole(8), metavar="N",
@@ -159,9 +143,8 @@ def parser() -> argparse.ArgumentParser:
     add("--loss", choices=["mse", "cross-entropy"], help=f"loss, on one-hot targets (default: {ON_CPU.loss})")
     add("--batches", type=count, metavar="N",
         help=f"batches in a repeat (default: {ON_CPU.batches}, on GPUs {ON_GPU.batches})")
-    add("--repeats", type=count, metavar="N", help=f"repeats of each variant, in turns (default: {ON_CPU.repeats})")
-    add("--budget-s", type=flags.positive, metavar="S", help="about how long --compare and --sweep may take each:"
-        f" fewer repeats, but 3 (default: {ON_CPU.budget_s:.0f}, on GPUs {ON_GPU.budget_s:.0f}; tutorial: no limit)")
+    add("--repeats", type=count, metavar="N",
+        help=f"repeats of each variant, in turns (default: {ON_CPU.repeats}, on GPUs {ON_GPU.repeats})")
     add("--out", type=Path, metavar="DIR",
         help="folder for pictures and JSON (default: the next runs/pipeline_resnet-N)")
     # fmt: on
@@ -179,7 +162,7 @@ def balance(text: str) -> str | list[int]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the program; returns its exit code (2: something was refused, one message explains it; 130: Ctrl-C)."""
+    """Runs the program; returns its exit code (2: something was refused; one message explains it)."""
 
     def work(detected: Detected) -> None:
         args = parser().parse_args(argv)
@@ -195,11 +178,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         startup.find_modules(needed)
         startup.share_cores(detected)
         startup.import_modules(needed)
-        try:
-            explore(args)
-        except KeyboardInterrupt:
-            print(f"\n{PROGRAM}: interrupted", file=sys.stderr)
-            sys.exit(130)
+        explore(args)
 
     return startup.run_program(PROGRAM, work)
 

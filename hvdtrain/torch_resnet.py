@@ -266,7 +266,8 @@ def parser() -> argparse.ArgumentParser:
     add("--watch-every", type=flags.whole(0), default=100, metavar="N",
         help="steps between comparisons of the replicas; 0: never (default: %(default)s)")
     add = p.add_argument_group("a model cut into stages, over the devices of each rank").add_argument
-    add("--pipeline", metavar="N|DEVICES", help="number of stages, or their devices: cpu,cpu or cuda:0,cuda:1")
+    add("--pipeline", type=pipelines.devices_of_stages, metavar="N|DEVICES",
+        help="number of stages, or their devices: cpu,cpu or cuda:0,cuda:1")
     add("--micro-batches", type=pipelines.micro_batches, metavar="auto|N",
         help="micro-batches of a batch (default: auto, the fastest by measured times)")
     add("--pipeline-schedule", choices=SCHEDULES, help="schedule of the pipeline (default: 1f1b)")

@@ -1,7 +1,7 @@
-"""A split model on CPU stages of one core each, against the naive split and the pipeline of PyTorch's tutorial.
+"""A split model on CPU stages of one core each, against the naive split and other pipelines, in rounds that take turns.
 
-All variants take turns, in rounds. Each trains the same model on the same batch, forward and backward, cut at the same
-place. A variant that cannot use a core for each stage runs on all cores at once, as it uses them best.
+Every variant trains the same model on the same batch, forward and backward, cut at the same place. A variant that
+cannot use a core for each stage runs on all cores at once, as it uses them best.
 
 Prints a table and writes a JSON file with every sample. Give the machine nothing else to do.
 """
@@ -9,7 +9,6 @@ Prints a table and writes a JSON file with every sample. Give the machine nothin
 from __future__ import annotations
 
 import argparse
-import copy
 import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -28,9 +27,6 @@ from hvdtrain.record import stats
 from hvdtrain.vision import trials
 from hvdtrain.world.resources import keep_freed_memory
 from hvdtrain.world.startup import share_cores
-
-NAIVE, PLAIN, ALL_CORES = "naive split", "plain model, 1 core", "plain model, all cores"
-ONE_STAGE, TUTORIAL = "pipeline of 1 stage, 1 core", "tutorial pattern"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,49 +68,24 @@ def run(args: argparse.Namespace) -> int:
 def measure(args: argparse.Namespace, result: dict[str, Any], cores: Sequence[int]) -> None:
     """Builds the variants, runs them in turns."""
     first = args.micro_batches[0]
-    its = trials.TrialSettings(args.batch, args.image_size, 1000, 1, args.rounds, "cross-entropy", None, first)
+    its = trials.TrialSettings(args.batch, args.image_size, 1000, 1, args.rounds, "cross-entropy", first)
     progress("measuring the segments, to cut the model")
     cut = {"micro_batches": first, "balance": args.balance or "time"}
     job = trials.SplitJob.made(args.model, its, ["cpu"] * args.stages, **cut)
-    pipe = job.pipe
-    result["cut"] = [{"name": stage.name, "segments": len(stage.segments)} for stage in pipe.stages]
-    variants = all_variants(args, job, cores)
+    result["cut"] = [{"name": stage.name, "segments": len(stage.segments)} for stage in job.pipe.stages]
+    variants = trials.usual(job)
+    for count, schedule in itertools.product(args.micro_batches, args.schedules):
+        name = f"hvdtrain, {schedule}, {count} micro-batches"
+        variants[name] = job.variant(job.pipe, schedule=schedule, micro_batches=count)
+    for count in args.micro_batches if args.stages == 2 else ():
+        step = partial(plain_step, partial(tutorial, job.pipe.stages, count))
+        name = f"tutorial pattern, {count} micro-batches, {len(cores)} threads an operation"
+        variants[name] = job.variant(SimpleNamespace(step=step, parameters=job.pipe.parameters), cores=cores)
     progress(f"{len(variants)} variants, {args.rounds} rounds")
     measured = job.interleaved(variants, "pipeline")
     for name, reason in measured["failed"].items():
         raise HvdtrainError(f"the variant {name} did not run", reason)
     result["seconds"] = measured["seconds"]
-
-
-def settings_of_ours(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """The pipelines of hvdtrain: what is set for each."""
-    return {
-        f"hvdtrain, {schedule}, {count} micro-batches": {"schedule": schedule, "micro_batches": count}
-        for schedule, count in itertools.product(args.schedules, args.micro_batches)
-    }
-
-
-def all_variants(args: argparse.Namespace, job: trials.SplitJob, cores: Sequence[int]) -> trials.Variants:
-    """Returns the variants that take turns, by name."""
-    import hvdtrain.pipeline
-    from hvdtrain.pipeline.tuning.unsplit import Unsplit
-
-    pipe, variant = job.pipe, job.variant
-    one = hvdtrain.pipeline.split(
-        copy.deepcopy(pipe.module), job.batches[0][0], ["cpu"], micro_batches=1, balance=[len(pipe.segments)]
-    )
-    found = {
-        PLAIN: variant(Unsplit(pipe.module, "cpu", cores=cores[:1])),
-        ONE_STAGE: variant(one, cores=cores[:1]),
-        ALL_CORES: variant(Unsplit(pipe.module, "cpu", cores=cores)),
-        NAIVE: variant(pipe, micro_batches=1),
-    }
-    found |= {name: variant(pipe, **change) for name, change in settings_of_ours(args).items()}
-    for count in args.micro_batches if len(pipe.stages) == 2 else ():
-        forward = partial(tutorial, pipe.stages, count)
-        rival = SimpleNamespace(step=partial(plain_step, forward), parameters=pipe.parameters)
-        found[f"{TUTORIAL}, {count} micro-batches, {len(cores)} threads an operation"] = variant(rival, cores=cores)
-    return found
 
 
 def plain_step(forward: Callable[[Any], Any], x: Any, y: Any, loss: Callable[[Any, Any], Any]) -> None:
@@ -142,47 +113,26 @@ def tutorial(stages: Sequence[Any], count: int, x: Any) -> Any:
 
 
 def report(result: Mapping[str, Any]) -> str:
-    """The tables of a result."""
+    """The table of a result, and how efficient each of our pipelines is."""
     its, machine, seconds = result["settings"], result["machine"], result["seconds"]
     cut = " | ".join(f"{stage['name']} ({stage['segments']} segments)" for stage in result["cut"])
-    rows = [("one step", "median", f"x {NAIVE}, 95 %", "efficiency")]
-    for name, samples in seconds.items():
-        ratio = stats.ratio_of_medians(samples, seconds[NAIVE])
-        share = f"{efficiency(result, name):.3f}" if name.startswith("hvdtrain") else ""
-        rows.append((name, stats.milliseconds(samples), str(ratio) if name != NAIVE else "1", share))
+    ours = [name for name in seconds if name.startswith("hvdtrain")]
+    best = min(ours, key=lambda name: median(seconds[name]))
     return "\n\n".join(
         [
             f"{its['model']}, batch {its['batch']} of {its['image_size']}x{its['image_size']},"
             f" {its['stages']} stage(s) on {min(its['stages'], machine['cores_usable'])} core(s): {cut}\n"
             f"{measured_on(result)}; torch {machine['versions']['torch']}",
-            stats.table(rows),
+            f"seconds of a step; the pipeline: {best}",
+            trials.table(seconds, trials.ratios_of(seconds, best)),
             "efficiency: (naive split / stages) / pipeline / (m / (m + stages - 1)), m micro-batches",
-            "\n".join(comparisons(result)),
+            "\n".join(f"{name}: {efficiency(result, name):.3f}" for name in ours),
         ]
     )
 
 
 def efficiency(result: Mapping[str, Any], name: str) -> float:
     """Returns the speed-up over the naive split, as a share of the one that the schedule's bubble allows."""
-    stages, count = result["settings"]["stages"], count_of(name)
-    ratio = stats.ratio_of_medians(result["seconds"][NAIVE], result["seconds"][name]).value
+    stages, count = result["settings"]["stages"], int(name.split()[-2])
+    ratio = stats.ratio_of_medians(result["seconds"][trials.NAIVE], result["seconds"][name]).value
     return ratio / stages / (count / (count + stages - 1))
-
-
-def count_of(name: str) -> int:
-    """The micro-batches in a variant's name."""
-    words = name.replace(",", "").split()
-    return int(words[words.index("micro-batches") - 1])
-
-
-def comparisons(result: Mapping[str, Any]) -> list[str]:
-    """Returns ratios of the variants that are to be compared."""
-    seconds = result["seconds"]
-    ours = {name: its for name, its in seconds.items() if name.startswith("hvdtrain")}
-    best = min(ours, key=lambda name: median(ours[name]))
-    pairs = [(best, NAIVE), (ONE_STAGE, PLAIN), (best, ALL_CORES)]
-    for name in seconds:
-        if name.startswith(TUTORIAL):
-            same = [mine for mine in ours if count_of(mine) == count_of(name)]
-            pairs.append((min(same, key=lambda mine: median(ours[mine])), name))
-    return [f"{above} / {below}: {stats.ratio_of_medians(seconds[above], seconds[below])}" for above, below in pairs]

@@ -5,8 +5,7 @@ Learning Repository, 1998, https://doi.org/10.24432/C50P49, licence CC BY 4.0), 
 ships as `sklearn.datasets.load_digits`. 43 people wrote the digits; NIST's programs cut them out of a form,
 and each pixel counts the inked dots (0..16) of a 4x4 block of a 32x32 bitmap.
 
-`digits.npz` beside this file holds them unchanged (`images` uint8 `[1797, 8, 8]`, `labels` uint8
-`[1797]`); `tests/process/test_datasets_process.py` compares the two.
+`digits.npz` beside this file holds them unchanged: `images` uint8 `[1797, 8, 8]`, `labels` uint8 `[1797]`.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hvdtrain.core.errors import ConfigError, ReplicaError
+from hvdtrain.core.errors import ConfigError
 from hvdtrain.datasets.images import together
 from hvdtrain.world.world import World
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".tif", ".tiff")
-TRAIN_NAME, VAL_NAMES = "train", ("val", "validation", "valid", "test")
+TRAIN, VAL = "train", "val"
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,65 +67,48 @@ def load_folder(path: str | os.PathLike[str], *, world: World | None = None) -> 
     """
     world = world or World.solo()
     top = Path(os.path.expanduser(os.fspath(path)))
-    seen = together(world, lambda: _parts(top))
-    for rank, parts in enumerate(seen):
-        for name in parts:
-            if parts != seen[0] and seen[0].get(name) != parts[name]:
-                raise ReplicaError(
-                    "every rank must see the same classes",
-                    f"rank 0: {_some(seen[0].get(name, []))}\nrank {rank}: {_some(parts[name])}, in {top / name}",
-                    "copy the same data to every node, or use a file system that they share",
-                    shared=True,
-                )
-    names = seen[0]
-    train_name = TRAIN_NAME if TRAIN_NAME in names else ""
-    val_name = next((name for name in VAL_NAMES if name in names), None)
-    classes = names[train_name]
-    train = world.on_main(scan, top / train_name, classes)
-    if val_name is None:
+    parts = together(world, lambda: _parts(top))[world.rank]
+    world.agree_all(
+        {os.path.join(part, name): "a folder" for part, classes in parts.items() for name in classes},
+        f"every rank must see the class {{}} in {top}",
+        lambda _: "copy the same data to every node, or use a file system that they share",
+    )
+    part = TRAIN if TRAIN in parts else ""
+    train = world.on_main(scan, top / part, parts[part])
+    if VAL not in parts:
         return train, None
-    unknown = sorted(set(names[val_name]) - set(classes))
+    unknown = sorted(set(parts[VAL]) - set(parts[part]))
     if unknown:
         raise ConfigError(
             "classes for validation must also be classes for training",
-            f"only in {top / val_name}: {_some(unknown)}",
+            f"only in {top / VAL}: {_some(unknown)}",
             "correct the names of the class folders",
             shared=True,
         )
-    return train, world.on_main(scan, top / val_name, classes, present=names[val_name])
+    return train, world.on_main(scan, top / VAL, parts[part], present=parts[VAL])
 
 
 def _parts(top: Path) -> dict[str, list[str]]:
     """The classes in each part of the data: {"train": [...], "val": [...]}, or {"": [...]} of the folder itself."""
-    if not top.is_dir():
-        received = f"{top}: " + ("a file" if top.exists() else "no such folder")
-        raise ConfigError("image data must be a folder that exists on every node", received, "correct the path")
     try:
-        found = {name: _class_names(top / name) for name in (TRAIN_NAME, *VAL_NAMES) if (top / name).is_dir()}
+        found = {part: _class_names(top / part) for part in (TRAIN, VAL) if (top / part).is_dir()}
         found = found or {"": _class_names(top)}
-        for name, classes in found.items():
-            if not classes:
-                raise _no_classes(top / name)
-        if not found.keys() & {"", TRAIN_NAME}:
-            raise _no_classes(top)
     except OSError as error:
         received = f"{type(error).__name__}: {error}"
-        raise ConfigError(f"{top} cannot be listed", received, "check its permissions") from error
+        raise ConfigError(f"{top} cannot be listed", received, "correct the path, or its permissions") from error
+    for part, classes in found.items():
+        if not classes or list(found) == [VAL]:
+            raise ConfigError(
+                "a data folder must hold one folder of images for each class",
+                f"{top / part} holds {_some(sorted(os.listdir(top / part)))}",
+                "name the folder above train and val; move images into class folders: train/cat/1.jpg, val/dog/2.jpg",
+            )
     return found
 
 
 def _class_names(folder: Path) -> list[str]:
     with os.scandir(folder) as entries:
         return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
-
-
-def _no_classes(folder: Path) -> ConfigError:
-    names = sorted(entry.name for entry in folder.iterdir())
-    return ConfigError(
-        "a data folder must hold one folder of images for each class",
-        f"{folder} holds {_some(names)}",
-        "name the folder above train and val; move images into class folders: train/cat/1.jpg, val/dog/2.jpg",
-    )
 
 
 def scan(folder: Path, classes: list[str], *, present: list[str] | None = None) -> Folder:

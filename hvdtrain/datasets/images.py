@@ -53,14 +53,11 @@ def as_rgb(images: Images, size: int = 32) -> Images:
         images = as_rgb(load_mnist(), size=32)
 
     Raises:
-        ConfigError: the pictures are not grey, or larger than `size`.
+        ValueError: the pictures are not grey, or larger than `size`.
     """
     import numpy as np
 
     border = size - images.x_train.shape[-1]
-    if images.x_train.ndim != 3 or border < 0:
-        received = f"{images.name}: {list(images.x_train.shape)}, size={size}"
-        raise ConfigError("grey pictures must be [N, S, S] with S <= size to become [N, 3, size, size]", received)
 
     def change(pictures: np.ndarray) -> np.ndarray:
         before = border // 2
@@ -81,9 +78,6 @@ def synthetic(samples: int = 1280, *, classes: int = 1000, size: int = 224, seed
     """
     import numpy as np
 
-    if samples < 2 or classes < 1 or size < 1:
-        received = f"samples={samples}, classes={classes}, size={size}"
-        raise ConfigError("synthetic data needs samples >= 2, classes >= 1 and size >= 1", received)
     pixels = samples * 3 * size * size
     words = np.random.Philox(key=np.array([seed, 0], np.uint64)).random_raw(-(-pixels // 8))
     noise = words.view(np.uint8)[:pixels].reshape(samples, 3, size, size)
@@ -124,22 +118,10 @@ def together(world: World, work: Callable[[], T]) -> list[T]:
     return [result for result, _ in outcomes]  # type: ignore[misc]
 
 
-def not_usable(rule: str, received: str) -> ConfigError:
-    """The error for a file of pictures that is damaged, or something else."""
-    remedy = "put a good copy in its place, name another one with --data PATH, or train on --data digits"
-    return ConfigError(rule, received, remedy)
-
-
-def contents(folder: Path) -> str:
-    """Describes what a folder holds: its first eight names."""
-    names = sorted(entry.name for entry in folder.iterdir())
-    return f"{folder} holds " + (", ".join(names[:8]) + (" ..." if len(names) > 8 else "") or "nothing")
-
-
-def start_of(file: Path, size_bytes: int = 16) -> bytes:
-    """The first bytes of a file."""
-    with file.open("rb") as opened:
-        return opened.read(size_bytes)
+def unusable(file: Path, error: Exception) -> ConfigError:
+    """The error for a file of pictures that is missing, damaged, or something else."""
+    remedy = "correct the path, put a good copy there, or train on --data digits, which are built in"
+    return ConfigError(f"pictures cannot be read from {file}", f"{type(error).__name__}: {error}", remedy)
 
 
 def count_of(x_train: np.ndarray, x_test: np.ndarray) -> str:

@@ -46,8 +46,8 @@ def load(source: str, *, world: World, image_size: int | None = None, strict: bo
 
     Args:
         source: "auto" (CIFAR-10 if every rank has it in its cache, else the digits; never the network), "digits",
-            "cifar10", "mnist", "synthetic"; or a path: of a folder in ImageNet's layout, of CIFAR-10 (archive or
-            folder), of MNIST (`mnist.npz`, or a folder with it).
+            "cifar10", "mnist", "synthetic"; or a path: of a folder in ImageNet's layout, of CIFAR-10's archive, of
+            `mnist.npz`, or of a folder with one of these two.
         world: the ranks.
         image_size: pixels on a side of a folder's or synthetic pictures; None: 224.
         strict: a picture that cannot be read is an error; else it is skipped and reported.
@@ -76,15 +76,12 @@ def kind_of(source: str) -> str:
     if source in NAMES:
         return source
     path = Path(os.path.expanduser(source))
-    if path.suffix == ".npz":
-        return "mnist"
     if (path / "train").is_dir():
         return "folder"
-    if (path / mnist.NAME).is_file():
-        return "mnist"
-    published = (cifar10.ARCHIVE, cifar10.FOLDER, cifar10.TEST)
-    cifar = ".tar" in path.suffixes or any((path / name).exists() for name in published)
-    return "cifar10" if cifar else "folder"
+    for kind, name in (("mnist", mnist.NAME), ("cifar10", cifar10.NAME)):
+        if path.suffix == Path(name).suffix or (path / name).is_file():
+            return kind
+    return "folder"
 
 
 def check(source: str) -> None:

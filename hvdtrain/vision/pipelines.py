@@ -30,39 +30,37 @@ _MOST_CPU_STAGES = 4  # that --plan auto thinks of
 def check_flags(args: argparse.Namespace) -> None:
     """Refuses flags of a pipeline without one, and what a pipeline cannot do."""
 
-    def refuse(rule: str, flags: Sequence[str], remedy: str) -> None:
-        raise ConfigError(rule, " ".join(flags), remedy, shared=True)
+    def given(*names: str) -> list[str]:
+        values = {name: getattr(args, name.replace("-", "_")) for name in names}
+        return [f"--{name} {value}".removesuffix(" True") for name, value in values.items() if value]
 
-    how = {"--micro-batches": args.micro_batches, "--pipeline-schedule": args.pipeline_schedule, "--remat": args.remat}
-    given = [f"{flag} {value}" for flag, value in how.items() if value is not None]
-    cut = [f"--pipeline {args.pipeline}"] * (args.pipeline is not None) + [f"--plan {args.plan}"] * (
-        args.plan is not None
-    )
-    if given and args.plan:
-        refuse("--plan cannot be combined with flags that it chooses", cut + given, f"remove {' '.join(given)}")
-    if given and not cut:
-        refuse("these flags need --pipeline", given, "add --pipeline N, with N stages")
-    if args.pipeline is not None:
-        parse_devices(args.pipeline)
-    changed = [
-        flag for flag, value in (("--compile", args.compile), ("--sync-batchnorm", args.sync_batchnorm)) if value
-    ]
-    if cut and changed:
-        refuse("a pipeline cannot be combined with --compile or --sync-batchnorm", cut + changed, "choose one")
-    if cut and args.engine not in ("auto", "solo", "horovod"):
-        remedy = "--engine horovod, started with horovodrun, mpirun or srun"
-        refuse("a pipeline needs --engine horovod or solo", [*cut, f"--engine {args.engine}"], remedy)
+    how = given("micro-batches", "pipeline-schedule", "remat")
+    cut = given("plan") + ([] if args.pipeline is None else ["--pipeline"])
+    other = given("compile", "sync-batchnorm")
+    rule = remedy = ""
+    if how and args.plan:
+        rule, remedy = "--plan cannot be combined with flags that it chooses", f"remove {' '.join(how)}"
+    elif how and not cut:
+        rule, remedy = "these flags need --pipeline", "add --pipeline N, with N stages"
+    elif cut and other:
+        rule, remedy = "a pipeline cannot be combined with --compile or --sync-batchnorm", "choose one"
+    elif cut and args.engine not in ("auto", "solo", "horovod"):
+        rule = "a pipeline needs --engine horovod or solo"
+        other, remedy = given("engine"), "--engine horovod, started with horovodrun, mpirun or srun"
+    if rule:
+        raise ConfigError(rule, " ".join([*cut, *how, *other]), remedy, shared=True)
 
 
-def parse_devices(text: str) -> list[str] | int:
-    """Returns the devices that --pipeline names, or into how many stages it cuts; raises `ConfigError`."""
+def devices_of_stages(text: str) -> list[str] | int:
+    """A type for flags: how many stages, or the device of each."""
     if text.isdigit() and int(text) > 0:
         return int(text)
     devices = [part.strip() for part in text.split(",")]
     if all(part in ("cpu", "cuda") or (part.startswith("cuda:") and part[5:].isdigit()) for part in devices):
         return devices
-    rule = "--pipeline must be a number of stages, or their devices"
-    raise ConfigError(rule, repr(text), "--pipeline 2, --pipeline cpu,cpu or --pipeline cuda:0,cuda:1", shared=True)
+    raise argparse.ArgumentTypeError(
+        f"must be a number of stages, or their devices (cpu,cpu or cuda:0,cuda:1), not {text!r}"
+    )
 
 
 def micro_batches(text: str) -> int | str:
@@ -72,15 +70,13 @@ def micro_batches(text: str) -> int | str:
 
 def gpus_per_rank(args: argparse.Namespace) -> int:
     """Returns how many GPUs each rank needs, if there are any."""
-    if args.pipeline is None:
-        return args.gpus_per_rank
-    devices = parse_devices(args.pipeline)
-    return max(args.gpus_per_rank, devices if isinstance(devices, int) else len(set(devices) - {"cpu"}))
+    stages = len(set(args.pipeline) - {"cpu"}) if isinstance(args.pipeline, list) else args.pipeline or 1
+    return max(args.gpus_per_rank, stages)
 
 
 def device(args: argparse.Namespace) -> str:
     """Returns the device for `init`: with "auto", "cpu" if all named stages are on the CPU."""
-    only_cpu = args.pipeline is not None and set(args.pipeline.replace(" ", "").split(",")) == {"cpu"}
+    only_cpu = isinstance(args.pipeline, list) and set(args.pipeline) == {"cpu"}
     return "cpu" if only_cpu and args.device == "auto" else args.device
 
 
@@ -90,12 +86,11 @@ def device(args: argparse.Namespace) -> str:
 def stages_of(args: argparse.Namespace, world: World) -> list[str]:
     """The devices of this rank's stages: those named, else its own GPUs, else the CPU once a stage."""
     own = [f"cuda:{index}" for index in world.devices]
-    wanted = None if args.pipeline is None else parse_devices(args.pipeline)
-    if isinstance(wanted, list):
-        return wanted
-    if wanted is None:  # --plan auto
+    if isinstance(args.pipeline, list):
+        return args.pipeline
+    if args.pipeline is None:  # --plan auto
         return own or ["cpu"] * max(1, min(_MOST_CPU_STAGES, int(usable_cores(world))))
-    return own if own else ["cpu"] * wanted
+    return own or ["cpu"] * args.pipeline
 
 
 def apply(

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from hvdtrain.pipeline.run.runtime import Pipeline
 
-LEAST_REPEATS = 3
+NAIVE = "naive split"
 Variant = Callable[..., None]
 Variants = dict[str, Variant]
 Loss = Callable[[Any, Any], "torch.Tensor"]
@@ -39,7 +39,6 @@ class TrialSettings:
     batches: int  # of one repeat
     repeats: int
     loss: str
-    budget_s: float | None  # about how long the turns of a comparison may take; None: no limit
     micro_batches: int | None  # None: the best that is known
 
 
@@ -116,14 +115,8 @@ class SplitJob:
         """The one through the pipeline, in so many micro-batches."""
         return self.variant(self.pipe, micro_batches=micro_batches)
 
-    def interleaved(
-        self,
-        variants: Mapping[Any, Variant],
-        what: str,
-        *,
-        budget_s: float | None = None,
-    ) -> dict[str, Any]:
-        """Runs the variants in `LEAST_REPEATS` or more rounds, in which all take turns, after an uncounted batch each.
+    def interleaved(self, variants: Mapping[Any, Variant], what: str) -> dict[str, Any]:
+        """Runs the variants in rounds, in which all take turns, after an uncounted batch each.
 
         Returns {"seconds": seconds by variant, "failed": reason by variant, "spent_s": in all}.
         """
@@ -135,28 +128,24 @@ class SplitJob:
         class Bar(tqdm):  # type: ignore[type-arg]
             monitor_interval = 0  # no thread that watches over it
 
-        started, repeats, devices = time.perf_counter(), self.settings.repeats, self.pipe.devices
+        def turn(train: Variant, *count: int) -> float:
+            seconds = seconds_of(partial(train, *count), self.pipe.devices)  # until the devices are done
+            bar.update()
+            return seconds
+
+        started, repeats = time.perf_counter(), self.settings.repeats
+        arms: dict[Any, Callable[[], float]] = {}
         failed: dict[Any, str] = {}
         with Bar(total=(repeats + 1) * len(variants), desc=what, unit="turn", leave=False, disable=None) as bar:
             for name, train in variants.items():
-                bar.set_postfix_str(f"warming up {name}")
                 try:
-                    seconds_of(partial(train, 1), devices)  # until the devices are done: what fails there is seen
+                    turn(train, 1)
+                    arms[name] = partial(turn, train)
                 except Exception as error:  # memory, batch-norm over a single value
                     if not isinstance(error, StageError) and not is_out_of_memory(error):
                         raise
                     failed[name] = str(error)
-                bar.update()
-            seconds: dict[Any, list[float]] = {name: [] for name in variants if name not in failed}
-            for turn in range(repeats):
-                began = time.perf_counter()
-                for name in stats.rotated(seconds, turn):
-                    bar.set_postfix_str(str(name))
-                    seconds[name].append(seconds_of(variants[name], devices))
-                    bar.update()
-                now = time.perf_counter()
-                if budget_s and turn + 1 >= LEAST_REPEATS and now + (now - began) > started + budget_s:
-                    break
+            seconds = stats.in_turns(arms, repeats)
         return {"seconds": seconds, "failed": failed, "spent_s": time.perf_counter() - started}
 
     def update_s(self) -> float:
@@ -184,26 +173,14 @@ def compare(job: SplitJob, micro_batches: int) -> None:
     """Compares one device, the naive split and the pipeline; on CPUs also the unsplit model on all their cores."""
     size = split_size(job.settings.batch, micro_batches)
     pipeline = f"pipeline, split size {size} ({micro_batches} micro-batches)"
-    alone, all_cores = whole_models(job)
-    split = {"naive split": job.cut(1), pipeline: job.cut(micro_batches)}
-    measured = job.interleaved({**alone, **split, **all_cores}, "compare", budget_s=job.settings.budget_s)
+    measured = job.interleaved({**usual(job), pipeline: job.cut(micro_batches)}, "compare")
     seconds = measured["seconds"]
-    ratios = {
-        name: stats.ratio_of_medians(seconds[pipeline], its)
-        for name, its in seconds.items()
-        if name != pipeline and pipeline in seconds
-    }
+    ratios = ratios_of(seconds, pipeline) if pipeline in seconds else {}
     job.result["compare"] = {
         **measured, "of": job.of, "micro_batches": micro_batches, "pipeline": pipeline,
         "pipeline_over": {name: asdict(ratio) for name, ratio in ratios.items()},
     }  # fmt: skip
-    print(f"\ncompare: seconds for {job.of}, {len(next(iter(seconds.values())))} repeats in turns")
-    rows = [("", "mean", "standard deviation", "the pipeline takes, 95 %")]
-    rows += [
-        (name, f"{fmean(its):.3f}", f"{stats.spread(its):.3f}", str(ratios.get(name, "")))
-        for name, its in seconds.items()
-    ]
-    print(stats.table(rows))
+    print(f"\ncompare: seconds for {job.of}, {job.settings.repeats} repeats in turns\n{table(seconds, ratios)}")
     print_failed(measured["failed"])
     print(plots.plot(plots.Bars(job.title(), seconds, job.of), job.out / "bars.png"), flush=True)
     if job.curve is not None:  # once more, with what there is to compare with
@@ -211,21 +188,38 @@ def compare(job: SplitJob, micro_batches: int) -> None:
         plots.plot(replace(job.curve, lines=lines), job.out / "split_size.png")
 
 
-def whole_models(job: SplitJob) -> tuple[Variants, Variants]:
-    """The unsplit model: on the first stage's device, if it fits; on CPUs also on the cores of all stages."""
-
+def usual(job: SplitJob) -> Variants:
+    """Returns what a pipeline is compared with: the model on the first stage's device, and on CPUs also on the cores of
+    all stages, where it fits; and the naive split."""
     from hvdtrain.pipeline.tuning import unsplit
 
+    found: Variants = {}
     try:
         single = unsplit.on_first_device(job.pipe)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
         print_failed({f"single device ({job.pipe.devices[0]})": str(error)})
-        return {}, {}
-    every = unsplit.unsplit(job.pipe)[:1] if single.device.type == "cpu" else []
-    all_cores = {f"unsplit ({one})": job.variant(one) for one in every if str(one) != str(single)}
-    return {f"single device ({single})": job.variant(single)}, all_cores
+    else:
+        found[f"single device ({single})"] = job.variant(single)
+        every = unsplit.unsplit(job.pipe)[:1] if single.device.type == "cpu" else []
+        found |= {f"unsplit ({one})": job.variant(one) for one in every if str(one) != str(single)}
+    return found | {NAIVE: job.cut(1)}
+
+
+def ratios_of(seconds: Mapping[str, Sequence[float]], name: str) -> dict[str, stats.Interval]:
+    """Returns the time of the variant `name` over that of each other one."""
+    return {other: stats.ratio_of_medians(seconds[name], its) for other, its in seconds.items() if other != name}
+
+
+def table(seconds: Mapping[str, Sequence[float]], ratios: Mapping[str, stats.Interval]) -> str:
+    """Returns a row for each variant; `ratios` as of `ratios_of`."""
+    rows = [("", "mean", "standard deviation", "the pipeline takes, 95 %")]
+    rows += [
+        (name, f"{fmean(its):.3f}", f"{stats.spread(its):.3f}", str(ratios.get(name, "")))
+        for name, its in seconds.items()
+    ]
+    return stats.table(rows)
 
 
 # ---- the curve over the split size
@@ -244,7 +238,7 @@ def sweep(job: SplitJob, sizes: Sequence[int]) -> int:
     prediction, update_s = predict(job.pipe, *job.batches[0], job.loss), job.update_s()
     predicting_s = time.perf_counter() - began
     predicted = {n: its.batches * (prediction(micro_batch_sizes(batch, n)) + update_s) for n in range(1, batch + 1)}
-    measured = job.interleaved({n: job.cut(n) for n in counts}, "sweep", budget_s=its.budget_s)
+    measured = job.interleaved({n: job.cut(n) for n in counts}, "sweep")
     seconds = measured["seconds"]
     best = min(seconds, key=lambda n: fmean(seconds[n]))
     job.result["sweep"] = {
@@ -255,9 +249,7 @@ def sweep(job: SplitJob, sizes: Sequence[int]) -> int:
         },
         "failed": {str(n): reason for n, reason in measured["failed"].items()},
     }  # fmt: skip
-    repeats = len(seconds[best])
-    cut_short = f" (not {its.repeats}: --budget-s {its.budget_s:g})" if repeats < its.repeats else ""
-    print(f"\nsweep: seconds for {job.of}, {repeats} repeats in turns{cut_short}, {measured['spent_s']:.0f} s in all")
+    print(f"\nsweep: seconds for {job.of}, {its.repeats} repeats in turns, {measured['spent_s']:.0f} s in all")
     rows = [("split size", "micro-batches", "mean", "standard deviation", "predicted", "predicted/measured")]
     for n, its_seconds in sorted(seconds.items(), reverse=True):
         cells = (f"{fmean(its_seconds):.3f}", f"{stats.spread(its_seconds):.3f}", f"{predicted[n]:.3f}")

@@ -44,7 +44,7 @@ def test_every_name_of_the_core_comes_without_a_framework() -> None:
     assert not set(HEAVY) & set(python(code).split())
 
 
-@pytest.mark.parametrize("program", ["keras_mnist", "torch_cifar10", "torch_resnet", "pipeline_resnet"])
+@pytest.mark.parametrize("program", ["keras_mnist", "torch_resnet", "pipeline_resnet"])
 def test_a_program_reads_its_flags_without_a_framework(program: str) -> None:
     code = f"import sys, hvdtrain.{program} as it; it.parser().parse_args([]); print(*sys.modules)"
     assert not set(HEAVY) & set(python(code).split())

@@ -74,5 +74,5 @@ def test_an_example_runs_as_its_text_says() -> None:
 
 
 def test_every_example_is_here() -> None:
-    elsewhere = {"mnist_shards"}
+    elsewhere = {"cifar10", "mnist_shards", "two_devices"}
     assert {path.stem for path in (REPOSITORY / "examples").glob("*.py")} == {*ALL, *elsewhere}

@@ -36,7 +36,6 @@ def test_notes_on_file_descriptor_2(asked: bool, fails: bool) -> None:
     ("module", "flags"),
     [
         ("keras_mnist", ["--data", "digits"]),
-        ("torch_cifar10", ["--data", "digits"]),
         ("torch_resnet", ["--model", "resnet18", "--data", "digits", "--save-every", "20"]),
     ],
 )

