@@ -12,7 +12,7 @@ from harness import REPOSITORY, Result, run_ranks
 
 
 def run_program(launcher: str, ranks: int, *flags: object) -> Result:
-    command = [REPOSITORY / "examples" / "cifar10.py", "--data", "digits", *map(str, flags)]
+    command = [str(REPOSITORY / "examples" / "cifar10.py"), "--data", "digits", *map(str, flags)]
     return run_ranks(command, ranks, launcher=launcher, timeout_s=120).check()
 
 

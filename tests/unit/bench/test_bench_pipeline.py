@@ -19,13 +19,12 @@ def arguments(*flags: str) -> argparse.Namespace:
     return parser.parse_args(flags)
 
 
-def made_up(**change: float) -> dict[str, Any]:
-    """Returns a result, with changed seconds by way."""
+def made_up() -> dict[str, Any]:
+    """Returns a result."""
     seconds = {
-        pipeline.PLAIN: 4.0, pipeline.ONE_STAGE: 4.04, pipeline.ALL_CORES: 2.3, pipeline.NAIVE: 4.1,
-        "hvdtrain, gpipe, 4 micro-batches": 2.7, "hvdtrain, 1f1b, 8 micro-batches": 2.4,
-        "tutorial pattern, 4 micro-batches": 4.2,
-    } | change  # fmt: skip
+        "single device (cpu with 1 thread)": 4.0, "naive split": 4.1, "hvdtrain, gpipe, 4 micro-batches": 2.7,
+        "hvdtrain, 1f1b, 8 micro-batches": 2.4, "tutorial pattern, 4 micro-batches": 4.2,
+    }  # fmt: skip
     return {
         "settings": {"model": "tiny", "batch": 32, "image_size": 64, "stages": 2},
         "machine": stats.machine(), "load_after": 0.0, "cut": [{"name": "a .. b", "segments": 3}] * 2,
@@ -35,13 +34,12 @@ def made_up(**change: float) -> dict[str, Any]:
 
 def test_variants_are_compared() -> None:
     text = pipeline.report(made_up())
-    assert "hvdtrain, 1f1b, 8 micro-batches / naive split: 0.585 [0.585, 0.585]\n" in text
-    assert f"{pipeline.ONE_STAGE} / {pipeline.PLAIN}: 1.010" in text
-    assert f"hvdtrain, 1f1b, 8 micro-batches / {pipeline.ALL_CORES}: 1.043" in text
-    assert "hvdtrain, gpipe, 4 micro-batches / tutorial pattern, 4 micro-batches: 0.643" in text, (
-        "the same micro-batches"
-    )
-    assert f"{4.1 / 2 / 2.4 / (8 / 9):.3f}" in text, "the efficiency"
+    assert "the pipeline: hvdtrain, 1f1b, 8 micro-batches\n" in text, "the fastest"
+    row = {line.rpartition("  ")[0].split("  ")[0]: line.rpartition("  ")[2] for line in text.splitlines()}
+    assert row["naive split"] == "0.585 [0.585, 0.585]"
+    assert row["tutorial pattern, 4 micro-batches"] == "0.571 [0.571, 0.571]"
+    assert f"hvdtrain, 1f1b, 8 micro-batches: {4.1 / 2 / 2.4 / (8 / 9):.3f}" in text, "the efficiency"
+    assert f"hvdtrain, gpipe, 4 micro-batches: {4.1 / 2 / 2.7 / (4 / 5):.3f}" in text
 
 
 def test_more_stages_than_cores() -> None:
