@@ -81,11 +81,3 @@ def test_other_ranks_and_engines(engine: str, np: int) -> None:
 def test_how_far_each_row_is_from_one_process(result: Result, limit: Limit) -> None:
     note_all(limit, ROWS, result.check().ranks_output[0].splitlines(), near=1e-3)
     assert "prepare() was not called" not in result.text
-
-
-@pytest.mark.slow
-@pytest.mark.thorough
-def test_an_error_on_one_rank_ends_all_ranks() -> None:
-    done = run_ranks([PROGRAM.with_name("breaks.py")], 2, timeout_s=120)
-    assert done.returncode != 0 and "ValueError: this rank breaks" in done.text, done.text
-    assert "averaging proven: 2 ranks" in done.out, "the ranks have joined before"

@@ -448,7 +448,7 @@ def tensorflow_noise() -> str:
         try:
             fit(model, hvk.callbacks(model, checkpointer=hvdtrain.Checkpointer(folder, best=None)))
         except hvdtrain.ConfigError as error:
-            return f"differs, refused {error}"
+            return f"differs, refused ConfigError: {error}"
     raise AssertionError("not refused")
 
 
