@@ -13,7 +13,7 @@ from keras_cases import by_backend, each
 
 PROGRAM = PROGRAMS / "keras" / "guides.py"
 NAMES = re.findall(r"^@program\(\d+\)\ndef (\w+)", PROGRAM.read_text(encoding="utf-8"), re.MULTILINE)
-ON_TENSORFLOW = {"custom_train_step", "simclr", "metrics_of_the_whole_batch", "loop_from_scratch"}
+ON_TENSORFLOW = {"metric_learning_of_an_unbuilt_model", "simclr", "metrics_of_the_whole_batch", "loop_from_scratch"}
 # Keras on PyTorch computes losses and matrix products in float32, whatever the weights are
 BOUNDS = {"tensorflow": 1e-10, "torch": 5e-6}
 
