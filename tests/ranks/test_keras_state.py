@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 from harness import PROGRAMS, run_ranks
@@ -14,7 +15,7 @@ CASES = re.findall(r"^def (case_\w+)", PROGRAM.read_text(encoding="utf-8"), re.M
 
 
 K9 = "weights that are not finite are not saved: training has diverged"
-ROWS: dict[str, tuple[str, str, dict[str, str]]] = {
+ROWS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "case_k9_divergence_keeps_the_good_checkpoints": (
         "K9", "divergence deletes every good checkpoint", {"refused": K9},
     ),
