@@ -83,7 +83,6 @@ ON_TENSORFLOW = {
     "validates_with_a_tail", "validates_masked_labels", "parts_that_a_step_of_ones_own_calls",
     "logs_of_a_step_that_no_metric_has", "masks_with_weights_of_steps", "counts_every_step_of_an_execution",
     "records_the_loss_of_the_global_batch", "prepared_again_with_another_option",
-    "a_restored_fit_is_one_training_for_callbacks",
 }  # fmt: skip
 
 
