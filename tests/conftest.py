@@ -21,6 +21,7 @@ import psutil
 import pytest
 from harness import children
 from hypothesis import settings
+from keras_cases import ran  # noqa: F401  (a fixture)
 from limits import limit  # noqa: F401  (a fixture)
 
 HERE = Path(__file__).parent

@@ -12,9 +12,10 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import parted_ranks
 import pytest
-from harness import PROGRAMS, Result, run_ranks, together
-from parted_ranks import NAMED_WITHIN_S
+from harness import PROGRAMS, Result, together
+from parted_ranks import NAMED_WITHIN_S, two_at_a_time
 
 from hvdtrain.comm.ring import FOLDER
 from hvdtrain.commands.why import why
@@ -29,9 +30,8 @@ LAUNCHERS = {"horovod": "forked", "ddp": "torchrun"}
 
 
 def start(program: Path, arguments: list[str], folder: Path, launcher: str = "forked", **env: str) -> Result:
-    folder.mkdir(parents=True, exist_ok=True)
-    environment = {"HVDTRAIN_TEST_BEACON": str(folder), variables.RUN_DIR: str(folder), variables.HANG_S: "3", **env}
-    return run_ranks([program, *arguments], 2, launcher=launcher, env=environment, timeout_s=150)
+    watched = {variables.RUN_DIR: str(folder), variables.HANG_S: "3", **env}
+    return parted_ranks.start(program, arguments, folder, launcher, **watched)
 
 
 def torch_way(way: str, tmp_path: Path, engine: str = "horovod", launcher: str = "") -> Callable[[], Result]:
@@ -84,7 +84,7 @@ def test_a_rank_that_was_stopped(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_slow_torch_ranks_are_left_alone(tmp_path: Path) -> None:
-    for way, done in zip(SILENT, two_at_a_time([torch_way(way, tmp_path) for way in SILENT]), strict=True):
+    for way, done in zip(SILENT, two_at_a_time(*(torch_way(way, tmp_path) for way in SILENT)), strict=True):
         done.check()
         assert all("done" in done.ranks_output[rank] for rank in range(2)), done.text
         assert not (tmp_path / way / FOLDER).exists(), "pages are removed at the end"
@@ -92,7 +92,7 @@ def test_slow_torch_ranks_are_left_alone(tmp_path: Path) -> None:
 
 
 def test_keras_ranks_that_hang(tmp_path: Path) -> None:
-    check_hung(start(KERAS, ["callback"], tmp_path, KERAS_BACKEND="tensorflow"), tmp_path)
+    check_hung(start(KERAS, [], tmp_path, KERAS_BACKEND="torch"), tmp_path)
 
 
 def test_a_rank_that_is_killed_leaves_its_page(tmp_path: Path) -> None:
@@ -152,10 +152,3 @@ def test_without_the_watch_it_goes_on(tmp_path: Path) -> None:
     done = start(TORCH, ["horovod", "sleeps_12_s"], tmp_path, **{variables.HANG_S: "0"}).check()
     assert RULE not in done.text
     check_hung(start(TORCH, ["horovod", "sleeps_12_s"], tmp_path / "with"), tmp_path / "with")
-
-
-def two_at_a_time(runs: list[Callable[[], Result]]) -> list[Result]:
-    found: list[Result] = []
-    for first in range(0, len(runs), 2):
-        found += together(*runs[first : first + 2])
-    return found

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from harness import PROGRAMS, Result, run_ranks, together
+from harness import PROGRAMS, Result, run_ranks
 from limits import Limit
-from parted_ranks import ENDING, NAMED_WITHIN_S, RULE
+from parted_ranks import ENDING, NAMED_WITHIN_S, RULE, start, two_at_a_time
 
 from hvdtrain.core import variables
 
@@ -29,12 +28,6 @@ RAISING = [
     "barrier_against_gather", "leaves_the_loader", "two_models", "gather_in_a_worker", "gather_in_two_threads",
     "branches_that_broadcast", "one_joins_again",
 ]  # fmt: skip
-
-
-def start(program: Path, arguments: list[str], folder: Path, launcher: str = "forked", **env: str) -> Result:
-    folder.mkdir(parents=True, exist_ok=True)
-    environment = {"HVDTRAIN_TEST_BEACON": str(folder), **env}
-    return run_ranks([program, *arguments], 2, launcher=launcher, env=environment, timeout_s=150)
 
 
 def check_ended(done: Result, folder: Path, strays: str) -> str:
@@ -72,7 +65,7 @@ def check_raised(done: Result, ways: list[str]) -> dict[str, str]:
 
 
 def test_torch_ranks_that_part(tmp_path: Path, limit: Limit) -> None:
-    raised, continued, saved, uneven = together_two(
+    raised, continued, saved, uneven = two_at_a_time(
         lambda: start(TORCH, ["horovod", *RAISING], tmp_path / "raise"),
         lambda: start(TORCH, ["horovod", "one_continues"], tmp_path / "continue"),
         lambda: start(TORCH, ["horovod", "save_on_rank_0"], tmp_path / "save"),
@@ -107,8 +100,8 @@ def test_a_rank_that_exits_with_a_code_has_failed_and_is_not_out_of_step() -> No
 
 def test_keras_ranks_that_part(tmp_path: Path, limit: Limit) -> None:
     ways = ["evaluate_on_rank_0", "evaluate_in_on_main", "all_reduces_swapped", "callbacks_on_rank_0"]
-    errors = check_raised(start(KERAS, ways, tmp_path / "raise", KERAS_BACKEND="tensorflow"), ways)
-    asked = start(KERAS, ["gather_in_a_callback"], tmp_path / "callback", KERAS_BACKEND="tensorflow")
+    errors = check_raised(start(KERAS, ways, tmp_path / "raise", KERAS_BACKEND="torch"), ways)
+    asked = start(KERAS, ["gather_in_a_callback"], tmp_path / "callback", KERAS_BACKEND="torch")
     limit("K15a", "if world.is_main: evaluate(...)", refused=errors["evaluate_on_rank_0"])
     limit("K15b", "on_main(evaluate, ...)", refused=errors["evaluate_in_on_main"])
     limit("K15c", "an all-reduce of one rank meets another of the other rank", refused=errors["all_reduces_swapped"])
@@ -145,11 +138,3 @@ def test_without_comparison_they_pair_wrongly(tmp_path: Path) -> None:
     done = start(TORCH, ["horovod", "other_order"], tmp_path, **{variables.IN_STEP_S: "0"}).check()
     assert "paired [['a', 'b'], ['b', 'a']]" in done.ranks_output[0], "instead of ['a', 'a'], ['b', 'b']"
     assert "paired [['b', 'a'], ['a', 'b']]" in done.ranks_output[1], done.text
-
-
-def together_two(*runs: Callable[[], Result]) -> list[Result]:
-    """Two at a time: each job is two processes that mostly wait."""
-    found: list[Result] = []
-    for first in range(0, len(runs), 2):
-        found += together(*runs[first : first + 2])
-    return found

@@ -13,7 +13,7 @@ from limits import Limit
 PROGRAM = PROGRAMS / "keras" / "alone.py"
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["tensorflow", pytest.param("torch", marks=pytest.mark.thorough)])
 def test_one_process_trains_exactly_as_plain_keras_and_without_horovod(backend: str, limit: Limit) -> None:
     ended = run_ranks([PROGRAM], 1, env={"KERAS_BACKEND": backend}).check()
     assert "all of it" in ended.out, ended.text

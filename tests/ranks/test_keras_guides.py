@@ -2,63 +2,43 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from harness import PROGRAMS, run_ranks
+from keras_cases import by_backend, each
 
 PROGRAM = PROGRAMS / "keras" / "guides.py"
 NAMES = re.findall(r"^@program\(\d+\)\ndef (\w+)", PROGRAM.read_text(encoding="utf-8"), re.MULTILINE)
-QUICK = {
-    "tensorflow": {
-        "custom_train_step", "compute_loss_of_ones_own", "vae", "siamese_triplets",
-        "metric_learning_with_a_sum", "metric_learning_of_an_unbuilt_model", "simclr", "metrics_of_the_whole_batch",
-        "loop_from_scratch",
-    },
-    "torch": {"wgan_gp", "simclr"},
-}  # fmt: skip
+ON_TENSORFLOW = {"metric_learning_of_an_unbuilt_model", "simclr", "metrics_of_the_whole_batch", "loop_from_scratch"}
 # Keras on PyTorch computes losses and matrix products in float32, whatever the weights are
 BOUNDS = {"tensorflow": 1e-10, "torch": 5e-6}
 
 Outcome = dict[str, np.ndarray]
 Outcomes = Callable[[str], tuple[Outcome, Outcome]]
 
-
-EACH = pytest.mark.parametrize(
-    ("backend", "case"),
-    [
-        pytest.param(backend, name, marks=[] if name in quick else pytest.mark.thorough)
-        for backend, quick in QUICK.items()
-        for name in NAMES
-    ],
-)
+EACH = each(NAMES, ON_TENSORFLOW)
 
 
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     """Of a backend's chosen programs: of plain Keras, with every import of Horovod and hvdtrain blocked, and of two
     ranks."""
-    items: list[Any] = request.session.items
-    here = [item.callspec.params for item in items if item.module is request.module]
 
-    @functools.cache
-    def of(backend: str) -> tuple[Outcome, Outcome]:
-        cases = sorted({its["case"] for its in here if its["backend"] == backend})
+    def run(backend: str, cases: list[str]) -> tuple[Outcome, Outcome]:
         folder = tmp_path_factory.mktemp("guides")
 
-        def run(ranks: int) -> Outcome:
+        def of(ranks: int) -> Outcome:
             out: Path = folder / f"{ranks}.npz"
             run_ranks([PROGRAM, out, *cases], ranks, env={"KERAS_BACKEND": backend}, timeout_s=400).check()
             return dict(np.load(out))
 
-        return run(1), run(2)
+        return of(1), of(2)
 
-    return of
+    return by_backend(request, run)
 
 
 @EACH

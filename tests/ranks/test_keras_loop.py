@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from harness import PROGRAMS
-from keras_cases import BACKENDS, Outcomes, passed, ran, refused
+from keras_cases import Ran, each, passed, refused
 from limits import Limit
 
 PROGRAM = PROGRAMS / "keras" / "loop.py"
@@ -74,33 +74,30 @@ RIGHT = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=BACKENDS)
-def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    return ran(PROGRAM, request, tmp_path_factory, request.param)[1]
+ON_TENSORFLOW = {"traced_once", "stop_on_one_rank", "optimizer_out_of_sight", "model_of_keras_2"}
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_every_rank_refuses(case: str, outcomes: Outcomes, limit: Limit) -> None:
+@each(REFUSED, ON_TENSORFLOW)
+def test_every_rank_refuses(case: str, backend: str, ran: Ran, limit: Limit) -> None:
     row, attack, *texts = REFUSED[case]
-    kind = "ReplicaError" if outcomes[0][case].startswith("Replica") else "ConfigError"
-    refused(outcomes, case, kind, *texts, "fix: ")
-    limit(row, attack, refused=outcomes[0][case])
+    error = ran(backend)[0][case]
+    refused(ran(backend), case, "ReplicaError" if error.startswith("Replica") else "ConfigError", *texts, "fix: ")
+    limit(row, attack, refused=error)
 
 
-@pytest.mark.parametrize("case", RIGHT)
-def test_what_is_right_passes(case: str, outcomes: Outcomes, limit: Limit) -> None:
+@each(RIGHT, ON_TENSORFLOW)
+def test_what_is_right_passes(case: str, backend: str, ran: Ran, limit: Limit) -> None:
     row, attack, found, now = RIGHT[case]
-    passed(outcomes, case, found)
+    passed(ran(backend), case, found)
     if row:
         limit(row, attack, mended=now)
 
 
-def test_noise_of_tensorflows_own_operations(outcomes: Outcomes, limit: Limit) -> None:
+@pytest.mark.parametrize(("backend", "case"), [("tensorflow", "tensorflow_noise")])
+def test_noise_of_tensorflows_own_operations(backend: str, case: str, ran: Ran, limit: Limit) -> None:
     """It differs by rank; no checkpoint can hold its state, so a run with checkpoints refuses it."""
-    if "none" in outcomes[0]["tensorflow_noise"]:
-        pytest.skip("TensorFlow only")
-    passed(outcomes, "tensorflow_noise", "differs")
-    case = "tensorflow_noise_with_checkpoints"
-    refused(outcomes, case, "ConfigError", "RandomStandardNormal", "keras.random")
+    passed(ran(backend), case, "differs")
     limit("K7c", "tf.random in a train step", mended="differs by rank")
-    limit("K7d", "tf.random in a train step of a run with checkpoints", refused=outcomes[0][case])
+    error = ran(backend)[0][case].partition("refused ")[2]
+    assert "RandomStandardNormal" in error and "keras.random" in error, error
+    limit("K7d", "tf.random in a train step of a run with checkpoints", refused=error)

@@ -7,7 +7,6 @@ by one. The negative twin (averaging off) must come out different, or these test
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from harness import PROGRAMS, run_ranks
+from keras_cases import by_backend, each
 from limits import Limit
 
 PROGRAM = PROGRAMS / "keras" / "parity.py"
@@ -35,6 +35,8 @@ ROWS = {
 OPTIMIZERS = ["sgd", "accumulate_clip", "deferred_tail", "fp16", "loss_scale", "embedding_adam", "jit_compile"]
 EXACT = [*ROWS, "mean_of_weights", "two_outputs", *OPTIMIZERS]
 THOROUGH = ["global_clipnorm", "multi", "embedding_accumulate", "embedding_clip", "embedding_dense", "muon"]
+# of its graphs; or losses that Keras on PyTorch rounds to float32
+ON_TENSORFLOW = {*ROWS, "mean_of_weights", "two_outputs", "loss_scale", "jit_compile"}
 REFUSED = {
     "none": ("ConfigError", "must be one number", "reduction=None in SparseCategoricalCrossentropy"),
     "dice_of_the_batch": ("ReplicaError", "its pieces", "6 samples", "Dice(axis=(1, 2, 3))", "verify=False"),
@@ -70,17 +72,13 @@ def run(backend: str, ranks: int, folder: Path, cases: list[str]) -> Outcome:
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """Returns a backend's chosen cases of plain Keras, with every import of Horovod and hvdtrain blocked, and of two
     ranks."""
-    items: list[Any] = request.session.items
-    here = [item.callspec.params for item in items if item.module is request.module]
 
-    @functools.cache
-    def of(backend: str) -> tuple[Outcome, Outcome]:
-        cases = sorted({its["case"] for its in here if its["backend"] == backend})
-        alone = [case for case in cases if case not in REFUSED]
+    def both(backend: str, cases: list[str]) -> tuple[Outcome, Outcome]:
         folder = tmp_path_factory.mktemp("parity")
+        alone = [case for case in cases if case not in REFUSED]
         return run(backend, 1, folder, alone), run(backend, RANKS, folder, cases)
 
-    return of
+    return by_backend(request, both)
 
 
 RANKS = 2
@@ -98,14 +96,7 @@ def tolerance(case: str, backend: str) -> float:
     return 1e-10 if backend == "tensorflow" or case in OPTIMIZERS else 1e-5 if case == "muon" else 2e-6
 
 
-def each(cases: list[str], of_torch: list[str]) -> pytest.MarkDecorator:
-    ordinary = [("tensorflow", case) for case in cases if case not in THOROUGH] + [("torch", case) for case in of_torch]
-    every = [(backend, case) for backend in ("tensorflow", "torch") for case in cases]
-    marked = [pytest.param(*one, marks=[pytest.mark.thorough] * (one not in ordinary)) for one in every]
-    return pytest.mark.parametrize(("backend", "case"), marked)
-
-
-@each([*EXACT, *THOROUGH], ["sgd", "one_rank_ignored"])
+@each([*EXACT, *THOROUGH], ON_TENSORFLOW, THOROUGH)
 def test_two_ranks_equal_plain_keras(case: str, backend: str, trained: Trained, limit: Limit) -> None:
     one, two = trained(backend)
     facts, alone = two.facts[case], one.facts[case]
@@ -125,7 +116,7 @@ def test_two_ranks_equal_plain_keras(case: str, backend: str, trained: Trained, 
         limit("K18", "Keras on PyTorch, layers and a loss that keep float64", exact=error)
 
 
-@each([*REFUSED], [])
+@each(REFUSED)
 def test_what_does_not_decompose_is_refused(case: str, backend: str, trained: Trained, limit: Limit) -> None:
     error = trained(backend)[1].facts[case]["error"]
     for text in REFUSED[case]:
@@ -136,7 +127,7 @@ def test_what_does_not_decompose_is_refused(case: str, backend: str, trained: Tr
         limit("K21a", "a loss that divides otherwise in a later batch than in the first", refused=error)
 
 
-@each(["mixed_float16"], ["mixed_float16"])
+@each(["mixed_float16"])
 def test_low_precision_equals_one_process_over_the_same_micro_batches(
     case: str, backend: str, trained: Trained
 ) -> None:
@@ -145,7 +136,7 @@ def test_low_precision_equals_one_process_over_the_same_micro_batches(
     assert difference(one, two, case) == 0.0
 
 
-@each(["off"], ["off"])
+@each(["off"])
 def test_without_averaging_the_parity_fails(case: str, backend: str, trained: Trained) -> None:
     """The negative twin: the same comparison is red when nothing averages."""
     one, two = trained(backend)
@@ -153,7 +144,7 @@ def test_without_averaging_the_parity_fails(case: str, backend: str, trained: Tr
     assert difference(one, two, case) > 1e-3
 
 
-@each(["jit_compile"], [])
+@each(["jit_compile"], ON_TENSORFLOW)
 def test_xla_is_switched_off_and_said_so(case: str, backend: str, trained: Trained) -> None:
     _, two = trained(backend)
     assert not two.facts[case]["jit"]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
 from harness import PROGRAMS
-from keras_cases import BACKENDS, Outcomes, passed, ran, refused
+from keras_cases import Ran, each, passed, refused
 
 PROGRAM = PROGRAMS / "keras" / "catches.py"
 # case -> kind and parts of each rank's error
@@ -50,16 +49,11 @@ ACCEPTED = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=BACKENDS)
-def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    return ran(PROGRAM, request, tmp_path_factory, request.param)[1]
+@each(REFUSED)
+def test_every_rank_refuses(case: str, backend: str, ran: Ran) -> None:
+    refused(ran(backend), case, *REFUSED[case])
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_every_rank_refuses(case: str, outcomes: Outcomes) -> None:
-    refused(outcomes, case, *REFUSED[case])
-
-
-@pytest.mark.parametrize("case", ACCEPTED)
-def test_what_is_right_passes(case: str, outcomes: Outcomes) -> None:
-    passed(outcomes, case, ACCEPTED[case])
+@each(ACCEPTED)
+def test_what_is_right_passes(case: str, backend: str, ran: Ran) -> None:
+    passed(ran(backend), case, ACCEPTED[case])

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
 from harness import PROGRAMS
-from keras_cases import Outcomes, passed, ran
+from keras_cases import Ran, each, passed
 from limits import Limit
 
 PROGRAM = PROGRAMS / "keras" / "sources.py"
@@ -15,27 +14,10 @@ CASES = (
 )  # fmt: skip
 
 
-@pytest.fixture(
-    scope="module",
-    params=["tensorflow", pytest.param("torch", marks=pytest.mark.thorough)],
-    ids=lambda backend: f"{backend}-2",
-)
-def backend(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture(scope="module")
-def outcomes(request: pytest.FixtureRequest, backend: str, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    return ran(PROGRAM, request, tmp_path_factory, backend, flags=("-W", "ignore"))[1]
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_dealt_as_one_process_reads_it(case: str, outcomes: Outcomes) -> None:
-    passed(outcomes, case)
-
-
-def test_data_of_unknown_length(outcomes: Outcomes, backend: str, limit: Limit) -> None:
-    if backend == "tensorflow":
-        error = float(outcomes[0]["generators_of_other_lengths"].split()[1])
+@each(CASES, {"data_of_tensorflow"})
+def test_dealt_as_one_process_reads_it(case: str, backend: str, ran: Ran, limit: Limit) -> None:
+    passed(ran(backend), case)
+    if case == "generators_of_other_lengths":
+        error = float(ran(backend)[0][case].split()[1])
         what = "loader(lambda epoch: generator(epoch)) of 11, 15 and 3 batches, the last of one sample"
         limit("K13c", what, exact=error)

@@ -45,7 +45,7 @@ def test_a_second_start_of_mpi_that_the_program_holds() -> None:
 
 
 def test_without_mpi_it_is_refused_with_what_to_type() -> None:
-    code = "import hvdtrain\nfrom hvdtrain.world import startup\n"
+    code = "import torch, hvdtrain\nfrom hvdtrain.world import startup\n"
     code += "startup.run_program('p', lambda _: hvdtrain.init('torch', device='cpu').mpi)"
     result = run_ranks(["-c", code], 2)
     assert result.returncode != 0
@@ -53,7 +53,7 @@ def test_without_mpi_it_is_refused_with_what_to_type() -> None:
 
 
 def test_alone_it_is_a_communicator_of_one() -> None:
-    code = "import hvdtrain\nwith hvdtrain.init('torch', device='cpu') as world:\n"
+    code = "import torch, hvdtrain\nwith hvdtrain.init('torch', device='cpu') as world:\n"
     code += "    print(world.mpi.size, world.mpi.allreduce(3))"
     assert run_ranks(["-c", code], 1).check().out.split() == ["1", "3"]
 

@@ -110,7 +110,7 @@ def test_what_was_lost_meanwhile_does_not_keep_the_last_one_from_being_saved(tmp
 @pytest.mark.parametrize(
     ("backend", "told", "steps"),
     [
-        ("tensorflow", ["19", "lost"], [19]),
+        ("torch", ["19", "lost"], [19]),
         pytest.param("tensorflow", ["11"], [8, 11], marks=pytest.mark.thorough),
         pytest.param("torch", ["11"], [8, 11], marks=pytest.mark.thorough),
     ],

@@ -51,7 +51,7 @@ def words() -> Any:
 
 
 def compiled(model: Any, optimizer: Any, traced: bool = False) -> Any:
-    """On TensorFlow tracing takes longer than these steps: it is left to the fits with each optimizer."""
+    """On TensorFlow tracing takes longer than these steps: few need it."""
     eager = common.BACKEND == "tensorflow" and not traced
     model.compile(optimizer(model) if callable(optimizer) else optimizer, Mse(), jit_compile=False, run_eagerly=eager)
     return model
@@ -93,9 +93,9 @@ def fitted(model: Any, x: Any, y: Any, batch: int, callbacks: Any = (), epochs: 
     return model.fit(x, y, batch_size=batch, shuffle=False, epochs=epochs, verbose=0, callbacks=list(callbacks)).history
 
 
-def gap(ours: Any, plain: Any, make: Callable[[], Any] = dense, x: np.ndarray = X) -> float:
+def gap(ours: Any, plain: Any, make: Callable[[], Any] = dense, x: np.ndarray = X, *, traced: bool = False) -> float:
     """Of the weights of ranks and of one process; on TensorFlow of the losses as well."""
-    model, other = compiled(make(), ours, traced=True), compiled(make(), plain)
+    model, other = compiled(make(), ours, traced), compiled(make(), plain)
     metrics = [hvd.callbacks.MetricAverageCallback()] if common.BACKEND == "tensorflow" else []
     losses = fitted(model, mine(x), mine(Y), BATCH // hvd.size(), metrics)["loss"]
     wanted = fitted(other, x, Y, BATCH)["loss"]

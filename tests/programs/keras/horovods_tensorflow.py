@@ -28,14 +28,14 @@ def optimizers() -> dict[str, float]:
     ours, tf_ours = hvd.DistributedOptimizer, hvd_keras.DistributedOptimizer
     momentum, two, twice = {"momentum": 0.9}, {"backward_passes_per_step": 2}, {"gradient_accumulation_steps": 2}
     return {
-        "SGD with momentum": gap(ours(O.SGD(0.1, **momentum)), O.SGD(0.1, **momentum)),
+        "SGD with momentum": gap(ours(O.SGD(0.1, **momentum)), O.SGD(0.1, **momentum), traced=True),
         "sum": gap(ours(O.SGD(0.1), op=hvd.Sum), O.SGD(0.1 * hvd.size())),
         "predivided": gap(ours(O.SGD(0.1), gradient_predivide_factor=2.0), O.SGD(0.1)),
         "groups of variables": gap(groups, O.SGD(0.1)),
-        "sparse": gap(ours(O.SGD(0.1)), O.SGD(0.1), both.words, WORDS),
+        "sparse": gap(ours(O.SGD(0.1)), O.SGD(0.1), both.words, WORDS, traced=True),
         "sparse as dense": gap(ours(O.SGD(0.1), sparse_as_dense=True), O.SGD(0.1), both.words, WORDS),
         "tf.keras": gap(tf_ours(O.RMSprop(0.01)), O.RMSprop(0.01)),
-        "two passes": gap(tf_ours(O.SGD(0.05), **two), O.SGD(0.1, **twice)),
+        "two passes": gap(tf_ours(O.SGD(0.05), **two), O.SGD(0.1, **twice), traced=True),
     }
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import keras
 import numpy as np
-from common import BACKEND, L, dense, weights_of
+from common import BACKEND, L, dense, loss, weights_of
 from jobs import RANK, SIZE, O, case, hvk, run_cases, shared_folder, world
 
 import hvdtrain
@@ -32,8 +32,7 @@ def net(traced: bool = False) -> keras.Model:
     """A small model; where nothing depends on it, no step is traced: that takes longer than all of the steps."""
     keras.utils.set_random_seed(1)
     model = keras.Sequential([L.Input((5,)), dense(4, activation="tanh"), dense(3)])
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(O.SGD(0.3), loss, metrics=["accuracy"], jit_compile=False, run_eagerly=not traced)
+    model.compile(O.SGD(0.3), loss(), metrics=["accuracy"], jit_compile=False, run_eagerly=not traced)
     return model
 
 

@@ -10,7 +10,7 @@ import threading
 import warnings
 import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -86,7 +86,10 @@ def case_k9_divergence_keeps_the_good_checkpoints() -> None:
         run(model, checkpoints, epochs=2)
         good, before = weights_of(model), saved(path)
         model.optimizer.learning_rate = float("inf")
-        run(model, checkpoints, epochs=5)
+        with redirect_stdout(io.StringIO()) as said:
+            run(model, checkpoints, epochs=5)
+        diverged = "no checkpoint after step 6: weights that are not finite are not saved: training has diverged"
+        assert said.getvalue().count(diverged) == world.is_main, said.getvalue()
         assert not np.isfinite(weights_of(model)[0]).all(), "it has diverged"
         assert saved(path) == before and [epoch for epoch, *_ in before] == [1, 2]
         with refused("weights that are not finite are not saved", "rank 0: ", kind=NonFiniteError):
