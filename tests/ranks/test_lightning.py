@@ -81,3 +81,24 @@ def test_other_ranks_and_engines(engine: str, np: int) -> None:
 def test_how_far_each_row_is_from_one_process(result: Result, limit: Limit) -> None:
     note_all(limit, ROWS, result.check().ranks_output[0].splitlines(), near=1e-3)
     assert "prepare() was not called" not in result.text
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+def test_an_error_on_one_rank_ends_all_ranks() -> None:
+    done = run_ranks([PROGRAM.with_name("breaks.py")], 2, timeout_s=120)
+    assert done.returncode != 0 and "ValueError: this rank breaks" in done.text, done.text
+    assert "averaging proven: 2 ranks" in done.out, "the ranks have joined before"
+
+
+@pytest.mark.slow
+def test_what_lightning_tested_of_its_own_horovod_strategy(limit: Limit) -> None:
+    done = run_ranks([PROGRAM.with_name("horovod_strategy_tests.py")], 2, timeout_s=120).check()
+    assert "passed case_a_logged_sum_is_of_all_ranks" in done.out
+    rows = {
+        "L21a": ("limit_train_batches=0.4 with gradient_clip_val", "exact"),
+        "L21b": ("the same, clipped by value", "exact"),
+        "L21c": ("accumulate_grad_batches, and an epoch that ends within an update", "exact"),
+        "L21d": ("two optimizers, each with a scheduler", "exact"),
+    }
+    note_all(limit, rows, done.ranks_output[0].splitlines(), near=0)
