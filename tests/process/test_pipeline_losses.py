@@ -96,6 +96,6 @@ def test_what_the_refusals_are_for(found: dict[str, Any], limit: Limit) -> None:
 def test_unusual_numbers_and_losses(found: dict[str, Any]) -> None:
     """Complex numbers with and without recomputation, several rows a sample, a loss that the model takes itself."""
     received = dict(found["unusual"])
-    text = received.pop("said")
+    text = received.pop("refused")
     assert "one number that the model returns" in text and "weight=len" in text and "y[:, 1:]" in text
     assert len(received) == 4 and max(received.values()) <= TOLERANCE, received

@@ -39,6 +39,7 @@ ACCEPTED = {
     "prepared_again_with_another_option": ("K8e", "a second prepare() with another option"),
     "schedule_free": ("K17b", "ScheduleFreeAdamW (plain Keras on TensorFlow: right only if built before fit)"),
     "a_restored_fit_is_one_training_for_callbacks": None,
+    "fits_by_a_method_without_verbose": None,
     "bar_of_rank_0": ("K8f", "the progress bar of fit"),
 }
 REFUSED = {

@@ -140,7 +140,7 @@ def note_all(limit: Limit, rows: Mapping[str, tuple[str, str]], lines: Iterable[
         elif verdict == "mended":
             limit(row, attack, mended=shown[row])
         else:
-            assert "received: " in shown[row] or "fix: " in shown[row], (row, attack, shown[row])
+            assert "received: " in shown[row] and "fix: " in shown[row], (row, attack, shown[row])
             limit(row, attack, refused=shown[row])
 
 

@@ -96,9 +96,9 @@ def evaluated(model: keras.Model, x: Any, y: Any) -> float:
 
 def noted(model: keras.Model, x: Any, y: Any) -> str:
     """What a fit prints."""
-    with contextlib.redirect_stdout(io.StringIO()) as said:
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
         ours(hvk.prepare(model), deal(x, y))
-    return said.getvalue()
+    return printed.getvalue()
 
 
 def alike(make: Any, x: Any, y: Any, *weights: Any, epochs: int = 2, fit: Any = None, **prepare: Any) -> str:
@@ -443,8 +443,8 @@ def names_metrics_that_follow_batches() -> str:
         (net(metrics=[OfBatches("of_batches")]), Y, "not the metric of one process: of_batches is"),
         (own, X, "the states of total are added up over ranks"),
     ):
-        said = noted(model, X[:24], y[:24])
-        assert RANK or text in said, said
+        printed = noted(model, X[:24], y[:24])
+        assert RANK or text in printed, printed
     return "named"
 
 
@@ -719,10 +719,30 @@ def tf_dataset(samples: int = 60, sparse_x: bool = False) -> Any:
 @case
 def bar_of_rank_0() -> str:
     model = hvk.prepare(net())
-    with contextlib.redirect_stdout(io.StringIO()) as said:
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
         model.fit(deal(X[:24], Y[:24]), callbacks=hvk.callbacks(model))
-    assert ("2/2" in said.getvalue()) == (RANK == 0), said.getvalue()
+    assert ("2/2" in printed.getvalue()) == (RANK == 0), printed.getvalue()
     return "one bar"
+
+
+class Quiet(keras.Sequential):
+    def fit(self, x: Any, epochs: int = 1, callbacks: Any = None) -> Any:  # type: ignore[override]
+        return super().fit(x, epochs=epochs, callbacks=callbacks, verbose=0)
+
+
+@case
+def fits_by_a_method_without_verbose() -> str:
+    def make() -> keras.Model:
+        keras.utils.set_random_seed(1)
+        model = Quiet([L.Input((5,)), dense(3)])
+        model.compile(O.SGD(0.3), sparse(), run_eagerly=True)
+        return model
+
+    model, plain = make(), make()
+    data = deal(X, Y)
+    hvk.prepare(model, data).fit(data, callbacks=hvk.callbacks(model))
+    keras.Sequential.fit(plain, X, Y, batch_size=BATCH, shuffle=False, verbose=0)
+    return near(between(model, plain))
 
 
 if __name__ == "__main__":

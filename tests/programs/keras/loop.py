@@ -260,7 +260,7 @@ def a_fit_for_each_epoch() -> str:
 
 
 def restored(progress: Any, **arguments: Any) -> str:
-    """Goes on with data that knows nothing of it, from a checkpoint that was taken there."""
+    """Continues from a checkpoint of mid-epoch, with data that does not keep its place."""
     batches = hvk.loader((X, Y), 8)
     model = hvk.prepare(compiled(), batches, lr=LR(0.1, 8))
     with shared_folder() as folder:

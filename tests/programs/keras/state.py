@@ -86,10 +86,10 @@ def case_k9_divergence_keeps_the_good_checkpoints() -> None:
         run(model, checkpoints, epochs=2)
         good, before = weights_of(model), saved(path)
         model.optimizer.learning_rate = float("inf")
-        with redirect_stdout(io.StringIO()) as said:
+        with redirect_stdout(io.StringIO()) as printed:
             run(model, checkpoints, epochs=5)
         diverged = "no checkpoint after step 6: weights that are not finite are not saved: training has diverged"
-        assert said.getvalue().count(diverged) == world.is_main, said.getvalue()
+        assert printed.getvalue().count(diverged) == world.is_main, printed.getvalue()
         assert not np.isfinite(weights_of(model)[0]).all(), "it has diverged"
         assert saved(path) == before and [epoch for epoch, *_ in before] == [1, 2]
         with refused("weights that are not finite are not saved", "rank 0: ", kind=NonFiniteError):

@@ -296,7 +296,7 @@ def unusual() -> dict[str, Any]:
         "complex outputs": distance(Waves(real=False), x, y, lambda out, y: (out - y).abs().square().mean()),
         "rows": distance(Rows(), words, labels, lambda out, y: F.cross_entropy(out, y.flatten()), weight=valid),
         "loss of the model": distance(Judge(), words, labels, lambda loss, _: loss, weight=valid, **own),
-        "said": message(lambda: distance(Judge(), words, labels, lambda loss, _: loss, **own)),
+        "refused": message(lambda: distance(Judge(), words, labels, lambda loss, _: loss, **own)),
     }
 
 

@@ -230,7 +230,7 @@ def case_gradients_in_place_of_those_that_are_there(world: hvdtrain.World) -> No
     same(model, whole)
 
 
-def case_updates_that_are_left_out(world: hvdtrain.World) -> None:
+def case_updates_that_are_skipped(world: hvdtrain.World) -> None:
     def norm(model: nn.Module) -> float:
         return float(nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))
 
