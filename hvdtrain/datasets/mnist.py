@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zipfile
 from functools import partial
 from pathlib import Path
 
@@ -77,6 +78,9 @@ def read(file: Path) -> Images:
     import numpy as np
 
     try:
+        with file.open("rb") as opened:
+            if not zipfile.is_zipfile(opened):
+                raise ValueError("it is not a whole zip archive, as .npz files are")
         with np.load(file, allow_pickle=False) as stored:  # pickles could run code
             arrays = {name: stored[name] for name in ARRAYS}
         for part in ("train", "test"):
