@@ -59,7 +59,7 @@ def _fit(model: keras.Model, inner: Callable[..., Any], *args: Any, **kwargs: An
     call = FitCall(model, inner, args, kwargs)
     _refuse_unread(call.given)
     _skip_empty_rest(call)
-    if call.takes_verbose and not call.session.prepared.world.is_main:  # one progress line is enough
+    if "verbose" in call.given and not call.session.prepared.world.is_main:  # one progress line is enough
         call.given["verbose"] = 0
     within = _begin(call)
     its = elastic.ranks()
@@ -97,7 +97,6 @@ class FitCall:
         if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):  # of a user's fit(self, *args)
             names += list(inspect.signature(keras.Model.fit).parameters)[1 + len(names) :]
         self._positional = names[: len(args)]
-        self.takes_verbose = any(p.name == "verbose" or p.kind is p.VAR_KEYWORD for p in parameters)
         defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
         self.given: dict[str, Any] = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
         received = self.given.get("callbacks")
