@@ -68,4 +68,4 @@ for epoch in loader.epochs(EPOCHS):  # + instead of: for epoch in range(EPOCHS):
         optimizer.backward([(whether, here.numel()), (where, here.sum())])  # + instead of: (whether + where).backward()
         optimizer.step()
     if world.is_main:  # + instead of: if True:
-        print(f"epoch {epoch}: loss {whether + where:.4f}")
+        print(f"epoch {epoch}: loss {optimizer.record()['loss']:.4f}")  # + of all ranks; instead of: whether + where

@@ -53,13 +53,15 @@ def as_rgb(images: Images, size: int = 32) -> Images:
         images = as_rgb(load_mnist(), size=32)
 
     Raises:
-        ValueError: the pictures are not grey, or larger than `size`.
+        ConfigError: the pictures are not grey and square, or larger than `size`.
     """
     import numpy as np
 
-    border = size - images.x_train.shape[-1]
-
     def change(pictures: np.ndarray) -> np.ndarray:
+        border = size - pictures.shape[-1]
+        if pictures.ndim != 3 or pictures.shape[1] != pictures.shape[2] or border < 0 or pictures.dtype != np.uint8:
+            received = f"{images.name}: {pictures.dtype} {list(pictures.shape)}, size={size}"
+            raise ConfigError("pictures must be uint8 [N, S, S], S <= size, to become [N, 3, size, size]", received)
         before = border // 2
         framed = np.pad(pictures, ((0, 0), (before, border - before), (before, border - before)))
         return np.repeat(framed[:, None], 3, axis=1)
@@ -70,14 +72,20 @@ def as_rgb(images: Images, size: int = 32) -> Images:
 def synthetic(samples: int = 1280, *, classes: int = 1000, size: int = 224, seed: int = 0) -> Images:
     """Returns random colour pictures, the same on every machine for the same arguments.
 
-    Each of the `classes` has its own tint, so that the loss can fall, and as many samples as any other. A tenth of the
+    Each of the `classes` has its own tint, so that the loss can fall; labels repeat 0, 1, 2 ... in turn. A tenth of the
     samples (at least one) is for testing. `size`: height and width in pixels; `seed`: of the noise.
 
     Example:
         images = synthetic(1280, classes=10, size=32)
+
+    Raises:
+        ConfigError: there are fewer than two samples, no class or no pixel.
     """
     import numpy as np
 
+    if samples < 2 or classes < 1 or size < 1:
+        received = f"samples={samples}, classes={classes}, size={size}"
+        raise ConfigError("synthetic data needs samples >= 2, classes >= 1 and size >= 1", received)
     pixels = samples * 3 * size * size
     words = np.random.Philox(key=np.array([seed, 0], np.uint64)).random_raw(-(-pixels // 8))
     noise = words.view(np.uint8)[:pixels].reshape(samples, 3, size, size)

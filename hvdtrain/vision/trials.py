@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from hvdtrain.core.errors import is_out_of_memory
+from hvdtrain.core.errors import ConfigError, is_out_of_memory
 from hvdtrain.pipeline.tuning import plots
 from hvdtrain.pipeline.tuning.search_size import micro_batches_for, split_size
 from hvdtrain.record import stats
@@ -142,7 +142,7 @@ class SplitJob:
                     turn(train, 1)
                     arms[name] = partial(turn, train)
                 except Exception as error:  # memory, batch-norm over a single value
-                    if not isinstance(error, StageError) and not is_out_of_memory(error):
+                    if not isinstance(error, (StageError, ValueError)) and not is_out_of_memory(error):
                         raise
                     failed[name] = str(error)
             seconds = stats.in_turns(arms, repeats)
@@ -234,12 +234,16 @@ def sweep(job: SplitJob, sizes: Sequence[int]) -> int:
     counts, left_out = counts_of(sizes, batch)
     if left_out:
         print(f"\nsweep: skipped {'; '.join(left_out)}", flush=True)
+    if not counts:
+        raise ConfigError("--sweep needs a split size that the batch can have", ", ".join(map(str, sizes)), "--sweep")
     began = time.perf_counter()
     prediction, update_s = predict(job.pipe, *job.batches[0], job.loss), job.update_s()
     predicting_s = time.perf_counter() - began
     predicted = {n: its.batches * (prediction(micro_batch_sizes(batch, n)) + update_s) for n in range(1, batch + 1)}
     measured = job.interleaved({n: job.cut(n) for n in counts}, "sweep")
     seconds = measured["seconds"]
+    if not seconds:
+        raise ConfigError("--sweep needs a split size that trains", next(iter(measured["failed"].values())), "--sweep")
     best = min(seconds, key=lambda n: fmean(seconds[n]))
     job.result["sweep"] = {
         "of": job.of, "batch": batch, "best": best, "spent_s": measured["spent_s"], "left_out": left_out,

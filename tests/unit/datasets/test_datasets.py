@@ -87,7 +87,7 @@ def broken_files(folder: Path) -> Iterator[tuple[Path, str]]:
     wrong: dict[str, dict[str, Any]] = {
         "allow_pickle": {"y_test": np.array([{}, {}, {}], object)},
         "y_test uint8 [2]": {"y_test": np.zeros(2, np.uint8)},
-        "[10 10 10]": {"y_test": np.full(3, 10)},
+        "[ 0 10]": {"y_test": np.array([0, 1, 10])},
         "x_train float64 [7, 28, 28]": {"x_train": np.zeros((7, 28, 28))},
         "x_test uint8 [3, 32, 32, 3]": {"x_test": np.zeros((3, 32, 32, 3), np.uint8)},
         "x_test uint8 [0, 28, 28]": {"x_test": np.zeros((0, 28, 28), np.uint8), "y_test": np.zeros(0, np.uint8)},

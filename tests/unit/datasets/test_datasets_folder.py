@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -80,8 +81,9 @@ def test_grey_pictures_get_a_border_and_three_channels() -> None:
     assert colour.x_train.shape == (1437, 3, 32, 32)
     assert np.array_equal(colour.x_train[:, 1, 2:30, 2:30], grey.x_train)
     assert not colour.x_train[:, :, :2].any() and not colour.x_train[:, :, :, 30:].any()
-    for pictures, size in ((grey, 27), (colour, 32)):
-        with pytest.raises(ValueError):
+    oblong = replace(grey, x_test=grey.x_test[:, :20])
+    for pictures, size in ((grey, 27), (colour, 32), (oblong, 32)):
+        with pytest.raises(ConfigError, match="must be uint8"):
             as_rgb(pictures, size)
 
 
@@ -95,3 +97,5 @@ def test_synthetic() -> None:
     within = images.x_train[images.y_train == 0].mean((2, 3)).std(0).max()
     assert np.linalg.norm(means[0] - means[1:], axis=1).min() > within  # classes can be told apart
     assert synthetic(2000, classes=1000, size=2).y_train.max() == 999
+    with pytest.raises(ConfigError, match="samples >= 2"):
+        synthetic(0)
