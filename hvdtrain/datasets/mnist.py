@@ -86,7 +86,7 @@ def read(file: Path) -> Images:
         for part in ("train", "test"):
             x, y = arrays[f"x_{part}"], arrays[f"y_{part}"]
             if x.dtype != np.uint8 or x.shape != (*y.shape, 28, 28) or not y.size or not np.isin(y, range(10)).all():
-                ends = np.unique(y)[[0, -1]] if y.size else []
+                ends = np.unique(y)[[0, -1]] if y.size else y
                 received = f"x_{part} {x.dtype} {list(x.shape)}, y_{part} {y.dtype} {list(y.shape)}, {ends}"
                 raise ValueError(f"images must be uint8 [N, 28, 28], labels [N] 0 to 9: {received}")
             arrays[f"y_{part}"] = y.astype(np.uint8)
