@@ -38,4 +38,6 @@ def test_200_steps_leave_nothing(found: Found) -> None:
 
 
 def test_threads_end_with_the_pipeline(found: Found) -> None:
-    assert found["ends"] == {"alive": 3, "child": "True 3", "again": True, "closed": 1, "gone": 1}
+    assert found["ends"] == {
+        "alive": 3, "child": "True 3", "again": True, "closed": 1, "waited": False, "gone": 1,
+    }  # fmt: skip

@@ -101,7 +101,6 @@ class Pipeline(nn.Module):
         self._fixed = FrozenModelCheck(program)
         self._places = Places(self.devices)
         self._proof = CutProof(weakref.proxy(self))  # no circle: threads end with the last reference
-        weakref.finalize(self, self._places.close)
         # past nn.Module's bookkeeping: the model must not appear as a child, under a prefix, and parts of it may have
         # any name, the pipeline's too
         vars(self).update(module=model, training=model.training, **{name: getattr(model, name) for name in _PARTS})

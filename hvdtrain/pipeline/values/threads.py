@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextvars
 import os
 import threading
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -86,13 +88,17 @@ Work = Callable[[], object]
 
 class Crew:
     """Threads that do what they are given, each always the same one, and wait for more. What PyTorch and its libraries
-    keep for a thread (plans of cuDNN, OpenMP's own threads) lasts as long as they do."""
+    keep for a thread (plans of cuDNN, OpenMP's own threads) lasts as long as they do.
+
+    They end with `close`, or by themselves after the last reference to the crew: the garbage collector, which may have
+    interrupted `Thread.start` while that holds a lock of all threads, must not wait for a thread.
+    """
 
     def __init__(self, name: str) -> None:
         self._name, self._process = name, os.getpid()
         self._executors: list[ThreadPoolExecutor] = []
         # after an interrupted `Thread.start` nobody knows whether there will be a thread: each says that it is there
-        self._threads: list[threading.Thread] = []
+        self._threads: dict[_At, threading.Thread] = {}
 
     @property
     def is_here(self) -> bool:
@@ -109,15 +115,13 @@ class Crew:
         try:
             for index, work in enumerate(works):
                 if index == len(self._executors):
-                    self._executors.append(ThreadPoolExecutor(1, f"{self._name} {index}", self._enter))
+                    # its thread keeps the dictionary, not the crew
+                    self._executors.append(ThreadPoolExecutor(1, f"{self._name} {index}", _enter, (self._threads,)))
                 futures.append(self._executors[index].submit(work))
             wait(futures)
         except BaseException:
             surely([stop, partial(wait, futures), self.close])
             raise
-
-    def _enter(self) -> None:
-        self._threads.append(threading.current_thread())
 
     def close(self) -> None:
         """The threads end; may be called twice. No work may be under way."""
@@ -126,21 +130,45 @@ class Crew:
             return
         for executor in executors:
             executor.shutdown(wait=False, cancel_futures=True)
-        for thread in self._threads:
-            if thread is not threading.current_thread():  # whose garbage collector may have found the crew
-                join_thread(thread)
-        self._threads = []
+        for at, thread in self._threads.items():
+            thread.join()
+            _until_gone(at)
+        self._threads = {}
 
 
-def join_thread(thread: threading.Thread) -> None:
+_At = tuple[int, str]  # the system's number of a thread, which comes again, and when it started
+_started: set[_At] = set()
+
+
+def _enter(threads: dict[_At, threading.Thread]) -> None:
+    number = threading.get_native_id()
+    at = number, _since(number)
+    threads[at] = threading.current_thread()
+    _started.difference_update([one for one in list(_started) if _since(one[0]) != one[1]])
+    _started.add(at)
+
+
+def _since(number: int) -> str:
+    try:
+        return Path(f"/proc/self/task/{number}/stat").read_text().rpartition(")")[2].split()[19]
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def _until_gone(at: _At) -> None:
     """Waits until a thread that has done its work is gone from the system as well.
 
     Before Python 3.13 `join` returns a moment earlier (CPython issue 110829). In that moment PyTorch takes the thread's
     own Python objects back, for which it needs the interpreter: if that has already ended, the process aborts.
     """
-    thread.join()
-    while os.path.exists(f"/proc/self/task/{thread.native_id}"):
+    while _since(at[0]) == at[1]:
         os.sched_yield()
+
+
+@atexit.register  # Python has then joined the threads of all executors
+def _until_all_are_gone() -> None:
+    for at in list(_started):
+        _until_gone(at)
 
 
 def surely(acts: Sequence[Callable[[], object]]) -> None:

@@ -181,8 +181,18 @@ def ends() -> dict[str, Any]:
     closed = threading.active_count()
     once()
     once.__defaults__ = None
-    del pipe
-    return {"alive": alive, "child": received, "again": again, "closed": closed, "gone": threading.active_count()}
+    circle: list[Any] = [pipe]
+    circle.append(circle)
+    del pipe, circle
+    threads = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
+    with mock.patch("threading.Thread.join") as waited:  # the collector may have interrupted code that holds any lock
+        gc.collect()
+    for thread in threads:
+        thread.join(20)
+    gone = threading.active_count()
+    return {
+        "alive": alive, "child": received, "again": again, "closed": closed, "waited": waited.called, "gone": gone,
+    }  # fmt: skip
 
 
 if __name__ == "__main__":
