@@ -20,6 +20,7 @@ ROWS = {  # row: what was tried, and how it ends
     "T25b": ("the same, then a checkpoint", "refused"),
     "T25c": ("the same, then the next epoch", "refused"),
     "T27": ("`prepare` without a loader, and a plain `DataLoader`: all ranks train on the same batches", "refused"),
+    "T27b": ("`hvt.loader`, and `prepare` without it", "refused"),
     "T28": ("`loss / k` left in beside `accumulate=k`", "refused"),
     "T32a": ("the loss that `optimizer.step(closure)` returns", "exact"),
     "T32b": ("`copy.deepcopy(optimizer)`", "mended"),
@@ -42,6 +43,7 @@ ROWS = {  # row: what was tried, and how it ends
     "T38c": ("a sum over the whole batch, divided by this rank's len(x)", "mended"),
     "T40a": ("`hvt.whole` of a list of n outputs [n]: n heads, or n samples", "refused"),
     "T40b": ("a buffer that each rank has changed, then `evaluate`", "mended"),
+    "T41": ("outputs `[n, 1]` minus labels `[n]`", "refused"),
 }
 
 

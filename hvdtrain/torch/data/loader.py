@@ -343,7 +343,7 @@ class Loader(Dealt):
         """Moves the loader's position after a batch, which the loop gets now."""
         self._done, self._step_of_deal = step.samples_done, self._deals
         self.step, self._begun = step, True
-        for tensor in tensors_of(batch) if self.pads() else ():
+        for tensor in tensors_of(batch) if torch.is_grad_enabled() else ():
             self._served[tensor] = step
 
     def end_loop(self) -> None:

@@ -286,6 +286,7 @@ class LossProof:
                 replay = Replay(self._recording, looked.loss, recorded, self._given, weight)
                 if meet(replay, outputs, samples) <= tolerance(outputs):
                     problem = _REWEIGHED if self._reweighs(replay, outputs, reading, looked) else ""
+                problem = problem and (replay.table(samples) or problem)
                 if not problem:
                     break
         except CannotTry as why:

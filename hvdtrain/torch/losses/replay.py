@@ -286,6 +286,17 @@ class Replay:
             made.update(set(map(_place, _tensors(operation.results))) - (there - made))
         return kept[::-1]
 
+    def table(self, samples: int) -> str:
+        """Returns where an output of shape `[samples, 1]` and a tensor of shape `[samples]` give a table of every
+        sample with every other: more often a slip than meant; "" if nowhere."""
+        column, row, table = [samples, 1], [samples], [samples, samples]
+        outputs = {id(output) for output in self._outputs if list(output.shape) == column}
+        shaped = [op for op in self._operations if any(list(one.shape) == table for one in _tensors(op.results))]
+        given = [one for op in shaped for one in _tensors(op.given)]
+        if any(id(one) in outputs for one in given) and any(list(one.shape) == row for one in given):
+            return f"outputs {column} meet a tensor {row} and give {table}; outputs.squeeze(1) pairs them"
+        return ""
+
     def features(self, samples: int) -> list[Tensor]:
         """Returns what the model computed of a batch, a row for each sample, and the loss reads from attributes and
         hooks: beside its outputs."""

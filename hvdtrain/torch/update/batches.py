@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.sharding import Step
+from hvdtrain.torch.data.loader import Loader, known
 from hvdtrain.values.nested import tensors_of
-
-if TYPE_CHECKING:
-    from hvdtrain.torch.data.loader import Loader
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,11 +58,19 @@ class Batches:
         if self.data is not None:
             steps = {step for tensor in tensors_of(values) if (step := self.data.step_of(tensor)) is not None}
             self._calls.add(self.data.step in steps if steps else None)
+        elif any(loader.step_of(tensor) is not None for tensor in tensors_of(values) for loader in known):
+            self._calls.add(True)
 
     def check_calls(self) -> bool:
         """Returns True if the model has seen the batch at hand since the last backward pass; raises `ConfigError` if
-        it has seen earlier batches only."""
+        it has seen earlier batches only, or a batch of a loader that `prepare` was not given."""
         calls, self._calls = self._calls, set()
+        if self.data is None and calls:
+            raise ConfigError(
+                "prepare() must be given the loader that the model trains on",
+                "prepare() was given no loader; the model trains on a batch of hvdtrain.torch.loader()",
+                "model, optimizer = hvdtrain.torch.prepare(model, optimizer, train)",
+            )
         if calls == {False}:
             raise ConfigError(
                 "the model must be called on the loader's latest batch",

@@ -315,6 +315,18 @@ def case_no_loader_and_the_same_batches_on_all_ranks(world: hvdtrain.World) -> N
     train(model, optimizer, plain[world.rank :: world.size], plain_loss)
 
 
+def case_a_loader_that_prepare_was_not_given(world: hvdtrain.World) -> None:
+    model, optimizer = hvt.prepare(model := net(), sgd(model))
+    with refused("must be given the loader", "prepare(model, optimizer, train)", kind=ConfigError, row="T27b"):
+        train(model, optimizer, hvt.loader((X, Y), 4), plain_loss)
+
+
+def case_outputs_of_one_column_against_labels_without_it(world: hvdtrain.World) -> None:
+    model, optimizer, data = ready(world, Y.double(), nn.Linear(WIDE, 1))
+    with refused("outputs [4, 1] meet a tensor [4]", "outputs.squeeze(1)", kind=ConfigError, row="T41"):
+        train(model, optimizer, data, lambda model, x, y: ((model(x) - y) ** 2).mean())
+
+
 # -- optimizers ----------------------------------------------------------------------------------------------------
 def stepped(model: Any, optimizer: Any, batches: Any, backward: Callable[[Tensor], None]) -> list[float]:
     losses = []
