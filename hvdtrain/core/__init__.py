@@ -22,7 +22,10 @@ def public(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any]
 
     def look_up(name: str) -> Any:
         if name not in home_of:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            above = package.rpartition(".")[0]
+            its = f"; {above} has it: {above}.{name}" if name in getattr(sys.modules.get(above), "__all__", ()) else ""
+            message = f"module {package!r} has no attribute {name!r}{its}"
+            raise AttributeError(message, name=name, obj=sys.modules[package])  # Python adds names that are alike
         value = getattr(importlib.import_module(f"{package}.{home_of[name]}"), name)
         setattr(sys.modules[package], name, value)  # the next look-up is a plain global
         return value
