@@ -229,7 +229,8 @@ def _run_once(job: Job, attempt: int, logs: Logs, args: argparse.Namespace) -> O
     def begin(plan: JobPlan) -> None:
         for rank in range(job.np if attempt else 0):
             logs.write(rank, f"--- restart {attempt}")
-        for line in [*_remarks(plan), f"{job.np} rank(s) on {_places(plan)}; logs in {logs.folder}"]:
+        one = ["no -np was given: one rank; -np N starts N"] if job.np == 1 and args.np is None else []
+        for line in [*_remarks(plan), *one, f"{job.np} rank(s) on {_places(plan)}; logs in {logs.folder}"]:
             report(line, within_s=1.0)  # agents are there already, and wait for signs of life
 
     return launcher.run(job, on_plan=begin, on_line=display.line, heard=_LaunchReporter(display, job.timeouts.grace_s))

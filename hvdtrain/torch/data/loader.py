@@ -20,6 +20,7 @@ from hvdtrain.core.errors import ConfigError, RanksLost
 from hvdtrain.core.sharding import ORDER_RULE, Dealt, Plan, Step
 from hvdtrain.torch.data.prefetch import Ahead
 from hvdtrain.torch.data.source import Augment, Fetched, Source, uniforms
+from hvdtrain.torch.engines import unprepared
 from hvdtrain.torch.engines.engine import device_of
 from hvdtrain.torch.values.clock import CLOCK
 from hvdtrain.values.nested import tensors_of, to_device
@@ -348,7 +349,8 @@ class Loader(Dealt):
 
     def end_loop(self) -> None:
         """The loop that runs got its last batch; where it trained, every rank comes here."""
-        if self.world.size > 1 and self.world.is_main and not self._trained() and not self._part_reported:
+        looked_at = not self._trained() and not unprepared.reported  # a plain optimizer may have trained in the loop
+        if self.world.size > 1 and self.world.is_main and looked_at and not self._part_reported:
             self._part_reported = True
             print(
                 "hvdtrain: a loop over a loader without optimizer.backward() read rank 0's part of the samples"

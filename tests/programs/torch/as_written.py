@@ -543,6 +543,12 @@ def case_an_optimizer_that_the_loss_does_not_reach(world: hvdtrain.World) -> Non
             CE(other(x), y).backward()
             own.step()
     assert said.getvalue().count("RMSprop.step() on 2 ranks of an optimizer that is not prepared") == world.is_main
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        for x, y in hvt.loader((X, Y), 4):  # without prepare()
+            own.zero_grad()
+            CE(other(x), y).backward()
+            own.step()
+    assert "read rank 0's part" not in said.getvalue(), "the advice would be that of an evaluation"
     shown("T37c", "one line reports it")
 
 
