@@ -141,8 +141,10 @@ def case_prepare_whose_result_is_not_assigned(world: hvdtrain.World) -> None:
 
 
 def case_a_loss_of_the_last_batch_of_a_long_epoch(world: hvdtrain.World) -> None:
-    """It compares samples, and comes first after all losses that are recorded; then once an epoch. Of a short epoch, only
-    its form shows that it must be tried: losses 3 and 6 are not due."""
+    """It compares samples, and comes first after all losses that are recorded; then once an epoch.
+
+    Of a short epoch, only its form shows that it must be tried: losses 3 and 6 are not due.
+    """
     for steps in (3, 41):  # of an epoch, the last of which has half of the samples
         data = hvt.loader((X.repeat(steps, 1)[: UPDATE * steps - 4],), UPDATE // world.size, shuffle=False)
         model = net()
