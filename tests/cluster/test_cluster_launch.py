@@ -134,26 +134,20 @@ def here(*command: str, cwd: Path | None = None, stdout: IO[str] | int = -1, **e
 # ---- what ranks get
 
 
-def test_ranks_know_their_place_and_their_interface(tmp_path):
+def test_ranks_know_their_place_and_their_lines_are_marked_and_logged(tmp_path):
     names = ["RANK", "SIZE", *(f"{of}_{what}" for of in ("LOCAL", "CROSS") for what in ("RANK", "SIZE"))]
     names += ["GLOO_RENDEZVOUS_ADDR", "GLOO_IFACE"]
-    ended = launch(tmp_path, *(f"*:show:HOROVOD_{name}" for name in names), np=3)
-    assert ended.code == 0, ended.text
+    ended = launch(tmp_path, *(f"*:show:HOROVOD_{name}" for name in names), "*:partial:no end of line", np=3)
+    assert ended.code == 0 and len(ended.out.splitlines()) == 3 * (len(names) + 1), ended.text
     for rank in range(3):
         values = [str(rank), "3", str(rank), "3", "0", "1", "127.0.0.1", "lo"]
-        assert ended.of(rank) == [f"HOROVOD_{name}={value}" for name, value in zip(names, values, strict=True)]
+        shown = [f"HOROVOD_{name}={value}" for name, value in zip(names, values, strict=True)]
+        assert ended.of(rank) == ended.log(rank).splitlines() == [*shown, "no end of line"]
+    record = json.loads((tmp_path / "runs/launch-1/launch.json").read_text())
+    assert record["np"] == 3 and [attempt["exit_code"] for attempt in record["attempts"]] == [0]
 
 
 # ---- output
-
-
-def test_lines_are_marked_and_logged(tmp_path):
-    ended = launch(tmp_path, "*:say:hello", "1:partial:no end of line")
-    assert ended.code == 0, ended.text
-    assert sorted(ended.out.splitlines()) == ["[0] hello", "[1] hello", "[1] no end of line"]
-    assert ended.log(1) == "hello\nno end of line\n"
-    record = json.loads((tmp_path / "runs/launch-1/launch.json").read_text())
-    assert record["np"] == 2 and [attempt["exit_code"] for attempt in record["attempts"]] == [0]
 
 
 def test_two_jobs_in_one_log_dir_do_not_mix_their_logs(tmp_path):

@@ -15,7 +15,7 @@ FLOAT = 4  # bytes
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, dict[str, Any]]:
-    ended = run_ranks([PROGRAM], 1, timeout_s=120, env={"OMP_NUM_THREADS": "2"}).check()
+    ended = run_ranks([PROGRAM], 1, timeout_s=120).check()
     lines = [json.loads(line) for line in ended.out.splitlines() if line.startswith('{"case"')]
     cases = {line.pop("case"): line for line in lines}
     for name, case in cases.items():

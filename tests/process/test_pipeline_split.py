@@ -14,9 +14,9 @@ pytestmark = pytest.mark.slow
 Lines = dict[str, dict[str, Any]]
 
 
-def lines(program: str, *, threads: int = 1) -> Lines:
+def lines(program: str) -> Lines:
     """What a program prints, by case."""
-    ended = run_ranks([FOLDER / program], 1, timeout_s=240, env={"OMP_NUM_THREADS": str(threads)}).check()
+    ended = run_ranks([FOLDER / program], 1, timeout_s=240).check()
     found = [json.loads(line) for line in ended.out.splitlines() if line.startswith('{"case"')]
     return {one.pop("case"): one for one in found}
 
@@ -92,7 +92,7 @@ def test_with_a_mechanism_off_parity_fails(hard: Lines) -> None:
 # -- what split() refuses, and can be told ---------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def options() -> Lines:
-    return lines("split_options.py", threads=2)
+    return lines("split_options.py")
 
 
 REFUSALS = {

@@ -20,20 +20,6 @@ def cases() -> dict[str, dict[str, Any]]:
     return {case["case"]: case for case in map(json.loads, ended.out.splitlines())}
 
 
-@pytest.fixture(scope="module")
-def timed() -> dict[str, dict[str, Any]]:
-    ended = run_ranks([PROGRAM, "timed"], 1, timeout_s=240).check()
-    return {case["case"]: case for case in map(json.loads, ended.out.splitlines())}
-
-
-@pytest.mark.thorough  # a machine that is busy all the time measures something else
-def test_tunes_a_pipeline(timed: dict[str, dict[str, Any]]) -> None:
-    case = timed["pays"]
-    assert case["pays"] and case["verdict"].startswith("split, ") and case["set"]
-    assert case["over_best"] <= 1.03 and len(case["tried"]) <= 4
-    assert all(0.85 <= ratio <= 1.25 for ratio in case["prediction"].values()), case["prediction"]
-
-
 def test_refuses_a_split_that_does_not_pay(cases: dict[str, dict[str, Any]]) -> None:
     case = cases["does_not_pay"]
     assert not case["pays"] and case["verdict"].startswith("do not split: one device is faster and the model fits: ")
@@ -47,7 +33,7 @@ def test_leaves_everything_as_it_was(cases: dict[str, dict[str, Any]]) -> None:
 
 
 def test_what_fails_is_left_out_or_raised(cases: dict[str, dict[str, Any]]) -> None:
-    assert cases["too_few_samples"]["best"] == 3
+    assert cases["too_few_samples"]["best"] == cases["too_few_samples"]["set"] == 3
     assert "Expected more than 1 value per channel" in cases["too_few_samples"]["failed"]["6"]
     nothing = cases["nothing_runs"]
     assert nothing["error"] == "StageError" and "this loss is broken" in nothing["text"]

@@ -44,14 +44,6 @@ def test_wrong_flag_value(flags: list[object], part: str) -> None:
     assert result.returncode == 2
 
 
-def test_a_batch_that_leaves_one_picture_for_batch_norm(tmp_path: Path) -> None:
-    """A picture of 32 x 32 leaves one value per channel; there are 17."""
-    (write_folder(tmp_path / "data") / "train" / "bee" / CORRUPT).unlink()
-    flags = ["--model", "resnet18", "--data", tmp_path / "data", "--run-dir", tmp_path / "run", "--image-size", 32]
-    result = refused([*flags, "--per-rank-batch", 4], 1)
-    told_once(result, "Expected more than 1 value per channel", 'tail="drop"')
-
-
 @pytest.mark.parametrize("launcher", ["forked", pytest.param("mpirun", marks=pytest.mark.thorough)])
 def test_folder_without_classes(launcher: str, tmp_path: Path) -> None:
     (tmp_path / "train").mkdir()

@@ -117,5 +117,5 @@ KILLED = torch_cases.FOLDER / "killed_at_random.py"
 
 @pytest.mark.parametrize("kills", [2, pytest.param(200, marks=pytest.mark.thorough)])
 def test_killed_at_random_instants_a_run_ends_bit_for_bit(kills: int, tmp_path: Path) -> None:
-    ended = run_ranks([KILLED, tmp_path, str(kills)], 1, launcher="none", timeout_s=60 + 15 * kills).check()
+    ended = run_ranks([KILLED, tmp_path, str(kills)], 1, timeout_s=60 + 15 * kills).check()
     assert f"{kills} kills" in ended.out and "all bit-equal" in ended.out

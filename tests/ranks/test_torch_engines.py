@@ -79,7 +79,7 @@ def cluster(kind: str) -> list[dict[str, str]]:
 
 def spawn(variables: list[dict[str, str]], *program: object) -> Result:
     command: list[str | Path] = [FOLDER / "spawn.py", json.dumps(variables), *map(str, program)]
-    return run_ranks(command, 1, launcher="none", timeout_s=120)
+    return run_ranks(command, 1, timeout_s=120)
 
 
 @pytest.mark.parametrize(
@@ -119,10 +119,10 @@ def test_nothing_of_a_group_outlives_the_program() -> None:
 def threads():
     return [open(f"/proc/self/task/{task}/comm").read().strip() for task in os.listdir("/proc/self/task")]
 atexit.register(lambda: print(sum("gloo" in name for name in threads())))
-import hvdtrain
+import hvdtrain, torch
 hvdtrain.init("torch", engine="ddp", device="cpu")
 assert any("gloo" in name for name in threads())"""
-    done = run_ranks(["-c", code], 2, launcher="torchrun").check()
+    done = run_ranks(["-c", code], 2, launcher="forked torchrun").check()
     assert done.ranks_output == {0: "0", 1: "0"}, done.text
 
 

@@ -60,4 +60,4 @@ def test_limits_of_the_loader_alone(limit: Limit) -> None:
 
 def test_a_worker_whose_rank_is_killed_right_after_the_fork_ends() -> None:
     program = PROGRAMS / "torch" / "worker_of_the_dead.py"
-    assert "the worker has ended" in run_ranks([program], 1, launcher="none", timeout_s=60).check().out
+    assert "the worker has ended" in run_ranks([program], 1, timeout_s=60).check().out

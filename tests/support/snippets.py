@@ -222,19 +222,19 @@ def _write(block: Block, folder: Path) -> None:
     path.write_text(text, encoding="utf-8")
 
 
-def _python(block: Block, text: str, folder: Path, np: int = 1, name: str = "page.py") -> Result:
+def _python(
+    block: Block, text: str, folder: Path, np: int = 1, name: str = "page.py", launcher: str = "none"
+) -> Result:
     whole = program(block.program, text) if block.program else text
     (folder / name).write_text(re.sub(r"cuda:(\d|\{i\})", "cpu", whole), encoding="utf-8")
-    return _ended(
-        block, run_ranks([folder / name], np, launcher="horovodrun" if np > 1 else "none", cwd=folder, timeout_s=300)
-    )
+    return _ended(block, run_ranks([folder / name], np, launcher=launcher, cwd=folder, timeout_s=300))
 
 
 def _both_sides(block: Block, folder: Path) -> Result:
     before, after = sides(block.text)
-    _python(block, before, folder)
-    _python(block, after, folder, name="train.py")
-    return _python(block, after, folder, np=2, name="train.py")
+    _python(block, before, folder, launcher="forked")
+    _python(block, after, folder, name="train.py")  # from a cold start: its order of imports is that of the page
+    return _python(block, after, folder, np=2, name="train.py", launcher="forked")
 
 
 def _bash(block: Block, folder: Path) -> Result:

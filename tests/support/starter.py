@@ -26,6 +26,7 @@ _READ_LATE = re.compile(
 )
 _BACKEND = "KERAS_BACKEND"
 _FRAMEWORKS = {"torch", "torchvision", "tensorflow"}  # a rank imports Horovod itself, if it may
+_ON_TORCH = ("lightning", "torchmetrics")  # whose import takes longer than that of PyTorch
 _KEPT = 3  # starters of a test process: each has 200 to 400 MiB of its own
 
 
@@ -134,6 +135,8 @@ def frameworks_of(asked: Asked) -> list[str]:
         names &= {backend}
     if {"torch", "tensorflow"} <= names:
         return []
+    if "torch" in names:
+        names |= {name for name in _ON_TORCH if re.search(rf"^ *(?:import|from) {name}\b", text, re.MULTILINE)}
     # keras.utils.set_random_seed seeds TensorFlow as well, for which it imports it
     return [*sorted(names), *keras, *["tensorflow"] * bool(keras and backend == "torch")]
 

@@ -7,9 +7,10 @@ an operation, of its derivative, or of what was computed without gradients.
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hvdtrain.core.decomposition import bound
-from hvdtrain.private.torch import TorchDispatchMode, current_autograd_node, dispatch_modes, pytree
+from hvdtrain.private.torch import TorchDispatchMode, current_autograd_node, dispatch_modes
 from hvdtrain.torch.losses.loss_graph import nodes_of
 
 _LONGEST = 5000  # operations
@@ -48,9 +49,9 @@ class _Operation:
     with_gradient: bool
     differentiates: bool  # of a backward pass, which reads what the forward pass has saved
 
-    @property
+    @functools.cached_property
     def given(self) -> list[Any]:
-        return pytree.tree_flatten((self.args, self.kwargs))[0]
+        return list(_leaves((self.args, self.kwargs)))
 
 
 class Recording:
@@ -160,7 +161,7 @@ class _Mode(TorchDispatchMode):
         if all(recording.is_full for recording in self._recordings):
             return result
         changed = _changed(func, args, kwargs) if func._schema.is_mutable else []
-        results = pytree.tree_flatten(result)[0]
+        results = list(_leaves(result))
         differentiates = current_autograd_node() is not None
         operation = _Operation(func, args, kwargs, results, changed, drawn, torch.is_grad_enabled(), differentiates)
         for recording in self._recordings:
@@ -170,7 +171,7 @@ class _Mode(TorchDispatchMode):
 
 def _drawn(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _State:
     """Returns the generator that an operation draws from, and its state."""
-    given = pytree.tree_flatten((args, dict(kwargs)))[0]
+    given = list(_leaves((args, kwargs)))
     generator = next((one for one in given if isinstance(one, torch.Generator)), None)
     if generator is None:
         device = kwargs.get("device") or next((one.device for one in given if isinstance(one, Tensor)), "cpu")
@@ -219,8 +220,26 @@ def _changed(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> lis
     return [tensor for value in written for tensor in _tensors(value)]
 
 
+def _leaves(values: Any) -> Iterator[Any]:
+    """Yields what an operation takes or returns. PyTorch's pytree, in Python, would take most of the time of a try."""
+    if isinstance(values, (tuple, list)):
+        for value in values:
+            yield from _leaves(value)
+    elif isinstance(values, Mapping):
+        yield from _leaves(tuple(values.values()))
+    else:
+        yield values
+
+
+def _replaced(values: Any, by: Callable[[Any], Any]) -> Any:
+    """Returns arguments of an operation with `by(leaf)` in place of each leaf."""
+    if isinstance(values, (tuple, list)):
+        return [_replaced(value, by) for value in values]
+    return by(values)
+
+
 def _tensors(values: Any) -> Iterator[Tensor]:
-    return (value for value in pytree.tree_flatten(values)[0] if isinstance(value, Tensor))
+    return (value for value in _leaves(values) if isinstance(value, Tensor))
 
 
 def _place(tensor: Tensor) -> int:
@@ -344,10 +363,11 @@ class Replay:
             return numbers.get(value, value) if isinstance(value, float) else value
 
         for operation in self._operations:
-            args, kwargs = pytree.tree_map(given, (operation.args, operation.kwargs))
+            args = _replaced(operation.args, given)
+            kwargs = {name: _replaced(value, given) for name, value in operation.kwargs.items()}
             grad = torch.set_grad_enabled(operation.with_gradient or self._compiled)
             with grad, _as_then(operation.drawn):
-                results = pytree.tree_flatten(operation.function(*args, **kwargs))[0]
+                results = list(_leaves(operation.function(*args, **kwargs)))
             if operation.function is _READS:
                 numbers[operation.results[0]] = float(results[0])
                 continue

@@ -26,6 +26,7 @@ from hvdtrain.pipeline import Profile, profile
 from hvdtrain.pipeline.trace.segments import segments
 from hvdtrain.pipeline.tuning import measure
 
+torch.set_num_threads(2)
 CASES: dict[str, Callable[[], Any]] = {}
 
 

@@ -20,6 +20,7 @@ from hvdtrain.pipeline.run import stage as _stage
 from hvdtrain.pipeline.run.stage import Copies, build_stages
 from hvdtrain.pipeline.trace.segments import from_modules, segments
 
+torch.set_num_threads(2)
 X = torch.randn(BATCH, WIDTH, dtype=torch.float64)
 CASES: dict[str, Callable[[], Any]] = {}
 

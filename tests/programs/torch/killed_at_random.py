@@ -17,13 +17,14 @@ from pathlib import Path
 
 import psutil
 import torch
+import torch._dynamo  # once for all ranks: an optimizer imports it when it is made
 from torch import nn
 
 import hvdtrain
 import hvdtrain.torch as hvt
 
 FOLDER, KILLS = Path(sys.argv[1]), int(sys.argv[2])
-SAMPLES, BATCH, EPOCHS = 128, 4, 2
+SAMPLES, BATCH, EPOCHS = 64, 4, 2
 WIDTH = 300  # 300 kB of weights, 1 MB with Adam's moments
 DRAWN = random.Random(7)
 
