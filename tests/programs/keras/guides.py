@@ -16,7 +16,7 @@ from typing import Any
 
 import keras
 import numpy as np
-from common import BACKEND, L, block, weights_of
+from common import BACKEND, L, block, in_float64, weights_of
 from keras import ops
 
 RANKED = int(os.environ.get("HOROVOD_SIZE", "1")) > 1
@@ -32,7 +32,7 @@ if BACKEND == "tensorflow":
 else:
     import torch
 
-keras.config.set_floatx("float64")
+in_float64()
 RANKS = 2
 BATCH = 12
 K, O = keras.callbacks, keras.optimizers  # noqa: E741

@@ -11,7 +11,7 @@ from typing import Any
 
 import keras
 import numpy as np
-from common import BACKEND, L, dense, images, loss, numpy_of
+from common import BACKEND, L, images, loss, numpy_of
 from jobs import RANK, SIZE, O, case, cases, compiled, data, fit, fitted, hvk, run_cases, shared_folder, world
 
 import hvdtrain
@@ -369,7 +369,7 @@ class Noisy(keras.Model):
 
     def __init__(self, kind: str) -> None:
         super().__init__()
-        self.inner = keras.Sequential([L.Input((6, 6, 1)), L.Flatten(), dense(4)])
+        self.inner = keras.Sequential([L.Input((6, 6, 1)), L.Flatten(), L.Dense(4)])
         self.drawn = self.add_weight(shape=(), name="drawn", trainable=False)
         self.kind = kind
 

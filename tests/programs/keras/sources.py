@@ -11,18 +11,18 @@ from typing import Any
 
 import keras
 import numpy as np
-from common import BACKEND, L, dense, loss, weights_of
+from common import BACKEND, L, in_float64, loss, weights_of
 from jobs import RANK, SIZE, O, case, hvk, run_cases, shared_folder, world
 
 import hvdtrain
 
-keras.config.set_floatx("float64")
+in_float64()
 K = keras.callbacks
 DRAW = np.random.default_rng(6)
 X, Y = DRAW.normal(size=(60, 5)), DRAW.integers(0, 3, 60)
 W = DRAW.uniform(0.5, 2, 60)
 ROWS = 4  # of a batch of the data's own
-EXACT = 1e-10 if BACKEND == "tensorflow" else 1e-5
+EXACT = 1e-10
 CLASSES = {0: 0.5, 1: 2.0}
 
 Batches = list[tuple[Any, ...]]
@@ -31,7 +31,7 @@ Batches = list[tuple[Any, ...]]
 def net(traced: bool = False) -> keras.Model:
     """A small model; where nothing depends on it, no step is traced: that takes longer than all of the steps."""
     keras.utils.set_random_seed(1)
-    model = keras.Sequential([L.Input((5,)), dense(4, activation="tanh"), dense(3)])
+    model = keras.Sequential([L.Input((5,)), L.Dense(4, activation="tanh"), L.Dense(3)])
     model.compile(O.SGD(0.3), loss(), metrics=["accuracy"], jit_compile=False, run_eagerly=not traced)
     return model
 
@@ -196,7 +196,7 @@ def inputs_by_name() -> str:
     def make() -> keras.Model:
         keras.utils.set_random_seed(1)
         a, b = L.Input((5,), name="a"), L.Input((5,), name="b")
-        model = keras.Model({"a": a, "b": b}, dense(1)(L.Concatenate()([a, b])))
+        model = keras.Model({"a": a, "b": b}, L.Dense(1)(L.Concatenate()([a, b])))
         model.compile(O.SGD(0.1), keras.losses.MeanSquaredError(), jit_compile=False, run_eagerly=True)
         return model
 
@@ -238,8 +238,8 @@ def predicted() -> str:
     """Every sample's outputs once, in the data's order, of any source; fewer samples than ranks, too."""
     keras.utils.set_random_seed(1)
     first = L.Input((5,))
-    hidden = dense(4, activation="tanh")(first)
-    model = keras.Model(first, {"scores": dense(3)(hidden), "hidden": hidden})
+    hidden = L.Dense(4, activation="tanh")(first)
+    model = keras.Model(first, {"scores": L.Dense(3)(hidden), "hidden": hidden})
     model.compile(O.SGD(0.1), run_eagerly=True)
     worst = 0.0
     for samples in (1, 41):
