@@ -44,10 +44,15 @@ def tokens(samples: int = 64) -> tuple[np.ndarray, np.ndarray]:
     return rng.integers(0, 20, (samples, 5)), rng.integers(0, 4, samples)
 
 
-def in_float64() -> None:
-    """Has Keras compute in float64. On PyTorch it casts many results to float32 otherwise, whatever it is given."""
+def in_float64(*, stock: bool = False) -> None:
+    """Has Keras compute in float64.
+
+    Args:
+        stock: on PyTorch it casts many results to float32, whatever it is given. Otherwise it is kept from that.
+    """
     keras.config.set_floatx("float64")
-    dtypes.BIT64_TO_BIT32_DTYPE["float64"] = "float64"
+    if BACKEND == "torch":
+        dtypes.BIT64_TO_BIT32_DTYPE["float64"] = "float32" if stock else "float64"
 
 
 def cnn(with_input: bool = True) -> keras.Model:

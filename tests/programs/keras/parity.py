@@ -187,6 +187,7 @@ CASES: dict[str, dict[str, Any]] = {
     "soft_f1_by_class": {**OF_ALL, "loss": lambda: soft_f1_by_class},
     # optimizers and precisions
     "sgd": {**PLAIN, "opt": lambda: O.SGD(0.1), "traced": True},
+    "stock": {**PLAIN, "opt": lambda: O.SGD(0.1), "stock": True},
     "accumulate_clip": {
         **PLAIN, "opt": lambda: O.SGD(0.5, clipnorm=0.05, gradient_accumulation_steps=4), "traced": True,
     },
@@ -222,7 +223,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def train(case: dict[str, Any]) -> tuple[keras.Model, Any]:
-    in_float64()
+    in_float64(stock=case.get("stock", False))
     keras.config.set_dtype_policy("mixed_float16" if case.get("micro") else "float64")
     keras.config.set_floatx("float32" if case.get("micro") else "float64")
     # replicas start apart: only the broadcast makes them equal
