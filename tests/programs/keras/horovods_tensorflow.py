@@ -1,7 +1,7 @@
 """Horovod's own Keras wrapper, as the recipe's wheel has it, on Keras 3's TensorFlow backend against plain Keras of one
 process, in float64.
 
-usage: horovods_tensorflow.py FOLDER
+usage: horovods_tensorflow.py FOLDER, or xla: prints how far a step that XLA compiles is from that of plain Keras
 """
 
 from __future__ import annotations
@@ -305,11 +305,13 @@ def in_a_set() -> float:
     return apart(ours, [[-1.5], [-1.0]])
 
 
-def main(folder: Path) -> None:
+def main(folder: str) -> None:
     both.common.in_float64()
     os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
     hvd.init()
-    by_xla = compiled_by_xla()  # first: without HOROVOD_ENABLE_XLA_OPS it fails
+    if folder == "xla":
+        print("worst", compiled_by_xla(), flush=True)
+        return
     batch_norm = sync_batch_norm()
     differs = {"batch norm": batch_norm.pop("alone")}
     nones = {
@@ -318,14 +320,14 @@ def main(folder: Path) -> None:
         "tape, groups": none_on_some(True, True, groups=2), "in a set": in_a_set(),
     }  # fmt: skip
     exact = {
-        "XLA": by_xla, "fits": optimizers(), "None": nones, "tape": tape(), "local, by a tape": local_layer_of_a_tape(),
+        "fits": optimizers(), "None": nones, "tape": tape(), "local, by a tape": local_layer_of_a_tape(),
         "batch norm": batch_norm, "kept": kept(), "in functions": twice(), "16 bits": in_16_bits(),
         "clipped": {"sum": clipped(hvd_tf.Sum, True), "average": clipped(hvd_tf.Average, False)},
         "passes": {"eager": passes(False), "function": passes(True)},
     }  # fmt: skip
-    both.report(folder, exact, gradients, differs=differs, refused=refusals)
+    both.report(Path(folder), exact, gradients, differs=differs, refused=refusals)
     hvd_tf.allreduce(tf.constant(0.0), name="all were told")  # who leaves ends the others' waiting
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(sys.argv[1])
