@@ -35,7 +35,7 @@ ATTRIBUTES = {
     " _flatten_metrics_in_order _initial_epoch _loss_tracker _symbolic_build _use_cached_eval_dataset",
     "compiled loss": "_user_loss _user_loss_weights",
     "optimizer": "_accumulated_gradients _clip_gradients _iterations _learning_rate _trainable_variables",
-    "epoch iterator": "_current_iterator _distributed_dataset _enumerate_iterator _get_iterator _num_batches",
+    "epoch iterator": "_current_iterator _distributed_dataset _enumerate_iterator _get_iterator",
     "callback": "_batches_seen_since_last_saving _is_default _last_batch_seen",
     "batch normalization": "_moments _reduction_axes",
     "HDF5 store": "_get_h5_file",

@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 import pytest
-from harness import PROGRAMS, run_ranks
+from harness import PROGRAMS, Result, run_ranks
 
 EXACT = 1e-10
 NUMBERS = {"tensorflow": 40, "torch": 31}  # that must be exact
@@ -95,3 +95,21 @@ def test_what_would_hang_or_train_wrongly_is_refused(found: list[dict[str, Any]]
 
 def test_tensorflow_need_not_be_there(found: list[dict[str, Any]], backend: str) -> None:
     assert all(one.get("imported", []) == [] for one in found)
+
+
+def by_xla(**asked: str) -> Result:
+    program = PROGRAMS / "keras" / "horovods_tensorflow.py"
+    return run_ranks([program, "xla"], 2, env={"KERAS_BACKEND": "tensorflow", **asked})
+
+
+def test_a_step_that_xla_compiles_is_that_of_one_process() -> None:
+    result = by_xla(HOROVOD_ENABLE_XLA_OPS="1").check()
+    assert all(float(text.split("worst")[1]) < EXACT for text in result.ranks_output.values()), result.text
+
+
+@pytest.mark.thorough
+def test_without_xla_ops_the_operation_that_cannot_be_compiled_is_named() -> None:
+    """The twin. As upstream, XLA's kernels are there when HOROVOD_ENABLE_XLA_OPS asks for them."""
+    result = by_xla()
+    assert result.returncode != 0
+    assert "unsupported operations" in result.err and "HorovodAllreduce" in result.err, result.err

@@ -13,9 +13,8 @@ from keras_cases import by_backend, each
 
 PROGRAM = PROGRAMS / "keras" / "guides.py"
 NAMES = re.findall(r"^@program\(\d+\)\ndef (\w+)", PROGRAM.read_text(encoding="utf-8"), re.MULTILINE)
-ON_TENSORFLOW = {"metric_learning_of_an_unbuilt_model", "simclr", "metrics_of_the_whole_batch", "loop_from_scratch"}
-# Keras on PyTorch computes losses and matrix products in float32, whatever the weights are
-BOUNDS = {"tensorflow": 1e-10, "torch": 5e-6}
+ON_TENSORFLOW = {"metric_learning_of_an_unbuilt_model", "simclr", "loop_from_scratch"}
+EXACT = 1e-10
 
 Outcome = dict[str, np.ndarray]
 Outcomes = Callable[[str], tuple[Outcome, Outcome]]
@@ -46,8 +45,7 @@ def test_two_ranks_equal_plain_keras(backend: str, case: str, outcomes: Outcomes
     plain, ranks = ({key: its[key] for key in its if key.startswith(f"{case}/")} for its in outcomes(backend))
     assert set(plain) == set(ranks) and any("/weights/" in key for key in plain)
     for key, values in plain.items():
-        bound = BOUNDS[backend]
-        np.testing.assert_allclose(ranks[key], values, rtol=bound, atol=bound, equal_nan=False, err_msg=key)
+        np.testing.assert_allclose(ranks[key], values, rtol=EXACT, atol=EXACT, equal_nan=False, err_msg=key)
 
 
 @EACH

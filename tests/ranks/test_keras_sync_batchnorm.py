@@ -12,8 +12,8 @@ PASSED = [
     "plain_files_and_plain_again", "models_that_share_a_layer", "of_a_pytorch_module", "a_ranks_own_batch_is_reported",
     "mixed_precision",
 ]  # fmt: skip
-# Keras on PyTorch computes the layer in float32, and refuses synchronized=True
-ON_TENSORFLOW = {"a_rank_without_samples", "asked_for_by_the_layer", "models_that_share_a_layer", "in_a_branch"}
+# Keras on PyTorch refuses synchronized=True; graphs that share a layer, and branches
+ON_TENSORFLOW = {"asked_for_by_the_layer", "models_that_share_a_layer", "in_a_branch"}
 REFUSED = {
     "statistics_of_its_own": ("ConfigError", "own is a Own", "remove synchronized=True"),
     "an_optimizer_alone": ("ConfigError", "prepare(optimizer, sync_batchnorm=True)", "prepare the compiled model"),

@@ -267,10 +267,6 @@ class KerasLoader(Dealt, keras.utils.PyDataset, DataAdapter):
         counted = self.epoch + 1 if self._begun else self.first_epoch
         return counted if self.next_epoch is None else self.next_epoch
 
-    def coming_batches(self) -> int:
-        """Returns the number of remaining batches in the epoch that is read next."""
-        return self.plan.steps(self.done(self._coming()) // self.unit)
-
     def on_epoch_begin(self) -> None:
         """Turns to the next epoch's order (Keras calls it before it reads the epoch)."""
         epoch = self._coming()

@@ -178,7 +178,7 @@ class WalkedLoader(KerasLoader):
 
 @contextmanager
 def open_ended() -> Iterator[None]:
-    """Makes each epoch as long as its data while open, and ends it with its last step.
+    """Ends each epoch with the last step of its data while open.
 
     Keras takes all epochs of a `fit` to be as long, but the first may be the rest of one. And it makes an iterator
     after an epoch that nothing reads (3.15). Of walked data it would begin one more step, warn, and take the epoch's
@@ -188,8 +188,6 @@ def open_ended() -> Iterator[None]:
 
     def enumerated(every: Callable[[Any], Iterator[Any]], iterator: Any) -> Iterator[Any]:
         data = iterator.data_adapter
-        if isinstance(data, KerasLoader) and data.num_batches is not None:
-            iterator._num_batches = data.coming_batches()
         for first, last, batches in every(iterator):
             yield first, last, batches
             if isinstance(data, KerasLoader) and data.complete(last + 1):

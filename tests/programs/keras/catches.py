@@ -11,7 +11,7 @@ from typing import Any
 
 import keras
 import numpy as np
-from common import L, cnn, dense, images, loss, numpy_of
+from common import L, cnn, images, loss, numpy_of
 from jobs import RANK, SIZE, O, case, cases, compiled, data, fit, fitted, hvk, run_cases, state, world
 
 import hvdtrain
@@ -85,7 +85,7 @@ def cloned_optimizer() -> str:
 @case
 def unequal_model() -> str:
     keras.utils.set_random_seed(0)
-    model = keras.Sequential([L.Input((6, 6, 1)), L.Flatten(), dense(4 + RANK), dense(4)])
+    model = keras.Sequential([L.Input((6, 6, 1)), L.Flatten(), L.Dense(4 + RANK), L.Dense(4)])
     model.compile(O.SGD(0.1), loss())
     fitted(hvk.prepare(model), data())
     return "trained"
@@ -176,7 +176,7 @@ def restored_after_training() -> str:
     """
     keras.utils.set_random_seed(1)
     model = keras.Sequential(
-        [L.Input((6, 6, 1)), L.Flatten(), dense(8), L.BatchNormalization(), L.Dropout(0.5, seed=1), dense(4)]
+        [L.Input((6, 6, 1)), L.Flatten(), L.Dense(8), L.BatchNormalization(), L.Dropout(0.5, seed=1), L.Dense(4)]
     )
     optimizer = O.Adam(1e-2, clipnorm=1.0, use_ema=True, gradient_accumulation_steps=3)
     model.compile(optimizer, loss(), metrics=["accuracy"], run_eagerly=True)

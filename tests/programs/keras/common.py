@@ -10,6 +10,7 @@ from typing import Any
 
 import keras
 import numpy as np
+from keras.src.backend.common import dtypes
 
 # each clear_session() looks for garbage in all there is: without what the imports made, a quarter of the time is saved
 gc.freeze()
@@ -43,37 +44,27 @@ def tokens(samples: int = 64) -> tuple[np.ndarray, np.ndarray]:
     return rng.integers(0, 20, (samples, 5)), rng.integers(0, 4, samples)
 
 
-def dense(units: int, **arguments: Any) -> keras.layers.Layer:
-    """A dense layer that computes in float64 when asked to: Keras on torch rounds ``matmul`` to float32,
-    not ``einsum``.
+def in_float64(*, stock: bool = False) -> None:
+    """Has Keras compute in float64.
+
+    Args:
+        stock: on PyTorch it casts many results to float32, whatever it is given. Otherwise it is kept from that.
     """
-    if BACKEND == "torch" and keras.config.floatx() == "float64":
-        return L.EinsumDense("bi,ij->bj", output_shape=units, bias_axes="j", **arguments)
-    return L.Dense(units, **arguments)
+    keras.config.set_floatx("float64")
+    if BACKEND == "torch":
+        dtypes.BIT64_TO_BIT32_DTYPE["float64"] = "float32" if stock else "float64"
 
 
 def cnn(with_input: bool = True) -> keras.Model:
-    layers = [L.Conv2D(3, 3, activation="tanh"), L.Flatten(), dense(4)]
+    layers = [L.Conv2D(3, 3, activation="tanh"), L.Flatten(), L.Dense(4)]
     return keras.Sequential([L.Input((6, 6, 1)), *layers] if with_input else layers)
 
 
 def text() -> keras.Model:
-    return keras.Sequential([L.Input((5,), dtype="int32"), L.Embedding(20, 6), L.GlobalAveragePooling1D(), dense(4)])
-
-
-class CrossEntropy64(keras.losses.Loss):
-    """Cross-entropy that stays in the model's precision: Keras on torch rounds every mean loss to float32."""
-
-    def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-        values = keras.ops.sparse_categorical_crossentropy(y_true, y_pred, from_logits=True)
-        if sample_weight is not None:
-            values = values * keras.ops.cast(sample_weight, values.dtype)
-        return keras.ops.sum(values) / values.shape[0]
+    return keras.Sequential([L.Input((5,), dtype="int32"), L.Embedding(20, 6), L.GlobalAveragePooling1D(), L.Dense(4)])
 
 
 def loss() -> keras.losses.Loss:
-    if BACKEND == "torch" and keras.config.floatx() == "float64":
-        return CrossEntropy64()
     return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 

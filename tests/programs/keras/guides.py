@@ -16,7 +16,7 @@ from typing import Any
 
 import keras
 import numpy as np
-from common import BACKEND, L, block, weights_of
+from common import BACKEND, L, block, in_float64, weights_of
 from keras import ops
 
 RANKED = int(os.environ.get("HOROVOD_SIZE", "1")) > 1
@@ -32,7 +32,7 @@ if BACKEND == "tensorflow":
 else:
     import torch
 
-keras.config.set_floatx("float64")
+in_float64()
 RANKS = 2
 BATCH = 12
 K, O = keras.callbacks, keras.optimizers  # noqa: E741
@@ -345,59 +345,7 @@ class CategoricalTruePositives(keras.metrics.Metric):
         self.true_positives.assign(0)
 
 
-# -------------------------------------------------------------------- pairs and triplets
-
-
-class SiameseModel(keras.Model):
-    """Of the example: the data has an anchor, a positive and a negative, and no y."""
-
-    def __init__(self, siamese_network: Any, margin: float = 0.5) -> None:
-        super().__init__()
-        self.siamese_network = siamese_network
-        self.margin = margin
-        self.loss_tracker = keras.metrics.Mean(name="loss")
-
-    def call(self, inputs: Any) -> Any:
-        return self.siamese_network(inputs)
-
-    def train_step(self, data: Any) -> Any:
-        (loss,) = descend(
-            self, self.optimizer, self.siamese_network.trainable_weights, lambda: (self._compute_loss(data),)
-        )
-        self.loss_tracker.update_state(loss)
-        return {"loss": self.loss_tracker.result()}
-
-    def test_step(self, data: Any) -> Any:
-        self.loss_tracker.update_state(self._compute_loss(data))
-        return {"loss": self.loss_tracker.result()}
-
-    def _compute_loss(self, data: Any) -> Any:
-        ap_distance, an_distance = self.siamese_network(data)
-        return ops.mean(ops.maximum(ap_distance - an_distance + self.margin, 0.0))
-
-    @property
-    def metrics(self) -> Any:
-        return [self.loss_tracker]
-
-
-class DistanceLayer(L.Layer):
-    def call(self, anchor: Any, positive: Any, negative: Any) -> Any:
-        return ops.sum(ops.square(anchor - positive), -1), ops.sum(ops.square(anchor - negative), -1)
-
-
-@program(25)
-def siamese_triplets(n: int) -> Any:
-    given = keras.Input((5,))
-    embedding = keras.Model(given, L.Dense(4)(L.Dense(6, activation="relu")(given)))
-    inputs = [keras.Input((5,), name=name) for name in ("anchor", "positive", "negative")]
-    network = keras.Model(inputs, DistanceLayer()(*(embedding(each) for each in inputs)))
-    model = SiameseModel(network)
-    if BACKEND == "torch":
-        model.built = True
-    # on PyTorch plain Keras would build these metrics by a call of the first part alone
-    model.compile(optimizer=O.Adam(0.01), **({} if BACKEND == "torch" else {"weighted_metrics": []}))
-    data = cut((X, np.roll(X, 3, 0), np.roll(X, 7, 0)), n)
-    return all_of(model, fit(model, data), data)
+# -------------------------------------------------------------------- pairs
 
 
 class Pairs:

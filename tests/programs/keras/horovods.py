@@ -24,30 +24,22 @@ if common.BACKEND == "torch":
 import horovod.keras as hvd
 
 O = keras.optimizers  # noqa: E741
+Mse = keras.losses.MeanSquaredError
 L = keras.layers
-SAMPLES, BATCH = 48, 12
+SAMPLES, BATCH = 24, 12
 RNG = np.random.default_rng(0)
 X, WORDS, Y = RNG.normal(size=(SAMPLES, 5)), RNG.integers(0, 50, (SAMPLES, 4)), RNG.normal(size=(SAMPLES, 2))
-
-
-@keras.saving.register_keras_serializable("horovods")
-class Mse(keras.losses.Loss):
-    """That of Keras rounds to float32 on PyTorch."""
-
-    def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-        return keras.ops.sum(keras.ops.square(keras.ops.subtract(y_pred, y_true))) / keras.ops.cast(
-            keras.ops.shape(y_pred)[0], y_pred.dtype
-        )
+PLAIN: dict[str, Any] = {}  # losses and weights of plain Keras, by model and optimizer
 
 
 def dense(kind: type = keras.Sequential) -> Any:
     keras.utils.set_random_seed(1)
-    return kind([keras.Input((5,)), common.dense(8, activation="tanh"), common.dense(2)])
+    return kind([keras.Input((5,)), L.Dense(8, activation="tanh"), L.Dense(2)])
 
 
 def words() -> Any:
     keras.utils.set_random_seed(1)
-    return keras.Sequential([keras.Input((4,)), L.Embedding(50, 3), L.Flatten(), common.dense(2)])
+    return keras.Sequential([keras.Input((4,)), L.Embedding(50, 3), L.Flatten(), L.Dense(2)])
 
 
 def compiled(model: Any, optimizer: Any, traced: bool = False) -> Any:
@@ -95,11 +87,14 @@ def fitted(model: Any, x: Any, y: Any, batch: int, callbacks: Any = (), epochs: 
 
 def gap(ours: Any, plain: Any, make: Callable[[], Any] = dense, x: np.ndarray = X, *, traced: bool = False) -> float:
     """Of the weights of ranks and of one process; on TensorFlow of the losses as well."""
-    model, other = compiled(make(), ours, traced), compiled(make(), plain)
+    model, name = compiled(make(), ours, traced), str((make, plain.get_config()))
     metrics = [hvd.callbacks.MetricAverageCallback()] if common.BACKEND == "tensorflow" else []
     losses = fitted(model, mine(x), mine(Y), BATCH // hvd.size(), metrics)["loss"]
-    wanted = fitted(other, x, Y, BATCH)["loss"]
-    return apart([*model.get_weights(), *([losses] * len(metrics))], [*other.get_weights(), *([wanted] * len(metrics))])
+    if name not in PLAIN:
+        other = compiled(make(), plain)
+        PLAIN[name] = fitted(other, x, Y, BATCH)["loss"], other.get_weights()
+    wanted, weights = PLAIN[name]
+    return apart([*model.get_weights(), *([losses] * len(metrics))], [*weights, *([wanted] * len(metrics))])
 
 
 def loaded(folder: Path) -> dict[str, Any]:
@@ -155,28 +150,22 @@ def omitted() -> float:
 
 
 def copies() -> dict[str, float]:
-    """A step, a copy, a step of the copy: as one process takes them."""
-
-    def configured(one: Any) -> Any:
-        other = dense()
-        other.compile_from_config(one.get_compile_config())
-        return other
-
-    ways: dict[str, Callable[[Any], Any]] = {
-        "deepcopy": copy.deepcopy, "compile_from_config": configured,
-        "pickle, optimizer": lambda one: compiled(dense(), pickle.loads(pickle.dumps(one.optimizer))),
+    """A step, a copy, a step of the copy: as one process takes them. All but a deep copy have the first weights."""
+    ours = compiled(dense(), hvd.DistributedOptimizer(O.SGD(0.05), op=hvd.Sum))
+    plain = compiled(dense(), O.SGD(0.05 * hvd.size()))
+    ours.train_on_batch(mine(X), mine(Y))
+    configured, wanted = dense(), []
+    configured.compile_from_config(ours.get_compile_config())
+    found = {
+        "compile_from_config": configured, "deepcopy": copy.deepcopy(ours),
+        "pickle, optimizer": compiled(dense(), pickle.loads(pickle.dumps(ours.optimizer))),
     }  # fmt: skip
-    found = {}
-    for name, way in ways.items():
-        ours = compiled(dense(), hvd.DistributedOptimizer(O.SGD(0.05), op=hvd.Sum))
-        plain = compiled(dense(), O.SGD(0.05 * hvd.size()))
-        ours.train_on_batch(mine(X), mine(Y))
+    for model in found.values():
+        model.train_on_batch(mine(X), mine(Y))
+    for _ in range(2):
         plain.train_on_batch(X, Y)
-        ours, plain = way(ours), way(plain)
-        ours.train_on_batch(mine(X), mine(Y))
-        plain.train_on_batch(X, Y)
-        found[name] = apart(ours.get_weights(), plain.get_weights())
-    return found
+        wanted.append(plain.get_weights())
+    return {name: apart(model.get_weights(), wanted[name == "deepcopy"]) for name, model in found.items()}
 
 
 def kept() -> dict[str, float]:
@@ -208,7 +197,7 @@ def callbacks() -> dict[str, Any]:
     model.set_weights([w + hvd.rank() for w in model.get_weights()])
     compiled(model, hvd.DistributedOptimizer(O.SGD(0.2, momentum=0.9)))
     schedule = hvd.callbacks.LearningRateScheduleCallback(initial_lr=0.2, multiplier=0.1, start_epoch=3)
-    warm = hvd.callbacks.LearningRateWarmupCallback(initial_lr=0.2, warmup_epochs=3, steps_per_epoch=4)
+    warm = hvd.callbacks.LearningRateWarmupCallback(initial_lr=0.2, warmup_epochs=3, steps_per_epoch=SAMPLES // BATCH)
     alone: list[float] = []
     note = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: alone.append(logs["loss"]))
     metrics = hvd.callbacks.MetricAverageCallback()

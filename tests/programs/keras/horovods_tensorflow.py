@@ -1,7 +1,7 @@
 """Horovod's own Keras wrapper, as the recipe's wheel has it, on Keras 3's TensorFlow backend against plain Keras of one
 process, in float64.
 
-usage: horovods_tensorflow.py FOLDER
+usage: horovods_tensorflow.py FOLDER, or xla: prints how far a step that XLA compiles is from that of plain Keras
 """
 
 from __future__ import annotations
@@ -17,7 +17,25 @@ import horovods as both
 import keras
 import numpy as np
 import tensorflow as tf
-from horovods import RNG, SAMPLES, WORDS, L, Mse, O, X, Y, apart, dense, gap, hvd, mine, refused, tensor, variables
+from horovods import (
+    RNG,
+    SAMPLES,
+    WORDS,
+    L,
+    Mse,
+    O,
+    X,
+    Y,
+    apart,
+    compiled,
+    dense,
+    gap,
+    hvd,
+    mine,
+    refused,
+    tensor,
+    variables,
+)
 
 
 def groups(model: Any) -> Any:
@@ -44,6 +62,11 @@ def gradients(model: Any, x: np.ndarray, y: np.ndarray, wrap: Any = None) -> lis
         loss = Mse()(y, model(x))
     found = (wrap(tape) if wrap else tape).gradient(loss, model.trainable_variables)
     return [gradient.numpy() for gradient in found]
+
+
+def function(step: Any) -> Any:
+    """Without autograph: to convert Horovod's sources takes longer than all steps. `twice` has it, as users do."""
+    return tf.function(step, autograph=False)
 
 
 def tape() -> float:
@@ -75,6 +98,24 @@ def sync_batch_norm() -> dict[str, float]:
         gaps[name] = apart([*total, *weights], [*wanted, *plain_weights])
     _, alone = found(L.BatchNormalization(), X, own, {})
     return gaps | {"alone": apart(alone[2:], found(L.BatchNormalization(), X, rows >= 0, {})[1][2:])}
+
+
+def compiled_by_xla() -> float:
+    """Horovod's all-reduce of gradients and of a loss, in functions that XLA compiles."""
+    model = dense()
+
+    @tf.function(jit_compile=True)
+    def step(x: Any, y: Any) -> Any:
+        with hvd_tf.DistributedGradientTape(tf.GradientTape()) as tape:
+            loss = Mse()(y, model(x))
+        for weight, gradient in zip(model.weights, tape.gradient(loss, model.trainable_variables), strict=True):
+            weight.assign_sub(0.1 * gradient)
+        return hvd_tf.allreduce(loss, op=hvd_tf.Average, name="loss")
+
+    found = [step(tf.constant(mine(X)), tf.constant(mine(Y))).numpy() for _ in range(2)]
+    plain = compiled(dense(), O.SGD(0.1))
+    wanted = [plain.train_on_batch(X, Y) for _ in range(2)]
+    return apart([*found, *model.get_weights()], [*wanted, *plain.get_weights()])
 
 
 def local_layer_of_a_tape() -> dict[str, float]:
@@ -118,7 +159,7 @@ def mean_of_all(model: Any, step: int, ranks: int, as_dense: bool) -> list[Any]:
 
 def none_on_some(traced: bool, by_tape: bool, sparse_as_dense: bool = False, **settings: Any) -> float:
     def plain() -> Any:
-        return O.AdamW(0.1, weight_decay=0.3)
+        return O.SGD(0.1, momentum=0.5, weight_decay=0.3)
 
     ours, wanted, reference = variables(*FIVE), variables(*FIVE), plain()
     settings["sparse_as_dense"] = sparse_as_dense
@@ -131,7 +172,7 @@ def none_on_some(traced: bool, by_tape: bool, sparse_as_dense: bool = False, **s
         optimizer.apply(head_gradients(ours, hvd_keras.rank(), step, tape), ours)
 
     optimizer.build(ours)
-    call = tf.function(one) if traced else one
+    call = function(one) if traced else one
     for step in (0, 1, 0, 1):
         reference.apply(mean_of_all(wanted, step, hvd_keras.size(), sparse_as_dense), wanted)
         call(step)  # a function is traced anew for another step, on all ranks
@@ -166,7 +207,7 @@ def passes(traced: bool) -> float:
         gradient = tf.constant([1.0 + hvd_keras.rank()], tf.float64)
         optimizer.apply([gradient if n == which else None for n in range(3)], ours)
 
-    call = tf.function(one) if traced else one
+    call = function(one) if traced else one
     for which in (0, 1, 0, 1):
         call(which)
     total = -2 * sum(range(1, hvd_keras.size() + 1)) / hvd_keras.size()
@@ -188,7 +229,7 @@ def clipped(op: Any, traced: bool) -> float:
         pairs = optimizer.compute_gradients(loss, [ours], tape=tape)
         optimizer.apply_gradients([(tf.clip_by_value(gradient, -100, 100), variable) for gradient, variable in pairs])
 
-    call = tf.function(one) if traced else one
+    call = function(one) if traced else one
     for _ in range(2):
         call()
     total = sum(range(1, hvd_keras.size() + 1))
@@ -264,10 +305,13 @@ def in_a_set() -> float:
     return apart(ours, [[-1.5], [-1.0]])
 
 
-def main(folder: Path) -> None:
-    keras.config.set_floatx("float64")
+def main(folder: str) -> None:
+    both.common.in_float64()
     os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
     hvd.init()
+    if folder == "xla":
+        print("worst", compiled_by_xla(), flush=True)
+        return
     batch_norm = sync_batch_norm()
     differs = {"batch norm": batch_norm.pop("alone")}
     nones = {
@@ -281,9 +325,9 @@ def main(folder: Path) -> None:
         "clipped": {"sum": clipped(hvd_tf.Sum, True), "average": clipped(hvd_tf.Average, False)},
         "passes": {"eager": passes(False), "function": passes(True)},
     }  # fmt: skip
-    both.report(folder, exact, gradients, differs=differs, refused=refusals)
+    both.report(Path(folder), exact, gradients, differs=differs, refused=refusals)
     hvd_tf.allreduce(tf.constant(0.0), name="all were told")  # who leaves ends the others' waiting
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(sys.argv[1])

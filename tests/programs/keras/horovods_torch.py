@@ -179,7 +179,7 @@ def refusals() -> dict[str, str]:
 
 
 def main(folder: Path) -> None:
-    keras.config.set_floatx("float64")
+    both.common.in_float64()
     os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
     hvd.init()
     nones = {"each": none_on_some(), "groups": none_on_some(groups=2), "of variables": none_on_some(groups=None)}

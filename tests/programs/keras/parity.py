@@ -17,7 +17,7 @@ from unittest import mock
 
 import keras
 import numpy as np
-from common import BACKEND, L, block, dense, numpy_of, text, tokens, weights_of
+from common import BACKEND, L, block, in_float64, numpy_of, text, tokens, weights_of
 from common import loss as crossentropy
 from keras import ops
 
@@ -52,22 +52,15 @@ SHAPES = (PICTURES > 0.4).astype("float64")
 
 
 def net() -> keras.Model:
-    return keras.Sequential([L.Input((5,)), dense(4, activation="tanh"), dense(3)])
+    return keras.Sequential([L.Input((5,)), L.Dense(4, activation="tanh"), L.Dense(3)])
 
 
 def tagger(masked: bool = False) -> keras.Model:
-    return keras.Sequential([L.Input((STEPS,), dtype="int32"), L.Embedding(9, 4, mask_zero=masked), wide(3)])
-
-
-def wide(units: int) -> keras.layers.Layer:
-    """A dense layer over steps, which keeps masks; in float64 on torch too."""
-    layer = L.EinsumDense("bti,ij->btj", output_shape=(None, units), bias_axes="j")
-    layer.supports_masking = True
-    return layer
+    return keras.Sequential([L.Input((STEPS,), dtype="int32"), L.Embedding(9, 4, mask_zero=masked), L.Dense(3)])
 
 
 def recurrent() -> keras.Model:
-    return keras.Sequential([L.Input((STEPS, 1)), L.Masking(0.0), L.LSTM(3, return_sequences=True), wide(3)])
+    return keras.Sequential([L.Input((STEPS, 1)), L.Masking(0.0), L.LSTM(3, return_sequences=True), L.Dense(3)])
 
 
 def segmenter() -> keras.Model:
@@ -77,7 +70,7 @@ def segmenter() -> keras.Model:
 def two_outputs() -> keras.Model:
     tokens = L.Input((STEPS,), dtype="int32")
     inner = L.Embedding(9, 4)(tokens)
-    return keras.Model(tokens, {"tags": wide(3)(inner), "label": dense(3)(L.GlobalAveragePooling1D()(inner))})
+    return keras.Model(tokens, {"tags": L.Dense(3)(inner), "label": L.Dense(3)(L.GlobalAveragePooling1D()(inner))})
 
 
 class Balance(keras.layers.Layer):
@@ -95,7 +88,7 @@ class OwnBatchNorm(keras.layers.Layer):
 
 
 def with_layer(layer: keras.layers.Layer) -> keras.Model:
-    return keras.Sequential([L.Input((5,)), dense(4), layer, dense(3)])
+    return keras.Sequential([L.Input((5,)), L.Dense(4), layer, L.Dense(3)])
 
 
 def contrast(y: Any, p: Any) -> Any:
@@ -122,7 +115,7 @@ class Rmse(keras.metrics.RootMeanSquaredError):
 
 
 def deferred() -> keras.Model:
-    return keras.Sequential([dense(4, activation="tanh"), dense(3)])
+    return keras.Sequential([L.Dense(4, activation="tanh"), L.Dense(3)])
 
 
 def several() -> Any:
@@ -194,6 +187,7 @@ CASES: dict[str, dict[str, Any]] = {
     "soft_f1_by_class": {**OF_ALL, "loss": lambda: soft_f1_by_class},
     # optimizers and precisions
     "sgd": {**PLAIN, "opt": lambda: O.SGD(0.1), "traced": True},
+    "stock": {**PLAIN, "opt": lambda: O.SGD(0.1), "stock": True},
     "accumulate_clip": {
         **PLAIN, "opt": lambda: O.SGD(0.5, clipnorm=0.05, gradient_accumulation_steps=4), "traced": True,
     },
@@ -229,6 +223,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def train(case: dict[str, Any]) -> tuple[keras.Model, Any]:
+    in_float64(stock=case.get("stock", False))
     keras.config.set_dtype_policy("mixed_float16" if case.get("micro") else "float64")
     keras.config.set_floatx("float32" if case.get("micro") else "float64")
     # replicas start apart: only the broadcast makes them equal
