@@ -134,6 +134,7 @@ def frameworks_of(asked: Asked) -> list[str]:
         names &= {backend}
     if {"torch", "tensorflow"} <= names:
         return []
+    names |= {"lightning"} & set(re.findall(r"^(?:import|from) (\w+)", text, re.MULTILINE))
     # keras.utils.set_random_seed seeds TensorFlow as well, for which it imports it
     return [*sorted(names), *keras, *["tensorflow"] * bool(keras and backend == "torch")]
 
