@@ -30,7 +30,7 @@ ROWS = {  # row: what was tried, and how it ends: near is 1e-3, of rounded numbe
     "L10b": ("limit_train_batches that cuts an accumulated update", "refused"),
     "L11": ("sync_batchnorm=True", "exact"),
     "L12": ("loaders made again for each epoch", "exact"),
-    "L13": ("a GAN with manual optimization, clipping and toggled optimizers", "exact"),
+    "L13": ("a GAN with manual optimization, clipping, toggled optimizers and their schedulers", "exact"),
     "L14": ("manual optimization of a loss on gathered outputs", "exact"),
     "L14b": ("manual optimization of a loss on hvt.whole", "refused"),
     "L15a": ("LightningModule.backward overridden", "refused"),
@@ -54,6 +54,7 @@ ROWS = {  # row: what was tried, and how it ends: near is 1e-3, of rounded numbe
     "L19c": ("max_steps within an epoch", "exact"),
     "L19d": ("val_check_interval within an epoch", "exact"),
     "L20": ("a LightningDataModule", "exact"),
+    "L21a": ("limit_train_batches=0.5 with gradient_clip_val", "exact"),
 }
 
 
@@ -89,16 +90,3 @@ def test_an_error_on_one_rank_ends_all_ranks() -> None:
     done = run_ranks([PROGRAM.with_name("breaks.py")], 2, timeout_s=120)
     assert done.returncode != 0 and "ValueError: this rank breaks" in done.text, done.text
     assert "averaging proven: 2 ranks" in done.out, "the ranks have joined before"
-
-
-@pytest.mark.slow
-def test_what_lightning_tested_of_its_own_horovod_strategy(limit: Limit) -> None:
-    done = run_ranks([PROGRAM.with_name("horovod_strategy_tests.py")], 2, timeout_s=120).check()
-    assert "passed case_a_logged_sum_is_of_all_ranks" in done.out
-    rows = {
-        "L21a": ("limit_train_batches=0.4 with gradient_clip_val", "exact"),
-        "L21b": ("the same, clipped by value", "exact"),
-        "L21c": ("accumulate_grad_batches, and an epoch that ends within an update", "exact"),
-        "L21d": ("two optimizers, each with a scheduler", "exact"),
-    }
-    note_all(limit, rows, done.ranks_output[0].splitlines(), near=0)
