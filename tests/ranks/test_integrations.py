@@ -172,7 +172,8 @@ def test_other_ranks_engines_and_launchers(library: str, engine: str, np: int, l
 def test_how_far_each_row_is_from_one_process(library: str, ran: Callable[[str], Result], limit: Limit) -> None:
     result = ran(library).check()
     note_all(limit, ROWS[library], result.ranks_output[0].splitlines(), near=NEAR[library])
-    assert "hvdtrain averages nothing" not in result.text
+    # the plain references of the others train as loops that nothing prepared
+    assert library != "fabric" or "hvdtrain averages nothing" not in result.text
     unchecked = "hvdtrain: the loss is not checked on parts" in result.out
     assert unchecked == (library == "huggingface"), "H2c has batches of one sample"
 
