@@ -30,20 +30,6 @@ def test_mpi_and_horovod_in_one_process_end_cleanly(launcher: str, mode: str) ->
     assert result.out.count("done") == 2 and "MPI" not in result.err, result.text
 
 
-AGAIN = "for _ in range(2):\n    with hvdtrain.init('torch', device='cpu') as world:\n        print('in', world.size)"
-
-
-def test_a_second_start_of_mpi_is_refused() -> None:
-    refused = run_ranks(["-c", f"import hvdtrain\n{AGAIN}"], 2, launcher="mpirun")
-    assert refused.returncode != 0 and "MPI cannot start twice in a process" in refused.text, refused.text
-
-
-@pytest.mark.thorough
-def test_a_second_start_of_mpi_that_the_program_holds() -> None:
-    held = run_ranks(["-c", f"import mpi4py.MPI, hvdtrain\n{AGAIN}"], 2, launcher="mpirun").check()
-    assert held.ranks_output == {0: "in 2\nin 2", 1: "in 2\nin 2"}
-
-
 def test_without_mpi_it_is_refused_with_what_to_type() -> None:
     code = "import torch, hvdtrain\nfrom hvdtrain.world import startup\n"
     code += "startup.run_program('p', lambda _: hvdtrain.init('torch', device='cpu').mpi)"

@@ -43,7 +43,7 @@ def flat(values: object) -> list[float]:
 
 @needs_torch
 def test_torch_ranks_that_resume_equal_one_process(tmp_path):
-    plain = ends_well(run_ranks([TORCH, "plain"], 1, launcher="none"))
+    plain = ends_well(run_ranks([TORCH, "plain"], 1))
     first, resumed = (launch(TORCH, "ranks", str(tmp_path / "run"), epochs) for epochs in ("1", "2"))
     assert ("restored False" in first.text, "restored True" in resumed.text) == (True, True)
     assert difference(plain, resumed) < 1e-10
@@ -59,12 +59,12 @@ def test_a_hang_is_named():
 
 @needs_torch
 def test_a_model_is_split():
-    done = ends_well(run_ranks([SMOKE / "split.py"], 1, launcher="none"))
+    done = ends_well(run_ranks([SMOKE / "split.py"], 1))
     _, stages, _, moved, _, difference = done.ranks_output[0].split()
     assert (int(stages), float(difference) < 1e-10, float(moved) > 1e-3) == (2, True, True), done.text
 
 
 @needs_keras
 def test_keras_ranks_equal_one_process():
-    plain = ends_well(run_ranks([KERAS, "plain"], 1, launcher="none", timeout_s=150))
+    plain = ends_well(run_ranks([KERAS, "plain"], 1, timeout_s=150))
     assert difference(plain, launch(KERAS, "ranks")) < 1e-10

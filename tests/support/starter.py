@@ -148,6 +148,9 @@ def _text(arguments: Sequence[str], cwd: Path) -> str:
         return _text(rest[1:], cwd)
     if first == "-c":
         return rest[0]
+    if [first, *rest[:2]] == ["-m", "hvdtrain", "guard"]:  # of the scripts that it runs, which may have arguments
+        scripts = [script for script in (line.partition(" ")[0] for line in rest) if script.endswith(".py")]
+        return "\n".join(_text([script], cwd) for script in scripts)
     file = cwd / (f"{rest[0].replace('.', '/')}.py" if first == "-m" else first)
     if not file.is_file():
         return ""

@@ -37,4 +37,11 @@ if mode != "never-left":
         assert "World.mpi needs a world" in str(error)
     else:
         assert mode == "mpi-first", "Horovod ended the MPI that it had started"
+    try:
+        with hvdtrain.init("torch", device="cpu") as again:
+            assert again.size == world.size
+    except hvdtrain.LauncherError as error:
+        assert mode != "mpi-first" and "MPI cannot start twice in a process" in str(error)
+    else:
+        assert mode == "mpi-first", "the program holds MPI"
 print(f"rank {world.rank} done")

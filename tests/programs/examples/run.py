@@ -16,6 +16,7 @@ from typing import Any
 import hvdtrain
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
+EPOCHS = re.compile(r"^(EPOCHS, .* = )\d+", re.MULTILINE)  # two are enough: each ends unevenly
 ADDED = re.compile(r"^(?P<indent>\s*).*  # \+(?P<note>( .*)?)$")
 
 
@@ -60,7 +61,7 @@ def main(framework: Any, folder: str, form: str, *names: str) -> None:
     hvdtrain.init = lambda *args, **kwargs: world  # type: ignore[assignment]
     rank = 0 if world is None else world.rank
     for name in names:
-        source = (EXAMPLES / f"{name}.py").read_text(encoding="utf-8")
+        source = EPOCHS.sub(r"\g<1>2", (EXAMPLES / f"{name}.py").read_text(encoding="utf-8"))
         code = compile(plain(source) if world is None else source, f"{name} ({form})", "exec")
         run = run_torch if framework == "torch" else run_keras
         run({"__name__": "__main__"}, Path(folder) / f"{name}.{rank}", code)

