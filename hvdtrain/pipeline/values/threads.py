@@ -98,7 +98,7 @@ class Crew:
         self._name, self._process = name, os.getpid()
         self._executors: list[ThreadPoolExecutor] = []
         # after an interrupted `Thread.start` nobody knows whether there will be a thread: each says that it is there
-        self._threads: dict[_At, threading.Thread] = {}
+        self._threads: list[tuple[_At, threading.Thread]] = []
 
     @property
     def is_here(self) -> bool:
@@ -115,7 +115,7 @@ class Crew:
         try:
             for index, work in enumerate(works):
                 if index == len(self._executors):
-                    # its thread keeps the dictionary, not the crew
+                    # its thread keeps the list, not the crew
                     self._executors.append(ThreadPoolExecutor(1, f"{self._name} {index}", _enter, (self._threads,)))
                 futures.append(self._executors[index].submit(work))
             wait(futures)
@@ -130,20 +130,20 @@ class Crew:
             return
         for executor in executors:
             executor.shutdown(wait=False, cancel_futures=True)
-        for at, thread in self._threads.items():
+        for at, thread in self._threads:  # one that begins now is added, and comes last
             thread.join()
             _until_gone(at)
-        self._threads = {}
+        self._threads = []
 
 
 _At = tuple[int, str]  # the system's number of a thread, which comes again, and when it started
 _started: set[_At] = set()
 
 
-def _enter(threads: dict[_At, threading.Thread]) -> None:
+def _enter(threads: list[tuple[_At, threading.Thread]]) -> None:
     number = threading.get_native_id()
     at = number, _since(number)
-    threads[at] = threading.current_thread()
+    threads.append((at, threading.current_thread()))
     _started.difference_update([one for one in list(_started) if _since(one[0]) != one[1]])
     _started.add(at)
 
