@@ -16,7 +16,6 @@ import structure
 from sources import modules, nodes, tree_of
 
 FOUND = modules()
-GRAPH = structure.imports(FOUND)
 
 
 def test_the_documented_tree_is_the_one_that_is_there() -> None:
@@ -25,8 +24,9 @@ def test_the_documented_tree_is_the_one_that_is_there() -> None:
 
 
 def test_no_two_modules_or_folders_reach_each_other() -> None:
-    assert structure.circles(GRAPH) == []
-    assert structure.circles(structure.between_folders(GRAPH, FOUND)) == []
+    graph = structure.imports(FOUND)
+    assert structure.circles(graph) == []
+    assert structure.circles(structure.between_folders(graph, FOUND)) == []
 
 
 def test_no_two_public_classes_have_one_name() -> None:
