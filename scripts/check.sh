@@ -4,7 +4,7 @@
 #   scripts/check.sh --lint   without the tests
 HVDTRAIN_SETUP=dev . "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 started=$SECONDS
-mypy -n 2 &
+mypy &
 mypy=$!
 trap 'kill "$mypy" 2>/dev/null || true' EXIT
 ruff check -q hvdtrain tests scripts
