@@ -57,7 +57,7 @@ def fits() -> dict[str, float]:
         "accumulated": gap(ours(O.SGD(0.1, **twice)), O.SGD(0.1, **twice)),
         "sum": gap(ours(O.SGD(0.1), op=hvd.Sum), O.SGD(0.1 * hvd.size())),
         "predivided": gap(ours(O.SGD(0.1), gradient_predivide_factor=2.0), O.SGD(0.1)),
-        "groups of variables": gap(groups, O.SGD(0.1)),
+        "groups of variables": gap(groups, O.SGD(0.1), both.biased),
         "words": gap(ours(O.SGD(0.1)), O.SGD(0.1), both.words, WORDS),
         "a step of its own": gap(ours(O.Adam(0.05)), O.Adam(0.05), lambda: dense(Own)),
         "by batches": by_batches(),
