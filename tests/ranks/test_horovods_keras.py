@@ -7,10 +7,10 @@ import re
 from typing import Any
 
 import pytest
-from harness import PROGRAMS, Result, run_ranks
+from harness import PROGRAMS, run_ranks
 
 EXACT = 1e-10
-NUMBERS = {"tensorflow": 40, "torch": 31}  # that must be exact
+NUMBERS = {"tensorflow": 41, "torch": 31}  # that must be exact
 REFUSED = {
     "tensorflow": {
         "a scale around it": r"ValueError.*Wrap that one: hvd.DistributedOptimizer\(keras.optimizers.LossScale",
@@ -43,7 +43,9 @@ def found(backend: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict[s
     program, folder = PROGRAMS / "keras" / f"horovods_{backend}.py", tmp_path_factory.mktemp("horovods")
     # on PyTorch TensorFlow must not have been imported: those ranks start cold
     launcher = "forked" if backend == "tensorflow" else "horovodrun"
-    run_ranks([program, folder], 2, launcher=launcher, env={"KERAS_BACKEND": backend}, timeout_s=400).check()
+    # Horovod's threads would look for work each millisecond, which costs as much as these cases
+    env = {"KERAS_BACKEND": backend, "HOROVOD_ENABLE_XLA_OPS": "1", "HOROVOD_IDLE_CYCLE_TIME": "20"}
+    run_ranks([program, folder], 2, launcher=launcher, env=env, timeout_s=400).check()
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
 
 
@@ -97,19 +99,10 @@ def test_tensorflow_need_not_be_there(found: list[dict[str, Any]], backend: str)
     assert all(one.get("imported", []) == [] for one in found)
 
 
-def by_xla(**asked: str) -> Result:
-    program = PROGRAMS / "keras" / "horovods_tensorflow.py"
-    return run_ranks([program, "xla"], 2, env={"KERAS_BACKEND": "tensorflow", **asked})
-
-
-def test_a_step_that_xla_compiles_is_that_of_one_process() -> None:
-    result = by_xla(HOROVOD_ENABLE_XLA_OPS="1").check()
-    assert all(float(text.split("worst")[1]) < EXACT for text in result.ranks_output.values()), result.text
-
-
 @pytest.mark.thorough
 def test_without_xla_ops_the_operation_that_cannot_be_compiled_is_named() -> None:
-    """The twin. As upstream, XLA's kernels are there when HOROVOD_ENABLE_XLA_OPS asks for them."""
-    result = by_xla()
+    """As upstream, XLA's kernels are there when HOROVOD_ENABLE_XLA_OPS asks for them."""
+    program = PROGRAMS / "keras" / "horovods_tensorflow.py"
+    result = run_ranks([program, "xla"], 2, env={"KERAS_BACKEND": "tensorflow"})
     assert result.returncode != 0
     assert "unsupported operations" in result.err and "HorovodAllreduce" in result.err, result.err

@@ -11,7 +11,6 @@ from harness import PROGRAMS, quick_folder, run_ranks
 from ledger import by_hand, history, judged
 from limits import Limit
 
-PROGRAM = PROGRAMS / "ledger" / "forked.py"
 FEW = {
     "torch": by_hand("torch"),
     "keras-torch": by_hand("keras-torch"),
@@ -24,8 +23,10 @@ def lived(adapter: str, numbers: Sequence[int], twin: str = "") -> tuple[dict[st
     """Lives histories; returns what is wrong with those that are not as if nothing had happened, and the largest gap
     to weights that numpy computes from the same global batches."""
     with quick_folder() as folder:
-        arguments: list[str | Path] = [PROGRAM, folder, adapter + twin, *map(str, numbers)]
-        run_ranks(arguments, 1, launcher="none", timeout_s=60 + 40 * len(numbers), grace_s=60).check()
+        framework, _, backend = adapter.partition("-")
+        program, env = PROGRAMS / "ledger" / f"of_{framework}.py", {"KERAS_BACKEND": backend} if backend else {}
+        arguments: list[str | Path] = [program, folder, adapter + twin, *map(str, numbers)]
+        run_ranks(arguments, 1, env=env, timeout_s=60 + 40 * len(numbers), grace_s=60).check()
         all_of_them = [history(adapter, number) for number in numbers]
         found = {f"{its.number}: {its}": judged(its, folder / str(its.number)) for its in all_of_them}
     return {of: wrong for of, (wrong, _) in found.items() if wrong}, max(gap for _, gap in found.values())

@@ -1,6 +1,7 @@
 """Lives histories of `support/ledger.py` on real ranks: a process a rank, forked, killed by SIGKILL, forked again.
 
-usage: forked.py FOLDER ADAPTER[!] NUMBER ...    writes FOLDER/NUMBER; !: the twin, which counts batches of a rank
+usage: of_torch.py (of_keras.py) FOLDER ADAPTER[!] NUMBER ...    writes FOLDER/NUMBER; !: the twin, which counts batches
+of a rank
 """
 
 from __future__ import annotations
@@ -215,15 +216,8 @@ def load_what_it_loads(adapter: str, train: Train) -> None:
                 importlib.import_module(name)
 
 
-def main() -> None:
+def main(train: Train) -> None:
     folder, adapter, numbers = Path(sys.argv[1]), sys.argv[2].rstrip("!"), [int(text) for text in sys.argv[3:]]
-    if adapter != "torch":
-        os.environ["KERAS_BACKEND"] = adapter.partition("-")[2]
-    train: Train = importlib.import_module("of_torch" if adapter == "torch" else "of_keras").train
     load_what_it_loads(adapter, train)
     for number in numbers:
         lived(history(adapter, number), folder / str(number), train, twin=sys.argv[2].endswith("!"))
-
-
-if __name__ == "__main__":
-    main()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import forked
 import keras
 import numpy as np
+from forked import Job
 from ledger import BASE, EPSILON, MOMENTUM, REFERENCE, SECOND, History, cut, first_weights, order_of, rows_of, uneven
 
 import hvdtrain
@@ -17,9 +19,6 @@ if keras.backend.backend() == "torch":
 else:
     import horovod.tensorflow  # noqa: F401
 import hvdtrain.keras as hvk  # noqa: E402
-
-if TYPE_CHECKING:
-    from forked import Job
 
 
 class Batched(keras.utils.PyDataset):
@@ -183,3 +182,7 @@ def train(job: Job) -> None:
             model.fit(data, epochs=of.epochs, initial_epoch=progress.epoch, verbose=0, callbacks=[*ours, noted])
         if not noted.left:
             job.ends(world, model.get_weights())
+
+
+if __name__ == "__main__":
+    forked.main(train)

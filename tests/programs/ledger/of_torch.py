@@ -7,11 +7,13 @@ import json
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import forked
 import horovod.torch  # noqa: F401  (before the fork)
 import numpy as np
 import torch
+from forked import Job
 from ledger import BASE, EPSILON, MOMENTUM, REFERENCE, SECOND, History, first_weights, order_of, rows_of, uneven
 from PIL import Image
 from shards import read_shards
@@ -22,9 +24,6 @@ import hvdtrain
 import hvdtrain.torch as hvt
 from hvdtrain.datasets.folder import load_folder
 from hvdtrain.torch.data.images import ImageFiles
-
-if TYPE_CHECKING:
-    from forked import Job
 
 
 class Rows(Dataset):
@@ -206,3 +205,7 @@ def fit(job: Job, data: Any, model: Any, optimizer: Any, checkpoints: Any, state
         job.at("ended", count)
     checkpoints.save(state, progress=optimizer.progress)
     return True
+
+
+if __name__ == "__main__":
+    forked.main(train)
