@@ -11,7 +11,6 @@ import pytest
 import torch
 from harness import PROGRAMS, REPOSITORY, run_ranks
 
-PROGRAM = PROGRAMS / "examples" / "run.py"
 EXAMPLES = {
     "torch": [
         "dcgan", "wgan_gp", "sam", "ppo", "moco", "ema", "moe", "seq2seq", "gpt2", "unet", "clip", "simclr",
@@ -37,7 +36,8 @@ def kept(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         kind, ranks = ("plain", 1) if form == "plain" else ("prepared", int(form))
         names = [name for name in names if any(params["example"] == name for params in asked)]
         if names:
-            run_ranks([PROGRAM, framework, folder, kind, *names], ranks, timeout_s=400).check()
+            program = PROGRAMS / "examples" / f"run_{framework}.py"
+            run_ranks([program, folder, kind, *names], ranks, timeout_s=400).check()
     return folders
 
 
