@@ -110,14 +110,12 @@ def test_negative_twin_a_word_that_stays_on_its_rank(tmp_path: Path) -> None:
 )
 def test_keras(backend: str, told: list[str], steps: list[int], tmp_path: Path) -> None:
     """Also after a checkpoint that was lost."""
-    env = {"KERAS_BACKEND": backend, "TF_CPP_MIN_LOG_LEVEL": "3"}
-    ended = launched(tmp_path, KERAS, tmp_path / "run", *told, env=env)
-    assert ended.returncode == CODE and "preempted: saved in" in ended.out, ended.text
-    assert saved(tmp_path / "run")[-len(steps) :] == steps and (LOST in ended.err) is ("lost" in told), ended.text
-    again, whole = (
-        run_ranks([KERAS, tmp_path / name], 2, env={"KERAS_BACKEND": backend}).check() for name in ("run", "whole")
-    )
-    assert trained(again.out) == trained(whole.out)
+    run, whole, env = tmp_path / "run", tmp_path / "whole", {"KERAS_BACKEND": backend}
+    ended = run_ranks([KERAS, run, *told], 2, env=env)
+    assert f"exit with status code {CODE}" in ended.out and "preempted: saved in" in ended.out, ended.text
+    assert saved(run)[-len(steps) :] == steps and (LOST in ended.err) is ("lost" in told), ended.text
+    first, second = (trained(run_ranks([KERAS, folder], 2, env=env).check().out) for folder in (run, whole))
+    assert first == second
 
 
 FORKED = """
