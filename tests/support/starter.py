@@ -26,8 +26,7 @@ _READ_LATE = re.compile(
 )
 _BACKEND = "KERAS_BACKEND"
 _FRAMEWORKS = {"torch", "torchvision", "tensorflow"}  # a rank imports Horovod itself, if it may
-# whose import takes longer than that of PyTorch: all programs of integrations fork from one process
-_INTEGRATED = {"lightning", "torchmetrics", "transformers.trainer"}
+_INTEGRATED = {"lightning", "torchmetrics", "transformers.trainer"}  # all programs of integrations fork from these
 # pyarrow, which transformers imports, would start a thread of its allocator's: then nothing can be forked
 _NO_THREAD = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
 _KEPT = 3  # starters of a test process: each has 200 to 400 MiB of its own
