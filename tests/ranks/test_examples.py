@@ -37,7 +37,8 @@ def kept(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         kind, ranks = ("plain", 1) if form == "plain" else ("prepared", int(form))
         names = [name for name in names if any(params["example"] == name for params in asked)]
         if names:
-            run_ranks([PROGRAM, framework, folder, kind, *names], ranks, timeout_s=400).check()
+            code = f"import runpy, {framework}; runpy.run_path({str(PROGRAM)!r}, run_name='__main__')"  # forked with it
+            run_ranks(["-c", code, framework, folder, kind, *names], ranks, timeout_s=400).check()
     return folders
 
 

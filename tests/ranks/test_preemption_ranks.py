@@ -16,10 +16,10 @@ CODE = 85
 LOST = "the process that wrote it was killed by SIGKILL"
 
 
-def launched(folder: Path, *program: str | Path, env: dict[str, str] | None = None) -> Result:
+def launched(folder: Path, *program: str | Path, flags: tuple[str, ...] = (), **env: str) -> Result:
     """Runs a program on two ranks by `hvdtrain launch`."""
-    flags = ["-m", "hvdtrain", "launch", "-np", "2", "--no-checks", "--log-dir", str(folder / "logs")]
-    return run_ranks([*flags, "--", sys.executable, *program], 1, launcher="none", env=env, timeout_s=120)
+    command = ["-m", "hvdtrain", "launch", "-np", "2", "--no-checks", *flags, "--log-dir", str(folder / "logs")]
+    return run_ranks([*command, "--", sys.executable, *program], 1, launcher="none", env=env, timeout_s=120)
 
 
 def trained(text: str) -> str:
@@ -96,7 +96,7 @@ def test_outside_the_world_no_rank_dies_by_it(place: str, code: int, ends: int, 
 @pytest.mark.thorough
 def test_negative_twin_a_word_that_stays_on_its_rank(tmp_path: Path) -> None:
     """Rank 1 saves alone, which the others are not in: never the exit code of a job that has saved."""
-    ended = launched(tmp_path, TORCH, tmp_path / "run", "update", "1", "alone", env={"HVDTRAIN_IN_STEP_S": "1"})
+    ended = launched(tmp_path, TORCH, tmp_path / "run", "update", "1", "alone", HVDTRAIN_IN_STEP_S="1")
     assert ended.returncode not in (0, CODE) and saved(tmp_path / "run") == [], ended.text
 
 
@@ -110,14 +110,12 @@ def test_negative_twin_a_word_that_stays_on_its_rank(tmp_path: Path) -> None:
 )
 def test_keras(backend: str, told: list[str], steps: list[int], tmp_path: Path) -> None:
     """Also after a checkpoint that was lost."""
-    env = {"KERAS_BACKEND": backend, "TF_CPP_MIN_LOG_LEVEL": "3"}
-    ended = launched(tmp_path, KERAS, tmp_path / "run", *told, env=env)
-    assert ended.returncode == CODE and "preempted: saved in" in ended.out, ended.text
-    assert saved(tmp_path / "run")[-len(steps) :] == steps and (LOST in ended.err) is ("lost" in told), ended.text
-    again, whole = (
-        run_ranks([KERAS, tmp_path / name], 2, env={"KERAS_BACKEND": backend}).check() for name in ("run", "whole")
-    )
-    assert trained(again.out) == trained(whole.out)
+    run, whole, env = tmp_path / "run", tmp_path / "whole", {"KERAS_BACKEND": backend}
+    ended = run_ranks([KERAS, run, *told], 2, env=env)
+    assert f"exit with status code {CODE}" in ended.out and "preempted: saved in" in ended.out, ended.text
+    assert saved(run)[-len(steps) :] == steps and (LOST in ended.err) is ("lost" in told), ended.text
+    first, second = (trained(run_ranks([KERAS, folder], 2, env=env).check().out) for folder in (run, whole))
+    assert first == second
 
 
 FORKED = """
@@ -140,21 +138,17 @@ def test_a_forked_process_ends_by_sigterm() -> None:
 
 
 SLEEPS = """
-import sys, time, hvdtrain
+import os, time, hvdtrain
 with hvdtrain.init("torch") as world:
     world.barrier()
     if world.rank:
-        sys.exit(7)
+        os._exit(7)
     time.sleep(60)
 """
 
 
 def test_after_a_rank_that_failed_no_update_is_waited_for(tmp_path: Path) -> None:
     """With a long grace: the other rank ends at once, all the same."""
-    flags = ["-m", "hvdtrain", "launch", "-np", "2", "--no-checks", "--grace=50", "--log-dir", str(tmp_path / "logs")]
-    program = "import os; os._exit(7)"
-    done = run_ranks(
-        [*flags, "--", sys.executable, "-c", SLEEPS.replace("sys.exit(7)", f"exec({program!r})")], 1, launcher="none",
-        timeout_s=45,
-    )  # fmt: skip
+    done = launched(tmp_path, "-c", SLEEPS, flags=("--grace=50",))
+    assert done.seconds < 45, done.text
     assert done.returncode == 7 and "ended by SIGTERM, without waiting for an update" in done.err, done.text

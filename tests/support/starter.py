@@ -26,7 +26,9 @@ _READ_LATE = re.compile(
 )
 _BACKEND = "KERAS_BACKEND"
 _FRAMEWORKS = {"torch", "torchvision", "tensorflow"}  # a rank imports Horovod itself, if it may
-_ON_TORCH = ("lightning", "torchmetrics")  # whose import takes longer than that of PyTorch
+_INTEGRATED = {"lightning", "torchmetrics", "transformers.trainer"}  # all programs of integrations fork from these
+# pyarrow, which transformers imports, would start a thread of its allocator's: then nothing can be forked
+_NO_THREAD = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
 _KEPT = 3  # starters of a test process: each has 200 to 400 MiB of its own
 
 
@@ -64,8 +66,9 @@ class Starter:
         code = f"exec(__import__('starter_process').serve({its_end.fileno()}, {list(frameworks)}))"
         with its_end:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", code], env={**environ, TOKEN: NO_RUN}, pass_fds=[its_end.fileno()], cwd="/",
-                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True,
+                [sys.executable, "-c", code], env={**environ, **_NO_THREAD, TOKEN: NO_RUN}, cwd="/",
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=[its_end.fileno()],
+                start_new_session=True,
             )  # fmt: skip
 
     def fits(self, frameworks: Sequence[str], environ: Mapping[str, str]) -> bool:
@@ -135,8 +138,10 @@ def frameworks_of(asked: Asked) -> list[str]:
         names &= {backend}
     if {"torch", "tensorflow"} <= names:
         return []
-    if "torch" in names:
-        names |= {name for name in _ON_TORCH if re.search(rf"^ *(?:import|from) {name}\b", text, re.MULTILINE)}
+    if "torch" in names and re.search(r"^from hvdtrain\.integrations", text, re.MULTILINE):
+        names |= _INTEGRATED
+    elif "torch" in names and re.search(r"^import torchmetrics\b", text, re.MULTILINE):
+        names.add("torchmetrics")
     # keras.utils.set_random_seed seeds TensorFlow as well, for which it imports it
     return [*sorted(names), *keras, *["tensorflow"] * bool(keras and backend == "torch")]
 

@@ -1,9 +1,10 @@
-"""A communicator of mpi4py's and Horovod in one process, taking turns and at once."""
+"""A communicator of mpi4py's and Horovod in one process, taking turns and at once; sums written with it."""
 
 import sys
 
 import numpy as np
 import torch
+from mpi_ways import compare_sums
 
 import hvdtrain
 import hvdtrain.torch as hvt
@@ -15,8 +16,10 @@ if mode == "mpi-first":
 world = hvdtrain.init("torch", device="cpu")
 comm = world.mpi
 assert (comm.rank, comm.size) == (world.rank, world.size)
+if mode == "horovod-first":
+    compare_sums(world)
 model = torch.nn.Linear(4, 1)
-data = hvt.loader((torch.randn(16, 4), torch.randn(16, 1)), per_rank_batch=2)
+data = hvt.loader((torch.randn(18, 4), torch.randn(18, 1)), per_rank_batch=2)
 model, optimizer = hvt.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), data)
 for epoch in data.epochs(2):
     for x, y in data:

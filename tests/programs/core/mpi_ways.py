@@ -5,11 +5,12 @@ import numpy as np
 import hvdtrain
 from hvdtrain.bench.comm import ways
 
-with hvdtrain.init("torch", device="cpu") as world:
+
+def compare_sums(world: hvdtrain.World) -> None:
     ways.CHUNK_BYTES = 1 << 12
     links = ways.CountedLinks(world.mpi)
     most = 2 * (world.size - 1) / world.size
-    RULE = {"ring": most, "server": world.size - 1, "servers": most}
+    rule = {"ring": most, "server": world.size - 1, "servers": most}
     for length in (0, 1, 2, 3, 5, 1000, 12_288, 100_003):
         every = [np.random.default_rng([length, rank]).standard_normal(length) for rank in range(world.size)]
         for name, way in ways.WAYS.items():
@@ -21,11 +22,11 @@ with hvdtrain.init("torch", device="cpu") as world:
             assert error < 1e-12, (name, length, error)
             assert name == "mpi" or len(set(digests)) == 1, f"{name} of {length}: ranks have other bits"
             sent = world.gather(dict(links.sent))
-            if length == 12_288 and name in RULE:
+            if length == 12_288 and name in rule:
                 out = [sum(its.values()) for its in sent]
                 back = [sum(its.get(rank, 0) for its in sent) for rank in range(world.size)]
                 ratio = max(out + back) / (8 * length)
-                assert ratio == RULE[name], (name, ratio)
+                assert ratio == rule[name], (name, ratio)
                 if name == "ring":
                     assert all(set(its) == {(rank + 1) % world.size} for rank, its in enumerate(sent))
                 if name == "server":

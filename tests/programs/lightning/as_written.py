@@ -252,14 +252,13 @@ def case_resume_after_and_within_an_epoch(world: hvdtrain.World) -> None:
     for row, make, checked in (("L7a", Quiet, data(size, XV, YV)), ("L7b", Estimates, None)):
         fit = {"train_dataloaders": data(size, X, Y, shuffle=True), "val_dataloaders": checked}
         whole, again = make(), []
-        trainer(world, max_epochs=3).fit(whole, **fit)
         with folder(world) as its:
             saves = [ModelCheckpoint(its, save_top_k=-1, every_n_epochs=1)]
             saves.append(ModelCheckpoint(its, save_top_k=-1, every_n_train_steps=3))
-            trainer(world, max_epochs=2, callbacks=saves, enable_checkpointing=True).fit(make(), **fit)
+            trainer(world, max_epochs=2, callbacks=saves, enable_checkpointing=True).fit(whole, **fit)
             for path in sorted(its.glob("*.ckpt")):
                 again.append(make(lr=0.9))
-                trainer(world, max_epochs=3, num_sanity_val_steps=1).fit(again[-1], **fit, ckpt_path=str(path))
+                trainer(world, max_epochs=2, num_sanity_val_steps=1).fit(again[-1], **fit, ckpt_path=str(path))
         assert len(again) == 4, "after updates 3, 4, 6 and 8"
         close(row, *((one, whole) for one in again))
 
