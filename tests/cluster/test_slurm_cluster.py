@@ -244,9 +244,9 @@ def test_a_program_trains_on_the_ranks_of_srun(queue: Slurm, tmp_path: Path) -> 
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("program", ["lightning/as_written.py", "lightning/fabric_loops.py", "huggingface/as_written.py"])
+@pytest.mark.parametrize("program", ["lightning/as_written", "lightning/fabric_loops", "huggingface/as_written"])
 def test_integrations_find_the_ranks_of_srun(queue: Slurm, tmp_path: Path, program: str) -> None:
     case = "case_a_plain_loop" if "fabric" in program else "case_classification_with_an_uneven_end"
-    job = queue.submit(tmp_path, "python", PROGRAMS / program, "auto", case)
+    job = queue.submit(tmp_path, "python", PROGRAMS / f"{program}.py", "auto", case)
     job.wait_for("COMPLETED", limit_s=120)
     assert f"passed {case}" in job.text() and "averaging proven: 2 ranks" in job.text(), job.told()
