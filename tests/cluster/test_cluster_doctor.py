@@ -81,7 +81,7 @@ def test_this_machine(c: Cluster) -> None:
 
 # those that spoil nothing for one another are examined at once
 ALONE = [
-    "no_route", "closed_port", "older_python", "no_python", "same_machine_twice", "run_dir_read_only",
+    "no_route", "older_python", "no_python", "same_machine_twice", "run_dir_read_only",
     "run_dir_not_shared", "full_disk", "no_such_folder", "no_common_network", "slow_link",
 ]  # fmt: skip
 SAME_PLACE = (
@@ -95,10 +95,9 @@ SAME_PLACE = (
 TOGETHER = [
     ["sshd_stopped", "unknown_host_key"],
     ["link_cut", "changed_host_key"],
-    ["no_key", "no_horovod"],
-    ["other_torch", "no_hvdtrain"],
-    ["mpi_library_missing", "other_sources", "duplicate_names"],
-    ["horovod_without_mpi", "small_shared_memory"],
+    ["no_key", "no_horovod", "no_hvdtrain"],
+    ["other_torch", "mpi_library_missing", "other_sources", "duplicate_names"],
+    ["closed_port", "horovod_without_mpi", "small_shared_memory"],
 ]
 
 

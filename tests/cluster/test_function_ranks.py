@@ -118,7 +118,7 @@ def test_megabytes_travel_both_ways(tmp_path):
         tmp_path,
         """
         import numpy
-        data = numpy.arange(4_000_000, dtype="float64")
+        data = numpy.arange(1_000_000, dtype="float64")
         double, empty = hvdtrain.run(lambda: data * 2 if os.environ["HOROVOD_RANK"] == "0" else b"", np=2)
         assert (double == data * 2).all() and empty == b""
         """,

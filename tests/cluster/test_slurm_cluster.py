@@ -234,17 +234,19 @@ def test_without_pmix_the_script_starts_ranks_by_hvdtrain_launch(queue: Slurm, t
     assert job.facts()["ExitCode"] == "7:0", job.told()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "program",
-    [
-        "lightning/as_written.py",
-        pytest.param("lightning/fabric_loops.py", marks=pytest.mark.thorough),
-        pytest.param("huggingface/as_written.py", marks=pytest.mark.thorough),
-    ],
-)
+def test_a_program_trains_on_the_ranks_of_srun(queue: Slurm, tmp_path: Path) -> None:
+    case = "case_training_equals_one_process"
+    job = queue.submit(tmp_path, "python", PROGRAMS / "torch/engines.py", "worlds.json", "auto", case)
+    job.wait_for("COMPLETED", limit_s=120)
+    assert f"passed {case}" in job.text(), job.told()
+    worlds = json.loads((tmp_path / "worlds.json").read_text())
+    assert worlds == [[rank, 2, rank, 2, 0, "horovod", "srun"] for rank in (0, 1)]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("program", ["lightning/as_written", "lightning/fabric_loops", "huggingface/as_written"])
 def test_integrations_find_the_ranks_of_srun(queue: Slurm, tmp_path: Path, program: str) -> None:
     case = "case_a_plain_loop" if "fabric" in program else "case_classification_with_an_uneven_end"
-    job = queue.submit(tmp_path, "python", PROGRAMS / program, "auto", case)
+    job = queue.submit(tmp_path, "python", PROGRAMS / f"{program}.py", "auto", case)
     job.wait_for("COMPLETED", limit_s=120)
     assert f"passed {case}" in job.text() and "averaging proven: 2 ranks" in job.text(), job.told()

@@ -39,7 +39,6 @@ def test_git_takes_the_patches_in_their_order_and_makes_the_same_of_them(sdist, 
         return subprocess.run(command, cwd=gits, env=env, capture_output=True, text=True)
 
     for patch in patching.needed(gpu):
-        assert git_apply(patch.name, "--check").returncode == 0, git_apply(patch.name, "--check").stderr
         git_apply(patch.name).check_returncode()
         assert "patch does not apply" in git_apply(patch.name, "--check").stderr, patch.name
     assert snapshot(ours) == snapshot(gits)
@@ -216,7 +215,7 @@ def test_gloo_names_a_stalled_tensor_and_ends_the_job(tmp_path):
     """Without the patch gloo-stall-check nothing is ever said (seen: 393 s of silence)."""
     program = tmp_path / "stall.py"
     program.write_text(STALL)
-    check = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "3"}
+    check = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "2"}
     result = run_ranks([str(program)], 2, env=check, timeout_s=50)
     assert result.returncode != 0
     assert "missing ranks" in result.ranks_error[0].lower() and "lonely" in result.ranks_error[0], result.ranks_error[0]

@@ -94,12 +94,14 @@ def test_clusters_variables_make_a_world(kind: str, engine: str, tmp_path: Path)
     assert json.loads(out.read_text()) == [[rank, 2, *local[rank], 0, "ddp", kind] for rank in (0, 1)]
 
 
-def test_a_ddp_job_comes_up_in_every_attempt(tmp_path: Path, limit: Limit) -> None:
+@pytest.mark.parametrize(
+    ("launcher", "how"),
+    [("forked torchrun", ["fork"]), pytest.param("torchrun --max-restarts=1", [], marks=pytest.mark.thorough)],
+)
+def test_a_ddp_job_comes_up_in_every_attempt(launcher: str, how: list[str], tmp_path: Path, limit: Limit) -> None:
     """torchrun's agent keeps its store: ranks must not meet in what an earlier attempt left there."""
     out = tmp_path / "attempt"
-    run_ranks(
-        [PROGRAMS / "torch" / "restarted.py", out], 2, launcher="torchrun --max-restarts=1", timeout_s=120
-    ).check()
+    run_ranks([FOLDER / "restarted.py", out, *how], 2, launcher=launcher, timeout_s=120).check()
     assert out.read_text() == "1"
     limit("T35", "torchrun --max-restarts=1: a ddp job that fails once", mended="each attempt comes up")
 

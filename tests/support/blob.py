@@ -25,7 +25,8 @@ class Blob(Part):
 def state_of(step: int, size_bytes: int = 100) -> dict[str, Blob]:
     """Return a state whose every byte depends on `step`."""
     seeds = (hashlib.sha256(f"{step} {name}".encode()).digest() for name in "ab")
-    return {name: Blob((seed * size_bytes)[:size_bytes]) for name, seed in zip(("a.bin", "b.bin"), seeds, strict=True)}
+    blobs = (Blob((seed * (size_bytes // len(seed) + 1))[:size_bytes]) for seed in seeds)
+    return dict(zip(("a.bin", "b.bin"), blobs, strict=True))
 
 
 def content(state: dict[str, Blob]) -> dict[str, bytes]:

@@ -3,7 +3,8 @@
 - The garbage collector looks less often (frameworks make half a million objects, none of them garbage). Tests of leaks
   collect by themselves.
 - PyTorch's optimizers import its compiler, a thousand modules, only to say that they are not to be compiled
-  (`torch/_compile.py`, `torch/optim/optimizer.py`): here it is imported when something else of it is asked for.
+  (`torch/_compile.py`, `torch/optim/optimizer.py`), and DDP to ask how it would be compiled: here it is imported when
+  something else of it is asked for.
 - Keras imports pandas, to know a DataFrame, and matplotlib, to draw pictures: here it finds neither.
 
 `HVDTRAIN_TEST_IMPORTS=whole` leaves all imports as they are.
@@ -58,6 +59,8 @@ class _LaterCompiler(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
+        if name == "utils" and _importer().endswith("/torch/nn/parallel/distributed.py"):
+            return types.SimpleNamespace(get_optimize_ddp_mode=lambda: "ddp_optimizer")  # the compiler's default
         return getattr(_compiler(), name)
 
     def graph_break(self) -> None:

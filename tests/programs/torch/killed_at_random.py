@@ -17,7 +17,6 @@ from pathlib import Path
 
 import psutil
 import torch
-import torch._dynamo  # once for all ranks: an optimizer imports it when it is made
 from torch import nn
 
 import hvdtrain

@@ -1,10 +1,11 @@
-"""A ddp job whose last rank fails in its first attempt, after an update; usage: restarted.py OUT
+"""A ddp job whose last rank fails in its first attempt, after an update; usage: restarted.py OUT [fork]
 
-Under `torchrun --max-restarts=1` the second attempt trains to the end.
+Under `torchrun --max-restarts=1` the second attempt trains to the end. With "fork" each rank forks both attempts.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
 from pathlib import Path
@@ -33,4 +34,11 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[2:] == []:
+        main()
+    for attempt in "01" if sys.argv[2:] == ["fork"] else "":
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = attempt
+        child = multiprocessing.get_context("fork").Process(target=main)
+        child.start()
+        child.join()
+        assert child.exitcode == 0 or attempt == "0", child.exitcode
