@@ -202,6 +202,7 @@ def test_recordings_share_one_mode_and_leave_the_stack_beside_other_modes() -> N
         ([(3, 2), (1, 2)], [[0, 1, 2, 3]]),
         ([(14, 4)], []),
         ([(4, 4, 2)], [[0, 1, 2, 3], [0, 1, 2, 3]]),  # the batch may be either
+        ([(8, 4, 2)], [[0, 1, 2, 3, 0, 1, 2, 3], [0, 0, 1, 1, 2, 2, 3, 3], [0, 1, 2, 3]]),  # 8 steps of 4 samples
         ([(4, 2), (3, 2), (1, 2)], [[0, 1, 2, 3, 0, 1, 2, 3]]),
         ([(3, 2), (3, 2)], []),
     ],
@@ -227,3 +228,25 @@ def test_two_outputs_of_a_batch_in_halves(width: int, is_coupled: bool) -> None:
     finally:
         recording.pause()
     assert (meet(Replay(recording, loss, noted), heads, 8) > 1e-6) == is_coupled
+
+
+@pytest.mark.parametrize("name", ["right", "all meet", "two meet", "meet far from here"])
+def test_samples_with_different_numbers_of_rows(name: str) -> None:
+    """Eight nodes of four graphs: their number says nothing of whose they are."""
+    drawn = torch.Generator().manual_seed(0)
+    nodes = 0.1 * torch.randn(8, 1, generator=drawn, dtype=torch.float64) - 1
+    nodes[0] = 1
+    far = float(nodes.sum()) + 3  # more than one node can add
+    nodes.requires_grad_()
+    recording = Recording()
+    recording.start()
+    try:
+        whose = torch.tensor([0, 1, 1, 2, 2, 2, 3, 3])
+        graphs = torch.zeros(4, dtype=torch.float64).index_add(0, whose, nodes[:, 0])
+        loss = (graphs - graphs.mean()).pow(2).mean() if name == "all meet" else graphs.pow(2).mean()
+        loss = loss + graphs[0] * graphs[3] if name == "two meet" else loss
+        loss = loss + (graphs.sum() - far).relu() if name == "meet far from here" else loss
+    finally:
+        recording.pause()
+    replay = Replay(recording, loss, [Output(nodes, nodes._version, 0)])
+    assert (meet(replay, [nodes], 4) > 1e-6) == (name != "right")

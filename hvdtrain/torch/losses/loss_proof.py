@@ -292,7 +292,7 @@ class LossProof:
         except CannotTry as why:
             self._note(f"whether the loss compares samples with each other cannot be tried: {why}")
             return
-        alone = bool(reading.one_by_one or reading.parts) and of_one_each(reading.nodes, recorded, samples)
+        alone = bool(reading.one_by_one or reading.parts) and of_one_each(reading.nodes, recorded, samples, replay.way)
         self._in_a_loop |= alone
         if not problem and reading.one_by_one and not alone:
             problem = f"{_COUPLED} ({', '.join(reading.one_by_one)})"

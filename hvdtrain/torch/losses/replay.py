@@ -27,6 +27,7 @@ _LONGEST = 5000  # operations
 _SMALL = 1 << 20  # bytes of what an operation gives before the model is called
 _COUNTED = 1e-6  # of gradients: an epsilon beside a count is below
 _TERMS = 8  # of a loop over samples, that are looked at
+_TRIED = 4  # rows of a sample, to find out whose they are
 _READS = torch.ops.aten._local_scalar_dense.default
 _SEEDED = torch.Tag.nondeterministic_seeded
 
@@ -275,6 +276,7 @@ class Replay:
         self._loss, self._outputs = loss, [one.tensor for one in outputs]
         self.heads = [one.head for one in outputs]
         self._compiled = False
+        self.way: list[Rows | None] = []  # in which samples lie in the outputs, where that was found out
         self._weight, self._numbers = weight, _numbers(recording.operations)
         self._operations = self._needed(recording.operations)
         self.weighs = isinstance(weight, Tensor) and any(weight is one for op in self._operations for one in op.results)
@@ -407,8 +409,8 @@ def rows_of(outputs: Sequence[Tensor], heads: Sequence[int], samples: int) -> li
     """Returns the ways in which samples may lie in outputs; None for an output of which it is not known.
 
     The first dimension is the batch, or copies of it, one after the other or side by side; calls for parts of the batch
-    give rows that come to the batch, of each of several outputs (`heads`: which one of its call's an output is). Of
-    three dimensions the second may be the batch, where it is as long as the first.
+    give rows that come to the batch, of each of several outputs (`heads`: which one of its call's an output is). The
+    second dimension may be the batch: of three, or where the first is longer (steps, samples).
     """
     lengths = [len(output) if output.dim() else 0 for output in outputs]
     runs = _runs(outputs, heads, samples)
@@ -421,10 +423,12 @@ def rows_of(outputs: Sequence[Tensor], heads: Sequence[int], samples: int) -> li
                 way.append(Rows(0, places + sum(lengths[one] for one in run if one < at), run))
             elif not copies or length % samples:
                 way.append(None)
+            elif dim and output.dim() > 1 + (copies == 1) and output.shape[1] == samples:
+                way.append(Rows(1, torch.arange(samples)))
             elif copies > 1:
                 way.append(Rows(0, places // copies if side_by_side else places % samples))
             else:
-                way.append(Rows(dim if output.dim() > 2 and output.shape[1] == samples else 0, places))
+                way.append(Rows(0, places))
         if any(one is not None for one in way) and not any(_same(way, other) for other in ways):
             ways.append(way)
     return ways
@@ -481,9 +485,9 @@ def meet(replay: Replay, outputs: Sequence[Tensor], samples: int) -> float:
     if unknown:
         raise CannotTry(f"rows of an output are not samples: {tuple(unknown[0].shape)}")
 
-    def gap(cut: int, way: Sequence[Rows | None]) -> float:
-        found = 0.0
-        for kept, values in product((torch.arange(samples) < cut, torch.arange(samples) >= cut), (outputs, mirrored)):
+    def gap(cut: int, way: Sequence[Rows | None], samples: int = samples) -> float:
+        found, numbers = 0.0, torch.arange(samples)
+        for kept, values in product((numbers < cut, numbers >= cut), (outputs, mirrored)):
             given = replay.gradients(_exchanged(values, outputs, way, kept, other))
             for old, new, rows in zip(before, given, way, strict=True):
                 if rows is not None and bool(kept[rows.samples].any()):
@@ -497,7 +501,42 @@ def meet(replay: Replay, outputs: Sequence[Tensor], samples: int) -> float:
     for size, way in product(groups, ways):
         cuts = {size, samples - size, samples // size // 2 * size}
         least = min(least, max(gap(cut, way) for cut in cuts))
+    if least > tolerance(outputs) and (way := _belonging(replay, outputs, samples, mirrored, before)):
+        count, other = 1 + max(int(rows.samples.max()) for rows in way if rows is not None), torch.empty(0)
+        least, replay.way = min(least, gap(count // 2, way, count)), way if count == samples else []
     return least
+
+
+def _belonging(
+    replay: Replay, outputs: Sequence[Tensor], samples: int, mirrored: Sequence[Tensor], before: Sequence[Tensor]
+) -> list[Rows | None]:
+    """Finds out whose rows are whose where more rows than samples do not say it (nodes of graphs): rows whose gradients
+    change with each other are one sample's. Returns [] if they are fewer than the samples."""
+    lengths = [len(one) for one in outputs]
+    starts = [sum(lengths[:at]) for at in range(len(lengths))]
+    if max(lengths) <= samples:
+        return []
+    limit = tolerance(outputs) * max(float(one.abs().max()) for one in before if one.numel())
+    whose, seen = torch.arange(sum(lengths)), torch.zeros(sum(lengths), dtype=torch.bool)
+    for _ in range(_TRIED * samples):
+        if bool(seen.all()):
+            break
+        row = int(seen.long().argmin())
+        at = max(place for place, start in enumerate(starts) if start <= row and lengths[place])
+        together = torch.arange(len(whose)) == row
+        for values in ([one.detach().roll(1, 0) for one in outputs], mirrored):
+            given = [one.detach().clone() for one in outputs]
+            given[at][row - starts[at]] = values[at][row - starts[at]]
+            changes = [(b - a).abs() > limit for a, b in zip(before, replay.gradients(given), strict=True)]
+            together |= torch.cat([one.reshape(len(one), -1).any(1).cpu() for one in changes])
+        whose[torch.isin(whose, whose[together])] = whose[together].min()
+        seen |= together
+        if len(whose.unique()) < samples:
+            return []
+    known = [whose[start : start + samples] for start, length in zip(starts, lengths, strict=True) if length == samples]
+    if not bool(seen.all()) or any(len(one.unique()) < samples for one in known):
+        return []
+    return [Rows(0, its) for its in whose.unique(return_inverse=True)[1].split(lengths)]
 
 
 def reweighed(replay: Replay, outputs: Sequence[Tensor], samples: int, given: bool) -> bool:
@@ -516,7 +555,7 @@ def reweighed(replay: Replay, outputs: Sequence[Tensor], samples: int, given: bo
         for one in others:
             one[place] = one[(place + samples // 2) % samples]
         after = replay.gradients(outputs, others)
-        ways = rows_of(outputs, replay.heads, samples)
+        ways = [replay.way] if replay.way else rows_of(outputs, replay.heads, samples)
         if all(_changes_others(before, after, way, place, given and not replay.weighs) for way in ways):
             return True
     return False
@@ -567,6 +606,8 @@ def _exchanged(
 
 def _of_others(values: Tensor, rows: Rows, other: Tensor) -> Tensor:
     """Returns in the place of each sample another one, of which there are as many rows."""
+    if not len(other):  # samples have different numbers of rows
+        return values.roll(1, rows.dim)
     places = torch.argsort(rows.samples, stable=True).view(len(other), -1)
     source = torch.empty_like(rows.samples)
     source[places.flatten()] = places[other].flatten()
@@ -578,9 +619,9 @@ def tolerance(tensors: Sequence[Tensor]) -> float:
     return bound("same operations", (str(tensor.dtype).removeprefix("torch.") for tensor in tensors))
 
 
-def of_one_each(nodes: Sequence[Any], outputs: Sequence[Output], samples: int) -> bool:
+def of_one_each(nodes: Sequence[Any], outputs: Sequence[Output], samples: int, way: Sequence[Rows | None] = ()) -> bool:
     """Returns True if none of a loss's terms depends on more than one sample; of many, eight are looked at."""
-    ways = rows_of([one.tensor for one in outputs], [one.head for one in outputs], samples)
+    ways = [way] if way else rows_of([one.tensor for one in outputs], [one.head for one in outputs], samples)
     placed = [(o.tensor, rows) for o, rows in zip(outputs, ways[0], strict=True) if rows is not None] if ways else []
     most = 0
     for node in nodes[:: -(-len(nodes) // _TERMS)] if placed else ():

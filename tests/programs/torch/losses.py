@@ -24,7 +24,7 @@ import hvdtrain
 import hvdtrain.torch as hvt
 from hvdtrain.core.errors import HvdtrainError
 
-UPDATE, SAMPLES, WIDTH, KINDS, LONG = 24, 53, 6, 3, 5  # the last update has 5 samples
+UPDATE, SAMPLES, WIDTH, KINDS, LONG = 24, 29, 6, 3, 5  # the last update has 5 samples
 CLASSES = torch.tensor([1.0, 5.0, 0.5], dtype=torch.float64)
 MADE = torch.Generator().manual_seed(3)
 X = torch.randn(SAMPLES, WIDTH, generator=MADE, dtype=torch.float64)
