@@ -47,7 +47,7 @@ def test_a_child_that_the_function_forks_hands_nothing_back(tmp_path):
 
 def test_a_caller_that_ignores_the_ends_of_its_children(tmp_path):
     """SIGCHLD ignored is inherited: agents must see their ranks end all the same."""
-    said = output(
+    printed = output(
         tmp_path,
         """
         import signal, subprocess
@@ -71,7 +71,7 @@ def test_a_caller_that_ignores_the_ends_of_its_children(tmp_path):
         assert os.waitstatus_to_exitcode(os.wait()[1]) == 3
         """,
     )
-    assert "no -np was given: one rank" in said
+    assert "no -np was given: one rank" in printed
 
 
 def test_a_full_disk_under_the_output_costs_the_output(tmp_path):

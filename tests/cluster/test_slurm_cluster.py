@@ -134,8 +134,8 @@ def test_preempted_it_is_requeued_and_resumes(queue: Slurm, few_pictures: Path, 
     command: list[str | Path] = ["python", "-m", "hvdtrain.keras_mnist", "--data", few_pictures, "--run-dir", "run"]
     job = queue.submit(tmp_path, *command, "--epochs", str(EPOCHS), "--per-rank-batch", "32")
     run_dir = tmp_path / "run"
-    queue.wait(lambda: sum(map(len, epochs_in(run_dir))) >= 2 or job.state == "FAILED", 150, job.told)
-    assert job.state == "RUNNING", job.told()
+    queue.wait(lambda: sum(map(len, epochs_in(run_dir))) >= 2 or job.state == "FAILED", 150, job.described)
+    assert job.state == "RUNNING", job.described()
     queue.call("sbatch", "--partition=urgent", "--ntasks=2", "--output=/dev/null", "--wrap", "true")
     job.start_now()
     job.wait_for("COMPLETED", limit_s=200)
@@ -145,7 +145,7 @@ def test_preempted_it_is_requeued_and_resumes(queue: Slurm, few_pictures: Path, 
     assert [attempt["job"] for attempt in run["attempts"]] == [f"slurm-hvdtrain-test-{job.number}"] * 2
     before, after = epochs_in(run_dir)
     saved = re.search(rf"resuming after epoch (\d+) of {EPOCHS}", job.text())
-    assert saved is not None, job.told()
+    assert saved is not None, job.described()
     # the epochs go on after the last checkpoint: it is written just after the epoch is noted, or the run ended between
     assert before == list(range(len(before))) and 2 <= len(before) <= int(saved[1]) + 1 <= EPOCHS
     assert after == list(range(int(saved[1]), EPOCHS))
@@ -212,7 +212,7 @@ def test_a_rank_that_fails_ends_the_job(queue: Slurm, waiting: Path) -> None:
     job = queue.submit(waiting, "python", "waiting.py")
     job.wait_for("FAILED")
     # srun ends with the largest code of all, which is that of a rank that it ended (128 + 15)
-    assert "task 1: Exited with exit code 7" in job.text() and job.facts()["ExitCode"] == "143:0", job.told()
+    assert "task 1: Exited with exit code 7" in job.text() and job.facts()["ExitCode"] == "143:0", job.described()
 
 
 RANKS = """\
@@ -230,15 +230,17 @@ def test_without_pmix_the_script_starts_ranks_by_hvdtrain_launch(queue: Slurm, t
     job = queue.submit(tmp_path, "python", "ranks.py", "fail", HVDTRAIN_STARTER="launch")
     job.wait_for("FAILED", limit_s=60)
     for rank in (0, 1):
-        assert f"launched horovodrun {rank} of 2 on 0 job slurm-hvdtrain-test-{job.number}" in job.text(), job.told()
-    assert job.facts()["ExitCode"] == "7:0", job.told()
+        assert f"launched horovodrun {rank} of 2 on 0 job slurm-hvdtrain-test-{job.number}" in job.text(), (
+            job.described()
+        )
+    assert job.facts()["ExitCode"] == "7:0", job.described()
 
 
 def test_a_program_trains_on_the_ranks_of_srun(queue: Slurm, tmp_path: Path) -> None:
     case = "case_training_equals_one_process"
     job = queue.submit(tmp_path, "python", PROGRAMS / "torch/engines.py", "worlds.json", "auto", case)
     job.wait_for("COMPLETED", limit_s=120)
-    assert f"passed {case}" in job.text(), job.told()
+    assert f"passed {case}" in job.text(), job.described()
     worlds = json.loads((tmp_path / "worlds.json").read_text())
     assert worlds == [[rank, 2, rank, 2, 0, "horovod", "srun"] for rank in (0, 1)]
 
@@ -249,4 +251,4 @@ def test_integrations_find_the_ranks_of_srun(queue: Slurm, tmp_path: Path, progr
     case = "case_a_plain_loop" if "fabric" in program else "case_classification_with_an_uneven_end"
     job = queue.submit(tmp_path, "python", PROGRAMS / f"{program}.py", "auto", case)
     job.wait_for("COMPLETED", limit_s=120)
-    assert f"passed {case}" in job.text() and "averaging proven: 2 ranks" in job.text(), job.told()
+    assert f"passed {case}" in job.text() and "averaging proven: 2 ranks" in job.text(), job.described()

@@ -101,19 +101,19 @@ def test_negative_twin_a_word_that_stays_on_its_rank(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("backend", "told", "steps"),
+    ("backend", "arguments", "steps"),
     [
         ("torch", ["19", "lost"], [19]),
         pytest.param("tensorflow", ["11"], [8, 11], marks=pytest.mark.thorough),
         pytest.param("torch", ["11"], [8, 11], marks=pytest.mark.thorough),
     ],
 )
-def test_keras(backend: str, told: list[str], steps: list[int], tmp_path: Path) -> None:
+def test_keras(backend: str, arguments: list[str], steps: list[int], tmp_path: Path) -> None:
     """Also after a checkpoint that was lost."""
     run, whole, env = tmp_path / "run", tmp_path / "whole", {"KERAS_BACKEND": backend}
-    ended = run_ranks([KERAS, run, *told], 2, env=env)
+    ended = run_ranks([KERAS, run, *arguments], 2, env=env)
     assert f"exit with status code {CODE}" in ended.out and "preempted: saved in" in ended.out, ended.text
-    assert saved(run)[-len(steps) :] == steps and (LOST in ended.err) is ("lost" in told), ended.text
+    assert saved(run)[-len(steps) :] == steps and (LOST in ended.err) is ("lost" in arguments), ended.text
     first, second = (trained(run_ranks([KERAS, folder], 2, env=env).check().out) for folder in (run, whole))
     assert first == second
 

@@ -128,15 +128,15 @@ class Job:
         return self.facts()["JobState"]
 
     def wait_for(self, *states: str, limit_s: float = 30) -> None:
-        self.slurm.wait(lambda: self.state in states, limit_s, self.told)
+        self.slurm.wait(lambda: self.state in states, limit_s, self.described)
 
     def wait_for_text(self, text: str, limit_s: float = 30) -> None:
-        self.slurm.wait(lambda: text in self.text(), limit_s, self.told)
+        self.slurm.wait(lambda: text in self.text(), limit_s, self.described)
 
     def text(self) -> str:
         return self.log.read_text() if self.log.exists() else ""
 
-    def told(self) -> str:
+    def described(self) -> str:
         return f"job {self.number}: {self.facts()}\n{self.text()}"
 
     def start_now(self) -> None:

@@ -536,8 +536,8 @@ def case_an_optimizer_that_the_loss_does_not_reach(world: hvdtrain.World) -> Non
     teacher, other = net(), net()
     model, optimizer, data = ready(world, Y, net())
     own = torch.optim.RMSprop(other.parameters(), lr=0.1)
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
         for x, y in data:
             optimizer.zero_grad()
             optimizer.backward(CE(model(x), y) + (model(x) - teacher(x)).square().mean())
@@ -545,13 +545,13 @@ def case_an_optimizer_that_the_loss_does_not_reach(world: hvdtrain.World) -> Non
             own.zero_grad()
             CE(other(x), y).backward()
             own.step()
-    assert said.getvalue().count("RMSprop.step() on 2 ranks of an optimizer that is not prepared") == world.is_main
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+    assert printed.getvalue().count("RMSprop.step() on 2 ranks of an optimizer that is not prepared") == world.is_main
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         for x, y in hvt.loader((X, Y), 4):  # without prepare()
             own.zero_grad()
             CE(other(x), y).backward()
             own.step()
-    assert "read rank 0's part" not in said.getvalue(), "the advice would be that of an evaluation"
+    assert "read rank 0's part" not in printed.getvalue(), "the advice would be that of an evaluation"
     shown("T37c", "one line reports it")
 
 
