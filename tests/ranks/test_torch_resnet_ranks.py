@@ -40,8 +40,8 @@ def check_run(result: Result, run_dir: Path, ranks: int) -> dict[str, Any]:
     run = record(run_dir)
     assert run["status"] == "finished" and run["world"]["size"] == ranks
     assert f"top-1 {run['result']['top1']:.4f}" in text
-    said = result.ranks_output[0].rstrip().rpartition("\nverdict: ")[2]  # the last word
-    assert said == run["result"]["verdict"] and " % of each step" in said, text
+    verdict = result.ranks_output[0].rstrip().rpartition("\nverdict: ")[2]  # the last word; by the clock of the run
+    assert verdict == run["result"]["verdict"], text
     assert sum(run["result"]["shares"].values()) == pytest.approx(1)
     return run["result"]
 
