@@ -5,5 +5,5 @@ HVDTRAIN_SETUP=dev . "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 test_packages
 rows="$(mktemp)"
 trap 'rm -f "$rows"' EXIT
-HVDTRAIN_FAILURES="$rows" python -m pytest -q -n 2 -m "" tests/cluster/faults -k test_fault "$@"
+HVDTRAIN_FAILURES="$rows" python -m pytest -q -n 3 -m "" tests/cluster/faults -k test_fault "$@"
 python tests/cluster/faults/failure_page.py "$rows"

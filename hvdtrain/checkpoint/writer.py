@@ -1,8 +1,8 @@
 """The process that writes checkpoints while training continues: one for each process that saves.
 
 It receives images of the files (`hvdtrain.checkpoint.staging`), and finishes writing them even if the training process
-is killed. It imports no framework. It ignores signals that end a job: the training process acts on them. It ends when
-that process is gone and the last image is on disk.
+is killed. It imports no framework. Signals that end a job do not reach it: the training process acts on them. It ends
+when that process is gone and the last image is on disk.
 
     trainer -> writer   {"directory": ..., "name": ..., "files": {name: size}, ...} and the descriptors of the files
     writer -> trainer   {} or {"failure": [rule, received, remedy]}
@@ -36,7 +36,7 @@ _LONGEST_MESSAGE = 1 << 17
 _MOST_FILES = 64
 _PATIENCE_S = 60.0  # of a program that ends in need
 _ALONE_S = 2.0  # a child that the trainer has forked may hold its end of the socket open
-_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT)
+_BLOCKED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT)
 MAIN = "from hvdtrain.checkpoint.writer import serve; serve({descriptor}, {parent})"
 
 Noted = Callable[[Path | None], object]  # is called with a checkpoint that is complete, or None, by any thread
@@ -95,7 +95,7 @@ class Writer:
 
     def _started(self, theirs: socket.socket) -> subprocess.Popen[bytes]:
         # a signal to this rank's group is not meant for it, not even while it starts
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
         try:
             return subprocess.Popen(
                 [sys.executable, *SAFE_PATH, "-c", self.main.format(descriptor=theirs.fileno(), parent=os.getpid())],
@@ -245,8 +245,6 @@ def started() -> Writer:
 # -- in the process itself -----------------------------------------------------------------------------------------
 def serve(descriptor: int, parent: int) -> None:
     """Writes what comes, until the parent is gone."""
-    for number in _IGNORED:
-        signal.signal(number, signal.SIG_IGN)
     with socket.socket(fileno=descriptor) as link:
         link.settimeout(_ALONE_S)
         while True:

@@ -17,6 +17,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from ending_threads import threads_left
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -582,10 +583,8 @@ def starts() -> dict[str, Any]:
                     pipe.step(X, Y, MSE)
                 except (KeyboardInterrupt, HvdtrainError) as received:
                     raised = f"{type(received).__name__}: {received}".splitlines()[0]
-            for thread in threading.enumerate():  # one that had not begun goes by itself
-                if thread is not threading.current_thread():
-                    thread.join(timeout=20)
-            ends.append([raised, threading.active_count(), sum(p.grad is not None for p in model.parameters())])
+            left = threads_left()  # one that had not begun goes by itself
+            ends.append([raised, left, sum(p.grad is not None for p in model.parameters())])
         found[name] = ends
     hook = nn.Module.register_forward_pre_hook
     calls = [0]

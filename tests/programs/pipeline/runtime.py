@@ -8,13 +8,13 @@ import json
 import os
 import signal
 import sys
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
 import torch
+from ending_threads import threads_left
 from torch import Tensor, nn
 
 import hvdtrain.pipeline
@@ -56,12 +56,6 @@ def split(net: nn.Sequential, balance: Sequence[int], **options: Any) -> Pipelin
 
 def gradients(net: nn.Module) -> list[Tensor]:
     return [p.grad.clone() for p in net.parameters() if p.grad is not None]
-
-
-def threads() -> int:
-    """Those of pipelines that are gone do not count, and must not be there."""
-    gc.collect()
-    return threading.active_count()
 
 
 def message(function: Callable[[], Any]) -> str:
@@ -133,7 +127,7 @@ def raising() -> dict[str, Any]:
     found = {
         "said": said,
         "cause": type(kept.__cause__).__name__ if kept else "",
-        "threads": threads(),
+        "threads": threads_left(),
         "alive": sum(reference() is not None for reference in alive),
         "looked_at": len(alive),
         "gradients": all(torch.equal(a, b) for a, b in zip(gradients(net), earlier, strict=True)),
@@ -152,7 +146,7 @@ def backward_raising() -> dict[str, Any]:
     handle = net[1].linear.weight.register_hook(bad)
     said = message(lambda: pipe.step(X, Y, MSE))
     handle.remove()
-    return {"said": said, "threads": threads(), "gradients": len(gradients(net))}
+    return {"said": said, "threads": threads_left(), "gradients": len(gradients(net))}
 
 
 def interrupted() -> dict[str, Any]:
@@ -170,7 +164,7 @@ def interrupted() -> dict[str, Any]:
         except KeyboardInterrupt:
             raised = "KeyboardInterrupt"
         net[3].hook = None
-        found[f"stages_{len(balance)}"] = [raised, threads(), len(gradients(net))]
+        found[f"stages_{len(balance)}"] = [raised, threads_left(), len(gradients(net))]
         pipe.step(X, Y, MSE)
         del pipe
     return found

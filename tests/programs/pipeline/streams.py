@@ -13,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from ending_threads import threads_left
 from recorded_streams import CPU, Recorder, gpu
 from torch import Tensor, nn
 
@@ -184,14 +185,11 @@ def ends() -> dict[str, Any]:
     circle: list[Any] = [pipe]
     circle.append(circle)
     del pipe, circle
-    threads = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
     with mock.patch("threading.Thread.join") as waited:  # the collector may have interrupted code that holds any lock
         gc.collect()
-    for thread in threads:
-        thread.join(20)
-    gone = threading.active_count()
     return {
-        "alive": alive, "child": received, "again": again, "closed": closed, "waited": waited.called, "gone": gone,
+        "alive": alive, "child": received, "again": again, "closed": closed, "waited": waited.called,
+        "gone": threads_left(),
     }  # fmt: skip
 
 
