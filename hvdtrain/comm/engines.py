@@ -17,7 +17,7 @@ from hvdtrain.comm import elastic
 from hvdtrain.comm.agent import Connections
 from hvdtrain.comm.arrival import start_horovod
 from hvdtrain.core.errors import ConfigError, LauncherError, RanksLost, build_horovod_command, install_command
-from hvdtrain.core.launchers import Detected
+from hvdtrain.core.launchers import Detected, gpus_for
 
 if TYPE_CHECKING:
     from typing import Self  # from Python 3.11 on
@@ -156,6 +156,22 @@ _QUIET = {
     # it for granted that both have a core: a rank that waits lets others have it
     "OMPI_MCA_mpi_yield_when_idle": "1",
 }
+
+
+def gpus_of_rank(
+    detected: Detected, device: str, visible: Callable[[], int], framework: str, per_rank: int
+) -> tuple[int, ...]:
+    """Returns the rank's GPUs, as indices among those `visible` to the framework; empty on CPU. Raises `ConfigError`
+    for "cuda" without a GPU, `LauncherError` for too few GPUs for the ranks on this host."""
+    seen = 0 if device == "cpu" else visible()
+    if device == "cuda" and not seen:
+        raise ConfigError(
+            "device=cuda needs a GPU that the framework can see",
+            f"{framework} sees none (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r})",
+            "check nvidia-smi and the driver, install a CUDA build of the framework, or leave device='auto'",
+            code=4,
+        )
+    return gpus_for(*elastic.place_on_host(detected.local_rank, detected.local_size), seen, per_rank)
 
 
 @dataclass(kw_only=True)

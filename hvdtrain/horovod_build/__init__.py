@@ -1,8 +1,8 @@
 """`hvdtrain build-horovod`: the one recipe for a Horovod wheel that works with the frameworks installed here.
 
 `support` holds the table of versions, `patches` what is changed in Horovod's sources, `patching` applies it,
-`environment` looks around, `cuda` finds a CUDA compiler, `build` compiles and caches, `proof` proves; `dist` makes
-wheels for other machines, `swap` puts a wheel in the place of another.
+`environment` looks around and puts a wheel in the place of another, `cuda` finds a CUDA compiler, `build` compiles and
+caches, `proof` proves; `dist` makes wheels for other machines.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from hvdtrain.horovod_build import build, dist, environment, patching, steps, swap
+    from hvdtrain.horovod_build import build, dist, environment, patching, steps
 
     if args.edits:
         print(patching.table())
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
         made = dist.make(wheel, found, args.dist, steps.Commands(cache / "dist.log", _say))
         _say(f"ready: {made}; {dist.needs(made)}")
     if args.install:
-        swap.replace(wheel)
+        environment.put_in_place(wheel)
     _say(f"{'installed' if args.install else 'ready'}: {wheel}")
     return 0
 

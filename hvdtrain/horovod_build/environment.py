@@ -1,4 +1,4 @@
-"""Looks at the current environment: what Horovod will be built for, and whether the recipe accepts it."""
+"""The current environment: what Horovod will be built for, whether the recipe accepts it; puts the wheel there."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ BUILD_MODULES = {
     "setuptools": "setuptools", "wheel": "wheel", "packaging": "packaging", "cloudpickle": "cloudpickle",
     "psutil": "psutil", "yaml": "pyyaml", "cffi": "cffi",
 }  # fmt: skip
+NAMES = ("horovod", "hvdtrain-horovod")  # distributions of the module `horovod`
+_ELSEWHERE = ("PIP_TARGET", "PIP_PREFIX", "PIP_ROOT", "PIP_USER")  # would have pip install where Python does not look
 NCCL_OF_TENSORFLOW = "nvidia-nccl-cu12"  # brought by tensorflow[and-cuda]
 
 _PROBE_TORCH = """
@@ -192,3 +194,24 @@ def _cpu_flags() -> str:
     except OSError:
         return ""
     return " ".join(flag for flag in ("avx", "f16c", "fma") if flag in words)
+
+
+def put_in_place(wheel: Path) -> None:
+    """Installs a wheel of `NAMES` alone: pip would lay one over the other, and later remove files of both with one.
+
+    The wheel has been proven: pip has installed it elsewhere. Raises HvdtrainError if pip cannot do it here.
+    """
+    installed = {distribution.name for distribution in importlib.metadata.distributions()}
+    for name in NAMES:
+        if name in installed:
+            _must(wheel, "uninstall", "-y", name)
+    _must(wheel, "install", "--no-deps", "--no-index", str(wheel))
+
+
+def _must(wheel: Path, verb: str, *words: str) -> None:
+    command = [sys.executable, "-m", "pip", verb, "-q", "--disable-pip-version-check", *words]
+    env = {name: value for name, value in os.environ.items() if name not in _ELSEWHERE}
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    if done.returncode:
+        remedy = f"{sys.executable} -m pip install --force-reinstall --no-deps --no-index {wheel}"
+        raise HvdtrainError(f"pip cannot {verb} Horovod here", done.stderr.strip()[-2000:], remedy)

@@ -19,7 +19,9 @@ from hvdtrain.horovod_build import dist
 
 HEAD = "Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
 NEW = "0.28.1+torch2.12cpu.tf2.21"
-SWAP = "import sys; from pathlib import Path; from hvdtrain.horovod_build import swap; swap.replace(Path(sys.argv[1]))"
+SWAP = """
+import sys; from pathlib import Path; from hvdtrain.horovod_build import environment
+environment.put_in_place(Path(sys.argv[1]))"""
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -10,10 +9,9 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvdtrain.comm.elastic import place_on_host
-from hvdtrain.comm.engines import Engine, HorovodCollectives, SoloEngine
+from hvdtrain.comm.engines import Engine, HorovodCollectives, SoloEngine, gpus_of_rank
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.core.launchers import Detected, gpus_for
+from hvdtrain.core.launchers import Detected
 from hvdtrain.keras.backends.chosen import BACKEND
 from hvdtrain.keras.backends.session import is_stock, replaced, session_of
 from hvdtrain.private.keras import BaseOptimizer
@@ -27,15 +25,7 @@ def attach(detected: Detected, *, engine: str, device: str, gpus_per_rank: int, 
         ConfigError: a GPU is requested, but none is visible.
         ModuleNotFoundError: Horovod is missing (the error of `init` shows how to build it).
     """
-    visible = 0 if device == "cpu" else BACKEND.visible_gpus()
-    if device == "cuda" and visible == 0:
-        raise ConfigError(
-            "device=cuda needs a GPU that the framework can see",
-            f"none visible to {BACKEND.name} (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r})",
-            "install a CUDA build of the backend, or leave device='auto'",
-            code=4,
-        )
-    devices = gpus_for(*place_on_host(detected.local_rank, detected.local_size), visible, gpus_per_rank)
+    devices = gpus_of_rank(detected, device, BACKEND.visible_gpus, BACKEND.name, gpus_per_rank)
     BACKEND.pin(devices, cpu_only=device == "cpu")
     keras.utils.set_random_seed(seed)
     if engine == "solo":

@@ -6,7 +6,6 @@ above this protocol, and so is the same on every engine.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, cast, runtime_checkable
@@ -15,10 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.comm.elastic import place_on_host
-from hvdtrain.comm.engines import Engine, HostCollectives
-from hvdtrain.core.errors import ConfigError
-from hvdtrain.core.launchers import Detected, gpus_for
+from hvdtrain.comm.engines import Engine, HostCollectives, gpus_of_rank
+from hvdtrain.core.launchers import Detected
 
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -185,17 +182,9 @@ class TensorCollectives(HostCollectives):
 
 
 def pick_devices(detected: Detected, device: str, gpus_per_rank: int) -> tuple[int, ...]:
-    """Chooses this rank's GPUs, makes the first one current, and returns their indices; empty on CPU. Raises
-    `ConfigError` for "cuda" where PyTorch sees no GPU, `LauncherError` for too few GPUs for the ranks on this host."""
-    visible = 0 if device == "cpu" else torch.cuda.device_count()
-    if device == "cuda" and visible == 0:
-        raise ConfigError(
-            "device=cuda needs a GPU that the framework can see",
-            f"torch {torch.__version__} sees none (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r})",
-            "check nvidia-smi and the driver, or leave device='auto'",
-            code=4,
-        )
-    devices = gpus_for(*place_on_host(detected.local_rank, detected.local_size), visible, gpus_per_rank)
+    """Chooses this rank's GPUs, makes the first one current, and returns them; raises as `gpus_of_rank`."""
+    framework = f"torch {torch.__version__}"
+    devices = gpus_of_rank(detected, device, torch.cuda.device_count, framework, gpus_per_rank)
     if devices:
         torch.cuda.set_device(devices[0])
     return devices
