@@ -48,11 +48,6 @@ def check_named(hosts: Cluster, line: list[str], way: str, folder: Path) -> None
 
 
 @pytest.mark.thorough
-def test_launched_ranks_that_part(hosts: Cluster, tmp_path: Path) -> None:
-    check_named(hosts, WAYS["launch"], "one_breaks", tmp_path)
-
-
-@pytest.mark.thorough
 @pytest.mark.parametrize("way", ["save_on_rank_0", "one_ends_early.atexit"])
 @pytest.mark.parametrize("launcher", list(WAYS))
 def test_ranks_of_two_hosts_that_part(launcher: str, way: str, hosts: Cluster, tmp_path: Path) -> None:

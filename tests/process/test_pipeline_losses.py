@@ -85,7 +85,6 @@ def test_few_samples_or_a_later_step_that_make_the_mean_another_one(found: dict[
 
 def test_what_the_refusals_are_for(found: dict[str, Any], limit: Limit) -> None:
     received = found["refused"]
-    assert received["twin"] > 1e-3, "without the proof the gradient is off"
     assert received["later"][0].startswith("nothing raised") and "(y != -100)" in received["later"][1]
     assert "(y != -100)" in received["wrong"]
     limit("A6d", "pipeline, `ignore_index`, without `weight=`", refused=received["ignore_index"][0])

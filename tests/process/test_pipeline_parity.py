@@ -41,18 +41,6 @@ def test_equal_to_the_unsplit_model(found: dict[str, Any], case: str) -> None:
         assert received[what] <= TOLERANCE, f"{what} off by {received[what]:.3g}"
 
 
-@pytest.mark.parametrize(
-    ("case", "mechanism"),
-    [
-        pytest.param("resnet18", "recomputing counts twice", marks=pytest.mark.thorough),
-        ("encoder", "micro-batches count the same"),
-        ("encoder", "a tied weight learns from one stage only"),
-    ],
-)
-def test_negative_twin(found: dict[str, Any], case: str, mechanism: str) -> None:
-    assert found[case]["twins"][mechanism] > 1e-4
-
-
 def test_on_a_gpu() -> None:
     """Both stages on one GPU."""
     if not Path("/dev/nvidiactl").exists():

@@ -45,7 +45,7 @@ def test_a_hard_model_computes_what_it_did(name: str, hard: Lines) -> None:
 
 
 def test_every_hard_model_is_looked_at(hard: Lines) -> None:
-    assert {name for name in hard if " " not in name} == set(SEGMENTS)
+    assert set(hard) == set(SEGMENTS)
 
 
 def test_what_a_trace_would_get_wrong_is_called_instead(hard: Lines) -> None:
@@ -80,13 +80,6 @@ def test_segments_that_draw_are_known(hard: Lines) -> None:
 def test_names_say_what_is_in_a_segment(hard: Lines) -> None:
     assert hard["Tied"]["names"] == ["first .. tanh", "middle", "matmul .. tanh", "last"]
     assert hard["Transformer"]["names"][1] == "encoder.layers.1"
-
-
-def test_with_a_mechanism_off_parity_fails(hard: Lines) -> None:
-    """The negative twins."""
-    assert "leaf" in hard["View without looking"]["refused"]
-    assert hard["SharedNorm without looking"]["segments"] == 6
-    assert hard["Tied without proxies' gradients"]["parts training"] > 1e-3
 
 
 # -- what split() refuses, and can be told ---------------------------------------------------------------------------
@@ -130,7 +123,6 @@ def test_a_model_that_cannot_be_traced_is_cut_by_hand(options: Lines) -> None:
     assert found["difference"] <= 1e-12
     assert found["mutates"] == [False, True, False, False, False]
     assert found["names"] == ["a", "relu", "b", "c", "d"]
-    assert "in-place" in options["by hand, without a copy"]["refused"]
 
 
 def test_arguments_that_are_no_tensors_are_fixed(options: Lines) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +13,6 @@ from harness import PROGRAMS
 from limits import Limit
 
 import hvdtrain.pipeline as hp
-from hvdtrain.core.errors import ConfigError
 
 SPEC = importlib.util.spec_from_file_location("whole", PROGRAMS / "torch" / "whole.py")
 assert SPEC is not None and SPEC.loader is not None
@@ -24,8 +22,8 @@ ROWS = slice(0, 18)
 # the others differ in the loss only, which is called once
 WAYS = {
     "clip": {"remat": "all"},
-    "supervised_contrastive": {"schedule": "gpipe", "remat": "except_last"},
-    "list_wise": {},
+    "whitening": {"schedule": "gpipe", "remat": "except_last"},
+    "lovasz": {},
 }
 NAMES = [name if name in WAYS else pytest.param(name, marks=pytest.mark.thorough) for name in PROGRAM.LOSSES]
 
@@ -40,7 +38,6 @@ def in_float64() -> Iterator[None]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_loss_of_the_whole_batch_is_that_of_the_unsplit_model(name: str, limit: Limit) -> None:
-    """The twin: without whole=True three micro-batches have another loss, or are refused."""
     torch.manual_seed(1)
     model = PROGRAM.Model()
     plain, function = copy.deepcopy(model), PROGRAM.LOSSES[name]
@@ -59,12 +56,4 @@ def test_a_loss_of_the_whole_batch_is_that_of_the_unsplit_model(name: str, limit
     assert gap <= 1e-10
     if name == "clip":
         limit("P9g", "a contrastive loss: `step(..., whole=True)`", exact=gap)
-    model.zero_grad()
-    try:
-        pipe.step(x, y, lambda out, y: function(model, out, y))
-        both = zip(model.parameters(), plain.parameters(), strict=True)
-        apart = max(float((a.grad - b.grad).abs().max()) for a, b in both if b.grad is not None)
-    except ConfigError:  # refused: the mean of micro-batches is another one
-        apart = math.inf
-    assert apart > 1e-6
     pipe.close()

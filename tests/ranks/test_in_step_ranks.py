@@ -11,8 +11,6 @@ from harness import PROGRAMS, Result, run_ranks
 from limits import Limit
 from parted_ranks import ENDING, NAMED_WITHIN_S, RULE, start, two_at_a_time
 
-from hvdtrain.core import variables
-
 HERE = Path(__file__).parent
 TORCH, KERAS = PROGRAMS / "torch" / "out_of_step.py", PROGRAMS / "keras" / "out_of_step.py"
 ALONE = "a function of on_main() must not call a collective operation"
@@ -130,11 +128,3 @@ def test_ranks_that_raise_on_every_engine(engine: str, launcher: str, tmp_path: 
 def test_slow_ranks_are_not_accused(tmp_path: Path) -> None:
     done = start(TORCH, ["horovod", "slow"], tmp_path).check()
     assert all("done" in done.ranks_output[rank] for rank in range(2)), done.text
-
-
-@pytest.mark.thorough
-def test_without_comparison_they_pair_wrongly(tmp_path: Path) -> None:
-    """The negative twin: each rank takes the other's values for its own, and nobody notices."""
-    done = start(TORCH, ["horovod", "other_order"], tmp_path, **{variables.IN_STEP_S: "0"}).check()
-    assert "paired [['a', 'b'], ['b', 'a']]" in done.ranks_output[0], "instead of ['a', 'a'], ['b', 'b']"
-    assert "paired [['b', 'a'], ['a', 'b']]" in done.ranks_output[1], done.text

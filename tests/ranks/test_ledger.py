@@ -19,13 +19,13 @@ FEW = {
 MANY, EACH = {"torch": 180, "keras-torch": 72, "keras-tensorflow": 48}, 12
 
 
-def lived(adapter: str, numbers: Sequence[int], twin: str = "") -> tuple[dict[str, list[str]], float]:
+def lived(adapter: str, numbers: Sequence[int]) -> tuple[dict[str, list[str]], float]:
     """Lives histories; returns what is wrong with those that are not as if nothing had happened, and the largest gap
     to weights that numpy computes from the same global batches."""
     with quick_folder() as folder:
         framework, _, backend = adapter.partition("-")
         program, env = PROGRAMS / "ledger" / f"of_{framework}.py", {"KERAS_BACKEND": backend} if backend else {}
-        arguments: list[str | Path] = [program, folder, adapter + twin, *map(str, numbers)]
+        arguments: list[str | Path] = [program, folder, adapter, *map(str, numbers)]
         run_ranks(arguments, 1, env=env, timeout_s=60 + 40 * len(numbers), grace_s=60).check()
         all_of_them = [history(adapter, number) for number in numbers]
         found = {f"{its.number}: {its}": judged(its, folder / str(its.number)) for its in all_of_them}
@@ -52,12 +52,3 @@ def test_every_sample_once_an_epoch(adapter: str, limit: Limit) -> None:
 @pytest.mark.parametrize(("adapter", "first"), [(name, at) for name in MANY for at in range(0, MANY[name], EACH)])
 def test_many_histories(adapter: str, first: int) -> None:
     assert lived(adapter, range(first, first + EACH))[0] == {}
-
-
-@pytest.mark.thorough
-def test_negative_twin_a_place_in_batches_of_a_rank() -> None:
-    """As `torchdata`'s StatefulDataLoader has it: good at the same number of ranks, and at no other."""
-    same, resized = 3, 13
-    assert (history("torch", same).resized, history("torch", resized).resized) == (False, True)
-    (found,) = lived("torch", [same, resized], "!")[0].items()
-    assert found[0].startswith(f"{resized}: ") and "skipped" in found[1][0], found

@@ -93,13 +93,6 @@ def test_outside_the_world_no_rank_dies_by_it(place: str, code: int, ends: int, 
     assert ("preempted before the training began" in rest) is (place == "before"), rest
 
 
-@pytest.mark.thorough
-def test_negative_twin_a_word_that_stays_on_its_rank(tmp_path: Path) -> None:
-    """Rank 1 saves alone, which the others are not in: never the exit code of a job that has saved."""
-    ended = launched(tmp_path, TORCH, tmp_path / "run", "update", "1", "alone", HVDTRAIN_IN_STEP_S="1")
-    assert ended.returncode not in (0, CODE) and saved(tmp_path / "run") == [], ended.text
-
-
 @pytest.mark.parametrize(
     ("backend", "arguments", "steps"),
     [

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from harness import PROGRAMS, run_ranks
 
-FOUND = {"straggler": "waiting for rank 1", "input": "input bound"}
+HOW = ("straggler", "input")
 BROWSER = shutil.which("chromium")
 LOOK = PROGRAMS / "torch" / "report_in_browser.py"
 
@@ -20,7 +20,7 @@ LOOK = PROGRAMS / "torch" / "report_in_browser.py"
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
-    for how in FOUND:
+    for how in HOW:
         run_ranks([PROGRAMS / "torch" / "reported.py", folder / how, how], 2, timeout_s=120).check()
     return folder
 
@@ -29,14 +29,6 @@ def reported(*arguments: str | Path) -> str:
     out = Path(arguments[-1])
     run_ranks(["-m", "hvdtrain", "report", *arguments[:-1], "--out", out], 1, launcher="none").check()
     return out.read_text()
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("how", FOUND)
-def test_what_held_a_run_up_is_named(how: str, runs: Path, tmp_path: Path) -> None:
-    page = reported(runs / how, tmp_path / "report.html")
-    assert FOUND[how] in page
-    assert how == "input" or FOUND["input"] not in page  # while a busy machine makes ranks uneven, too
 
 
 @pytest.mark.thorough

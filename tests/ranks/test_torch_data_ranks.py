@@ -61,13 +61,6 @@ def test_what_a_loop_kept_comes_in_order(results: dict[int, Any]) -> None:
     assert results[3]["refused"]
 
 
-def test_evaluation_negative_twin(results: dict[int, Any]) -> None:
-    """Samples padded to equal shares, and a mean of means, give another loss."""
-    padded, exact = results[3]["padded_evaluation"]["loss"], results[1]["evaluation"][16]["loss"]
-    assert abs(padded - exact) > 1e-6
-    assert results[1]["padded_evaluation"]["loss"] == pytest.approx(exact, rel=1e-12)
-
-
 def test_evaluation_makes_buffers_equal(results: dict[int, Any]) -> None:
     ours, one = results[3]["evaluation_of_files"], results[1]["evaluation_of_files"]
     assert ours["right"] == pytest.approx(one["right"], rel=1e-12)

@@ -48,12 +48,10 @@ class Stream:
         return self.clock[self.number]
 
     def wait_event(self, event: Event) -> None:
-        if "wait_event" not in self.recorder.off:
-            merge(self.clock, event.clock)
+        merge(self.clock, event.clock)
 
     def wait_stream(self, other: Stream) -> None:
-        if "wait_stream" not in self.recorder.off:
-            merge(self.clock, other.clock)
+        merge(self.clock, other.clock)
 
 
 class Event:
@@ -85,18 +83,14 @@ class Memory:
 class Recorder(TorchDispatchMode):
     """Records while it is entered.
 
-    Args:
-        off: what does nothing: "wait_event", "wait_stream", "record_stream", "pinned".
-
     Attributes:
         problems: what is not in order.
         streams: all that were made; the first of each device are the callers'.
         waits: how often the host waited.
     """
 
-    def __init__(self, off: str = "") -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.off = off
         self.problems: list[str] = []
         self.streams: list[Stream] = []
         self.host: Clock = {}
@@ -146,8 +140,7 @@ class Recorder(TorchDispatchMode):
             self.device = before
 
     def record_stream(self, tensor: Tensor, stream: Stream) -> None:
-        if "record_stream" not in self.off:
-            self.memory[key(tensor)].recorded.add(stream.number)
+        self.memory[key(tensor)].recorded.add(stream.number)
 
     # -- tensors -----------------------------------------------------------------------------------------------------
     def put(self, tensor: Tensor, device: torch.device, name: str) -> Tensor:
@@ -183,7 +176,7 @@ class Recorder(TorchDispatchMode):
         return copy
 
     def in_pinned(self, tensor: Tensor) -> Tensor:
-        if "pinned" not in self.off and key(tensor) not in self.pinned:
+        if key(tensor) not in self.pinned:
             with torch.utils._python_dispatch._disable_current_modes():
                 tensor = tensor.clone()
             self.pinned.add(key(tensor))

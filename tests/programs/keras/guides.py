@@ -2,8 +2,7 @@
 
 usage: guides.py OUT.npz [program ...]     one process: plain Keras, nothing of hvdtrain; N ranks: an N-th of each batch
 
-OUT.npz holds weights, history, evaluation and predictions of each program; of one process also "alone/...": trained on
-rank 0's part of each batch, as by ranks that are not averaged.
+OUT.npz holds weights, history, evaluation and predictions of each program.
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ else:
     import torch
 
 in_float64()
-RANKS = 2
 BATCH = 12
 K, O = keras.callbacks, keras.optimizers  # noqa: E741
 RNG = np.random.default_rng(11)
@@ -45,7 +43,6 @@ WEIGHT = np.linspace(0.1, 3.0, ROWS)
 PICTURES = RNG.uniform(size=(ROWS, 4, 4, 1))
 # in these plain Keras cannot run a metric of one's own where it is eager
 TRACED = ("metrics_of_the_whole_batch",)
-alone = False  # trains on rank 0's part of each batch
 PROGRAMS: dict[str, tuple[Callable[..., Any], int]] = {}
 
 
@@ -64,24 +61,15 @@ def cut(data: Any, rows: int) -> Any:
     return keras.tree.map_structure(lambda array: array[:rows], data)
 
 
-def mine(data: Any) -> Any:
-    """Returns what one process trains on, and its batch: all data, or rank 0's rows of each batch."""
-    if not alone:
-        return data, BATCH
-    here = np.arange(len(keras.tree.flatten(data)[0])) % BATCH < BATCH // RANKS
-    return keras.tree.map_structure(lambda array: array[here], data), BATCH // RANKS
-
-
 def fit(model: Any, data: tuple[Any, ...], epochs: int = 2, *, val: Any = None, **prepare: Any) -> Any:
     """Trains on (x, y), (x, y, sample_weight) or (x,); returns the history."""
     options: dict[str, Any] = {"epochs": epochs, "verbose": 0}
     if not RANKED:
-        data, size = mine(data)
         if val is not None:
             options.update(validation_data=val, validation_batch_size=BATCH)
         x, y, sample_weight = (*data, None, None)[:3]
         return model.fit(
-            x, y, sample_weight=sample_weight, batch_size=size, shuffle=False, **options,
+            x, y, sample_weight=sample_weight, batch_size=BATCH, shuffle=False, **options,
         ).history  # fmt: skip
     batches = hvk.loader(data if len(data) > 1 else data[0], BATCH // world.size, shuffle=False)
     hvk.prepare(model, batches, **prepare)
@@ -515,8 +503,7 @@ def dice_of_the_batch(y: Any, p: Any) -> Any:
 
 # -------------------------------------------------------------------- loops of one's own
 def batches_of(data: tuple[Any, ...]) -> Any:
-    data, size = mine(data)
-    return [cut(keras.tree.map_structure(lambda a: a[at:], data), size) for at in range(0, len(data[0]), size)]  # noqa: B023
+    return [cut(keras.tree.map_structure(lambda a: a[at:], data), BATCH) for at in range(0, len(data[0]), BATCH)]  # noqa: B023
 
 
 @program(25)
@@ -571,20 +558,18 @@ def flat(found: Any, place: str) -> dict[str, np.ndarray]:
 
 
 def main(out: str, wanted: list[str]) -> None:
-    global alone
     arrays: dict[str, np.ndarray] = {}
     for name in wanted or list(PROGRAMS):
         function, rows = PROGRAMS[name]
-        for alone in [False] if RANKED else [False, True]:
-            keras.backend.clear_session()
-            keras.utils.set_random_seed(3)
-            if BACKEND == "tensorflow" and not RANKED:  # tracing takes longer than these programs train
-                tf.config.run_functions_eagerly(name not in TRACED)
-            try:
-                arrays.update(flat(function(rows), f"alone/{name}" if alone else name))
-            except Exception:
-                print(f"program {name} failed\n{traceback.format_exc()}", file=sys.stderr, flush=True)
-                os._exit(3)
+        keras.backend.clear_session()
+        keras.utils.set_random_seed(3)
+        if BACKEND == "tensorflow" and not RANKED:  # tracing takes longer than these programs train
+            tf.config.run_functions_eagerly(name not in TRACED)
+        try:
+            arrays.update(flat(function(rows), name))
+        except Exception:
+            print(f"program {name} failed\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+            os._exit(3)
     if not RANKED or world.is_main:
         np.savez(out, **arrays)
     if RANKED:

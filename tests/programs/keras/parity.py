@@ -13,7 +13,6 @@ import os
 import sys
 import traceback
 from typing import Any
-from unittest import mock
 
 import keras
 import numpy as np
@@ -27,7 +26,6 @@ if RANKED:
 
     world = hvdtrain.init("keras", seed=5)
     import hvdtrain.keras as hvk
-    from hvdtrain.keras.state import replicas
 else:
     block("horovod", "hvdtrain")
 
@@ -204,8 +202,6 @@ CASES: dict[str, dict[str, Any]] = {
     "embedding_dense": {**EMBEDDED, "opt": lambda: O.SGD(0.5), "prepare": {"sparse_as_dense": True}},
     # low precision rounds with the batch size: the twin of N ranks accumulates their batches one by one
     "mixed_float16": {**PLAIN, "opt": lambda **passes: O.SGD(1e-2, **passes), "micro": True, "traced": True},
-    # the negative twin: the same job with the averaging switched off
-    "off": {**PLAIN, "opt": lambda: O.SGD(0.1), "off": True},
     # refused
     "none": {"model": net, "loss": lambda: ce(reduction=None), "y": LABEL},
     "dice_of_the_batch": {"model": segmenter, "loss": keras.losses.Dice, "x": PICTURES, "y": SHAPES},
@@ -244,11 +240,8 @@ def train(case: dict[str, Any]) -> tuple[keras.Model, Any]:
     dealt = (x, y, weights["sample_weight"]) if "sample_weight" in weights else (x, y)
     each, classes = case.get("each", BATCH // RANKS), weights.get("class_weight")
     data = hvk.loader(dealt, each, shuffle=False, class_weight=classes)
-    hvk.prepare(model, data, verify=not case.get("off"), **case.get("prepare", {}))
-    callbacks = hvk.callbacks(model)
-    with mock.patch.object(replicas, "check_equal", replicas.check_equal):  # `SwitchOff` takes it away for this fit
-        more = [SwitchOff()] if case.get("off") else []
-        return model, model.fit(data, epochs=EPOCHS, verbose=0, callbacks=[*callbacks, *more])
+    hvk.prepare(model, data, **case.get("prepare", {}))
+    return model, model.fit(data, epochs=EPOCHS, verbose=0, callbacks=hvk.callbacks(model))
 
 
 def fit_micro_batches(model: keras.Model, case: dict[str, Any]) -> Any:
@@ -260,16 +253,6 @@ def fit_micro_batches(model: keras.Model, case: dict[str, Any]) -> Any:
         x, y = x[mine], y[mine]
         options["callbacks"] = hvk.callbacks(hvk.prepare(model))
     return model.fit(x, y, **options)
-
-
-class SwitchOff(keras.callbacks.Callback):
-    """After all checks have passed, gives the optimizer its own `apply` back, and keeps the comparisons of replicas
-    from seeing it: what an averaging that fails looks like."""
-
-    def on_train_begin(self, logs: Any = None) -> None:
-        replicas.check_equal = lambda *_, **__: None
-        optimizer = self.model.optimizer
-        vars(optimizer)["apply"] = type(optimizer).apply.__get__(optimizer)
 
 
 def facts_of(model: keras.Model, history: Any) -> dict[str, Any]:

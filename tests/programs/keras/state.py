@@ -247,8 +247,6 @@ def case_t8_only_moving_statistics_are_averaged() -> None:
     replicas.average_statistics(model, world)
     assert np.array_equal(numpy_of(queue), world.gather(own)[0]), "rank 0's, bit for bit"
     assert np.allclose(numpy_of(norm.moving_mean), (SIZE - 1) / 2, rtol=0, atol=0)
-    averaged = np.mean(world.gather(own), axis=0)  # the negative twin
-    assert float(np.abs(np.linalg.norm(averaged, axis=1) - 1).max()) > 0.01
 
 
 @case

@@ -1,7 +1,6 @@
 """Lives histories of `support/ledger.py` on real ranks: a process a rank, forked, killed by SIGKILL, forked again.
 
-usage: of_torch.py (of_keras.py) FOLDER ADAPTER[!] NUMBER ...    writes FOLDER/NUMBER; !: the twin, which counts batches
-of a rank
+usage: of_torch.py (of_keras.py) FOLDER ADAPTER NUMBER ...    writes FOLDER/NUMBER
 """
 
 from __future__ import annotations
@@ -35,11 +34,10 @@ class Job:
 
     Attributes:
         folder: of the history.
-        twin: goes on by batches of a rank.
     """
 
-    def __init__(self, of: History, number: int, rank: int, folder: Path, *, twin: bool) -> None:
-        self.history, self.life, self.rank, self.folder, self.twin = of, of.lives[number], rank, folder, twin
+    def __init__(self, of: History, number: int, rank: int, folder: Path) -> None:
+        self.history, self.life, self.rank, self.folder = of, of.lives[number], rank, folder
         self.own = folder / f"life{number}"
         self._updates = 0
         self._lines = open(self.own / f"rank{rank}.jsonl", "a", buffering=1)  # noqa: SIM115 (until it is killed)
@@ -98,7 +96,7 @@ def forked(run: Callable[[], None], output: Path) -> int:
     raise AssertionError("it has ended")
 
 
-def live(of: History, number: int, folder: Path, train: Train, *, twin: bool) -> str:
+def live(of: History, number: int, folder: Path, train: Train) -> str:
     """Lives one life; returns what went wrong by itself."""
     life = of.lives[number]
     (folder / f"life{number}").mkdir()
@@ -116,7 +114,7 @@ def live(of: History, number: int, folder: Path, train: Train, *, twin: bool) ->
                 server.server_close()
             if size > 1:
                 os.environ |= _variables(life.engine, rank, size, port)
-            train(Job(of, number, rank, folder, twin=twin))
+            train(Job(of, number, rank, folder))
 
         ranks[forked(run, output)] = rank
     if server is not None:
@@ -182,11 +180,11 @@ def _kill_group(pid: int) -> None:
         return
 
 
-def lived(of: History, folder: Path, train: Train, *, twin: bool = False) -> str:
+def lived(of: History, folder: Path, train: Train) -> str:
     """Lives a history to its end, and once more in one piece where its lives are alike; returns what went wrong."""
     folder.mkdir(parents=True)
     for number in range(len(of.lives)):
-        failure = live(of, number, folder, train, twin=twin)
+        failure = live(of, number, folder, train)
         if failure:
             (folder / "failed.txt").write_text(f"life {number} {failure}")
             return failure
@@ -217,7 +215,7 @@ def load_what_it_loads(adapter: str, train: Train) -> None:
 
 
 def main(train: Train) -> None:
-    folder, adapter, numbers = Path(sys.argv[1]), sys.argv[2].rstrip("!"), [int(text) for text in sys.argv[3:]]
+    folder, adapter, numbers = Path(sys.argv[1]), sys.argv[2], [int(text) for text in sys.argv[3:]]
     load_what_it_loads(adapter, train)
     for number in numbers:
-        lived(history(adapter, number), folder / str(number), train, twin=sys.argv[2].endswith("!"))
+        lived(history(adapter, number), folder / str(number), train)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -167,10 +166,6 @@ def train(job: Job) -> None:
         checkpoints = hvdtrain.Checkpointer(job.folder / "checkpoints", best=None, keep=2, asynchronous=life.writes)
         state = hvt.model_state(model, optimizer)
         checkpoints.restore(state)
-        place = data.position
-        if job.twin and place[1]:  # so many batches of each rank were read
-            before = json.loads((job.folder / f"life{int(job.own.name[4:]) - 1}" / "began.json").read_text())["global"]
-            data.go_on(place[0], min(place[1] // before * data.global_batch, of.samples))
         job.begins(world, optimizer.progress.step, data.global_batch, 0)
         if fit(job, data, model, optimizer, checkpoints, state):
             job.ends(world, [parameter.detach().numpy().T for parameter in model.parameters()])

@@ -164,12 +164,7 @@ def refused() -> dict[str, Any]:
     loss = Tokens()
     found["later"] = [message(lambda y=y: pipe.step(X, y, loss)) for y in (LABELS, IGNORED)]
     wrong = message(lambda: pipe.step(X, IGNORED, loss, weight=lambda y: (y != 0).sum()))
-    pipe.proofs = False  # the twin: what would have been trained
-    pipe.zero_grad()
-    pipe.step(X, UNWEIGHTED["pad_id"][1], UNWEIGHTED["pad_id"][0])
-    plain_gradients = plain(Case(UNWEIGHTED["pad_id"][0], LABELS))[1]
-    gap = max(float((p.grad - g).abs().max()) for p, g in zip(pipe.parameters(), plain_gradients, strict=True))
-    return found | {"wrong": wrong, "twin": gap / max(float(g.abs().max()) for g in plain_gradients)}
+    return found | {"wrong": wrong}
 
 
 def rare() -> dict[str, str]:

@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hvdtrain.pipeline.plan.schedule import micro_batch_sizes
-from hvdtrain.pipeline.run import passes
 from hvdtrain.pipeline.run.runtime import Pipeline
-from hvdtrain.pipeline.run.stage import Stage, build_stages
+from hvdtrain.pipeline.run.stage import build_stages
 from hvdtrain.pipeline.trace.segments import Segment, segments
 
 LOSS = nn.CrossEntropyLoss()
@@ -129,7 +128,6 @@ class Subject:
         self.y = torch.randint(CLASSES, (BATCH,)).to(device())
         self.start = [(buffer, buffer.clone()) for buffer in self.model.buffers()]  # parameters do not change
         self.parts = segments(self.model, self.x)
-        self.tied = name == "encoder"
         self.references: dict[int, tuple[Outcome, Outcome]] = {}
 
     def reference(self, combination: Combination) -> Outcome:
@@ -183,34 +181,7 @@ def main() -> None:
             "model": name, "segments": len(subject.parts), "combinations": len(combinations), "loss": worst[0],
             "gradients": worst[1], "buffers": worst[2], "outputs": subject.outputs(),
         }  # fmt: skip
-        if name in ("resnet18", "encoder"):
-            line["twins"] = twins(subject)
         print(json.dumps(line), flush=True)
-
-
-def twins(subject: Subject) -> dict[str, float]:
-    """How far off the same comparison is with a mechanism switched off: the test must see it."""
-    found = {}
-    plain = passes.Head.__call__
-
-    def unweighted(head: Any, *given: Any) -> Any:
-        head.weights = [1.0 / len(head.weights)] * len(head.weights)
-        return plain(head, *given)
-
-    passes.Head.__call__ = unweighted  # type: ignore[method-assign]
-    found["micro-batches count the same"] = subject.difference(Combination(2, 3, "1f1b", "never", "batch"))[1]
-    passes.Head.__call__ = plain  # type: ignore[method-assign]
-    put, passes._put = passes._put, lambda buffers, values: None
-    if subject.start:
-        found["recomputing counts twice"] = subject.difference(Combination(2, 3, "1f1b", "all", "micro"))[2]
-    passes._put = put
-    give, Stage.return_gradients = Stage.return_gradients, lambda stage: None  # type: ignore[method-assign]
-    if subject.tied:
-        found["a tied weight learns from one stage only"] = subject.difference(
-            Combination(2, 3, "1f1b", "never", "batch")
-        )[1]
-    Stage.return_gradients = give  # type: ignore[method-assign]
-    return found
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import copy
 import json
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,9 +17,7 @@ from split_models import CASES
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from hvdtrain.pipeline.run import stage as _stage
 from hvdtrain.pipeline.run.stage import Stage, build_stages
-from hvdtrain.pipeline.trace import segments as _segments
 from hvdtrain.pipeline.trace.restore import all_training
 from hvdtrain.pipeline.trace.segments import Segment, segments
 from hvdtrain.values.nested import map_tensors, tensors_of
@@ -76,8 +74,8 @@ def whole(model: nn.Module, arguments: tuple[Any, ...]) -> Any:
     return output
 
 
-def compared(name: str, *, change: Callable[[list[Segment]], None] | None = None) -> dict[str, Any]:
-    """The model cut at every place it can be, in both modes; `change` switches something off (negative twins)."""
+def compared(name: str) -> dict[str, Any]:
+    """Compares the model, cut at every place it can be, in both modes."""
     torch.manual_seed(0)
     model, arguments = CASES[name]()
     plain = copy.deepcopy(model)
@@ -87,8 +85,6 @@ def compared(name: str, *, change: Callable[[list[Segment]], None] | None = None
     found["names"] = [part.name for part in parts]
     found["draws"] = [part.index for part in parts if part.draws]
     found["leaves"] = parts[0].chain.program.leaves
-    if change is not None:
-        change(parts)
     stages = build_stages(model, parts, [1] * len(parts), ["cpu"] * len(parts))
     one = build_stages(model, parts, [len(parts)], ["cpu"])
     found["buffers"] = [len(list(one[0].buffers())), len(list(one[0].changing_buffers()))]
@@ -133,55 +129,11 @@ def state_of(model: nn.Module) -> str:
     return repr((tensors, holds, grads, torch.get_rng_state().tolist(), random.getstate()))
 
 
-# -- negative twins: with the mechanism off, the same comparison is red ----------------------------------------------
-def without_changes_in_place(name: str) -> dict[str, Any]:
-    """Cuts that do not look at what is changed in place."""
-    return with_facts(name, lambda facts: facts.changed_at.clear())
-
-
-def without_changing_buffers(name: str) -> dict[str, Any]:
-    return with_facts(name, lambda facts: facts.changed.clear())
-
-
-def with_facts(name: str, change: Callable[[Any], None]) -> dict[str, Any]:
-    original = _segments.look
-
-    def look(*args: Any) -> Any:
-        facts = original(*args)
-        change(facts)
-        return facts
-
-    _segments.look = look
-    try:
-        return compared(name)
-    except RuntimeError as error:  # autograd itself sees some
-        return {"refused": str(error)[:200]}
-    finally:
-        _segments.look = original
-
-
-def without_proxies(name: str) -> dict[str, Any]:
-    """Gradients of shared parameters that stay with the proxy."""
-    original = _stage.Stage.return_gradients
-    _stage.Stage.return_gradients = lambda self: None  # type: ignore[method-assign]
-    try:
-        return compared(name)
-    finally:
-        _stage.Stage.return_gradients = original  # type: ignore[method-assign]
-
-
-TWINS: dict[str, Callable[[], dict[str, Any]]] = {
-    "View without looking": lambda: without_changes_in_place("View"),
-    "SharedNorm without looking": lambda: without_changing_buffers("SharedNorm"),
-    "Tied without proxies' gradients": lambda: without_proxies("Tied"),
-}
-
-
 def main() -> None:
     torch.set_default_dtype(torch.float64)
-    for name in sys.argv[1:] or [*CASES, *TWINS]:
+    for name in sys.argv[1:] or CASES:
         try:
-            found = TWINS[name]() if name in TWINS else compared(name)
+            found = compared(name)
         except Exception as error:
             if len(sys.argv) > 1:
                 raise

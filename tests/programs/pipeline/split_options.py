@@ -108,19 +108,6 @@ def by_hand() -> Any:
     return {"difference": outcome, "mutates": [p.mutates for p in parts], "names": [p.name for p in parts]}
 
 
-@case("by hand, without a copy")
-def by_hand_without_copy() -> Any:
-    """The negative twin: what changes its input in place is given a leaf."""
-    model = chain(nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH))
-    parts = from_modules(list(model), model, X)
-    parts[1].mutates = False
-    parts[1].chain.facts.changed_at.clear()
-    try:
-        return {"difference": compared_stages(model, parts, (X,))}
-    except RuntimeError as error:
-        return {"refused": str(error)}
-
-
 @case("arguments in a tuple, fixed ones checked")
 def fixed() -> Any:
     class Flag(Base):

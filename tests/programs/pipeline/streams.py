@@ -124,16 +124,6 @@ def order() -> dict[str, Any]:
     return {"cases": cases, "problems": problems, "difference": worst}
 
 
-def twins() -> dict[str, int]:
-    """How many problems there are when something is left out."""
-    found, pipe = {}, split(3)
-    for off in ("", "wait_event", "wait_stream", "record_stream", "pinned"):
-        recorder = Recorder(off)
-        step(on(pipe, gpu(0), gpu(1), gpu(2)), recorder, gpu(5))
-        found[off or "nothing"] = len(recorder.problems)
-    return found
-
-
 def lasting() -> dict[str, Any]:
     """200 steps: threads, streams and memory stay as they are after a few."""
     recorder, gpus, cpus = Recorder(), on(split(2, 1, 2), gpu(0), gpu(1)), split(2, 1, 2)
@@ -194,6 +184,6 @@ def ends() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    for check in (order, twins, lasting, ends):
+    for check in (order, lasting, ends):
         if len(sys.argv) == 1 or check.__name__ in sys.argv:
             print(json.dumps({"check": check.__name__, **check()}), flush=True)

@@ -23,7 +23,6 @@ from torch.nn.functional import cross_entropy
 import hvdtrain
 import hvdtrain.torch as hvt
 from hvdtrain.core.errors import CheckpointError, ConfigError
-from hvdtrain.torch import checkpoint
 
 SAMPLES, GLOBAL_BATCH, UPDATES, SAVED_AFTER = 26, 8, 6, 3  # 2 updates an epoch: the checkpoint is in mid-epoch
 FOLDER = Path(sys.argv[2])
@@ -117,24 +116,6 @@ def case_a_run_goes_on_bit_for_bit(world: hvdtrain.World) -> None:
         if world.is_main:
             facts = {"seen": seen_before, "weights": [p.tolist() for p in resumed.model.parameters()]}
             (FOLDER / "facts.json").write_text(json.dumps({**facts, "size": world.size, "losses": resumed.losses}))
-
-
-def case_what_is_not_restored_is_missed(world: hvdtrain.World) -> None:
-    """Negative twins: without its random streams, or its optimizer's state, the run does not go on as before."""
-    checkpoints = hvdtrain.Checkpointer(FOLDER / f"own-{sys.argv[1]}-{world.size}")
-    right = restored(world, checkpoints)
-    right.train(UPDATES)
-    with mock.patch.object(checkpoint, "restore_streams", lambda *_: None):
-        other = restored(world, checkpoints)
-    other.train(UPDATES)
-    assert other.losses != right.losses
-    other = Job(world, start=99)
-    kind = type(other.optimizer.wrapped)
-    load = kind.load_state_dict
-    with mock.patch.object(kind, "load_state_dict", lambda self, content: load(self, {**content, "state": {}})):
-        checkpoints.restore(other.state())
-    other.train(UPDATES)
-    assert other.everything() != right.everything()
 
 
 def case_any_engine_and_size_goes_on_from_the_common_checkpoint(world: hvdtrain.World) -> None:

@@ -16,7 +16,7 @@ import evaluated
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset, DistributedSampler
+from torch.utils.data import Dataset
 
 import hvdtrain
 import hvdtrain.torch as hvt
@@ -110,18 +110,6 @@ def evaluation_of_files(world: World) -> Any:
     return {"shifted": scores, "right": again}
 
 
-def padded_evaluation(world: World) -> Any:
-    """The negative twin: what the usual DistributedSampler and a mean of ranks' means make of 17 samples."""
-    x, y = data()
-    net = model().eval()
-    mine = list(DistributedSampler(range(17), world.size, world.rank, shuffle=False))
-    with torch.no_grad():
-        values = hvt.classification(top=(1, 2), label_smoothing=0.1)(
-            net(torch.from_numpy(x[mine])), torch.from_numpy(y[mine])
-        )
-    return world.mean({name: float(value.double().mean()) for name, value in values.items()})
-
-
 def relay(world: World) -> Any:
     """Four batches, from where another number of ranks stopped."""
     path = Path(sys.argv[2])
@@ -181,7 +169,7 @@ def metrics_that_differ_are_refused(world: World) -> Any:
 
 
 CASES = (
-    memory_order, worker_order, evaluation, evaluation_of_files, padded_evaluation, relay, unequal_ranks_are_refused,
+    memory_order, worker_order, evaluation, evaluation_of_files, relay, unequal_ranks_are_refused,
     metrics_that_differ_are_refused, *evaluated.CASES,
 )  # fmt: skip
 

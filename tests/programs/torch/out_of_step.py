@@ -109,10 +109,9 @@ def one_ends_early(world: World) -> None:
 def other_order(world: World) -> None:
     beacon.parts()
     if world.is_main:
-        found = [world.gather("a"), world.gather("b")]  # here
+        world.gather("a"), world.gather("b")  # here
     else:
-        found = [*reversed([world.gather("b"), world.gather("a")])]  # here
-    print("paired", found, flush=True)
+        world.gather("b"), world.gather("a")  # here
 
 
 def barrier_against_gather(world: World) -> None:

@@ -13,10 +13,8 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
@@ -24,12 +22,6 @@ from torch import Tensor, nn
 
 import hvdtrain
 import hvdtrain.torch as hvt
-from hvdtrain.torch.engines.base import Pass
-from hvdtrain.torch.update import batches, gradients
-from hvdtrain.torch.update import passes as _passes
-from hvdtrain.torch.update import start as _start
-from hvdtrain.torch.update.nonfinite import NonFiniteError
-from hvdtrain.torch.update.optimizer import Optimizer
 
 GLOBAL_BATCH = 8
 BASE_LR = 0.1
@@ -172,62 +164,6 @@ def nan_in_padding(model: nn.Module, optimizer: Any, batch: Any) -> None:
     optimizer.step()
 
 
-# -- what is switched off for the negative twins ---------------------------------------------------------------------
-@contextmanager
-def no_averaging(optimizer: Optimizer) -> Iterator[None]:
-    """Every rank keeps its own gradient, times the number of ranks: what forgotten averaging looks like."""
-    bound, size = optimizer.session.engine_model, optimizer.session.world.size
-
-    def local(loss: Tensor, sent: Pass) -> None:
-        type(bound).backward(bound, loss * size, replace(sent, reduce=False))
-
-    off = mock.patch.object(_passes, "wrong", lambda *_: 0.0)  # it would miss the other ranks in the sums
-    with off, mock.patch.object(bound, "backward", local), mock.patch.object(bound, "finish", lambda: None):
-        yield
-
-
-@contextmanager
-def equal_weights(optimizer: Optimizer) -> Iterator[None]:
-    """Every rank and micro-batch counts the same, whatever its samples: the mean of means."""
-    weight = 1 / (optimizer.session.world.size * optimizer.session.options.accumulate)
-    with mock.patch.object(batches.Batch, "weight", property(lambda _: weight)):
-        yield
-
-
-@contextmanager
-def clip_before_average(optimizer: Optimizer) -> Iterator[None]:
-    """Each rank clips its own gradient, then they are averaged: clipping at the wrong place."""
-    session = optimizer.session
-    real, limit = session.engine_model.backward, 0.2
-
-    def backward(loss: Tensor, sent: Pass) -> None:
-        own = torch.autograd.grad(loss, session.gradients.parameters(), retain_graph=True)
-        norm = torch.sqrt(sum((g**2).sum() for g in own)) * session.world.size
-        real(loss * min(1.0, limit / max(float(norm), 1e-9)), sent)
-
-    with mock.patch.object(session.engine_model, "backward", backward):
-        yield
-
-
-@contextmanager
-def padding_counts(optimizer: Optimizer) -> Iterator[None]:
-    """A weight of 0, and nothing else, for ranks without samples."""
-    with mock.patch.object(_passes, "zero_gradients", lambda *_: nullcontext()):
-        yield
-
-
-@contextmanager
-def keeps_old_gradients(optimizer: Optimizer) -> Iterator[None]:
-    """A new update adds to what the last one left."""
-
-    def drop(self: Any) -> None:
-        self.put_aside("idle")
-        self._samples_seen, self.tally = 0, gradients.Tally()
-
-    with mock.patch.object(gradients.Gradients, "drop", drop):
-        yield
-
-
 # -- cases ------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Case:
@@ -237,8 +173,6 @@ class Case:
     samples: int = 26  # 3 global batches of 8, and 2 samples: two of four ranks have none in the tail
     prepare: dict[str, Any] = field(default_factory=dict)
     loop: Loop = plain
-    off: Callable[[Optimizer], AbstractContextManager[None]] | None = None
-    broadcast: bool = True
     loader: bool = True
     engines: tuple[str, ...] = ("solo", "horovod", "ddp")
 
@@ -274,15 +208,6 @@ CASES |= {
     # without a loader every rank's batch counts the same
     "no_loader": Case(samples=24, loader=False),
     "no_loader_accumulate2": Case(samples=24, loader=False, prepare={"accumulate": 2, "clip": 0.2}),
-    # negative twins: the same jobs, with one mechanism off
-    "off_averaging": Case(off=no_averaging, prepare={"verify": False}),
-    "off_weights": Case(off=equal_weights),
-    "off_weights_17": Case(samples=17, off=equal_weights),
-    "off_clip_order": Case(off=clip_before_average),
-    "off_padding": Case(loop=nan_in_padding, off=padding_counts),
-    "off_sync_batchnorm": Case(model=normalised, samples=24),
-    "off_broadcast": Case(broadcast=False, prepare={"verify": False}),
-    "off_new_update": Case(loop=forgets_zero_grad, off=keeps_old_gradients),
 }
 
 
@@ -293,20 +218,13 @@ def train(case: Case, world: hvdtrain.World) -> tuple[nn.Module, Any, list[float
     x, y = case.data(case.samples)
     each = GLOBAL_BATCH // world.size
     data = hvt.loader((x, y), each, world=world, seed=3) if case.loader else None
-    with nullcontext() if case.broadcast else mock.patch.object(_start, "broadcast_state", lambda *_: None):
-        model, optimizer = hvt.prepare(model, optimizer, data, world=world, **case.prepare)
+    model, optimizer = hvt.prepare(model, optimizer, data, world=world, **case.prepare)
     losses = []
-    with case.off(optimizer) if case.off is not None and world.size > 1 else nullcontext():
-        for _ in range(2):
-            for batch in data if data is not None else slices(x, y, world):
-                try:
-                    case.loop(model, optimizer, batch)
-                except NonFiniteError:
-                    if case.off is None:
-                        raise
-                    return model, optimizer, losses
-                noted = optimizer.record()["loss"]
-                losses += [] if noted is None else [noted]
+    for _ in range(2):
+        for batch in data if data is not None else slices(x, y, world):
+            case.loop(model, optimizer, batch)
+            noted = optimizer.record()["loss"]
+            losses += [] if noted is None else [noted]
     return model, optimizer, losses
 
 

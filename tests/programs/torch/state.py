@@ -376,13 +376,6 @@ def case_t15_own_objects_and_schedulers_go_on(world: hvdtrain.World) -> None:
         error = max(distance(again.model, reference), distance(averages[0], wanted[0]))
         print(f"error t15 {error}")
         assert error < 1e-12 and averages[1].last_epoch == wanted[1].last_epoch == 5
-        # the negative twin: without the slot the rate is not what it was
-        without = Job(world)
-        averages = []
-        without.train(2, follow)
-        without.restore(checkpoints)
-        without.train(2, follow)
-        assert distance(without.model, reference) > 1e-4
         with refused("lacks other", "it has best, ema, history", kind=HvdtrainError):
             again.restore(checkpoints, extra={"other": 1})
         with refused("extra['history']", "shape (2,) in the checkpoint, (3,) here", kind=HvdtrainError):
@@ -484,8 +477,6 @@ def case_t8_only_running_statistics_are_averaged(world: hvdtrain.World) -> None:
     norms = module.queue.norm(dim=1)
     assert float((norms - 1).abs().max()) < 1e-12
     torch.testing.assert_close(module.norm.running_mean, sum(means) / world.size, rtol=0, atol=1e-12)
-    averaged = sum(queues) / world.size  # the negative twin
-    assert world.size == 1 or float((averaged.norm(dim=1) - 1).abs().max()) > 0.01
     print(f"error t8 {float((norms - 1).abs().max())}")
 
 

@@ -47,9 +47,6 @@ def trained(way: str, world: Any = None, accumulate: int = 1) -> tuple[list[floa
     for _ in data.epochs(3):
         if way == "loop":
             losses += train(model, optimizer, data, lambda model, x, *y: means(model(x), *y))
-        elif way == "one weight":  # the twin: all means weighed by samples
-            summed = lambda model, x, *y: sum(mean.nan_to_num() for mean, _ in means(model(x), *y))  # noqa: E731
-            losses += train(model, optimizer, data, summed)
         for x, *y in data if way == "call" else ():
             optimizer.zero_grad()
             optimizer.forward_backward(x, tuple(y), lambda out, y: means(out, *y))
@@ -62,7 +59,7 @@ def trained(way: str, world: Any = None, accumulate: int = 1) -> tuple[list[floa
 def gaps(world: Any, accumulate: int) -> dict[str, list[float]]:
     """Returns how far losses and weights are from those of one process, for each way to train."""
     wanted, found = trained("plain"), {}
-    for way in ("loop", "call", "one weight"):
+    for way in ("loop", "call"):
         pairs = zip(trained(way, world, accumulate), wanted, strict=True)
         found[way] = [apart(its, right) for its, right in pairs]
     return found

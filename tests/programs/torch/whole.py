@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import hvdtrain
 import hvdtrain.torch as hvt
-from hvdtrain.core.errors import HvdtrainError
 
 UPDATE, SAMPLES, WIDTH, KINDS = 18, 43, 5, 3  # the last update has 7 samples: with 3 ranks some have none
 MADE = torch.Generator().manual_seed(5)
@@ -188,8 +187,6 @@ def on_ranks(function: Loss, way: str, accumulate: int, world: hvdtrain.World) -
             optimizer.zero_grad()
             if way == "call":
                 optimizer.forward_backward(x, y, lambda out, whole: function(model, out, whole), whole=True)
-            elif way == "own rows":  # the twin: what a rank does by itself
-                optimizer.backward(function(model, model(x), y))
             else:
                 optimizer.backward(function(model, *hvt.whole(model(x), y)))
             optimizer.step()
@@ -214,11 +211,6 @@ def main() -> None:
                 found = on_ranks(function, way, accumulate, world)
                 errors = [apart(its, right) for its, right in zip(found, wanted, strict=True)]
                 ours.append({"loss": name, "way": way, "errors": errors})
-            try:
-                twin = on_ranks(function, "own rows", accumulate, world)
-                ours.append({"loss": name, "way": "own rows", "errors": [apart(twin[1], wanted[1])]})
-            except HvdtrainError as error:
-                ours.append({"loss": name, "way": "own rows", "refused": error.rule})
         report(world, (ours, gaps(world, 3)), out)
 
 
