@@ -94,13 +94,14 @@ class Writer:
         self._socket = ours
 
     def _started(self, theirs: socket.socket) -> subprocess.Popen[bytes]:
-        # a signal to this rank's group is not meant for it, not even while it starts
+        # a signal to this rank is not meant for it, not even while it starts; nor is SIGKILL to the rank's group
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
         try:
             return subprocess.Popen(
                 [sys.executable, *SAFE_PATH, "-c", self.main.format(descriptor=theirs.fileno(), parent=os.getpid())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
+                start_new_session=True,
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             )
         finally:

@@ -318,9 +318,9 @@ def _of_all(own: Sequence[list[Tensor]], reports: Sequence[_Report], world: Worl
     sent = torch.zeros(counts[world.rank], dtype=torch.uint8, device=engine.device)
     at = 0
     for tensor in (tensor for tensors in own for tensor in tensors):
-        flat = tensor.detach().to(engine.device).contiguous().reshape(-1).view(torch.uint8)
-        sent[at : at + len(flat)] = flat
-        at += _padded(len(flat))
+        flat = tensor.detach().reshape(-1)  # a single element may have any stride
+        sent[at : at + flat.nbytes].view(flat.dtype).copy_(flat)
+        at += _padded(flat.nbytes)
     received = engine.gather(sent, counts)
     pieces: list[list[_Piece]] = []
     at = 0

@@ -203,7 +203,9 @@ def case_the_program_goes_elsewhere() -> None:
 
 
 def case_killed_while_it_writes() -> None:
-    """This process goes; its last checkpoints come all the same."""
+    """This process goes, and its group; its last checkpoints come all the same."""
+    if os.getpgrp() != os.getpid():
+        os.setpgrp()
     checkpoints = Checkpointer(FOLDER)
     save(checkpoints, 1)
     checkpoints.wait()
@@ -213,7 +215,7 @@ def case_killed_while_it_writes() -> None:
     save(checkpoints, 3)
     print(f"writer {process.pid}", flush=True)
     process.resume()
-    os.kill(os.getpid(), signal.SIGKILL)
+    os.killpg(os.getpid(), signal.SIGKILL)
 
 
 def case_killed_once_save_has_returned() -> None:
