@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, get_args
+import functools
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, ParamSpec, TypeVar, get_args
 
 import torch
 from torch import nn
@@ -19,13 +21,29 @@ from hvdtrain.pipeline.trace.segments import Segment, from_modules, segments
 from hvdtrain.pipeline.tuning.profiles import profile
 from hvdtrain.pipeline.values.microbatch import Chunk, flat, marked, samples_of
 from hvdtrain.pipeline.values.places import parse_devices
+from hvdtrain.pipeline.values.threads import uninterrupted
 from hvdtrain.world.resources import keep_freed_memory
 
 BatchNorm = Literal["batch", "micro"]
 Balance = Literal["time", "memory"]
+P = ParamSpec("P")
+Result = TypeVar("Result")
+_splitting = threading.RLock()
 MOST_MICRO_BATCHES = 256  # that are tried; smaller parts of a large batch would only cost more
 
 
+def _one_at_a_time(function: Callable[P, Result]) -> Callable[P, Result]:
+    """A split replaces parts of PyTorch, and sets the generators, for all threads."""
+
+    @functools.wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> Result:
+        with _splitting:
+            return function(*args, **kwargs)
+
+    return called
+
+
+@_one_at_a_time
 def split(
     model: nn.Module,
     example: Any,
@@ -84,7 +102,8 @@ def split(
         plan.micro_batch_sizes(batch, micro_batches)
     if any(place.type == "cpu" for place in places):
         keep_freed_memory()  # before there are threads
-    parts = segments(model, example, names) if modules is None else from_modules(modules, model, example, names)
+    with uninterrupted():
+        parts = segments(model, example, names) if modules is None else from_modules(modules, model, example, names)
     sizes, count = _resolved(
         parts, example, places, batch=batch, micro_batches=micro_batches, balance=balance, schedule=schedule,
         remat=remat,

@@ -52,10 +52,17 @@ def test_interrupted(found: dict[str, Any], stages: int) -> None:
     assert found["interrupted"][f"stages_{stages}"] == ["KeyboardInterrupt", 1, 0]
 
 
+def test_a_split_is_interrupted_after_its_trace(found: dict[str, Any]) -> None:
+    """Until then PyTorch's own functions are replaced."""
+    assert found["interrupted"]["split"] > 2
+
+
 REFUSED = {
     "empty": ("every micro-batch needs a sample", "batch of 0 in 1"),
     "targets": ("targets must have one entry for each sample", "(5, 4) for a batch of 12"),
     "loss": ("must return one differentiable number", "shape (3, 4)"),
+    "closed": ("that is at work cannot be closed", "in its own loss"),
+    "nested": ("cannot work inside of another one", "give the loss its result"),
     "detached": ("one differentiable number", "requires_grad=False"),
     "no_tensor": ("a batch needs a tensor", "str"),
     "forward": ("trained by step()", "pipe.step(x, y, loss_fn)"),

@@ -15,6 +15,7 @@ from hvdtrain.core.decomposition import Kind, LossGradients, bound, compared, ju
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.pipeline.trace.restore import preserved_state
 from hvdtrain.pipeline.values.microbatch import Weight, is_differentiable, pieces_of, shares
+from hvdtrain.pipeline.values.threads import OwnMode
 from hvdtrain.private.torch import TorchDispatchMode, pytree
 from hvdtrain.values.nested import map_tensors, tensors_of
 
@@ -41,7 +42,7 @@ def _name(tensor: Tensor) -> str:
     return str(tensor.dtype.to_real()).removeprefix("torch.")
 
 
-class Precision(TorchDispatchMode):
+class Precision(OwnMode, TorchDispatchMode):
     """Notes the coarsest type of numbers that a loss computes in: one that goes over to float32 rounds as float32."""
 
     def __init__(self) -> None:

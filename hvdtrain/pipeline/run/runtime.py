@@ -266,7 +266,11 @@ class Pipeline(nn.Module):
     @contextmanager
     def _alone(self, *, training: bool = False) -> Iterator[None]:
         if not self._busy.acquire(blocking=False):
-            raise ConfigError("a pipeline cannot work on two batches at once", "a call from a second thread")
+            raise ConfigError(
+                "a pipeline cannot work on two batches at once",
+                "a call within its own loss, or from a second thread",
+                "a pipeline for each thread, of a model of its own; or calls one after the other (threading.Lock)",
+            )
         try:
             self._fixed.check(training=training)
             yield
@@ -307,8 +311,17 @@ class Pipeline(nn.Module):
         return group < len(self._finishing) and self._finishing[group]
 
     def close(self) -> None:
-        """Ends the threads of the stages; the next call starts new ones."""
-        self._places.close()
+        """Ends the threads of the stages; the next call starts new ones. Raises `ConfigError` during a call."""
+        if not self._busy.acquire(blocking=False):
+            raise ConfigError(
+                "a pipeline that is at work cannot be closed",
+                "close() in its own loss, or while another thread calls it",
+                "close() after the step; in another thread: thread.join() first",
+            )
+        try:
+            self._places.close()
+        finally:
+            self._busy.release()
 
     # -- like the unsplit model ------------------------------------------------------------------------------
     def train(self, mode: bool = True) -> Pipeline:

@@ -97,10 +97,14 @@ class StageCall:
         try:
             self.places.run(at, [partial(self._work, worker) for worker in workers], self.stop)
         except RuntimeError as error:
+            ends = "interpreter shutdown" in str(error)
             raise StageError(
                 "each stage of a pipeline needs a thread of its own",
                 str(error),
-                "fewer threads or processes of this user: ulimit -u, the container's pids limit",
+                "at the program's end Python starts no threads: let the main thread wait for the one that trains\n"
+                "(thread.join()), and take no step in atexit"
+                if ends
+                else "fewer threads or processes of this user: ulimit -u, the container's pids limit",
             ) from error
         finally:
             # a thread's number of threads is also what threads that are made later start with

@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.generators import Generators
+from hvdtrain.pipeline.values.threads import OwnMode
 from hvdtrain.values.generators import differ, of_devices
 
 # PyTorch's functions that draw, by name; what else a segment is seen to draw with is added in its first pass
@@ -65,7 +66,7 @@ class Seen:
     elsewhere: bool = False  # numbers were drawn by other means
 
 
-class Stream(TorchFunctionMode):
+class Stream(OwnMode, TorchFunctionMode):
     """A mode of this thread: while it is active, every function that draws takes its numbers from one stream.
 
     Each call is seeded by the function's name and how often it was called: what else draws changes nothing. `watch`

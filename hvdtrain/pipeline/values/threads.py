@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextvars
 import os
+import signal
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from types import FrameType
 
 import torch
 
@@ -40,6 +42,12 @@ class Context:
         ]
         self._threads = threads
         modes = [*function_modes(), *dispatch_modes()] if threads else []
+        if any(isinstance(mode, OwnMode) for mode in modes):
+            raise ConfigError(
+                "a pipeline cannot work inside of another one, whose stages wait for each other",
+                "a call in the loss, or in a module, of another pipeline",
+                "call it before that pipeline's step, and give the loss its result",
+            )
         self._devices = [mode.device for mode in modes if isinstance(mode, DeviceContext)]
         self._variables = contextvars.copy_context()
         self._saving = top_saved_tensors_hooks(True) if threads else None
@@ -81,6 +89,10 @@ class Context:
             for kind, dtype, cache in self._autocast:
                 stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=cache))
             yield
+
+
+class OwnMode:
+    """Marks a mode that a pipeline sets while it works."""
 
 
 Work = Callable[[], object]
@@ -169,6 +181,28 @@ def _until_gone(at: _At) -> None:
 def _until_all_are_gone() -> None:
     for at in list(_started):
         _until_gone(at)
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Ctrl-C waits for the end of the block, in which parts of PyTorch and Python are replaced; a second one acts."""
+    handler, came = signal.getsignal(signal.SIGINT), list[int]()
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield
+        return
+
+    def note(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+        if len(came) > 1:
+            handler(number, frame)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if came:
+            signal.raise_signal(signal.SIGINT)
 
 
 def surely(acts: Sequence[Callable[[], object]]) -> None:

@@ -161,16 +161,38 @@ def interrupted() -> dict[str, Any]:
         found[f"stages_{len(balance)}"] = [raised, threads_left(), len(gradients(net))]
         pipe.step(X, Y, MSE)
         del pipe
+    traced = nn.Sequential(*model(), Pressed()).train()
+    try:
+        hvdtrain.pipeline.split(traced, X, "cpu,cpu", micro_batches=2, balance=[3, 3])
+    except KeyboardInterrupt:
+        found["split"] = len(PRESSED)
     return found
+
+
+PRESSED: list[int] = []
+
+
+class Pressed(nn.Module):
+    """Ctrl-C in its first pass; notes every pass that goes to its end."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not PRESSED:
+            PRESSED.append(0)
+            os.kill(os.getpid(), signal.SIGINT)
+        PRESSED.append(len(PRESSED))
+        return x
 
 
 def refusals() -> dict[str, Any]:
     net = model().train()
     pipe = split(net, [2, 3], micro_batches=4)
+    other = split(model().train(), [2, 3], micro_batches=4)
     return {
         "empty": message(lambda: pipe.step(X[:0], Y[:0], MSE)),
         "targets": message(lambda: pipe.step(X, Y[:5], MSE)),
         "loss": message(lambda: pipe.step(X, Y, nn.MSELoss(reduction="none"))),
+        "closed": message(lambda: pipe.step(X, Y, lambda out, y: pipe.close() or MSE(out, y))),
+        "nested": message(lambda: pipe.step(X, Y, lambda out, y: other.step(X, Y, MSE) and MSE(out, y))),
         "detached": message(lambda: pipe.step(X, Y, lambda out, y: MSE(out.detach(), y))),
         "no_tensor": message(lambda: pipe.step("x", Y, MSE)),
         "forward": message(lambda: pipe(X)),
