@@ -26,6 +26,7 @@ class Found:
     ranks: int
     losses: list[dict[str, Any]]
     means: list[dict[str, list[float]]]  # by rank
+    lists: list[float]  # by rank
 
 
 @pytest.fixture(
@@ -37,8 +38,8 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     engine, ranks, accumulate = request.param
     out = tmp_path_factory.mktemp("whole") / "found.json"
     run_ranks([PROGRAM, engine, str(accumulate), out], ranks, launcher=FORKED[engine], timeout_s=400).check()
-    losses, means = zip(*json.loads(out.read_text()), strict=True)
-    return Found(ranks, [one for report in losses for one in report], list(means))
+    losses, means, lists = zip(*json.loads(out.read_text()), strict=True)
+    return Found(ranks, [one for report in losses for one in report], list(means), list(lists))
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -62,6 +63,11 @@ def test_means_with_divisors_of_their_own(found: Found, limit: Limit) -> None:
         worst = max(worst, *means["loop"], *means["call"])
         assert worst <= 1e-10, means
     limit("T30", f"three means with divisors of their own, {found.ranks} ranks, accumulate=3", exact=worst)
+
+
+def test_a_list_has_an_item_for_each_sample(found: Found) -> None:
+    """Also on a rank that has none, and of one number in a column."""
+    assert max(found.lists) <= 1e-10
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -325,8 +325,9 @@ class LossProof:
         self._types = _EACH
 
     def _note(self, what: str) -> None:
-        if what not in self._noted and self._world.is_main:
-            self._noted.add(what)
+        kind = what.partition(": [")[0]  # ragged outputs have other shapes in each step
+        if kind not in self._noted and self._world.is_main:
+            self._noted.add(kind)
             print(f"hvdtrain: {what}; hvdtrain.torch.check(step, batch) checks whether that is right", flush=True)
 
     def explain(self, tally: Tally, sums: Tensor, rates: Callable[[], list[float]]) -> Callable[[], HvdtrainError]:

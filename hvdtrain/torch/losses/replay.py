@@ -412,7 +412,7 @@ def rows_of(outputs: Sequence[Tensor], heads: Sequence[int], samples: int) -> li
     give rows that come to the batch, of each of several outputs (`heads`: which one of its call's an output is). The
     second dimension may be the batch: of three, or where the first is longer (steps, samples).
     """
-    lengths = [len(output) if output.dim() else 0 for output in outputs]
+    lengths = [_length(output) for output in outputs]
     runs = _runs(outputs, heads, samples)
     ways: list[list[Rows | None]] = []
     for side_by_side, dim in ((False, 0), (True, 0), (False, 1)):
@@ -434,6 +434,10 @@ def rows_of(outputs: Sequence[Tensor], heads: Sequence[int], samples: int) -> li
     return ways
 
 
+def _length(output: Tensor) -> int:
+    return len(output) if output.dim() and not output.is_nested else 0  # whose rows no operation picks
+
+
 def _runs(outputs: Sequence[Tensor], heads: Sequence[int], samples: int) -> list[tuple[int, ...]]:
     """Returns for each output the neighbours, of its head and kind, that together come to the batch; () without."""
     found: list[tuple[int, ...]] = [()] * len(outputs)
@@ -442,7 +446,7 @@ def _runs(outputs: Sequence[Tensor], heads: Sequence[int], samples: int) -> list
         total = 0
         for at in (place for place, each in enumerate(heads) if each == head):
             output = outputs[at]
-            length = len(output) if output.dim() else 0
+            length = _length(output)
             is_part = 0 < length < samples
             first = outputs[run[0]] if run else output
             if not is_part or (output.shape[1:], output.dtype) != (first.shape[1:], first.dtype):

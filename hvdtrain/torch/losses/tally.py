@@ -72,7 +72,7 @@ class Tally:
         """Adds what the terms of a batch's loss divide by, unless the weight is 0. `more`: another loss of that batch
         was compared just before."""
         before = _together(self._of_batch) if more else 0.0
-        its = _together(_shared([(term.what, double(term.divisor)) for term in terms], samples))
+        its = _together(_shared([(term.what, double(term.divisor)) for term in terms], weight, samples))
         self._of_batch = [*self._of_batch, its] if more else [its]
         divisor = _together(self._of_batch)
         if isinstance(weight, Tensor) or isinstance(divisor, Tensor):
@@ -210,18 +210,19 @@ def weight_of(weight: Weight, device: torch.device) -> Number:
     return weight_number(weight, _EXAMPLES)
 
 
-def _shared(terms: list[tuple[str, Number]], samples: int) -> list[Number]:
+def _shared(terms: list[tuple[str, Number]], weight: Number, samples: int) -> list[Number]:
     """Returns the divisors of terms; of terms of one kind that are shares of one mean over the samples (mixup's
-    `part * loss(y) + (1 - part) * loss(other)`), the samples."""
+    `part * loss(y) + (1 - part) * loss(other)`), the samples. What divides by the weight is right as it is."""
     found: list[Number] = []
     for what, divisor in terms:
         kin = [one for other, one in terms if other == what]
         shares = [1 / one if isinstance(one, Tensor) or one else math.inf for one in kin]
         total = sum(shares) * samples if len(kin) > 1 else 0.0
         if isinstance(total, Tensor):
-            found.append(torch.where((total - 1).abs() < _SHARE, float(samples), torch.as_tensor(divisor)))
+            shares_one = ((total - 1).abs() < _SHARE) & torch.as_tensor(divisor != weight)
+            found.append(torch.where(shares_one, float(samples), torch.as_tensor(divisor)))
         else:
-            found.append(float(samples) if abs(total - 1) < _SHARE else divisor)
+            found.append(float(samples) if abs(total - 1) < _SHARE and divisor != weight else divisor)
     return found
 
 

@@ -26,7 +26,7 @@ from hvdtrain.torch.losses.tally import Weight, weight_of
 from hvdtrain.torch.update.gradients import check_loss
 from hvdtrain.torch.update.session import Session, session_of
 from hvdtrain.values.generators import of_all_gpus
-from hvdtrain.values.nested import batch_size, cut, tensors_of
+from hvdtrain.values.nested import batch_size, cut, moves_itself, parts_of, tensors_of
 from hvdtrain.values.preserved import kept_buffers, kept_modes
 
 _ROUNDING = 8.0  # times what the last digits of the weights change: a loss that is next to nothing is made of them
@@ -78,8 +78,14 @@ def check(step: Callable[[Any], Tensor], batch: Any, *, weight: Weight = None) -
             divisor that the loss's graph shows.
 
     Raises:
-        ConfigError: a batch of fewer than two samples, or a step that returns no scalar.
+        ConfigError: a batch of fewer than two samples, or of another kind; or a step that returns no scalar.
     """
+    if (opaque := _opaque(batch)) is not None:
+        raise ConfigError(
+            "a check needs a batch that can be cut into samples: tensors in tuples, lists and dicts",
+            f"a {type(opaque).__name__}",
+            "give it tensors with a row for each sample (padded), and make the object within the step",
+        )
     samples = batch_size(batch)
     if samples < 2:
         raise ConfigError(
@@ -96,6 +102,13 @@ def check(step: Callable[[Any], Tensor], batch: Any, *, weight: Weight = None) -
     modules = list(dict.fromkeys(map(unwrap, _modules(step))))
     with _unchanged(modules):
         return _Trial(step, batch, weight, samples, modules).check()
+
+
+def _opaque(values: Any) -> Any:
+    """Returns the first object in nested values whose tensors are its own: a batch of graphs, a packed sequence."""
+    if moves_itself(values):
+        return values
+    return next((found for part in (parts_of(values) or {}).values() if (found := _opaque(part)) is not None), None)
 
 
 class _Run(NamedTuple):

@@ -210,8 +210,11 @@ class _Joiner:
         if not all(node.as_items for node in nodes):
             raise self._differ(nodes, lambda node: f"{node.form[0]} items")
         one = example[0] if len(example) else None
+        absent = self._absent_below(nodes[0].path)
         items = [
-            self._item(item, piece, one) for piece, node in zip(self.pieces, nodes, strict=True) for item in node.parts
+            self._item(item, piece, one, absent)
+            for piece, node in zip(self.pieces, nodes, strict=True)
+            for item in node.parts
         ]
         return tuple(items) if isinstance(example, tuple) else items
 
@@ -233,16 +236,16 @@ class _Joiner:
             )
         return self._lists[place]
 
-    def _item(self, node: _Node, piece: _Piece, example: Any) -> Any:
+    def _item(self, node: _Node, piece: _Piece, example: Any, absent: Sequence[Tensor]) -> Any:
         """Returns the value of one sample, in the form of one of this rank's own."""
         if node.kind in ("rows", "scalar"):
-            tensor = self._leaf(piece, node)
+            tensor = self._leaf(piece, node, absent=absent)
             return tensor.clone() if node.tracked else tensor  # which a loss may change in place
         if node.kind in ("array", "plain"):
             return node.content
         shown = parts_of(example) or {}
         its = {
-            name: self._item(part, piece, shown.get(name, next(iter(shown.values()), None)))
+            name: self._item(part, piece, shown.get(name, next(iter(shown.values()), None)), absent)
             for name, part in zip(node.names, node.parts, strict=True)
         }
         if node.kind == "list":
@@ -262,14 +265,19 @@ class _Joiner:
     def _rows(self, nodes: Sequence[_Node]) -> Tensor:
         if len({(node.form[0][1:], node.form[1]) for node in nodes}) > 1:
             raise self._differ(nodes, lambda node: f"{tuple(node.form[0])} {node.form[1]}")
-        its = [piece.own[node.place] for piece, node in self._absent_at(nodes[0].path) if piece.own is not None]
-        absent = [output for output in its if output.requires_grad]
+        absent = self._absent_below(nodes[0].path)
         pairs = zip(self.pieces, nodes, strict=True)
         return torch.cat([self._leaf(piece, node, absent=absent) for piece, node in pairs])
 
     def _absent_at(self, path: str) -> list[tuple[_Piece, _Node]]:
-        """Returns the tensors at a place in values of ranks that have no samples."""
-        return [(piece, node) for piece in self._absent for node in _tensors_of(piece.node) if node.path == path]
+        """Returns the tensors at a place, or in a list there, in values of ranks that have no samples."""
+        pairs = ((piece, node) for piece in self._absent for node in _tensors_of(piece.node))
+        return [(piece, node) for piece, node in pairs if f"{node.path}.".startswith(f"{path}." if path else "")]
+
+    def _absent_below(self, path: str) -> list[Tensor]:
+        """Returns this rank's own outputs there, if it has no samples."""
+        its = (piece.own[node.place] for piece, node in self._absent_at(path) if piece.own is not None)
+        return [output for output in its if output.requires_grad]
 
     def _scalar(self, nodes: Sequence[_Node]) -> Tensor:
         """Returns a number that all ranks share, such as a temperature; raises ConfigError if they differ."""

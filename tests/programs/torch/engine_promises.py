@@ -462,6 +462,9 @@ def case_check_changes_nothing_and_names_what_differs(world: hvdtrain.World) -> 
     assert named.exact and named.loss == named.loss, named
     with refused("one number", kind=ConfigError):
         hvt.check(lambda batch: None, (x, y))
+    with refused("a PackedSequence", kind=ConfigError):  # as of graphs: both pieces would be the whole
+        packed = torch.nn.utils.rnn.pack_sequence([x[:5], x[5:]])
+        hvt.check(lambda batch: model(batch[0].data).mean(), (packed, y))
     with refused("a function of the batch", kind=ConfigError):
         hvt.check(lambda batch: ce(model, *batch), (x, y), weight=9)
     with refused("a weight must be a number", kind=ConfigError):

@@ -197,6 +197,47 @@ def on_ranks(function: Loss, way: str, accumulate: int, world: hvdtrain.World) -
     return losses, [parameter.detach() for parameter in plain.parameters()]
 
 
+class Ragged(torch.utils.data.Dataset[Tensor]):
+    """Samples of other numbers of rows; in the last update of two ranks the second one has none."""
+
+    def __init__(self) -> None:
+        made = torch.Generator().manual_seed(3)
+        self.rows = [torch.randn(length, 4, generator=made) for length in (2, 1, 3, 5, 4)]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, sample: int) -> Tensor:
+        return self.rows[sample]
+
+
+def of_a_list(world: hvdtrain.World) -> float:
+    """Returns by how much weights are off where `hvt.whole` gets a list with a tensor, a column's part, a sample."""
+    torch.manual_seed(1)
+    data, (ours, alone) = Ragged(), (nn.Linear(4, 3) for _ in range(2))
+    alone.load_state_dict(ours.state_dict())
+
+    def each(items: Any) -> Tensor:
+        return torch.stack([torch.logsumexp(item, 0) - item[-1] for item in items]).mean()
+
+    def collate(items: list[Tensor]) -> tuple[Tensor, list[int]]:
+        return torch.cat(items), [len(item) for item in items]
+
+    batches = hvt.loader(data, 2, shuffle=False, collate=collate)
+    model, optimizer = hvt.prepare(ours, torch.optim.SGD(ours.parameters(), lr=0.1), batches)
+    plain = torch.optim.SGD(alone.parameters(), lr=0.1)
+    for first, (x, lengths) in enumerate(batches):
+        optimizer.zero_grad()
+        optimizer.backward(each(hvt.whole(list(model(x)[:, 0].split(lengths)))))
+        optimizer.step()
+        rows = data.rows[2 * world.size * first :][: 2 * world.size]
+        plain.zero_grad()
+        each(alone(torch.cat(rows))[:, 0].split([len(row) for row in rows])).backward()
+        plain.step()
+    optimizer.close()
+    return max(float((a - b).abs().max()) for a, b in zip(ours.parameters(), alone.parameters(), strict=True))
+
+
 def main() -> None:
     from cases import apart, report
     from terms import gaps
@@ -211,7 +252,7 @@ def main() -> None:
                 found = on_ranks(function, way, accumulate, world)
                 errors = [apart(its, right) for its, right in zip(found, wanted, strict=True)]
                 ours.append({"loss": name, "way": way, "errors": errors})
-        report(world, (ours, gaps(world, 3)), out)
+        report(world, (ours, gaps(world, 3), of_a_list(world)), out)
 
 
 if __name__ == "__main__":
