@@ -19,6 +19,7 @@ from common import loss as crossentropy
 from jobs import RANK, SIZE, O, case, cases, hvk, run_cases, shared_folder, world
 
 import hvdtrain
+from hvdtrain.keras.backends.session import is_built
 from hvdtrain.keras.state import replicas
 from hvdtrain.record.bottleneck import RunFacts
 
@@ -240,6 +241,7 @@ def parts_that_a_step_of_ones_own_calls() -> str:
         its.compile(O.SGD(0.05), jit_compile=False)
         if BACKEND == "torch":  # on which plain Keras builds every model by its call()
             its(X[:1, :3])
+    assert is_built(model), "its parts have their variables: a checkpoint can be loaded into it"
     data = hvk.loader(X[:45], BATCH // SIZE, shuffle=False)
     here = ours(hvk.prepare(model, data), data, 2)
     return near(same_history(here, plainly(plain, X[:45], epochs=2)), between(model, plain))
