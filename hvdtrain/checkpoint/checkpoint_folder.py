@@ -190,10 +190,11 @@ class CheckpointFolder:
         return final
 
     def not_written(self, error: OSError) -> CheckpointError:
+        do = "make room" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "make it writable"
         return CheckpointError(
             "a checkpoint must be written whole",
             f"{self.directory}: {error.strerror or error}",
-            "make room (earlier checkpoints are untouched), or give another directory",
+            f"{do} (earlier checkpoints are untouched), or give another directory",
         )
 
     def free_name(self, name: str, taken: Sequence[str] = ()) -> str:

@@ -58,6 +58,7 @@ class Parser(_Parser):
             description=description,
             epilog=epilog,
             usage="%(prog)s [flags]",
+            allow_abbrev=False,
             formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=32),
         )
 
@@ -67,7 +68,7 @@ class LateParser(_Parser):
     the modules of no other."""
 
     def __init__(self, *, fill: Callable[[argparse.ArgumentParser], None] = lambda _: None, **more: Any) -> None:
-        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **more)
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **more)
         self._fill = fill
 
     def fill(self) -> None:
