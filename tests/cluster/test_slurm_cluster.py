@@ -12,14 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+from built_in import few_digits
 from harness import PROGRAMS, clean_environment
 from slurm_daemons import TEMPLATE, Job, Slurm, slurm
 
-from hvdtrain.datasets import digits
-
-FEW = 403  # prime: an uneven tail on any number of ranks
 EPOCHS = 8
 
 
@@ -106,10 +103,7 @@ def test_ranks_are_asked_to_save_before_the_requeue(asks: bool, tmp_path: Path, 
 
 @pytest.fixture(scope="module")
 def few_pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    x_train, y_train, x_test, y_test = digits.load()
-    file = tmp_path_factory.mktemp("data") / "few.npz"
-    np.savez(file, x_train=x_train[:FEW], y_train=y_train[:FEW], x_test=x_test[:97], y_test=y_test[:97])
-    return file
+    return few_digits(tmp_path_factory.mktemp("data"))
 
 
 def epochs_in(run_dir: Path) -> list[list[int]]:

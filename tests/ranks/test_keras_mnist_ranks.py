@@ -7,24 +7,18 @@ import re
 from pathlib import Path
 from typing import Any
 
+import built_in
 import numpy as np
 import pytest
 from harness import Result, run_ranks
 from limits import Limit
 
-from hvdtrain import keras_mnist
 from hvdtrain.datasets import digits
-
-FEW = 403  # prime: an uneven tail on any number of ranks
 
 
 @pytest.fixture(scope="module")
 def few_pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A part of the digits as a file of the user's own."""
-    x_train, y_train, x_test, y_test = digits.load()
-    file = tmp_path_factory.mktemp("data") / "few.npz"
-    np.savez(file, x_train=x_train[:FEW], y_train=y_train[:FEW], x_test=x_test[:97], y_test=y_test[:97])
-    return file
+    return built_in.few_digits(tmp_path_factory.mktemp("data"))
 
 
 def run_program(launcher: str, ranks: int, *flags: object, **options: Any) -> Result:
@@ -32,28 +26,14 @@ def run_program(launcher: str, ranks: int, *flags: object, **options: Any) -> Re
     return run_ranks(arguments, ranks, launcher=launcher, timeout_s=240, **options)
 
 
-def record(run_dir: Path) -> dict[str, Any]:
-    return json.loads((run_dir / "run.json").read_text())
-
-
 # ---- real runs
 
 
 def check_run(result: Result, run_dir: Path, ranks: int) -> dict[str, Any]:
-    """What every good run shows; returns its result."""
-    result.check()
-    text = "\n".join(result.ranks_output.values())
-    assert f"weights: bit-equal on {keras_mnist.plural(ranks)}" in text
-    if ranks > 1:
-        assert re.search(rf"averaging proven: {ranks} ranks, 8 parameters", text)
-        talkers = [rank for rank, its_text in result.ranks_output.items() if its_text.strip()]
-        assert talkers == [0]
+    ended = built_in.check_run(result, run_dir, ranks, "test accuracy")
+    assert ranks == 1 or re.search(rf"averaging proven: {ranks} ranks, 8 parameters", result.ranks_output[0])
     assert "oneDNN" not in result.err and "absl" not in result.err
-    run = record(run_dir)
-    assert run["status"] == "finished" and run["world"]["size"] == ranks
-    assert f"test accuracy {run['result']['top1']:.4f}" in text
-    assert result.ranks_output[0].rstrip().rpartition("\nverdict: ")[2] == run["result"]["verdict"], text
-    return run["result"]
+    return ended
 
 
 @pytest.mark.slow
@@ -108,7 +88,7 @@ def test_launch_forms(launcher: str, ranks: int, flags: tuple[str, ...], few_pic
     )  # fmt: skip
     ended = check_run(result, run_dir, ranks)
     assert 0.2 < ended["top1"] <= 1.0
-    run = record(run_dir)
+    run = built_in.record(run_dir)
     assert run["effective_batch"] == 32
     assert run["config"]["backend"] == ("torch" if "torch" in flags else "tensorflow")
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
+import built_in
 import pytest
 from harness import Result, run_ranks
 from pictures import CORRUPT, write_folder
@@ -27,23 +27,8 @@ def run_program(launcher: str, ranks: int, *flags: object) -> Result:
     return run_ranks(program, ranks, launcher=launcher, timeout_s=300, env=env)
 
 
-def record(run_dir: Path) -> dict[str, Any]:
-    return json.loads((run_dir / "run.json").read_text())
-
-
 def check_run(result: Result, run_dir: Path, ranks: int) -> dict[str, Any]:
-    """What every good run shows; returns its result."""
-    result.check()
-    text = "\n".join(result.ranks_output.values())
-    assert f"weights: bit-equal on {ranks} rank" in text
-    assert [rank for rank, its_text in result.ranks_output.items() if its_text.strip()] == [0]
-    run = record(run_dir)
-    assert run["status"] == "finished" and run["world"]["size"] == ranks
-    assert f"top-1 {run['result']['top1']:.4f}" in text
-    verdict = result.ranks_output[0].rstrip().rpartition("\nverdict: ")[2]  # the last word; by the clock of the run
-    assert verdict == run["result"]["verdict"], text
-    assert sum(run["result"]["shares"].values()) == pytest.approx(1)
-    return run["result"]
+    return built_in.check_run(result, run_dir, ranks, "top-1")
 
 
 # ---- real runs
@@ -105,7 +90,7 @@ def test_launch_forms(launcher: str, ranks: int, flags: tuple[str, ...], picture
     )  # fmt: skip
     ended = check_run(result, run_dir, ranks)
     assert 0 <= ended["top1"] <= 1 and "top5" not in ended  # of noise
-    run = record(run_dir)
+    run = built_in.record(run_dir)
     assert run["effective_batch"] == (16 if "--accumulate" in flags else 8)
     assert "3 classes" in result.ranks_output[0]
     assert ended["skipped"] == [str(pictures / "train" / "bee" / CORRUPT)]

@@ -43,6 +43,17 @@ def check(checkpoints: Checkpointer, path: Path, content_of: int) -> None:
     assert content(state) == content(state_of(content_of, SIZE_BYTES)), path
 
 
+def held() -> tuple[Checkpointer, psutil.Process]:
+    """Returns a process that writes, suspended: the first checkpoint is on disk, and the second one was handed over."""
+    checkpoints = Checkpointer(FOLDER)
+    save(checkpoints, 1)
+    checkpoints.wait()
+    process = writer()
+    process.suspend()
+    save(checkpoints, 2)
+    return checkpoints, process
+
+
 def case_training_waits_for_the_third() -> None:
     checkpoints = Checkpointer(FOLDER, keep=9)
     save(checkpoints, 1)
@@ -206,12 +217,7 @@ def case_killed_while_it_writes() -> None:
     """This process goes, and its group; its last checkpoints come all the same."""
     if os.getpgrp() != os.getpid():
         os.setpgrp()
-    checkpoints = Checkpointer(FOLDER)
-    save(checkpoints, 1)
-    checkpoints.wait()
-    process = writer()
-    process.suspend()
-    save(checkpoints, 2)
+    checkpoints, process = held()
     save(checkpoints, 3)
     print(f"writer {process.pid}", flush=True)
     process.resume()
@@ -268,12 +274,7 @@ def case_a_forked_process_lives_on() -> None:
 
 
 def case_the_last_one_fails() -> None:
-    checkpoints = Checkpointer(FOLDER)
-    save(checkpoints, 1)
-    checkpoints.wait()
-    process = writer()
-    process.suspend()
-    save(checkpoints, 2)
+    checkpoints, process = held()
     process.kill()
 
 
@@ -317,12 +318,7 @@ def case_an_error_ends_the_program() -> None:
 
 
 def case_signals_of_the_job_are_not_its_own() -> None:
-    checkpoints = Checkpointer(FOLDER)
-    save(checkpoints, 1)
-    checkpoints.wait()
-    process = writer()
-    process.suspend()
-    save(checkpoints, 2)
+    checkpoints, process = held()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         process.send_signal(number)
     process.resume()

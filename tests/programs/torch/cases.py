@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import shutil
 import sys
 import tempfile
@@ -40,6 +41,19 @@ def run_cases(namespace: Mapping[str, Any], world: hvdtrain.World) -> int:
         if world.is_main:
             print(f"FAILED {name}\n" + "\n".join(problems) if problems else f"passed {name}", flush=True)
     return failed
+
+
+def write_results(world: hvdtrain.World, cases: Iterable[Callable[[hvdtrain.World], Any]], out: Path) -> None:
+    """Writes what rank 0 got from each case; the first that fails ends all ranks."""
+    results = {}
+    for case in cases:
+        try:
+            results[case.__name__] = case(world)
+        except Exception:
+            print(f"rank {world.rank}: {case.__name__}\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+            os._exit(3)
+    if world.is_main:
+        out.write_text(json.dumps(results))
 
 
 def shown(row: str, text: object) -> None:

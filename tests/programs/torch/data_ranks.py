@@ -6,15 +6,14 @@ usage: data_ranks.py OUT.json RELAY.json       rank 0 writes OUT; RELAY is gone 
 from __future__ import annotations
 
 import json
-import os
 import sys
-import traceback
 from pathlib import Path
 from typing import Any
 
 import evaluated
 import numpy as np
 import torch
+from cases import write_results
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
@@ -175,16 +174,8 @@ CASES = (
 
 
 def main() -> None:
-    results = {}
     with hvdtrain.init("torch", seed=5) as world:
-        for case in CASES:
-            try:
-                results[case.__name__] = case(world)
-            except Exception:
-                print(f"rank {world.rank}: {case.__name__}\n{traceback.format_exc()}", file=sys.stderr, flush=True)
-                os._exit(3)
-        if world.is_main:
-            Path(sys.argv[1]).write_text(json.dumps(results))
+        write_results(world, CASES, Path(sys.argv[1]))
 
 
 if __name__ == "__main__":

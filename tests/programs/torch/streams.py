@@ -5,18 +5,15 @@ usage: streams.py OUT.json SHARDS       rank 0 writes OUT
 
 from __future__ import annotations
 
-import json
-import os
 import random
 import sys
-import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from cases import plainly, train
+from cases import plainly, train, write_results
 from shards import SHARDS, features, read_shards
 from torch import Tensor, nn
 from torch.utils.data import (
@@ -327,17 +324,9 @@ CASES = (
 
 
 def main() -> None:
-    results = {}
     with hvdtrain.init("torch", seed=5) as world:
         assert len(list(Path(sys.argv[2]).glob("*.tar"))) == SHARDS
-        for case in CASES:
-            try:
-                results[case.__name__] = case(world)
-            except Exception:
-                print(f"rank {world.rank}: {case.__name__}\n{traceback.format_exc()}", file=sys.stderr, flush=True)
-                os._exit(3)
-        if world.is_main:
-            Path(sys.argv[1]).write_text(json.dumps(results))
+        write_results(world, CASES, Path(sys.argv[1]))
 
 
 if __name__ == "__main__":

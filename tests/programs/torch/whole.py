@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.data import StackDataset
 
 import hvdtrain
 import hvdtrain.torch as hvt
@@ -197,42 +198,28 @@ def on_ranks(function: Loss, way: str, accumulate: int, world: hvdtrain.World) -
     return losses, [parameter.detach() for parameter in plain.parameters()]
 
 
-class Ragged(torch.utils.data.Dataset[Tensor]):
-    """Samples of other numbers of rows; in the last update of two ranks the second one has none."""
-
-    def __init__(self) -> None:
-        made = torch.Generator().manual_seed(3)
-        self.rows = [torch.randn(length, 4, generator=made) for length in (2, 1, 3, 5, 4)]
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, sample: int) -> Tensor:
-        return self.rows[sample]
-
-
 def of_a_list(world: hvdtrain.World) -> float:
     """Returns by how much weights are off where `hvt.whole` gets a list with a tensor, a column's part, a sample."""
     torch.manual_seed(1)
-    data, (ours, alone) = Ragged(), (nn.Linear(4, 3) for _ in range(2))
+    ours, alone = nn.Linear(4, 3), nn.Linear(4, 3)
     alone.load_state_dict(ours.state_dict())
+    # in the last update of two ranks the second one has none
+    samples = [torch.randn(rows, 4) for rows in (2, 1, 3, 5, 4)]
 
     def each(items: Any) -> Tensor:
         return torch.stack([torch.logsumexp(item, 0) - item[-1] for item in items]).mean()
 
-    def collate(items: list[Tensor]) -> tuple[Tensor, list[int]]:
-        return torch.cat(items), [len(item) for item in items]
-
-    batches = hvt.loader(data, 2, shuffle=False, collate=collate)
+    batches = hvt.loader(
+        StackDataset(rows=samples), 2, shuffle=False, collate=lambda each: [one["rows"] for one in each]
+    )
     model, optimizer = hvt.prepare(ours, torch.optim.SGD(ours.parameters(), lr=0.1), batches)
     plain = torch.optim.SGD(alone.parameters(), lr=0.1)
-    for first, (x, lengths) in enumerate(batches):
+    for number, mine in enumerate(batches):
         optimizer.zero_grad()
-        optimizer.backward(each(hvt.whole(list(model(x)[:, 0].split(lengths)))))
+        optimizer.backward(each(hvt.whole([model(rows)[:, 0] for rows in mine])))
         optimizer.step()
-        rows = data.rows[2 * world.size * first :][: 2 * world.size]
         plain.zero_grad()
-        each(alone(torch.cat(rows))[:, 0].split([len(row) for row in rows])).backward()
+        each([alone(rows)[:, 0] for rows in samples[2 * world.size * number :][: 2 * world.size]]).backward()
         plain.step()
     optimizer.close()
     return max(float((a - b).abs().max()) for a, b in zip(ours.parameters(), alone.parameters(), strict=True))
