@@ -27,7 +27,7 @@ _LONGEST = 5000  # operations
 _SMALL = 1 << 20  # bytes of what an operation gives before the model is called
 _COUNTED = 1e-6  # of gradients: an epsilon beside a count is below
 _TERMS = 8  # of a loop over samples, that are looked at
-_TRIED = 4  # rows of a sample, to find out whose they are
+_TRIED, _LEAST_TRIED = 4, 64  # rows of a sample, and of a batch, to find out whose they are
 _READS = torch.ops.aten._local_scalar_dense.default
 _SEEDED = torch.Tag.nondeterministic_seeded
 
@@ -521,26 +521,37 @@ def _belonging(
     if max(lengths) <= samples:
         return []
     limit = tolerance(outputs) * max(float(one.abs().max()) for one in before if one.numel())
-    whose, seen = torch.arange(sum(lengths)), torch.zeros(sum(lengths), dtype=torch.bool)
-    for _ in range(_TRIED * samples):
+    rolled = [one.detach().roll(1, 0) for one in outputs]
+    highest, lowest = ([one + sign * (one.abs().max() + 1) for one in rolled] for sign in (1, -1))
+    read = [bool(one.any()) for one in before]
+    seen = torch.cat([torch.full((length,), not is_read) for length, is_read in zip(lengths, read, strict=True)])
+    whose, are_read = torch.arange(sum(lengths)), ~seen
+    for _ in range(max(_TRIED * samples, _LEAST_TRIED)):
         if bool(seen.all()):
             break
         row = int(seen.long().argmin())
         at = max(place for place, start in enumerate(starts) if start <= row and lengths[place])
         together = torch.arange(len(whose)) == row
-        for values in ([one.detach().roll(1, 0) for one in outputs], mirrored):
+        for values in (
+            rolled,
+            mirrored,
+            highest,
+            lowest,
+        ):  # the last two: a sample's largest row decides, or its smallest
             given = [one.detach().clone() for one in outputs]
             given[at][row - starts[at]] = values[at][row - starts[at]]
             changes = [(b - a).abs() > limit for a, b in zip(before, replay.gradients(given), strict=True)]
             together |= torch.cat([one.reshape(len(one), -1).any(1).cpu() for one in changes])
         whose[torch.isin(whose, whose[together])] = whose[together].min()
         seen |= together
-        if len(whose.unique()) < samples:
+        if len(whose[are_read].unique()) < samples:
             return []
-    known = [whose[start : start + samples] for start, length in zip(starts, lengths, strict=True) if length == samples]
-    if not bool(seen.all()) or any(len(one.unique()) < samples for one in known):
+    each = list(zip(whose.split(lengths), read, strict=True))
+    known = [its for its, is_read in each if is_read and len(its) == samples]
+    if not bool(seen.all()) or any(len(its.unique()) < samples for its in known):
         return []
-    return [Rows(0, its) for its in whose.unique(return_inverse=True)[1].split(lengths)]
+    numbers = whose[are_read].unique()
+    return [Rows(0, torch.searchsorted(numbers, its)) if is_read else None for its, is_read in each]
 
 
 def reweighed(replay: Replay, outputs: Sequence[Tensor], samples: int, given: bool) -> bool:
