@@ -19,9 +19,7 @@ from hvdtrain.horovod_build import dist
 
 HEAD = "Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
 NEW = "0.28.1+torch2.12cpu.tf2.21"
-SWAP = """
-import sys; from pathlib import Path; from hvdtrain.horovod_build import environment
-environment.put_in_place(Path(sys.argv[1]))"""
+SWAP = "import pathlib, sys; from hvdtrain.horovod_build.environment import *; put_in_place(pathlib.Path(sys.argv[1]))"
 
 
 @pytest.fixture(scope="module")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from built_in import record
 from harness import REPOSITORY, Result, run_ranks
+
+from hvdtrain.record.log import read_events
 
 
 def run_program(launcher: str, ranks: int, *flags: object) -> Result:
@@ -17,7 +19,7 @@ def run_program(launcher: str, ranks: int, *flags: object) -> Result:
 
 
 def result(run_dir: Path) -> dict[str, Any]:
-    run = json.loads((run_dir / "run.json").read_text())
+    run = record(run_dir)
     assert run["status"] == "finished"
     return run["result"]
 
@@ -40,5 +42,4 @@ def test_under_ddp_in_mixed_precision_with_resume(tmp_path: Path) -> None:
     first = result(tmp_path / "run")["weights_sha256"]
     run_program("forked torchrun", 2, *flags, 2, "--resume", "--amp", "fp16")
     assert result(tmp_path / "run")["weights_sha256"] != first
-    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
-    assert [event["epoch"] for event in events if event["kind"] == "epoch"] == [0, 1]
+    assert [event["epoch"] for event in read_events(tmp_path / "run") if event["kind"] == "epoch"] == [0, 1]

@@ -161,9 +161,8 @@ def interrupted() -> dict[str, Any]:
         found[f"stages_{len(balance)}"] = [raised, threads_left(), len(gradients(net))]
         pipe.step(X, Y, MSE)
         del pipe
-    traced = nn.Sequential(*model(), Pressed()).train()
     try:
-        hvdtrain.pipeline.split(traced, X, "cpu,cpu", micro_batches=2, balance=[3, 3])
+        hvdtrain.pipeline.split(nn.Sequential(*model(), Pressed()), X, "cpu,cpu", micro_batches=2, balance=[3, 3])
     except KeyboardInterrupt:
         found["split"] = len(PRESSED)
     return found

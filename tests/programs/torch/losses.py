@@ -75,8 +75,6 @@ class Nodes(nn.Module):
 
 
 class NodesBesideOthers(Nodes):
-    """Gives edges and graphs as well, which the loss does not read."""
-
     def forward(self, x: Tensor) -> Any:
         nodes = super().forward(x)
         return nodes, nodes.repeat(12, 1).exp(), nodes[: len(x)].exp()
