@@ -7,9 +7,10 @@ from pathlib import Path
 
 import harness
 import pytest
+from built_in import record
 from harness import Result
 from pictures import CORRUPT, write_folder
-from test_torch_resnet_ranks import SIDE, record, run_program
+from test_torch_resnet_ranks import SIDE, run_program
 
 SMALL = ["--model", "resnet18", "--image-size", SIDE, "--per-rank-batch", 4]
 

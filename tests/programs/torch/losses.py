@@ -76,8 +76,7 @@ class Nodes(nn.Module):
 
 class NodesBesideOthers(Nodes):
     def forward(self, x: Tensor) -> Any:
-        nodes = super().forward(x)
-        return nodes, nodes.repeat(12, 1).exp(), nodes[: len(x)].exp()
+        return (nodes := super().forward(x)), nodes.repeat(12, 1).exp(), nodes[: len(x)].exp()
 
 
 class Unsure(nn.Module):
