@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
-import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar, cast
 
@@ -15,6 +13,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def nearest(word: str, names: Iterable[str]) -> str:
     """Returns "; did you mean NAME?" if one of `names` is spelled nearly like `word`, else an empty text."""
+    import difflib  # not for each `hvdtrain --help`
+
     found = difflib.get_close_matches(word, list(names), n=1, cutoff=0.7)
     return f"; did you mean {found[0]}?" if found else ""
 
@@ -37,6 +37,8 @@ def refuses_other_keywords(**instead: str) -> Callable[[F], F]:
 
 
 def _checked(function: Callable[..., Any], name: str, instead: Mapping[str, str]) -> Callable[..., Any]:
+    import inspect
+
     signature = inspect.signature(function)
     taken = [parameter for parameter in signature.parameters if parameter != "self"]
 
