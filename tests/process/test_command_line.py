@@ -25,7 +25,7 @@ from hvdtrain.core.lr import LR
         ("-np 2 -- python b.py", "-np is not a flag of hvdtrain; did you", "fix: hvdtrain launch -np 2 -- python b.py"),
         ("run -np 2 python", "run is not a command of hvdtrain; did you mean", "fix: hvdtrain launch -np 2 python"),
         ("launch --nodes 2", "--nodes is not a flag of hvdtrain launch\n", "hvdtrain launch --help"),
-        ("launch --nnodes 1", "--nnodes is not a flag of hvdtrain launch\n", "hvdtrain launch --help"),
+        ("launch --max-restart 1", "launch; did you mean --max-restarts?", "hvdtrain launch --help"),
         ("launch --logdir d", "launch; did you mean --log-dir?", "hvdtrain launch --help"),
         ("launch --np2", "launch; did you mean --np?", "hvdtrain launch --help"),
         ("launch --nproc_per_node 2", "launch; did you mean --np?", "hvdtrain launch --help"),

@@ -35,15 +35,15 @@ def test_a_stage_that_raises(found: dict[str, Any]) -> None:
         "ValueError: spoilt on purpose",
         "fix: ",
     ):
-        assert part in received["said"]
-    assert "runtime.py:" in received["said"] and received["cause"] == "ValueError"
+        assert part in received["text"]
+    assert "runtime.py:" in received["text"] and received["cause"] == "ValueError"
     assert received["threads"] == 1 and received["gradients"] and received["next_step"]
     assert received["looked_at"] == 4 and received["alive"] == 0, "activations must be freed although the error is kept"
 
 
 def test_a_backward_pass_that_raises(found: dict[str, Any]) -> None:
     received = found["backward_raising"]
-    assert "stage 1 of 2 (0 .. 2, cpu) failed in the backward of micro-batch 1 of 4" in received["said"]
+    assert "stage 1 of 2 (0 .. 2, cpu) failed in the backward of micro-batch 1 of 4" in received["text"]
     assert received["threads"] == 1 and received["gradients"] == 0
 
 
@@ -72,10 +72,10 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused(found: dict[str, Any], case: str) -> None:
-    said = found["refusals"][case]
-    assert said.startswith("ConfigError: ")
+    text = found["refusals"][case]
+    assert text.startswith("ConfigError: ")
     for part in REFUSED[case]:
-        assert part in said
+        assert part in text
 
 
 def test_inference(found: dict[str, Any]) -> None:

@@ -112,14 +112,14 @@ def raising() -> dict[str, Any]:
             raise ValueError("spoilt on purpose")
 
     net[3].hook = bad
-    said, kept = "", None
+    text, kept = "", None
     try:
         pipe.step(X, Y, MSE)
     except StageError as error:
-        said, kept = str(error), error  # who keeps the error does not keep the activations
+        text, kept = str(error), error  # who keeps the error does not keep the activations
     gc.collect()
     found = {
-        "said": said,
+        "text": text,
         "cause": type(kept.__cause__).__name__ if kept else "",
         "threads": threads_left(),
         "alive": sum(reference() is not None for reference in alive),
@@ -138,9 +138,9 @@ def backward_raising() -> dict[str, Any]:
         raise ValueError("spoilt on the way back")
 
     handle = net[1].linear.weight.register_hook(bad)
-    said = message(lambda: pipe.step(X, Y, MSE))
+    text = message(lambda: pipe.step(X, Y, MSE))
     handle.remove()
-    return {"said": said, "threads": threads_left(), "gradients": len(gradients(net))}
+    return {"text": text, "threads": threads_left(), "gradients": len(gradients(net))}
 
 
 def interrupted() -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 PLACE: "update" (after NUMBER updates), "accumulation" (after one batch more), "validation", "save" (of epoch NUMBER),
 "launcher" (after NUMBER updates, by somebody else), "lost" (after NUMBER updates and a checkpoint that is lost: what
-writes it is killed). RANK: who is told.
+writes it is killed). RANK: which one gets the signal.
 """
 
 from __future__ import annotations
