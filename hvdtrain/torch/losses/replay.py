@@ -516,42 +516,37 @@ def _belonging(
 ) -> list[Rows | None]:
     """Finds out whose rows are whose where more rows than samples do not say it (nodes of graphs): rows whose gradients
     change with each other are one sample's. Returns [] if they are fewer than the samples."""
-    lengths = [len(one) for one in outputs]
+    lengths = [len(one) if bool(change.any()) else 0 for one, change in zip(outputs, before, strict=True)]
     starts = [sum(lengths[:at]) for at in range(len(lengths))]
     if max(lengths) <= samples:
         return []
     limit = tolerance(outputs) * max(float(one.abs().max()) for one in before if one.numel())
-    rolled = [one.detach().roll(1, 0) for one in outputs]
-    highest, lowest = ([one + sign * (one.abs().max() + 1) for one in rolled] for sign in (1, -1))
-    read = [bool(one.any()) for one in before]
-    seen = torch.cat([torch.full((length,), not is_read) for length, is_read in zip(lengths, read, strict=True)])
-    whose, are_read = torch.arange(sum(lengths)), ~seen
+    read = [at for at, length in enumerate(lengths) if length]
+    rolled = {at: outputs[at].detach().roll(1, 0) for at in read}
+    # a sample's largest row may decide, or its smallest
+    highest, lowest = ({at: one + sign * (one.abs().max() + 1) for at, one in rolled.items()} for sign in (1, -1))
+    tried: Any = (rolled, mirrored, highest, lowest)
+    whose, seen = torch.arange(sum(lengths)), torch.zeros(sum(lengths), dtype=torch.bool)
     for _ in range(max(_TRIED * samples, _LEAST_TRIED)):
         if bool(seen.all()):
             break
         row = int(seen.long().argmin())
-        at = max(place for place, start in enumerate(starts) if start <= row and lengths[place])
+        at = max(place for place in read if starts[place] <= row)
         together = torch.arange(len(whose)) == row
-        for values in (
-            rolled,
-            mirrored,
-            highest,
-            lowest,
-        ):  # the last two: a sample's largest row decides, or its smallest
+        for values in tried:
             given = [one.detach().clone() for one in outputs]
             given[at][row - starts[at]] = values[at][row - starts[at]]
-            changes = [(b - a).abs() > limit for a, b in zip(before, replay.gradients(given), strict=True)]
+            after = replay.gradients(given)
+            changes = [(after[place] - before[place]).abs() > limit for place in read]
             together |= torch.cat([one.reshape(len(one), -1).any(1).cpu() for one in changes])
         whose[torch.isin(whose, whose[together])] = whose[together].min()
         seen |= together
-        if len(whose[are_read].unique()) < samples:
+        if len(whose.unique()) < samples:
             return []
-    each = list(zip(whose.split(lengths), read, strict=True))
-    known = [its for its, is_read in each if is_read and len(its) == samples]
+    known = [its for its in whose.split(lengths) if len(its) == samples]
     if not bool(seen.all()) or any(len(its.unique()) < samples for its in known):
         return []
-    numbers = whose[are_read].unique()
-    return [Rows(0, torch.searchsorted(numbers, its)) if is_read else None for its, is_read in each]
+    return [Rows(0, its) if len(its) else None for its in whose.unique(return_inverse=True)[1].split(lengths)]
 
 
 def reweighed(replay: Replay, outputs: Sequence[Tensor], samples: int, given: bool) -> bool:
