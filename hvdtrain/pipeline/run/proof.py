@@ -230,8 +230,10 @@ def _labels(y: Any) -> dict[int, set[int]]:
 
 
 def loss_key(loss: Any) -> Hashable:
-    """Returns a key that stays the same for a function that each step defines again."""
+    """Returns a key that stays the same for a function that each step defines again, and for a loss of PyTorch's."""
     loss = inner_loss(loss)
+    if type(loss).__module__ == nn.MSELoss.__module__ and not (loss._buffers or loss._modules):
+        return type(loss), repr(sorted((name, value) for name, value in vars(loss).items() if name[0] != "_"))
     if hasattr(loss, "func") and hasattr(loss, "keywords"):  # functools.partial
         return loss_key(loss.func), repr(loss.keywords)
     code = getattr(getattr(loss, "__func__", loss), "__code__", None)

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -139,6 +140,7 @@ def contrastive(out: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(features @ features.T, torch.arange(len(out)))
 
 
+REAL_LOSS = nn.MSELoss()
 UNWEIGHTED = {
     "ignore_index": (Tokens(), IGNORED),
     "pad_id": (Tokens(ignore_index=0), LABELS),
@@ -164,7 +166,14 @@ def refused() -> dict[str, Any]:
     loss = Tokens()
     found["later"] = [message(lambda y=y: pipe.step(X, y, loss)) for y in (LABELS, IGNORED)]
     wrong = message(lambda: pipe.step(X, IGNORED, loss, weight=lambda y: (y != 0).sum()))
-    return found | {"wrong": wrong}
+    calls = []
+    for make in (lambda: REAL_LOSS, lambda: nn.MSELoss()):  # made once; made in each step
+        pipe = hvdtrain.pipeline.split(net(), X, ["cpu"] * 2, balance=[1, 2], micro_batches=3)
+        with patch.object(F, "mse_loss", wraps=F.mse_loss) as counted:
+            for _ in range(7):
+                pipe.step(X, REAL, make())
+        calls.append(counted.call_count)
+    return found | {"wrong": wrong, "calls": calls}
 
 
 def rare() -> dict[str, str]:
