@@ -16,7 +16,7 @@ import pytest
 from harness import children
 
 from hvdtrain.cluster.doctor import probe_links
-from hvdtrain.cluster.doctor.sessions import Sessions
+from hvdtrain.cluster.doctor.examine import Sessions
 from hvdtrain.cluster.hosts import probe
 from hvdtrain.cluster.hosts.ssh import Ssh
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.cluster.doctor.sessions import source
+from hvdtrain.cluster.doctor.examine import source
 from hvdtrain.cluster.hosts import probe
 
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.cluster.doctor.sessions import Sessions
+from hvdtrain.cluster.doctor.examine import Sessions
 from hvdtrain.cluster.hosts.addresses import choose
 from hvdtrain.cluster.hosts.hosts import Host, assign, parse_hosts, read_hostfile
 from hvdtrain.cluster.hosts.protocol import mark_of
