@@ -11,7 +11,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from hvdtrain.core import flags
 from hvdtrain.core.errors import (
@@ -143,19 +143,6 @@ def _fill(name: str, parser: argparse.ArgumentParser) -> None:
     parser.epilog = f"{parser.epilog or ''}\n{exit_codes_of(name)}"
 
 
-class _PrintCompletion(argparse.Action):
-    """Prints a script that completes commands and flags in a shell, by the package shtab, and exits."""
-
-    def __call__(self, parser: argparse.ArgumentParser, namespace: object, shell: Any, option: object = None) -> None:
-        try:
-            import shtab
-        except ImportError:
-            command = f"{sys.executable} -m pip install shtab"
-            raise ConfigError("--print-completion needs the package shtab", "not installed", command) from None
-        print(shtab.complete(whole_parser(), shell))
-        parser.exit()
-
-
 def whole_parser() -> argparse.ArgumentParser:
     """Returns the parser of `hvdtrain` with the arguments of all its commands."""
     parser = _parser()
@@ -168,9 +155,6 @@ def _parser() -> argparse.ArgumentParser:
 
     parser = LateParser(prog="hvdtrain", description="Train on Horovod with today's PyTorch, TensorFlow and Keras 3.")
     parser.add_argument("--version", action="version", version=f"hvdtrain {__version__}")
-    shells = ("bash", "zsh", "tcsh")
-    words = 'print a completion script: eval "$(hvdtrain --print-completion bash)"'
-    parser.add_argument("--print-completion", action=_PrintCompletion, choices=shells, metavar="SHELL", help=words)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=LateParser)
     for name, (_, line) in COMMANDS.items():
         commands.add_parser(name, help=line, fill=partial(_fill, name))

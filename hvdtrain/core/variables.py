@@ -11,7 +11,6 @@ CACHE = "HVDTRAIN_CACHE"  # folder of built wheels; `hvdtrain build-horovod`
 CHECK_EVERY_STEP = "HVDTRAIN_CHECK_EVERY_STEP"  # look for numbers that are not finite at once; torch
 CIFAR10_URL = "HVDTRAIN_CIFAR10_URL"  # a mirror, whose file has the same hash; datasets
 COMPRESSION = "HVDTRAIN_COMPRESSION"  # how gradients travel; `prepare` of torch and keras
-CPU_DEVICES = "HVDTRAIN_CPU_DEVICES"  # pieces of a batch without GPUs; the engine dataparallel
 HANG_S = "HVDTRAIN_HANG_S"  # how long a rank may let others wait; watch
 IN_STEP_S = "HVDTRAIN_IN_STEP_S"  # how long a rank may be in one place before ranks are compared; watch
 MNIST_URL = "HVDTRAIN_MNIST_URL"  # a mirror, whose file has the same hash; datasets

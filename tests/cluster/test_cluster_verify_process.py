@@ -62,12 +62,12 @@ BROKEN = """\
 import copy, sys, types
 import torch
 import hvdtrain.torch
-from hvdtrain.cluster.doctor import verify_rank as rank, verify_toy as toy
+from hvdtrain.cluster.doctor import verify_rank as rank
 prepare = hvdtrain.torch.prepare
 def plain(model, optimizer):
     model, _ = prepare(model, optimizer)
     model = copy.deepcopy(hvdtrain.torch.unwrap(model))
-    sgd = torch.optim.SGD(model.parameters(), lr=toy.RATE)
+    sgd = torch.optim.SGD(model.parameters(), lr=rank.RATE)
     return model, types.SimpleNamespace(zero_grad=sgd.zero_grad, step=sgd.step, backward=torch.Tensor.backward)
 hvdtrain.torch.prepare = plain
 hvdtrain.torch.verify = lambda model, optimizer: "left out"

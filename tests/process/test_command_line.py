@@ -1,4 +1,4 @@
-"""What the command line makes of names that it does not know; completion in a shell; JSON; colours."""
+"""What the command line makes of names that it does not know; JSON; colours."""
 
 from __future__ import annotations
 
@@ -70,20 +70,6 @@ def test_a_keyword_of_another_library_is_refused_with_the_one_to_write() -> None
         LR(0.1, batch=8)  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match=r"LR\(\) needs reference_batch="):
         LR(0.1)  # type: ignore[call-arg]
-
-
-def test_a_shell_completes_commands_and_flags(tmp_path: Path) -> None:
-    script = tmp_path / "completion.bash"
-    command = [sys.executable, "-m", "hvdtrain", "--print-completion", "bash"]
-    script.write_text(subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout)
-
-    def completed(*words: str) -> list[str]:
-        asks = f"source {script}; COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}; _shtab_hvdtrain"
-        done = subprocess.run(["bash", "-c", f"{asks}; echo ${{COMPREPLY[@]}}"], capture_output=True, text=True)
-        return done.stdout.split()
-
-    assert completed("hvdtrain", "lau") == ["launch"]
-    assert completed("hvdtrain", "bench", "train", "--fra") == ["--framework"]
 
 
 def test_json_is_all_that_is_printed() -> None:

@@ -16,14 +16,7 @@ from hvdtrain.migrate.script.ranks import (
     root_of,
     shutdown,
 )
-from hvdtrain.migrate.script.source import (
-    SIGNATURES,
-    Script,
-    calls,
-    code,
-    is_chain,
-    literal,
-)
+from hvdtrain.migrate.script.source import SIGNATURES, Script, calls, code, is_chain, literal
 
 _PREFIX = "horovod.torch."
 _OPS = {"Average": "mean", "Sum": "sum", "Min": "min", "Max": "max"}

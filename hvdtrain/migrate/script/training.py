@@ -7,17 +7,7 @@ from dataclasses import dataclass, field
 import libcst as cst
 
 from hvdtrain.migrate.script.plan import Rewrite, target_of
-from hvdtrain.migrate.script.source import (
-    Script,
-    calls,
-    code,
-    find,
-    is_chain,
-    literal,
-    owner_of,
-    tail,
-    walk,
-)
+from hvdtrain.migrate.script.source import Script, calls, code, find, is_chain, literal, owner_of, tail, walk
 
 
 @dataclass

@@ -9,7 +9,6 @@ what balances it. On a CPU the pieces run one after another, so that tests there
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +17,6 @@ import torch
 from torch import nn
 from torch.nn.parallel import parallel_apply, replicate
 
-from hvdtrain.core import variables
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.launchers import Detected
 from hvdtrain.torch.engines.base import Transport, pick_devices
@@ -31,19 +29,12 @@ UNEVEN = 1.1  # times what the others hold
 
 def attach(detected: Detected, *, device: str, gpus_per_rank: int) -> DataParallelEngine:
     """Returns the engine of one process on all GPUs it sees, or on `gpus_per_rank` of them, if that is more than 1.
-    Without GPUs a batch is cut into `gpus_per_rank` pieces, or HVDTRAIN_CPU_DEVICES, or 2. Raises `ConfigError` for
-    a GPU that is not there, or a number of pieces that is none."""
+    Without GPUs a batch is cut into `gpus_per_rank` pieces, at least 2. Raises `ConfigError` for a GPU that is not
+    there."""
     visible = 0 if device == "cpu" else torch.cuda.device_count()
     devices = pick_devices(detected, device, gpus_per_rank if gpus_per_rank > 1 else max(visible, 1))
-    pieces = len(devices) or (gpus_per_rank if gpus_per_rank > 1 else _cpu_devices())
+    pieces = len(devices) or max(gpus_per_rank, 2)
     return DataParallelEngine(name="dataparallel", devices=devices, pieces=pieces)
-
-
-def _cpu_devices() -> int:
-    text = os.environ.get(variables.CPU_DEVICES, "2")
-    if not text.isdigit() or int(text) < 1:
-        raise ConfigError(f"{variables.CPU_DEVICES} must be a whole number >= 1", repr(text))
-    return int(text)
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,6 @@ def main() -> None:
         "unknown host": said("ddp", RANK_1 | {"MASTER_PORT": "1", "MASTER_ADDR": "nowhere.invalid"}),
         "absent": said("ddp", RANK_0 | {"MASTER_PORT": free_port()}),
         "no port": said("ddp", RANK_0),
-        "pieces": said("dataparallel", {"HVDTRAIN_CPU_DEVICES": "two"}),
     }
     pieces = DataParallelEngine(name="dataparallel", pieces=2)
     try:

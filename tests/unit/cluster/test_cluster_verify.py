@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdtrain.cluster.doctor import verify_toy as toy
-from hvdtrain.cluster.doctor.verify_rank import MARK
-from hvdtrain.cluster.doctor.verify_toy import (
+from hvdtrain.cluster.doctor import verify_rank as toy
+from hvdtrain.cluster.doctor.verify_rank import (
     BATCH,
     INPUTS,
+    MARK,
     OUTPUTS,
     STEPS,
     Measured,
