@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from limits import Limit
 
 from hvdtrain import ConfigError, Plan, contiguous
-from hvdtrain.core.sharding import SMALL, Step
+from hvdtrain.core.sharding import SMALL, Step, tail_pieces
 
 GRID = list(itertools.product(range(41), range(1, 5), range(1, 6)))
 
@@ -202,3 +202,7 @@ def test_an_update_has_no_more_samples_than_an_epoch() -> None:
     plan = Plan(64, 2, 16)
     assert [plan.update_samples(passes) for passes in (1, 2, 3)] == [32, 64, 64]
     assert Plan(64, 1, 512).update_samples(1) == 64
+
+
+def test_pieces_of_a_tail_are_not_larger_than_those_of_a_full_batch() -> None:
+    assert [tail_pieces(samples, 8, 3) for samples in (1, 3, 4, 6, 7)] == [1, 1, 2, 2, 3]

@@ -85,7 +85,7 @@ def test_a_file_for_something_else_is_not_used(tmp_path: Path, change: dict[str,
 
 @pytest.mark.parametrize(
     "changes",
-    [{"tuned": {"LD_PRELOAD": "x.so"}}, {"tuned": {"OMP_NUM_THREADS": 7}}, {"tuned": None}, {"fits": 3}],
+    [{"tuned": {"CUDA_VISIBLE_DEVICES": "1"}}, {"tuned": {"OMP_NUM_THREADS": 7}}, {"tuned": None}, {"fits": 3}],
     ids=["another variable", "a number", "nothing", "no machine"],
 )
 def test_other_files_are_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
