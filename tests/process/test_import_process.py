@@ -9,17 +9,7 @@ import pytest
 from harness import clean_environment
 
 # numpy, frameworks, and what is slow for its size
-HEAVY = (
-    "numpy",
-    "torch",
-    "tensorflow",
-    "keras",
-    "horovod",
-    "tqdm",
-    "tensorboardX",
-    "asyncio",
-    "multiprocessing",
-)
+HEAVY = ("numpy", "torch", "tensorflow", "keras", "horovod", "tqdm", "tensorboardX", "asyncio", "multiprocessing")
 
 
 def python(code: str) -> str:

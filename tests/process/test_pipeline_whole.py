@@ -20,11 +20,7 @@ PROGRAM: Any = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(PROGRAM)
 ROWS = slice(0, 18)
 # the others differ in the loss only, which is called once
-WAYS = {
-    "clip": {"remat": "all"},
-    "whitening": {"schedule": "gpipe", "remat": "except_last"},
-    "lovasz": {},
-}
+WAYS = {"clip": {"remat": "all"}, "whitening": {"schedule": "gpipe", "remat": "except_last"}, "lovasz": {}}
 NAMES = [name if name in WAYS else pytest.param(name, marks=pytest.mark.thorough) for name in PROGRAM.LOSSES]
 
 

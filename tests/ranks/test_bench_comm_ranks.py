@@ -30,10 +30,5 @@ def test_on_this_machine(tmp_path: Path) -> None:
             for size, its in part["links"][way].items():
                 # 3 ranks do not divide a power of two: the largest part counts
                 assert its["one way"] == pytest.approx(rule(int(ranks)), rel=8 / int(size)), (way, size)
-    for part in (
-        "3 ranks: a sum of",
-        "busiest link, one way",
-        "every sum is numpy's",
-        "one slow rank",
-    ):
+    for part in ("3 ranks: a sum of", "busiest link, one way", "every sum is numpy's", "one slow rank"):
         assert part in out, out

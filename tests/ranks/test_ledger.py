@@ -11,11 +11,7 @@ from harness import PROGRAMS, quick_folder, run_ranks
 from ledger import by_hand, history, judged
 from limits import Limit
 
-FEW = {
-    "torch": by_hand("torch"),
-    "keras-torch": by_hand("keras-torch"),
-    "keras-tensorflow": [-2],
-}
+FEW = {"torch": by_hand("torch"), "keras-torch": by_hand("keras-torch"), "keras-tensorflow": [-2]}
 MANY, EACH = {"torch": 180, "keras-torch": 72, "keras-tensorflow": 48}, 12
 
 

@@ -24,13 +24,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
     found = {}
     for size in RUNS:
         out = folder / f"{size}.json"
-        program: list[str | Path] = [
-            "-W",
-            "ignore",
-            PROGRAMS / "torch" / "streams.py",
-            out,
-            shards,
-        ]
+        program: list[str | Path] = ["-W", "ignore", PROGRAMS / "torch" / "streams.py", out, shards]
         run_ranks(program, size, timeout_s=150).check()
         found[size] = json.loads(out.read_text())
     return found

@@ -141,12 +141,7 @@ class Cluster:
             command += ["setpriv", f"--reuid={user}", f"--regid={user}", "--init-groups", "--"]
         options = {"stdin": subprocess.DEVNULL, **options}
         environment = self.environment(env, home=self.home_inside(host, user), user=user)
-        return subprocess.Popen(
-            [*command, *map(str, argv)],
-            env=environment,
-            start_new_session=True,
-            **options,
-        )
+        return subprocess.Popen([*command, *map(str, argv)], env=environment, start_new_session=True, **options)
 
     def environment(self, extra: Mapping[str, str] | None = None, *, home: Path, user: str = "root") -> dict[str, str]:
         """What a log-in on a host would have, threads pinned to one, this Python's commands first on the PATH."""

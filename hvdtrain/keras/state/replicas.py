@@ -123,13 +123,7 @@ def fingerprint(model: keras.Model) -> str:
     return digest.hexdigest()
 
 
-def check_equal(
-    variables: Sequence[Any],
-    world: World,
-    *,
-    when: str,
-    model: keras.Model | None = None,
-) -> None:
+def check_equal(variables: Sequence[Any], world: World, *, when: str, model: keras.Model | None = None) -> None:
     """Raises ReplicaError on every rank, naming the first variable whose checksum differs; collective.
 
     The fix for a `model` that is not prepared begins with that.

@@ -8,15 +8,7 @@ from dataclasses import dataclass, replace
 from operator import truediv
 
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.pipeline.plan.costs import (
-    Device,
-    Link,
-    SegmentCost,
-    all_reduce_seconds,
-    ring_link,
-    stage_costs,
-    total,
-)
+from hvdtrain.pipeline.plan.costs import Device, Link, SegmentCost, all_reduce_seconds, ring_link, stage_costs, total
 from hvdtrain.pipeline.plan.partition import Balance, Partition, in_words, partition
 from hvdtrain.pipeline.plan.schedule import SCHEDULES, Remat, Schedule, micro_batch_sizes, usual_counts
 from hvdtrain.pipeline.plan.simulate import Simulation, simulate

@@ -25,12 +25,7 @@ __all__ = ["Cluster", "ParallelPlan", "at_speed", "choose", "forward_flops", "pl
 
 
 def choose(
-    model: nn.Module,
-    example: Any,
-    *,
-    devices: Sequence[str],
-    batch: int,
-    optimizer_copies: float = 1.0,
+    model: nn.Module, example: Any, *, devices: Sequence[str], batch: int, optimizer_copies: float = 1.0
 ) -> ParallelPlan:
     """Measures a model on the devices of this process, and returns the fastest plan for them that fits.
 

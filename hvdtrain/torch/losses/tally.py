@@ -117,7 +117,7 @@ def uneven(weight: Any, divisors: Any, squares: Any) -> Any:
     return product - divisors**2 > _UNEVEN * product
 
 
-def _differ(total: Any, squares: Any, ranks: int) -> Any:
+def differ(total: Any, squares: Any, ranks: int) -> Any:
     """Returns True if a number differs between ranks, of the sums of the numbers and of their squares."""
     return ranks * squares - total**2 > _UNEVEN * total**2
 
@@ -134,7 +134,7 @@ def wrong(sums: Tensor, ranks: int) -> Number:
     values: Any = sums.tolist() if on_cpu else sums
     _, weight, divisors, squares, given, problems, _, _, rates, rate_squares, whole, whole_squares, *_ = values
     mixed = (given != 0) & (given != ranks)
-    apart = _differ(rates, rate_squares, ranks) | _differ(whole, whole_squares, ranks) | out_of_step(values, ranks)
+    apart = differ(rates, rate_squares, ranks) | differ(whole, whole_squares, ranks) | out_of_step(values, ranks)
     found = uneven(weight, divisors, squares) | mixed | (problems > 0) | apart
     return float(found) if on_cpu else found.double()
 
@@ -145,7 +145,7 @@ def refusal(
     """Returns the error for an update whose weights are not right, of every rank's `Tally.text`, reason why no
     weight makes the loss right ("" for none), and first group's learning rate; `types` is what to type."""
     mixed = 0 < sums[4] < ranks
-    if not mixed and _differ(sums[8], sums[9], ranks):
+    if not mixed and differ(sums[8], sums[9], ranks):
         return ReplicaError(
             "all ranks must train with the same learning rates",
             "\n".join(f"rank {rank}: {rate:g}" for rank, rate in enumerate(rates)),
@@ -159,7 +159,7 @@ def refusal(
     if mixed:
         rule, remedy = "weight= must be given on all ranks, or on none", "give weight= on every rank"
         received = f"weight= was given on {sums[4]:g} of {ranks} ranks"
-    elif _differ(sums[10], sums[11], ranks):
+    elif differ(sums[10], sums[11], ranks):
         rule = "a loss of the whole batch must be the same on every rank"
         received = "\n".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
         remedy = (
@@ -182,17 +182,18 @@ def refusal(
 
 
 _SEVERAL = "optimizer.backward([(mean, divisor), ...])"
+_FACTOR = "a factor that changes from batch to batch: (mean, divisor, factor) in that list"
 
 
 def _weight_to_type(types: list[str]) -> str:
     if len(types) > 1:
         return (
-            f"give each mean with its own divisor: {_SEVERAL};\n"
+            f"give each mean with its own divisor: {_SEVERAL};\n{_FACTOR};\n"
             "a product of means (a balance of experts) needs all samples: hvt.whole(...) of what it reads"
         )
     text = (
         f"optimizer.backward(loss, {types[0]}), or optimizer.forward_backward(x, y, loss_fn, weight=lambda y: ...);"
-        f" a sum of means with other divisors: {_SEVERAL}"
+        f" a sum of means with other divisors: {_SEVERAL};\n{_FACTOR}"
     )
     if types[0] != UNNAMED:
         return text

@@ -115,7 +115,7 @@ class BatchPasses:
             mean = loss(kept[0], y)
             self.backward(mean, weight=given, again=again)
             if isinstance(mean, (list, tuple)):
-                mean = sum(its for its, _ in mean)
+                mean = sum(math.prod(its[::2]) for its in mean)
             mean = mean.detach()
         return (mean, map_tensors(Tensor.detach, kept[0]) if kept else None) if outputs else mean
 
@@ -349,7 +349,8 @@ class BatchPasses:
             loss: a scalar, the mean over this rank's batch: of its samples, or of what `weight` counts; not a sum
                 that is divided by the samples of all ranks. For a sum of several means, each with its own divisor, a
                 list of (mean, divisor): `[(class_loss, len(y)), (box_loss, matched)]`. A mean whose divisor is 0 does
-                not count. Or a loss of the values that `hvdtrain.torch.whole` returned.
+                not count. (mean, divisor, factor) with a number that changes from batch to batch, the same on every
+                rank (a VAE's beta). Or a loss of the values that `hvdtrain.torch.whole` returned.
             weight: the divisor of that mean, if it is not the samples: a number, or a scalar (also on a GPU: nothing
                 waits for it). `(y != -100).sum()` with `ignore_index`, `class_weights[y].sum()` with class weights,
                 `mask.sum()` for tokens. A batch of weight 0 does not count, even if its loss is NaN.
@@ -422,12 +423,13 @@ class BatchPasses:
         self._model.check_entered()
         if not gradients.gathering:
             self._terms = Terms(len(terms))
-        self._terms.check(terms)
+        self._terms.begin(terms)
         is_last = batch.is_last_micro_batch
         size = session.world.size
         amount, coefficient = gradients.begin(batch, None, 1.0, 1 / size if is_last else 0.0)
         counted = [] if batch.padding else [at for at, term in enumerate(terms) if term.divisor]
         outputs = self._look_at_terms(batch, terms, counted)
+        terms = [term._replace(mean=term.mean * term.factor) for term in terms]
         CLOCK.enter("backward")
         if not is_last:
             for at, term in enumerate(terms):  # also those that do not count: other ranks' may go through batch norm
@@ -443,7 +445,8 @@ class BatchPasses:
             return
         self._terms.add(terms, counted)
         with session.world.in_step("optimizer.backward([(mean, divisor), ...])", len(terms)):
-            totals = self._terms.compared(session.engine.sum_floats(self._terms.sent()), session.proof, gradients.tally)
+            of_all = session.engine.sum_floats(self._terms.sent())
+            totals = self._terms.compared(of_all, size, session.proof, gradients.tally)
         self._terms.restore(totals, gradients.parameters())
         mean = self._terms.mean(totals)
         gradients.add_loss(mean * size, amount, coefficient)

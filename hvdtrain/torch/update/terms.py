@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.torch.losses.loss_proof import LossProof
-from hvdtrain.torch.losses.tally import Tally, uneven, weight_of
+from hvdtrain.torch.losses.tally import Tally, differ, uneven, weight_of
 from hvdtrain.torch.update.gradients import check_loss
 from hvdtrain.torch.update.whole import is_whole
 
@@ -21,6 +22,7 @@ class MeanTerm(NamedTuple):
     mean: Tensor  # a scalar
     divisor: float  # what it divides by
     given: object  # the divisor, as the caller gave it
+    factor: float  # of the mean in the loss
 
 
 def terms_of(given: Sequence[Any], weight: object, more: bool) -> list[MeanTerm]:
@@ -34,13 +36,14 @@ def terms_of(given: Sequence[Any], weight: object, more: bool) -> list[MeanTerm]
         )
     terms = []
     for pair in given:
-        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+        if not isinstance(pair, (tuple, list)) or len(pair) not in (2, 3) or not _is_number(*pair[2:]):
             raise ConfigError(
-                "a list of means must contain pairs (mean, divisor)",
+                "a list of means must contain (mean, divisor), or (mean, divisor, factor) with a number as factor",
                 f"a {type(pair).__name__} in the list",
-                "optimizer.backward([(class_loss, len(y)), (box_loss, matched)])",
+                "optimizer.backward([(class_loss, len(y)), (box_loss, matched, beta)]);\n"
+                "multiply the mean itself by a factor that is trained",
             )
-        mean, divisor = pair
+        mean, divisor, factor = (*pair, 1.0)[:3]
         number = float(weight_of(divisor, torch.device("cpu")))
         check_loss(mean, untracked=not number)
         if is_whole(mean):
@@ -51,10 +54,16 @@ def terms_of(given: Sequence[Any], weight: object, more: bool) -> list[MeanTerm]
                 " computed from what hvt.whole(...) returns",
                 shared=True,
             )
-        terms.append(MeanTerm(mean, number, divisor))
+        terms.append(MeanTerm(mean, number, divisor, float(factor)))
     if not terms:
         raise ConfigError("backward() needs a loss", "an empty list", "optimizer.backward([(mean, divisor), ...])")
     return terms
+
+
+def _is_number(factor: Any = 1.0) -> bool:
+    return isinstance(factor, (int, float)) or (
+        isinstance(factor, Tensor) and factor.numel() == 1 and not factor.requires_grad
+    )
 
 
 class Terms:
@@ -65,6 +74,8 @@ class Terms:
         self.tallies = [Tally() for _ in range(terms)]  # whether each mean divides by what it is given with
         for its in self.tallies:
             its.given = True
+        self._factors = [0.0] * terms  # those of each batch, as one number
+        self._batches = 0
         self._sums = [torch.zeros((), dtype=torch.float64)] * terms
         self._aside: list[dict[nn.Parameter, Tensor]] = []
 
@@ -76,27 +87,33 @@ class Terms:
                 self._sums[at].to(terms[at].mean.device) + terms[at].mean.detach().double() * terms[at].divisor
             )
 
-    def check(self, terms: Sequence[MeanTerm]) -> None:
+    def begin(self, terms: Sequence[MeanTerm]) -> None:
+        """Notes the factors of a batch; raises `ConfigError` for another number of means than before."""
         if len(self.counts) != len(terms):
             raise ConfigError(
                 "all batches of an update must have the same means",
                 f"a list of {len(terms)} after one of {len(self.counts)}",
                 "give means that do not count with divisor 0",
             )
+        self._batches += 1
+        for at, term in enumerate(terms):
+            self._factors[at] += term.factor * math.sqrt(self._batches)
 
     def sent(self) -> list[float]:
-        parts = [(its.divisors, its.squares, its.problems) for its in self.tallies]
+        tallies = zip(self.tallies, self._factors, strict=True)
+        parts = [(its.divisors, its.squares, its.problems, factor, factor**2) for its, factor in tallies]
         return [*self.counts, *(float(one) for its in parts for one in its)]
 
-    def compared(self, sums: list[float], proof: LossProof, tally: Tally) -> list[float]:
+    def compared(self, sums: list[float], ranks: int, proof: LossProof, tally: Tally) -> list[float]:
         """Returns what the means count on all ranks, of what `sent` gave; has means with other divisors refused."""
         totals, rest = sums[: len(self.counts)], sums[len(self.counts) :]
         wrong = []
         for at, (total, its) in enumerate(zip(totals, self.tallies, strict=True)):
-            divisors, squares, problems = rest[3 * at : 3 * at + 3]
-            if problems or uneven(total, divisors, squares):
+            divisors, squares, problems, factors, factor_squares = rest[5 * at : 5 * at + 5]
+            apart = "; its factor differs between ranks" if differ(factors, factor_squares, ranks) else ""
+            if problems or apart or uneven(total, divisors, squares):
                 proof.refuse_list(tally)
-                wrong.append(f"mean {at + 1} of the list: {its.text()}")
+                wrong.append(f"mean {at + 1} of the list: {its.text()}{apart}")
         if wrong:
             tally.text = lambda: "; ".join(wrong)
         return totals

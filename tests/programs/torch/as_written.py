@@ -183,6 +183,35 @@ def case_two_divisors_get_the_advice_for_two(world: hvdtrain.World) -> None:
         train(model, optimizer, data, two)
 
 
+def case_a_factor_that_changes_within_an_update(world: hvdtrain.World) -> None:
+    """A VAE's beta: as a factor exact; in the mean, or another one on a rank, refused."""
+
+    def trained(loss_of: Callable[[Tensor, Tensor, float], Any]) -> Any:
+        model, optimizer, data = ready(world, Y, net(), 2, accumulate=2)
+        for count, (x, y) in enumerate(data, 1):
+            optimizer.zero_grad()
+            optimizer.backward(loss_of(model(x), y, count / 10))
+            optimizer.step()
+        return model
+
+    wanted = net()
+    optimizer = sgd(wanted)
+    for count, (x, y) in enumerate(windows(UPDATE // 2, X, Y), 1):
+        out = wanted(x)
+        ((CE(out, y) + count / 10 * out.abs().mean()) / 2).backward()
+        if count % 2 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    model = trained(lambda out, y, beta: [(CE(out, y), len(y)), (out.abs().mean(), len(y), beta)])
+    assert gap(model, wanted) < 1e-12, gap(model, wanted)
+    with refused("(mean, divisor, factor) in that list", kind=ConfigError):
+        trained(lambda out, y, beta: CE(out, y) + beta * out.abs().mean())
+    with refused("its factor differs between ranks", kind=ConfigError):
+        trained(lambda out, y, beta: [(CE(out, y), len(y), beta + world.rank)])
+    with refused("with a number as factor", kind=ConfigError):
+        trained(lambda out, y, beta: [(CE(out, y), len(y), out.mean())])
+
+
 class WithLoss(nn.Module):
     """Gives its loss, as models of transformers do with labels=."""
 

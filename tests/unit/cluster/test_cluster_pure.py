@@ -19,13 +19,7 @@ from hvdtrain.cluster.hosts.hosts import Host, assign, parse_hosts, read_hostfil
 from hvdtrain.cluster.hosts.protocol import mark_of
 from hvdtrain.cluster.hosts.ssh import Ssh, explain, is_this_machine
 from hvdtrain.cluster.launch import environment
-from hvdtrain.cluster.launch.failures import (
-    RankEnd,
-    Tracebacks,
-    first_failure,
-    left_the_others,
-    settled,
-)
+from hvdtrain.cluster.launch.failures import RankEnd, Tracebacks, first_failure, left_the_others, settled
 from hvdtrain.cluster.launch.job import Job, make_plan
 from hvdtrain.cluster.launch.rank import LineSplitter
 from hvdtrain.comm.link import Decoder, encode
