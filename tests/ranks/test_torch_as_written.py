@@ -30,6 +30,7 @@ ROWS = {  # row: what was tried, and how it ends
     "T33a": ("a GradScaler of one's own with `accumulate=2`, stepping on each batch", "refused"),
     "T33b": ("a mask that is empty on a rank, without weight=", "refused"),
     "T33c": ("the same with weight=", "exact"),
+    "T33d": ("a mean over the entries of two losses, with weight=", "exact"),
     "T36a": ("sync_batchnorm, and a rank whose samples have no labels: what goes through their statistics", "exact"),
     "T36b": ("sync_batchnorm and a list of means, of which each rank lacks another; accumulate=1 and 2", "exact"),
     "T36c": ("a gradient penalty (create_graph=True) through synchronised batch norm", "exact"),

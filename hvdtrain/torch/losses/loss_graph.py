@@ -172,7 +172,9 @@ class Reader:
             return [(child, below) for child in live]
         if name in ("Sum", "Nansum"):
             sizes = list(node._saved_self_sym_sizes if name == "Sum" else node._saved_self.shape)
-            over = _numel(node) == 1 or (0 in _dims(node, sizes) and (sizes[0] == samples or samples not in sizes))
+            dims, alone = _dims(node, sizes), _numel(node) == 1
+            over = alone and samples in [sizes[dim] for dim in dims]
+            over |= 0 in dims and (alone or sizes[0] == samples or samples not in sizes)
             return [(children[0], term.added_up(math.prod(sizes), samples, over=over))]
         if name in _PRODUCTS and _numel(node) == 1:
             one = self._only(children, path)
@@ -239,8 +241,8 @@ def _dims(node: Any, sizes: list[int]) -> set[int]:
 
 def _of_loss(name: str, node: Any, term: Term, samples: int) -> Term:
     values = getattr(node, "_saved_target", node._saved_self).numel()
-    if node._saved_reduction != 1:
-        return term.added_up(values, samples)
+    if node._saved_reduction != 1:  # a number for each sample (0), or their sum (2)
+        return term if term.reduced and not node._saved_reduction else term.added_up(values, samples)
     if not name.startswith("NllLoss"):
         values = node._saved_self.numel()
         return term.over(values, f"the {values} values of its mean", "weight=y.numel()", values)

@@ -432,6 +432,14 @@ def case_a_mask_that_is_empty_on_a_rank(world: hvdtrain.World) -> None:
     exact(world, "T33c", FOUND, masked, weight=torch.sum)
 
 
+def case_a_mean_over_the_entries_of_two_losses(world: hvdtrain.World) -> None:
+    def joined(model: Any, x: Tensor, y: Tensor) -> Tensor:
+        out = model(x)
+        return torch.cat([CE(out, y, reduction="none"), out[y == 1, 1:].square().sum(1)]).mean()  # y: once, or never
+
+    exact(world, "T33d", Y, joined, weight=lambda y: len(y) + (y == 1).sum())
+
+
 # -- weights of 0 ----------------------------------------------------------------------------------------------------
 def every_other(y: Tensor) -> Tensor:
     """Returns the labels with those of the first rank's samples left out."""
