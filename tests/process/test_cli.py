@@ -91,10 +91,7 @@ def test_the_help_of_one_command_imports_no_other():
 # ---- standard streams
 
 
-@pytest.mark.parametrize(
-    ("command", "closed"),
-    [("bench", "<&- >&- 2>&-"), ("why .", ">&-")],
-)
+@pytest.mark.parametrize(("command", "closed"), [("bench", "<&- >&- 2>&-"), ("why .", ">&-")])
 def test_commands_run_with_closed_descriptors(tmp_path, command, closed):
     whole, done = [shell(f"{command} {redirected}", cwd=tmp_path) for redirected in ("", closed)]
     assert done.returncode == whole.returncode

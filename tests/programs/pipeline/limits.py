@@ -12,6 +12,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import MethodType, SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -25,6 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import hvdtrain.pipeline
 from hvdtrain.core.errors import HvdtrainError
+from hvdtrain.pipeline import splitting
 from hvdtrain.pipeline.run import passes as _passes
 from hvdtrain.pipeline.run.runtime import Pipeline
 
@@ -563,6 +565,7 @@ def starts() -> dict[str, Any]:
     for name, error, launched in (
         ("ctrl_c", KeyboardInterrupt(), True), ("ctrl_c_before", KeyboardInterrupt(), False),
         ("no_thread", RuntimeError("can't start new thread"), False),
+        ("at_the_end", RuntimeError("can't create new thread at interpreter shutdown"), False),
     ):  # fmt: skip
         ends = []
         for at in (1, 2, 3):
@@ -572,7 +575,7 @@ def starts() -> dict[str, Any]:
                 try:
                     pipe.step(X, Y, MSE)
                 except (KeyboardInterrupt, HvdtrainError) as received:
-                    raised = f"{type(received).__name__}: {received}".splitlines()[0]
+                    raised = f"{type(received).__name__}: {received}"
             left = threads_left()  # one that had not begun goes by itself
             ends.append([raised, left, sum(p.grad is not None for p in model.parameters())])
         found[name] = ends
@@ -594,7 +597,16 @@ def starts() -> dict[str, Any]:
         pipe.step(X, Y, MSE)
     found["norms"] = [[layer.momentum, layer.num_batches_tracked is not None] for layer in norms]
     found["next"] = float(pipe.step(X, Y, MSE)) > 0
-    return found
+    meeting, traced, met = threading.Barrier(2), splitting.segments, []
+
+    def trace(*args: Any) -> Any:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            met.append(meeting.wait(0.5))
+        return traced(*args)
+
+    with mock.patch.object(splitting, "segments", trace), ThreadPoolExecutor(2) as pool:
+        list(pool.map(split, [nn.Sequential(Block(), Block()) for _ in range(2)]))
+    return found | {"two_splits_met": met}
 
 
 # -- P8: small batches, copies, failing steps --------------------------------------------------------------------------
