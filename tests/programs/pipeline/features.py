@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 import transformers as hf
+from outcome import outcome
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel
 
 import hvdtrain.pipeline
-from hvdtrain.core.errors import HvdtrainError
 from hvdtrain.pipeline.run.runtime import Pipeline
 from hvdtrain.pipeline.trace.segments import segments
 from hvdtrain.pipeline.tuning.search_size import tune
@@ -30,13 +30,6 @@ torch.set_num_threads(2)
 BATCH, WIDTH, LENGTH, WORDS, PIECE = 7, 16, 6, 11, 3
 MSE = nn.MSELoss()
 Make = Callable[[], nn.Module]
-
-
-def said(act: Callable[[], Any]) -> str:
-    try:
-        return f"nothing raised: {act()}"
-    except HvdtrainError as error:
-        return str(error)
 
 
 def split(model: nn.Module, x: Any, stages: int = 2, **options: Any) -> Pipeline:
@@ -110,7 +103,7 @@ def models() -> dict[str, Any]:
             worst = max(worst, gap([pipe(*positional, **kwargs).logits], [wanted.logits]))
         found[name] = {"difference": worst, "segments": len(pipe.segments)}
     cached = hf.GPT2LMHeadModel(hf.GPT2Config(**gpt2 | {"use_cache": True}))
-    return {"models": found, "cached": said(lambda: split(cached, ids))}
+    return {"models": found, "cached": outcome(lambda: split(cached, ids))}
 
 
 class Choosing(nn.Module):
@@ -155,13 +148,13 @@ def decisions() -> dict[str, Any]:
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Choosing(by), nn.Linear(WIDTH, WIDTH))
         found[by] = "1" not in segments(model, (x,))[0].chain.program.leaves
     pipe = split(nn.Sequential(Choosing("form"), nn.Linear(WIDTH, WIDTH)), x)
-    found["otherwise"] = said(lambda: pipe.step(x.float(), x, MSE))
+    found["otherwise"] = outcome(lambda: pipe.step(x.float(), x, MSE))
     words = torch.randn(BATCH, 2 * PIECE, WIDTH)
     for how in ("looped over", "counted", "unpacked"):
         pieces = split(nn.Sequential(nn.Linear(WIDTH, WIDTH), Pieces(how), nn.Linear(WIDTH, WIDTH)), words)
         with torch.no_grad():
             found[how] = [gap([pieces(words)], [pieces.module(words)])]
-            found[how] += [said(partial(pieces, torch.randn(BATCH, length, WIDTH))) for length in (3 * PIECE, PIECE)]
+            found[how] += [outcome(partial(pieces, torch.randn(BATCH, length, WIDTH))) for length in (3 * PIECE, PIECE)]
     return found
 
 
@@ -201,7 +194,7 @@ def none_or_not() -> dict[str, Any]:
         "none_called": lambda: pipe.eval()(x, **there | no),
         "given_later": lambda: without.step(x, x, MSE, kwargs=there),
     }
-    return {name: said(step) for name, step in found.items()}
+    return {name: outcome(step) for name, step in found.items()}
 
 
 def keywords() -> dict[str, Any]:
@@ -225,13 +218,13 @@ def keywords() -> dict[str, Any]:
     tuned = tune(pipe, x, y, MSE, kwargs=kwargs, candidates=[1, 2], budget_s=0.01)
     return found | none_or_not() | {
         "tuned": [tuned.best.micro_batches, len(tuned.unsplit_s)],
-        "blind": said(lambda: split(Keyed(), x, kwargs=kwargs)),
-        "other_names": said(lambda: pipe.step(x, y, MSE, kwargs={"mask": mask})),
-        "other_value": said(lambda: split(Keyed(), x, kwargs=kwargs | {"how": "none"}, chunk=chunk).step(
+        "blind": outcome(lambda: split(Keyed(), x, kwargs=kwargs)),
+        "other_names": outcome(lambda: pipe.step(x, y, MSE, kwargs={"mask": mask})),
+        "other_value": outcome(lambda: split(Keyed(), x, kwargs=kwargs | {"how": "none"}, chunk=chunk).step(
             x, y, MSE, kwargs=kwargs | {"how": "add"})),
-        "bad_chunk": said(lambda: split(Keyed(), x, kwargs=kwargs, chunk={"masc": None})),
-        "bad_part": said(lambda: split(Keyed(), x, kwargs=kwargs, chunk={"extra": {"tables": None}})),
-        "bad_dimension": said(lambda: split(Keyed(), x, kwargs=kwargs, chunk={"mask": 1})),
+        "bad_chunk": outcome(lambda: split(Keyed(), x, kwargs=kwargs, chunk={"masc": None})),
+        "bad_part": outcome(lambda: split(Keyed(), x, kwargs=kwargs, chunk={"extra": {"tables": None}})),
+        "bad_dimension": outcome(lambda: split(Keyed(), x, kwargs=kwargs, chunk={"mask": 1})),
     }  # fmt: skip
 
 
@@ -250,8 +243,8 @@ def whole_losses() -> dict[str, str]:
     x, y = torch.randn(BATCH, WIDTH), torch.randn(BATCH, WIDTH)
     pipe = split(net(), x)
     return {
-        "parts": said(lambda: pipe.step(x, y, contrastive)),
-        "weight": said(lambda: pipe.step(x, y, contrastive, whole=True, weight=len)),
+        "parts": outcome(lambda: pipe.step(x, y, contrastive)),
+        "weight": outcome(lambda: pipe.step(x, y, contrastive, whole=True, weight=len)),
     }
 
 

@@ -19,6 +19,7 @@ from unittest import mock
 
 import torch
 from ending_threads import threads_left
+from outcome import outcome
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -39,13 +40,6 @@ MSE = nn.MSELoss()
 def split(model: nn.Module, x: Any = X, stages: int = 2, **options: Any) -> Pipeline:
     options = {"micro_batches": 3, "balance": "memory"} | options
     return hvdtrain.pipeline.split(model.train(), x, ["cpu"] * stages, **options)
-
-
-def said(act: Callable[[], Any]) -> str:
-    try:
-        return f"nothing raised: {act()}"
-    except HvdtrainError as error:
-        return str(error)
 
 
 def plain(model: nn.Module, x: Any = X, y: Any = Y, loss: Any = MSE, steps: int = 1) -> tuple[nn.Module, list[Tensor]]:
@@ -169,7 +163,7 @@ def repeats() -> dict[str, Any]:
     pipe.proofs = False
     same = all(map(torch.equal, once(), once()))
     handle = model[0].register_forward_hook(beside)
-    told = said(lambda: pipe.step(X, Y, MSE))
+    told = outcome(lambda: pipe.step(X, Y, MSE))
     pipe.remat = "never"
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
@@ -271,7 +265,7 @@ def trace() -> dict[str, Any]:
         pipe = split(model)
         pipe.step(X, Y, MSE)
         change(model)
-        return said(lambda: pipe.step(X, Y, MSE))
+        return outcome(lambda: pipe.step(X, Y, MSE))
 
     found["tau"] = changed(lambda model: setattr(model[1], "tau", 5.0))
     found["nested"] = changed(lambda model: model[1].nested["scales"].__setitem__(0, 2.0))
@@ -280,7 +274,7 @@ def trace() -> dict[str, Any]:
     called = nn.Sequential(Block(), Block())
     pipe = split(called)
     called[1].register_forward_hook(lambda module, args, output: output * 2)
-    found["hook_in_call"] = said(lambda: pipe.eval()(X))
+    found["hook_in_call"] = outcome(lambda: pipe.eval()(X))
     found["unread"] = changed(lambda model: setattr(model[1], "note", "mine"))
     found["forward"] = changed(lambda model: setattr(model, "forward", MethodType(doubled, model)))
     model = nn.Sequential(Block(), Small(), Block())
@@ -296,7 +290,7 @@ def trace() -> dict[str, Any]:
     found["leaf_hook"] = changed(lambda model: model[1].linear.register_forward_hook(lambda *_: None))
     for keep in ("list", "attribute", "detached"):
         model = nn.Sequential(Block(), Gathers(keep), Block())
-        found[keep] = said(lambda model=model: float(split(model).step(X, Y, MSE)))
+        found[keep] = outcome(lambda model=model: float(split(model).step(X, Y, MSE)))
         found[f"{keep}_left"] = len(model[1].aux)
     model = nn.Sequential(Block(), Checkpointed(), Block())
     wanted, gradients = plain(model)
@@ -306,7 +300,7 @@ def trace() -> dict[str, Any]:
     pipe.step(X, Y, MSE)
     found["checkpoint"] = [unsplit, Checkpointed.calls, off(pipe, wanted, gradients)]
     for name, kind in {"checkpoint_root": CheckpointedRoot, "saved_root": SavedOnCpuRoot}.items():
-        found[name] = said(lambda kind=kind: split(kind()))
+        found[name] = outcome(lambda kind=kind: split(kind()))
     found["saved_root_in_one_part"] = compared(lambda: nn.Sequential(SavedOnCpuRoot(), Block()))
     return found
 
@@ -344,19 +338,19 @@ def chunks() -> dict[str, Any]:
         torch.zeros(BATCH, BATCH).masked_fill(torch.rand(BATCH, BATCH) < 0.4, -9),
     )
     y = torch.randn(BATCH, BATCH, WIDTH)
-    found: dict[str, Any] = {"mask": said(lambda: split(Masked(), (x, mask), micro_batches=BATCH))}
+    found: dict[str, Any] = {"mask": outcome(lambda: split(Masked(), (x, mask), micro_batches=BATCH))}
     model = Masked()
     wanted, gradients = plain(model, (x, mask), y)
     pipe = split(model, (x, mask), micro_batches=BATCH, chunk=[0, None])
     pipe.step((x, mask), y, MSE)
     found["chunk"] = off(pipe, wanted, gradients)
-    found["sequence"] = said(lambda: split(SequenceFirst(), x))
-    found["dimension"] = said(lambda: split(SequenceFirst(), x, chunk=[1]))
-    found["centred"] = said(lambda: split(nn.Sequential(Block(), Centred(), Block())))
+    found["sequence"] = outcome(lambda: split(SequenceFirst(), x))
+    found["dimension"] = outcome(lambda: split(SequenceFirst(), x, chunk=[1]))
+    found["centred"] = outcome(lambda: split(nn.Sequential(Block(), Centred(), Block())))
     longer = split(Masked(), (x[:4], mask), micro_batches=2)  # as long as the batch only later
-    found["later"] = said(lambda: longer.step((x, mask), y, MSE))
+    found["later"] = outcome(lambda: longer.step((x, mask), y, MSE))
     norm = nn.Sequential(Block(), nn.BatchNorm1d(WIDTH, track_running_stats=False), Block())
-    found["norm"] = said(lambda: float(split(norm).step(X, Y, MSE)))
+    found["norm"] = outcome(lambda: float(split(norm).step(X, Y, MSE)))
     return found
 
 
@@ -397,7 +391,7 @@ def context() -> dict[str, Any]:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         pipe.step(X, Y, lambda out, y: out.mean())
     with FlopCounterMode(display=False):
-        flops = said(lambda: pipe.step(X, Y, MSE))
+        flops = outcome(lambda: pipe.step(X, Y, MSE))
     one = split(nn.Sequential(Block(), Block()), stages=1, micro_batches=2)
     with FlopCounterMode(display=False) as counter:
         one.step(X, Y, MSE)
@@ -437,11 +431,11 @@ def tied() -> dict[str, Any]:
     model = Tied()
     pipe = split(model, balance=[1, 1, 1], stages=3)
     handle = model.a.weight.register_hook(lambda gradient: gradient)
-    hook = said(lambda: pipe.step(X, Y, MSE))
+    hook = outcome(lambda: pipe.step(X, Y, MSE))
     handle.remove()
     pipe.step(X, Y, MSE)
     pipe.load_state_dict({name: value + 1 for name, value in model.state_dict().items()}, assign=True)
-    assign = said(lambda: pipe.step(X, Y, MSE))
+    assign = outcome(lambda: pipe.step(X, Y, MSE))
     norms = TiedNorms()
     pipe = split(norms, balance=[2, 3])
     shared = sum(len(stage.proxies) for stage in pipe.stages)
@@ -508,7 +502,7 @@ def counts() -> dict[str, Any]:
         return [off(pipe, wanted, gradients), wanted[1].number - model[1].number]
 
     def told(*kept: str, **options: Any) -> str:
-        return said(lambda: float(split(nn.Sequential(Block(), Counts(*kept), Block()), **options).step(X, Y, MSE)))
+        return outcome(lambda: float(split(nn.Sequential(Block(), Counts(*kept), Block()), **options).step(X, Y, MSE)))
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -534,10 +528,10 @@ def buffers() -> dict[str, Any]:
     x, y = torch.randn(7, 2, 5), torch.randn(7, 2, 5)
     moving = nn.Sequential(nn.Linear(WIDTH, WIDTH), Moving(), nn.Linear(WIDTH, WIDTH))
     return {
-        "spectral": said(lambda: split(spectral).step(X, Y, MSE)),
-        "instance": said(lambda: split(instance, x).step(x, y, MSE)),
-        "ema": said(lambda: split(copy.deepcopy(moving)).step(X, Y, MSE)),
-        "ema_micro": said(lambda: float(split(copy.deepcopy(moving), batch_norm="micro").step(X, Y, MSE))),
+        "spectral": outcome(lambda: split(spectral).step(X, Y, MSE)),
+        "instance": outcome(lambda: split(instance, x).step(x, y, MSE)),
+        "ema": outcome(lambda: split(copy.deepcopy(moving)).step(X, Y, MSE)),
+        "ema_micro": outcome(lambda: float(split(copy.deepcopy(moving), batch_norm="micro").step(X, Y, MSE))),
         "ema_alone": compared(lambda: copy.deepcopy(moving), micro_batches=1, remat="all"),
     }
 
@@ -617,8 +611,8 @@ def lifecycle() -> dict[str, Any]:
     pipe.step(X[:2], Y[:2], MSE)
     found: dict[str, Any] = {"small": off(pipe, wanted, gradients)}
     lazy = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LazyBatchNorm1d(), nn.Linear(WIDTH, WIDTH))
-    found["lazy"] = said(lambda: split(lazy))
-    found["pickle"] = said(lambda: pickle.dumps(pipe))
+    found["lazy"] = outcome(lambda: split(lazy))
+    found["pickle"] = outcome(lambda: pickle.dumps(pipe))
     found["of_module"] = len(list(torch.optim.swa_utils.AveragedModel(pipe.module).parameters())) == 12
     earlier = [p.grad.clone() for p in model.parameters()]
 
@@ -630,7 +624,7 @@ def lifecycle() -> dict[str, Any]:
 
     bad.calls = 0
     pipe.proofs = False
-    found["failed"] = said(lambda: pipe.step(X, Y, bad))
+    found["failed"] = outcome(lambda: pipe.step(X, Y, bad))
     found["kept"] = all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), earlier, strict=True))
     return found
 

@@ -13,11 +13,11 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from outcome import outcome
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hvdtrain.pipeline
-from hvdtrain.core.errors import ConfigError
 
 BATCH, TOKENS, CLASSES, WIDTH, WORDS = 7, 5, 3, 6, 5
 CLASS_WEIGHTS = torch.tensor([1.0, 5.0, 2.0], dtype=torch.float64)
@@ -109,22 +109,15 @@ def off(case: Case, micro_batches: int, schedule: Any, weight: Any = "its own", 
     return max(gap, abs(float(loss) - wanted) / abs(wanted))
 
 
-def message(function: Callable[[], Any]) -> str:
-    try:
-        return f"nothing raised: {function()}"
-    except ConfigError as error:
-        return str(error)
-
-
 def one_number() -> dict[str, Any]:
     """A number as the weight: right for one micro-batch, whatever it is; refused for several."""
     case = CASES["ignore_index"]
     pipe = hvdtrain.pipeline.split(net(), X, ["cpu"] * 2, balance=[1, 2], micro_batches=3)
     return {
         "off": max(off(case, 1, "1f1b", weight=number) for number in (15, 0.5, torch.tensor(15))),
-        "several": message(lambda: pipe.step(X, case.y, case.loss, weight=15)),
-        "negative": message(lambda: pipe.step(X, case.y, case.loss, weight=lambda y: -1)),
-        "shape": message(lambda: pipe.step(X, case.y, case.loss, weight=lambda y: y != -100)),
+        "several": outcome(lambda: pipe.step(X, case.y, case.loss, weight=15)),
+        "negative": outcome(lambda: pipe.step(X, case.y, case.loss, weight=lambda y: -1)),
+        "shape": outcome(lambda: pipe.step(X, case.y, case.loss, weight=lambda y: y != -100)),
     }
 
 
@@ -159,13 +152,13 @@ def refused() -> dict[str, Any]:
     for name, (loss, y) in UNWEIGHTED.items():
         pipe = hvdtrain.pipeline.split(net(), X, ["cpu"] * 2, balance=[1, 2], micro_batches=3)
         state, before = torch.get_rng_state(), repr(loss)
-        said = message(lambda pipe=pipe, y=y, loss=loss: pipe.step(X, y, loss))
+        said = outcome(lambda pipe=pipe, y=y, loss=loss: pipe.step(X, y, loss))
         kept = torch.equal(state, torch.get_rng_state()) and all(p.grad is None for p in pipe.parameters())
         found[name] = [said, kept and repr(loss) == before and pipe.training]
     pipe = hvdtrain.pipeline.split(net(), X, ["cpu"] * 2, balance=[1, 2], micro_batches=3)
     loss = Tokens()
-    found["later"] = [message(lambda y=y: pipe.step(X, y, loss)) for y in (LABELS, IGNORED)]
-    wrong = message(lambda: pipe.step(X, IGNORED, loss, weight=lambda y: (y != 0).sum()))
+    found["later"] = [outcome(lambda y=y: pipe.step(X, y, loss)) for y in (LABELS, IGNORED)]
+    wrong = outcome(lambda: pipe.step(X, IGNORED, loss, weight=lambda y: (y != 0).sum()))
     calls = []
     for make in (lambda: REAL_LOSS, lambda: nn.MSELoss()):  # made once; made in each step
         pipe = hvdtrain.pipeline.split(net(), X, ["cpu"] * 2, balance=[1, 2], micro_batches=3)
@@ -214,7 +207,7 @@ def rare() -> dict[str, str]:
                 changed.reduction = "sum"
             if number == 3 and loss is reweighed:
                 reweighed.weight.copy_(CLASS_WEIGHTS)
-            found[name] = f"step {number}: " + message(lambda pipe=pipe, y=y, loss=loss: pipe.step(x, y, loss))
+            found[name] = f"step {number}: " + outcome(lambda pipe=pipe, y=y, loss=loss: pipe.step(x, y, loss))
     return found
 
 
@@ -300,7 +293,7 @@ def unusual() -> dict[str, Any]:
         "complex outputs": distance(Waves(real=False), x, y, lambda out, y: (out - y).abs().square().mean()),
         "rows": distance(Rows(), words, labels, lambda out, y: F.cross_entropy(out, y.flatten()), weight=valid),
         "loss of the model": distance(Judge(), words, labels, lambda loss, _: loss, weight=valid, **own),
-        "refused": message(lambda: distance(Judge(), words, labels, lambda loss, _: loss, **own)),
+        "refused": outcome(lambda: distance(Judge(), words, labels, lambda loss, _: loss, **own)),
     }
 
 

@@ -197,8 +197,7 @@ def case_a_factor_that_changes_within_an_update(world: hvdtrain.World) -> None:
     wanted = net()
     optimizer = sgd(wanted)
     for count, (x, y) in enumerate(windows(UPDATE // 2, X, Y), 1):
-        out = wanted(x)
-        ((CE(out, y) + count / 10 * out.abs().mean()) / 2).backward()
+        ((CE(out := wanted(x), y) + count / 10 * out.abs().mean()) / 2).backward()
         if count % 2 == 0:
             optimizer.step()
             optimizer.zero_grad()
