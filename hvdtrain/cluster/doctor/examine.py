@@ -26,6 +26,10 @@ from hvdtrain.comm.link import encode
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.record import stats
 
+FLOW_S = 0.2
+# packets that a firewall drops are given up after that
+REACH_LIMIT_S = 2.0
+FACT_LIMIT_S = 3.0
 Request = Mapping[str, Any]
 
 # Python 2 understands it as well, and says what it is. The session starts in the home folder: a random.py there must
@@ -111,12 +115,6 @@ class Sessions:
         self.alive.clear()
         with ThreadPoolExecutor(max(1, len(channels))) as pool:
             list(pool.map(lambda channel: channel.close(_END_S), channels))
-
-
-FLOW_S = 0.2
-# packets that a firewall drops are given up after that
-REACH_LIMIT_S = 2.0
-FACT_LIMIT_S = 3.0
 
 
 @dataclass
