@@ -15,6 +15,7 @@ from hvdtrain.core.launchers import Detected
 from hvdtrain.keras.backends.chosen import BACKEND
 from hvdtrain.keras.backends.session import is_stock, replaced, session_of
 from hvdtrain.private.keras import BaseOptimizer
+from hvdtrain.world.resources import keep_freed_memory
 from hvdtrain.world.world import World, current, given_or_current
 
 
@@ -27,6 +28,8 @@ def attach(detected: Detected, *, engine: str, device: str, gpus_per_rank: int, 
     """
     devices = gpus_of_rank(detected, device, BACKEND.visible_gpus, BACKEND.name, gpus_per_rank)
     BACKEND.pin(devices, cpu_only=device == "cpu")
+    if not devices:
+        keep_freed_memory()
     keras.utils.set_random_seed(seed)
     if engine == "solo":
         return SoloEngine(devices=devices)
