@@ -429,7 +429,7 @@ class BatchPasses:
         amount, coefficient = gradients.begin(batch, None, 1.0, 1 / size if is_last else 0.0)
         counted = [] if batch.padding else [at for at, term in enumerate(terms) if term.divisor]
         outputs = self._look_at_terms(batch, terms, counted)
-        terms = [term._replace(mean=term.mean * term.factor) for term in terms]
+        terms = [MeanTerm(term.mean * term.factor, *term[1:]) for term in terms]
         CLOCK.enter("backward")
         if not is_last:
             for at, term in enumerate(terms):  # also those that do not count: other ranks' may go through batch norm

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -61,9 +62,9 @@ def terms_of(given: Sequence[Any], weight: object, more: bool) -> list[MeanTerm]
 
 
 def _is_number(factor: Any = 1.0) -> bool:
-    return isinstance(factor, (int, float)) or (
-        isinstance(factor, Tensor) and factor.numel() == 1 and not factor.requires_grad
-    )
+    if isinstance(factor, Tensor):
+        return factor.numel() == 1 and not factor.requires_grad
+    return isinstance(factor, numbers.Real)
 
 
 class Terms:

@@ -166,8 +166,7 @@ def plain_files_and_plain_again() -> str:
 def models_that_share_a_layer() -> str:
     """Two models of one body, prepared one after the other and trained in turns, batch by batch; of uneven parts.
 
-    Their batches have one shape and their loss divides by elements, so what TensorFlow sums over ranks is a constant
-    unless that is prevented.
+    What TensorFlow sums over ranks (samples, elements of one shape) is a constant here unless that is prevented.
     """
 
     class Squares(keras.losses.Loss):
