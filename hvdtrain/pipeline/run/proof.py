@@ -232,7 +232,7 @@ def _labels(y: Any) -> dict[int, set[int]]:
 def loss_key(loss: Any) -> Hashable:
     """Returns a key that stays the same for a function that each step defines again, and for a loss of PyTorch's."""
     loss = inner_loss(loss)
-    if type(loss).__module__ == nn.MSELoss.__module__ and not (loss._buffers or loss._modules):
+    if type(loss).__module__ == nn.MSELoss.__module__ and not any(True for _ in (*loss.buffers(), *loss.children())):
         return type(loss), repr(sorted((name, value) for name, value in vars(loss).items() if name[0] != "_"))
     if hasattr(loss, "func") and hasattr(loss, "keywords"):  # functools.partial
         return loss_key(loss.func), repr(loss.keywords)
@@ -247,7 +247,8 @@ def _settings(function: Any, depth: int = 3) -> Hashable:
         plain = {name: value for name, value in vars(inner).items() if isinstance(value, (str, bool, type(None)))}
         # class weights that are changed in place; a buffer of another module may change in every step
         fixed = isinstance(inner, nn.modules.loss._Loss)
-        buffers = tuple((n, b._version if fixed else 0) for n, b in inner._buffers.items() if b is not None)
+        its = [(name, buffer) for name, buffer in inner._buffers.items() if buffer is not None]
+        buffers = tuple((name, (id(buffer), buffer._version) if fixed else 0) for name, buffer in its)
         return key, repr(sorted(plain.items())), buffers
     held: list[Hashable] = []
     for cell in getattr(inner, "__closure__", None) or () if depth else ():

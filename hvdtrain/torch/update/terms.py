@@ -40,7 +40,7 @@ def terms_of(given: Sequence[Any], weight: object, more: bool) -> list[MeanTerm]
         if not isinstance(pair, (tuple, list)) or len(pair) not in (2, 3) or not _is_number(*pair[2:]):
             raise ConfigError(
                 "a list of means must contain (mean, divisor), or (mean, divisor, factor) with a number as factor",
-                f"a {type(pair).__name__} in the list",
+                "in the list: " + ", ".join(type(its).__name__ for its in (pair if type(pair) is tuple else (pair,))),
                 "optimizer.backward([(class_loss, len(y)), (box_loss, matched, beta)]);\n"
                 "multiply the mean itself by a factor that is trained",
             )
@@ -62,9 +62,8 @@ def terms_of(given: Sequence[Any], weight: object, more: bool) -> list[MeanTerm]
 
 
 def _is_number(factor: Any = 1.0) -> bool:
-    if isinstance(factor, Tensor):
-        return factor.numel() == 1 and not factor.requires_grad
-    return isinstance(factor, numbers.Real)
+    array = hasattr(factor, "shape") and math.prod(factor.shape) == 1
+    return isinstance(factor, numbers.Real) or (array and not getattr(factor, "requires_grad", False))
 
 
 class Terms:
@@ -133,7 +132,7 @@ class Terms:
         """Gives `p.grad` the gradient of the update's earlier batches, for totals of all ranks."""
         for total, aside in zip(totals, self._aside, strict=False):
             for parameter in parameters:
-                if parameter in aside:
+                if parameter in aside and total:
                     part = aside[parameter].mul_(1 / total)
                     parameter.grad = part if parameter.grad is None else parameter.grad.add_(part)
         self._aside = []

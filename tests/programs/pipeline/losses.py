@@ -158,10 +158,10 @@ def refused() -> dict[str, Any]:
     loss = Tokens()
     found["later"] = [outcome(lambda y=y: pipe.step(X, y, loss)) for y in (LABELS, IGNORED)]
     wrong = outcome(lambda: pipe.step(X, IGNORED, loss, weight=lambda y: (y != 0).sum()))
-    calls = []
-    for made in ([nn.MSELoss()] * 7, [nn.MSELoss() for _ in range(7)]):  # once; in each step
+    calls, bce = [], F.binary_cross_entropy_with_logits
+    for made in ([nn.BCEWithLogitsLoss()] * 7, [nn.BCEWithLogitsLoss() for _ in range(7)]):  # once; in each step
         pipe = hvdtrain.pipeline.split(net(), X, ["cpu"] * 2, balance=[1, 2], micro_batches=3)
-        with patch.object(F, "mse_loss", wraps=F.mse_loss) as counted:
+        with patch.object(F, "binary_cross_entropy_with_logits", wraps=bce) as counted:
             for each in made:
                 pipe.step(X, REAL, each)
         calls.append(counted.call_count)

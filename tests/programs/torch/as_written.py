@@ -203,11 +203,13 @@ def case_a_factor_that_changes_within_an_update(world: hvdtrain.World) -> None:
             optimizer.zero_grad()
     model = trained(lambda out, y, beta: [(CE(out, y), len(y)), (out.abs().mean(), len(y), beta)])
     assert gap(model, wanted) < 1e-12, gap(model, wanted)
+    of_none = trained(lambda out, y, _: [(CE(out, y), len(y)), (CE(out, y * 0 - 100), 0)])  # NaN, of no label
+    assert gap(of_none, trained(lambda out, y, _: [(CE(out, y), len(y))])) < 1e-12
     with refused("(mean, divisor, factor) in that list", kind=ConfigError):
         trained(lambda out, y, beta: CE(out, y) + beta * out.abs().mean())
     with refused("its factor differs between ranks", kind=ConfigError):
         trained(lambda out, y, beta: [(CE(out, y), len(y), beta + world.rank)])
-    with refused("with a number as factor", kind=ConfigError):
+    with refused("with a number as factor", "Tensor, int, Tensor", kind=ConfigError):
         trained(lambda out, y, beta: [(CE(out, y), len(y), out.mean())])
 
 

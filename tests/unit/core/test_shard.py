@@ -88,6 +88,7 @@ def test_n_ranks_take_the_samples_of_one_process_step_by_step() -> None:
 
 
 def test_parts_are_full_but_for_the_tail_which_is_even() -> None:
+    assert [tail_pieces(samples, 8, 3) for samples in (1, 3, 4, 6, 7)] == [1, 1, 2, 2, 3]
     for samples, size, batch in GRID:
         steps = deal(Plan(samples, size, batch), 0)
         for number, step in enumerate(steps):
@@ -202,7 +203,3 @@ def test_an_update_has_no_more_samples_than_an_epoch() -> None:
     plan = Plan(64, 2, 16)
     assert [plan.update_samples(passes) for passes in (1, 2, 3)] == [32, 64, 64]
     assert Plan(64, 1, 512).update_samples(1) == 64
-
-
-def test_pieces_of_a_tail_are_not_larger_than_those_of_a_full_batch() -> None:
-    assert [tail_pieces(samples, 8, 3) for samples in (1, 3, 4, 6, 7)] == [1, 1, 2, 2, 3]
