@@ -148,8 +148,8 @@ def test_interrupted_starts(found: Found, limit: Limit) -> None:
     for name in ("ctrl_c", "ctrl_c_before"):
         assert received[name] == [["KeyboardInterrupt: ", 1, 0]] * 3
     for name, fix in (("no_thread", "ulimit -u"), ("at_the_end", "thread.join()")):
-        for said, threads, gradients in received[name]:
-            assert said.startswith("StageError: each stage") and fix in said and threads == 1 and gradients == 0
+        for text, threads, gradients in received[name]:
+            assert text.startswith("StageError: each stage") and fix in text and threads == 1 and gradients == 0
     assert received["two_splits_met"] == [], "one at a time: each replaces parts of PyTorch"
     limit("P7a", "Ctrl-C, or no thread to be had, while stage threads start", mended="ends; no thread is left")
     assert received["norms"] == [[0.1, True]] * 2 and received["next"]

@@ -75,6 +75,7 @@ RARE = {
     "count_later": "step 3: weight= must equal",
     "setting_later": "step 3: the loss of a batch",
     "class_weights_later": "step 3: weight= must equal",
+    "other_class_weights_later": "step 3: weight= must equal",
 }
 
 

@@ -232,7 +232,7 @@ def _labels(y: Any) -> dict[int, set[int]]:
 def loss_key(loss: Any) -> Hashable:
     """Returns a key that stays the same for a function that each step defines again, and for a loss of PyTorch's."""
     loss = inner_loss(loss)
-    if type(loss).__module__ == nn.MSELoss.__module__ and not any(True for _ in (*loss.buffers(), *loss.children())):
+    if type(loss).__module__ == nn.MSELoss.__module__ and not [*loss.buffers(), *loss.children()]:
         return type(loss), repr(sorted((name, value) for name, value in vars(loss).items() if name[0] != "_"))
     if hasattr(loss, "func") and hasattr(loss, "keywords"):  # functools.partial
         return loss_key(loss.func), repr(loss.keywords)
@@ -245,10 +245,10 @@ def _settings(function: Any, depth: int = 3) -> Hashable:
     inner, key = inner_loss(function), loss_key(function)
     if isinstance(inner, nn.Module):
         plain = {name: value for name, value in vars(inner).items() if isinstance(value, (str, bool, type(None)))}
-        # class weights that are changed in place; a buffer of another module may change in every step
+        # class weights, replaced or changed in place (held: an id comes again); other buffers may change in every step
         fixed = isinstance(inner, nn.modules.loss._Loss)
         its = [(name, buffer) for name, buffer in inner._buffers.items() if buffer is not None]
-        buffers = tuple((name, (id(buffer), buffer._version) if fixed else 0) for name, buffer in its)
+        buffers = tuple((name, (buffer, buffer._version) if fixed else 0) for name, buffer in its)
         return key, repr(sorted(plain.items())), buffers
     held: list[Hashable] = []
     for cell in getattr(inner, "__closure__", None) or () if depth else ():

@@ -37,14 +37,15 @@ def terms_of(given: Sequence[Any], weight: object, more: bool) -> list[MeanTerm]
         )
     terms = []
     for pair in given:
-        if not isinstance(pair, (tuple, list)) or len(pair) not in (2, 3) or not _is_number(*pair[2:]):
+        its = pair if isinstance(pair, (tuple, list)) else [pair]
+        if len(its) not in (2, 3) or not _is_number(*its[2:]):
             raise ConfigError(
                 "a list of means must contain (mean, divisor), or (mean, divisor, factor) with a number as factor",
-                "in the list: " + ", ".join(type(its).__name__ for its in (pair if type(pair) is tuple else (pair,))),
+                f"in the list: {', '.join(type(one).__name__ for one in its)}",
                 "optimizer.backward([(class_loss, len(y)), (box_loss, matched, beta)]);\n"
                 "multiply the mean itself by a factor that is trained",
             )
-        mean, divisor, factor = (*pair, 1.0)[:3]
+        mean, divisor, factor = (*its, 1.0)[:3]
         number = float(weight_of(divisor, torch.device("cpu")))
         check_loss(mean, untracked=not number)
         if is_whole(mean):

@@ -163,13 +163,13 @@ def repeats() -> dict[str, Any]:
     pipe.proofs = False
     same = all(map(torch.equal, once(), once()))
     handle = model[0].register_forward_hook(beside)
-    told = outcome(lambda: pipe.step(X, Y, MSE))
+    text = outcome(lambda: pipe.step(X, Y, MSE))
     pipe.remat = "never"
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         pipe.step(X, Y, MSE)
     handle.remove()
-    return {"same": same, "told": told, "warned": [str(one.message) for one in warned if "draw" in str(one.message)]}
+    return {"same": same, "told": text, "warned": [str(one.message) for one in warned if "draw" in str(one.message)]}
 
 
 # -- P2: what a trace fixes --------------------------------------------------------------------------------------------

@@ -151,9 +151,9 @@ def refused() -> dict[str, Any]:
     for name, (loss, y) in UNWEIGHTED.items():
         pipe = hvdtrain.pipeline.split(net(), X, ["cpu"] * 2, balance=[1, 2], micro_batches=3)
         state, before = torch.get_rng_state(), repr(loss)
-        said = outcome(lambda pipe=pipe, y=y, loss=loss: pipe.step(X, y, loss))
+        text = outcome(lambda pipe=pipe, y=y, loss=loss: pipe.step(X, y, loss))
         kept = torch.equal(state, torch.get_rng_state()) and all(p.grad is None for p in pipe.parameters())
-        found[name] = [said, kept and repr(loss) == before and pipe.training]
+        found[name] = [text, kept and repr(loss) == before and pipe.training]
     pipe = hvdtrain.pipeline.split(net(), X, ["cpu"] * 2, balance=[1, 2], micro_batches=3)
     loss = Tokens()
     found["later"] = [outcome(lambda y=y: pipe.step(X, y, loss)) for y in (LABELS, IGNORED)]
@@ -186,7 +186,12 @@ def rare() -> dict[str, str]:
         return (out - y)[~y.isnan()].square().mean()
 
     pad = Tokens(ignore_index=0)
-    changed, reweighed = Tokens(), Tokens(weight=torch.ones_like(CLASS_WEIGHTS))
+    changed, (reweighed, replaced) = Tokens(), (Tokens(weight=torch.ones_like(CLASS_WEIGHTS)) for _ in range(2))
+    third: dict[Any, Callable[[], Any]] = {  # what is done before the third step
+        changed: lambda: setattr(changed, "reduction", "sum"),
+        reweighed: lambda: reweighed.weight.copy_(CLASS_WEIGHTS),
+        replaced: lambda: setattr(replaced, "weight", CLASS_WEIGHTS),
+    }
     steps: dict[str, list[tuple[Any, Any]]] = {
         "pad": [(pad, padded)],
         "nan": [(present, gaps)],
@@ -197,15 +202,14 @@ def rare() -> dict[str, str]:
         "count_later": [(tokens(), one) for one in (some, some, fewer)],
         "setting_later": [(changed, labels)] * 3,
         "class_weights_later": [(reweighed, labels)] * 3,
+        "other_class_weights_later": [(replaced, labels)] * 3,
     }
     found = {}
     for name, those in steps.items():
         pipe = hvdtrain.pipeline.split(net(), x, ["cpu"] * 2, balance=[1, 2], micro_batches=3)
         for number, (loss, y) in enumerate(those, 1):
-            if number == 3 and loss is changed:
-                changed.reduction = "sum"
-            if number == 3 and loss is reweighed:
-                reweighed.weight.copy_(CLASS_WEIGHTS)
+            if number == 3 and loss in third:
+                third[loss]()
             found[name] = f"step {number}: " + outcome(lambda pipe=pipe, y=y, loss=loss: pipe.step(x, y, loss))
     return found
 
